@@ -1,0 +1,11 @@
+"""The one exception that means "the user can mend this"."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Bad usage or bad input.
+
+    The message is one line that names what is wrong (file, row and field for data; the option for
+    usage) and how to mend it. The command line prints it on stderr and exits with code 2.
+    """
