@@ -1,0 +1,402 @@
+"""Rollouts -> segment tree.  Pure: numpy only, neither torch nor megatron.
+
+A *position* of a rollout is one (input token, label token) pair; a rollout of n tokens has n-1.
+The tree is a trie over those pairs, so the last prompt token, whose label differs by rollout, falls
+into the branches by itself.  Two rollouts share what their sorted neighbours share, which makes the
+whole construction a sort, one comparison of neighbours and one pass with a stack: linear in tokens
+but for the sort.  Trees of rollouts as in "AReaL-DTA", section 3 (prefix tree); the flat group of
+"Schedule-Level Shared-Prefix Reuse for LLM RL Training", section 2.1, is the tree of depth one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_prefix.errors import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """One rollout as the tree sees it.
+
+    Attributes:
+        inputs: input token ids, int [num_positions].
+        labels: label token ids, int [num_positions].
+        trained: whether the position carries loss, bool [num_positions].
+    """
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    trained: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def first_trained(self) -> int:
+        """First position with loss; the last position when there is none."""
+        hits = np.flatnonzero(self.trained)
+        return int(hits[0]) if len(hits) else len(self) - 1
+
+
+@dataclass(frozen=True)
+class TreeOptions:
+    """How rollouts become segments.
+
+    Attributes:
+        align: segment boundaries are multiples of it (1, or tp when sequence-parallel, times 2*cp).
+        chunk_tokens: longest segment; longer ones become a chain of chunks. 0: no limit.
+        wave_tokens: most positions in a wave; a single leaf may exceed it. 0: no limit.
+        min_gain: a shared segment that saves fewer positions than this is dissolved into its
+            children. 0 dissolves nothing.
+        loss_in_leaves: share no position at or after a rollout's first trained one.
+        share: "group": one tree a group; "batch": one tree over all rollouts of the step.
+    """
+
+    align: int = 1
+    chunk_tokens: int = 0
+    wave_tokens: int = 4096
+    min_gain: int = 64
+    loss_in_leaves: bool = False
+    share: str = "group"
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_tokens", "wave_tokens", "min_gain"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} is {getattr(self, name)}: give 0 (no limit) or more")
+        if self.align < 1:
+            raise UserError(f"align is {self.align}: give 1 or more")
+        if 0 < self.chunk_tokens < self.align:
+            raise UserError(
+                f"chunk_tokens {self.chunk_tokens} is below the alignment {self.align} of this layout:"
+                f" give 0 or at least {self.align}"
+            )
+        if self.share not in ("group", "batch"):
+            raise UserError(f"share is {self.share!r}: give 'group' or 'batch'")
+
+
+class Row(NamedTuple):
+    """Consecutive positions of one or more rollouts inside a segment.
+
+    Attributes:
+        start: first position in the rollout.
+        length: number of positions.
+        padded: rows taken in the segment, a multiple of the alignment, at least `length`.
+        rollouts: indices of all rollouts that pass through these positions.
+    """
+
+    start: int
+    length: int
+    padded: int
+    rollouts: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """One past the last position."""
+        return self.start + self.length
+
+
+class Segment(NamedTuple):
+    """One microbatch of the plan: an inner segment (one row) or a wave (one row a leaf).
+
+    Attributes:
+        parent: index of the parent segment, -1 for a root.
+        tree: index of the tree it belongs to.
+        rows: what it computes.
+        inner: whether other segments read its K/V.
+        extends: whether it continues its parent's K/V buffer (a chunk chain).
+        scored: whether its outputs reach a loss.
+    """
+
+    parent: int
+    tree: int
+    rows: tuple[Row, ...]
+    inner: bool
+    extends: bool
+    scored: bool
+
+    @property
+    def num_rows(self) -> int:
+        """Length of the microbatch, padding included."""
+        return sum(row.padded for row in self.rows)
+
+    @property
+    def start(self) -> int:
+        """Position at which every row begins."""
+        return self.rows[0].start
+
+
+@dataclass(frozen=True)
+class Forest:
+    """All segments of a step in F-order (depth first, parents before children).
+
+    Attributes:
+        segments: in F-order.
+        num_positions: positions of each rollout.
+        first_trained: first trained position of each rollout.
+        align: the alignment the segments were made for.
+    """
+
+    segments: tuple[Segment, ...]
+    num_positions: tuple[int, ...]
+    first_trained: tuple[int, ...]
+    align: int = 1
+
+    @property
+    def raw_tokens(self) -> int:
+        """Positions of all rollouts, shared or not."""
+        return sum(self.num_positions)
+
+    @cached_property
+    def executed_tokens(self) -> int:
+        """Positions that the prefix schedule computes, padding not counted."""
+        return sum(row.length for segment in self.segments for row in segment.rows)
+
+    @cached_property
+    def max_depth(self) -> int:
+        """Most segments on a path from a root to a leaf."""
+        depth: list[int] = []
+        for segment in self.segments:
+            depth.append(1 if segment.parent < 0 else depth[segment.parent] + 1)
+        return max(depth, default=0)
+
+    @cached_property
+    def paths(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per rollout its (segment, row of the segment) pairs, root first."""
+        paths: list[list[tuple[int, int]]] = [[] for _ in self.num_positions]
+        for index, segment in enumerate(self.segments):
+            for position, row in enumerate(segment.rows):
+                for rollout in row.rollouts:
+                    paths[rollout].append((index, position))
+        return tuple(tuple(path) for path in paths)
+
+    def cut(self, rollout: int) -> int:
+        """First position of the segment that holds the rollout's first trained position."""
+        for index, position in self.paths[rollout]:
+            row = self.segments[index].rows[position]
+            if self.first_trained[rollout] < row.end:
+                return row.start
+        raise RuntimeError(f"rollout {rollout} ends before its first trained position")
+
+    def ancestors(self, index: int) -> list[int]:
+        """Segments whose K/V segment `index` reads, root first."""
+        found = []
+        while (index := self.segments[index].parent) >= 0:
+            found.append(index)
+        return found[::-1]
+
+
+@dataclass
+class _Node:
+    """A trie node while the tree is built: positions [start, end) of `members`."""
+
+    start: int
+    end: int
+    members: list[int]
+    children: list[_Node] = field(default_factory=list)
+    chained: bool = False  # continues its parent: the next chunk of one segment
+
+    def ending(self) -> list[int]:
+        """Members that no child carries on."""
+        below = {member for child in self.children for member in child.members}
+        return [member for member in self.members if member not in below]
+
+
+def build(
+    rollouts: Sequence[Pairs], groups: Sequence[int] | None = None, options: TreeOptions | None = None
+) -> Forest:
+    """Makes the forest of a step.
+
+    Args:
+        rollouts: the step's rollouts; indices into this sequence name them everywhere.
+        groups: group number of each rollout (default: all in one group).
+        options: see TreeOptions.
+
+    Raises:
+        UserError: a rollout without a position, or `groups` of another length.
+    """
+    options = options or TreeOptions()
+    groups = [0] * len(rollouts) if groups is None else list(groups)
+    if len(groups) != len(rollouts):
+        raise UserError(f"{len(groups)} group numbers for {len(rollouts)} rollouts: give one each")
+    for index, rollout in enumerate(rollouts):
+        if not len(rollout) == len(rollout.labels) == len(rollout.trained) or not len(rollout):
+            raise UserError(
+                f"rollout {index}: {len(rollout)} inputs, {len(rollout.labels)} labels,"
+                f" {len(rollout.trained)} loss flags: give equally many, at least one"
+            )
+    first = tuple(rollout.first_trained for rollout in rollouts)
+    trees: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        trees.setdefault(group if options.share == "group" else 0, []).append(index)
+    segments: list[Segment] = []
+    for number, members in enumerate(trees.values()):
+        roots = _trie(rollouts, members, first, options)
+        roots = _chunked(_dissolved(roots, options.min_gain), first, options)
+        segments.extend(_flatten(roots, number, len(segments), first, options))
+    return Forest(tuple(segments), tuple(len(r) for r in rollouts), first, options.align)
+
+
+def _trie(
+    rollouts: Sequence[Pairs], members: list[int], first: Sequence[int], options: TreeOptions
+) -> list[_Node]:
+    """The compressed trie of `members`, with boundaries rounded down to the alignment."""
+    pairs = {m: _pair_codes(rollouts[m]) for m in members}
+    same: dict[bytes, list[int]] = {}
+    for m in members:
+        same.setdefault(pairs[m].astype(">u8").tobytes(), []).append(m)
+    top = _Node(0, 0, [])
+    stack, before = [top], -1
+    for _, copies in sorted(same.items()):
+        rollout = copies[0]
+        shared = _shared(pairs, first, before, rollout, options) if before >= 0 else 0
+        lower = None
+        while stack[-1].end > shared:
+            lower = stack.pop()
+        if stack[-1].end < shared:
+            if lower is None:
+                raise RuntimeError("a shared run without a node below it")
+            middle = _Node(stack[-1].end, shared, [], [lower])
+            stack[-1].children[-1] = middle
+            lower.start = shared
+            stack.append(middle)
+        leaf = _Node(shared, len(pairs[rollout]), copies)
+        stack[-1].children.append(leaf)
+        stack.append(leaf)
+        before = rollout
+    _gather_members(top)
+    return top.children
+
+
+def _pair_codes(rollout: Pairs) -> np.ndarray:
+    """One unsigned 64-bit code a position, equal exactly where the (input, label) pairs are."""
+    low = rollout.labels.astype(np.int64) & 0xFFFFFFFF
+    return (rollout.inputs.astype(np.int64) << 32 | low).astype(np.uint64)
+
+
+def _shared(
+    pairs: dict[int, np.ndarray], first: Sequence[int], a: int, b: int, options: TreeOptions
+) -> int:
+    """Positions that two different rollouts share, rounded toward the root."""
+    num = min(len(pairs[a]), len(pairs[b]))
+    differs = pairs[a][:num] != pairs[b][:num]
+    shared = int(differs.argmax()) if differs.any() else num
+    if options.loss_in_leaves:
+        shared = min(shared, first[a], first[b])
+    return shared // options.align * options.align
+
+
+def _preorder(roots: Sequence[_Node]) -> Iterator[_Node]:
+    """Parents before children; reads `children` only after the caller has seen the parent."""
+    todo = list(reversed(roots))
+    while todo:
+        node = todo.pop()
+        yield node
+        todo.extend(reversed(node.children))
+
+
+def _gather_members(top: _Node) -> None:
+    """Fills `members` of the inner nodes and puts children in the order of their first rollout."""
+    for node in reversed(list(_preorder([top]))):
+        node.members = sorted({*node.members, *(m for c in node.children for m in c.members)})
+        node.children.sort(key=lambda child: child.members[0])
+
+
+def _dissolved(roots: list[_Node], min_gain: int) -> list[_Node]:
+    """Gives a segment that saves fewer than `min_gain` positions to its children, parents first."""
+    top = _Node(0, 0, [], roots)
+    for node in _preorder([top]):
+        kept: list[_Node] = []
+        todo = list(reversed(node.children))
+        while todo:
+            child = todo.pop()
+            copies = len(child.children) + bool(child.ending())
+            if not child.children or (copies - 1) * (child.end - child.start) >= min_gain:
+                kept.append(child)
+                continue
+            for grandchild in child.children:
+                grandchild.start = child.start
+            ends_here = [_Node(child.start, child.end, child.ending())] if child.ending() else []
+            todo.extend(reversed([*ends_here, *child.children]))
+        node.children = kept
+    return top.children
+
+
+def _chunked(roots: list[_Node], first: Sequence[int], options: TreeOptions) -> list[_Node]:
+    """Cuts every node longer than `chunk_tokens` into a chain of nearly equal chunks."""
+    longest = options.chunk_tokens // options.align * options.align
+    if not longest:
+        return roots
+    for node in list(_preorder(roots)):
+        # Loss kept in leaves stays whole: only the part before it may be cut.
+        end = min([node.end, *(first[m] for m in node.members)] if options.loss_in_leaves else [node.end])
+        end = node.end if end == node.end else end // options.align * options.align
+        bounds = _equal_bounds(node.start, end, longest, options.align)
+        if end < node.end:
+            bounds.append(node.end)
+        tail, last = _Node(bounds[-2], bounds[-1], node.members, node.children), node
+        if len(bounds) == 2:
+            continue
+        node.end = bounds[1]
+        for start, stop in zip(bounds[1:-2], bounds[2:-1], strict=True):
+            chunk = _Node(start, stop, node.members, chained=True)
+            last.children, last = [chunk], chunk
+        tail.chained = True
+        last.children = [tail]
+    return roots
+
+
+def _equal_bounds(start: int, end: int, longest: int, align: int) -> list[int]:
+    """Boundaries of the fewest nearly equal chunks, each at most `longest`, multiples of `align`."""
+    if end <= start:
+        return [start]
+    num = -(-(end - start) // longest)
+    units = -(-(end - start) // align)
+    bounds = [start + align * (units * i // num) for i in range(num)]
+    return [*bounds, end]
+
+
+def _flatten(
+    roots: list[_Node], tree: int, offset: int, first: Sequence[int], options: TreeOptions
+) -> list[Segment]:
+    """Segments of one tree in F-order, leaves of one parent batched into waves."""
+    found: list[Segment] = []
+    todo = [(-1, batch) for batch in reversed(_batched(roots, options))]
+    while todo:
+        parent, nodes = todo.pop()
+        index, inner = offset + len(found), bool(nodes[0].children)
+        rows = tuple(_row(node, options.align) for node in nodes)
+        scored = any(first[m] < row.end for row in rows for m in row.rollouts)
+        found.append(Segment(parent, tree, rows, inner, inner and nodes[0].chained, scored))
+        if inner:
+            todo.extend((index, batch) for batch in reversed(_batched(nodes[0].children, options)))
+    return found
+
+
+def _row(node: _Node, align: int) -> Row:
+    length = node.end - node.start
+    return Row(node.start, length, -(-length // align) * align, tuple(node.members))
+
+
+def _batched(nodes: Sequence[_Node], options: TreeOptions) -> list[list[_Node]]:
+    """Siblings as microbatches: an inner node alone, leaves greedily up to `wave_tokens`."""
+    batches: list[list[_Node]] = []
+    room = -1
+    wave: list[_Node] | None = None
+    for node in nodes:
+        padded = _row(node, options.align).padded
+        if node.children:
+            batches.append([node])
+        elif wave is not None and (padded <= room or not options.wave_tokens):
+            wave.append(node)
+            room -= padded
+        else:
+            wave = [node]
+            batches.append(wave)
+            room = options.wave_tokens - padded
+    return batches
