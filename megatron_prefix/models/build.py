@@ -1,0 +1,220 @@
+"""ModelSpec -> Megatron model chunks, ready for a Megatron schedule."""
+
+from __future__ import annotations
+
+import logging
+import types
+import warnings
+from typing import Any
+
+import torch
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.models import weights
+from megatron_prefix.models.config import dtype_of, transformer_config
+from megatron_prefix.models.logprobs import vocab_parallel_log_probs
+from megatron_prefix.models.norm import RMSNorm
+from megatron_prefix.models.presets import ModelSpec
+from megatron_prefix.runtime.layout import Layout
+
+logger = logging.getLogger(__name__)
+
+LAYER_SPECS = ("auto", "local", "te")
+
+
+def has_transformer_engine() -> bool:
+    """Whether Megatron can use transformer-engine's layers in this process."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    return bool(gpt_layer_specs.HAVE_TE)
+
+
+def build_model(
+    spec: ModelSpec,
+    *,
+    layout: Layout | None = None,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    layer_spec: str = "auto",
+    recompute: str = "none",
+    seed: int = 1234,
+    wrap_ddp: bool = True,
+    use_distributed_optimizer: bool = False,
+    overlap_grad_reduce: bool = False,
+    bucket_size: int | None = None,
+    exact_loss: bool | None = None,
+    config_overrides: dict[str, Any] | None = None,
+) -> list[Any]:
+    """This rank's model chunks: one GPTModel a virtual pipeline stage, in order.
+
+    The process groups must exist (`runtime.initialize`). Weights are random, by `seed`, and the
+    same model in every layout. What Megatron's training loop sets on the config for the schedules
+    is set here (`finalize_model_grads_func`, and `no_sync_func` when reductions overlap);
+    `build_optimizer` adds `grad_scale_func`.
+
+    Args:
+        dtype: of parameters and activations: float64 (local spec only), float32 or bfloat16.
+            Gradients are summed in float32, in float64 for float64 parameters.
+        layer_spec: "te" for transformer-engine's layers, "local" for Megatron's own, "auto" for
+            "te" on a GPU in 16 bit where it is installed, else "local".
+        recompute: "none", "full" (every layer) or "selective" (core attention).
+        wrap_ddp: wrap each chunk in Megatron's DistributedDataParallel, which holds `main_grad`.
+        overlap_grad_reduce: reduce gradients during the backward pass, in buckets of
+            `bucket_size` elements (None: Megatron's default).
+        exact_loss: the model's loss is computed by `vocab_parallel_log_probs`, not Megatron's
+            float32 cross entropy; None means only for float64.
+        config_overrides: fields of TransformerConfig that win over all of this.
+
+    Raises:
+        UserError: options that contradict one another or the machine.
+    """
+    layout = layout or Layout()
+    dtype, device = dtype_of(dtype), torch.device(device)
+    if spec.vocab_size is None:
+        raise UserError(
+            f"model {spec.name} takes its vocabulary from the rollouts; call with_vocab(size)"
+        )
+    engine = _use_transformer_engine(layer_spec, dtype, device)
+    config = transformer_config(
+        spec,
+        layout,
+        dtype,
+        device,
+        transformer_engine=engine,
+        recompute=recompute,
+        overrides=config_overrides,
+    )
+    exact = dtype == torch.float64 if exact_loss is None else exact_loss
+    chunks = [
+        _build_chunk(spec, config, layout, dtype, device, engine, seed, exact, stage)
+        for stage in range(layout.vpp)
+    ]
+    if wrap_ddp:
+        options = dict(
+            use_distributed_optimizer=use_distributed_optimizer,
+            overlap_grad_reduce=overlap_grad_reduce,
+            bucket_size=bucket_size,
+            grad_reduce_in_fp32=dtype == torch.bfloat16,
+        )
+        chunks = [_wrap_ddp(config, chunk, options, n) for n, chunk in enumerate(chunks)]
+    _prepare_schedule(config, chunks, wrap_ddp, overlap_grad_reduce)
+    return chunks
+
+
+def unwrap(chunk: Any) -> Any:
+    """The GPTModel inside Megatron's wrappers (DistributedDataParallel, Float16Module)."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _use_transformer_engine(layer_spec: str, dtype: torch.dtype, device: torch.device) -> bool:
+    if layer_spec not in LAYER_SPECS:
+        raise UserError(f"layer spec {layer_spec!r} is not known; choose one of {LAYER_SPECS}")
+    wants = device.type == "cuda" and dtype != torch.float64
+    if layer_spec == "te" and not (wants and has_transformer_engine()):
+        raise UserError(
+            "layer spec 'te' needs transformer-engine, a GPU, and float32 or bfloat16; "
+            f"here: installed {has_transformer_engine()}, device {device.type}, dtype {dtype}"
+        )
+    if layer_spec == "auto":
+        return wants and dtype == torch.bfloat16 and has_transformer_engine()
+    return layer_spec == "te"
+
+
+def _build_chunk(
+    spec: ModelSpec,
+    config: Any,
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+    engine: bool,
+    seed: int,
+    exact: bool,
+    stage: int,
+) -> Any:
+    """One GPTModel of this rank, with weights, in its dtype."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel import (
+        set_defaults_if_not_set_tensor_model_parallel_attributes,
+    )
+    from megatron.core.transformer.module import Float16Module
+
+    vp_stage = stage if layout.vpp > 1 else None
+    pipeline = parallel_state.get_pipeline_model_parallel_rank()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*deprecated.*")
+        model = GPTModel(
+            config,
+            _block_spec(config, engine, vp_stage),
+            vocab_size=weights.padded_vocab(spec.vocab_size or 0, layout.tp),
+            max_sequence_length=spec.max_position,
+            pre_process=pipeline == 0 and stage == 0,
+            post_process=pipeline == layout.pp - 1 and stage == layout.vpp - 1,
+            position_embedding_type="rope",
+            rotary_base=spec.rotary_base,
+            rope_scaling=spec.rope_scaling is not None,
+            rope_scaling_factor=spec.rope_scaling.factor if spec.rope_scaling else 1.0,
+            share_embeddings_and_output_weights=spec.tie_embeddings,
+            vp_stage=vp_stage,
+        )
+    model.to(device)
+    for parameter in model.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    weights.fill(model, spec, seed)
+    if exact:
+        model.compute_language_model_loss = types.MethodType(_exact_loss, model)
+    if dtype == torch.bfloat16:
+        return Float16Module(config, model)
+    return model.to(dtype)
+
+
+def _exact_loss(model: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """In place of LanguageModule.compute_language_model_loss: [b, s], [s, b, V/tp] -> [b, s]."""
+    return -vocab_parallel_log_probs(logits, labels, model.pg_collection.tp)
+
+
+def _block_spec(config: Any, engine: bool, vp_stage: int | None) -> Any:
+    """The layers of one chunk; the local ones get a norm that allows sequence parallelism."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage
+    )
+    if engine:
+        return block
+    block.layer_norm = RMSNorm
+    for layer in block.layer_specs:
+        layer.submodules.input_layernorm = RMSNorm
+        layer.submodules.pre_mlp_layernorm = RMSNorm
+        attention = layer.submodules.self_attention.submodules
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return block
+
+
+def _wrap_ddp(config: Any, chunk: Any, options: dict[str, Any], index: int) -> Any:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    # Buckets serve the first chunk only: what follows it overlaps with nothing.
+    return DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(**options),
+        chunk,
+        disable_bucketing=index > 0,
+    )
+
+
+def _prepare_schedule(config: Any, chunks: list[Any], ddp: bool, overlap: bool) -> None:
+    """Set on the shared config what Megatron's `train` sets before it calls a schedule."""
+    from megatron.core.distributed import finalize_model_grads
+
+    for chunk in chunks:
+        chunk.train()
+    if not ddp:
+        return
+    config.finalize_model_grads_func = finalize_model_grads
+    if overlap:
+        syncs = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]

@@ -1,0 +1,203 @@
+"""ModelSpec and Layout -> Megatron's TransformerConfig."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.models.presets import ModelSpec
+from megatron_prefix.runtime.layout import Layout
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+RECOMPUTE = ("none", "full", "selective")
+
+
+def dtype_of(name: str | torch.dtype) -> torch.dtype:
+    """torch's dtype by name.
+
+    Raises:
+        UserError: not one that a model can be built in.
+    """
+    if name in DTYPES.values():
+        return name  # type: ignore[return-value]
+    if name not in DTYPES:
+        raise UserError(f"dtype {name!r} is not supported; choose one of {', '.join(DTYPES)}")
+    return DTYPES[name]  # type: ignore[index]
+
+
+def check_layout(spec: ModelSpec, layout: Layout) -> None:
+    """Refuse a layout the model cannot be cut into.
+
+    Raises:
+        UserError: naming both numbers and the mend.
+    """
+    stages = layout.pp * layout.vpp
+    if spec.num_layers % stages:
+        raise UserError(
+            f"model {spec.name} has {spec.num_layers} layers, which {stages} pipeline stages "
+            f"(pp {layout.pp} * vpp {layout.vpp}) do not divide; change --pp or --vpp"
+        )
+    if spec.num_query_groups % layout.tp:
+        raise UserError(
+            f"model {spec.name} has {spec.num_query_groups} key/value heads, which --tp "
+            f"{layout.tp} does not divide; use a smaller --tp"
+        )
+    if spec.ffn_hidden_size % layout.tp or (spec.moe_ffn_hidden_size or 0) % layout.tp:
+        raise UserError(f"model {spec.name}: --tp {layout.tp} does not divide the MLP's width")
+    if layout.ep > 1 and not spec.is_moe:
+        raise UserError(f"model {spec.name} has no experts; leave --ep {layout.ep} out")
+    if spec.is_moe and (spec.num_experts or 0) % layout.ep:
+        raise UserError(
+            f"model {spec.name} has {spec.num_experts} experts, which --ep {layout.ep} does not "
+            "divide; use a smaller --ep"
+        )
+    if spec.is_moe and layout.tp > 1 and not layout.sequence_parallel:
+        raise UserError(
+            f"model {spec.name} has experts and --tp is {layout.tp}: Megatron-Core wants sequence "
+            "parallelism then; add --sequence-parallel"
+        )
+
+
+def transformer_config(
+    spec: ModelSpec,
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    transformer_engine: bool,
+    recompute: str = "none",
+    overrides: dict[str, Any] | None = None,
+) -> Any:
+    """Megatron's TransformerConfig for `spec`, without dropout and without random weights.
+
+    On the CPU every fused kernel is off. In float64 softmax and router stay in float64.
+
+    Args:
+        overrides: fields of TransformerConfig that win over everything here.
+
+    Raises:
+        UserError: unknown `recompute`, or `layout` does not fit `spec`.
+    """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    check_layout(spec, layout)
+    values = {
+        **_shape(spec),
+        **_experts(spec, dtype),
+        **_parallel(layout, dtype),
+        **_recompute(recompute),
+        **_kernels(spec, dtype, device, transformer_engine),
+        **(overrides or {}),
+    }
+    return TransformerConfig(**values)
+
+
+def _leave(weight: torch.Tensor) -> torch.Tensor:
+    """Initialise nothing: weights.py fills every parameter."""
+    return weight
+
+
+def _shape(spec: ModelSpec) -> dict[str, Any]:
+    return dict(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_attention_heads=spec.num_attention_heads,
+        num_query_groups=spec.num_query_groups,
+        kv_channels=spec.kv_channels,
+        ffn_hidden_size=spec.ffn_hidden_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=spec.norm_eps,
+        qk_layernorm=spec.qk_layernorm,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=spec.add_qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
+    )
+
+
+def _experts(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
+    # variable_seq_lengths wants the all-to-all dispatcher, even of a dense model.
+    values: dict[str, Any] = dict(moe_token_dispatcher_type="alltoall")
+    if spec.is_moe:
+        values.update(
+            num_moe_experts=spec.num_experts,
+            moe_ffn_hidden_size=spec.moe_ffn_hidden_size,
+            moe_router_topk=spec.moe_top_k,
+            # softmax over the chosen experts = softmax over all, scaled to sum to 1
+            moe_router_pre_softmax=not spec.moe_normalize_top_k,
+            moe_router_load_balancing_type=spec.moe_load_balancing,
+            moe_aux_loss_coeff=spec.moe_aux_loss_coeff,
+            moe_z_loss_coeff=spec.moe_z_loss_coeff,
+            moe_router_dtype="fp64" if dtype == torch.float64 else "fp32",
+        )
+        if spec.moe_layers is not None:
+            values["moe_layer_freq"] = [int(flag) for flag in spec.moe_layers]
+    return values
+
+
+def _parallel(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+    values: dict[str, Any] = dict(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        variable_seq_lengths=True,
+    )
+    if layout.vpp > 1:
+        # With batch_p2p_comm, pp 2 gives wrong gradients over gloo, without a word.
+        values.update(
+            virtual_pipeline_model_parallel_size=layout.vpp,
+            overlap_p2p_comm=True,
+            batch_p2p_comm=False,
+        )
+    return values
+
+
+def _recompute(recompute: str) -> dict[str, Any]:
+    if recompute not in RECOMPUTE:
+        raise UserError(f"recompute {recompute!r} is not known; choose one of {RECOMPUTE}")
+    if recompute == "full":
+        return dict(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        )
+    return dict(recompute_granularity="selective") if recompute == "selective" else {}
+
+
+def _kernels(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, transformer_engine: bool
+) -> dict[str, Any]:
+    fused = device.type == "cuda" and dtype == torch.bfloat16
+    with_te = fused and transformer_engine
+    values: dict[str, Any] = dict(
+        transformer_impl="transformer_engine" if transformer_engine else "local",
+        use_cpu_initialization=device.type == "cpu",
+        masked_softmax_fusion=False,
+        bias_activation_fusion=fused,
+        bias_dropout_fusion=fused,
+        apply_rope_fusion=with_te,
+        moe_permute_fusion=False,
+        moe_grouped_gemm=with_te and spec.is_moe,
+        gradient_accumulation_fusion=with_te and _has("fused_weight_gradient_mlp_cuda"),
+        # float64 logits would be cast down; Megatron casts 16-bit scores up only where it is set
+        attention_softmax_in_fp32=dtype == torch.bfloat16,
+    )
+    if with_te:
+        values.update(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
+    return values
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None

@@ -1,0 +1,272 @@
+"""The shape of a model, and the named ones. [pure]"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_prefix.errors import UserError
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's frequency scaling of RoPE ("llama3" in a Hugging Face config).
+
+    Megatron-Core takes only `factor` from outside; the rest is fixed there
+    (models/common/embeddings/rotary_pos_embedding.py, `_apply_scaling`).
+    """
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+    def __post_init__(self) -> None:
+        fixed = (self.low_freq_factor, self.high_freq_factor, self.original_max_position)
+        if fixed != (1.0, 4.0, 8192):
+            raise UserError(
+                f"rope_scaling (low_freq_factor, high_freq_factor, original_max_position) {fixed} "
+                "is not supported: Megatron-Core has (1.0, 4.0, 8192) built in"
+            )
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder of the Llama and Qwen3 families: RMSNorm, RoPE, GQA, SwiGLU, no linear biases.
+
+    name: for reports.
+    vocab_size: None takes the vocabulary of the rollouts; see `with_vocab`.
+    kv_channels: the width of one attention head.
+    ffn_hidden_size: the width of a dense layer's MLP.
+    qk_layernorm: RMSNorm over each query and key head before RoPE (Qwen3).
+    tie_embeddings: the output layer is the input embedding.
+    add_qkv_bias: a bias on the query, key and value projections (Qwen2).
+    init_std: standard deviation of randomly initialised weights.
+
+    Mixture of experts, unused while num_experts is None:
+    moe_ffn_hidden_size: the width of one expert. moe_top_k: experts a token is sent to.
+    moe_normalize_top_k: the chosen experts' probabilities are scaled to sum to 1.
+    moe_load_balancing: Megatron's moe_router_load_balancing_type. moe_aux_loss_coeff,
+    moe_z_loss_coeff: weights of the auxiliary losses.
+    moe_layers: one flag a layer, True where it has experts; None means all of them.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    ffn_hidden_size: int
+    vocab_size: int | None = None
+    max_position: int = 32768
+    rotary_base: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    qk_layernorm: bool = False
+    tie_embeddings: bool = False
+    norm_eps: float = 1e-6
+    add_qkv_bias: bool = False
+    init_std: float = 0.02
+    num_experts: int | None = None
+    moe_ffn_hidden_size: int | None = None
+    moe_top_k: int = 2
+    moe_normalize_top_k: bool = True
+    moe_load_balancing: str = "aux_loss"
+    moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float | None = None
+    moe_layers: tuple[bool, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_layers hidden_size num_attention_heads num_query_groups kv_channels "
+            "ffn_hidden_size max_position"
+        ).split():
+            self._require_positive(name, getattr(self, name))
+        if self.vocab_size is not None:
+            self._require_positive("vocab_size", self.vocab_size)
+        if self.num_attention_heads % self.num_query_groups:
+            raise UserError(
+                f"model {self.name}: num_query_groups {self.num_query_groups} must divide "
+                f"num_attention_heads {self.num_attention_heads}"
+            )
+        if self.kv_channels % 2:
+            raise UserError(
+                f"model {self.name}: kv_channels {self.kv_channels} must be even, RoPE turns pairs"
+            )
+        if self.num_experts is not None:
+            self._check_experts(self.num_experts)
+
+    def _require_positive(self, name: str, value: Any) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"model {self.name}: {name} {value!r} must be a whole number from 1")
+
+    def _check_experts(self, num_experts: int) -> None:
+        self._require_positive("num_experts", num_experts)
+        self._require_positive("moe_ffn_hidden_size", self.moe_ffn_hidden_size)
+        if not 1 <= self.moe_top_k <= num_experts:
+            raise UserError(
+                f"model {self.name}: moe_top_k {self.moe_top_k} must be from 1 to num_experts "
+                f"{num_experts}"
+            )
+        if self.moe_layers is not None and len(self.moe_layers) != self.num_layers:
+            raise UserError(
+                f"model {self.name}: moe_layers has {len(self.moe_layers)} flags for "
+                f"{self.num_layers} layers; give one a layer"
+            )
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether any layer has experts."""
+        return self.num_experts is not None
+
+    def with_vocab(self, smallest: int) -> ModelSpec:
+        """This model for token ids below `smallest`; fills the vocabulary where it is open.
+
+        Raises:
+            UserError: the model's own vocabulary is smaller.
+        """
+        if self.vocab_size is None:
+            return dataclasses.replace(self, vocab_size=smallest)
+        if self.vocab_size < smallest:
+            raise UserError(
+                f"model {self.name} has {self.vocab_size} tokens in its vocabulary, but the "
+                f"rollouts hold token {smallest - 1}; use the model that made the rollouts, or a "
+                "tiny preset, which takes any vocabulary"
+            )
+        return self
+
+    def layer_parameters(self, layer: int = 0) -> int:
+        """Parameters of one decoder layer (all experts of it), norms and biases left out."""
+        heads = self.num_attention_heads + self.num_query_groups
+        attention = 2 * self.hidden_size * self.kv_channels * heads
+        if not self.is_moe or (self.moe_layers is not None and not self.moe_layers[layer]):
+            return attention + 3 * self.hidden_size * self.ffn_hidden_size
+        experts, width = self.num_experts or 0, self.moe_ffn_hidden_size or 0
+        return attention + experts * (3 * width + 1) * self.hidden_size
+
+    def parameters(self) -> int:
+        """Parameters of the whole model, norms and biases left out; an open vocabulary counts 0."""
+        tables = (1 if self.tie_embeddings else 2) * (self.vocab_size or 0) * self.hidden_size
+        return tables + sum(self.layer_parameters(layer) for layer in range(self.num_layers))
+
+
+# The tiny ones have wider initial weights than a real model, so that attention and gradients are
+# far from their values at zero weights and a wrong term shows. Real shapes: the model cards'
+# config.json of Meta-Llama-3-8B, Qwen3-8B and Qwen3-30B-A3B.
+PRESETS: dict[str, ModelSpec] = {
+    spec.name: spec
+    for spec in (
+        ModelSpec(
+            name="tiny-llama",
+            num_layers=4,
+            hidden_size=64,
+            num_attention_heads=4,
+            num_query_groups=2,
+            kv_channels=16,
+            ffn_hidden_size=128,
+            init_std=0.1,
+        ),
+        ModelSpec(
+            name="tiny-qwen3",
+            num_layers=4,
+            hidden_size=64,
+            num_attention_heads=4,
+            num_query_groups=2,
+            kv_channels=24,
+            ffn_hidden_size=96,
+            rotary_base=1e6,
+            qk_layernorm=True,
+            tie_embeddings=True,
+            init_std=0.1,
+        ),
+        ModelSpec(
+            name="tiny-moe",
+            num_layers=4,
+            hidden_size=64,
+            num_attention_heads=4,
+            num_query_groups=2,
+            kv_channels=16,
+            ffn_hidden_size=128,
+            qk_layernorm=True,
+            init_std=0.1,
+            num_experts=8,
+            moe_ffn_hidden_size=32,
+            moe_top_k=2,
+            moe_aux_loss_coeff=1e-2,
+        ),
+        ModelSpec(
+            name="llama3-8b",
+            num_layers=32,
+            hidden_size=4096,
+            num_attention_heads=32,
+            num_query_groups=8,
+            kv_channels=128,
+            ffn_hidden_size=14336,
+            vocab_size=128256,
+            max_position=8192,
+            rotary_base=500000.0,
+            norm_eps=1e-5,
+        ),
+        ModelSpec(
+            name="qwen3-8b",
+            num_layers=36,
+            hidden_size=4096,
+            num_attention_heads=32,
+            num_query_groups=8,
+            kv_channels=128,
+            ffn_hidden_size=12288,
+            vocab_size=151936,
+            max_position=40960,
+            rotary_base=1e6,
+            qk_layernorm=True,
+        ),
+        ModelSpec(
+            name="qwen3-30b-a3b",
+            num_layers=48,
+            hidden_size=2048,
+            num_attention_heads=32,
+            num_query_groups=4,
+            kv_channels=128,
+            ffn_hidden_size=6144,
+            vocab_size=151936,
+            max_position=40960,
+            rotary_base=1e6,
+            qk_layernorm=True,
+            num_experts=128,
+            moe_ffn_hidden_size=768,
+            moe_top_k=8,
+            moe_aux_loss_coeff=1e-3,
+        ),
+    )
+}
+
+
+def resolve(name_or_path: str, **overrides: Any) -> ModelSpec:
+    """A preset by name, or a Hugging Face config.json (or the folder that holds it) by path.
+
+    Args:
+        overrides: fields of `ModelSpec` to change, e.g. `num_layers=2` or, to make the tiny
+            Llama's computation dominate on a CPU, `hidden_size=512, num_attention_heads=8,
+            kv_channels=64, ffn_hidden_size=1536`.
+
+    Raises:
+        UserError: neither a preset nor a path, an unknown field, or values that contradict.
+    """
+    if name_or_path in PRESETS:
+        spec = PRESETS[name_or_path]
+    elif Path(name_or_path).exists():
+        from megatron_prefix.models import hf
+
+        spec = hf.load(name_or_path)
+    else:
+        raise UserError(
+            f"model {name_or_path!r} is neither a preset ({', '.join(PRESETS)}) nor the path of a "
+            "Hugging Face config.json"
+        )
+    fields = [field.name for field in dataclasses.fields(ModelSpec)]
+    for name in overrides:
+        if name not in fields:
+            raise UserError(f"model field {name!r} does not exist; fields: {', '.join(fields)}")
+    return dataclasses.replace(spec, **overrides)

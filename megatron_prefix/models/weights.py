@@ -1,0 +1,112 @@
+"""Random weights that do not depend on the layout.
+
+Every full tensor is drawn from a generator seeded by the seed and the parameter's name in the
+whole model; a rank then keeps its tensor-parallel part. So TP, PP, VPP, EP and DP, the local and
+the transformer-engine layer spec, all start from the same model, and runs can be compared.
+Values are drawn in float32 on the model's device and then rounded to the parameter's dtype; a GPU
+draws other numbers than the CPU does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+import torch
+
+from megatron_prefix.models.presets import ModelSpec
+
+VOCAB_MULTIPLE = 128
+"""Tables are padded to a multiple of this, and of tp, so padding rarely depends on the layout."""
+
+NORM_NOISE = 0.1
+"""Norm weights are 1 plus this times a normal number: at exactly 1 a misplaced norm would hide."""
+
+# transformer-engine fuses a norm into the linear after it; the names go back to the local ones.
+_FUSED_NORMS = (
+    ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+)
+
+
+def padded_vocab(vocab_size: int, tp: int) -> int:
+    """The rows of the embedding table: `vocab_size` rounded up for `tp` ranks."""
+    multiple = VOCAB_MULTIPLE
+    while multiple % tp:
+        multiple += VOCAB_MULTIPLE
+    return -(-vocab_size // multiple) * multiple
+
+
+def global_name(model: Any, name: str) -> str:
+    """The name of a parameter of one pipeline chunk in the whole model.
+
+    Layers are numbered from 0 over all stages, experts over all expert-parallel ranks. A copy of
+    the embedding that serves as output layer on the last stage has the embedding's name.
+
+    Args:
+        model: the GPTModel (unwrapped) that holds the parameter.
+        name: as `model.named_parameters()` gives it.
+    """
+    if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
+    match = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+    if match is None:
+        return name
+    layer = model.decoder.layers[int(match[1])]
+    rest = match[2]
+    for fused, plain in _FUSED_NORMS:
+        if rest == fused:
+            rest = plain
+    expert = re.match(r"mlp\.experts\.(?:local_experts\.(\d+)\.(\w+)|(\w+))\.weight(\d*)$", rest)
+    if expert is not None:
+        number = layer.mlp.local_expert_indices[int(expert[1] or expert[4])]
+        rest = f"mlp.experts.{number}.{expert[2] or expert[3]}.weight"
+    return f"decoder.layers.{layer.layer_number - 1}.{rest}"
+
+
+def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def _is_split(parameter: torch.nn.Parameter) -> bool:
+    return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def local_part(
+    full: torch.Tensor, dim: int, rank: int, size: int, pieces: int = 1
+) -> torch.Tensor:
+    """What tensor-parallel rank `rank` of `size` keeps of a full tensor.
+
+    Args:
+        pieces: the tensor is that many tensors one after the other, each split on its own (2 for
+            the gate and the up projection of SwiGLU).
+    """
+    parts = [piece.chunk(size, dim)[rank] for piece in full.chunk(pieces, dim)]
+    return parts[0] if pieces == 1 else torch.cat(parts, dim)
+
+
+@torch.no_grad()
+def fill(model: Any, spec: ModelSpec, seed: int) -> None:
+    """Give every parameter of one pipeline chunk its value.
+
+    Args:
+        model: a GPTModel (unwrapped) of `spec`.
+    """
+    for name, parameter in model.named_parameters():
+        whole = global_name(model, name)
+        expert = ".experts." in whole
+        group = model.pg_collection.expt_tp if expert else model.pg_collection.tp
+        size, rank = (group.size(), group.rank()) if _is_split(parameter) else (1, 0)
+        dim = parameter.partition_dim if size > 1 else 0
+        shape = list(parameter.shape)
+        shape[dim] *= size
+        generator = _generator(seed, whole, parameter.device)
+        full = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+        if whole.endswith("layernorm.weight"):
+            full.normal_(1.0, NORM_NOISE, generator=generator)
+        else:
+            full.normal_(0.0, spec.init_std, generator=generator)
+        pieces = 2 if "linear_fc1.weight" in whole else 1
+        parameter.copy_(local_part(full, dim, rank, size, pieces))

@@ -1,0 +1,372 @@
+"""Megatron-Core on the CPU with gloo, without transformer-engine and apex.
+
+Megatron-Core writes CUDA into its sources in a few places. `enable()` gives each of them a CPU
+counterpart, for the life of the process. Nothing here runs unless it is asked for, and every
+remedy names the lines of megatron-core 0.16.1 (paths below megatron/core/) that need it; where a
+newer version has mended the cause, the remedy finds nothing to do.
+
+The remedies come in three kinds: `torch.cuda` calls without a device check, things gloo lacks,
+and code paths of Megatron that take transformer-engine for granted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+_enabled = False
+
+
+def enabled() -> bool:
+    """Whether `enable` has been applied in this process."""
+    return _enabled
+
+
+def enable(*, hide_gpus: bool = False) -> None:
+    """Let Megatron-Core run on the CPU in this process. Does nothing the second time.
+
+    Best called before anything imports Megatron (import is then a second shorter). There is no
+    way back within the process.
+
+    Args:
+        hide_gpus: insist on the CPU on a machine that has a GPU; torch then reports none.
+
+    Raises:
+        RuntimeError: a GPU is visible and `hide_gpus` is not set, or a GPU is already in use.
+    """
+    global _enabled
+    if _enabled:
+        return
+    if torch.cuda.is_available():
+        _hide_gpus(hide_gpus)
+    _forget_cuda_packages()
+    _stand_in_for_torch_cuda()
+    _place_on_cpu()
+    _name_tensor_types_as_cuda()
+    _import_megatron_without_compiling()
+    _one_generator()
+    _gather_unequal_shapes()
+    _route_without_transformer_engine()
+    _recompute_without_fp8()
+    _load_distributed_adamw()
+    _enabled = True
+    logger.info("CPU platform applied to torch %s", torch.__version__)
+
+
+def _hide_gpus(insist: bool) -> None:
+    """Make torch report that there is no GPU, or refuse."""
+    if not insist:
+        raise RuntimeError(
+            "a GPU is visible, so the CPU platform is not applied; "
+            "run on 'cuda', or insist with hide_gpus=True"
+        )
+    if torch.cuda.is_initialized():
+        raise RuntimeError("this process already uses a GPU; choose the CPU platform at its start")
+    _set(torch.cuda, is_available=lambda: False, device_count=lambda: 0)
+
+
+def _forget_cuda_packages() -> None:
+    """Keep transformer-engine and apex out: their optimizers and norms have CUDA kernels only.
+
+    Megatron asks by `import` whether they are there (optimizer/__init__.py:11).
+    """
+    for name in ("transformer_engine", "apex"):
+        if name in sys.modules and sys.modules[name] is not None:
+            raise RuntimeError(f"{name} is imported already; apply the CPU platform before it")
+        sys.modules[name] = None  # type: ignore[assignment]  # the import system's "not there"
+
+
+def _set(owner: Any, **members: Any) -> None:
+    """Rebind attributes of a module or class that belong to somebody else."""
+    for name, value in members.items():
+        setattr(owner, name, value)
+
+
+# --- torch.cuda, called without asking whether there is a GPU -------------------------------------
+
+
+class _NoStream:
+    """A stream or event on a device that runs everything in order: there is nothing to wait for.
+
+    The MoE all-to-all dispatcher and the shared experts make some
+    (transformer/moe/token_dispatcher.py:445, 871, shared_experts.py:123).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing is pending."""
+
+    wait_event = wait = wait_stream
+
+    def synchronize(self) -> None:
+        """Nothing is pending."""
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing to mark."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """An event that has already happened."""
+        return event if event is not None else _NoStream()
+
+    def query(self) -> bool:
+        """Everything before it has run."""
+        return True
+
+
+def _stand_in_for_torch_cuda() -> None:
+    """Give the `torch.cuda` calls a CPU meaning.
+
+    current_device: `device=torch.cuda.current_device()` wherever a buffer is made
+    (tensor_parallel/mappings.py:91, pipeline_parallel/p2p_communication.py:313).
+    synchronize: after a batch of sends (p2p_communication.py:398), in timers.py:152 and in
+    dist_checkpointing (strategies/filesystem_async.py:230).
+    """
+    only_stream = _NoStream()
+    _set(
+        torch.cuda,
+        current_device=lambda: torch.device("cpu"),
+        synchronize=lambda *args, **kwargs: None,
+        Stream=_NoStream,
+        Event=_NoStream,
+        current_stream=lambda *args, **kwargs: only_stream,
+        default_stream=lambda *args, **kwargs: only_stream,
+    )
+
+
+def _place_on_cpu() -> None:
+    """Read a literal "cuda" device as the CPU, and let `.cuda()` return its object.
+
+    `device="cuda"`: transformer/utils.py:35 (the causal mask), optimizer/optimizer.py:473, 907,
+    optimizer/clip_grads.py:90, 103, pipeline_parallel/schedules.py:596, 983, 2138.
+    `pin_memory`: models/common/embeddings/rope_utils.py:62; there is nothing to pin for.
+    `.cuda()`: models/common/language_module/language_module.py:244 (tied embeddings),
+    tensor_parallel/data.py:84.
+    """
+
+    def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(factory)
+        def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+            kwargs.pop("pin_memory", None)
+            if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+                kwargs["device"] = "cpu"
+            return factory(*args, **kwargs)
+
+        return make
+
+    for name in ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like"):
+        _set(torch, **{name: on_cpu(getattr(torch, name))})
+
+    def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    _set(torch.Tensor, cuda=stay)
+    _set(torch.nn.Module, cuda=stay)
+
+
+def _name_tensor_types_as_cuda() -> None:
+    """Let `tensor.type()` answer with the CUDA name of its type.
+
+    The optimizers compare with 'torch.cuda.FloatTensor' and the like (optimizer/optimizer.py:671,
+    690, optimizer/distrib_optimizer.py:361, 420, optimizer/clip_grads.py:167).
+    """
+    convert = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = convert(self, *args, **kwargs)
+        if isinstance(answer, str):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    _set(torch.Tensor, type=type_name)
+
+
+@contextlib.contextmanager
+def _quiet_import() -> Iterator[None]:
+    """Megatron warns at import that transformer-engine and apex are missing; here that is meant."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _import_megatron_without_compiling() -> None:
+    """Import Megatron with `torch.compile` left out.
+
+    jit.py:22 decorates the small fused functions with torch.compile: that starts a C++ compiler
+    at the first step and costs a second of import. Run as written they compute the same.
+    """
+    if "megatron.core.jit" in sys.modules:  # too late to leave it out: switch it off
+        torch.compiler.set_stance("force_eager")
+        return
+    compiler = torch.compile
+
+    def as_written(function: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return function if function is not None else as_written
+
+    _set(torch, compile=as_written)
+    try:
+        with _quiet_import():
+            import megatron.core  # noqa: F401
+            import megatron.core.distributed  # noqa: F401
+            import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+            import megatron.core.models.gpt.gpt_model  # noqa: F401
+            import megatron.core.optimizer  # noqa: F401
+            import megatron.core.pipeline_parallel.schedules  # noqa: F401
+    finally:
+        _set(torch, compile=compiler)
+
+
+def _one_generator() -> None:
+    """Drive the CPU's random generator where Megatron drives the GPU's.
+
+    Every forward of stock attention forks the tracker, and activation recompute saves and
+    restores it, dropout or not (tensor_parallel/random.py:235, 245-280, 446-456). The tracker
+    warns that the CPU generator changed inside a fork, which is now its purpose.
+    """
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    def get_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.set_rng_state(state)
+
+    def seed_all(seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    _set(torch.cuda, get_rng_state=get_state, set_rng_state=set_state, manual_seed=seed_all)
+    _set(megatron_random, _get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)
+    logging.getLogger(megatron_random.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+
+
+# --- gloo ------------------------------------------------------------------------------------------
+
+
+def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """`tensor` [n, ...] with zero rows appended to [rows, ...]."""
+    missing = tensor.new_zeros((rows - tensor.shape[0], *tensor.shape[1:]))
+    return torch.cat([tensor, missing])
+
+
+def _gather_unequal_shapes() -> None:
+    """Let all_gather and reduce_scatter take pieces of unequal length, which gloo refuses.
+
+    MoE with expert tensor parallelism gathers what each rank was routed
+    (tensor_parallel/mappings.py:150, 198). Pieces are padded to the longest one.
+    """
+    gather, scatter = dist.all_gather, dist.reduce_scatter
+
+    def all_gather(
+        outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        rows = {output.shape[0] if output.dim() else 1 for output in outputs}
+        if len(rows) == 1:
+            return gather(outputs, tensor, group=group, async_op=async_op)
+        longest = max(rows)
+        padded = [tensor.new_empty((longest, *tensor.shape[1:])) for _ in outputs]
+        gather(padded, _padded(tensor, longest), group=group)
+        for output, piece in zip(outputs, padded, strict=True):
+            output.copy_(piece[: output.shape[0]])
+        return None
+
+    def reduce_scatter(
+        output: torch.Tensor,
+        inputs: list[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        rows = {piece.shape[0] if piece.dim() else 1 for piece in inputs}
+        if len(rows) == 1:
+            return scatter(output, inputs, op=op, group=group, async_op=async_op)
+        longest = max(rows)
+        summed = output.new_empty((longest, *output.shape[1:]))
+        scatter(summed, [_padded(piece, longest) for piece in inputs], op=op, group=group)
+        output.copy_(summed[: output.shape[0]])
+        return None
+
+    _set(dist, all_gather=all_gather, reduce_scatter=reduce_scatter)
+    # Deprecation notes of torch about its own collectives, once a call, from inside Megatron.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+
+
+# --- Megatron without transformer-engine -----------------------------------------------------------
+
+
+def _route_without_transformer_engine() -> None:
+    """Let the MoE router and the all-to-all dispatcher run on CPU tensors.
+
+    transformer/moe/moe_utils.py:1192 reads `te_general_gemm`, which is never bound when
+    transformer-engine is missing. token_dispatcher.py:879 makes the split sizes a numpy array only
+    for tensors on a GPU (moe_utils.py:1093), and the all-to-all wants numbers.
+    """
+    with _quiet_import():
+        import megatron.core.transformer.moe.moe_utils as moe_utils
+        import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        _set(moe_utils, te_general_gemm=None)
+
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    for module in (moe_utils, token_dispatcher):
+        if hasattr(module, "maybe_move_tensor_to_cpu"):
+            _set(module, maybe_move_tensor_to_cpu=to_cpu)
+
+
+def _recompute_without_fp8() -> None:
+    """Read `fp8=False` as "no fp8" in selective recompute.
+
+    tensor_parallel/random.py:636 takes everything but None for fp8 and then needs names that come
+    from transformer-engine.
+    """
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    build = CheckpointWithoutOutput.__init__
+
+    @functools.wraps(build)
+    def without_fp8(self: Any, fp8: Any = None, *args: Any, **kwargs: Any) -> None:
+        build(self, fp8 or None, *args, **kwargs)
+
+    _set(CheckpointWithoutOutput, __init__=without_fp8)
+
+
+def _load_distributed_adamw() -> None:
+    """Let a checkpoint of the distributed optimizer be loaded into torch's AdamW.
+
+    torch keeps a `step` per parameter. optimizer/distrib_optimizer.py:825 gives all of them one
+    shared tensor, and :942 looks `step` up in the checkpoint, where it is not kept per parameter.
+    fp32 parameters are written through a view of a leaf, hence no_grad.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    name = "_set_main_param_and_optimizer_states"
+    write = getattr(DistributedOptimizer, name, None)
+    if write is None:
+        return
+
+    @functools.wraps(write)
+    @torch.no_grad()
+    def write_with_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
+        group, index = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
+        if "step" in state:
+            state["step"] = state["step"].clone()
+            tensors = {"step": state["step"], **tensors}
+        return write(self, model_param, tensors)
+
+    _set(DistributedOptimizer, **{name: write_with_step})

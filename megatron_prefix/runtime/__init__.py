@@ -1,0 +1,11 @@
+"""Ranks: their layout, their process groups, and starting them.
+
+Importing this costs no torch; the functions import it when they run.
+"""
+
+from __future__ import annotations
+
+from megatron_prefix.runtime.groups import World, env_world_size, initialize, shutdown
+from megatron_prefix.runtime.layout import Layout
+
+__all__ = ["Layout", "World", "env_world_size", "initialize", "shutdown"]

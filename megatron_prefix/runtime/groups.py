@@ -1,0 +1,113 @@
+"""Process groups: torch.distributed and Megatron's parallel state, made and taken down."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_prefix import platforms
+from megatron_prefix.errors import UserError
+from megatron_prefix.platforms import Platform
+from megatron_prefix.runtime.layout import Layout
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+RENDEZVOUS = "MEGATRON_PREFIX_RENDEZVOUS"
+"""Environment variable: the file through which ranks that `launch` started find one another."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among the ranks of the job."""
+
+    layout: Layout
+    platform: Platform
+    device: torch.device
+    rank: int
+    world_size: int
+
+
+def env_world_size() -> int | None:
+    """The number of ranks this process was started among (torchrun, `launch`), None if alone."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    return None
+
+
+def initialize(layout: Layout, device: str = "cpu", seed: int = 1234) -> World:
+    """Join the job: torch.distributed, Megatron's process groups, and its random generators.
+
+    Under torchrun the environment says where the ranks meet; ranks started by `launch` meet in a
+    file; a process alone needs neither. Every rank of the job calls this and waits for the others.
+
+    Args:
+        layout: must have as many ranks as the world.
+        device: "cpu" or "cuda".
+        seed: of Megatron's random generators (dropout); weights are seeded by the model builder.
+
+    Raises:
+        UserError: the world has another size than `layout`, or `device` cannot be had.
+        RuntimeError: a process group exists already.
+    """
+    world_size = env_world_size() or 1
+    if world_size != layout.world_size:
+        raise UserError(
+            f"the layout has {layout.world_size} ranks but the world has {world_size}; "
+            f"start {layout.world_size} ranks (torchrun --nproc-per-node) or change the layout"
+        )
+    platform = platforms.select(device)
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if torch.distributed.is_initialized():
+        raise RuntimeError("a process group exists already; call runtime.shutdown() first")
+    rank = int(os.environ.get("RANK", "0")) if world_size > 1 else 0
+    local = platform.device(int(os.environ.get("LOCAL_RANK", str(rank))))
+    if local.type == "cuda":
+        torch.cuda.set_device(local)
+    _join(platform.backend, rank, world_size)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    logger.info("rank %d of %d on %s, %s", rank, world_size, local, layout)
+    return World(layout, platform, local, rank, world_size)
+
+
+def _join(backend: str, rank: int, world_size: int) -> None:
+    """Make the default process group."""
+    import torch.distributed as dist
+
+    if RENDEZVOUS in os.environ:
+        store: dist.Store = dist.FileStore(os.environ[RENDEZVOUS], world_size)
+    elif env_world_size() is not None:
+        dist.init_process_group(backend, init_method="env://")
+        return
+    else:
+        store = dist.HashStore()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
+
+def shutdown() -> None:
+    """Leave the job: destroy Megatron's groups and the default one. Does nothing when there are none.
+
+    Ranks do not wait for one another, so a rank may leave after a failure.
+    """
+    import torch
+    from megatron.core import parallel_state
+
+    if not torch.distributed.is_initialized():
+        return
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
