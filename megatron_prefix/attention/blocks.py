@@ -1,0 +1,61 @@
+"""What a segment's queries see, as a short list of dense blocks.  Pure.
+
+The K/V of inner segments lie in buffers, one a chunk chain, so all chunks of a chain are one dense
+block to whatever comes below them.  A segment's own keys are its causal block and need no entry
+here.  (The two key regions of a shared-prompt microbatch in "DualKV", section 3, are the case of one
+dense block and one causal block.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_prefix.tree import Segment
+
+
+class Block(NamedTuple):
+    """Keys [0, stop) of the buffer whose chain begins at segment `head`, seen without a mask."""
+
+    head: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class BufferMap:
+    """Where every inner segment's K/V lies.
+
+    Attributes:
+        head: per segment the first segment of its chain (itself for a wave).
+        offset: per segment its first row in the chain's buffer.
+        length: per chain head the rows of its buffer.
+        blocks: per segment the dense blocks that its queries see, root first.
+    """
+
+    head: tuple[int, ...]
+    offset: tuple[int, ...]
+    length: dict[int, int]
+    blocks: tuple[tuple[Block, ...], ...]
+
+
+def buffer_map(segments: Sequence[Segment]) -> BufferMap:
+    """Lays the inner segments of a step out in buffers."""
+    head: list[int] = []
+    offset: list[int] = []
+    length: dict[int, int] = {}
+    blocks: list[tuple[Block, ...]] = []
+    for index, segment in enumerate(segments):
+        chained = segment.extends and segment.parent >= 0
+        head.append(head[segment.parent] if chained else index)
+        offset.append(length[head[index]] if chained else 0)
+        if segment.inner:
+            length[head[index]] = offset[index] + segment.num_rows
+        if segment.parent < 0:
+            blocks.append(())
+            continue
+        above = segment.parent
+        seen = Block(head[above], offset[above] + segments[above].num_rows)
+        before = tuple(block for block in blocks[above] if block.head != seen.head)
+        blocks.append((*before, seen))
+    return BufferMap(tuple(head), tuple(offset), length, tuple(blocks))

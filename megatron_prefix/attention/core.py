@@ -1,0 +1,121 @@
+"""Attention of a segment: its causal block, its ancestors' dense blocks, one merge.
+
+One autograd function is both the attention and the tap.  On the way forward it copies an inner
+segment's K/V into the sidecar; on the way back it sends each ancestor its share of gK/gV and adds to
+an inner segment's own dK/dV what its descendants sent.  The algebra is "Schedule-Level Shared-Prefix
+Reuse for LLM RL Training", section 3.1 and appendix A: under a causal mask the only road from a
+suffix back to its prefix is gK/gV, and the prefix's backward is linear in them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_prefix.attention.blocks import Block
+from megatron_prefix.attention.kernels import Kernel
+from megatron_prefix.attention.merge import merge
+from megatron_prefix.cache import SidecarCache
+
+
+@dataclass(frozen=True)
+class SegmentContext:
+    """What attention has to know of the segment that runs.
+
+    Attributes:
+        index: the segment.
+        inner: whether other segments read its K/V.
+        lengths: rows of each rollout's causal block, padding included.
+        blocks: its dense blocks.
+        positions: true position of every row, int64 [num_rows], on the model's device.
+        cache: the sidecar of this model chunk.
+    """
+
+    index: int
+    inner: bool
+    lengths: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    positions: Tensor
+    cache: SidecarCache
+
+
+def segment_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: SegmentContext,
+    layer: int,
+    scale: float,
+    kernel: Kernel,
+) -> Tensor:
+    """Attention of one segment in one layer.
+
+    Args:
+        query: [rows, 1, heads, dim].
+        key: [rows, 1, kv_heads, dim].
+        value: [rows, 1, kv_heads, value_dim].
+        context: the segment.
+        layer: local index of the attention layer.
+        scale: softmax scale.
+        kernel: runs each block.
+
+    Returns:
+        [rows, 1, heads * value_dim], as Megatron's core attention returns it.
+    """
+    out = _SegmentAttention.apply(
+        query.squeeze(1), key.squeeze(1), value.squeeze(1), context, layer, scale, kernel
+    )
+    return out.flatten(1).unsqueeze(1)
+
+
+class _SegmentAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: SegmentContext,
+        layer: int,
+        scale: float,
+        kernel: Kernel,
+    ) -> Tensor:
+        cache = context.cache
+        if context.inner:
+            cache.capture(layer, context.index, key, value)
+            key, value = cache.own(layer, context.index)
+        parts = [kernel.causal(query, key, value, scale, context.lengths)]
+        for block in context.blocks:
+            parts.append(kernel.dense(query, *cache.read(layer, block), scale))
+        out, lse = merge(parts)
+        ctx.call = (context, layer, scale, kernel, [part.aux for part in parts])
+        # An inner segment's K/V live in the sidecar: saving them here would hold them twice.
+        ctx.save_for_backward(query, out, lse, *(() if context.inner else (key, value)))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
+        context, layer, scale, kernel, aux = ctx.call
+        query, out, lse, *own = ctx.saved_tensors
+        cache: SidecarCache = context.cache
+        key, value = cache.own(layer, context.index) if context.inner else own
+        query_grad, key_grad, value_grad = kernel.causal_backward(
+            out_grad, query, key, value, out, lse, aux[0], scale, context.lengths
+        )
+        for block, block_aux in zip(context.blocks, aux[1:], strict=True):
+            more, block_key_grad, block_value_grad = kernel.dense_backward(
+                out_grad, query, *cache.read(layer, block), out, lse, block_aux, scale
+            )
+            query_grad = query_grad.add_(more)
+            cache.add_gradient(layer, block, block_key_grad, block_value_grad)
+        if context.inner and (sent := cache.take_gradient(layer, context.index)):
+            key_grad = (sent[0] + key_grad).to(key_grad.dtype)
+            value_grad = (sent[1] + value_grad).to(value_grad.dtype)
+        return query_grad, key_grad, value_grad, None, None, None, None
+
+

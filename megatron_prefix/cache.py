@@ -1,0 +1,154 @@
+"""The sidecar: K/V of inner segments and the gradients that their descendants send back.
+
+"Schedule-Level Shared-Prefix Reuse for LLM RL Training", sections 3.3 and 4.1: K and V are the
+forward cache, gK and gV the backward cache.  It belongs to a step, never to the model, so it is in
+no checkpoint.  Every transition is checked: a read before the capture, a second consumption or a
+capture after release raises instead of training on wrong numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from megatron_prefix.attention.blocks import Block, BufferMap, buffer_map
+from megatron_prefix.tree import Segment
+
+
+class State(Enum):
+    """Life of one inner segment in one layer."""
+
+    EMPTY = "empty"
+    CAPTURED = "captured"
+    CONSUMED = "consumed"
+    FREED = "freed"
+
+
+@dataclass
+class _Buffer:
+    """One chain in one layer: k, v [rows, kv_heads, dim] in the model's dtype, gk, gv in fp32 or wider."""
+
+    key: Tensor
+    value: Tensor
+    key_grad: Tensor | None = None
+    value_grad: Tensor | None = None
+
+
+class SidecarCache:
+    """K/V and gK/gV of one model chunk for one step.
+
+    Args:
+        segments: the step's segments.
+        num_layers: attention layers of the model chunk.
+    """
+
+    def __init__(self, segments: Sequence[Segment], num_layers: int) -> None:
+        self.map: BufferMap = buffer_map(segments)
+        self._rows = [segment.num_rows for segment in segments]
+        self._num_layers = num_layers
+        self._buffers: dict[tuple[int, int], _Buffer] = {}
+        self._states: dict[tuple[int, int], State] = {}
+
+    def state(self, layer: int, index: int) -> State:
+        """Where segment `index` stands in `layer`."""
+        return self._states.get((layer, index), State.EMPTY)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held now."""
+        tensors = [t for b in self._buffers.values() for t in (b.key, b.value, b.key_grad, b.value_grad)]
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def capture(self, layer: int, index: int, key: Tensor, value: Tensor) -> None:
+        """Copies a segment's K [rows, kv_heads, dim] and V [rows, kv_heads, value_dim] into its chain.
+
+        Copies, since Megatron frees the storage of K and V under some recompute and offload options.
+        A second call is activation recompute running the forward again: the first copy stays.
+        """
+        if self.state(layer, index) is State.CAPTURED:
+            return
+        self._expect(layer, index, State.EMPTY)
+        head = self.map.head[index]
+        buffer = self._buffers.get((layer, head))
+        if buffer is None:
+            rows = self.map.length[head]
+            buffer = _Buffer(
+                key.new_empty((rows, *key.shape[1:])), value.new_empty((rows, *value.shape[1:]))
+            )
+            self._buffers[layer, head] = buffer
+        span = self._span(index)
+        buffer.key[span].copy_(key)
+        buffer.value[span].copy_(value)
+        self._states[layer, index] = State.CAPTURED
+
+    def own(self, layer: int, index: int) -> tuple[Tensor, Tensor]:
+        """K and V of the segment itself, views of the chain's buffer."""
+        self._expect(layer, index, State.CAPTURED)
+        buffer, span = self._buffers[layer, self.map.head[index]], self._span(index)
+        return buffer.key[span], buffer.value[span]
+
+    def read(self, layer: int, block: Block) -> tuple[Tensor, Tensor]:
+        """K and V of a dense block, views of the chain's buffer."""
+        buffer = self._buffers.get((layer, block.head))
+        if buffer is None:
+            raise RuntimeError(f"layer {layer}: K/V of segment {block.head} read before its forward")
+        return buffer.key[: block.stop], buffer.value[: block.stop]
+
+    def add_gradient(self, layer: int, block: Block, key_grad: Tensor, value_grad: Tensor) -> None:
+        """Adds a wave's gK, gV of a dense block (shapes of `read`) in fp32 or wider."""
+        buffer = self._buffers.get((layer, block.head))
+        if buffer is None:
+            raise RuntimeError(f"layer {layer}: gK/gV for segment {block.head} after its release")
+        buffer.key_grad = _accumulated(buffer.key_grad, key_grad, buffer.key)
+        buffer.value_grad = _accumulated(buffer.value_grad, value_grad, buffer.value)
+
+    def take_gradient(self, layer: int, index: int) -> tuple[Tensor, Tensor] | None:
+        """The accumulated gK, gV of a segment, once; None when nothing was sent."""
+        self._expect(layer, index, State.CAPTURED)
+        self._states[layer, index] = State.CONSUMED
+        buffer, span = self._buffers[layer, self.map.head[index]], self._span(index)
+        if buffer.key_grad is None or buffer.value_grad is None:
+            return None
+        return buffer.key_grad[span], buffer.value_grad[span]
+
+    def free(self, index: int, *, consumed: bool) -> None:
+        """Releases a segment after its backward; the chain's memory goes with the chain's head.
+
+        Args:
+            index: the segment.
+            consumed: whether every layer must have taken the gradients (False for forward_only).
+        """
+        for layer in range(self._num_layers):
+            self._expect(layer, index, State.CONSUMED if consumed else State.CAPTURED)
+            self._states[layer, index] = State.FREED
+            if self.map.head[index] == index:
+                del self._buffers[layer, index]
+
+    def clear(self) -> None:
+        """Drops everything, whatever its state: the end of a step or of a failed one."""
+        self._buffers.clear()
+        self._states.clear()
+
+    def _span(self, index: int) -> slice:
+        return slice(self.map.offset[index], self.map.offset[index] + self._rows[index])
+
+    def _expect(self, layer: int, index: int, wanted: State) -> None:
+        found = self.state(layer, index)
+        if found is not wanted:
+            raise RuntimeError(
+                f"layer {layer}, segment {index}: {found.value}, expected {wanted.value}"
+            )
+
+
+def _accumulated(total: Tensor | None, part: Tensor, like: Tensor) -> Tensor:
+    if total is None:
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        if part.shape == like.shape:
+            return part.to(dtype, copy=True)
+        total = torch.zeros_like(like, dtype=dtype)
+    total[: part.shape[0]].add_(part)
+    return total

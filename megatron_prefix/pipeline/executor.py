@@ -1,0 +1,135 @@
+"""Runs one rank's program, one handler a kind of action.
+
+A segment's forward on a stage begins with the previous stage's output and ends with handing its own
+on; its backward begins with the next stage's gradient, or with the losses' on the last stage, or with
+zeros there when no loss reaches the segment.  Zeros are no trick: gK/gV enter inside the layers, and
+a backward that starts at the stage's output passes every hook and every recomputation on its way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from megatron_prefix.attention.core import SegmentContext
+from megatron_prefix.cache import SidecarCache
+from megatron_prefix.data.batch import BatchAdapter, SegmentInputs
+from megatron_prefix.install import Hooks
+from megatron_prefix.pipeline.actions import Action, Plan
+from megatron_prefix.pipeline.scoring import Scorer
+
+
+@dataclass
+class Stage:
+    """One model chunk during one step.
+
+    Attributes:
+        model: the chunk as the trainer knows it, wrappers included.
+        hooks: its hooks.
+        cache: its sidecar.
+        scorer: the losses, on the last stage only.
+        outputs: outputs of segments whose backward is still to come, with their graph.
+    """
+
+    model: Any
+    hooks: Hooks
+    cache: SidecarCache
+    scorer: Scorer | None = None
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Executor:
+    """Runs a plan on one rank.
+
+    Args:
+        plan: the step's plan.
+        stages: the rank's model chunks.
+        inputs: tokens, labels and positions of the segments.
+        adapter: knows how to call the model.
+        forward_only: run without gradients; a backward then only releases its segment.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        stages: Sequence[Stage],
+        inputs: SegmentInputs,
+        adapter: BatchAdapter,
+        forward_only: bool,
+    ) -> None:
+        self._plan, self._stages, self._inputs = plan, stages, inputs
+        self._adapter, self._forward_only = adapter, forward_only
+        self._handlers: dict[str, Callable[[int, Stage], None]] = {
+            "F": self._forward,
+            "B": self._release if forward_only else self._backward,
+        }
+
+    def run(self, rank: int) -> None:
+        """Runs the rank's program; whatever happens, nothing of the step is left behind."""
+        gradients = torch.no_grad() if self._forward_only else contextlib.nullcontext()
+        try:
+            for stage in self._stages:
+                stage.hooks.prepare(self._inputs.max_position)
+                stage.hooks.accumulate_weight_gradients()
+            with gradients:
+                for action in self._plan.programs[rank]:
+                    with _annotated(action):
+                        self._handlers[action.kind](action.segment, self._stages[action.chunk])
+        finally:
+            for stage in self._stages:
+                stage.outputs.clear()
+                stage.cache.clear()
+
+    def _context(self, index: int, stage: Stage) -> SegmentContext:
+        segment = self._plan.segments[index]
+        lengths = tuple(row.padded for row in segment.rows)
+        blocks = stage.cache.map.blocks[index]
+        positions = self._inputs[index][2]
+        return SegmentContext(index, segment.inner, lengths, blocks, positions, stage.cache)
+
+    def _forward(self, index: int, stage: Stage) -> None:
+        segment = self._plan.segments[index]
+        tokens, labels, positions = self._inputs[index].unsqueeze(1)
+        get_attr_wrapped_model(stage.model, "set_input_tensor")(None)
+        scored = segment.scored and stage.scorer is not None
+        with stage.hooks.running(self._context(index, stage), scored=scored), _autocast(stage):
+            output = self._adapter.call(stage.model, tokens, positions, labels)
+        if not self._forward_only:
+            stage.outputs[index] = output
+        if scored:
+            stage.scorer.take(index, output)  # type: ignore[union-attr]
+
+    def _backward(self, index: int, stage: Stage) -> None:
+        segment = self._plan.segments[index]
+        output = stage.outputs.pop(index)
+        if stage.scorer is not None and segment.scored:
+            gradient = stage.scorer.cotangent(index)
+        else:
+            gradient = torch.zeros_like(output)
+        with stage.hooks.running(self._context(index, stage), scored=segment.scored):
+            torch.autograd.backward(output, gradient)
+        self._release(index, stage)
+
+    def _release(self, index: int, stage: Stage) -> None:
+        if stage.scorer is not None:
+            stage.scorer.release(index)
+        if self._plan.segments[index].inner:
+            stage.cache.free(index, consumed=not self._forward_only)
+
+
+def _autocast(stage: Stage) -> contextlib.AbstractContextManager:
+    config = stage.hooks.model.config
+    if config.enable_autocast:
+        return torch.autocast("cuda", dtype=config.autocast_dtype)
+    return contextlib.nullcontext()
+
+
+def _annotated(action: Action) -> contextlib.AbstractContextManager:
+    """An NVTX range with the action's name, as the trainers' profilers show them."""
+    return torch.cuda.nvtx.range(str(action)) if torch.cuda.is_available() else contextlib.nullcontext()

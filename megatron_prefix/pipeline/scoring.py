@@ -1,0 +1,158 @@
+"""Losses on the last stage: the trainer's own, one call a microbatch of its own.
+
+The outputs of scored segments are detached leaves.  When the last segment of a microbatch has been
+through, the outputs along its rollouts' paths are joined and the trainer's forward step and loss run
+on them.  Their backward leaves in every leaf the sum of what all microbatches send it, and that is
+the cotangent with which the segment's own backward starts: the same superposition as for gK/gV,
+applied to the outputs ("Schedule-Level Shared-Prefix Reuse for LLM RL Training", appendix A.5, the
+direct adjoints of prefix tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
+from torch import Tensor
+
+from megatron_prefix.data.batch import BatchAdapter, join
+from megatron_prefix.install import Hooks
+from megatron_prefix.tree import Forest
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """A step's microbatches as the trainer gave them, and where their rollouts are.
+
+    Attributes:
+        items: the microbatches, in the trainer's order.
+        rollouts: per microbatch the forest's rollouts that are its samples.
+    """
+
+    items: Sequence[Any]
+    rollouts: Sequence[Sequence[int]]
+
+    @property
+    def owner(self) -> list[int]:
+        """The microbatch of each rollout."""
+        return [m for m, members in enumerate(self.rollouts) for _ in members]
+
+
+@dataclass(frozen=True)
+class LossContract:
+    """What of Megatron's schedule arguments the loss needs.
+
+    Attributes:
+        forward_step_func: the trainer's.
+        config: the model's configuration.
+        cp_size: context parallel size.
+        collect_non_loss_data: see Megatron's schedules.
+    """
+
+    forward_step_func: Callable[..., Any]
+    config: Any
+    cp_size: int
+    collect_non_loss_data: bool
+
+
+class Scorer:
+    """Turns outputs of segments into losses, and losses into cotangents of the outputs.
+
+    Args:
+        forest: the step's segments.
+        microbatches: the trainer's microbatches.
+        contract: how losses are made.
+        adapter: knows the microbatches' form.
+        model: the model chunk as the trainer knows it.
+        hooks: its hooks.
+    """
+
+    def __init__(
+        self,
+        forest: Forest,
+        microbatches: Microbatches,
+        contract: LossContract,
+        adapter: BatchAdapter,
+        model: Any,
+        hooks: Hooks,
+    ) -> None:
+        self._forest, self._microbatches, self._contract = forest, microbatches, contract
+        self._adapter, self._model, self._hooks = adapter, model, hooks
+        self._owner = microbatches.owner
+        self._leaves: dict[int, Tensor] = {}
+        self._rows: dict[int, list[Tensor]] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._stores: list[list[Any]] = [[] for _ in microbatches.items]
+        self.num_tokens: int | Tensor = 0
+        closing: dict[int, list[int]] = {}
+        for microbatch, rollouts in enumerate(microbatches.rollouts):
+            last = max(forest.paths[rollout][-1][0] for rollout in rollouts)
+            closing.setdefault(last, []).append(microbatch)
+        self._closing = closing
+
+    @property
+    def forward_data_store(self) -> list[Any]:
+        """What Megatron's schedule returns, in the trainer's order of microbatches."""
+        return [entry for store in self._stores for entry in store]
+
+    def take(self, index: int, output: Tensor) -> None:
+        """Takes a scored segment's output [1, rows, ...]; scores the microbatches that it closes."""
+        leaf = output.detach().requires_grad_(output.requires_grad)
+        rows = self._forest.segments[index].rows
+        self._leaves[index] = leaf
+        # One split for all rows: its backward writes every row's gradient once.
+        pieces = leaf.split([row.padded for row in rows], dim=1) if len(rows) > 1 else [leaf]
+        self._rows[index] = [
+            piece if row.padded == row.length else piece[:, : row.length]
+            for piece, row in zip(pieces, rows, strict=True)
+        ]
+        for microbatch in self._closing.get(index, ()):
+            self._score(microbatch)
+
+    def cotangent(self, index: int) -> Tensor:
+        """Gradient of all losses with respect to a scored segment's output."""
+        through = {self._owner[r] for row in self._forest.segments[index].rows for r in row.rollouts}
+        losses = [self._losses.pop(m) for m in sorted(through) if m in self._losses]
+        if losses:
+            torch.autograd.backward(losses)
+        leaf = self._leaves[index]
+        return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+    def release(self, index: int) -> None:
+        """Drops a segment's output."""
+        self._leaves.pop(index, None)
+        self._rows.pop(index, None)
+
+    def _score(self, microbatch: int) -> None:
+        """Runs the trainer's forward step and loss on one of its microbatches."""
+        contract, forest = self._contract, self._forest
+        rollouts = self._microbatches.rollouts[microbatch]
+        cut = min(forest.cut(rollout) for rollout in rollouts)
+        output = join([self._pieces(r) for r in rollouts], forest.num_positions[rollouts[0]] - cut)
+        shortened = self._adapter.cut(self._microbatches.items[microbatch], cut)
+        if contract.config.timers is not None:
+            contract.config.timers("forward-compute", log_level=2).start()
+        with self._hooks.answering(output):
+            answer, loss_func = contract.forward_step_func(iter([shortened]), self._model)
+        loss, num_tokens = forward_step_calc_loss(
+            self._model, answer, loss_func, contract.config, getattr(self._model, "vp_stage", None),
+            contract.collect_non_loss_data, len(self._microbatches.items), self._stores[microbatch],
+            contract.cp_size, True,
+        )  # fmt: skip
+        self.num_tokens = self.num_tokens + num_tokens
+        if torch.is_grad_enabled() and isinstance(loss, Tensor) and loss.requires_grad:
+            scale = contract.config.grad_scale_func
+            self._losses[microbatch] = loss if scale is None else scale(loss)
+
+    def _pieces(self, rollout: int) -> list[Tensor]:
+        """Outputs along a rollout's path, from the segment with its first trained position on."""
+        cut = self._forest.cut(rollout)
+        segments = self._forest.segments
+        return [
+            self._rows[index][row]
+            for index, row in self._forest.paths[rollout]
+            if segments[index].rows[row].start >= cut
+        ]
