@@ -6,6 +6,16 @@ Importing this costs no torch; the functions import it when they run.
 from __future__ import annotations
 
 from megatron_prefix.runtime.groups import World, env_world_size, initialize, shutdown
+from megatron_prefix.runtime.launch import RankError, launch, run_ranks
 from megatron_prefix.runtime.layout import Layout
 
-__all__ = ["Layout", "World", "env_world_size", "initialize", "shutdown"]
+__all__ = [
+    "Layout",
+    "RankError",
+    "World",
+    "env_world_size",
+    "initialize",
+    "launch",
+    "run_ranks",
+    "shutdown",
+]

@@ -105,9 +105,10 @@ def shutdown() -> None:
     Ranks do not wait for one another, so a rank may leave after a failure.
     """
     import torch
-    from megatron.core import parallel_state
 
     if not torch.distributed.is_initialized():
         return
+    from megatron.core import parallel_state
+
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()

@@ -1,0 +1,263 @@
+"""Starting the ranks of a job on this machine, where torchrun has not done it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from megatron_prefix import platforms
+from megatron_prefix.errors import UserError
+from megatron_prefix.runtime.groups import RENDEZVOUS, env_world_size, shutdown
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+GRACE_S = 5.0
+"""How long a rank may take to leave, after its result or after being told to, before the kill."""
+
+
+class RankError(RuntimeError):
+    """A rank failed; the message holds its number and its traceback, or how it died."""
+
+
+class _Rank(NamedTuple):
+    process: Any  # multiprocessing.Process of whichever start method
+    results: Connection
+    log: Path
+
+
+def launch(fn: Callable[..., T], world_size: int, *args: Any, device: str = "cpu") -> T:
+    """Run `fn(*args)` on every rank of a job of `world_size`, which calls `initialize` itself.
+
+    Under torchrun this process is a rank already, and runs `fn`. So is it in a world of one.
+    Otherwise the ranks are started here: forked on the CPU, where they share the imports, spawned
+    for CUDA (then `fn` must be importable and `args` must pickle). Rank 0 writes to this process's
+    stdout and stderr; what the others write is kept until one of them fails.
+
+    Returns:
+        What `fn` returned on rank 0 (under torchrun, on this rank).
+
+    Raises:
+        UserError: `fn` raised it on some rank, or torchrun's world has another size.
+        RankError: a rank failed otherwise; the others have been ended.
+    """
+    started = env_world_size()
+    if started is not None and started != world_size:
+        raise UserError(
+            f"the job needs {world_size} ranks but was started with {started}; "
+            f"use torchrun --nproc-per-node {world_size} (per host) or leave torchrun out"
+        )
+    if started is not None or world_size == 1:
+        return fn(*args)
+    fork = device == "cpu" and sys.platform == "linux"
+    if fork:
+        platforms.select(device)
+        import torch._dynamo  # noqa: F401  # the optimizer wants it, so every rank would import it
+    threads = max(1, (os.cpu_count() or 1) // world_size)
+    return run_ranks(
+        fn, world_size, args, start_method="fork" if fork else "spawn", threads=threads
+    )[0]
+
+
+def run_ranks(
+    fn: Callable[..., T],
+    world_size: int,
+    args: Sequence[Any] = (),
+    *,
+    start_method: str = "fork",
+    threads: int = 1,
+    timeout_s: float | None = None,
+) -> list[T]:
+    """Run `fn(*args)` in `world_size` new processes and return the results by rank.
+
+    The ranks find one another through a file in a folder of their own, so jobs never meet. They
+    are not daemons: they may start processes. When one fails, or this process is interrupted, all
+    of them are ended.
+
+    Args:
+        threads: of torch, in each rank.
+        timeout_s: after this many seconds the ranks are ended and RankError is raised.
+
+    Raises:
+        UserError, RankError: as `launch`.
+    """
+    _refuse_inherited_group()
+    with tempfile.TemporaryDirectory(prefix="megatron_prefix_") as folder, _terminable():
+        ranks: list[_Rank] = []
+        try:
+            for rank in range(world_size):
+                ranks.append(_start(fn, args, rank, world_size, Path(folder), start_method, threads))
+            results = _collect(ranks, timeout_s)
+        except BaseException:
+            _end(ranks, at_once=True)
+            raise
+        _end(ranks, at_once=False)
+        return results
+
+
+def _refuse_inherited_group() -> None:
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        raise RuntimeError("this process is a rank itself; call runtime.shutdown() first")
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit, so that this process ends its ranks before it goes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _start(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    rank: int,
+    world_size: int,
+    folder: Path,
+    start_method: str,
+    threads: int,
+) -> _Rank:
+    context = multiprocessing.get_context(start_method)
+    reader, writer = context.Pipe(duplex=False)
+    log = folder / f"rank{rank}.log"
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        RENDEZVOUS: str(folder / "rendezvous"),
+        "OMP_NUM_THREADS": str(threads),
+    }
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process = context.Process(  # type: ignore[attr-defined]
+        target=_rank_main,
+        args=(fn, args, writer, environment, log if rank else None, threads),
+        name=f"rank{rank}",
+        daemon=False,
+    )
+    process.start()
+    writer.close()  # so that the reader sees the end of file when the rank dies
+    return _Rank(process, reader, log)
+
+
+def _rank_main(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    results: Connection,
+    environment: dict[str, str],
+    log: Path | None,
+    threads: int,
+) -> None:
+    """The life of one rank: run `fn`, send ("done", result) or how it failed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends the ranks
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.update(environment)
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: never leave it
+    if log is not None:
+        _redirect_output(log)
+    try:
+        import torch
+
+        torch.set_num_threads(threads)
+        # By value: torch would otherwise share tensors with a process that is about to leave.
+        kind, answer = "done", pickle.dumps(fn(*args))
+    except UserError as error:
+        kind, answer = "user error", pickle.dumps(str(error))
+    except BaseException:
+        kind, answer = "failed", pickle.dumps(traceback.format_exc())
+    results.send((kind, answer))
+    results.close()
+    if kind == "done":
+        shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _redirect_output(log: Path) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _collect(ranks: list[_Rank], timeout_s: float | None) -> list[Any]:
+    """Wait for every rank's answer; the first failure ends the wait."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    results: dict[int, Any] = {}
+    waiting = {rank.results: number for number, rank in enumerate(ranks)}
+    while waiting:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = wait(list(waiting), left)
+        if not ready:
+            raise RankError(f"ranks {sorted(waiting.values())} did not finish in {timeout_s} s")
+        for connection in ready:
+            number = waiting.pop(connection)  # type: ignore[arg-type]
+            results[number] = _answer(number, ranks[number])
+    return [results[number] for number in range(len(ranks))]
+
+
+def _answer(number: int, rank: _Rank) -> Any:
+    """One rank's result, or its failure raised here."""
+    try:
+        kind, answer = rank.results.recv()
+    except EOFError:
+        rank.process.join(GRACE_S)
+        raise RankError(
+            f"rank {number} died with exit code {rank.process.exitcode}{_tail(rank.log)}"
+        ) from None
+    value = pickle.loads(answer)
+    if kind == "user error":
+        raise UserError(value)
+    if kind == "failed":
+        raise RankError(f"rank {number} failed:\n{value}")
+    return value
+
+
+def _tail(log: Path, lines: int = 20) -> str:
+    """The last lines a rank wrote, for an error message."""
+    if not log.exists():
+        return ""
+    written = log.read_text(errors="replace").splitlines()[-lines:]
+    return "; it wrote:\n" + "\n".join(written) if written else ""
+
+
+def _end(ranks: list[_Rank], *, at_once: bool) -> None:
+    """Let the ranks leave, or tell them to; kill those that stay. Returns when none is left."""
+    for rank in ranks:
+        rank.results.close()
+        if at_once:
+            rank.process.terminate()
+    deadline = time.monotonic() + GRACE_S
+    for rank in ranks:
+        rank.process.join(max(0.0, deadline - time.monotonic()))
+        if rank.process.is_alive():
+            rank.process.kill()
+            rank.process.join()
+        rank.process.close()

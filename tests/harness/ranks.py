@@ -1,0 +1,28 @@
+"""Several ranks in a test: a fresh set of forked processes each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch._dynamo  # the optimizer wants it; imported here once, not in every rank
+
+from megatron_prefix import runtime
+from megatron_prefix.platforms import cpu
+
+T = TypeVar("T")
+
+cpu.enable(hide_gpus=True)
+torch.set_num_threads(1)
+
+
+def run_ranks(
+    world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float = 120.0
+) -> list[T]:
+    """Run `fn(*args)` on `world_size` ranks on the CPU and return what each of them returned.
+
+    `fn` calls `runtime.initialize`. It may be a closure (the ranks are forked), but what it
+    returns must pickle. A failing rank ends the set and raises with that rank's traceback.
+    """
+    return runtime.run_ranks(fn, world_size, args, timeout_s=timeout_s)
