@@ -1,0 +1,1 @@
+"""Rollout files: reading, writing, importing, shortening and generating. numpy only."""
