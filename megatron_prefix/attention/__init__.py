@@ -1,0 +1,1 @@
+"""Attention of a segment: blocks run by stock kernels and merged by log-sum-exp."""

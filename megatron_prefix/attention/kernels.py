@@ -1,0 +1,148 @@
+"""The choice of the attention kernel: by name, or by probing what works here.
+
+A name is `math`, `flash_cpu`, `flash` or `cudnn` (megatron_prefix/attention/operators.py), or two
+of them: `a+b` runs dense blocks by `a` and causal blocks by `b`. cuDNN is the fastest on long rows
+but builds an execution plan, on the host, for every shape that a thread has not seen;
+FlashAttention-2 (`flash`) takes any shape at once, and rollouts of unequal lengths in one call.
+`cudnn+flash` needs plans for dense blocks only. benchmarks/bench_kernels.py measures both sides.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from megatron_prefix.attention.interface import Kernel, Partial
+from megatron_prefix.attention.operators import (
+    CudnnKernel,
+    FlashCpuKernel,
+    FlashKernel,
+    MathKernel,
+)
+from megatron_prefix.errors import UserError
+from megatron_prefix.numerics import assert_close
+
+__all__ = ["KERNELS", "CompositeKernel", "Kernel", "Partial", "available", "choose"]
+
+logger = logging.getLogger(__name__)
+
+
+class CompositeKernel:
+    """Dense blocks by one kernel, causal blocks by another."""
+
+    def __init__(self, dense: Kernel, causal: Kernel) -> None:
+        self.name = f"{dense.name}+{causal.name}"
+        self._parts = (dense, causal)
+        self.dense, self.dense_backward = dense.dense, dense.dense_backward
+        self.causal, self.causal_backward = causal.causal, causal.causal_backward
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """See `Kernel.refusal`."""
+        dense, causal = (part.refusal(q, k, v) for part in self._parts)
+        return dense or causal
+
+
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel for kernel in (MathKernel(), FlashCpuKernel(), FlashKernel(), CudnnKernel())
+}
+_AUTO = {"cuda": ("cudnn", "flash", "math"), "cpu": ("flash_cpu", "math")}
+
+
+def available(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int | None = None,
+) -> dict[str, str | None]:
+    """Every kernel by name, with the reason why it does not work here, or None if it does.
+
+    Each kernel runs a tiny block of each kind, forward and backward, and is compared with `math`
+    under the numerics policy; the answer is kept. ``head_dim_v`` is ``head_dim`` if None.
+    """
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    width_v = head_dim if head_dim_v is None else head_dim_v
+    return {name: _probed(name, device, dtype, head_dim, width_v) for name in KERNELS}
+
+
+def choose(
+    name: str,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int | None = None,
+) -> Kernel:
+    """The kernel called ``name`` (see the table above), or the best one here for "auto".
+
+    "auto" is `math` for fp64, cuDNN before FlashAttention-2 on CUDA, torch's flash on the CPU. A
+    kernel that does not work here is a UserError that says why and which do.
+    """
+    reasons = available(device, dtype, head_dim, head_dim_v)
+    if name == "auto":
+        return KERNELS[_best(reasons, torch.device(device), dtype)]
+    parts = name.split("+")
+    working = ", ".join(known for known, reason in reasons.items() if reason is None)
+    for part in parts:
+        if part not in KERNELS or len(parts) > 2:
+            known = ", ".join(KERNELS)
+            raise UserError(f"attention kernel {name!r} is not auto, one of {known}, or a+b")
+        if reasons[part] is not None:
+            raise UserError(
+                f"attention kernel {part!r} does not work here: {reasons[part]}; use {working}"
+            )
+    return KERNELS[parts[0]] if len(parts) == 1 else CompositeKernel(*(KERNELS[p] for p in parts))
+
+
+def _best(reasons: dict[str, str | None], device: torch.device, dtype: torch.dtype) -> str:
+    order = ("math",) if dtype is torch.float64 else _AUTO.get(device.type, ("math",))
+    for name in order:
+        if reasons[name] is None:
+            return name
+        logger.info("attention kernel %s does not work here: %s", name, reasons[name])
+    raise UserError(f"no attention kernel for {dtype} on {device}: {reasons['math']}")
+
+
+@functools.cache
+def _probed(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int
+) -> str | None:
+    """Runs one kernel on a tiny dense and a tiny uneven causal block; why it fails, or None."""
+    if not dtype.is_floating_point:
+        return f"needs a floating dtype, got {dtype}"
+    source = torch.Generator().manual_seed(0)  # leaves the global random state alone
+
+    def rows(num: int, heads: int, width: int) -> Tensor:
+        return torch.randn(num, heads, width, generator=source).to(device, dtype)
+
+    q, dout = rows(16, 4, head_dim), rows(16, 4, head_dim_v)
+    k, v = rows(16, 2, head_dim), rows(16, 2, head_dim_v)
+    kernel, truth = KERNELS[name], KERNELS["math"]
+    try:
+        refusal = kernel.refusal(q, k, v)
+        if refusal is not None or kernel is truth:
+            return refusal
+        for got, wanted in zip(
+            _tiny_run(kernel, dout, q, k, v), _tiny_run(truth, dout, q, k, v), strict=True
+        ):
+            assert_close(got, wanted, max(16, head_dim), dtype, f"the probe of {name}")
+    except Exception as error:  # whatever a private operator throws is a reason to refuse it
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return None
+
+
+def _tiny_run(kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Every result of a dense block with fewer keys than queries and of an uneven causal block."""
+    scale, lengths = q.shape[-1] ** -0.5, (5, 11)
+    results: list[Tensor] = []
+    with torch.no_grad():
+        part = kernel.dense(q, k[:9], v[:9], scale)
+        results += [part.out, part.lse]
+        results += kernel.dense_backward(dout, q, k[:9], v[:9], *part, scale)
+        part = kernel.causal(q, k, v, scale, lengths)
+        results += [part.out, part.lse]
+        results += kernel.causal_backward(dout, q, k, v, *part, scale, lengths)
+    return results

@@ -1,0 +1,131 @@
+"""Blocks of attention over disjoint keys, merged by log-sum-exp.
+
+With S_i the scores of a query row against the keys of block i, the block gives
+lse_i = log sum exp S_i and out_i = sum softmax(S_i) v. The softmax over all keys is then
+
+    lse = log sum_i exp(lse_i)          out = sum_i exp(lse_i - lse) * out_i
+
+("FlashInfer: Efficient and Customizable Attention Engine for LLM Inference Serving", section 2.2;
+the same sum in any order). A learned sink is one more term of the sum, with no value.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_prefix.attention.interface import Partial
+
+logger = logging.getLogger(__name__)
+
+Merged = tuple[Tensor, Tensor]
+_Merge = Callable[[list[Tensor], list[Tensor]], Merged]
+
+
+def merge(parts: Sequence[Partial]) -> Merged:
+    """(out [s, h, dv], lse [h, s]) of query rows that see the keys of all ``parts``.
+
+    Every part covers all rows; where it sees no key its lse is -inf and its out, whatever it holds,
+    counts for exactly 0 (`spread` makes such parts). A single part is returned as it is. Sums are
+    taken in lse's dtype and rounded once to out's: on CUDA in one fused pass.
+
+    Raises ValueError for no parts or parts of different shapes.
+    """
+    if not parts:
+        raise ValueError("nothing to merge: a query row sees at least its own key")
+    outs, lses = [part.out for part in parts], [part.lse for part in parts]
+    shapes = {(out.shape, lse.shape) for out, lse in zip(outs, lses, strict=True)}
+    if len(shapes) > 1:
+        raise ValueError(f"parts of different shapes: {sorted(map(str, shapes))}")
+    if len(parts) == 1:
+        return parts[0].out, parts[0].lse
+    return _implementation(outs[0].device.type)(outs, lses)
+
+
+def spread(part: Partial, start: int, num_rows: int) -> Partial:
+    """``part`` as rows [start, start + s) of ``num_rows`` rows; the others see no key."""
+    stop = start + part.out.shape[0]
+    if start < 0 or stop > num_rows:
+        raise ValueError(f"rows {start} to {stop} are not within {num_rows} rows")
+    out = part.out.new_zeros(num_rows, *part.out.shape[1:])
+    lse = part.lse.new_full((part.lse.shape[0], num_rows), float("-inf"))
+    out[start:stop], lse[:, start:stop] = part.out, part.lse
+    return Partial(out, lse)
+
+
+def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Merged:
+    """Adds a sink to merged attention: a learned logit a head, ``sink`` [h], that has no value.
+
+    lse' = log(exp(lse) + exp(sink)) and out' = out * exp(lse - lse'). Blocks whose backward gets
+    out' and lse' return gradients that are right with the sink; its own is `sink_gradient`.
+    """
+    total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+    return (out * _by_row(torch.exp(lse - total))).to(out.dtype), total
+
+
+def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Gradient [h] of the sink, from ``out`` and ``lse`` with the sink in them.
+
+    The sink's weight is p = exp(sink - lse) and the gradient of a score is p * (dp - D) with
+    D = rowsum(dout * out); dp is 0, since the sink has no value. Summed over rows.
+    """
+    d = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    weight = torch.exp(sink.to(lse.dtype)[:, None] - lse)
+    return -(weight.transpose(0, 1) * d).sum(0).to(sink.dtype)
+
+
+def _merge(outs: list[Tensor], lses: list[Tensor]) -> Merged:
+    """The formula with the largest lse taken out, so that no exponential overflows."""
+    largest = lses[0]
+    for lse in lses[1:]:
+        largest = torch.maximum(largest, lse)
+    # A row without any key has -inf everywhere; 0 in its place keeps -inf - -inf out.
+    origin = torch.where(torch.isneginf(largest), 0.0, largest)
+    weights = [torch.exp(lse - origin) for lse in lses]
+    total = sum(weights[1:], weights[0])
+    share = torch.where(total == 0, 0.0, 1.0 / total)
+    out = torch.zeros((), dtype=largest.dtype, device=largest.device)
+    for part, weight in zip(outs, weights, strict=True):
+        # where() and not a product: a block that counts for nothing may hold NaN. A NaN that counts
+        # is not equal to 0 and comes through.
+        factor = _by_row(weight * share)
+        out = out + torch.where(factor == 0, 0.0, part.to(out.dtype) * factor)
+    return out.to(outs[0].dtype).contiguous(), origin + torch.log(total)
+
+
+def _by_row(x: Tensor) -> Tensor:
+    """[h, s] -> [s, h, 1], to scale an output."""
+    return x.transpose(0, 1).unsqueeze(-1)
+
+
+@functools.cache
+def _implementation(device_type: str) -> _Merge:
+    """`_merge` itself on the CPU, compiled into one pass on CUDA; eager there if that fails."""
+    if device_type != "cuda":
+        return _merge
+    compiled = torch.compile(_merge, dynamic=True)
+    failed = False
+
+    def fused(outs: list[Tensor], lses: list[Tensor]) -> Merged:
+        nonlocal failed
+        if not failed:
+            try:
+                return compiled(outs, lses)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # no compiler, no Triton: slower, not wrong
+                failed = True
+                reason = str(error).strip().splitlines()[0]
+                logger.warning(
+                    "attention blocks are merged without fusion, which is slower: "
+                    "torch.compile failed with %s: %s",
+                    type(error).__name__,
+                    reason,
+                )
+        return _merge(outs, lses)
+
+    return fused

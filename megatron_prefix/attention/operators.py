@@ -1,0 +1,270 @@
+"""Four stock kernels; the only file that names private torch operators.
+
+| name        | operator                                          | takes                         |
+|-------------|---------------------------------------------------|-------------------------------|
+| `math`      | the formulas in attention/math.py                 | any device and float dtype    |
+| `flash_cpu` | aten._scaled_dot_product_flash_attention_for_cpu  | CPU, dv = d                   |
+| `flash`     | aten._flash_attention_forward: FlashAttention-2   | CUDA, 16 bit, dv = d          |
+| `cudnn`     | aten._scaled_dot_product_cudnn_attention          | CUDA, 16 bit                  |
+
+All but `math` get q, k and v as views. megatron_prefix/attention/kernels.py chooses among them.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from megatron_prefix.attention import math as exact
+from megatron_prefix.attention.interface import (
+    Aux,
+    Batched,
+    Gradients,
+    Partial,
+    Saved,
+    runs,
+)
+
+aten = torch.ops.aten
+
+
+class MathKernel(Batched):
+    """Exact and slow: the truth for the others, and the kernel for fp64."""
+
+    name = "math"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor, Aux]:
+        """See `Batched.forward`."""
+        return *exact.attend(q, k, v, scale, causal), ()
+
+    def backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
+        """See `Batched.backward`."""
+        return exact.attend_backward(*saved, scale, causal)
+
+
+class FlashCpuKernel(Batched):
+    """torch's tiled CPU kernel: fp64, fp32, bf16, fp16.
+
+    Its fp32 forward has a fast exponential (about 20 bits); its 16-bit backward adds up dk and dv
+    in 16 bits. It wants as many K/V heads as query heads: for a single row they are views with
+    stride 0 over the group, for several rows they are repeated (a wave's own K/V, not a prefix's).
+    """
+
+    name = "flash_cpu"
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """See `Kernel.refusal`."""
+        if q.device.type != "cpu":
+            return f"runs on the CPU, got {q.device}"
+        return _needs_equal_widths(q, v) or super().refusal(q, k, v)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor, Aux]:
+        """See `Batched.forward`."""
+        heads = (_query_heads(q, k), _kv_heads(q, k), _kv_heads(q, v))
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            *heads, 0.0, causal, scale=scale
+        )
+        return _rows_first(out, q), lse.reshape(q.shape[0], q.shape[2], q.shape[1]), ()
+
+    def backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
+        """See `Batched.backward`."""
+        dout, q, k, v, out, lse = saved
+        queries = _query_heads(q, k)
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            _query_heads(dout, k),
+            queries,
+            _kv_heads(q, k),
+            _kv_heads(q, v),
+            _query_heads(out, k),
+            lse.reshape(queries.shape[:3]),
+            0.0,
+            causal,
+            scale=scale,
+        )
+        group = (k.shape[2], -1)
+        dk, dv = (_rows_first(x, q).unflatten(2, group).sum(3) for x in (dk, dv))
+        return _rows_first(dq, q), dk, dv
+
+
+class FlashKernel(Batched):
+    """FlashAttention-2 as torch ships it; rollouts of unequal lengths are one varlen call."""
+
+    name = "flash"
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """See `Kernel.refusal`."""
+        return _needs_cuda_16bit(q, k, v) or _needs_equal_widths(q, v) or super().refusal(q, k, v)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor, Aux]:
+        """See `Batched.forward`."""
+        out, lse, *state, _ = aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
+        )
+        return out, lse, tuple(state)
+
+    def backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
+        """See `Batched.backward`."""
+        dout, q, k, v, out, lse = saved
+        lengths = (None, None, q.shape[1], k.shape[1])
+        return aten._flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *aux, scale=scale
+        )
+
+    def causal(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: tuple[int, ...]
+    ) -> Partial:
+        """See `Kernel.causal`."""
+        if len(runs(lengths, q.shape[0])) == 1:
+            return super().causal(q, k, v, scale, lengths)
+        starts, longest = _starts(lengths, q.device), max(lengths)
+        out, lse, *state, _ = aten._flash_attention_forward(
+            q, k, v, starts, starts, longest, longest, 0.0, True, False, scale=scale
+        )
+        return Partial(out, lse, tuple(state))
+
+    def causal_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        aux: Aux,
+        scale: float,
+        lengths: tuple[int, ...],
+    ) -> Gradients:
+        """See `Kernel.causal_backward`."""
+        if len(runs(lengths, q.shape[0])) == 1:
+            return super().causal_backward(dout, q, k, v, out, lse, aux, scale, lengths)
+        starts, longest = _starts(lengths, q.device), max(lengths)
+        spans = (starts, starts, longest, longest)
+        return aten._flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous(), *spans, 0.0, True, *aux, scale=scale
+        )
+
+
+class CudnnKernel(Batched):
+    """cuDNN's fused attention.
+
+    It refuses rows of a single query or key, which trees do have: those blocks are so small that
+    the exact formulas run them.
+    """
+
+    name = "cudnn"
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """See `Kernel.refusal`."""
+        return _needs_cuda_16bit(q, k, v) or super().refusal(q, k, v)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor, Aux]:
+        """See `Batched.forward`."""
+        if 1 in (q.shape[1], k.shape[1]):
+            return *exact.attend(q, k, v, scale, causal), ()
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        out, stats, *state, _ = aten._scaled_dot_product_cudnn_attention(
+            *heads, None, True, 0.0, causal, False, scale=scale
+        )
+        lse = stats.reshape(q.shape[0], q.shape[2], q.shape[1])
+        return out.transpose(1, 2), lse, (out.stride(), stats.shape, stats.stride(), *state)
+
+    def backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
+        """See `Batched.backward`."""
+        if not aux:
+            return exact.attend_backward(*saved, scale, causal)
+        dout, q, k, v, out = (x.transpose(1, 2) for x in saved[:5])
+        # A plan is cached by the layouts of q, k and v alone: the others have to be those that the
+        # forward produced, or a plan would read them with another call's strides.
+        strides, stats_shape, stats_strides, *spans, seed, offset = aux
+        stats = saved.lse.reshape(stats_shape)
+        gradients = aten._scaled_dot_product_cudnn_attention_backward(
+            _laid_out(dout, strides),
+            q,
+            k,
+            v,
+            _laid_out(out, strides),
+            _laid_out(stats, stats_strides),
+            seed,
+            offset,
+            None,
+            *spans,
+            0.0,
+            causal,
+            scale=scale,
+        )
+        dq, dk, dv = (x.transpose(1, 2) for x in gradients)
+        return dq, dk, dv
+
+
+def _needs_cuda_16bit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """What both CUDA kernels need of their inputs; None if they have it."""
+    if q.device.type != "cuda":
+        return f"runs on CUDA, got {q.device}"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, got {q.dtype}"
+    if torch.cuda.get_device_capability(q.device) < (8, 0):
+        return f"needs compute capability 8.0, got {torch.cuda.get_device_name(q.device)}"
+    for width in (q.shape[-1], v.shape[-1]):
+        if width % 8 or width > 256:
+            return f"takes head widths that are multiples of 8 up to 256, got {width}"
+    for x in (q, k, v):
+        # A misaligned base is no error message but a fault that kills the process's CUDA context.
+        if x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:-1]):
+            return f"needs rows aligned to 16 bytes, got strides {x.stride()}"
+    return None
+
+
+def _needs_equal_widths(q: Tensor, v: Tensor) -> str | None:
+    if q.shape[-1] != v.shape[-1]:
+        return f"needs values as wide as queries, got {v.shape[-1]} and {q.shape[-1]}"
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """First row of each rollout and the end, int32 on ``device``, copied without waiting."""
+    host = torch.tensor(
+        [0, *accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda"
+    )
+    return host.to(device, non_blocking=True)
+
+
+def _query_heads(x: Tensor, k: Tensor) -> Tensor:
+    """[n, s, h, d] as a view: [h_kv, group, s, d] for a single row, else [n, h, s, d]."""
+    if x.shape[0] > 1:
+        return x.transpose(1, 2)
+    return x[0].unflatten(1, (k.shape[2], -1)).permute(1, 2, 0, 3)
+
+
+def _kv_heads(q: Tensor, x: Tensor) -> Tensor:
+    """K or V [n, t, h_kv, d] beside `_query_heads`; the group has stride 0 for a single row."""
+    group = q.shape[2] // x.shape[2]
+    repeated = x.unsqueeze(3).expand(-1, -1, -1, group, -1)
+    if x.shape[0] > 1:
+        return repeated.flatten(2, 3).transpose(1, 2)
+    return repeated[0].permute(1, 2, 0, 3)
+
+
+def _rows_first(x: Tensor, q: Tensor) -> Tensor:
+    """The inverse of `_query_heads`."""
+    if q.shape[0] > 1:
+        return x.transpose(1, 2)
+    return x.permute(2, 0, 1, 3).flatten(1, 2)[None]
+
+
+def _laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """x with these strides: itself where only dimensions of size 1 differ, else a copy."""
+    if all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True)):
+        return x.as_strided(x.shape, strides)
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
