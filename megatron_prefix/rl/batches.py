@@ -1,0 +1,133 @@
+"""Rollouts -> microbatches with the fields of the GRPO loss, one rollout a microbatch.
+
+A rollout of n tokens has n-1 positions: position i reads token i and predicts token i+1. So the
+trained token t belongs to position t-1, and every field of a microbatch is [1, n-1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_prefix.data.rollouts import Group, Rollout
+from megatron_prefix.errors import UserError
+
+STD_EPS = 1e-6
+"""Added to a group's standard deviation, so that nearly equal rewards do not explode."""
+
+
+def advantages(group: Group, *, divide_by_std: bool = True) -> list[float]:
+    """One advantage a rollout of a group: how much better than the group its reward is.
+
+    (reward - mean) / (std + STD_EPS), std being that of a sample (n-1 in the denominator):
+    "DeepSeekMath", section 4.1.2. Equal rewards, so also a group of one, say nothing about which
+    rollout is better: all advantages are exactly 0. A rollout that brings its own advantage keeps
+    it; its reward still counts for the others.
+
+    Args:
+        divide_by_std: False leaves the difference from the mean as it is ("Understanding R1-Zero-
+            Like Training: A Critical Perspective", section 3.2: no bias towards easy and hard
+            groups).
+
+    Raises:
+        UserError: rewards so large that the result is not finite.
+    """
+    rewards = np.array([rollout.reward for rollout in group.rollouts], dtype=np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = _normalised(rewards, divide_by_std)
+    if not np.isfinite(values).all():
+        largest = float(np.abs(rewards).max())
+        raise UserError(
+            f"group {group.name}: advantages of rewards up to {largest:g} are not finite; scale the "
+            "rewards down"
+        )
+    own = [rollout.advantage for rollout in group.rollouts]
+    return [float(v) if a is None else float(a) for v, a in zip(values, own, strict=True)]
+
+
+def _normalised(rewards: NDArray[np.float64], divide_by_std: bool) -> NDArray[np.float64]:
+    if rewards.max() == rewards.min():
+        return np.zeros_like(rewards)
+    difference = rewards - rewards.mean()
+    return difference / (rewards.std(ddof=1) + STD_EPS) if divide_by_std else difference
+
+
+def microbatch(
+    rollout: Rollout,
+    advantage: float,
+    *,
+    old_logprobs: NDArray[np.float64] | None = None,
+    ref_logprobs: NDArray[np.float64] | None = None,
+    multiple: int = 1,
+) -> dict[str, Any]:
+    """What a forward step takes from the iterator, for one rollout of n tokens.
+
+    Args:
+        advantage: of the trained tokens.
+        old_logprobs: float [trained tokens], in the order of the rollout's spans; None takes the
+            rollout's own, and where it has none the microbatch has no such field.
+        ref_logprobs: the reference model's, likewise; None leaves the field out.
+        multiple: positions are padded at the end to a multiple of it (tp under sequence
+            parallelism); padding is not trained.
+
+    Returns:
+        CPU tensors [1, positions], positions being n-1 and padding: `tokens`, `labels` and
+        `position_ids` (int64), `loss_mask` (float32, 0 or 1), and, 0 on positions that are not
+        trained, `advantages`, `old_logprobs`, `ref_logprobs` (float64). The strings `group` and
+        `uid`.
+    """
+    trained = rollout.loss_mask[1:]
+    padding = -len(trained) % multiple
+    old = rollout.old_logprobs if old_logprobs is None else old_logprobs
+    fields: dict[str, Any] = {
+        "tokens": _row(rollout.tokens[:-1].astype(np.int64), padding),
+        "labels": _row(rollout.tokens[1:].astype(np.int64), padding),
+        "position_ids": _row(np.arange(len(trained) + padding), 0),
+        "loss_mask": _row(trained.astype(np.float32), padding),
+        "advantages": _row(trained * np.float64(advantage), padding),
+    }
+    for name, values in (("old_logprobs", old), ("ref_logprobs", ref_logprobs)):
+        if values is not None:
+            column = np.zeros(len(trained))
+            column[trained] = values
+            fields[name] = _row(column, padding)
+    return {**fields, "group": rollout.group, "uid": rollout.uid}
+
+
+def _row(values: NDArray[Any], padding: int) -> Tensor:
+    """[n] -> [1, n + padding], padded with zeros."""
+    return torch.from_numpy(np.pad(values, (0, padding))).unsqueeze(0)
+
+
+def trained_logprobs(item: Mapping[str, Any], logprobs: Tensor) -> NDArray[np.float64]:
+    """The trained tokens' entries of a pass over log-probs.
+
+    Args:
+        item: the microbatch as `microbatch` made it.
+        logprobs: [positions]. The prefix schedule may have cut positions off the front, never
+            trained ones, so the two are matched at their ends.
+
+    Returns:
+        float64 [trained tokens], in the order of the rollout's spans.
+    """
+    mask = item["loss_mask"][0] != 0
+    kept = mask[mask.numel() - logprobs.numel() :]
+    if int(kept.sum()) != int(mask.sum()):
+        raise RuntimeError(
+            f"{logprobs.numel()} log-probs miss trained positions of rollout {item['uid']} of group "
+            f"{item['group']}, which has {mask.numel()} positions"
+        )
+    return logprobs.detach().cpu()[kept].to(torch.float64).numpy()
+
+
+def pinned(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The microbatches in page-locked memory, from which copies to a GPU do not make the host wait."""
+    return [
+        {name: v.pin_memory() if isinstance(v, Tensor) else v for name, v in item.items()}
+        for item in items
+    ]
