@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import types
-import warnings
 from typing import Any
 
 import torch
@@ -13,9 +12,11 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.models import weights
 from megatron_prefix.models.config import dtype_of, transformer_config
 from megatron_prefix.models.logprobs import vocab_parallel_log_probs
-from megatron_prefix.models.norm import RMSNorm
+from megatron_prefix.models.optimizer import build_optimizer
 from megatron_prefix.models.presets import ModelSpec
 from megatron_prefix.runtime.layout import Layout
+
+__all__ = ["build_model", "build_optimizer", "has_transformer_engine", "unwrap"]
 
 logger = logging.getLogger(__name__)
 
@@ -90,12 +91,12 @@ def build_model(
         for stage in range(layout.vpp)
     ]
     if wrap_ddp:
-        options = dict(
-            use_distributed_optimizer=use_distributed_optimizer,
-            overlap_grad_reduce=overlap_grad_reduce,
-            bucket_size=bucket_size,
-            grad_reduce_in_fp32=dtype == torch.bfloat16,
-        )
+        options = {
+            "use_distributed_optimizer": use_distributed_optimizer,
+            "overlap_grad_reduce": overlap_grad_reduce,
+            "bucket_size": bucket_size,
+            "grad_reduce_in_fp32": dtype == torch.bfloat16,
+        }
         chunks = [_wrap_ddp(config, chunk, options, n) for n, chunk in enumerate(chunks)]
     _prepare_schedule(config, chunks, wrap_ddp, overlap_grad_reduce)
     return chunks
@@ -143,22 +144,20 @@ def _build_chunk(
 
     vp_stage = stage if layout.vpp > 1 else None
     pipeline = parallel_state.get_pipeline_model_parallel_rank()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*deprecated.*")
-        model = GPTModel(
-            config,
-            _block_spec(config, engine, vp_stage),
-            vocab_size=weights.padded_vocab(spec.vocab_size or 0, layout.tp),
-            max_sequence_length=spec.max_position,
-            pre_process=pipeline == 0 and stage == 0,
-            post_process=pipeline == layout.pp - 1 and stage == layout.vpp - 1,
-            position_embedding_type="rope",
-            rotary_base=spec.rotary_base,
-            rope_scaling=spec.rope_scaling is not None,
-            rope_scaling_factor=spec.rope_scaling.factor if spec.rope_scaling else 1.0,
-            share_embeddings_and_output_weights=spec.tie_embeddings,
-            vp_stage=vp_stage,
-        )
+    model = GPTModel(
+        config,
+        _block_spec(config, engine, vp_stage),
+        vocab_size=weights.padded_vocab(spec.vocab_size or 0, layout.tp),
+        max_sequence_length=spec.max_position,
+        pre_process=pipeline == 0 and stage == 0,
+        post_process=pipeline == layout.pp - 1 and stage == layout.vpp - 1,
+        position_embedding_type="rope",
+        rotary_base=spec.rotary_base,
+        rope_scaling=spec.rope_scaling is not None,
+        rope_scaling_factor=spec.rope_scaling.factor if spec.rope_scaling else 1.0,
+        share_embeddings_and_output_weights=spec.tie_embeddings,
+        vp_stage=vp_stage,
+    )
     model.to(device)
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -179,6 +178,8 @@ def _block_spec(config: Any, engine: bool, vp_stage: int | None) -> Any:
     """The layers of one chunk; the local ones get a norm that allows sequence parallelism."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
+    from megatron_prefix.models.local import ContextParallelAttention, RMSNorm
+
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage
     )
@@ -191,6 +192,8 @@ def _block_spec(config: Any, engine: bool, vp_stage: int | None) -> Any:
         attention = layer.submodules.self_attention.submodules
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if config.context_parallel_size > 1:
+            attention.core_attention = ContextParallelAttention
     return block
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from typing import Any
 
 import torch
@@ -74,7 +75,8 @@ def transformer_config(
 ) -> Any:
     """Megatron's TransformerConfig for `spec`, without dropout and without random weights.
 
-    On the CPU every fused kernel is off. In float64 softmax and router stay in float64.
+    On the CPU every fused kernel is off. In float64 nothing but the RoPE table is narrower; in
+    bfloat16 softmax and router compute in float32.
 
     Args:
         overrides: fields of TransformerConfig that win over everything here.
@@ -93,7 +95,11 @@ def transformer_config(
         **_kernels(spec, dtype, device, transformer_engine),
         **(overrides or {}),
     }
-    return TransformerConfig(**values)
+    with warnings.catch_warnings():
+        # Two notes about options left alone here, which it prints for every config.
+        warnings.filterwarnings("ignore", message="full scope is deprecated")
+        warnings.filterwarnings("ignore", message="If you are using transformer_engine")
+        return TransformerConfig(**values)
 
 
 def _leave(weight: torch.Tensor) -> torch.Tensor:
@@ -102,31 +108,31 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _shape(spec: ModelSpec) -> dict[str, Any]:
-    return dict(
-        num_layers=spec.num_layers,
-        hidden_size=spec.hidden_size,
-        num_attention_heads=spec.num_attention_heads,
-        num_query_groups=spec.num_query_groups,
-        kv_channels=spec.kv_channels,
-        ffn_hidden_size=spec.ffn_hidden_size,
-        normalization="RMSNorm",
-        layernorm_epsilon=spec.norm_eps,
-        qk_layernorm=spec.qk_layernorm,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=spec.add_qkv_bias,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        init_method=_leave,
-        output_layer_init_method=_leave,
-        embedding_init_method=_leave,
-    )
+    return {
+        "num_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "num_attention_heads": spec.num_attention_heads,
+        "num_query_groups": spec.num_query_groups,
+        "kv_channels": spec.kv_channels,
+        "ffn_hidden_size": spec.ffn_hidden_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": spec.norm_eps,
+        "qk_layernorm": spec.qk_layernorm,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": spec.add_qkv_bias,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method": _leave,
+        "output_layer_init_method": _leave,
+        "embedding_init_method": _leave,
+    }
 
 
 def _experts(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
     # variable_seq_lengths wants the all-to-all dispatcher, even of a dense model.
-    values: dict[str, Any] = dict(moe_token_dispatcher_type="alltoall")
+    values: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
     if spec.is_moe:
         values.update(
             num_moe_experts=spec.num_experts,
@@ -145,17 +151,17 @@ def _experts(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _parallel(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
-    values: dict[str, Any] = dict(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        sequence_parallel=layout.sequence_parallel,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        variable_seq_lengths=True,
-    )
+    values: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "sequence_parallel": layout.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "variable_seq_lengths": True,
+    }
     if layout.vpp > 1:
         # With batch_p2p_comm, pp 2 gives wrong gradients over gloo, without a word.
         values.update(
@@ -170,10 +176,12 @@ def _recompute(recompute: str) -> dict[str, Any]:
     if recompute not in RECOMPUTE:
         raise UserError(f"recompute {recompute!r} is not known; choose one of {RECOMPUTE}")
     if recompute == "full":
-        return dict(
-            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-        )
-    return dict(recompute_granularity="selective") if recompute == "selective" else {}
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    return {"recompute_granularity": "selective"} if recompute == "selective" else {}
 
 
 def _kernels(
@@ -181,19 +189,17 @@ def _kernels(
 ) -> dict[str, Any]:
     fused = device.type == "cuda" and dtype == torch.bfloat16
     with_te = fused and transformer_engine
-    values: dict[str, Any] = dict(
-        transformer_impl="transformer_engine" if transformer_engine else "local",
-        use_cpu_initialization=device.type == "cpu",
-        masked_softmax_fusion=False,
-        bias_activation_fusion=fused,
-        bias_dropout_fusion=fused,
-        apply_rope_fusion=with_te,
-        moe_permute_fusion=False,
-        moe_grouped_gemm=with_te and spec.is_moe,
-        gradient_accumulation_fusion=with_te and _has("fused_weight_gradient_mlp_cuda"),
-        # float64 logits would be cast down; Megatron casts 16-bit scores up only where it is set
-        attention_softmax_in_fp32=dtype == torch.bfloat16,
-    )
+    values: dict[str, Any] = {
+        "transformer_impl": "transformer_engine" if transformer_engine else "local",
+        "use_cpu_initialization": device.type == "cpu",
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": fused,
+        "apply_rope_fusion": with_te,
+        "moe_permute_fusion": False,
+        "moe_grouped_gemm": with_te and spec.is_moe,
+        "gradient_accumulation_fusion": with_te and _has("fused_weight_gradient_mlp_cuda"),
+    }
     if with_te:
         values.update(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
     return values

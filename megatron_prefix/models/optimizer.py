@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -58,8 +57,6 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
     )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*deprecated.*")
-        optimizer = get_megatron_optimizer(config, chunks)
+    optimizer = get_megatron_optimizer(config, chunks)
     model_config.grad_scale_func = optimizer.scale_loss
     return optimizer

@@ -9,6 +9,16 @@ from typing import Any
 
 from megatron_prefix.errors import UserError
 
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "ffn_hidden_size",
+    "max_position",
+)
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -79,10 +89,7 @@ class ModelSpec:
     moe_layers: tuple[bool, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_layers hidden_size num_attention_heads num_query_groups kv_channels "
-            "ffn_hidden_size max_position"
-        ).split():
+        for name in _SIZES:
             self._require_positive(name, getattr(self, name))
         if self.vocab_size is not None:
             self._require_positive("vocab_size", self.vocab_size)

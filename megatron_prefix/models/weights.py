@@ -74,9 +74,7 @@ def _is_split(parameter: torch.nn.Parameter) -> bool:
     return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
-def local_part(
-    full: torch.Tensor, dim: int, rank: int, size: int, pieces: int = 1
-) -> torch.Tensor:
+def local_part(full: torch.Tensor, dim: int, rank: int, size: int, pieces: int = 1) -> torch.Tensor:
     """What tensor-parallel rank `rank` of `size` keeps of a full tensor.
 
     Args:

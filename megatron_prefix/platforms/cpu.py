@@ -6,13 +6,15 @@ remedy names the lines of megatron-core 0.16.1 (paths below megatron/core/) that
 newer version has mended the cause, the remedy finds nothing to do.
 
 The remedies come in three kinds: `torch.cuda` calls without a device check, things gloo lacks,
-and code paths of Megatron that take transformer-engine for granted.
+and code paths of Megatron that take transformer-engine for granted. They stay together in one
+module, over the usual 300 lines: it is the whole list of what this package ever rebinds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import sys
 import warnings
@@ -21,6 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megatron_prefix.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +47,7 @@ def enable(*, hide_gpus: bool = False) -> None:
 
     Raises:
         RuntimeError: a GPU is visible and `hide_gpus` is not set, or a GPU is already in use.
+        UserError: megatron-core, or a package its import needs, is not installed.
     """
     global _enabled
     if _enabled:
@@ -200,6 +205,15 @@ def _quiet_import() -> Iterator[None]:
         yield
 
 
+_MEGATRON = (
+    "megatron.core.distributed",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel.schedules",
+)
+
+
 def _import_megatron_without_compiling() -> None:
     """Import Megatron with `torch.compile` left out.
 
@@ -217,12 +231,16 @@ def _import_megatron_without_compiling() -> None:
     _set(torch, compile=as_written)
     try:
         with _quiet_import():
-            import megatron.core  # noqa: F401
-            import megatron.core.distributed  # noqa: F401
-            import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
-            import megatron.core.models.gpt.gpt_model  # noqa: F401
-            import megatron.core.optimizer  # noqa: F401
-            import megatron.core.pipeline_parallel.schedules  # noqa: F401
+            for module in _MEGATRON:
+                importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name not in ("megatron", "megatron.core", "triton"):
+            raise
+        package = "triton" if error.name == "triton" else "megatron-core"
+        raise UserError(
+            f"{package} is not installed, and Megatron-Core is imported here with all it needs "
+            f"(from 0.18 that is triton, even on the CPU); run: pip install {package}"
+        ) from None
     finally:
         _set(torch, compile=compiler)
 
@@ -314,8 +332,7 @@ def _route_without_transformer_engine() -> None:
     for tensors on a GPU (moe_utils.py:1093), and the all-to-all wants numbers.
     """
     with _quiet_import():
-        import megatron.core.transformer.moe.moe_utils as moe_utils
-        import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+        from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     if not hasattr(moe_utils, "te_general_gemm"):
         _set(moe_utils, te_general_gemm=None)

@@ -60,6 +60,8 @@ def initialize(layout: Layout, device: str = "cpu", seed: int = 1234) -> World:
             f"the layout has {layout.world_size} ranks but the world has {world_size}; "
             f"start {layout.world_size} ranks (torchrun --nproc-per-node) or change the layout"
         )
+    # Megatron relies on kernels being issued in order where communication overlaps computation.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     platform = platforms.select(device)
     import torch
     from megatron.core import parallel_state

@@ -101,7 +101,9 @@ def run_ranks(
         ranks: list[_Rank] = []
         try:
             for rank in range(world_size):
-                ranks.append(_start(fn, args, rank, world_size, Path(folder), start_method, threads))
+                ranks.append(
+                    _start(fn, args, rank, world_size, Path(folder), start_method, threads)
+                )
             results = _collect(ranks, timeout_s)
         except BaseException:
             _end(ranks, at_once=True)
@@ -190,7 +192,7 @@ def _rank_main(
         kind, answer = "done", pickle.dumps(fn(*args))
     except UserError as error:
         kind, answer = "user error", pickle.dumps(str(error))
-    except BaseException:
+    except BaseException:  # noqa: BLE001  # whatever it is, the parent must hear of it
         kind, answer = "failed", pickle.dumps(traceback.format_exc())
     results.send((kind, answer))
     results.close()
@@ -211,14 +213,14 @@ def _collect(ranks: list[_Rank], timeout_s: float | None) -> list[Any]:
     """Wait for every rank's answer; the first failure ends the wait."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     results: dict[int, Any] = {}
-    waiting = {rank.results: number for number, rank in enumerate(ranks)}
+    waiting: dict[Any, int] = {rank.results: number for number, rank in enumerate(ranks)}
     while waiting:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready = wait(list(waiting), left)
         if not ready:
             raise RankError(f"ranks {sorted(waiting.values())} did not finish in {timeout_s} s")
         for connection in ready:
-            number = waiting.pop(connection)  # type: ignore[arg-type]
+            number = waiting.pop(connection)
             results[number] = _answer(number, ranks[number])
     return [results[number] for number in range(len(ranks))]
 
