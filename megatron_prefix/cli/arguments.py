@@ -1,0 +1,177 @@
+"""Arguments that several verbs share, and what they mean as objects of the library."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.runtime.layout import Layout
+
+_DEFAULTS = PrefixConfig()
+
+
+def whole(least: int = 1) -> Callable[[str], int]:
+    """An argparse type: a whole number from `least`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least}")
+        return value
+
+    return parse
+
+
+def _chunk_tokens(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return whole(0)(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither 'auto' nor a whole number from 0"
+        ) from None
+
+
+# Groups of arguments ------------------------------------------------------------------------------
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """`--json` and `--progress`, which every verb has; see report.py."""
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")
+    group.add_argument(
+        "--progress", action="store_true", help="show progress on stderr even where it is no terminal"
+    )
+
+
+def add_rollouts(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
+    """`ROLLOUTS...` or `--rollouts FILE...`, `--groups`, `--max-tokens`; see inputs.load_groups."""
+    group = parser.add_argument_group("rollouts")
+    text = "rollout file (JSON lines, .gz or plain); several make one step"
+    if positional:
+        group.add_argument("rollouts", metavar="ROLLOUTS", nargs="+", help=text)
+    else:
+        group.add_argument("--rollouts", metavar="FILE", nargs="+", required=True, help=text)
+    group.add_argument(
+        "--groups", type=whole(), metavar="N", help="take at most the first N groups (default: all)"
+    )
+    group.add_argument(
+        "--max-tokens",
+        type=whole(2),
+        metavar="N",
+        help="shorten rollouts to N tokens: the shared prompt loses its head down to N/2, then each"
+        " rollout its tail",
+    )
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """`--tp --pp --vpp --cp --ep --dp --sequence-parallel`; see `layout_of`."""
+    group = parser.add_argument_group("parallel layout")
+    for name, text in (
+        ("tp", "tensor parallel size"),
+        ("pp", "pipeline parallel size"),
+        ("vpp", "model chunks a pipeline stage holds"),
+        ("cp", "context parallel size"),
+        ("ep", "expert parallel size"),
+    ):
+        group.add_argument(
+            f"--{name}", type=whole(), default=1, metavar="N", help=f"{text} (default 1)"
+        )
+    group.add_argument(
+        "--dp", type=whole(), metavar="N", help="data parallel size (default: fills the world)"
+    )
+    group.add_argument(
+        "--sequence-parallel", action="store_true", help="Megatron's sequence parallelism over tp"
+    )
+
+
+def layout_of(args: argparse.Namespace, world_size: int | None = None) -> Layout:
+    """The layout that `add_layout` read, in a world of `world_size` ranks (None: as many as needed).
+
+    Raises:
+        UserError: sizes that contradict.
+    """
+    return Layout.fill(
+        world_size=world_size,
+        dp=args.dp,
+        tp=args.tp,
+        pp=args.pp,
+        vpp=args.vpp,
+        cp=args.cp,
+        ep=args.ep,
+        sequence_parallel=args.sequence_parallel,
+    )
+
+
+def alignment_of(layout: Layout) -> int:
+    """Segment boundaries are multiples of it: tp under sequence parallelism, times 2*cp from cp 2."""
+    return (layout.tp if layout.sequence_parallel else 1) * (2 * layout.cp if layout.cp > 1 else 1)
+
+
+def add_lengths(parser: argparse.ArgumentParser) -> None:
+    """What shapes tree and plan: `--chunk-tokens --wave-tokens --min-gain --share ...`."""
+    group = parser.add_argument_group("lengths, in tokens")
+    group.add_argument(
+        "--chunk-tokens",
+        type=_chunk_tokens,
+        default=_DEFAULTS.chunk_tokens,
+        metavar="N|auto|0",
+        help="cut segments longer than N into chunks; 0: never; auto: the length whose simulated"
+        f" step is shortest (default {_DEFAULTS.chunk_tokens})",
+    )
+    for option, default, text in (
+        ("--wave-tokens", _DEFAULTS.wave_tokens, "most positions of a wave; 0: no limit"),
+        (
+            "--min-gain",
+            _DEFAULTS.min_gain,
+            "dissolve a shared segment that saves fewer positions; 0 dissolves nothing",
+        ),
+    ):
+        group.add_argument(
+            option, type=whole(0), default=default, metavar="N", help=f"{text} (default {default})"
+        )
+    group.add_argument(
+        "--share",
+        choices=("group", "batch"),
+        default=_DEFAULTS.share,
+        help=f"one tree a group, or one over all rollouts of a step (default {_DEFAULTS.share})",
+    )
+    group.add_argument(
+        "--loss-in-leaves",
+        action="store_true",
+        help="share no trained token (for losses over whole sequences)",
+    )
+    group.add_argument(
+        "--extra",
+        type=int,
+        choices=(1, 2),
+        default=_DEFAULTS.extra,
+        help="forwards a pipeline stage runs ahead of the next: 1 holds less memory, 2 waits less"
+        f" (default {_DEFAULTS.extra})",
+    )
+
+
+def config_of(args: argparse.Namespace, **more: Any) -> PrefixConfig:
+    """The configuration that `add_lengths` read; `more` are further fields, and win.
+
+    `--chunk-tokens auto` must be settled by then: pass the number as `chunk_tokens`, from
+    `pipeline.tuning.best_chunk_tokens`.
+
+    Raises:
+        UserError: values that contradict.
+    """
+    values: dict[str, Any] = dict(
+        chunk_tokens=args.chunk_tokens,
+        wave_tokens=args.wave_tokens,
+        min_gain=args.min_gain,
+        share=args.share,
+        loss_in_leaves=args.loss_in_leaves,
+        extra=args.extra,
+    )
+    return PrefixConfig(**{**values, **more})

@@ -1,0 +1,115 @@
+"""`megatron-prefix VERB ...`: finds the verb, runs it, turns errors into exit codes.
+
+A verb is a module with `HELP` and `EPILOG` (texts of its --help, the latter with examples),
+`add_arguments(parser)` and `run(args) -> int`.  It is imported only when it is used, so `plan` never
+waits for torch.
+
+Exit codes: 0 success; 1 a failed check; 2 bad usage or bad input, with one line on stderr; 130 after
+Ctrl-C; 141 when the reader of a pipe went away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from megatron_prefix import __version__
+from megatron_prefix.cli.arguments import add_output
+from megatron_prefix.errors import UserError
+
+PROG = "megatron-prefix"
+# verb: (module, one line for the list of verbs)
+VERBS = {
+    "plan": ("plan", "what sharing gives on a rollout file: trees, ratios, speedup, pipeline"),
+    "show": ("show", "a plan file: its grid and its simulated timeline"),
+    "align": ("align", "check that stock and prefix schedule agree, step against step"),
+    "train": ("train", "GRPO actor updates over a rollout file"),
+    "bench": ("bench", "time both schedules side by side in one run"),
+    "doctor": ("doctor", "versions, devices, kernels, and what is unsupported and why"),
+    "generate": ("generate", "make a rollout file of a given size and tree shape"),
+    "import": ("importing", "make a rollout file from what a trainer dumped"),
+}
+_EPILOG = f"""\
+examples:
+  {PROG} generate rollouts.jsonl.gz --groups 4 --prompt-tokens 2048 --rollouts 8
+  {PROG} plan rollouts.jsonl.gz --pp 4 --chunk-tokens auto --svg plan.svg
+  {PROG} align --rollouts rollouts.jsonl.gz --groups 1 --max-tokens 256 --dtype float64
+  {PROG} VERB --help
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with an error of one line and examples printed as they are written."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with code 2."""
+        self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+
+def make_parser(verb: str | None) -> argparse.ArgumentParser:
+    """The parser of all verbs; only `verb`, the one in use, is imported and knows its arguments."""
+    parser = Parser(
+        prog=PROG,
+        description="Run the prompt a group of rollouts shares once, exactly, in Megatron-Core.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, title="verbs")
+    for name, (module_name, help_line) in VERBS.items():
+        if name != verb:
+            verbs.add_parser(name, help=help_line)
+            continue
+        module = _module(name, module_name)
+        one = verbs.add_parser(name, help=help_line, description=module.HELP, epilog=module.EPILOG)
+        module.add_arguments(one)
+        add_output(one)
+        one.set_defaults(run=module.run)
+    return parser
+
+
+def _module(verb: str, name: str) -> Any:
+    path = f"megatron_prefix.cli.{name}"
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name != path:
+            raise
+        raise UserError(f"{verb} is not in this release ({__version__}); use a later one") from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: arguments after the program's name (default: the process's own).
+
+    Returns:
+        The exit code; bad usage found by argparse raises SystemExit(2) instead.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    verb = next((word for word in argv if not word.startswith("-")), None)
+    try:
+        args = make_parser(verb).parse_args(argv)
+        code = args.run(args)
+        sys.stdout.flush()
+        return int(code)
+    except UserError as error:
+        # One line, whatever was raised: only `show` prints the grid of an invalid plan.
+        line = str(error).partition("\n")[0]
+        print(f"{PROG} {verb}: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{PROG} {verb}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Python would flush stdout once more at exit and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141

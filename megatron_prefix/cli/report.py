@@ -1,0 +1,180 @@
+"""What verbs print: results on stdout, progress on stderr, never one in the other's place.
+
+rich is imported where it is used: `--help` and `--json` do without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megatron_prefix.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+T = TypeVar("T")
+_LINE_EVERY = 5.0  # seconds between progress lines where stderr is no terminal
+
+
+def print_json(result: Mapping[str, Any]) -> None:
+    """Prints `result` as one JSON object; NaN and infinity, which JSON lacks, become null."""
+    print(json.dumps(_finite(result), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def print_facts(title: str, facts: Mapping[str, str]) -> None:
+    """Prints a table of names and values for people."""
+    table = new_table(title)
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.show_header = False
+    for name, value in facts.items():
+        table.add_row(name, value)
+    print_rich(table)
+
+
+def new_table(title: str) -> Table:
+    """An empty table in the one style of all verbs."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
+
+
+def print_rich(*things: Any, width: int | None = None) -> None:
+    """Prints what rich can draw on stdout (without colours where it is no terminal)."""
+    from rich.console import Console
+
+    Console(width=width, highlight=False).print(*things)
+
+
+def number(value: float) -> str:
+    """A count for people: 12,345 or 1,234.5."""
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
+
+
+def percent(value: float) -> str:
+    """A fraction for people."""
+    return f"{100 * value:.1f}%"
+
+
+# Progress -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def progress(
+    args: argparse.Namespace, what: str, total: int | None = None
+) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr; yields the function that takes each advance.
+
+    Shown when stderr is a terminal or `--progress` is given; without a terminal, as a line now and
+    then, so that a log file stays readable.
+
+    Args:
+        args: the parsed arguments.
+        what: what is counted, e.g. "steps".
+        total: how many there are, None when unknown.
+    """
+    if sys.stderr.isatty():
+        with _bar(what, total) as advance:
+            yield advance
+    elif args.progress:
+        with _lines(what, total) as advance:
+            yield advance
+    else:
+        yield lambda count: None
+
+
+@contextlib.contextmanager
+def _bar(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (
+        bars.SpinnerColumn(),
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
+    )
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+@contextlib.contextmanager
+def _lines(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    begin = last = time.monotonic()
+    done = 0
+
+    def line() -> None:
+        of = "" if total is None else f" of {total}"
+        seconds = time.monotonic() - begin
+        print(f"{what}: {done}{of}, {seconds:.0f} s", file=sys.stderr, flush=True)
+
+    def advance(count: int) -> None:
+        nonlocal done, last
+        done += count
+        if time.monotonic() - last >= _LINE_EVERY:
+            last = time.monotonic()
+            line()
+
+    yield advance
+    line()
+
+
+def watched(
+    args: argparse.Namespace,
+    items: Iterable[T],
+    what: str,
+    total: int | None = None,
+    size: Callable[[T], int] = lambda item: 1,
+) -> Iterator[T]:
+    """`items`, with progress shown while they pass; `size` is what one of them counts for."""
+    with progress(args, what, total) as advance:
+        for item in items:
+            yield item
+            advance(size(item))
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+def write_text(path: str, text: str) -> None:
+    """Writes a file whole or not at all; "-" is stdout.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    target = Path(path)
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, target)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"{path}: cannot be written ({reason}); check the folder") from None
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
