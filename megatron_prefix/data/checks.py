@@ -38,7 +38,9 @@ def check_fields(rollout: Rollout) -> None:
         _check_logprobs(rollout.old_logprobs, rollout.num_trained)
 
 
-def check_ids(ids: NDArray[Any], offset: int, vocab_size: int | None) -> None:
+def check_ids(
+    ids: NDArray[Any], offset: int, vocab_size: int | None, field: str = "tokens"
+) -> None:
     """Raise `Fault` for an id [n] below 0 or not below `vocab_size`; `offset` is the first's place."""
     bound = _MAX_ID + 1 if vocab_size is None else vocab_size
     bad = np.flatnonzero((ids < 0) | (ids >= bound))
@@ -47,9 +49,9 @@ def check_ids(ids: NDArray[Any], offset: int, vocab_size: int | None) -> None:
     index, value = int(bad[0]), int(ids[bad[0]])
     where = f"token {offset + index}"
     if value < 0:
-        raise Fault("tokens", f"{where} is negative ({value}); give ids from 0")
+        raise Fault(field, f"{where} is negative ({value}); give ids from 0")
     mend = "give the tokenizer the model was trained with, or a larger vocabulary"
-    raise Fault("tokens", f"{where} is not in the vocabulary of {bound} ({value}); {mend}")
+    raise Fault(field, f"{where} is not in the vocabulary of {bound} ({value}); {mend}")
 
 
 def _check_loss(rollout: Rollout) -> None:
