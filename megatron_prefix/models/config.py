@@ -7,7 +7,6 @@ import warnings
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.models.presets import ModelSpec
@@ -23,11 +22,10 @@ def dtype_of(name: str | torch.dtype) -> torch.dtype:
     Raises:
         UserError: not one that a model can be built in.
     """
-    if name in DTYPES.values():
-        return name  # type: ignore[return-value]
-    if name not in DTYPES:
-        raise UserError(f"dtype {name!r} is not supported; choose one of {', '.join(DTYPES)}")
-    return DTYPES[name]  # type: ignore[index]
+    for known, dtype in DTYPES.items():
+        if name in (known, dtype):
+            return dtype
+    raise UserError(f"dtype {name!r} is not supported; choose one of {', '.join(DTYPES)}")
 
 
 def check_layout(spec: ModelSpec, layout: Layout) -> None:
@@ -119,7 +117,7 @@ def _shape(spec: ModelSpec) -> dict[str, Any]:
         "layernorm_epsilon": spec.norm_eps,
         "qk_layernorm": spec.qk_layernorm,
         "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
         "add_qkv_bias": spec.add_qkv_bias,
         "hidden_dropout": 0.0,

@@ -270,7 +270,7 @@ def _one_generator() -> None:
     )
 
 
-# --- gloo ------------------------------------------------------------------------------------------
+# --- gloo ----------------------------------------------------------------------------------------
 
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
@@ -321,7 +321,7 @@ def _gather_unequal_shapes() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
-# --- Megatron without transformer-engine -----------------------------------------------------------
+# --- Megatron without transformer-engine ---------------------------------------------------------
 
 
 def _route_without_transformer_engine() -> None:

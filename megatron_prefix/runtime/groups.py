@@ -102,7 +102,7 @@ def _join(backend: str, rank: int, world_size: int) -> None:
 
 
 def shutdown() -> None:
-    """Leave the job: destroy Megatron's groups and the default one. Does nothing when there are none.
+    """Leave the job: destroy Megatron's groups and the default one, if there are any.
 
     Ranks do not wait for one another, so a rank may leave after a failure.
     """

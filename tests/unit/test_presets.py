@@ -1,0 +1,234 @@
+"""ModelSpec, the presets, and Hugging Face configs."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.models import hf
+from megatron_prefix.models.presets import PRESETS, ModelSpec, RopeScaling, resolve
+
+LLAMA3 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_MOE = {
+    **QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "router_aux_loss_coef": 0.001,
+}
+LLAMA31_ROPE = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def write(folder, values):
+    """A config.json in `folder`."""
+    path = folder / "config.json"
+    path.write_text(values if isinstance(values, str) else json.dumps(values))
+    return path
+
+
+# The published totals, less the norm weights, which `parameters` leaves out.
+@pytest.mark.parametrize(
+    ("name", "total", "norms"),
+    [
+        ("llama3-8b", 8_030_261_248, 65 * 4096),
+        ("qwen3-8b", 8_190_735_360, 36 * (2 * 4096 + 2 * 128) + 4096),
+        ("qwen3-30b-a3b", 30_532_122_624, 48 * (2 * 2048 + 2 * 128) + 2048),
+    ],
+)
+def test_real_shapes_have_the_published_number_of_parameters(name, total, norms):
+    assert PRESETS[name].parameters() == total - norms
+
+
+@pytest.mark.parametrize(
+    ("preset", "config"),
+    [("llama3-8b", LLAMA3), ("qwen3-8b", QWEN3), ("qwen3-30b-a3b", QWEN3_MOE)],
+)
+def test_a_config_json_gives_the_preset_of_its_model(tmp_path, preset, config):
+    path = write(tmp_path, config)
+    expected = dataclasses.replace(PRESETS[preset], name=tmp_path.name)
+    assert resolve(str(path)) == expected
+    assert resolve(str(tmp_path)) == expected
+
+
+def test_llama31_rope_scaling_in_both_formats(tmp_path):
+    old = resolve(str(write(tmp_path, {**LLAMA3, "rope_scaling": LLAMA31_ROPE})))
+    assert old.rope_scaling == RopeScaling(8.0)
+    assert old.rotary_base == 500000.0
+    values = {k: v for k, v in LLAMA3.items() if not k.startswith("rope_")}
+    new = {**values, "rope_parameters": {**LLAMA31_ROPE, "rope_theta": 500000.0}}
+    assert resolve(str(write(tmp_path, new))) == old
+
+
+def test_dense_layers_among_experts(tmp_path):
+    values = {**QWEN3_MOE, "num_hidden_layers": 6, "mlp_only_layers": [5], "decoder_sparse_step": 2}
+    spec = hf.load(write(tmp_path, values))
+    assert spec.moe_layers == (False, True, False, True, False, False)
+
+
+def test_head_width_defaults_to_hidden_size_over_heads(tmp_path):
+    assert hf.load(write(tmp_path, LLAMA3)).kv_channels == 128
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "words"),
+    [
+        (LLAMA3, {"model_type": "mistral"}, ["model_type", "'mistral'", "llama, qwen3, qwen3_moe"]),
+        (LLAMA3, {"attention_bias": True}, ["attention_bias", "True", "use False"]),
+        (LLAMA3, {"mlp_bias": True}, ["mlp_bias", "use False"]),
+        (LLAMA3, {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "use 'silu'"]),
+        (LLAMA3, {"sliding_window": 4096}, ["sliding_window", "4096"]),
+        (LLAMA3, {"hidden_size": None}, ["hidden_size", "missing"]),
+        (LLAMA3, {"hidden_size": "wide"}, ["hidden_size", "'wide'"]),
+        (LLAMA3, {"num_attention_heads": 0}, ["num_attention_heads", "0"]),
+        (LLAMA3, {"num_hidden_layers": 2.5}, ["num_hidden_layers", "2.5"]),
+        (LLAMA3, {"tie_word_embeddings": "no"}, ["tie_word_embeddings", "'no'"]),
+        (LLAMA3, {"num_key_value_heads": 5}, ["num_query_groups 5", "32"]),
+        (LLAMA3, {"rope_scaling": {"type": "linear", "factor": 2}}, ["rope_type", "'linear'"]),
+        (LLAMA3, {"rope_scaling": {"rope_type": "yarn"}}, ["rope_type", "'yarn'"]),
+        (
+            LLAMA3,
+            {"rope_scaling": {**LLAMA31_ROPE, "original_max_position_embeddings": 4096}},
+            ["rope_scaling", "4096", "8192"],
+        ),
+        (LLAMA3, {"rope_scaling": {"rope_type": "llama3"}}, ["rope_scaling", "factor", "missing"]),
+        (QWEN3, {"use_sliding_window": True}, ["use_sliding_window", "use False"]),
+        (QWEN3, {"layer_types": ["sliding_attention"]}, ["layer_types", "'sliding_attention'"]),
+        (QWEN3_MOE, {"num_experts": None}, ["num_experts", "missing"]),
+        (QWEN3_MOE, {"mlp_only_layers": "none"}, ["mlp_only_layers", "'none'"]),
+        (QWEN3_MOE, {"num_experts_per_tok": 200}, ["moe_top_k 200", "128"]),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_field_and_mend(tmp_path, config, change, words):
+    path = write(tmp_path, {**config, **change})
+    with pytest.raises(UserError) as caught:
+        resolve(str(path))
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "\xff"])
+def test_a_file_that_is_no_config_is_refused_by_name(tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=r"config\.json"):
+        hf.load(path)
+
+
+def test_a_folder_without_config_is_refused_by_name(tmp_path):
+    with pytest.raises(UserError, match=r"config\.json.*check the path"):
+        hf.load(tmp_path)
+
+
+def test_qwen_window_size_without_the_switch_is_no_window(tmp_path):
+    assert hf.load(write(tmp_path, {**QWEN3, "sliding_window": 4096})).qk_layernorm
+
+
+def test_overrides_change_fields_and_are_checked():
+    wide = resolve("tiny-llama", hidden_size=512, num_attention_heads=8, kv_channels=64)
+    assert (wide.hidden_size, wide.num_attention_heads, wide.num_query_groups) == (512, 8, 2)
+    with pytest.raises(UserError, match="'width' does not exist"):
+        resolve("tiny-llama", width=3)
+    with pytest.raises(UserError, match="num_query_groups 3 must divide num_attention_heads 4"):
+        resolve("tiny-llama", num_query_groups=3)
+
+
+def test_an_unknown_model_lists_the_presets():
+    with pytest.raises(UserError, match="neither a preset .*tiny-llama.* nor the path"):
+        resolve("llama-4000b")
+
+
+def test_the_vocabulary_comes_from_the_rollouts_or_holds_them():
+    assert resolve("tiny-llama").vocab_size is None
+    assert resolve("tiny-llama").with_vocab(97).vocab_size == 97
+    assert PRESETS["llama3-8b"].with_vocab(1000).vocab_size == 128256
+    with pytest.raises(UserError, match="has 128256 tokens .* hold token 128256"):
+        PRESETS["llama3-8b"].with_vocab(128257)
+
+
+def test_tiny_presets_cover_what_the_families_differ_in():
+    qwen = PRESETS["tiny-qwen3"]
+    assert qwen.qk_layernorm
+    assert qwen.tie_embeddings
+    assert qwen.kv_channels != qwen.hidden_size // qwen.num_attention_heads
+    assert all(spec.num_query_groups < spec.num_attention_heads for spec in PRESETS.values())
+    assert PRESETS["tiny-moe"].num_experts == 8
+    assert PRESETS["tiny-moe"].moe_top_k == 2
+    assert PRESETS["tiny-moe"].moe_aux_loss_coeff > 0
+
+
+@pytest.mark.parametrize("field", ["num_layers", "hidden_size", "kv_channels", "vocab_size"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_sizes_are_whole_numbers_from_one(field, value):
+    values = dataclasses.asdict(PRESETS["tiny-llama"])
+    with pytest.raises(UserError, match=f"{field} {value!r}"):
+        ModelSpec(**{**values, field: value})
+
+
+def test_specs_and_configs_need_no_torch():
+    code = (
+        "import sys; from megatron_prefix.models import hf, presets; "
+        "from megatron_prefix.runtime.layout import Layout; Layout(); "
+        "sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
