@@ -1,0 +1,192 @@
+"""What a plan must hold before any clock runs, and the error that shows where it does not.  Pure.
+
+Every rank runs one F and one B of every segment on each of its model chunks, parents before
+children forward and children before parents backward; a backward on the last stage waits for the
+forward that completes its losses; and the two ends of a link between neighbours agree on the order
+of its messages, so that each direction is a FIFO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.pipeline.actions import Action, Plan
+from megatron_prefix.pipeline.grid import Cell, marked_grid
+from megatron_prefix.tree import Segment
+
+
+class PlanError(UserError):
+    """A plan that cannot run.
+
+    The first line says what is wrong; below it stands the whole grid with the bad cells marked.
+
+    Attributes:
+        marked: the bad cells.
+        grid: the text below the first line.
+    """
+
+    def __init__(self, message: str, plan: Plan, marked: Sequence[Cell]) -> None:
+        self.marked = tuple(marked)
+        self.grid = marked_grid(plan.programs, self.marked)
+        super().__init__(f"{message}\n{self.grid}")
+
+
+def check(plan: Plan, needed: Sequence[int] | None = None) -> None:
+    """Checks a plan, all but for deadlocks, which `simulate` finds.
+
+    Args:
+        plan: any plan.
+        needed: `planner.closings`, the forward before which a segment's loss does not exist.
+
+    Raises:
+        PlanError: naming rank, place and action, with the grid.
+    """
+    children = [0] * len(plan.segments)
+    for segment in plan.segments:
+        if segment.parent >= 0:
+            children[segment.parent] += 1
+    for rank in range(plan.num_ranks):
+        _Program(plan, rank, children).check(needed)
+    if plan.num_ranks > 1:
+        for rank in range(plan.num_ranks):
+            _check_link(plan, "F", rank, (rank + 1) % plan.num_ranks)
+            _check_link(plan, "B", rank, (rank - 1) % plan.num_ranks)
+
+
+class _Program:
+    """Walks one rank's program: each action once, parents and children in order.
+
+    Attributes are per model chunk and segment but for `reached`: on the last stage, the forwards
+    before this segment have all run.
+    """
+
+    def __init__(self, plan: Plan, rank: int, children: Sequence[int]) -> None:
+        self.plan, self.rank, self.reached = plan, rank, 0
+        self.forwards = [[False] * len(children) for _ in range(plan.num_chunks)]
+        self.backwards = [[False] * len(children) for _ in range(plan.num_chunks)]
+        self.waiting = [list(children) for _ in range(plan.num_chunks)]
+
+    def check(self, needed: Sequence[int] | None) -> None:
+        """Walks it all."""
+        take = {"F": self._forward, "B": self._backward}
+        num, num_chunks = len(self.plan.segments), self.plan.num_chunks
+        last = self.plan.num_stages - 1
+        for place, action in enumerate(self.plan.programs[self.rank]):
+            kind, index, chunk = action
+            if kind not in take or not (0 <= index < num and 0 <= chunk < num_chunks):
+                what = f"{num} segments and {num_chunks} model chunks a rank, counted from 0"
+                raise self._error(place, f"does not exist: the plan has {what}")
+            fault = take[kind](index, chunk)
+            if kind == "B" and needed is not None and self.plan.stage(self.rank, chunk) == last:
+                fault = fault or self._loss_missing(needed[index], chunk)
+            if fault:
+                raise self._error(place, fault)
+        for kind, table in (("F", self.forwards), ("B", self.backwards)):
+            for chunk, done in enumerate(table):
+                if not all(done):
+                    raise self._missing(Action(kind, done.index(False), chunk))
+
+    def _forward(self, index: int, chunk: int) -> str:
+        done, parent = self.forwards[chunk], self.plan.segments[index].parent
+        if done[index]:
+            return "runs a second time"
+        if parent >= 0 and not done[parent]:
+            return f"runs before the forward of its parent {parent}"
+        done[index] = True
+        return ""
+
+    def _backward(self, index: int, chunk: int) -> str:
+        done, parent = self.backwards[chunk], self.plan.segments[index].parent
+        if done[index]:
+            return "runs a second time"
+        if not self.forwards[chunk][index]:
+            return "runs before its own forward"
+        if self.waiting[chunk][index]:
+            segments = enumerate(self.plan.segments)
+            child = next(c for c, s in segments if s.parent == index and not done[c])
+            return f"runs before the backward of its child {child}"
+        done[index] = True
+        if parent >= 0:
+            self.waiting[chunk][parent] -= 1
+        return ""
+
+    def _loss_missing(self, needed: int, chunk: int) -> str:
+        done = self.forwards[chunk]
+        while self.reached < len(done) and done[self.reached]:
+            self.reached += 1
+        if needed < self.reached:
+            return ""
+        return f"needs a loss that takes all forwards up to F{needed}"
+
+    def _error(self, place: int, text: str) -> PlanError:
+        return _error(self.plan, self.rank, place, text)
+
+    def _missing(self, action: Action) -> PlanError:
+        place = len(self.plan.programs[self.rank])
+        return PlanError(f"rank {self.rank} never runs {action}", self.plan, [(self.rank, place)])
+
+
+def _check_link(plan: Plan, kind: str, source: int, target: int) -> None:
+    """Both ends of one link, in one direction, must agree on the order of the messages."""
+    step = 1 if kind == "F" else -1
+    ends = (0, plan.num_stages - 1)
+    first, last = ends[::step]  # the stages that receive nothing and send nothing
+    sent = [
+        (action.segment, plan.stage(source, action.chunk) + step)
+        for action in plan.programs[source]
+        if action.kind == kind and plan.stage(source, action.chunk) != last
+    ]
+    places, received = [], []
+    for place, action in enumerate(plan.programs[target]):
+        stage = plan.stage(target, action.chunk)
+        if action.kind == kind and stage != first:
+            places.append(place)
+            received.append((action.segment, stage))
+    if sent == received:
+        return
+    pairs = enumerate(zip(sent, received, strict=True))
+    number = next(i for i, (one, other) in pairs if one != other)
+    other = Action(kind, sent[number][0], sent[number][1] // plan.num_ranks)
+    text = f"takes message {number} from rank {source}, which sends the one for {other} there"
+    raise _error(plan, target, places[number], text)
+
+
+def _error(plan: Plan, rank: int, place: int, text: str) -> PlanError:
+    action = plan.programs[rank][place]
+    return PlanError(f"rank {rank}, place {place}: {action} {text}", plan, [(rank, place)])
+
+
+# The segment table --------------------------------------------------------------------------------
+
+
+def check_segments(segments: Sequence[Segment]) -> None:
+    """Whether a table of segments, read from a file, is a forest as tree.py makes it.
+
+    Raises:
+        UserError: naming the segment.
+    """
+    for index, segment in enumerate(segments):
+        fault = _segment_fault(segments, index, segment)
+        if fault:
+            raise UserError(f"segment {index}: {fault}")
+
+
+def _segment_fault(segments: Sequence[Segment], index: int, segment: Segment) -> str:
+    members = [rollout for row in segment.rows for rollout in row.rollouts]
+    if len(set(members)) < len(members):
+        return "a rollout is in two of its rows"
+    if any(not 0 < row.length <= row.padded for row in segment.rows):
+        return "a row has no positions, or more of them than rows"
+    if segment.inner and (len(segment.rows) > 1 or segment.rows[0].length < segment.rows[0].padded):
+        return "an inner segment is one row without padding"
+    if segment.parent < 0:
+        return "" if segment.start == 0 and not segment.extends else "a root starts at position 0"
+    parent = segments[segment.parent]
+    if segment.parent >= index or not parent.inner:
+        return f"its parent {segment.parent} is no inner segment before it"
+    if any(row.start != parent.rows[0].end for row in segment.rows):
+        return f"starts elsewhere than its parent {segment.parent} ends, {parent.rows[0].end}"
+    if not set(members) <= set(parent.rows[0].rollouts):
+        return f"has a rollout that its parent {segment.parent} lacks"
+    return ""
