@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -105,7 +106,9 @@ def microbatches(groups: Sequence[Group], seed: int, multiple: int = 1) -> list[
 def run_logprobs(schedule: Schedule, chunks: list[Any], items: Sequence[Microbatch]) -> list[np.ndarray]:
     """Log-probs of the trained tokens of every microbatch, by a pass with forward_only."""
     with torch.no_grad():
-        logs = _call(schedule, loss.logprob_step(), chunks, items, forward_only=True)
+        logs = call_schedule(schedule, loss.logprob_step(), chunks, items, forward_only=True)
+    if not logs:
+        return []  # not the last pipeline stage
     return [
         batches.trained_logprobs(item, log["logprobs"]) for item, log in zip(items, logs, strict=True)
     ]
@@ -134,7 +137,7 @@ def run_step(schedule: Schedule, chunks: list[Any], items: Sequence[Microbatch])
     optimizer.zero_grad()
     # No clipping: at its edge a rounding difference would switch a token's gradient on or off.
     step = _recording(loss.forward_step(loss.GrpoConfig(clip_low=1.0, clip_high=1e9)))
-    logs = _call(schedule, step, chunks, items)
+    logs = call_schedule(schedule, step, chunks, items)
     gradients = {name: p.main_grad.detach().cpu().clone() for name, p in _parameters(chunks)}
     optimizer.step()
     after = {name: p.detach().cpu().clone() for name, p in _parameters(chunks)}
@@ -287,7 +290,7 @@ def _recording(step: loss.ForwardStep) -> loss.ForwardStep:
     return recorded
 
 
-def _call(
+def call_schedule(
     schedule: Schedule,
     step: loss.ForwardStep,
     chunks: list[Any],
@@ -306,3 +309,35 @@ def _call(
         micro_batch_size=1,
         forward_only=forward_only,
     )
+
+
+def data_rank() -> int:
+    """This rank's place among the data-parallel ranks."""
+    return int(parallel_state.get_data_parallel_rank())
+
+
+def over_ranks(mine: Alignment) -> Alignment:
+    """The verdict of all ranks together, the same on every rank."""
+    verdicts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(verdicts, mine)
+    owners: list[Any] = [None] * len(verdicts)
+    torch.distributed.all_gather_object(owners, data_rank())
+    parts = {owner: verdict for owner, verdict in zip(owners, verdicts, strict=True)}
+
+    def most(name: str) -> Any:
+        values = [getattr(v, name) for v in verdicts if getattr(v, name) is not None]
+        # max() forgets a NaN that does not come first; a NaN anywhere must stay one.
+        return max(values, key=lambda x: math.inf if math.isnan(x) else x, default=None)
+
+    failures = [
+        f"rank {rank}: {line}" if len(verdicts) > 1 else line
+        for rank, verdict in enumerate(verdicts)
+        for line in verdict.failures
+    ]
+    return Alignment(
+        most("loss_max_abs_diff"), most("logprob_max_abs_diff"), most("grad_max_rel_diff"),
+        most("param_max_abs_diff"), sum(v.raw_tokens for v in parts.values()),
+        sum(v.executed_tokens for v in parts.values()), all(v.passed for v in verdicts),
+        most("tolerance"), most("grad_error_ratio_max"), most("grad_error_ratio_p50"),
+        tuple(failures),
+    )  # fmt: skip

@@ -1,0 +1,105 @@
+"""`align`: do the two schedules agree, step against step?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from megatron_prefix.cli import report
+from megatron_prefix.cli.arguments import (
+    add_layout,
+    add_lengths,
+    add_rollouts,
+    config_of,
+    layout_of,
+)
+from megatron_prefix.cli.inputs import load_groups
+from megatron_prefix.cli.modelling import add_model, model_options
+from megatron_prefix.errors import UserError
+
+HELP = """\
+Runs Megatron-Core's stock schedule on full sequences, one rollout a microbatch, and the prefix
+schedule, from the same weights on the same rollouts, with one AdamW step each, and compares every
+loss, log-prob, gradient and parameter. Exit code 0 when all are within the numerics policy, else 1.
+Advantages are drawn by --seed, so that equal rewards do not make a comparison of zeros."""
+EPILOG = """\
+examples:
+  megatron-prefix align --rollouts rollouts.jsonl.gz --groups 2 --max-tokens 512
+  megatron-prefix align --rollouts rollouts.jsonl.gz --model tiny-qwen3 --dtype float32 --json
+  megatron-prefix align --rollouts rollouts.jsonl.gz --model llama3-8b --set num_layers=4 \\
+      --dtype bfloat16 --device cuda
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    add_rollouts(parser)
+    add_model(parser, model="tiny-llama", dtype="float64")
+    add_layout(parser)
+    add_lengths(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the comparison on as many ranks as the layout has."""
+    from megatron_prefix import runtime
+    from megatron_prefix.jobs import fit_vocabulary
+    from megatron_prefix.models import presets
+
+    options = model_options(args)
+    layout = layout_of(args, runtime.env_world_size())
+    if args.chunk_tokens == "auto":
+        raise UserError("--chunk-tokens auto: give a number; `plan --chunk-tokens auto` finds one")
+    config = config_of(args, memory=args.memory, kernel=args.kernel)
+    spec = presets.resolve(options.model, **dict(options.overrides))
+    groups, dropped = load_groups(args, spec.vocab_size)
+    spec, groups = fit_vocabulary(options, groups)
+    result = runtime.launch(
+        align_rank, layout.world_size, options, spec, layout, groups, config, device=args.device
+    )
+    if os.environ.get("RANK", "0") == "0":  # one of torchrun's ranks speaks
+        _print(args, result, dropped)
+    return 0 if result.passed else 1
+
+
+def align_rank(options: Any, spec: Any, layout: Any, groups: list, config: Any) -> Any:
+    """One rank's part; returns the verdict over all ranks."""
+    from megatron_prefix import alignment, runtime
+
+    runtime.initialize(layout, options.device, options.seed)
+    try:
+        chunks = options.build(spec, layout)
+        exact = options.reference(spec, layout, chunks) if options.dtype == "bfloat16" else None
+        mine = groups[alignment.data_rank() :: layout.dp]
+        multiple = layout.tp if layout.sequence_parallel else 1
+        verdict = alignment.align(
+            chunks, mine, config, seed=options.seed, multiple=multiple, reference=exact
+        )
+        return alignment.over_ranks(verdict)
+    finally:
+        runtime.shutdown()
+
+
+def _print(args: argparse.Namespace, result: Any, dropped: int) -> None:
+    if args.json:
+        report.print_json({**result.as_json(), "dropped_rollouts": dropped})
+        return
+    facts = {
+        "tokens, all rollouts": report.number(result.raw_tokens),
+        "tokens, executed": report.number(result.executed_tokens),
+        "largest difference of a loss": f"{result.loss_max_abs_diff:.2e}",
+        "of a log-prob": f"{result.logprob_max_abs_diff:.2e}",
+        "of a gradient, relative": f"{result.grad_max_rel_diff:.2e}",
+        "of a parameter after AdamW": f"{result.param_max_abs_diff:.2e}",
+    }
+    if result.grad_error_ratio_max is not None:
+        facts["gradient error against fp32, of stock's"] = (
+            f"{result.grad_error_ratio_p50:.3f} median, {result.grad_error_ratio_max:.3f} most"
+        )
+    if dropped:
+        facts["rollouts dropped by --max-tokens"] = str(dropped)
+    facts["tolerance"] = f"{result.tolerance:.2e}"
+    facts["verdict"] = "aligned" if result.passed else "NOT aligned"
+    report.print_facts("stock schedule against prefix schedule", facts)
+    for failure in result.failures:
+        print(f"  {failure}")

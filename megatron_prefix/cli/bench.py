@@ -1,0 +1,158 @@
+"""`bench`: both schedules timed side by side in one run."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from typing import Any
+
+from megatron_prefix.cli import report
+from megatron_prefix.cli.arguments import add_lengths, config_of
+from megatron_prefix.cli.modelling import add_model, model_options
+from megatron_prefix.errors import UserError
+
+HELP = """\
+Times Megatron-Core's stock schedule and the prefix schedule on synthetic flat groups, in one process
+and one run, and compares the speedup with what the FLOP count allows. First both schedules are
+aligned on a small group and a model of the same kind with few layers; where that fails, no speedup
+is reported and the exit code is 1."""
+EPILOG = """\
+examples:
+  megatron-prefix bench --shapes 1024:64:8 --set hidden_size=512 --set num_attention_heads=8
+  megatron-prefix bench --model llama3-8b --dtype bfloat16 --device cuda \\
+      --shapes 10240:2048:8 16384:64:9 --bench-json bench.json --plot bench.png
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    group = parser.add_argument_group("sweep")
+    group.add_argument(
+        "--shapes",
+        nargs="+",
+        default=["1024:64:8"],
+        metavar="P:R:n[:WAVE]",
+        help="prompt tokens, response tokens, rollouts, and optionally the wave's tokens"
+        " (default 1024:64:8)",
+    )
+    group.add_argument("--repeats", type=int, default=3, help="timed calls of each (default 3)")
+    group.add_argument("--align-layers", type=int, default=2, help="layers of the aligned model")
+    group.add_argument("--bench-json", metavar="FILE", help="write the result as JSON to FILE too")
+    group.add_argument("--plot", metavar="FILE", help="draw speedups and bounds (png, svg, pdf)")
+    add_model(parser, model="tiny-llama", dtype="float32")
+    add_lengths(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Aligns, times, reports."""
+    from megatron_prefix.benchmark import Shape
+
+    shapes = [Shape.parse(text) for text in args.shapes]
+    if args.repeats < 1 or args.align_layers < 1:
+        raise UserError(f"--repeats {args.repeats}, --align-layers {args.align_layers}: from 1")
+    if args.chunk_tokens == "auto":
+        raise UserError("--chunk-tokens auto: give a number; `plan --chunk-tokens auto` finds one")
+    verdict, rows = _measure(args, shapes)
+    result = {
+        **_machine(args),
+        "alignment": verdict.as_json(),
+        "rows": [row.as_json() for row in rows],
+    }
+    if args.bench_json:
+        import json
+
+        report.write_text(args.bench_json, json.dumps(result, indent=2) + "\n")
+    if args.plot and rows:
+        _plot(args.plot, rows)
+    if args.json:
+        report.print_json(result)
+    else:
+        _print(args, verdict, rows)
+    return 0 if verdict.passed else 1
+
+
+def _measure(args: argparse.Namespace, shapes: list[Any]) -> tuple[Any, list[Any]]:
+    from megatron_prefix import benchmark, runtime
+    from megatron_prefix.models import presets
+
+    options = model_options(args)
+    config = config_of(args, memory=args.memory, kernel=args.kernel)
+    spec = presets.resolve(options.model, **dict(options.overrides))
+    spec = spec if spec.vocab_size else spec.with_vocab(2048)
+    layout = runtime.Layout()
+    runtime.initialize(layout, options.device, options.seed)
+    try:
+        verdict = benchmark.aligned(options, spec, layout, config, args.align_layers)
+        if not verdict.passed:
+            return verdict, []
+        chunks = options.build(spec, layout)
+        known: dict[tuple[int, int], tuple[float, float]] = {}
+        rows = [
+            benchmark.time_shape(
+                shape, spec, chunks, config,
+                repeats=args.repeats, seed=args.seed, stock_times=known,
+            )
+            for shape in report.watched(args, shapes, "shapes timed", len(shapes))
+        ]  # fmt: skip
+        return verdict, rows
+    finally:
+        runtime.shutdown()
+
+
+def _machine(args: argparse.Namespace) -> dict[str, Any]:
+    import megatron.core
+    import torch
+
+    from megatron_prefix.models.build import has_transformer_engine
+
+    cuda = args.device == "cuda"
+    te = cuda and args.layer_spec != "local" and has_transformer_engine()
+    return {
+        "model": args.model,
+        "set": list(args.set),
+        "dtype": args.dtype,
+        "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
+        "layer_spec": "transformer-engine" if te else "local",
+        "torch": torch.__version__,
+        "megatron_core": megatron.core.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _print(args: argparse.Namespace, verdict: Any, rows: list[Any]) -> None:
+    if not verdict.passed:
+        print("NOT aligned, so nothing was timed:", *verdict.failures, sep="\n  ")
+        return
+    table = report.new_table(f"{args.model}, {args.dtype}, {args.device}: a step of one group")
+    for name in ("P", "R", "n", "wave", "stock ms", "prefix ms", "speedup", "bound", "of bound"):
+        table.add_column(name, justify="right")
+    table.add_column("GiB stock / prefix", justify="right")
+    for row in rows:
+        table.add_row(
+            str(row.prompt), str(row.response), str(row.rollouts), str(row.wave_tokens),
+            f"{row.stock_ms:.1f}", f"{row.prefix_ms:.1f}", f"{row.speedup:.2f}x",
+            f"{row.bound:.2f}x", f"{row.of_bound:.3f}",
+            f"{row.stock_gib:.1f} / {row.prefix_gib:.1f}",
+        )  # fmt: skip
+    report.print_rich(table)
+
+
+def _plot(path: str, rows: list[Any]) -> None:
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise UserError("--plot needs matplotlib: pip install megatron_prefix[plot]") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [f"{row.prompt}/{row.response}\nn={row.rollouts}" for row in rows]
+    figure, axes = pyplot.subplots(figsize=(max(5, 1.3 * len(rows)), 4), layout="constrained")
+    places = range(len(rows))
+    axes.bar(places, [row.bound for row in rows], color="#d8dee9", label="FLOP bound")
+    axes.bar(places, [row.speedup for row in rows], width=0.5, color="#3b6ea5", label="measured")
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xticks(places, names)
+    axes.set_ylabel("speedup over the stock schedule")
+    axes.set_xlabel("prompt / response tokens, rollouts")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,104 @@
+"""Arguments of the verbs that run a model, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.models.presets import PRESETS, ModelSpec
+
+
+def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> None:
+    """`--model --set --dtype --device --layer-spec --recompute --memory --kernel --seed`."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        default=model,
+        metavar="NAME|config.json",
+        help=f"preset ({', '.join(PRESETS)}) or a Hugging Face config.json (default {model})",
+    )
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="change a field of the model, e.g. --set num_layers=2 (may be given again)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "bfloat16"),
+        default=dtype,
+        help=f"of weights and activations (default {dtype})",
+    )
+    group.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu)")
+    group.add_argument(
+        "--layer-spec",
+        choices=("auto", "local", "te"),
+        default="auto",
+        help="transformer-engine's layers or Megatron's own (default auto: te on a GPU in bfloat16)",
+    )
+    group.add_argument(
+        "--recompute",
+        choices=("none", "full", "selective"),
+        default="none",
+        help="Megatron's activation recomputation (default none)",
+    )
+    group.add_argument(
+        "--memory",
+        choices=("retain",),
+        default="retain",
+        help="what becomes of an inner segment until its backward (default retain)",
+    )
+    group.add_argument(
+        "--kernel",
+        default="auto",
+        metavar="NAME",
+        help="attention kernel: math, flash_cpu, flash, cudnn, dense+causal, or auto (default)",
+    )
+    group.add_argument("--seed", type=int, default=1234, help="of weights and draws (default 1234)")
+
+
+def model_options(args: argparse.Namespace) -> Any:
+    """The `jobs.ModelOptions` that `add_model` read; imports torch."""
+    from megatron_prefix.jobs import ModelOptions
+
+    return ModelOptions(
+        args.model, args.dtype, args.device, args.recompute, args.layer_spec, args.seed,
+        overrides_of(args.set),
+    )  # fmt: skip
+
+
+def overrides_of(settings: list[str]) -> tuple[tuple[str, Any], ...]:
+    """`FIELD=VALUE` texts as values of the fields' own types.
+
+    Raises:
+        UserError: no such field, or a value of another type.
+    """
+    types = {field.name: str(field.type) for field in dataclasses.fields(ModelSpec)}
+    found = []
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        kind = types.get(name)
+        if kind is None:
+            raise UserError(f"--set {setting}: no such field; fields: {', '.join(types)}")
+        try:
+            found.append((name, _value(kind, text)))
+        except ValueError:
+            raise UserError(f"--set {setting}: {name} is {kind}; give such a value") from None
+    return tuple(found)
+
+
+def _value(kind: str, text: str) -> Any:
+    if kind.startswith("bool"):
+        if text.lower() not in ("true", "false"):
+            raise ValueError(text)
+        return text.lower() == "true"
+    if kind.startswith("int"):
+        return int(text)
+    if kind.startswith("float"):
+        return float(text)
+    if kind.startswith("str"):
+        return text
+    raise ValueError(kind)
