@@ -1,0 +1,68 @@
+# Sourced by the scripts beside it: `prepare EXTRAS` makes a virtual environment with the pinned
+# dependencies of the CPU and this package, and puts it in front of PATH. Nothing is done again
+# while setup.cfg and the pins stay as they were.
+#
+# Environment variables:
+#   PYTHON  interpreter that makes the environment: 3.10 or newer (default: python3)
+#   VENV    folder of the environment (default: .venv in the repository)
+#   PIP_*   pip's own. Where pip would take a CUDA build of torch and none is wanted, set
+#           PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels.
+# shellcheck shell=bash
+
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+pins=$root/launch/requirements-cpu.txt
+PYTHON=${PYTHON:-python3}
+VENV=${VENV:-$root/.venv}
+[[ $VENV == /* ]] || VENV=$PWD/$VENV
+
+say() { printf '== %s\n' "$*"; }
+
+fail() {
+    printf '%s: %s\n' "$0" "$*" >&2
+    exit 2
+}
+
+check_python() {
+    local found
+    command -v "$PYTHON" >/dev/null ||
+        fail "there is no $PYTHON here; install Python 3.10 or newer, or name it: PYTHON=python3.11 bash $0"
+    found=$("$PYTHON" -c 'import platform; print(platform.python_version())') ||
+        fail "$PYTHON does not run; name another: PYTHON=python3.11 bash $0"
+    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        fail "$PYTHON is Python $found, 3.10 is the oldest; name a newer one: PYTHON=python3.11 bash $0"
+    "$PYTHON" -c 'import venv, ensurepip' 2>/dev/null ||
+        fail "$PYTHON $found lacks venv; install it (Debian, Ubuntu: apt-get install python3-venv) or name another: PYTHON=... bash $0"
+}
+
+make_environment() {
+    "$VENV/bin/python" -c '' 2>/dev/null && return
+    check_python
+    if [[ -e $VENV && ! -e $VENV/pyvenv.cfg ]]; then
+        fail "$VENV exists and is no virtual environment; set VENV to another folder"
+    fi
+    say "Making the environment $VENV"
+    "$PYTHON" -m venv --clear "$VENV"
+}
+
+# What an environment depends on; its copy in the environment says that the install was finished.
+recipe() {
+    printf '%s\n' "$root" "$1"
+    cat "$root/setup.cfg" "$pins"
+}
+
+# prepare EXTRAS: EXTRAS of setup.cfg, separated by commas.
+prepare() {
+    local extras=$1 stamp=$VENV/installed-$1.txt
+    local install=("$VENV/bin/python" -m pip install --disable-pip-version-check -c "$pins")
+    make_environment
+    export PATH="$VENV/bin:$PATH"
+    if recipe "$extras" | cmp -s - "$stamp"; then return; fi
+    [[ -t 1 ]] || install+=(--quiet)
+    say "Installing $(grep '^torch==' "$pins") (without a GPU its CPU build is 2 GB smaller: launch/environment.sh says how to choose)"
+    "${install[@]}" torch setuptools
+    say "Installing megatron_prefix[$extras] and its dependencies"
+    "${install[@]}" --no-build-isolation --editable "${root}[$extras]"
+    recipe "$extras" >"$stamp"
+}
