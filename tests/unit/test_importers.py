@@ -189,6 +189,7 @@ def test_an_empty_turn_trains_nothing(source: Path) -> None:
     row = conversation(say("assistant", ""), say("assistant", "x"))
     ((group),) = import_file(write(source, row), "messages", Characters(end=""))
     assert trained(group.rollouts[0]) == ["x"]
+    assert text_of(group.rollouts[0]) == "<user hi<assistant <assistant x"
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,8 @@ def test_what_is_written_reads_back(
     write_rollouts(path, read, delta=delta)
     assert path.read_bytes() == first
     assert (first[:2] == b"\x1f\x8b") == suffix.endswith(".gz")
+    if suffix.endswith(".gz"):
+        assert first[3:8] == bytes(5), "neither a name nor a time in the header"
 
 
 def test_the_example_in_the_readme(tmp_path: Path) -> None:
