@@ -25,6 +25,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.rollouts import Group
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.models.optimizer import build_optimizer
+from megatron_prefix.models.weights import global_parameters
 from megatron_prefix.pipeline.entry import PrefixSchedule
 from megatron_prefix.rl import batches, loss
 
@@ -264,9 +265,8 @@ def _largest_difference(expected: Sequence[np.ndarray], found: Sequence[np.ndarr
 
 
 def _parameters(chunks: list[Any]) -> Iterator[tuple[str, Any]]:
-    for number, chunk in enumerate(chunks):
-        for name, parameter in unwrap(chunk).named_parameters():
-            yield f"{number}.{name}", parameter
+    for chunk in chunks:
+        yield from global_parameters(unwrap(chunk))
 
 
 def _stacked(losses: list[Tensor]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from megatron_prefix.data.rollouts import Group, dense_vocabulary
 from megatron_prefix.models import presets
 from megatron_prefix.models.build import build_model, unwrap
 from megatron_prefix.models.presets import ModelSpec
+from megatron_prefix.models.weights import global_parameters
 from megatron_prefix.runtime.layout import Layout
 
 
@@ -49,11 +50,12 @@ class ModelOptions:
         """Builds the model again in fp32 with the weights that `chunks` have now, rounded as they are."""
 
         def make() -> list[Any]:
-            exact = self.build(spec, layout, "float32")
+            # Megatron's own layers: their fp32 products are fp32 and not TF32.
+            exact = replace(self, layer_spec="local").build(spec, layout, "float32")
             with torch.no_grad():
                 for ours, theirs in zip(exact, chunks, strict=True):
-                    values = dict(unwrap(theirs).named_parameters())
-                    for name, parameter in unwrap(ours).named_parameters():
+                    values = dict(global_parameters(unwrap(theirs)))
+                    for name, parameter in global_parameters(unwrap(ours)):
                         parameter.copy_(values[name])
             return exact
 

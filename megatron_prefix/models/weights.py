@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -63,6 +64,12 @@ def global_name(model: Any, name: str) -> str:
         number = layer.mlp.local_expert_indices[int(expert[1] or expert[4])]
         rest = f"mlp.experts.{number}.{expert[2] or expert[3]}.weight"
     return f"decoder.layers.{layer.layer_number - 1}.{rest}"
+
+
+def global_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters of one GPTModel (unwrapped) by `global_name`: the same for every layer spec."""
+    for name, parameter in model.named_parameters():
+        yield global_name(model, name), parameter
 
 
 def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
