@@ -43,8 +43,8 @@ def advantages(group: Group, *, divide_by_std: bool = True) -> list[float]:
     if not np.isfinite(values).all():
         largest = float(np.abs(rewards).max())
         raise UserError(
-            f"group {group.name}: advantages of rewards up to {largest:g} are not finite; scale the "
-            "rewards down"
+            f"group {group.name}: advantages of rewards up to {largest:g} are not finite; scale "
+            "the rewards down"
         )
     own = [rollout.advantage for rollout in group.rollouts]
     return [float(v) if a is None else float(a) for v, a in zip(values, own, strict=True)]
@@ -119,14 +119,14 @@ def trained_logprobs(item: Mapping[str, Any], logprobs: Tensor) -> NDArray[np.fl
     kept = mask[mask.numel() - logprobs.numel() :]
     if int(kept.sum()) != int(mask.sum()):
         raise RuntimeError(
-            f"{logprobs.numel()} log-probs miss trained positions of rollout {item['uid']} of group "
-            f"{item['group']}, which has {mask.numel()} positions"
+            f"{logprobs.numel()} log-probs miss trained positions of rollout {item['uid']} of "
+            f"group {item['group']}, which has {mask.numel()} positions"
         )
     return logprobs.detach().cpu()[kept].to(torch.float64).numpy()
 
 
 def pinned(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The microbatches in page-locked memory, from which copies to a GPU do not make the host wait."""
+    """The microbatches in page-locked memory: copies to a GPU do not make the host wait."""
     return [
         {name: v.pin_memory() if isinstance(v, Tensor) else v for name, v in item.items()}
         for item in items

@@ -75,10 +75,10 @@ def forward_step(config: GrpoConfig, *, weight: float = 1.0) -> ForwardStep:
 
     def step(data_iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Tensor, LossFunction]:
         batch = _on_device(next(data_iterator), model)
-        if config.kl_coeff and "ref_logprobs" not in batch:
-            raise ValueError("kl_coeff is above 0 but the microbatch has no ref_logprobs")
 
         def loss_func(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            if config.kl_coeff and "ref_logprobs" not in batch:
+                raise ValueError("kl_coeff is above 0 but the microbatch has no ref_logprobs")
             terms = _terms(config, batch, -output)
             num_tokens = batch["loss_mask"].sum().to(torch.int32)
             count = num_tokens.to(output.dtype)

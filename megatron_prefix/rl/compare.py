@@ -1,0 +1,195 @@
+"""Stock and prefix schedule on the same update: a snapshot to go back to, and a verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_prefix import numerics
+from megatron_prefix.models.build import unwrap
+
+
+def named_parameters(chunks: list[Any]) -> Iterator[tuple[str, Any]]:
+    """The parameters of this rank, named by chunk."""
+    for number, chunk in enumerate(chunks):
+        for name, parameter in unwrap(chunk).named_parameters():
+            yield f"{number}.{name}", parameter
+
+
+class Snapshot:
+    """Weights and optimizer state of one rank, copied to host memory.
+
+    Copies tensors, not state dicts: so it serves every optimizer of Megatron's, the distributed one
+    and those with fp32 main parameters included, and going back is exact.
+    """
+
+    def __init__(self, chunks: list[Any], optimizer: Any) -> None:
+        self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._inner = [o.optimizer for o in _optimizers(optimizer) if o.optimizer is not None]
+        self._had_state: set[int] = set()
+        for _, parameter in named_parameters(chunks):
+            self._keep(parameter.data)
+        for inner in self._inner:
+            for group in inner.param_groups:
+                self._groups.append((group, {n: v for n, v in group.items() if n != "params"}))
+                for parameter in group["params"]:
+                    self._keep(parameter.data)
+                    state = inner.state.get(parameter)
+                    if state:
+                        self._had_state.add(id(parameter))
+                        for value in state.values():
+                            self._keep(value)
+
+    def _keep(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._tensors.append((value, value.detach().to("cpu", copy=True)))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Makes weights and optimizer what they were."""
+        for tensor, copy in self._tensors:
+            tensor.copy_(copy)
+        for group, values in self._groups:
+            group.update(values)
+        for inner in self._inner:
+            for parameter in [p for g in inner.param_groups for p in g["params"]]:
+                if id(parameter) not in self._had_state:
+                    inner.state.pop(parameter, None)
+
+
+def _optimizers(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one schedule made of an update, on the CPU.
+
+    Attributes:
+        losses: per microbatch the mean loss of its trained tokens, float64 [microbatches].
+        gradients: by parameter name, before clipping.
+        parameters: by name, after the optimizer step.
+    """
+
+    losses: Tensor
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+def gradients(chunks: list[Any]) -> dict[str, Tensor]:
+    """Copies of the summed gradients."""
+    return {n: p.main_grad.detach().to("cpu", copy=True) for n, p in named_parameters(chunks)}
+
+
+def parameters(chunks: list[Any]) -> dict[str, Tensor]:
+    """Copies of the weights."""
+    return {n: p.detach().to("cpu", copy=True) for n, p in named_parameters(chunks)}
+
+
+def losses(logs: Sequence[dict[str, Tensor]]) -> Tensor:
+    """Mean loss of every microbatch, float64 [microbatches]."""
+    rows = [log["loss"].double().cpu() for log in logs]
+    table = torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.float64)
+    return table[:, 0] / table[:, 1].clamp(min=1)
+
+
+def loss_scale(items: Sequence[dict[str, Any]]) -> float:
+    """The size of the terms that a mean loss is made of: log-probs times advantages."""
+    known = [item for item in items if "old_logprobs" in item]
+    return max([1.0, *(_largest(i["old_logprobs"]) * _largest(i["advantages"]) for i in known)])
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far the prefix schedule's update is from the stock schedule's.
+
+    Attributes:
+        loss_max_abs_diff: over microbatches.
+        grad_max_rel_diff: over parameters, relative to each one's largest stock gradient.
+        param_max_abs_diff: over parameters after the optimizer step.
+        passed: within the numerics policy. None in 16 bit, where only an fp32 reference can tell
+            (`megatron-prefix align` has one).
+        failures: what is outside, one line each.
+    """
+
+    loss_max_abs_diff: float
+    grad_max_rel_diff: float
+    param_max_abs_diff: float
+    passed: bool | None
+    failures: tuple[str, ...] = ()
+
+
+def compare(
+    expected: Outcome, found: Outcome, *, num_tokens: int, loss_scale: float, lr: float, eps: float
+) -> Difference:
+    """Judge an update by the numerics policy.
+
+    Gradients are the test proper. AdamW divides a gradient by its own size, so where a gradient is
+    rounding noise a parameter may go either way: lr * min(2, error / eps) is all that can be asked
+    of it, and its storage rounds twice.
+
+    Args:
+        expected: the stock schedule's. found: the prefix schedule's.
+        num_tokens: positions of the update, the length of a weight gradient's sum.
+        loss_scale: the size of the terms of a loss, for its absolute difference.
+        lr: learning rate of the update. eps: AdamW's.
+    """
+    dtype = next(iter(expected.parameters.values())).dtype
+    limit = numerics.tolerance(dtype, num_tokens)
+    loss = _largest(found.losses - expected.losses)
+    relative = {n: _relative(found.gradients[n], g) for n, g in expected.gradients.items()}
+    moved = {n: _largest(found.parameters[n] - p) for n, p in expected.parameters.items()}
+    failures = [
+        f"gradient of {n}: {e:.2e} exceeds {limit:.2e}"
+        for n, e in relative.items()
+        if not e <= limit
+    ]
+    if not loss <= limit * loss_scale:
+        failures.append(f"loss: {loss:.2e} exceeds {limit * loss_scale:.2e}")
+    for name, difference in moved.items():
+        error = limit * _largest(expected.gradients[name])
+        rounding = 2 * torch.finfo(dtype).eps * _largest(expected.parameters[name])
+        most = lr * min(2.0, error / eps) + rounding
+        if not difference <= most:
+            failures.append(f"parameter {name}: {difference:.2e} exceeds {most:.2e}")
+    judged = dtype in (torch.float32, torch.float64)
+    return Difference(
+        loss_max_abs_diff=loss,
+        grad_max_rel_diff=max(relative.values()),
+        param_max_abs_diff=max(moved.values()),
+        passed=not failures if judged else None,
+        failures=tuple(failures) if judged else (),
+    )
+
+
+def over_ranks(difference: Difference, device: torch.device) -> Difference:
+    """The largest differences over all ranks of the job; the failures stay the rank's own."""
+    numbers = [
+        difference.loss_max_abs_diff,
+        difference.grad_max_rel_diff,
+        difference.param_max_abs_diff,
+        0.0 if difference.passed is None or difference.passed else 1.0,
+    ]
+    table = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX)
+    loss, gradient, parameter, failed = table.tolist()
+    passed = None if difference.passed is None else not failed
+    return Difference(loss, gradient, parameter, passed, difference.failures)
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.double().abs().max()) if values.numel() else 0.0
+
+
+def _relative(actual: Tensor, expected: Tensor) -> float:
+    try:
+        return numerics.relative_error(actual, expected)
+    except ValueError:  # NaN, or a gradient where there should be none
+        return math.inf

@@ -1,0 +1,70 @@
+"""The rollouts of a training run, handed out step by step in the order of the files."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_prefix.data.rollouts import Group
+from megatron_prefix.errors import UserError
+
+
+@dataclass(frozen=True)
+class RolloutSet:
+    """Groups, their token ids below the model's vocabulary.
+
+    Attributes:
+        groups: in the order of the files.
+    """
+
+    groups: tuple[Group, ...]
+
+    def take(self, position: int, count: int) -> list[Group]:
+        """`count` groups from `position` on; after the last group comes the first again.
+
+        Raises:
+            UserError: more groups than there are, which would hand out one group twice.
+        """
+        if count > len(self.groups):
+            raise UserError(
+                f"--groups-per-step {count} exceeds the {len(self.groups)} groups of the rollouts; "
+                "give fewer"
+            )
+        return [self.groups[(position + i) % len(self.groups)] for i in range(count)]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of all that training sees, whatever the files' names and packing are."""
+        digest = hashlib.sha256()
+        for group in self.groups:
+            for rollout in group.rollouts:
+                names = (rollout.group, rollout.uid, len(rollout), rollout.prompt_len, rollout.loss)
+                digest.update(repr((*names, rollout.reward, rollout.advantage)).encode())
+                digest.update(rollout.tokens.astype("<i4").tobytes())
+                if rollout.old_logprobs is not None:
+                    digest.update(rollout.old_logprobs.astype("<f8").tobytes())
+        return digest.hexdigest()
+
+
+def deal(groups: Sequence[Group], num_ranks: int, num_minibatches: int) -> list[list[list[Group]]]:
+    """A step's groups by minibatch and data-parallel rank; every pair gets equally many.
+
+    Group i goes to rank i % num_ranks, so each rank has its share of every part of the file.
+
+    Returns:
+        [minibatch][rank] -> groups.
+
+    Raises:
+        UserError: the number of groups is no multiple of ranks times minibatches.
+    """
+    if not groups or len(groups) % (num_ranks * num_minibatches):
+        raise UserError(
+            f"--groups-per-step {len(groups)} is no multiple of dp {num_ranks} times "
+            f"--minibatches {num_minibatches}; change one of them"
+        )
+    of_rank = [groups[rank::num_ranks] for rank in range(num_ranks)]
+    size = len(groups) // (num_ranks * num_minibatches)
+    starts = range(0, num_minibatches * size, size)
+    return [[list(mine[start : start + size]) for mine in of_rank] for start in starts]

@@ -1,0 +1,146 @@
+"""Metrics of a run: `metrics.jsonl`, one object a step, and TensorBoard where it is installed.
+
+Names: `train/...`, and the group `prefix_sharing/...` that other trainers can show as it is. What
+could not be measured is left out of a line, never filled in.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatron_prefix.pipeline.entry import StepReport
+from megatron_prefix.rl.updates import Update
+
+logger = logging.getLogger(__name__)
+
+FILE = "metrics.jsonl"
+Metrics = dict[str, float | int | str | None]
+
+
+def of_report(report: StepReport | None) -> Metrics:
+    """`prefix_sharing/...` of one rank's last update; empty in mode "off", where nothing is known.
+
+    `active` is 1 when the prefix schedule ran; the ratio and the speedup are those of sharing, also
+    where the stock schedule ran (mode "observe").
+    """
+    if report is None:
+        return {}
+    forest, decision = report.forest, report.decision
+    values: Metrics = {
+        "active": int(decision.share),
+        "shared_ratio": 1 - forest.executed_tokens / forest.raw_tokens,
+        "groups": len({segment.tree for segment in forest.segments}),
+        "fallback_count": report.fallback_count,
+        "predicted_speedup": decision.predicted_speedup,
+    }
+    if decision.fallback:
+        values["fallback_reason"] = decision.reason
+    return {f"prefix_sharing/{name}": value for name, value in values.items()}
+
+
+def of_updates(updates: Sequence[Update]) -> Metrics:
+    """Means over the updates of a step, and where they were compared the largest differences."""
+    found: Metrics = {
+        f"train/{name}": _mean([update.means[name] for update in updates])
+        for name in updates[0].means
+    }
+    found["train/grad_norm"] = _mean([update.grad_norm for update in updates])
+    found["train/grad_zeros"] = _mean([update.num_zeros for update in updates])
+    found["train/updates_s"] = sum(update.seconds for update in updates)
+    differences = [update.difference for update in updates if update.difference is not None]
+    stock = [update.stock_seconds for update in updates if update.stock_seconds is not None]
+    if differences:
+        found["prefix_sharing/stock_updates_s"] = sum(stock)
+        for name in ("loss_max_abs_diff", "grad_max_rel_diff", "param_max_abs_diff"):
+            found[f"prefix_sharing/{name}"] = max(getattr(d, name) for d in differences)
+    return found
+
+
+def of_tokens(tokens: Mapping[str, float], seconds: float) -> Metrics:
+    """Tokens of a step over the whole job, logical (`raw`) and executed, and their rates."""
+    found: Metrics = {f"prefix_sharing/{name}": int(value) for name, value in tokens.items()}
+    for name, value in tokens.items():
+        found[f"train/{name}_per_s"] = value / seconds
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+class MetricsWriter:
+    """Writes a run's metrics; a context manager.
+
+    Args:
+        folder: of the run; made where it is missing.
+        first_step: what earlier lines say of this and later steps is dropped (a resumed run).
+    """
+
+    def __init__(self, folder: Path, first_step: int = 1) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / FILE
+        if self.path.exists():
+            _keep_steps_before(self.path, first_step)
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  # closed by __exit__
+        self._board = _tensorboard(folder, first_step)
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """One step; a number that is not finite becomes null."""
+        line = {name: _finite(value) for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **line}, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._board is None:
+            return
+        for name, value in metrics.items():
+            if isinstance(value, str):
+                self._board.add_text(name, value, step)
+            elif value is not None:
+                self._board.add_scalar(name, value, step)
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _finite(value: float | int | str | None) -> float | int | str | None:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _tensorboard(folder: Path, first_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        logger.info("tensorboard is not installed: metrics go to %s only", FILE)
+        return None
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+
+
+def _keep_steps_before(path: Path, step: int) -> None:
+    """Drops later lines, and a last line that was cut off; the file changes in one go."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if row["step"] < step:
+            kept.append(line + "\n")
+    part = path.with_name(path.name + ".part")
+    part.write_text("".join(kept), encoding="utf-8")
+    os.replace(part, path)

@@ -1,0 +1,221 @@
+"""GRPO actor updates over rollouts that exist already, on one rank of a job.
+
+A step takes the next groups, fills in old log-probs (and the reference's) by passes without
+gradients through the same schedule, and makes `ppo_epochs * num_minibatches` optimizer updates.
+Every rank of the job calls `step` as often as the others; data-parallel ranks have groups of their
+own and meet in gradients and in sums of logs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core import parallel_state
+from numpy.typing import NDArray
+
+from megatron_prefix.data.rollouts import Group, Rollout
+from megatron_prefix.errors import UserError
+from megatron_prefix.jobs import ModelOptions
+from megatron_prefix.models.build import build_model
+from megatron_prefix.models.optimizer import build_optimizer
+from megatron_prefix.models.presets import ModelSpec
+from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.rl import batches, metrics, passes
+from megatron_prefix.rl.dataset import RolloutSet, deal
+from megatron_prefix.rl.metrics import Metrics
+from megatron_prefix.rl.passes import Microbatch
+from megatron_prefix.rl.settings import ADAM_EPS, TrainSettings
+from megatron_prefix.rl.updates import Update, Updater, now
+from megatron_prefix.runtime.groups import World
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step did.
+
+    Attributes:
+        number: from 1.
+        metrics: the same on every rank, but for `prefix_sharing/active` and the like, which are the
+            rank's own.
+        updates: in order.
+    """
+
+    number: int
+    metrics: Metrics
+    updates: tuple[Update, ...]
+
+
+class Trainer:
+    """Model, optimizer and schedule of one rank.
+
+    Args:
+        settings: of the run.
+        rollouts: what to train on.
+        options: how the model is built.
+        spec: its shape, vocabulary included.
+        world: this rank's place.
+
+    Attributes:
+        chunks: the rank's model chunks.
+        optimizer: Megatron's.
+        updater: makes the updates.
+        num_steps: steps done.
+        position: place in the rollouts of the next step's first group.
+
+    Raises:
+        UserError: settings that this layout cannot run.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        rollouts: RolloutSet,
+        options: ModelOptions,
+        spec: ModelSpec,
+        world: World,
+    ) -> None:
+        _check_layout(rollouts, world)
+        deal(rollouts.take(0, settings.groups_per_step), world.layout.dp, settings.num_minibatches)
+        self.settings, self.rollouts, self.world = settings, rollouts, world
+        self.num_steps = self.position = 0
+        self.chunks = _build(settings, options, spec, world)
+        self.optimizer = build_optimizer(
+            self.chunks,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            eps=ADAM_EPS,
+            clip_grad=settings.clip_grad,
+        )
+        self._schedule = PrefixSchedule(settings.prefix)
+        # Schedules of their own: the report is to be that of an update, not of a pass.
+        self._passes = PrefixSchedule(settings.prefix), PrefixSchedule(settings.prefix)
+        self._reference: list[Any] = []
+        if settings.grpo.kl_coeff:
+            self._reference = _build(settings, options, spec, world, reference=True)
+        self.updater = Updater(self.chunks, self.optimizer, self._schedule, settings, world.device)
+
+    def step(self) -> Step:
+        """The next step.
+
+        Raises:
+            TrainingError: too many updates in a row were skipped.
+        """
+        settings, device, begin = self.settings, self.world.device, now(self.world.device)
+        groups = self.rollouts.take(self.position, settings.groups_per_step)
+        dealt = deal(groups, self.world.layout.dp, settings.num_minibatches)
+        minibatches = [self._minibatch(ranks) for ranks in dealt]
+        prepared = now(device)
+        updates = tuple(
+            self.updater.update(items, weight, self.num_steps + 1)
+            for _ in range(settings.ppo_epochs)
+            for items, weight in minibatches
+        )
+        self.num_steps += 1
+        self.position = (self.position + len(groups)) % len(self.rollouts.groups)
+        times = {"train/logprobs_s": prepared - begin, "train/step_s": now(device) - begin}
+        return Step(self.num_steps, {**self._metrics(groups, updates), **times}, updates)
+
+    def _minibatch(self, ranks: Sequence[Sequence[Group]]) -> tuple[list[Microbatch], float]:
+        """This rank's microbatches of a minibatch, and the weight of their losses."""
+        items = self._microbatches(ranks[parallel_state.get_data_parallel_rank()])
+        if self.settings.loss_mean == "token":
+            return items, 1.0
+        # Megatron takes the mean over a rank's microbatches and then over ranks.
+        everyone = sum(len(group.rollouts) for groups in ranks for group in groups)
+        return items, len(items) * len(ranks) / everyone
+
+    def _microbatches(self, groups: Sequence[Group]) -> list[Microbatch]:
+        """Microbatches with advantages, old log-probs and, where asked for, the reference's."""
+        multiple = self.world.layout.tp if self.world.layout.sequence_parallel else 1
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        divide = self.settings.divide_by_std
+        values = [a for group in groups for a in batches.advantages(group, divide_by_std=divide)]
+        items = [
+            batches.microbatch(rollout, advantage, multiple=multiple)
+            for rollout, advantage in zip(rollouts, values, strict=True)
+        ]
+        old = self._old_logprobs(rollouts, items)
+        ref = passes.logprobs(self._passes[1], self._reference, items) if self._reference else None
+        none = [None] * len(items)
+        items = [
+            batches.microbatch(r, a, old_logprobs=o, ref_logprobs=f, multiple=multiple)
+            for r, a, o, f in zip(rollouts, values, old, ref or none, strict=True)
+        ]
+        return batches.pinned(items) if self.world.device.type == "cuda" else items
+
+    def _old_logprobs(
+        self, rollouts: Sequence[Rollout], items: Sequence[Microbatch]
+    ) -> list[NDArray | None]:
+        """The rollouts' own; where they have none, those of the model as it is now."""
+        missing = [item for item in items if "old_logprobs" not in item]
+        found = passes.logprobs(self._passes[0], self.chunks, missing) if missing else []
+        if found is None:  # not the last stage: nothing here needs them
+            return [rollout.old_logprobs for rollout in rollouts]
+        rest = iter(found)
+        return [next(rest) if r.old_logprobs is None else r.old_logprobs for r in rollouts]
+
+    def _metrics(self, groups: Sequence[Group], updates: Sequence[Update]) -> Metrics:
+        layout = self.world.layout
+        counted = {
+            "raw_tokens": sum(update.raw_tokens for update in updates),
+            "executed_tokens": sum(update.executed_tokens for update in updates),
+        }
+        copies = self.world.world_size // layout.dp
+        tokens = passes.sum_over_ranks(counted, self.world.device, copies)
+        rewards = [rollout.reward for group in groups for rollout in group.rollouts]
+        return {
+            **metrics.of_updates(updates),
+            "train/reward_mean": sum(rewards) / len(rewards),
+            "train/lr": self.settings.lr_at(self.num_steps),
+            "train/skipped_updates": self.updater.skipped,
+            **metrics.of_tokens(tokens, sum(update.seconds for update in updates)),
+            **metrics.of_report(self._schedule.report),
+        }
+
+
+def _build(
+    settings: TrainSettings,
+    options: ModelOptions,
+    spec: ModelSpec,
+    world: World,
+    reference: bool = False,
+) -> list[Any]:
+    """This rank's model chunks; the reference is the same model before any update, frozen."""
+    chunks = build_model(
+        spec,
+        layout=world.layout,
+        dtype=options.dtype,
+        device=world.device,
+        layer_spec=options.layer_spec,
+        recompute="none" if reference else options.recompute,
+        seed=options.seed,
+        wrap_ddp=not reference,
+        use_distributed_optimizer=settings.distributed_optimizer and not reference,
+        config_overrides={"calculate_per_token_loss": settings.loss_mean == "token"},
+    )
+    if reference:
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+    return chunks
+
+
+def _check_layout(rollouts: RolloutSet, world: World) -> None:
+    """Refuse what would hang or train on something else than asked for.
+
+    Raises:
+        UserError: see the messages.
+    """
+    layout = world.layout
+    if layout.cp > 1:
+        raise UserError(f"train does not cut rollouts for --cp {layout.cp} yet; use --cp 1")
+    sizes = {len(group.rollouts) for group in rollouts.groups}
+    if layout.ep > 1 and len(sizes) > 1:
+        raise UserError(
+            f"--ep {layout.ep}: ranks meet in every expert layer, so every group must have as many "
+            f"rollouts as the others, and here they have {min(sizes)} to {max(sizes)}; use --ep 1"
+        )
