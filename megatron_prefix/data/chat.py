@@ -1,4 +1,4 @@
-"""What of a conversation a model wrote, found by rendering its beginnings with the chat template."""
+"""What of a conversation a model wrote, found by rendering its beginnings with its template."""
 
 from __future__ import annotations
 

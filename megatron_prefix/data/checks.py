@@ -41,7 +41,7 @@ def check_fields(rollout: Rollout) -> None:
 def check_ids(
     ids: NDArray[Any], offset: int, vocab_size: int | None, field: str = "tokens"
 ) -> None:
-    """Raise `Fault` for an id [n] below 0 or not below `vocab_size`; `offset` is the first's place."""
+    """Raise `Fault` for an id of [n] not in 0..vocab_size-1; `offset` is the first one's place."""
     bound = _MAX_ID + 1 if vocab_size is None else vocab_size
     bad = np.flatnonzero((ids < 0) | (ids >= bound))
     if not len(bad):
@@ -61,7 +61,7 @@ def _check_loss(rollout: Rollout) -> None:
         if start >= end:
             raise Fault("loss", f"empty span ({list(span)}); give [start, end) with start < end")
         if start < rollout.prompt_len:
-            text = f"span over the prompt of {rollout.prompt_len} tokens ({list(span)}); start after it"
+            text = f"span over the prompt of {rollout.prompt_len} ({list(span)}); start after it"
             raise Fault("loss", text)
         if end > len(rollout):
             text = f"span outside the row of {len(rollout)} tokens ({list(span)}); end within it"

@@ -1,4 +1,4 @@
-"""Synthetic rollouts of a given size and tree shape, and the rollout file that comes with the package.
+"""Synthetic rollouts of a given size and tree shape, and the bundled rollout file.
 
 `python -m megatron_prefix.data.generate [FILE]` makes `bundled/agents.jsonl.gz` (or FILE) again.
 """
@@ -207,7 +207,7 @@ def _parted(
 
 
 def _end(shape: _Shape, loss: Spans, parted_at: int, rng: np.random.Generator) -> int:
-    """Length of one response: past where it is alone, so no cut makes two the same; ends trained."""
+    """Length of one response: past where it is alone, so that it stays different; ends trained."""
     if not shape.uneven:
         return shape.response
     least = max(shape.response // 2, parted_at + 2)

@@ -48,7 +48,7 @@ def import_file(
     """Yield the groups of a file of `kind`, in the order in which their first rows come.
 
     Kinds (`reward` may be called `score`; `group`, `uid`, `advantage` are optional in all):
-    - "verl": `input, output, score`, what verl writes to `trainer.rollout_data_dir`. The response is
+    - "verl": `input, output, score`, what verl writes to `trainer.rollout_data_dir`. The output is
       trained. verl dumps text without special tokens, so ids come back as far as text holds them.
     - "messages": `messages` as in OpenAI's chat API, optional `tools`. What the assistant says is
       trained, but for messages of `weight` 0.

@@ -1,4 +1,4 @@
-"""JSON lines in and out: streamed, plain or gzip, with one-line errors that name file, row and field.
+"""JSON lines in and out: streamed, plain or gzip; one-line errors name file, row and field.
 
 A row is a line of the file; rows count from 1 and blank lines count but hold nothing. Whoever looks
 into a row raises `Fault(field, text)`; `at_row` turns it into the `UserError` the user sees:
@@ -58,10 +58,10 @@ def at_row(path: PathLike, number: int) -> Iterator[None]:
 
 
 def read_rows(path: PathLike) -> Iterator[tuple[int, Row]]:
-    """Yield (row number, object) of a JSON lines file; gzip is told by its first bytes, not its name.
+    """Yield (row number, object) of a JSON lines file; gzip is told by its first bytes.
 
-    Errors: `UserError` for a file that is missing, unreadable, empty, not UTF-8, truncated or corrupt,
-    and for a row that is not one JSON object.
+    Errors: `UserError` for a file that is missing, unreadable, empty, not UTF-8, truncated or
+    corrupt, and for a row that is not one JSON object.
     """
     number, found = 0, False
     try:

@@ -1,4 +1,4 @@
-"""The rollout file: reading, checking and writing rollouts and groups (format in data/README.md)."""
+"""The rollout file: rollouts and groups, read and written (format in data/README.md)."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _read(path: PathLike, vocab_size: int | None, order: GroupOrder) -> Iterator
 
 
 def _decoded(row: Row, previous: NDArray[np.int32], vocab_size: int | None) -> Rollout:
-    """The rollout of one row; ids shared with the row before are neither parsed nor checked again."""
+    """The rollout of one row; ids shared with the row before are not checked again."""
     lcp = jsonl.integer(row, "lcp") if "lcp" in row else 0
     if not 0 <= lcp <= len(previous):
         text = f"outside 0..{len(previous)}, the tokens of the row before ({lcp}); write lcp 0"
@@ -154,9 +154,9 @@ def write_rollouts(
 ) -> dict[str, int]:
     """Write `groups` to `path` and return how many `groups, rollouts, tokens` were written.
 
-    `delta` codes the tokens a row shares with the start of the row before as `lcp`. Equal groups give
-    equal bytes (gzip by the suffix .gz). All or nothing: an exception leaves no file behind.
-    Errors: `UserError` for a rollout that could not be read back, for none at all, and for the folder.
+    `delta` codes the tokens a row shares with the start of the row before as `lcp`. Equal groups
+    give equal bytes (gzip by the suffix .gz). All or nothing: an exception leaves what was there.
+    Errors: `UserError` for a rollout that could not be read back, for none at all, for the folder.
     """
     counts = {"groups": 0, "rollouts": 0, "tokens": 0}
     jsonl.write_lines(path, _encoded(path, groups, delta, counts))

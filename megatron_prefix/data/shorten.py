@@ -11,9 +11,9 @@ from megatron_prefix.errors import UserError
 def shorten(group: Group, max_tokens: int) -> tuple[Group | None, int]:
     """Cut every rollout of `group` to at most `max_tokens` tokens (`--max-tokens`).
 
-    A group that fits is returned as it is. Else the shared prompt first loses its head, down to half
-    of `max_tokens` and the same cut for the whole group, so what was shared stays shared; then each
-    rollout loses its tail. Spans and `old_logprobs` are cut with the tokens.
+    A group that fits is returned as it is. Else the shared prompt first loses its head, down to
+    half of `max_tokens` and the same cut for the whole group, so what was shared stays shared; then
+    each rollout loses its tail. Spans and `old_logprobs` are cut with the tokens.
 
     Returns the group, or None when nothing is left, and the number of rollouts that were dropped
     because no trained token was left in them. Errors: `UserError` when `max_tokens` is below 2.

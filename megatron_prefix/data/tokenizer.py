@@ -1,4 +1,4 @@
-"""Text to token ids, for importers. `tokenizers` and `transformers` are extras, imported when used."""
+"""Text to token ids, for importers. The packages for it are extras, imported when used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Synthetic rollouts have the size and the shape asked for, and the bundled file is made by them."""
+"""Synthetic rollouts have the size and shape asked for, and the bundled file is made of them."""
 
 from __future__ import annotations
 
