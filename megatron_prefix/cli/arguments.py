@@ -44,9 +44,13 @@ def _chunk_tokens(text: str) -> int | str:
 def add_output(parser: argparse.ArgumentParser) -> None:
     """`--json` and `--progress`, which every verb has; see report.py."""
     group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")
     group.add_argument(
-        "--progress", action="store_true", help="show progress on stderr even where it is no terminal"
+        "--json", action="store_true", help="one JSON object on stdout, nothing else"
+    )
+    group.add_argument(
+        "--progress",
+        action="store_true",
+        help="show progress on stderr even where it is no terminal",
     )
 
 
@@ -92,7 +96,7 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
 
 
 def layout_of(args: argparse.Namespace, world_size: int | None = None) -> Layout:
-    """The layout that `add_layout` read, in a world of `world_size` ranks (None: as many as needed).
+    """The layout that `add_layout` read, in a world of `world_size` ranks (None: what it takes).
 
     Raises:
         UserError: sizes that contradict.
@@ -110,7 +114,7 @@ def layout_of(args: argparse.Namespace, world_size: int | None = None) -> Layout
 
 
 def alignment_of(layout: Layout) -> int:
-    """Segment boundaries are multiples of it: tp under sequence parallelism, times 2*cp from cp 2."""
+    """Segments end at multiples of it: tp under sequence parallelism, times 2*cp from cp 2."""
     return (layout.tp if layout.sequence_parallel else 1) * (2 * layout.cp if layout.cp > 1 else 1)
 
 

@@ -12,9 +12,7 @@ from megatron_prefix.data.shorten import shorten
 from megatron_prefix.errors import UserError
 
 
-def load_groups(
-    args: argparse.Namespace, vocab_size: int | None = None
-) -> tuple[list[Group], int]:
+def load_groups(args: argparse.Namespace, vocab_size: int | None = None) -> tuple[list[Group], int]:
     """Reads what `arguments.add_rollouts` asked for, with progress.
 
     Args:
@@ -31,8 +29,12 @@ def load_groups(
 
     def kept() -> Iterator[Group]:
         nonlocal dropped
-        for group in itertools.islice(read_groups(args.rollouts, vocab_size=vocab_size), args.groups):
-            shorter, lost = (group, 0) if args.max_tokens is None else shorten(group, args.max_tokens)
+        for group in itertools.islice(
+            read_groups(args.rollouts, vocab_size=vocab_size), args.groups
+        ):
+            shorter, lost = (
+                (group, 0) if args.max_tokens is None else shorten(group, args.max_tokens)
+            )
             dropped += lost
             if shorter is not None:
                 yield shorter
@@ -40,7 +42,7 @@ def load_groups(
     groups = list(watched(args, kept(), "rollouts read", size=lambda group: len(group.rollouts)))
     if not groups:
         raise UserError(
-            f"--max-tokens {args.max_tokens}: no trained token is left in {', '.join(args.rollouts)};"
-            " give more"
+            f"--max-tokens {args.max_tokens}: no trained token is left in"
+            f" {', '.join(args.rollouts)}; give more"
         )
     return groups, dropped

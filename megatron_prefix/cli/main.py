@@ -1,11 +1,11 @@
 """`megatron-prefix VERB ...`: finds the verb, runs it, turns errors into exit codes.
 
 A verb is a module with `HELP` and `EPILOG` (texts of its --help, the latter with examples),
-`add_arguments(parser)` and `run(args) -> int`.  It is imported only when it is used, so `plan` never
-waits for torch.
+`add_arguments(parser)` and `run(args) -> int`.  It is imported only when it is used, so `plan`
+never waits for torch.
 
-Exit codes: 0 success; 1 a failed check; 2 bad usage or bad input, with one line on stderr; 130 after
-Ctrl-C; 141 when the reader of a pipe went away.
+Exit codes: 0 success; 1 a failed check; 2 bad usage or bad input, with one line on stderr; 130
+after Ctrl-C; 141 when the reader of a pipe went away.
 """
 
 from __future__ import annotations
@@ -45,9 +45,12 @@ examples:
 class Parser(argparse.ArgumentParser):
     """argparse, with an error of one line and examples printed as they are written."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+    def __init__(self, **options: Any) -> None:
+        defaults: dict[str, Any] = dict(
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # scripts must not depend on what happens to be unambiguous
+        )
+        super().__init__(**{**defaults, **options})
 
     def error(self, message: str) -> NoReturn:
         """Exits with code 2."""

@@ -40,15 +40,15 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def print_facts(title: str, facts: Mapping[str, str]) -> None:
+def print_facts(title: str, facts: Mapping[str, str], *, stderr: bool = False) -> None:
     """Prints a table of names and values for people."""
     table = new_table(title)
-    table.add_column("")
-    table.add_column("", justify="right")
     table.show_header = False
+    table.add_column()
+    table.add_column(justify="right")
     for name, value in facts.items():
         table.add_row(name, value)
-    print_rich(table)
+    print_rich(table, stderr=stderr)
 
 
 def new_table(title: str) -> Table:
@@ -59,16 +59,21 @@ def new_table(title: str) -> Table:
     return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
 
 
-def print_rich(*things: Any, width: int | None = None) -> None:
-    """Prints what rich can draw on stdout (without colours where it is no terminal)."""
+def print_rich(*things: Any, stderr: bool = False) -> None:
+    """Prints what rich can draw (without colours where it is no terminal)."""
     from rich.console import Console
 
-    Console(width=width, highlight=False).print(*things)
+    Console(stderr=stderr, highlight=False).print(*things)
 
 
 def number(value: float) -> str:
     """A count for people: 12,345 or 1,234.5."""
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
+
+
+def counted(num: int, word: str) -> str:
+    """A count with its word for people: 1 group, 2 groups."""
+    return f"{num:,} {word}{'' if num == 1 else 's'}"
 
 
 def percent(value: float) -> str:

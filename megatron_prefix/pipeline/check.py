@@ -164,29 +164,41 @@ def check_segments(segments: Sequence[Segment]) -> None:
     """Whether a table of segments, read from a file, is a forest as tree.py makes it.
 
     Raises:
-        UserError: naming the segment.
+        UserError: naming the segment, or a rollout that no segment has.
     """
+    reached: dict[int, int] = {}  # last segment of each rollout so far
     for index, segment in enumerate(segments):
-        fault = _segment_fault(segments, index, segment)
+        fault = _segment_fault(segments, index)
+        members = [rollout for row in segment.rows for rollout in row.rollouts]
+        if not fault and len(set(members)) < len(members):
+            fault = "has a rollout twice"
+        lost = [rollout for rollout in members if reached.get(rollout, -1) != segment.parent]
+        if not fault and lost:
+            where = reached.get(lost[0], -1)
+            fault = f"rollout {lost[0]} comes from segment {where}, not from {segment.parent}"
         if fault:
             raise UserError(f"segment {index}: {fault}")
+        reached.update(dict.fromkeys(members, index))
+    for rollout in range(max(reached, default=-1)):
+        if rollout not in reached:
+            raise UserError(f"rollout {rollout} is in no segment")
 
 
-def _segment_fault(segments: Sequence[Segment], index: int, segment: Segment) -> str:
-    members = [rollout for row in segment.rows for rollout in row.rollouts]
-    if len(set(members)) < len(members):
-        return "a rollout is in two of its rows"
-    if any(not 0 < row.length <= row.padded for row in segment.rows):
-        return "a row has no positions, or more of them than rows"
+def _segment_fault(segments: Sequence[Segment], index: int) -> str:
+    """What is wrong with one segment, its rollouts aside."""
+    segment = segments[index]
+    if not segment.rows or any(not 0 < row.length <= row.padded for row in segment.rows):
+        return "a row has no positions, or more of them than its padded length"
     if segment.inner and (len(segment.rows) > 1 or segment.rows[0].length < segment.rows[0].padded):
         return "an inner segment is one row without padding"
-    if segment.parent < 0:
-        return "" if segment.start == 0 and not segment.extends else "a root starts at position 0"
-    parent = segments[segment.parent]
-    if segment.parent >= index or not parent.inner:
-        return f"its parent {segment.parent} is no inner segment before it"
-    if any(row.start != parent.rows[0].end for row in segment.rows):
-        return f"starts elsewhere than its parent {segment.parent} ends, {parent.rows[0].end}"
-    if not set(members) <= set(parent.rows[0].rollouts):
-        return f"has a rollout that its parent {segment.parent} lacks"
+    begin = 0
+    if segment.parent >= 0:
+        parent = segments[segment.parent]
+        if segment.parent >= index or not parent.inner:
+            return f"its parent {segment.parent} is no inner segment before it"
+        begin = parent.rows[0].end
+    if segment.extends and not (segment.inner and segment.parent >= 0):
+        return "only an inner segment extends its parent"
+    if any(row.start != begin for row in segment.rows):
+        return f"a row starts at {segment.start}, not at {begin}, where what is above it ends"
     return ""

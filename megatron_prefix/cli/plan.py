@@ -1,0 +1,222 @@
+"""`megatron-prefix plan`: what sharing gives on a rollout file, and the plan of the step."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_prefix.cli import arguments
+from megatron_prefix.cli.inputs import load_groups
+from megatron_prefix.cli.report import counted, number, percent, print_facts, print_json, write_text
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.data.pairs import pairs_of_groups
+from megatron_prefix.data.rollouts import Group
+from megatron_prefix.drawing import timeline_svg
+from megatron_prefix.errors import UserError
+from megatron_prefix.models.presets import ModelSpec, resolve
+from megatron_prefix.pipeline.actions import Plan
+from megatron_prefix.pipeline.cost import CostModel
+from megatron_prefix.pipeline.planner import closings, make_plan
+from megatron_prefix.pipeline.simulator import Timeline, simulate
+from megatron_prefix.pipeline.tuning import best_chunk_tokens
+from megatron_prefix.runtime.layout import Layout
+from megatron_prefix.tree import Forest, TreeOptions, build
+
+HELP = """\
+What sharing gives on rollout files: trees, ratios, compression, predicted speedup, and the plan of
+one step with its simulated bubble and memory.  All groups make one step unless --groups limits it.
+Tokens are positions with a label: a rollout of n tokens has n-1.  Simulated times count tokens of
+forward work, a backward twice, communication nothing."""
+EPILOG = """\
+examples:
+  megatron-prefix plan rollouts.jsonl.gz
+  megatron-prefix plan rollouts.jsonl.gz --groups 4 --pp 4 --chunk-tokens auto --svg plan.svg
+  megatron-prefix plan a.jsonl.gz b.jsonl.gz --align 1 --min-gain 0 --json
+  megatron-prefix plan rollouts.jsonl.gz --groups 1 --model qwen3-8b --csv plan.csv
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `plan`."""
+    arguments.add_rollouts(parser, positional=True)
+    arguments.add_lengths(parser)
+    parser.add_argument(
+        "--align",
+        type=arguments.whole(),
+        metavar="N",
+        help="segment boundaries are multiples of N (default: what the layout needs)",
+    )
+    arguments.add_layout(parser)
+    parser.add_argument(
+        "--model",
+        default="llama3-8b",
+        metavar="NAME|config.json",
+        help="whose costs predict the speedup: a preset, or a Hugging Face config.json"
+        " (default llama3-8b)",
+    )
+    parser.add_argument("--csv", metavar="FILE", help="write the plan; - is stdout")
+    parser.add_argument("--svg", metavar="FILE", help="draw the simulated timeline")
+
+
+class _Step(NamedTuple):
+    """Everything known of the step."""
+
+    groups: list[Group]
+    dropped: int
+    config: PrefixConfig
+    options: TreeOptions
+    forest: Forest
+    plan: Plan
+    timeline: Timeline
+    model: ModelSpec
+    layout: Layout
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plans, simulates, prints, and writes what was asked for."""
+    layout = _layout(args)
+    if args.json and args.csv == "-":
+        raise UserError("--csv - and --json both write to stdout; give --csv a file")
+    step = _planned(args, layout)
+    if args.csv:
+        write_text(args.csv, step.plan.to_csv())
+    if args.svg:
+        write_text(args.svg, timeline_svg(step.timeline, step.plan, _title(args, step)))
+    result = _result(step)
+    if args.json:
+        print_json(result)
+    else:
+        print_facts(_title(args, step), _facts(step, result), stderr=args.csv == "-")
+    return 0
+
+
+def _layout(args: argparse.Namespace) -> Layout:
+    layout = arguments.layout_of(args)
+    if layout.dp > 1:
+        raise UserError(
+            f"--dp {layout.dp} (and --ep {layout.ep}): a plan is of one data-parallel rank;"
+            " leave them out and give that rank's groups with --groups"
+        )
+    if layout.vpp > 1:
+        raise UserError(f"--vpp {layout.vpp}: virtual stages are not planned yet; leave it out")
+    return layout
+
+
+def _planned(args: argparse.Namespace, layout: Layout) -> _Step:
+    model = resolve(args.model)
+    align = args.align or arguments.alignment_of(layout)
+    config = arguments.config_of(args, chunk_tokens=0)
+    groups, dropped = load_groups(args)
+    rollouts, numbers = pairs_of_groups(groups)
+    chunk_tokens = args.chunk_tokens
+    if chunk_tokens == "auto":
+        options = config.tree_options(align)
+        chunk_tokens = best_chunk_tokens(rollouts, numbers, options, layout.pp, extra=config.extra)
+    config = arguments.config_of(args, chunk_tokens=chunk_tokens)
+    options = config.tree_options(align)
+    forest = build(rollouts, numbers, options)
+    plan = make_plan(forest, layout.pp, extra=config.extra)
+    timeline = simulate(plan, needed=closings(forest))
+    largest = max(int(rollout.tokens.max()) for group in groups for rollout in group.rollouts)
+    # Rollouts of one model are planned for another's costs; only an open vocabulary needs them.
+    model = model if model.vocab_size else model.with_vocab(largest + 1)
+    return _Step(groups, dropped, config, options, forest, plan, timeline, model, layout)
+
+
+def _result(step: _Step) -> dict[str, Any]:
+    """What `--json` prints."""
+    forest, timeline = step.forest, step.timeline
+    rollouts = [rollout for group in step.groups for rollout in group.rollouts]
+    ratios = [rollout.prompt_len / len(rollout) for rollout in rollouts]
+    bytes_per_row = activation_bytes(step.model, step.layout)
+    return {
+        "rollouts": len(rollouts),
+        "groups": len(step.groups),
+        "dropped_rollouts": step.dropped,
+        "raw_tokens": forest.raw_tokens,
+        "executed_tokens": forest.executed_tokens,
+        "compression": forest.raw_tokens / forest.executed_tokens,
+        "segments": len(forest.segments),
+        "inner_segments": sum(segment.inner for segment in forest.segments),
+        "max_depth": forest.max_depth,
+        "prefix_ratio_p50": float(np.percentile(ratios, 50)),
+        "prefix_ratio_p95": float(np.percentile(ratios, 95)),
+        "predicted_speedup": cost_model(step.model).speedup(forest),
+        "align": step.options.align,
+        "chunk_tokens": step.options.chunk_tokens,
+        "num_stages": step.plan.num_stages,
+        "num_actions": timeline.num_actions,
+        "makespan": timeline.makespan,
+        "bubble_fraction": timeline.bubble_fraction,
+        "peak_live_tokens": timeline.peak_live_rows,
+        "peak_live_bytes": round(max(timeline.peak_bytes(bytes_per_row))),
+    }
+
+
+def _facts(step: _Step, result: dict[str, Any]) -> dict[str, str]:
+    """The same for people."""
+    cut = f", chunks of {number(result['chunk_tokens'])}" if result["chunk_tokens"] else ""
+    facts = {
+        "rollouts": f"{number(result['rollouts'])} in {counted(result['groups'], 'group')}",
+        "tokens of all rollouts": number(result["raw_tokens"]),
+        "tokens executed": number(result["executed_tokens"]),
+        "compression": f"{result['compression']:.2f}x",
+        "prompt share, p50 / p95": f"{percent(result['prefix_ratio_p50'])}"
+        f" / {percent(result['prefix_ratio_p95'])}",
+        "segments": f"{number(result['segments'])}, {number(result['inner_segments'])} inner{cut}",
+        "depth of the tree": number(result["max_depth"]),
+        f"predicted speedup, {step.model.name}": f"{result['predicted_speedup']:.2f}x",
+        "stages": number(result["num_stages"]),
+        "actions": number(result["num_actions"]),
+        "makespan": f"{number(result['makespan'])} tokens of forward work",
+        "bubble": percent(result["bubble_fraction"]),
+        "peak of live tokens": number(result["peak_live_tokens"]),
+        "their activations, bf16": f"about {result['peak_live_bytes'] / 2**30:.1f} GiB a stage",
+    }
+    if step.dropped:
+        facts["dropped, no trained token left"] = number(step.dropped)
+    return facts
+
+
+def _title(args: argparse.Namespace, step: _Step) -> str:
+    names = ", ".join(path.rpartition("/")[2] for path in args.rollouts)
+    groups, stages = len(step.groups), step.plan.num_stages
+    return f"{names}: {counted(groups, 'group')}, {counted(stages, 'stage')}"
+
+
+# Costs of a model ---------------------------------------------------------------------------------
+
+
+def cost_model(spec: ModelSpec) -> CostModel:
+    """Forward FLOPs of a model; of experts the ones a token visits count."""
+    widths = [
+        (spec.moe_ffn_hidden_size or 0) * spec.moe_top_k
+        if spec.is_moe and (spec.moe_layers is None or spec.moe_layers[layer])
+        else spec.ffn_hidden_size
+        for layer in range(spec.num_layers)
+    ]
+    return CostModel.of_shape(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_heads=spec.num_attention_heads,
+        num_kv_heads=spec.num_query_groups,
+        head_dim=spec.kv_channels,
+        ffn_hidden_size=round(sum(widths) / len(widths)),
+        vocab_size=spec.vocab_size or 0,
+    )
+
+
+def activation_bytes(spec: ModelSpec, layout: Layout) -> float:
+    """About how many bytes a token keeps for its backward on one stage, bf16, nothing recomputed.
+
+    Per layer the inputs of both norms, of the attention and of the MLP; query, key, value and the
+    attention's output; gate, up and their product ("Reducing Activation Recomputation in Large
+    Transformer Models", section 4.1, counts so; flash attention and a gated MLP here).
+    """
+    heads = 2 * spec.num_attention_heads + 2 * spec.num_query_groups
+    split = heads * spec.kv_channels + 3 * spec.ffn_hidden_size
+    whole = 4 * spec.hidden_size
+    kept = split / layout.tp + whole / (layout.tp if layout.sequence_parallel else 1)
+    return 2 * kept * spec.num_layers / layout.pp / layout.cp
