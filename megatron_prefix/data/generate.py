@@ -21,6 +21,13 @@ from numpy.typing import NDArray
 from megatron_prefix.data.rollouts import Group, Rollout, Spans, write_rollouts
 from megatron_prefix.errors import UserError
 
+# Shapes of the tree under a prompt:
+# - flat: a star; rollouts part at their first response token. All of the response is trained.
+# - branch: a regular tree, `depth` levels of equal length. All of the response is trained, so inner
+#   segments carry loss.
+# - turns: a tool-using agent of `depth` turns. What the agent writes is trained, the tools' answers
+#   are not; rollouts part at random places within what the agent writes, at the latest in its last
+#   turn.
 TREES = ("flat", "branch", "turns")
 # The first ids mark turns, as the special tokens of chat templates do; text is drawn from the rest.
 BEGIN, END, SYSTEM, AGENT, TOOL, FIRST_TEXT = range(6)
@@ -73,22 +80,11 @@ def generate(
 ) -> Iterator[Group]:
     """Yield `num_groups` groups of `num_rollouts` rollouts, the same for the same arguments.
 
-    `tree` is the shape under the prompt:
-    - "flat": a star; rollouts part at their first response token. All of the response is trained.
-    - "branch": a regular tree, `depth` levels of equal length. All of the response is trained, so
-      inner segments carry loss.
-    - "turns": a tool-using agent of `depth` turns. What the agent writes is trained, the tools'
-      answers are not; rollouts part at random places within what the agent writes, or not at all
-      before its last turn.
-
-    Args:
-        prompt_tokens, response_tokens: lengths of each rollout's prompt and of all that follows it.
-        uneven: cut each response to a random length, none so short that two become the same.
-        num_copies: so many rollouts of a group, its last, are copies of its first.
-        name: groups are called `name-0000`, `name-0001`, ...
-
-    Rewards are 0 or 1, and both occur where two rollouts differ. Errors: `UserError` naming the
-    option.
+    `tree` is the shape under the prompt (TREES says which); a prompt has `prompt_tokens` and what
+    follows it `response_tokens`. `uneven` cuts each response to a random length, none so short that
+    two become the same; the last `num_copies` rollouts of a group copy its first. Groups are called
+    `name-0000`, `name-0001`, ... Rewards are 0 or 1, and both occur where two rollouts differ.
+    Errors: `UserError` naming the option.
     """
     if num_groups < 1:
         raise UserError(f"--groups: too small ({num_groups}); give 1 or more")
