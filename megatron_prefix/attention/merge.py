@@ -117,7 +117,7 @@ def _implementation(device_type: str) -> _Merge:
                 return compiled(outs, lses)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # no compiler, no Triton: slower, not wrong
+            except Exception as error:  # noqa: BLE001 - no compiler, no Triton, ...
                 failed = True
                 reason = str(error).strip().splitlines()[0]
                 logger.warning(

@@ -1,0 +1,304 @@
+"""Every CPU kernel, block by block and merged, against full attention with a mask in fp64."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_prefix.attention import kernels, math, operators
+from megatron_prefix.attention.interface import Kernel, Run, runs
+from megatron_prefix.attention.kernels import KERNELS, CompositeKernel, available, choose
+from megatron_prefix.errors import UserError
+from megatron_prefix.numerics import assert_close
+from tests.harness.attention_cases import (
+    CASES,
+    DTYPES,
+    LAYOUTS,
+    NARROW,
+    WIDE,
+    Case,
+    Tensors,
+    by_blocks,
+    check,
+    expected,
+    make,
+)
+
+
+@pytest.fixture
+def poison() -> Iterator[None]:
+    """torch fills whatever is allocated and not written with NaN."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = before
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["math", "flash_cpu"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_blocks_match_full_attention(
+    case: Case, name: str, dtype: torch.dtype, poison: None
+) -> None:
+    check(KERNELS[name], case, dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["math", "flash_cpu"])
+def test_any_strides_without_copies(name: str, layout: str, poison: None) -> None:
+    check(KERNELS[name], CASES["uneven rollouts"], torch.float32, layout)
+    check(KERNELS[name], CASES["equal rollouts"], torch.float32, layout)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [NARROW, WIDE], ids=["dv < d", "dv > d"])
+def test_values_of_another_width(case: Case, dtype: torch.dtype, poison: None) -> None:
+    check(KERNELS["math"], case, dtype, "buffer")
+    tensors = make(case, dtype)
+    refusal = KERNELS["flash_cpu"].refusal(tensors.q, tensors.keys[0], tensors.values[0])
+    assert refusal is not None and str(case.dim_v) in refusal
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_composite_takes_each_block_to_its_kernel(case: Case) -> None:
+    check(CompositeKernel(KERNELS["math"], KERNELS["flash_cpu"]), case, torch.float64)
+    check(CompositeKernel(KERNELS["flash_cpu"], KERNELS["math"]), case, torch.float32)
+
+
+def test_math_in_pieces(monkeypatch: pytest.MonkeyPatch, poison: None) -> None:
+    """A bound on held scores so small that every row is a piece of its own, or two are one."""
+    for bound in (1, 2 * 4 * 40):
+        monkeypatch.setattr(math, "MAX_SCORES", bound)
+        for case in (CASES["uneven rollouts"], CASES["three ancestors"]):
+            check(KERNELS["math"], case, torch.float64)
+
+
+def test_math_bounds_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest tensor of scores stays within the bound for a row that would not fit."""
+    seen: list[int] = []
+    stock = math._scores
+
+    def spy(*args: object) -> Tensor:
+        scores = stock(*args)  # type: ignore[arg-type]
+        seen.append(scores.numel())
+        return scores
+
+    monkeypatch.setattr(math, "MAX_SCORES", 4096)
+    monkeypatch.setattr(math, "_scores", spy)
+    check(KERNELS["math"], Case((), (64,)), torch.float64)
+    assert len(seen) > 2 and max(seen) <= 4096
+
+
+def test_no_keys_count_for_nothing() -> None:
+    q, empty = torch.randn(3, 4, 8), torch.randn(0, 2, 8)
+    part = KERNELS["math"].dense(q, empty, empty, 1.0)
+    assert torch.equal(part.out, torch.zeros(3, 4, 8))
+    assert torch.isneginf(part.lse).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ancestors=st.lists(st.integers(1, 20), max_size=4),
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    name=st.sampled_from(["math", "flash_cpu"]),
+    layout=st.sampled_from(LAYOUTS),
+)
+def test_random_waves(
+    ancestors: list[int], lengths: list[int], kv_heads: int, group: int, name: str, layout: str
+) -> None:
+    case = Case(tuple(ancestors), tuple(lengths), group * kv_heads, kv_heads, dim=8, dim_v=8)
+    check(KERNELS[name], case, torch.float64, layout)
+
+
+def test_single_call_where_one_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row and equal rollouts are one call; so is a run of equal rollouts among others."""
+    kernel = operators.FlashCpuKernel()
+    calls: list[torch.Size] = []
+    stock = kernel.forward
+
+    def spy(q: Tensor, *args: object) -> object:
+        calls.append(q.shape)
+        return stock(q, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kernel, "forward", lambda q, k, v, s, causal: spy(q, k, v, s, causal))
+    for lengths, shapes in (
+        ((12,), [(1, 12)]),
+        ((4, 4, 4), [(3, 4)]),
+        ((4, 4, 3, 1), [(2, 4), (1, 3), (1, 1)]),
+    ):
+        calls.clear()
+        q = torch.randn(12, 4, 8)
+        kernel.causal(q, q[:, :2], q[:, :2], 1.0, lengths)
+        assert [tuple(shape[:2]) for shape in calls] == shapes
+
+
+def test_one_row_is_passed_on_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of a fused projection and of a cache reach the operator as they lie in memory."""
+    seen: list[Tensor] = []
+
+    class Spy:
+        def _scaled_dot_product_flash_attention_for_cpu(
+            self, *args: Tensor, **kwargs: float
+        ) -> tuple[Tensor, Tensor]:
+            seen.extend(args[:3])
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args, **kwargs)
+
+    monkeypatch.setattr(operators, "aten", Spy())
+    case = Case((9,), (6,))
+    q, keys, values, _ = make(case, torch.float32, "qkv")
+    KERNELS["flash_cpu"].causal(q, keys[-1], values[-1], 1.0, case.lengths)
+    KERNELS["flash_cpu"].dense(q, keys[0], values[0], 1.0)
+    sources = (q, keys[-1], values[-1], q, keys[0], values[0])
+    for got, source in zip(seen, sources, strict=True):
+        assert got.data_ptr() == source.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["math", "flash_cpu"])
+def test_output_rows_are_contiguous(name: str) -> None:
+    """So that the caller's reshape to [rows, heads * width] is free, also from a fused QKV."""
+    for case in (CASES["one row, no ancestor"], CASES["equal rollouts"], CASES["uneven rollouts"]):
+        tensors = make(case, torch.float32, "qkv")
+        part = KERNELS[name].causal(
+            tensors.q, tensors.keys[-1], tensors.values[-1], 1.0, case.lengths
+        )
+        assert part.out.is_contiguous()
+        assert part.lse.shape == (case.heads, sum(case.lengths))
+
+
+@pytest.mark.parametrize("lengths", [(), (0, 12), (5, 6), (13,), (14, -2)])
+def test_lengths_that_do_not_fit_are_refused(lengths: tuple[int, ...]) -> None:
+    q = torch.randn(12, 2, 8)
+    for kernel in KERNELS.values():
+        with pytest.raises(ValueError, match="12 rows"):
+            kernel.causal(q, q, q, 1.0, lengths)
+
+
+def test_runs_group_equal_neighbours() -> None:
+    assert runs((5, 5, 2, 5), 17) == (Run(0, 2, 5), Run(10, 1, 2), Run(12, 1, 5))
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_cuda_calls_fit_the_operators_of_this_torch(case: Case, name: str) -> None:
+    """On meta tensors: schemas, argument order and shapes, without a GPU."""
+    tensors = make(case, torch.bfloat16, "qkv")
+    meta = Tensors(
+        tensors.q.to("meta"),
+        [x.to("meta") for x in tensors.keys],
+        [x.to("meta") for x in tensors.values],
+        tensors.dout.to("meta"),
+    )
+    got = by_blocks(KERNELS[name], case, meta)
+    for key, value in expected(case, tensors).items():
+        assert got[key].shape == value.shape, key
+        assert got[key].dtype == (torch.float32 if key == "lse" else torch.bfloat16), key
+
+
+def test_rollout_starts_are_made_once() -> None:
+    starts = operators._starts((3, 1, 4), torch.device("cpu"))
+    assert starts.dtype == torch.int32 and starts.tolist() == [0, 3, 4, 8]
+    assert operators._starts((3, 1, 4), torch.device("cpu")) is starts
+
+
+def test_layouts_that_differ_in_more_than_single_rows_are_copied() -> None:
+    x = torch.randn(1, 4, 6, 8)
+    same = operators._laid_out(x, (777, 48, 8, 1))
+    assert same.data_ptr() == x.data_ptr() and same.stride() == (777, 48, 8, 1)
+    other = operators._laid_out(x, (192, 8, 32, 1))
+    assert other.stride() == (192, 8, 32, 1) and torch.equal(other, x)
+
+
+def test_refusals_name_what_is_wrong() -> None:
+    q, k = torch.randn(5, 4, 8), torch.randn(7, 2, 8)
+    for kernel in (KERNELS["math"], KERNELS["flash_cpu"]):
+        assert kernel.refusal(q, k, k) is None
+        assert "float64" in (kernel.refusal(q, k.double(), k) or "")
+        assert "(7, 2, 8)" in (kernel.refusal(q[:, :3], k, k) or "")
+        assert "contiguous" in (kernel.refusal(q, k.transpose(1, 2).contiguous().mT, k) or "")
+    assert "CUDA" in (KERNELS["cudnn"].refusal(q, k, k) or "")
+    both = CompositeKernel(KERNELS["math"], KERNELS["flash"])
+    assert both.refusal(q, k, k) == KERNELS["flash"].refusal(q, k, k) is not None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "best"),
+    [(torch.float64, "math"), (torch.float32, "flash_cpu"), (torch.bfloat16, "flash_cpu")],
+)
+def test_auto_on_the_cpu(dtype: torch.dtype, best: str) -> None:
+    assert choose("auto", "cpu", dtype, 16).name == best
+    assert choose("auto", "cpu", dtype, 24, 16).name == "math"
+    assert choose("flash_cpu+math", "cpu", dtype, 16).name == "flash_cpu+math"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("flash", "'flash' does not work here: runs on CUDA, got cpu; use math, flash_cpu"),
+        ("math+cudnn", "'cudnn' does not work here"),
+        ("fa4", "'fa4' is not auto, one of math, flash_cpu, flash, cudnn, or a"),
+        ("math+math+math", "is not auto"),
+        ("math+", "is not auto"),
+    ],
+)
+def test_a_kernel_that_cannot_work_is_a_user_error(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("+", r"\+")):
+        choose(name, "cpu", torch.float32, 16)
+
+
+class _Wrong(operators.FlashCpuKernel):
+    """One gradient is off by a factor that only a comparison can see."""
+
+    def backward(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = super().backward(*args, **kwargs)  # type: ignore[arg-type]
+        return dq, 1.01 * dk, dv
+
+
+class _Broken(operators.FlashCpuKernel):
+    def forward(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor, tuple[()]]:
+        raise RuntimeError("no such kernel image\nand a second line")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"), [(_Wrong(), "relative error"), (_Broken(), "no such kernel image")]
+)
+def test_probing_refuses_a_broken_kernel(
+    kernel: Kernel, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KERNELS, "flash_cpu", kernel)
+    monkeypatch.setattr(kernels, "_probed", functools.cache(kernels._probed.__wrapped__))
+    found = available("cpu", torch.float32, 16)["flash_cpu"]
+    assert found is not None and reason in found and "\n" not in found
+    assert choose("auto", "cpu", torch.float32, 16).name == "math"
+    with pytest.raises(UserError, match=reason):
+        choose("flash_cpu", "cpu", torch.float32, 16)
+
+
+def test_probing_leaves_the_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    kernels._probed.__wrapped__("flash_cpu", torch.device("cpu"), torch.float32, 16, 16)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_reference_sees_a_wrong_block() -> None:
+    """A wave whose rollouts see each other, or miss an ancestor, does not pass."""
+    case = CASES["uneven rollouts"]
+    tensors = make(case, torch.float64)
+    wanted = expected(case, tensors)
+    for wrong in (replace(case, lengths=(8, 0 + 1, 12, 13, 2)), replace(case, ancestors=())):
+        trimmed = tensors
+        if not wrong.ancestors:
+            trimmed = tensors._replace(keys=tensors.keys[1:], values=tensors.values[1:])
+        got = by_blocks(KERNELS["math"], wrong, trimmed)
+        with pytest.raises(AssertionError):
+            assert_close(got["out"], wanted["out"], case.reduction_length)

@@ -1,0 +1,212 @@
+"""The log-sum-exp merge against one softmax over all keys, and its corner cases."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_prefix.attention import merge as merging
+from megatron_prefix.attention.interface import Partial
+from megatron_prefix.attention.kernels import KERNELS
+from megatron_prefix.attention.merge import add_sink, merge, sink_gradient, spread
+from megatron_prefix.numerics import assert_close
+
+HEADS, DIM, ROWS = 4, 8, 11
+MATH = KERNELS["math"]
+HALVES = (slice(0, 4), slice(4, 13))
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def random_rows(num: int, heads: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num, heads, DIM, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def random_part(seed: int, dtype: torch.dtype = torch.float64, rows: int = ROWS) -> Partial:
+    out = random_rows(rows, HEADS, dtype, seed)
+    lse = random_rows(rows, HEADS, torch.float64, seed + 1000).sum(-1).T.contiguous()
+    return Partial(out, lse if dtype is torch.float64 else lse.float())
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
+    """One softmax over all keys, and over a sink's logit where there is one."""
+    scores = q.transpose(0, 1) @ k.permute(1, 2, 0)
+    if sink is not None:
+        scores = torch.cat([scores, sink[:, None, None].expand(-1, q.shape[0], 1)], -1)
+    weights = scores.softmax(-1)[..., : k.shape[0]]
+    return (weights @ v.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(5, 9), (1, 1), (3, 20, 7, 1), (2,) * 9], ids=str)
+def test_merged_blocks_are_one_softmax(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    q, k, v = (random_rows(n, HEADS, dtype, i) for i, n in enumerate((ROWS, *(2 * [sum(sizes)]))))
+    blocks = zip(k.split(sizes), v.split(sizes), strict=True)
+    out, lse = merge([MATH.dense(q, *block, 1.0) for block in blocks])
+    whole = MATH.dense(q.double(), k.double(), v.double(), 1.0)
+    assert out.dtype == dtype and out.is_contiguous()
+    assert_close(out, softmax_attention(q.double(), k.double(), v.double()), sum(sizes), dtype)
+    assert_close(lse, whole.lse, sum(sizes))
+
+
+def test_a_single_part_is_returned_as_it_is() -> None:
+    part = random_part(0)
+    out, lse = merge([part])
+    assert out is part.out and lse is part.lse
+
+
+def test_16_bit_parts_are_rounded_once() -> None:
+    parts = [random_part(i, torch.bfloat16) for i in range(7)]
+    out, lse = merge(parts)
+    wide, wide_lse = merge([Partial(part.out.float(), part.lse) for part in parts])
+    assert torch.equal(out, wide.to(torch.bfloat16)) and torch.equal(lse, wide_lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("garbage", [0.0, float("nan"), float("inf")])
+def test_a_block_without_keys_counts_for_exactly_nothing(
+    dtype: torch.dtype, garbage: float
+) -> None:
+    part = random_part(0, dtype)
+    dead = Partial(torch.full_like(part.out, garbage), torch.full_like(part.lse, -float("inf")))
+    for parts in ([part, dead], [dead, part], [dead, part, dead]):
+        out, lse = merge(parts)
+        assert torch.equal(out, part.out) and torch.equal(lse, part.lse)
+
+
+def test_rows_without_any_key_are_zero() -> None:
+    part = random_part(0)
+    part.lse[:, 3] = -float("inf")
+    part.out[3] = float("nan")
+    out, lse = merge([part, part])
+    assert torch.equal(out[3], torch.zeros(HEADS, DIM)) and torch.isneginf(lse[:, 3]).all()
+    assert torch.isfinite(out).all() and torch.isfinite(lse[:, 4:]).all()
+
+
+def test_a_nan_that_counts_is_not_hidden() -> None:
+    good, bad = random_part(0), random_part(1)
+    bad.out[2, 0, 0] = bad.lse[1, 5] = float("nan")
+    out, lse = merge([good, bad])
+    assert torch.isnan(out[2, 0, 0]) and torch.isnan(out[5, 1]).all() and torch.isnan(lse[1, 5])
+    assert int(torch.isnan(out).sum()) == 1 + DIM
+
+
+def test_large_scores_neither_overflow_nor_vanish() -> None:
+    # Multiples of 1/64 stay exact in fp32 when 8192 is added, so nothing at all may change.
+    parts = [random_part(i, torch.float32) for i in range(3)]
+    parts = [Partial(part.out, (part.lse * 64).round() / 64) for part in parts]
+    out, _ = merge(parts)
+    for shift in (8192.0, -8192.0):
+        far, far_lse = merge([Partial(part.out, part.lse + shift) for part in parts])
+        assert torch.equal(far, out) and torch.isfinite(far_lse).all()
+    dominated, _ = merge([parts[0], Partial(parts[1].out, parts[1].lse - 8192.0)])
+    assert torch.equal(dominated, parts[0].out)
+
+
+def test_parts_of_some_rows() -> None:
+    """Row ranges that overlap, touch and leave a gap, against each row's own keys."""
+    q = random_rows(ROWS, HEADS, torch.float64, 0)
+    ranges, parts, seen = ((0, 6), (4, 9), (8, 9)), [], []
+    for i, (start, stop) in enumerate(ranges):
+        k, v = (random_rows(5 + i, HEADS, torch.float64, 10 * i + j) for j in (1, 2))
+        parts.append(spread(MATH.dense(q[start:stop], k, v, 1.0), start, ROWS))
+        seen.append((start, stop, k, v))
+    out, _ = merge(parts)
+    for row in range(9):
+        kv = [(k, v) for start, stop, k, v in seen if start <= row < stop]
+        keys, values = (torch.cat(x) for x in zip(*kv, strict=True))
+        wanted = softmax_attention(q[row : row + 1], keys, values)
+        assert_close(out[row : row + 1], wanted, keys.shape[0], what=f"row {row}")
+    assert not out[9:].any()
+
+
+def test_misuse_is_a_value_error() -> None:
+    part = random_part(0)
+    with pytest.raises(ValueError, match="nothing to merge"):
+        merge([])
+    with pytest.raises(ValueError, match="different shapes"):
+        merge([part, random_part(1, rows=ROWS + 1)])
+    with pytest.raises(ValueError, match="not within 12 rows"):
+        spread(part, 2, 12)
+
+
+def test_sink_is_one_more_logit() -> None:
+    """Output and all gradients, the sink's too, against autograd through one softmax."""
+    q, k, v, dout = (
+        random_rows(n, HEADS, torch.float64, i) for i, n in enumerate((ROWS, 13, 13, ROWS))
+    )
+    sink = torch.linspace(-2.0, 3.0, HEADS, dtype=torch.float64)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sink)]
+    wanted = softmax_attention(*leaves)
+    wanted.backward(dout)
+
+    parts = [MATH.dense(q, k[:4], v[:4], 1.0), MATH.dense(q, k[4:], v[4:], 1.0)]
+    out, lse = add_sink(*merge(parts), sink)
+    assert_close(out, wanted, 14)
+    shares = [MATH.dense_backward(dout, q, k[r], v[r], out, lse, (), 1.0) for r in HALVES]
+    assert_close(shares[0][0] + shares[1][0], leaves[0].grad, 14, what="dq")
+    for i, leaf in ((1, leaves[1]), (2, leaves[2])):
+        assert_close(torch.cat([share[i] for share in shares]), leaf.grad, ROWS, what=f"input {i}")
+    assert_close(sink_gradient(dout, out, lse, sink), leaves[3].grad, ROWS * DIM, what="sink")
+
+
+def test_sink_keeps_dtypes_and_empty_rows() -> None:
+    part = random_part(0, torch.bfloat16)
+    empty = Partial(torch.zeros_like(part.out), torch.full_like(part.lse, -float("inf")))
+    sink = torch.ones(HEADS, dtype=torch.bfloat16)
+    out, lse = add_sink(*merge([empty, empty]), sink)
+    assert not out.any() and torch.equal(lse, torch.ones_like(lse))
+    out, lse = add_sink(*merge([part]), sink)
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    assert sink_gradient(out, out, lse, sink).dtype == torch.bfloat16
+
+
+def test_the_merge_is_one_graph() -> None:
+    """What CUDA fuses: captured whole, for new numbers of rows and parts too."""
+    torch._dynamo.reset()
+    captured = torch.compile(merging._merge, dynamic=True, fullgraph=True, backend="eager")
+    for rows, num in ((5, 2), (9, 2), (6, 3), (1, 2)):
+        parts = [random_part(i, torch.bfloat16, rows) for i in range(num)]
+        arguments = [part.out for part in parts], [part.lse for part in parts]
+        for got, wanted in zip(captured(*arguments), merging._merge(*arguments), strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_a_failed_compilation_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+
+    def failing(function: object, **options: object) -> object:
+        def run(*args: object) -> object:
+            calls.append(args)
+            raise RuntimeError("Cannot find a working triton installation\nmore")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", failing)
+    fused = merging._implementation.__wrapped__("cuda")
+    arguments = [random_part(0).out] * 2, [random_part(0).lse] * 2
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert torch.equal(fused(*arguments)[0], merging._merge(*arguments)[0])
+    assert len(calls) == 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "working triton installation" in caplog.text and "more" not in caplog.text
+
+
+def test_out_of_memory_is_not_taken_for_a_failed_compilation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(function: object, **options: object) -> object:
+        def run(*args: object) -> object:
+            raise torch.OutOfMemoryError("full")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        merging._implementation.__wrapped__("cuda")([], [])
