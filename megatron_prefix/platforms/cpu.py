@@ -365,25 +365,35 @@ def _recompute_without_fp8() -> None:
 def _load_distributed_adamw() -> None:
     """Let a checkpoint of the distributed optimizer be loaded into torch's AdamW.
 
-    torch keeps a `step` per parameter. optimizer/distrib_optimizer.py:825 gives all of them one
-    shared tensor, and :942 looks `step` up in the checkpoint, where it is not kept per parameter.
+    torch keeps a `step` with each parameter's state, where the fused optimizers keep one a group.
+    An optimizer that has not stepped has none, and describing it fails
+    (optimizer/distrib_optimizer.py:642). On loading, :825 gives all parameters one shared tensor,
+    and :942 looks `step` up among the parameter's tensors in the checkpoint, where it is not.
     fp32 parameters are written through a view of a leaf, hence no_grad.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    name = "_set_main_param_and_optimizer_states"
-    write = getattr(DistributedOptimizer, name, None)
-    if write is None:
-        return
+    describe = DistributedOptimizer.state_dict
+    write = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    @functools.wraps(describe)
+    def describe_unstepped(self: Any) -> Any:
+        if not self.optimizer.state:
+            self.init_state_fn(self.optimizer, self.config)
+            for state in self.optimizer.state.values():
+                state["step"] = torch.tensor(0.0)
+        return describe(self)
 
     @functools.wraps(write)
     @torch.no_grad()
     def write_with_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
         group, index = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
-        if "step" in state:
-            state["step"] = state["step"].clone()
-            tensors = {"step": state["step"], **tensors}
-        return write(self, model_param, tensors)
+        state["step"] = state["step"].clone()
+        return write(self, model_param, {**tensors, "step": state["step"]})
 
-    _set(DistributedOptimizer, **{name: write_with_step})
+    _set(
+        DistributedOptimizer,
+        state_dict=describe_unstepped,
+        _set_main_param_and_optimizer_states=write_with_step,
+    )

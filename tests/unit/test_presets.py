@@ -194,7 +194,7 @@ def test_overrides_change_fields_and_are_checked():
 
 
 def test_an_unknown_model_lists_the_presets():
-    with pytest.raises(UserError, match="neither a preset .*tiny-llama.* nor the path"):
+    with pytest.raises(UserError, match=r"neither a preset .*tiny-llama.* nor the path"):
         resolve("llama-4000b")
 
 
@@ -202,7 +202,7 @@ def test_the_vocabulary_comes_from_the_rollouts_or_holds_them():
     assert resolve("tiny-llama").vocab_size is None
     assert resolve("tiny-llama").with_vocab(97).vocab_size == 97
     assert PRESETS["llama3-8b"].with_vocab(1000).vocab_size == 128256
-    with pytest.raises(UserError, match="has 128256 tokens .* hold token 128256"):
+    with pytest.raises(UserError, match=r"has 128256 tokens .* hold token 128256"):
         PRESETS["llama3-8b"].with_vocab(128257)
 
 

@@ -1,0 +1,102 @@
+"""One training step of a named model with Megatron's stock schedule, in any layout."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_prefix import runtime
+from megatron_prefix.models import weights
+from megatron_prefix.models.build import build_model, build_optimizer, unwrap
+from megatron_prefix.models.presets import resolve
+from megatron_prefix.runtime import Layout
+
+LENGTH, NUM_MICROBATCHES, VOCAB = 24, 4, 97
+
+
+class Step(NamedTuple):
+    """What one rank holds after a step; parameters by their name in the whole model.
+
+    splits: the dimension along which tensor parallelism has cut a parameter, -1 if none.
+    """
+
+    losses: list[float]
+    grads: dict[str, torch.Tensor]
+    params: dict[str, torch.Tensor]
+    splits: dict[str, int]
+    tp_rank: int
+
+
+def microbatches(layout: Layout) -> list[torch.Tensor]:
+    """This rank's microbatches of tokens [1, LENGTH + 1]; the world has NUM_MICROBATCHES."""
+    from megatron.core import parallel_state
+
+    generator = torch.Generator().manual_seed(11)
+    every = torch.randint(0, VOCAB, (NUM_MICROBATCHES, 1, LENGTH + 1), generator=generator)
+    return list(every.chunk(layout.dp)[parallel_state.get_data_parallel_rank()])
+
+
+def forward_backward(chunks: list[Any], data: list[torch.Tensor]) -> list[float]:
+    """Megatron's schedule over `data`; the losses, on the last stage."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        tokens = next(iterator)
+        position = torch.arange(LENGTH)[None]
+        output = model(tokens[:, :-1], position, None, labels=tokens[:, 1:])
+        return output, lambda loss: (loss.mean(), {"loss": loss.detach().mean()})
+
+    for chunk in chunks:
+        if hasattr(chunk, "zero_grad_buffer"):
+            chunk.zero_grad_buffer()
+        # After a step in float32 `grad` is the buffer itself: backward would add to it twice.
+        chunk.zero_grad(set_to_none=True)
+    iterators = [iter(data) for _ in chunks]
+    interleaved = len(chunks) > 1
+    results = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if interleaved else iterators[0],
+        model=chunks if interleaved else chunks[0],
+        num_microbatches=len(data),
+        seq_length=LENGTH,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    return [result["loss"].item() for result in results]
+
+
+def named_parameters(chunks: list[Any]) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters by their name in the whole model."""
+    models = [unwrap(chunk) for chunk in chunks]
+    return {
+        weights.global_name(model, name): parameter
+        for model in models
+        for name, parameter in model.named_parameters()
+    }
+
+
+def train_one_step(
+    name: str, layout: Layout, *, overrides: dict[str, Any] | None = None, **options: Any
+) -> Step:
+    """Join the job, build the model, and do one step; `options` go to `build_model`."""
+    runtime.initialize(layout)
+    spec = resolve(name, **(overrides or {})).with_vocab(VOCAB)
+    chunks = build_model(spec, layout=layout, **options)
+    # A large eps, so that the update does not magnify the rounding of small gradients.
+    optimizer = build_optimizer(chunks, lr=1e-3, eps=1e-3, clip_grad=0.0)
+    losses = forward_backward(chunks, microbatches(layout))
+    parameters = named_parameters(chunks)
+    grads = {name: parameter.main_grad.clone() for name, parameter in parameters.items()}
+    success, _, _ = optimizer.step()
+    if not success:
+        raise RuntimeError("the optimizer skipped the step")
+    from megatron.core import parallel_state
+
+    return Step(
+        losses,
+        grads,
+        {name: parameter.detach().clone() for name, parameter in parameters.items()},
+        {n: p.partition_dim if p.tensor_model_parallel else -1 for n, p in parameters.items()},
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
