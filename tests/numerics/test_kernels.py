@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -32,36 +31,23 @@ from tests.harness.attention_cases import (
 )
 
 
-@pytest.fixture
-def poison() -> Iterator[None]:
-    """torch fills whatever is allocated and not written with NaN."""
-    before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = before
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["math", "flash_cpu"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_blocks_match_full_attention(
-    case: Case, name: str, dtype: torch.dtype, poison: None
-) -> None:
+def test_blocks_match_full_attention(case: Case, name: str, dtype: torch.dtype) -> None:
     check(KERNELS[name], case, dtype)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["math", "flash_cpu"])
-def test_any_strides_without_copies(name: str, layout: str, poison: None) -> None:
+def test_any_strides_without_copies(name: str, layout: str) -> None:
     check(KERNELS[name], CASES["uneven rollouts"], torch.float32, layout)
     check(KERNELS[name], CASES["equal rollouts"], torch.float32, layout)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", [NARROW, WIDE], ids=["dv < d", "dv > d"])
-def test_values_of_another_width(case: Case, dtype: torch.dtype, poison: None) -> None:
+def test_values_of_another_width(case: Case, dtype: torch.dtype) -> None:
     check(KERNELS["math"], case, dtype, "buffer")
     tensors = make(case, dtype)
     refusal = KERNELS["flash_cpu"].refusal(tensors.q, tensors.keys[0], tensors.values[0])
@@ -74,7 +60,7 @@ def test_composite_takes_each_block_to_its_kernel(case: Case) -> None:
     check(CompositeKernel(KERNELS["flash_cpu"], KERNELS["math"]), case, torch.float32)
 
 
-def test_math_in_pieces(monkeypatch: pytest.MonkeyPatch, poison: None) -> None:
+def test_math_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bound on held scores so small that every row is a piece of its own, or two are one."""
     for bound in (1, 2 * 4 * 40):
         monkeypatch.setattr(math, "MAX_SCORES", bound)
