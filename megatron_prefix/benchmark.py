@@ -8,6 +8,7 @@ no schedule that computes the same thing with the same kernels can be faster.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -189,4 +190,15 @@ def aligned(
     chunks = options.build(small, layout)
     exact = options.reference(small, layout, chunks) if options.dtype == "bfloat16" else None
     group = Shape(512, 128, 4).group(spec.vocab_size or 0, options.seed)
-    return alignment.align(chunks, [group], config, seed=options.seed, reference=exact)
+    try:
+        return alignment.align(chunks, [group], config, seed=options.seed, reference=exact)
+    finally:
+        del chunks, exact
+        free_memory()
+
+
+def free_memory() -> None:
+    """Returns what is no longer used to the device; models and their hooks refer to one another."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -52,11 +52,12 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--repeats {args.repeats}, --align-layers {args.align_layers}: from 1")
     if args.chunk_tokens == "auto":
         raise UserError("--chunk-tokens auto: give a number; `plan --chunk-tokens auto` finds one")
-    verdict, rows = _measure(args, shapes)
+    verdict, rows, failures = _measure(args, shapes)
     result = {
         **_machine(args),
         "alignment": verdict.as_json(),
         "rows": [row.as_json() for row in rows],
+        "failures": failures,
     }
     if args.bench_json:
         import json
@@ -68,10 +69,13 @@ def run(args: argparse.Namespace) -> int:
         report.print_json(result)
     else:
         _print(args, verdict, rows)
-    return 0 if verdict.passed else 1
+        print(*failures, sep="\n", end="\n" if failures else "")
+    return 0 if verdict.passed and not failures else 1
 
 
-def _measure(args: argparse.Namespace, shapes: list[Any]) -> tuple[Any, list[Any]]:
+def _measure(args: argparse.Namespace, shapes: list[Any]) -> tuple[Any, list[Any], list[str]]:
+    import torch
+
     from megatron_prefix import benchmark, runtime
     from megatron_prefix.models import presets
 
@@ -84,17 +88,22 @@ def _measure(args: argparse.Namespace, shapes: list[Any]) -> tuple[Any, list[Any
     try:
         verdict = benchmark.aligned(options, spec, layout, config, args.align_layers)
         if not verdict.passed:
-            return verdict, []
+            return verdict, [], []
         chunks = options.build(spec, layout)
         known: dict[tuple[int, int], tuple[float, float]] = {}
-        rows = [
-            benchmark.time_shape(
-                shape, spec, chunks, config,
-                repeats=args.repeats, seed=args.seed, stock_times=known,
-            )
-            for shape in report.watched(args, shapes, "shapes timed", len(shapes))
-        ]  # fmt: skip
-        return verdict, rows
+        rows, failures = [], []
+        for shape in report.watched(args, shapes, "shapes timed", len(shapes)):
+            try:
+                rows.append(
+                    benchmark.time_shape(
+                        shape, spec, chunks, config,
+                        repeats=args.repeats, seed=args.seed, stock_times=known,
+                    )
+                )  # fmt: skip
+            except torch.OutOfMemoryError as error:
+                failures.append(f"{shape}: {str(error).partition('.')[0]}")
+                benchmark.free_memory()
+        return verdict, rows, failures
     finally:
         runtime.shutdown()
 
