@@ -54,7 +54,8 @@ class TreeOptions:
         wave_tokens: most positions in a wave; a single leaf may exceed it. 0: no limit.
         min_gain: a shared segment that saves fewer positions than this is dissolved into its
             children. 0 dissolves nothing.
-        loss_in_leaves: share no position at or after a rollout's first trained one.
+        loss_in_leaves: positions from a rollout's first trained one on are in leaves, which only
+            its copies share.
         share: "group": one tree a group; "batch": one tree over all rollouts of the step.
     """
 
@@ -250,11 +251,13 @@ def _trie(
     same: dict[bytes, list[int]] = {}
     for m in members:
         same.setdefault(pairs[m].astype(">u8").tobytes(), []).append(m)
+    # Copies have one node, which keeps the loss of each in leaves.
+    earliest = {copies[0]: min(first[m] for m in copies) for copies in same.values()}
     top = _Node(0, 0, [])
     stack, before = [top], -1
     for _, copies in sorted(same.items()):
         rollout = copies[0]
-        shared = _shared(pairs, first, before, rollout, options) if before >= 0 else 0
+        shared = _shared(pairs, earliest, before, rollout, options) if before >= 0 else 0
         lower = None
         while stack[-1].end > shared:
             lower = stack.pop()
@@ -280,7 +283,7 @@ def _pair_codes(rollout: Pairs) -> np.ndarray:
 
 
 def _shared(
-    pairs: dict[int, np.ndarray], first: Sequence[int], a: int, b: int, options: TreeOptions
+    pairs: dict[int, np.ndarray], first: dict[int, int], a: int, b: int, options: TreeOptions
 ) -> int:
     """Positions that two different rollouts share, rounded toward the root."""
     num = min(len(pairs[a]), len(pairs[b]))
