@@ -1,0 +1,256 @@
+"""`megatron-prefix doctor`: whether the prefix schedule can run here, and what is in the way."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.markup import escape
+
+from megatron_prefix import __version__
+from megatron_prefix.cli import packages
+from megatron_prefix.cli.report import new_table, print_facts, print_json, print_rich
+from megatron_prefix.errors import UserError
+from megatron_prefix.models.presets import ModelSpec, resolve
+
+if TYPE_CHECKING:
+    import torch
+
+HELP = """\
+Versions, devices, the attention kernels that work here, the Megatron features that the prefix
+schedule refuses, and optional packages that are missing. Exits with 0 when the prefix schedule can
+run here, with 1 when it cannot."""
+EPILOG = """\
+examples:
+  megatron-prefix doctor
+  megatron-prefix doctor --model qwen3-8b
+  megatron-prefix doctor --model path/to/config.json --device cpu --json
+"""
+
+T = TypeVar("T")
+DTYPES = ("float64", "float32", "bfloat16")
+HEAD_DIM = 128  # of the kernels' probe when no model is named
+GIB = 1 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--model`, `--device`."""
+    parser.add_argument(
+        "--model",
+        metavar="NAME|CONFIG",
+        help="check this model too: a preset, or a Hugging Face config.json",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="what to check (default: cuda where there is one)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Looks and prints; 0 when nothing is in the way of the schedule, else 1."""
+    report = examine(args.device, args.model)
+    if args.json:
+        print_json(report)
+    else:
+        _print(report)
+    return 0 if report["ok"] else 1
+
+
+def examine(device: str | None = None, model: str | None = None) -> dict[str, Any]:
+    """Everything that `doctor` tells, as its --json has it.
+
+    Keys: ok; problems, one line each; device, the one that was checked; versions, None where
+    something is absent; devices; kernels, by dtype and name None or why it does not work; chosen,
+    the kernel that "auto" takes by dtype; refused_features, what to do about each; extras, by name
+    the missing packages and the command; model, its name and the features in its way, or None.
+
+    Args:
+        device: "cpu" or "cuda"; None: "cuda" where torch sees a GPU.
+        model: a preset's name or the path of a config.json.
+
+    Raises:
+        UserError: `model` is neither.
+    """
+    spec = resolve(model) if model else None
+    problems: list[str] = []
+    missing, extras = packages.missing(*packages.asked_for())
+    problems += [f"{name} is missing; pip install '{name}'" for name in missing]
+    # Versions and GPUs first: choosing the CPU hides the GPUs.
+    report: dict[str, Any] = {
+        "device": device or _attempt(problems, _best_device) or "cpu",
+        "versions": _package_versions() | (_attempt(problems, _library_versions) or {}),
+        "devices": [_host(), *(_attempt(problems, _gpus) or ())],
+        "kernels": {},
+        "chosen": {},
+        "refused_features": {},
+        "extras": extras,
+        "model": None,
+    }
+    if not problems:
+        report |= _attempt(problems, _what_runs, report["device"], spec) or {}
+    in_the_way = report["model"]["refused"] if report["model"] else []
+    problems += [f"{report['model']['name']} has {line}" for line in in_the_way]
+    problems = list(dict.fromkeys(problems))  # a package that is missing is met more than once
+    return {"ok": not problems, "problems": problems, **report}
+
+
+def _attempt(problems: list[str], look: Callable[..., T], *args: Any) -> T | None:
+    """What `look` finds, or None with one more line in `problems`."""
+    try:
+        return look(*args)
+    except UserError as error:
+        problems.append(str(error).partition("\n")[0])
+    except Exception as error:  # noqa: BLE001  (a broken installation raises anything)
+        first = (str(error).strip().splitlines() or [""])[0]
+        problems.append(f"{type(error).__name__}: {first}")
+    return None
+
+
+# What is here -------------------------------------------------------------------------------------
+
+
+def _package_versions() -> dict[str, str | None]:
+    own = {"megatron_prefix": __version__, "python": platform.python_version()}
+    others = ("torch", "megatron-core", "transformer-engine", "apex")
+    return own | {name: packages.version(name) for name in others}
+
+
+def _library_versions() -> dict[str, str | None]:
+    """Of what torch was built with."""
+    import torch
+
+    if torch.version.cuda is None:
+        return {"CUDA": None, "cuDNN": None, "NCCL": None}
+    cudnn = torch.backends.cudnn.version()
+    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
+    return {
+        "CUDA": torch.version.cuda,
+        "cuDNN": None if cudnn is None else str(cudnn),
+        "NCCL": None if nccl is None else ".".join(map(str, nccl)),
+    }
+
+
+def _host() -> dict[str, Any]:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"name": "CPU", "cores": cores, "memory_gib": round(memory / GIB, 1)}
+
+
+def _best_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _gpus() -> list[dict[str, Any]]:
+    import torch
+
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [
+        {
+            "name": gpu.name,
+            "memory_gib": round(gpu.total_memory / GIB, 1),
+            "capability": f"{gpu.major}.{gpu.minor}",
+        }
+        for gpu in gpus
+    ]
+
+
+# What runs ----------------------------------------------------------------------------------------
+
+
+def _what_runs(device: str, spec: ModelSpec | None) -> dict[str, Any]:
+    """Kernels, refused features and the model, after the platform has been selected.
+
+    Raises:
+        UserError: the device, the version of Megatron-Core, or every kernel is in the way.
+    """
+    from megatron_prefix import platforms
+
+    platforms.select(device)
+    import torch
+
+    from megatron_prefix import features
+    from megatron_prefix.attention import kernels
+
+    features.check_version()
+    width = spec.kv_channels if spec else HEAD_DIM
+    reasons, chosen = {}, {}
+    for name in DTYPES:
+        dtype = getattr(torch, name)
+        reasons[name] = kernels.available(device, dtype, width)
+        chosen[name] = kernels.choose("auto", device, dtype, width).name
+    return {
+        "kernels": reasons,
+        "chosen": chosen,
+        "refused_features": {name: mend for name, _, mend in features.REFUSED},
+        "model": _check_model(spec, torch.device(device)) if spec else None,
+    }
+
+
+def _check_model(spec: ModelSpec, device: torch.device) -> dict[str, Any]:
+    import torch
+
+    from megatron_prefix import features
+    from megatron_prefix.models.config import transformer_config
+    from megatron_prefix.runtime.layout import Layout
+
+    config = transformer_config(spec, Layout(), torch.float32, device, transformer_engine=False)
+    refused = features.refusals(config)
+    return {"name": spec.name, "parameters": spec.parameters(), "refused": refused}
+
+
+# For people ---------------------------------------------------------------------------------------
+
+
+def _print(report: Mapping[str, Any]) -> None:
+    print_facts("versions", {name: found or "-" for name, found in report["versions"].items()})
+    same = Counter((one["name"], _sizes(one)) for one in report["devices"])
+    print_facts("devices", {f"{n} x {name}": size for (name, size), n in same.items()})
+    _print_table(
+        f"attention kernels on {report['device']}", ["", *report["kernels"]], _kernel_rows(report)
+    )
+    _print_table(
+        "features that the prefix schedule refuses",
+        ["Megatron's option", "what to do"],
+        report["refused_features"].items(),
+    )
+    _print_table(
+        f"missing, and optional: pip install '{packages.DISTRIBUTION}[EXTRA]'",
+        ["extra", "packages"],
+        [(name, ", ".join(extra["missing"])) for name, extra in report["extras"].items()],
+    )
+    model = f"model {report['model']['name']} " if report["model"] else ""
+    print(f"{model}on {report['device']}: {'ready' if report['ok'] else 'not possible'}")
+    for line in report["problems"]:
+        print(f"  {line}")
+
+
+def _print_table(title: str, headings: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
+    """Nothing where there are no rows."""
+    table = new_table(escape(title))
+    for heading in headings:
+        table.add_column(heading)
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    if table.row_count:
+        print_rich(table)
+
+
+def _sizes(device: Mapping[str, Any]) -> str:
+    """Of a row of `devices`."""
+    detail = f"{device['cores']} cores" if "cores" in device else f"sm {device['capability']}"
+    return f"{detail}, {device['memory_gib']} GiB"
+
+
+def _kernel_rows(report: Mapping[str, Any]) -> list[list[str]]:
+    """Kernels by dtype: taken by "auto", working, or why not."""
+    by_name: dict[str, list[str]] = {}
+    for dtype, reasons in report["kernels"].items():
+        for name, reason in reasons.items():
+            works = "chosen" if report["chosen"][dtype] == name else "works"
+            by_name.setdefault(name, []).append(reason or works)
+    return [[name, *cells] for name, cells in by_name.items()]

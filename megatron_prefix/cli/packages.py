@@ -1,0 +1,64 @@
+"""Installed packages, compared with what this one asks for (setup.cfg)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+DISTRIBUTION = "megatron_prefix"
+
+
+def version(package: str) -> str | None:
+    """The version that is installed, None when it is not."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def asked_for() -> tuple[list[str], list[str]]:
+    """Requirements and extras of the installed package; none when it is not installed."""
+    try:
+        asked = metadata.metadata(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return [], []
+    return asked.get_all("Requires-Dist") or [], asked.get_all("Provides-Extra") or []
+
+
+def missing(
+    requirements: Iterable[str],
+    extras: Iterable[str],
+    version_of: Callable[[str], str | None] = version,
+) -> tuple[list[str], dict[str, Any]]:
+    """What of `requirements`, lines of package metadata, is not installed or has a wrong version.
+
+    Returns:
+        What is needed in any case; and by name `{"missing": [...], "command": how to get them}` for
+        each of `extras` that lacks something.
+    """
+    lacking = []
+    for line in requirements:
+        one = Requirement(line)
+        if canonicalize_name(one.name) == canonicalize_name(DISTRIBUTION):
+            continue  # an extra that is made of others
+        found = version_of(one.name)
+        if found is None or not one.specifier.contains(found, prereleases=True):
+            lacking.append(one)
+
+    def of(extra: str) -> list[str]:
+        there = (
+            one for one in lacking if one.marker is None or one.marker.evaluate({"extra": extra})
+        )
+        return [f"{one.name}{one.specifier}" for one in there]
+
+    needed = of("")
+    by_extra = {extra: [name for name in of(extra) if name not in needed] for extra in extras}
+    return needed, {
+        extra: {"missing": names, "command": f"pip install '{DISTRIBUTION}[{extra}]'"}
+        for extra, names in by_extra.items()
+        if names
+    }

@@ -1,0 +1,43 @@
+"""Real rollouts that lie beside the project and are no part of it.
+
+The folder is that of the environment variable MEGATRON_PREFIX_DATA, else `shared/data` beside the
+repository. A test that needs a set and does not find it is skipped with that reason.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_prefix.data.rollouts import Group, read_groups
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BUNDLED = REPOSITORY / "megatron_prefix" / "data" / "bundled" / "agents.jsonl.gz"
+
+
+def folder() -> Path:
+    """Where the sets would be."""
+    return Path(os.environ.get("MEGATRON_PREFIX_DATA", REPOSITORY.parent / "shared" / "data"))
+
+
+def files() -> list[Path]:
+    """Every set that is here, by name."""
+    return sorted(folder().glob("*.jsonl.gz"))
+
+
+def path(name: str) -> Path:
+    """The file of a set such as "gsm8k"; skips the test where it is missing."""
+    found = folder() / f"{name}.jsonl.gz"
+    if not found.is_file():
+        pytest.skip(
+            f"no rollouts {found.name} in {folder()} (MEGATRON_PREFIX_DATA names the folder)"
+        )
+    return found
+
+
+def groups(name: str, num_groups: int) -> list[Group]:
+    """The first groups of a set; skips the test where the set is missing."""
+    stream = read_groups(path(name))
+    return [group for group, _ in zip(stream, range(num_groups), strict=False)]
