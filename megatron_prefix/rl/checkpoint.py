@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -55,6 +56,11 @@ class Identity:
     seed: int
     rollouts: str
     distributed_optimizer: bool
+
+
+def holds_checkpoints(output: Path) -> bool:
+    """Whether a run's folder has checkpoints."""
+    return (output / FOLDER / LATEST).exists()
 
 
 def find(path: Path) -> Path | None:
@@ -131,7 +137,9 @@ def load(trainer: Trainer, checkpoint: Path, identity: Identity) -> None:
         logger.warning("resumed with other settings than before: %s", ", ".join(changed))
     same_world = state["world_size"] == dist.get_world_size()
     wanted = _sharded_state(trainer, loading=True, rng=same_world)
-    loaded = dist_checkpointing.load(wanted, str(checkpoint))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch about its own functions
+        loaded = dist_checkpointing.load(wanted, str(checkpoint))
     for number, chunk in enumerate(trainer.chunks):
         unwrap(chunk).load_state_dict(loaded[f"model{number}"])
     trainer.optimizer.load_state_dict(loaded["optimizer"])

@@ -100,10 +100,26 @@ def losses(logs: Sequence[dict[str, Tensor]]) -> Tensor:
     return table[:, 0] / table[:, 1].clamp(min=1)
 
 
-def loss_scale(items: Sequence[dict[str, Any]]) -> float:
-    """The size of the terms that a mean loss is made of: log-probs times advantages."""
-    known = [item for item in items if "old_logprobs" in item]
-    return max([1.0, *(_largest(i["old_logprobs"]) * _largest(i["advantages"]) for i in known)])
+@dataclass(frozen=True)
+class Scales:
+    """How large the terms are whose sums a comparison looks at.
+
+    Attributes:
+        loss: of a microbatch's mean loss: log-probs times advantages.
+        gradient: what a trained token sends back on average, advantages and KL.
+    """
+
+    loss: float
+    gradient: float
+
+    @classmethod
+    def of(cls, items: Sequence[dict[str, Any]], kl_coeff: float) -> Scales:
+        """The scales of an update's microbatches."""
+        known = [item for item in items if "old_logprobs" in item]
+        sizes = [_largest(i["old_logprobs"]) * _largest(i["advantages"]) for i in known]
+        sent = sum(float(item["advantages"].abs().sum()) for item in items)
+        trained = sum(float(item["loss_mask"].sum()) for item in items)
+        return cls(max([1.0, *sizes]), sent / max(trained, 1.0) + kl_coeff)
 
 
 @dataclass(frozen=True)
@@ -114,6 +130,7 @@ class Difference:
         loss_max_abs_diff: over microbatches.
         grad_max_rel_diff: over parameters, relative to each one's largest stock gradient.
         param_max_abs_diff: over parameters after the optimizer step.
+        tolerance: of gradients.
         passed: within the numerics policy. None in 16 bit, where only an fp32 reference can tell
             (`megatron-prefix align` has one).
         failures: what is outside, one line each.
@@ -122,12 +139,13 @@ class Difference:
     loss_max_abs_diff: float
     grad_max_rel_diff: float
     param_max_abs_diff: float
+    tolerance: float
     passed: bool | None
     failures: tuple[str, ...] = ()
 
 
 def compare(
-    expected: Outcome, found: Outcome, *, num_tokens: int, loss_scale: float, lr: float, eps: float
+    expected: Outcome, found: Outcome, *, num_tokens: int, scales: Scales, lr: float, eps: float
 ) -> Difference:
     """Judge an update by the numerics policy.
 
@@ -138,35 +156,40 @@ def compare(
     Args:
         expected: the stock schedule's. found: the prefix schedule's.
         num_tokens: positions of the update, the length of a weight gradient's sum.
-        loss_scale: the size of the terms of a loss, for its absolute difference.
         lr: learning rate of the update. eps: AdamW's.
     """
     dtype = next(iter(expected.parameters.values())).dtype
     limit = numerics.tolerance(dtype, num_tokens)
     loss = _largest(found.losses - expected.losses)
-    relative = {n: _relative(found.gradients[n], g) for n, g in expected.gradients.items()}
+    sizes = _gradient_sizes(expected.gradients, limit, scales.gradient)
+    errors = {n: _relative(found.gradients[n] - g, sizes[n]) for n, g in expected.gradients.items()}
     moved = {n: _largest(found.parameters[n] - p) for n, p in expected.parameters.items()}
-    failures = [
-        f"gradient of {n}: {e:.2e} exceeds {limit:.2e}"
-        for n, e in relative.items()
-        if not e <= limit
-    ]
-    if not loss <= limit * loss_scale:
-        failures.append(f"loss: {loss:.2e} exceeds {limit * loss_scale:.2e}")
-    for name, difference in moved.items():
-        error = limit * _largest(expected.gradients[name])
-        rounding = 2 * torch.finfo(dtype).eps * _largest(expected.parameters[name])
-        most = lr * min(2.0, error / eps) + rounding
-        if not difference <= most:
-            failures.append(f"parameter {name}: {difference:.2e} exceeds {most:.2e}")
+    checks = [("loss", loss, limit * scales.loss)]
+    checks += [(f"gradient of {name}", error, limit) for name, error in errors.items()]
+    for name, parameter in expected.parameters.items():
+        rounding = 2 * torch.finfo(dtype).eps * _largest(parameter)
+        most = lr * min(2.0, limit * sizes[name] / eps) + rounding
+        checks.append((f"parameter {name}", moved[name], most))
     judged = dtype in (torch.float32, torch.float64)
+    failures = [f"{what}: {x:.2e} exceeds {most:.2e}" for what, x, most in checks if not x <= most]
     return Difference(
         loss_max_abs_diff=loss,
-        grad_max_rel_diff=max(relative.values()),
+        grad_max_rel_diff=max(errors.values()),
         param_max_abs_diff=max(moved.values()),
+        tolerance=limit,
         passed=not failures if judged else None,
         failures=tuple(failures) if judged else (),
     )
+
+
+def _gradient_sizes(gradients: dict[str, Tensor], limit: float, scale: float) -> dict[str, float]:
+    """What the error of each parameter's gradient is relative to: the largest stock gradient.
+
+    Where terms cancel (identical rollouts whose advantages add up to zero, and nothing else) all
+    gradients are rounding noise, and errors are relative to the terms.
+    """
+    sizes = {name: _largest(value) for name, value in gradients.items()}
+    return sizes if max(sizes.values()) > limit * scale else dict.fromkeys(sizes, scale)
 
 
 def over_ranks(difference: Difference, device: torch.device) -> Difference:
@@ -181,15 +204,15 @@ def over_ranks(difference: Difference, device: torch.device) -> Difference:
     dist.all_reduce(table, op=dist.ReduceOp.MAX)
     loss, gradient, parameter, failed = table.tolist()
     passed = None if difference.passed is None else not failed
-    return Difference(loss, gradient, parameter, passed, difference.failures)
+    return Difference(loss, gradient, parameter, difference.tolerance, passed, difference.failures)
 
 
 def _largest(values: Tensor) -> float:
-    return float(values.double().abs().max()) if values.numel() else 0.0
+    """The largest magnitude; infinity where there is NaN, so that it never passes for small."""
+    largest = float(values.double().abs().max()) if values.numel() else 0.0
+    return math.inf if math.isnan(largest) else largest
 
 
-def _relative(actual: Tensor, expected: Tensor) -> float:
-    try:
-        return numerics.relative_error(actual, expected)
-    except ValueError:  # NaN, or a gradient where there should be none
-        return math.inf
+def _relative(difference: Tensor, size: float) -> float:
+    largest = _largest(difference)
+    return largest / size if size else math.inf if largest else 0.0

@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megatron_prefix.pipeline.entry import StepReport
@@ -76,7 +75,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 class MetricsWriter:
-    """Writes a run's metrics; a context manager.
+    """Writes a run's metrics; `close` it in the end.
 
     Args:
         folder: of the run; made where it is missing.
@@ -88,7 +87,7 @@ class MetricsWriter:
         self.path = folder / FILE
         if self.path.exists():
             _keep_steps_before(self.path, first_step)
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  # closed by __exit__
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  # see close
         self._board = _tensorboard(folder, first_step)
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -104,15 +103,8 @@ class MetricsWriter:
             elif value is not None:
                 self._board.add_scalar(name, value, step)
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Ends both files."""
         self._file.close()
         if self._board is not None:
             self._board.close()

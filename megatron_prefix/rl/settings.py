@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
@@ -81,3 +82,20 @@ class TrainSettings:
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, counted from 1."""
         return self.lr * min(1.0, step / self.warmup_steps) if self.warmup_steps else self.lr
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a run does besides training.
+
+    Attributes:
+        steps: the step to end with, counted from the very first run.
+        output: folder of metrics and checkpoints.
+        save_every: steps between checkpoints; the last step is saved too. 0: no checkpoints.
+        resume: run folder or checkpoint to go on from; "auto": `output`, where it has one.
+    """
+
+    steps: int
+    output: Path
+    save_every: int = 0
+    resume: str | None = None

@@ -22,7 +22,7 @@ from megatron_prefix.jobs import ModelOptions
 from megatron_prefix.models.build import build_model
 from megatron_prefix.models.optimizer import build_optimizer
 from megatron_prefix.models.presets import ModelSpec
-from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.pipeline.entry import PrefixSchedule, StepReport
 from megatron_prefix.rl import batches, metrics, passes
 from megatron_prefix.rl.dataset import RolloutSet, deal
 from megatron_prefix.rl.metrics import Metrics
@@ -98,6 +98,11 @@ class Trainer:
         if settings.grpo.kl_coeff:
             self._reference = _build(settings, options, spec, world, reference=True)
         self.updater = Updater(self.chunks, self.optimizer, self._schedule, settings, world.device)
+
+    @property
+    def report(self) -> StepReport | None:
+        """What this rank's last update did; None before it, and in mode "off"."""
+        return self._schedule.report
 
     def step(self) -> Step:
         """The next step.

@@ -111,7 +111,7 @@ class Updater:
             stock.outcome,
             ours.outcome,
             num_tokens=ours.raw_tokens,
-            loss_scale=compare.loss_scale(items),
+            scales=compare.Scales.of(items, self._settings.grpo.kl_coeff),
             lr=self._settings.lr_at(step),
             eps=ADAM_EPS,
         )

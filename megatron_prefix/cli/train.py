@@ -1,0 +1,355 @@
+"""`train`: GRPO actor updates over rollouts that exist already."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_prefix.cli import report
+from megatron_prefix.cli.arguments import (
+    add_layout,
+    add_lengths,
+    add_rollouts,
+    config_of,
+    layout_of,
+    whole,
+)
+from megatron_prefix.cli.inputs import load_groups
+from megatron_prefix.cli.modelling import add_model, model_options
+from megatron_prefix.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_prefix.data.rollouts import Group
+    from megatron_prefix.rl.run import Summary
+    from megatron_prefix.rl.trainer import Step, Trainer
+    from megatron_prefix.runtime import Layout
+
+HELP = """\
+Trains a model on a rollout file by GRPO: advantages from each group's rewards, old log-probs by a
+pass without gradients where the file has none, a clipped loss, AdamW through Megatron's optimizer.
+Metrics go to OUTPUT/metrics.jsonl and, where it is installed, TensorBoard. --compare runs
+Megatron-Core's stock schedule on every update too, from the same weights, and compares; the exit
+code is then 1 when they differ by more than the numerics policy allows."""
+EPILOG = """\
+examples:
+  megatron-prefix train rollouts.jsonl.gz --steps 10 --lr 1e-3 --output runs/tiny
+  megatron-prefix train rollouts.jsonl.gz --compare --plan-svg plan.svg
+  megatron-prefix train rollouts.jsonl.gz --steps 20 --save-every 5 --output runs/tiny --resume
+  torchrun --nproc-per-node 8 -m megatron_prefix train rollouts.jsonl.gz --device cuda \\
+      --model qwen3-8b --dtype bfloat16 --tp 4 --sequence-parallel --recompute full
+"""
+_GROUPS_PER_STEP = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    add_rollouts(parser, positional=True)
+    _add_training(parser)
+    _add_schedule(parser)
+    _add_files(parser)
+    add_model(parser, model="tiny-llama", dtype="float32")
+    add_layout(parser)
+    add_lengths(parser)
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("training")
+    for option, kind, default, text in (
+        ("--steps", whole(), None, "step to end with (default: once over the rollouts)"),
+        ("--groups-per-step", whole(), None, f"groups of a step (default {_GROUPS_PER_STEP})"),
+        ("--ppo-epochs", whole(), 1, "times a step goes over its rollouts (default 1)"),
+        ("--minibatches", whole(), 1, "updates of one such time, of whole groups (default 1)"),
+        ("--lr", float, 1e-6, "learning rate (default 1e-6)"),
+        ("--warmup-steps", whole(0), 0, "steps in which it rises (default 0)"),
+        ("--weight-decay", float, 0.1, "AdamW's (default 0.1)"),
+        ("--clip-grad", float, None, "largest gradient norm; 0: any (default 1; 0 in float64)"),
+        ("--clip-low", float, 0.2, "ratios count no lower than 1 - X (default 0.2)"),
+        ("--clip-high", float, 0.28, "ratios count no higher than 1 + X (default 0.28)"),
+        ("--kl-coeff", float, 0.0, "weight of the KL to the initial model (default 0: none)"),
+        ("--max-skipped", whole(0), 0, "updates in a row that may not be finite (default 0)"),
+    ):
+        name = "X" if kind is float else "N"
+        group.add_argument(option, type=kind, default=default, metavar=name, help=text)
+    group.add_argument(
+        "--loss-mean",
+        choices=("token", "rollout"),
+        default="token",
+        help="mean over trained tokens, or over rollouts of their means (default token)",
+    )
+    group.add_argument(
+        "--no-std", action="store_true", help="do not divide advantages by the rewards' deviation"
+    )
+    group.add_argument(
+        "--distributed-optimizer",
+        action="store_true",
+        help="Megatron's, which shards its state over data-parallel ranks",
+    )
+
+
+def _add_schedule(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("schedule")
+    group.add_argument(
+        "--prefix-schedule",
+        choices=("off", "observe", "auto", "on"),
+        default="on",
+        help="off: Megatron's; observe: Megatron's, and metrics say what sharing would give; auto:"
+        " share where it pays; on: always (default)",
+    )
+    group.add_argument(
+        "--compare", action="store_true", help="run Megatron's schedule too, time and compare both"
+    )
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("files")
+    group.add_argument(
+        "--output",
+        metavar="DIR",
+        help="folder of metrics and checkpoints (default: runs/train-DATE-TIME)",
+    )
+    group.add_argument(
+        "--save-every",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="steps between checkpoints; 0: none (default)",
+    )
+    group.add_argument(
+        "--resume",
+        nargs="?",
+        const="auto",
+        metavar="DIR",
+        help="go on from a run's folder or a checkpoint; without DIR from OUTPUT, where it has one",
+    )
+    group.add_argument("--plan-svg", metavar="FILE", help="draw the last step's plan")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks of a job are started with."""
+
+    settings: Any
+    options: Any
+    spec: Any
+    layout: Layout
+    groups: tuple[Group, ...]
+    run: Any
+    plan_svg: str | None
+    progress: bool
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains on as many ranks as the layout has."""
+    from megatron_prefix import runtime
+
+    job, dropped = _job(args)
+    summary = runtime.launch(train_rank, job.layout.world_size, job, device=args.device)
+    if os.environ.get("RANK", "0") == "0":  # one of torchrun's ranks speaks
+        _print(args, summary, dropped)
+    if summary.error is not None:
+        print(f"megatron-prefix train: {summary.error}", file=sys.stderr)
+    return 1 if summary.error is not None or summary.passed is False else 0
+
+
+def _job(args: argparse.Namespace) -> tuple[Job, int]:
+    """Everything a user can get wrong is found here, before a rank is started."""
+    from megatron_prefix import runtime
+    from megatron_prefix.jobs import fit_vocabulary
+    from megatron_prefix.models import presets
+
+    if args.plan_svg and args.prefix_schedule == "off":
+        raise UserError("--plan-svg: --prefix-schedule off has no plan; give observe, auto or on")
+    options = model_options(args)
+    layout = layout_of(args, runtime.env_world_size())
+    spec = presets.resolve(options.model, **dict(options.overrides))
+    groups, dropped = load_groups(args, spec.vocab_size)
+    spec, groups = fit_vocabulary(options, groups)
+    per_step = args.groups_per_step or _groups_per_step(len(groups), layout.dp * args.minibatches)
+    settings = _settings(args, per_step)
+    name = time.strftime("runs/train-%Y%m%d-%H%M%S")
+    job = Job(
+        settings,
+        options,
+        spec,
+        layout,
+        tuple(groups),
+        _run_options(args, args.output or name, math.ceil(len(groups) / per_step)),
+        args.plan_svg,
+        args.progress,
+    )
+    return job, dropped
+
+
+def _groups_per_step(num_groups: int, multiple: int) -> int:
+    """The default: a few groups, as ranks and minibatches divide them."""
+    wanted = min(num_groups, max(_GROUPS_PER_STEP, multiple))
+    return max(multiple, wanted // multiple * multiple)
+
+
+def _run_options(args: argparse.Namespace, output: str, steps: int) -> Any:
+    from megatron_prefix.rl.settings import RunOptions
+
+    return RunOptions(args.steps or steps, Path(output), args.save_every, args.resume)
+
+
+def _settings(args: argparse.Namespace, groups_per_step: int) -> Any:
+    from megatron_prefix.rl.loss import GrpoConfig
+    from megatron_prefix.rl.settings import TrainSettings
+
+    if args.chunk_tokens == "auto":
+        raise UserError("--chunk-tokens auto: give a number; `plan --chunk-tokens auto` finds one")
+    default_clip = 0.0 if args.dtype == "float64" else 1.0
+    return TrainSettings(
+        groups_per_step=groups_per_step,
+        ppo_epochs=args.ppo_epochs,
+        num_minibatches=args.minibatches,
+        lr=args.lr,
+        warmup_steps=args.warmup_steps,
+        weight_decay=args.weight_decay,
+        clip_grad=default_clip if args.clip_grad is None else args.clip_grad,
+        loss_mean=args.loss_mean,
+        divide_by_std=not args.no_std,
+        grpo=GrpoConfig(args.clip_low, args.clip_high, args.kl_coeff),
+        prefix=config_of(args, mode=args.prefix_schedule, memory=args.memory, kernel=args.kernel),
+        compare=args.compare,
+        max_skipped=args.max_skipped,
+        distributed_optimizer=args.distributed_optimizer,
+    )
+
+
+# On a rank ----------------------------------------------------------------------------------------
+
+
+def train_rank(job: Job) -> Summary:
+    """One rank's part; returns the summary."""
+    from megatron_prefix import runtime
+
+    world = runtime.initialize(job.layout, job.options.device, job.options.seed)
+    try:
+        from megatron_prefix.rl.checkpoint import Identity
+        from megatron_prefix.rl.dataset import RolloutSet
+        from megatron_prefix.rl.run import run as run_steps
+        from megatron_prefix.rl.trainer import Trainer
+
+        rollouts = RolloutSet(job.groups)
+        trainer = Trainer(job.settings, rollouts, job.options, job.spec, world)
+        identity = Identity(
+            model=asdict(job.spec),
+            dtype=job.options.dtype,
+            seed=job.options.seed,
+            rollouts=rollouts.fingerprint,
+            distributed_optimizer=job.settings.distributed_optimizer,
+        )
+        with _progress(job, world.rank) as show:
+            summary = run_steps(trainer, job.run, identity, show)
+        if job.plan_svg and world.rank == 0:
+            _draw(trainer, job)
+        return summary
+    finally:
+        runtime.shutdown()
+
+
+@contextlib.contextmanager
+def _progress(job: Job, rank: int) -> Iterator[Callable[[Step], None]]:
+    """A bar on stderr with loss and speed; lines where stderr is no terminal, on demand."""
+    if rank or not (sys.stderr.isatty() or job.progress):
+        yield lambda step: None
+    elif not sys.stderr.isatty():
+        yield lambda step: print(
+            f"step {step.number} of {job.run.steps}: {_speed(step)}", file=sys.stderr, flush=True
+        )
+    else:
+        from rich import progress as bars
+        from rich.console import Console
+
+        columns = (
+            bars.SpinnerColumn(),
+            bars.TextColumn("steps"),
+            bars.BarColumn(),
+            bars.MofNCompleteColumn(),
+            bars.TimeElapsedColumn(),
+            bars.TextColumn("{task.description}"),
+        )
+        with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("", total=job.run.steps)
+            yield lambda step: bar.update(task, completed=step.number, description=_speed(step))
+
+
+def _speed(step: Step) -> str:
+    metrics: Any = step.metrics
+    return (
+        f"loss {metrics['train/loss']:+.4f}, "
+        f"{report.number(round(metrics['train/raw_tokens_per_s']))} tokens/s"
+    )
+
+
+def _draw(trainer: Trainer, job: Job) -> None:
+    """Writes the picture of the last step's plan."""
+    from megatron_prefix.drawing import timeline_svg
+    from megatron_prefix.pipeline.planner import make_plan
+    from megatron_prefix.pipeline.simulator import simulate
+
+    last = trainer.report
+    if last is None:
+        raise UserError("--plan-svg: no step was done, so there is no plan to draw")
+    plan = make_plan(last.forest, job.layout.pp, extra=job.settings.prefix.extra)
+    path = Path(job.plan_svg or "")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report.write_text(str(path), timeline_svg(simulate(plan), plan))
+
+
+# The end ------------------------------------------------------------------------------------------
+
+
+def _print(args: argparse.Namespace, summary: Summary, dropped: int) -> None:
+    result = {**summary.as_json(), "plan_svg": args.plan_svg, "dropped_rollouts": dropped}
+    if args.json:
+        report.print_json(result)
+        return
+    if summary.step_s is None:  # the first step failed: the error says why
+        return
+    report.print_facts("GRPO updates", _facts(args, summary, dropped))
+    for failure in summary.failures:
+        print(f"  {failure}")
+
+
+def _facts(args: argparse.Namespace, summary: Summary, dropped: int) -> dict[str, str]:
+    step_s = summary.step_s or math.nan
+    saved = 1 - summary.executed_tokens / max(1, summary.raw_tokens)
+    facts = {
+        "steps": f"{summary.first_step} to {summary.last_step}",
+        "tokens, all rollouts": report.number(summary.raw_tokens),
+        "tokens, executed": f"{report.number(summary.executed_tokens)} (-{report.percent(saved)})",
+        "loss, last step": f"{summary.loss:+.5f}",
+        "updates of a step": f"{step_s:.3f} s",
+    }
+    if summary.stock_step_s is not None:
+        facts["updates of a step"] = ""
+        facts["  stock schedule"] = f"{summary.stock_step_s:.3f} s"
+        facts["  prefix schedule"] = f"{step_s:.3f} s"
+        facts["  speedup"] = f"{summary.speedup:.2f}x"
+        facts["largest difference of a loss"] = f"{summary.loss_max_abs_diff:.2e}"
+        facts["of a gradient, relative"] = f"{summary.grad_max_rel_diff:.2e}"
+        facts["of a parameter"] = f"{summary.param_max_abs_diff:.2e}"
+        facts["tolerance"] = f"{summary.tolerance:.2e}"
+        facts["verdict"] = {
+            True: "aligned",
+            False: "NOT aligned",
+            None: "not judged in 16 bit: see align",
+        }[summary.passed]
+    optional = {
+        "updates skipped": summary.skipped_updates,
+        "rollouts dropped by --max-tokens": dropped,
+        "metrics": summary.metrics,
+        "checkpoint": summary.checkpoint,
+        "plan": args.plan_svg,
+    }
+    return facts | {name: str(value) for name, value in optional.items() if value}
