@@ -1,0 +1,160 @@
+"""A training run on one rank: steps, metrics, checkpoints, and a summary at the end."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.rl import checkpoint
+from megatron_prefix.rl.checkpoint import Identity
+from megatron_prefix.rl.metrics import FILE, Metrics, MetricsWriter
+from megatron_prefix.rl.settings import RunOptions
+from megatron_prefix.rl.trainer import Step, Trainer
+from megatron_prefix.rl.updates import TrainingError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Summary:
+    """What a run did; the keys of `train --json`. Times are medians over steps, in seconds.
+
+    Attributes:
+        first_step, last_step: steps of this run, from 1.
+        raw_tokens, executed_tokens: positions of all updates, without and with sharing.
+        step_s: one step's updates: forward, backward, optimizer.
+        stock_step_s: the stock schedule's; None without a comparison, as are the next five.
+        speedup: stock_step_s / step_s.
+        loss_max_abs_diff, grad_max_rel_diff, param_max_abs_diff: largest over steps.
+        passed: every update was within the numerics policy; None in 16 bit, where only an fp32
+            reference can tell.
+        tolerance: of gradients.
+        failures: what was outside the policy, on this rank.
+        loss, reward_mean, grad_norm: of the last step.
+        skipped_updates: updates skipped since the very first step.
+        error: why the run ended early, or None.
+        output, metrics, checkpoint: where things are.
+    """
+
+    first_step: int
+    last_step: int
+    output: str
+    metrics: str
+    raw_tokens: int = 0
+    executed_tokens: int = 0
+    step_s: float | None = None
+    stock_step_s: float | None = None
+    speedup: float | None = None
+    loss_max_abs_diff: float | None = None
+    grad_max_rel_diff: float | None = None
+    param_max_abs_diff: float | None = None
+    passed: bool | None = None
+    tolerance: float | None = None
+    failures: list[str] = field(default_factory=list)
+    loss: float | None = None
+    reward_mean: float | None = None
+    grad_norm: float | None = None
+    skipped_updates: int = 0
+    error: str | None = None
+    checkpoint: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields by name."""
+        return asdict(self)
+
+
+def run(
+    trainer: Trainer, options: RunOptions, identity: Identity, show: Callable[[Step], None]
+) -> Summary:
+    """Train up to `options.steps`; every rank of the job calls this.
+
+    Args:
+        identity: of the run, for its checkpoints.
+        show: called after every step.
+
+    Raises:
+        UserError: nothing to resume from, something else to resume from, or nothing left to do.
+    """
+    _resume(trainer, options, identity)
+    first = trainer.num_steps + 1
+    if first > options.steps:
+        raise UserError(
+            f"--steps {options.steps}: the run is at step {trainer.num_steps} already; give more"
+        )
+    summary = Summary(first, options.steps, str(options.output), str(options.output / FILE))
+    writer = MetricsWriter(options.output, first) if dist.get_rank() == 0 else None
+    steps: list[Step] = []
+    try:
+        while trainer.num_steps < options.steps:
+            step = trainer.step()
+            steps.append(step)
+            if writer is not None:
+                writer.write(step.number, step.metrics)
+            show(step)
+            last = step.number == options.steps
+            if options.save_every and (last or step.number % options.save_every == 0):
+                summary.checkpoint = str(checkpoint.save(trainer, options.output, identity))
+    except TrainingError as error:
+        summary.error = str(error)
+        if writer is not None:
+            failed: Metrics = {"train/skipped_updates": trainer.updater.skipped}
+            writer.write(trainer.num_steps + 1, failed)
+    finally:
+        if writer is not None:
+            writer.close()
+    summary.last_step, summary.skipped_updates = trainer.num_steps, trainer.updater.skipped
+    _fill(summary, steps)
+    return summary
+
+
+def _resume(trainer: Trainer, options: RunOptions, identity: Identity) -> None:
+    if options.resume is None:
+        if checkpoint.holds_checkpoints(options.output):
+            raise UserError(
+                f"--output {options.output}: holds the checkpoints of a run; add --resume to go "
+                "on with it, or name another folder"
+            )
+        return
+    auto = options.resume == "auto"
+    if auto and not options.output.exists():
+        return
+    found = checkpoint.find(options.output if auto else Path(options.resume))
+    if found is not None:
+        checkpoint.load(trainer, found, identity)
+        logger.info("resumed from %s", found)
+    elif not auto:
+        raise UserError(f"--resume {options.resume}: holds no checkpoint; name one that does")
+
+
+def _fill(summary: Summary, steps: list[Step]) -> None:
+    """Puts what the steps did into the summary."""
+    if not steps:
+        return
+
+    def values(name: str) -> list[Any]:
+        return [step.metrics[name] for step in steps if name in step.metrics]
+
+    summary.raw_tokens = sum(values("prefix_sharing/raw_tokens"))
+    summary.executed_tokens = sum(values("prefix_sharing/executed_tokens"))
+    for name in ("loss", "reward_mean", "grad_norm"):
+        setattr(summary, name, values(f"train/{name}")[-1])
+    summary.step_s = statistics.median(values("train/updates_s"))
+    updates = [update for step in steps for update in step.updates]
+    differences = [update.difference for update in updates if update.difference is not None]
+    if not differences:
+        return
+    summary.stock_step_s = statistics.median(values("prefix_sharing/stock_updates_s"))
+    summary.speedup = summary.stock_step_s / summary.step_s
+    for name in ("loss_max_abs_diff", "grad_max_rel_diff", "param_max_abs_diff"):
+        setattr(summary, name, max(values(f"prefix_sharing/{name}")))
+    summary.tolerance = min(difference.tolerance for difference in differences)
+    judged = [difference.passed for difference in differences if difference.passed is not None]
+    summary.passed = all(judged) if judged else None
+    summary.failures = [failure for d in differences for failure in d.failures]
