@@ -1,0 +1,163 @@
+"""The scripts of launch/ and .ci/, with an interpreter that only notes what it is asked to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.harness.data import REPOSITORY
+
+# Stands in for Python: makes an environment that holds itself, notes installs and what is run.
+STAND_IN = """\
+#!/bin/sh
+case "$*" in
+    *python_version*) echo "${FAKE_VERSION:-3.11.7}" ;;
+    *version_info*) [ "${FAKE_VERSION:-new}" = new ] ;;
+    *"import venv"*) [ "${FAKE_VENV:-there}" = there ] ;;
+    "-m venv"*)
+        shift 3
+        mkdir -p "$1/bin" && cp "$0" "$1/bin/python" && cp "$0" "$1/bin/megatron-prefix"
+        touch "$1/pyvenv.cfg" ;;
+    "-m pip install"*) echo "$*" >>"$NOTES"; [ "${FAKE_PIP:-works}" = works ] ;;
+    "-c ") ;;
+    *) echo "$(basename "$0") $*" >>"$NOTES" ;;
+esac
+"""
+
+
+class Sandbox:
+    """A copy of the scripts beside a stand-in for Python."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.notes, self.python = folder, folder / "notes", folder / "python3"
+        self.root, self.venv = folder / "repository", folder / "environment"
+        self.root.mkdir()
+        for name in ("launch", ".ci"):
+            shutil.copytree(REPOSITORY / name, self.root / name)
+        shutil.copy(REPOSITORY / "setup.cfg", self.root)
+        self.python.write_text(STAND_IN)
+        self.python.chmod(0o755)
+
+    def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess:
+        """`command` in the copy; what it asked of Python is in `asked` afterwards."""
+        self.notes.write_text("")
+        environment = {"PYTHON": str(self.python), "VENV": str(self.venv), **environment}
+        return subprocess.run(
+            command,
+            cwd=self.root,
+            env={"PATH": os.environ["PATH"], "NOTES": str(self.notes), **environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    @property
+    def asked(self) -> list[str]:
+        return self.notes.read_text().splitlines()
+
+    @property
+    def installs(self) -> list[str]:
+        return [line for line in self.asked if line.startswith("-m pip install")]
+
+
+@pytest.fixture
+def sandbox(tmp_path) -> Sandbox:
+    return Sandbox(tmp_path)
+
+
+def test_torch_comes_first_then_the_package_with_its_extras(sandbox):
+    done = sandbox.run("bash", "launch/test.sh", "-k", "some test")
+    assert done.returncode == 0, done.stderr
+    first, second, last = sandbox.asked
+    pins = f"-c {sandbox.root}/launch/requirements-cpu.txt"
+    assert pins in first
+    assert " torch " in first
+    assert pins in second
+    assert second.endswith(f"--no-build-isolation --editable {sandbox.root}[test]")
+    assert last == "python -m pytest -k some test"
+
+
+def test_nothing_is_installed_twice(sandbox):
+    sandbox.run("bash", "launch/test.sh")
+    assert len(sandbox.installs) == 2
+    sandbox.run("bash", "launch/test.sh")
+    assert sandbox.installs == []
+
+
+def test_other_pins_are_installed(sandbox):
+    sandbox.run("bash", "launch/test.sh")
+    with (sandbox.root / "launch" / "requirements-cpu.txt").open("a") as pins:
+        pins.write("another==1.0\n")
+    sandbox.run("bash", "launch/test.sh")
+    assert len(sandbox.installs) == 2
+
+
+def test_the_scripts_share_an_environment(sandbox):
+    sandbox.run("bash", "launch/test.sh")
+    done = sandbox.run("bash", "launch/quickstart.sh")
+    assert done.returncode == 0, done.stderr
+    assert sandbox.installs[1].endswith("[train,plot]")
+
+
+def test_a_broken_install_is_done_again(sandbox):
+    assert sandbox.run("bash", "launch/test.sh", FAKE_PIP="breaks").returncode != 0
+    assert len(sandbox.installs) == 1
+    assert sandbox.run("bash", "launch/test.sh").returncode == 0
+    assert len(sandbox.installs) == 2
+
+
+def test_the_quick_start_shows_both_schedules(sandbox):
+    done = sandbox.run("bash", "launch/quickstart.sh", STEPS="2", OUTPUT="elsewhere")
+    assert done.returncode == 0, done.stderr
+    command = sandbox.asked[-1]
+    assert command.startswith("megatron-prefix train megatron_prefix/data/bundled/")
+    for option in ("--compare", "--prefix-schedule on", "--steps 2", "--output elsewhere"):
+        assert option in command
+    assert done.stdout.splitlines()[-1].endswith("elsewhere/plan.svg")
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        ({"PYTHON": "python9.9"}, "there is no python9.9 here"),
+        ({"PYTHON": "false"}, "does not run"),
+        ({"FAKE_VERSION": "3.9.18"}, "is Python 3.9.18, 3.10 is the oldest"),
+        ({"FAKE_VENV": "missing"}, "lacks venv"),
+    ],
+)
+def test_what_is_missing_is_named_with_the_mend(sandbox, environment, problem):
+    done = sandbox.run("bash", "launch/test.sh", **environment)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert problem in done.stderr
+    assert "PYTHON=" in done.stderr
+    assert not sandbox.venv.exists()
+
+
+def test_a_folder_that_is_no_environment_is_left_alone(sandbox):
+    sandbox.venv.mkdir()
+    (sandbox.venv / "thesis.txt").write_text("mine")
+    done = sandbox.run("bash", "launch/test.sh")
+    assert done.returncode == 2
+    assert "is no virtual environment; set VENV" in done.stderr
+    assert (sandbox.venv / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_ci_ends_with_the_closing_line_of_pytest(sandbox, status):
+    closing = "======= 3 passed, 1 skipped in 1.25s ======="
+    script = f"echo '{closing}'; echo 'a late warning' >&2; exit {status}\n"
+    (sandbox.root / "launch" / "test.sh").write_text(script)
+    done = sandbox.run("bash", ".ci/run")
+    assert done.returncode == status
+    assert done.stdout.splitlines()[-1] == closing
+    assert "a late warning" in done.stdout
+
+
+def test_scripts_can_be_started():
+    for path in (*(REPOSITORY / "launch").glob("*.sh"), REPOSITORY / ".ci" / "run"):
+        assert subprocess.run(["bash", "-n", str(path)]).returncode == 0

@@ -1,0 +1,218 @@
+"""What is shipped, what is pinned, and the rules that every file keeps."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import megatron_prefix
+from tests.harness.data import BUNDLED, REPOSITORY
+
+CODE = ("megatron_prefix", "examples", "benchmarks", "tests")
+MAX_LINES = {"function": 40, "file": 300}
+WHY_LONG = re.compile(r"# long: \S|\b(?:40|300) lines")
+HOSTS = {"www.apache.org", "www.w3.org"}  # of the licence and of SVG; papers are cited by title
+CUDA_ONLY = re.compile(r"nvidia-|cuda-|triton$|transformer-engine$")  # torch pins its own
+
+
+@pytest.fixture(scope="module")
+def setup() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(REPOSITORY / "setup.cfg", encoding="utf-8")
+    return parser
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> zipfile.ZipFile:
+    """The package as it would be shipped, built without a network from a copy of the sources."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    ignore = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "runs", "out")
+    shutil.copytree(REPOSITORY, source, ignore=ignore)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
+    command += ["--no-build-isolation", "--wheel-dir", str(folder), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (built,) = folder.glob("*.whl")
+    return zipfile.ZipFile(built)
+
+
+def tracked() -> list[Path]:
+    """Files that git knows, or would take in."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("this is no git work tree")
+    names = (REPOSITORY / name for name in done.stdout.split("\0") if name)
+    return [name for name in names if name.is_file()]
+
+
+# What is shipped ----------------------------------------------------------------------------------
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+    names = wheel.namelist()
+    top = {name.split("/")[0] for name in names}
+    assert top == {"megatron_prefix", f"megatron_prefix-{megatron_prefix.__version__}.dist-info"}
+    code = {str(path.relative_to(REPOSITORY)) for path in BUNDLED.parents[2].rglob("*.py")}
+    assert code <= set(names)
+    assert str(BUNDLED.relative_to(REPOSITORY)) in names
+
+
+def test_the_metadata_says_what_users_must_know(wheel):
+    folder = f"megatron_prefix-{megatron_prefix.__version__}.dist-info"
+    told = wheel.read(f"{folder}/METADATA").decode()
+    for line in (
+        "License: Apache-2.0",
+        "Requires-Python: >=3.10",
+        "Requires-Dist: megatron-core>=0.16.1",
+    ):
+        assert line in told.splitlines()
+    licence = wheel.read(f"{folder}/licenses/LICENSE").decode()
+    assert "Apache License" in licence
+    assert "END OF TERMS AND CONDITIONS" in licence
+
+
+def test_the_command_is_there(setup):
+    line = setup["options.entry_points"]["console_scripts"].strip()
+    name, module, function = re.fullmatch(r"(\S+) = ([\w.]+):(\w+)", line).groups()
+    assert name == "megatron-prefix"
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_the_plan_catalogue_is_no_package():
+    assert list((REPOSITORY / "schedules").rglob("*.py")) == []
+
+
+# What is pinned -----------------------------------------------------------------------------------
+
+
+def pins() -> dict[str, Requirement]:
+    lines = (REPOSITORY / "launch" / "requirements-cpu.txt").read_text().splitlines()
+    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(one.name): one for one in found}
+
+
+def asked_by(name: str, extras: set[str]) -> Iterator[Requirement]:
+    """What an installed package needs here."""
+    for line in metadata.requires(name) or ():
+        one = Requirement(line)
+        if one.marker is None or any(one.marker.evaluate({"extra": e}) for e in {"", *extras}):
+            yield one
+
+
+def test_pins_are_exact():
+    for one in pins().values():
+        assert re.fullmatch(r"==[\w.]+", str(one.specifier)), one
+
+
+def test_everything_that_gets_installed_is_pinned(setup):
+    sections = (setup["options"]["install_requires"], *setup["options.extras_require"].values())
+    todo = [Requirement(line) for text in sections for line in text.split("\n") if line.strip()]
+    pinned, seen = pins(), set()
+    while todo:
+        one = todo.pop()
+        name = canonicalize_name(one.name)
+        if name in seen or name == "megatron-prefix" or CUDA_ONLY.match(name):
+            continue
+        seen.add(name)
+        assert name in pinned, f"{one} has no version in launch/requirements-cpu.txt"
+        try:
+            todo += asked_by(name, one.extras)
+        except metadata.PackageNotFoundError:
+            continue  # an extra that is not installed here
+    assert "megatron-core" in seen
+
+
+# Rules that every file keeps ----------------------------------------------------------------------
+
+
+def test_no_file_names_a_machine_or_a_host():
+    folder = re.compile(r"(?<![\w.)}-])/(?:home|root|work|opt|mnt|srv|Users)/\w")
+    url = re.compile(r"\b(?:https?|git|ssh)://([\w.-]+)")
+    for path in tracked():
+        if path.suffix in (".gz", ".png"):
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            assert not folder.search(line), f"{path}:{number}: {line}"
+            assert set(url.findall(line)) <= HOSTS, f"{path}:{number}: {line}"
+
+
+def sources() -> list[Path]:
+    return [path for path in tracked() if path.suffix == ".py" and is_code(path)]
+
+
+def is_code(path: Path) -> bool:
+    return path.relative_to(REPOSITORY).parts[0] in CODE
+
+
+def num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Of a function, without its docstring."""
+    first = function.body[0]
+    has_doc = ast.get_docstring(function) is not None
+    doc = first.end_lineno - first.lineno + 1 if has_doc else 0
+    return function.end_lineno - function.lineno + 1 - doc
+
+
+def long_functions(text: str) -> list[str]:
+    """Functions over the limit that do not say why, in or just above them."""
+    lines, found = text.splitlines(), []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        around = "\n".join(lines[max(0, node.lineno - 3) : node.end_lineno])
+        if num_lines(node) > MAX_LINES["function"] and not WHY_LONG.search(around):
+            found.append(f"{node.name} has {num_lines(node)} lines")
+    return found
+
+
+def test_the_measure_of_functions():
+    doc = '    """Says.\n\n    More.\n    """\n'
+    lines = [f"    x = {number}\n" for number in range(40)]
+    body = "".join(lines)
+    assert long_functions(f"def f():\n{body}") == ["f has 41 lines"]
+    assert long_functions(f"def f():\n{doc}{''.join(lines[1:])}") == []
+    assert long_functions(f"def f():\n    # long: a table\n{body}") == []
+
+
+def test_functions_are_short_or_say_why_not():
+    found = [f"{path}: {line}" for path in sources() for line in long_functions(path.read_text())]
+    assert found == []
+
+
+def test_files_are_short_or_say_why_not():
+    found = []
+    for path in sources():
+        text = path.read_text()
+        num = len(text.splitlines())
+        head = text[: text.find("\nimport ")]
+        is_test = path.name.startswith("test_")  # a list of cases, as long as it must be
+        if num > MAX_LINES["file"] and not is_test and not WHY_LONG.search(head):
+            found.append(f"{path}: {num} lines")
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]],
+    ids=["ruff check", "ruff format", "mypy"],
+)
+def test_linters_agree(tool):
+    pytest.importorskip(tool[0], reason=f"{tool[0]} is not installed (extra: test)")
+    done = subprocess.run(
+        [sys.executable, "-m", *tool], cwd=REPOSITORY, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
