@@ -47,7 +47,7 @@ def test_a_rollouts_own_advantage_wins() -> None:
 
 
 def test_rewards_beyond_float64_are_refused() -> None:
-    with pytest.raises(UserError, match="group g: .* 1e\\+308"):
+    with pytest.raises(UserError, match=r"group g: .* 1e\+308"):
         advantages(a_group(1e308, 1e308, -1e308))
 
 

@@ -1,0 +1,85 @@
+"""Groups of a step: order, dealing to ranks and minibatches, and the fingerprint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_prefix.data.rollouts import Group, Rollout, read_groups, write_rollouts
+from megatron_prefix.errors import UserError
+from megatron_prefix.rl.dataset import RolloutSet, deal
+
+
+def some_groups(count: int, size: int = 2) -> list[Group]:
+    draw = np.random.default_rng(0)
+    return [
+        Group(
+            f"g{g}",
+            tuple(
+                Rollout(
+                    f"g{g}", str(i), draw.integers(0, 9, 8).astype(np.int32), 3, ((3, 8),), float(i)
+                )
+                for i in range(size)
+            ),
+        )
+        for g in range(count)
+    ]
+
+
+def names(groups: list[Group]) -> list[str]:
+    return [group.name for group in groups]
+
+
+def test_groups_come_in_order_and_then_again() -> None:
+    rollouts = RolloutSet(tuple(some_groups(5)))
+    assert names(rollouts.take(0, 3)) == ["g0", "g1", "g2"]
+    assert names(rollouts.take(3, 3)) == ["g3", "g4", "g0"]
+
+
+def test_more_groups_than_there_are_is_refused() -> None:
+    with pytest.raises(UserError, match=r"groups-per-step 6 .* 5 groups"):
+        RolloutSet(tuple(some_groups(5))).take(0, 6)
+
+
+def test_dealing_gives_every_group_once_and_everybody_equally_many() -> None:
+    dealt = deal(some_groups(12), 3, 2)
+    assert [[names(groups) for groups in ranks] for ranks in dealt] == [
+        [["g0", "g3"], ["g1", "g4"], ["g2", "g5"]],
+        [["g6", "g9"], ["g7", "g10"], ["g8", "g11"]],
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "minibatches"), [(4, 1), (1, 4), (2, 2)])
+def test_an_uneven_deal_is_refused(ranks: int, minibatches: int) -> None:
+    with pytest.raises(UserError, match=rf"groups-per-step 6 .* dp {ranks} .* {minibatches}"):
+        deal(some_groups(6), ranks, minibatches)
+
+
+def test_fingerprint_is_of_the_content(tmp_path) -> None:
+    groups = some_groups(3)
+    wanted = RolloutSet(tuple(groups)).fingerprint
+    for name, delta in (("a.jsonl", True), ("b.jsonl.gz", False)):
+        write_rollouts(tmp_path / name, groups, delta=delta)
+        assert RolloutSet(tuple(read_groups(tmp_path / name))).fingerprint == wanted
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reward": 7.0},
+        {"advantage": 0.5},
+        {"loss": ((3, 7),)},
+        {"prompt_len": 2},
+        {"uid": "other"},
+        {"tokens": np.arange(8, dtype=np.int32)},
+        {"old_logprobs": np.full(5, -1.0)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_fingerprint_sees_every_field(change: dict) -> None:
+    groups = some_groups(2)
+    first, second = groups[1].rollouts
+    changed = [groups[0], Group("g1", (first, replace(second, **change)))]
+    assert RolloutSet(tuple(changed)).fingerprint != RolloutSet(tuple(groups)).fingerprint
