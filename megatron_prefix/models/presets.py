@@ -256,7 +256,7 @@ def resolve(name_or_path: str, **overrides: Any) -> ModelSpec:
     Args:
         overrides: fields of `ModelSpec` to change, e.g. `num_layers=2` or, to make the tiny
             Llama's computation dominate on a CPU, `hidden_size=512, num_attention_heads=8,
-            kv_channels=64, ffn_hidden_size=1536`.
+            kv_channels=64, ffn_hidden_size=1536, init_std=0.03`.
 
     Raises:
         UserError: neither a preset nor a path, an unknown field, or values that contradict.

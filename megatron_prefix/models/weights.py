@@ -67,7 +67,7 @@ def global_name(model: Any, name: str) -> str:
 
 
 def global_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters of one GPTModel (unwrapped) by `global_name`: the same for every layer spec."""
+    """The parameters of one GPTModel (unwrapped), each with its `global_name`."""
     for name, parameter in model.named_parameters():
         yield global_name(model, name), parameter
 

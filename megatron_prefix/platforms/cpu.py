@@ -217,8 +217,8 @@ _MEGATRON = (
 def _import_megatron_without_compiling() -> None:
     """Import Megatron with `torch.compile` left out.
 
-    jit.py:22 decorates the small fused functions with torch.compile: that starts a C++ compiler
-    at the first step and costs a second of import. Run as written they compute the same.
+    jit.py:22 decorates the small fused functions with torch.compile. That costs more than a second
+    of import, and starts a C++ compiler where one of them runs; as written they compute the same.
     """
     if "megatron.core.jit" in sys.modules:  # too late to leave it out: switch it off
         torch.compiler.set_stance("force_eager")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -91,9 +92,14 @@ def _join(backend: str, rank: int, world_size: int) -> None:
     """Make the default process group."""
     import torch.distributed as dist
 
+    started_here = RENDEZVOUS in os.environ or env_world_size() is None
+    if started_here:  # one host: gloo need not look up its name, nor leave it
+        for _, interface in socket.if_nameindex():
+            if interface in ("lo", "lo0"):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if RENDEZVOUS in os.environ:
         store: dist.Store = dist.FileStore(os.environ[RENDEZVOUS], world_size)
-    elif env_world_size() is not None:
+    elif not started_here:
         dist.init_process_group(backend, init_method="env://")
         return
     else:

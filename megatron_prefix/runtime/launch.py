@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -180,8 +179,6 @@ def _rank_main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends the ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(environment)
-    if any(name == "lo" for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: never leave it
     if log is not None:
         _redirect_output(log)
     try:
@@ -192,7 +189,7 @@ def _rank_main(
         kind, answer = "done", pickle.dumps(fn(*args))
     except UserError as error:
         kind, answer = "user error", pickle.dumps(str(error))
-    except BaseException:  # whatever it is, the parent must hear of it
+    except BaseException:  # noqa: BLE001  # whatever it is, the parent must hear of it
         kind, answer = "failed", pickle.dumps(traceback.format_exc())
     results.send((kind, answer))
     results.close()
@@ -234,7 +231,7 @@ def _answer(number: int, rank: _Rank) -> Any:
         raise RankError(
             f"rank {number} died with exit code {rank.process.exitcode}{_tail(rank.log)}"
         ) from None
-    value = pickle.loads(answer)  # noqa: S301  # from a process started here
+    value = pickle.loads(answer)  # from a process started here
     if kind == "user error":
         raise UserError(value)
     if kind == "failed":

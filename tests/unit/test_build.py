@@ -182,7 +182,9 @@ def parameters(name, layout, seed):
 
 
 def test_weights_depend_on_seed_and_name_only():
-    [one], [again], [other] = (run_ranks(1, parameters, "tiny-llama", Layout(), s) for s in (1, 1, 2))
+    [one], [again], [other] = (
+        run_ranks(1, parameters, "tiny-llama", Layout(), seed) for seed in (1, 1, 2)
+    )
     assert all(torch.equal(again[name], value) for name, value in one.items())
     assert not any(torch.equal(other[name], value) for name, value in one.items())
     values = [value.flatten()[:64] for value in one.values()]
