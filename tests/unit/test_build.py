@@ -86,13 +86,19 @@ def test_float64_step_is_the_same_in_every_layout(name, layout):
     assert_same_step(steps, reference(name, **options), layout, torch.float64)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+SHARDED = {"use_distributed_optimizer": True}
+OVERLAPPED = {"overlap_grad_reduce": True, "bucket_size": 5000}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{"use_distributed_optimizer": True}, {"overlap_grad_reduce": True, "bucket_size": 5000}],
-    ids=["sharded", "overlapped"],
+    ("name", "options", "dtype"),
+    [
+        ("tiny-llama", SHARDED, "float32"),
+        ("tiny-llama", OVERLAPPED, "bfloat16"),
+        ("tiny-moe", SHARDED, "bfloat16"),
+        ("tiny-moe", OVERLAPPED, "float32"),
+    ],
 )
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-moe"])
 def test_sharded_and_overlapped_steps_are_plain_steps(name, options, dtype):
     layout, overrides = Layout(dp=2), NO_AUX if name == "tiny-moe" else {}
     plain, other = (
