@@ -1,0 +1,143 @@
+"""Rollouts that share, made up for tests of trees and plans: no torch, no model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from megatron_prefix.pipeline.actions import Action, Plan
+from megatron_prefix.tree import Forest, Pairs, Row, Segment, TreeOptions
+
+
+def as_pairs(inputs: Sequence[int], labels: Sequence[int], trained: Sequence[bool]) -> Pairs:
+    return Pairs(np.array(inputs), np.array(labels), np.array(trained, dtype=bool))
+
+
+def flat_rollouts(
+    prefix: int, suffix: int, num: int, num_groups: int
+) -> tuple[list[Pairs], list[int]]:
+    """`num_groups` flat groups: `prefix` shared positions, then `suffix` of each rollout's own."""
+    rng = np.random.default_rng(0)
+    rollouts, groups = [], []
+    for group in range(num_groups):
+        prompt = rng.integers(0, 100, prefix + 1)
+        for rollout in range(num):
+            answer = rng.integers(0, 100, suffix)
+            answer[0] = 100 + rollout  # differs at once
+            tokens = np.concatenate([prompt, answer])
+            trained = np.arange(len(tokens) - 1) >= prefix
+            rollouts.append(Pairs(tokens[:-1], tokens[1:], trained))
+            groups.append(group)
+    return rollouts, groups
+
+
+@st.composite
+def rollout_sets(draw: Any) -> tuple[list[Pairs], list[int]]:
+    """Up to ten rollouts in up to three groups over tiny alphabets.
+
+    Equal rollouts, proper prefixes of one another, groups of one and rollouts of a single position
+    all come up; labels are those of the next position, or any (a trainer may relabel).
+    """
+    alphabet = draw(st.integers(1, 3))
+    base = draw(st.lists(st.integers(0, alphabet), min_size=30, max_size=30))
+    rollouts, groups = [], []
+    for _ in range(draw(st.integers(1, 10))):
+        kept = draw(st.integers(0, 30))
+        tail = draw(st.lists(st.integers(0, alphabet), max_size=12))
+        tokens = (base[:kept] + tail + [0, 1])[: draw(st.integers(2, 42))]
+        labels = tokens[1:]
+        if draw(st.integers(0, 4)) == 0:
+            labels = [draw(st.integers(0, 1)) for _ in labels]
+        begin = draw(st.integers(0, len(labels)))
+        trained = [begin <= i and draw(st.booleans()) for i in range(len(labels))]
+        rollouts.append(as_pairs(tokens[:-1], labels, trained))
+        groups.append(draw(st.integers(0, 2)))
+    if draw(st.booleans()):  # a copy, perhaps with other loss
+        copy = rollouts[0]
+        begin = draw(st.integers(0, len(copy)))
+        rollouts.append(Pairs(copy.inputs, copy.labels, np.arange(len(copy)) >= begin))
+        groups.append(groups[0])
+    return rollouts, groups
+
+
+@st.composite
+def tree_options(draw: Any) -> TreeOptions:
+    align = draw(st.sampled_from([1, 1, 2, 3, 4, 8, 16]))
+    return TreeOptions(
+        align=align,
+        chunk_tokens=draw(st.sampled_from([0, 0, align, align + 1, 3 * align, 64])),
+        wave_tokens=draw(st.sampled_from([0, 1, 8, 20, 64])),
+        min_gain=draw(st.sampled_from([0, 0, 1, 5, 20])),
+        loss_in_leaves=draw(st.booleans()),
+        share=draw(st.sampled_from(["group", "batch"])),
+    )
+
+
+def trie_size(rollouts: Sequence[Pairs], align: int = 1) -> int:
+    """Positions of the trie of one tree, counted one by one.
+
+    A block of `align` positions is shared by those that agree up to its end; an incomplete last
+    block only by copies of the whole rollout.
+    """
+    seen = set()
+    for rollout in rollouts:
+        pairs = tuple(zip(rollout.inputs.tolist(), rollout.labels.tolist(), strict=True))
+        for position in range(len(pairs)):
+            end = (position // align + 1) * align
+            seen.add((position, pairs[:end] if end <= len(pairs) else (pairs, "whole")))
+    return len(seen)
+
+
+def random_forest(rng: random.Random, depth: int = 3) -> Forest:
+    """Segments of random trees, made without rollouts' tokens: fast, for thousands of plans.
+
+    Some inner segments carry loss, and some are chains of chunks.
+    """
+    segments: list[Segment] = []
+    lengths: list[int] = []
+
+    def grow(parent: int, tree: int, level: int, start: int, members: tuple[int, ...]) -> None:
+        index, length = len(segments), rng.randint(1, 60)
+        if len(members) == 1 or level == 0:
+            rows = tuple(Row(start, n, n, (m,)) for m in members for n in [rng.randint(1, 60)])
+            segments.append(Segment(parent, tree, rows, False, False, True))
+            for row in rows:
+                lengths[row.rollouts[0]] = row.end
+            return
+        extends = parent >= 0 and rng.random() < 0.3
+        row = Row(start, length, length, members)
+        segments.append(Segment(parent, tree, (row,), True, extends, rng.random() < 0.3))
+        for part in _parts(rng, members):
+            grow(index, tree, level - 1, row.end, part)
+
+    for tree in range(rng.randint(1, 4)):
+        members = tuple(range(len(lengths), len(lengths) + rng.randint(1, 8)))
+        lengths.extend([0] * len(members))
+        grow(-1, tree, rng.randint(0, depth), 0, members)
+    # `first_trained` is not what `scored` came from; plans read `scored` only.
+    return Forest(tuple(segments), tuple(lengths), tuple(n - 1 for n in lengths))
+
+
+def _parts(rng: random.Random, members: tuple[int, ...]) -> list[tuple[int, ...]]:
+    if rng.random() < 0.3:
+        return [members]  # the next chunk of a chain
+    cuts = sorted(rng.sample(range(1, len(members)), rng.randint(1, len(members) - 1)))
+    return [members[a:b] for a, b in zip([0, *cuts], [*cuts, len(members)], strict=True)]
+
+
+def with_programs(plan: Plan, programs: Sequence[Sequence[str]]) -> Plan:
+    """The plan's segments under other programs, written as their cells."""
+    return Plan(
+        plan.segments,
+        tuple(tuple(map(Action.parse, program)) for program in programs),
+        plan.num_chunks,
+    )
+
+
+def cells(plan: Plan) -> list[list[str]]:
+    """The programs as text, to be changed."""
+    return [[str(action) for action in program] for program in plan.programs]
