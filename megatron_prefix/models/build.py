@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,8 +69,7 @@ def build_model(
     Raises:
         UserError: options that contradict one another or the machine.
     """
-    layout = layout or Layout()
-    dtype, device = dtype_of(dtype), torch.device(device)
+    layout, dtype, device = layout or Layout(), dtype_of(dtype), torch.device(device)
     if spec.vocab_size is None:
         raise UserError(
             f"model {spec.name} takes its vocabulary from the rollouts; call with_vocab(size)"
@@ -86,10 +85,8 @@ def build_model(
         overrides=config_overrides,
     )
     exact = dtype == torch.float64 if exact_loss is None else exact_loss
-    chunks = [
-        _build_chunk(spec, config, layout, dtype, device, engine, seed, exact, stage)
-        for stage in range(layout.vpp)
-    ]
+    recipe = _Recipe(spec, layout, config, device, engine, seed, exact)
+    chunks = [_build_chunk(recipe, stage) for stage in range(layout.vpp)]
     if wrap_ddp:
         options = {
             "use_distributed_optimizer": use_distributed_optimizer,
@@ -100,6 +97,18 @@ def build_model(
         chunks = [_wrap_ddp(config, chunk, options, n) for n, chunk in enumerate(chunks)]
     _prepare_schedule(config, chunks, wrap_ddp, overlap_grad_reduce)
     return chunks
+
+
+class _Recipe(NamedTuple):
+    """What all chunks of a rank have in common."""
+
+    spec: ModelSpec
+    layout: Layout
+    config: Any
+    device: torch.device
+    engine: bool
+    seed: int
+    exact: bool
 
 
 def unwrap(chunk: Any) -> Any:
@@ -123,30 +132,36 @@ def _use_transformer_engine(layer_spec: str, dtype: torch.dtype, device: torch.d
     return layer_spec == "te"
 
 
-def _build_chunk(
-    spec: ModelSpec,
-    config: Any,
-    layout: Layout,
-    dtype: torch.dtype,
-    device: torch.device,
-    engine: bool,
-    seed: int,
-    exact: bool,
-    stage: int,
-) -> Any:
-    """One GPTModel of this rank, with weights, in its dtype."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_model import GPTModel
+def _build_chunk(recipe: _Recipe, stage: int) -> Any:
+    """One chunk of this rank, with weights, in its dtype."""
     from megatron.core.tensor_parallel import (
         set_defaults_if_not_set_tensor_model_parallel_attributes,
     )
     from megatron.core.transformer.module import Float16Module
 
+    model = _gpt_model(recipe, stage)
+    model.to(recipe.device)
+    for parameter in model.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    weights.fill(model, recipe.spec, recipe.seed)
+    if recipe.exact:
+        model.compute_language_model_loss = types.MethodType(_exact_loss, model)
+    if recipe.config.bf16:
+        return Float16Module(recipe.config, model)
+    return model.to(recipe.config.params_dtype)
+
+
+def _gpt_model(recipe: _Recipe, stage: int) -> Any:
+    """Megatron's GPTModel of one virtual stage; what it computes with is not yet filled in."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    spec, layout = recipe.spec, recipe.layout
     vp_stage = stage if layout.vpp > 1 else None
     pipeline = parallel_state.get_pipeline_model_parallel_rank()
-    model = GPTModel(
-        config,
-        _block_spec(config, engine, vp_stage),
+    return GPTModel(
+        recipe.config,
+        _block_spec(recipe.config, recipe.engine, vp_stage),
         vocab_size=weights.padded_vocab(spec.vocab_size or 0, layout.tp),
         max_sequence_length=spec.max_position,
         pre_process=pipeline == 0 and stage == 0,
@@ -158,15 +173,6 @@ def _build_chunk(
         share_embeddings_and_output_weights=spec.tie_embeddings,
         vp_stage=vp_stage,
     )
-    model.to(device)
-    for parameter in model.parameters():
-        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    weights.fill(model, spec, seed)
-    if exact:
-        model.compute_language_model_loss = types.MethodType(_exact_loss, model)
-    if dtype == torch.bfloat16:
-        return Float16Module(config, model)
-    return model.to(dtype)
 
 
 def _exact_loss(model: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
