@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import types
 from typing import Any, NamedTuple
 
@@ -17,8 +16,6 @@ from megatron_prefix.models.presets import ModelSpec
 from megatron_prefix.runtime.layout import Layout
 
 __all__ = ["build_model", "build_optimizer", "has_transformer_engine", "unwrap"]
-
-logger = logging.getLogger(__name__)
 
 LAYER_SPECS = ("auto", "local", "te")
 
