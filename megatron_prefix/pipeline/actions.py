@@ -111,7 +111,10 @@ class Plan:
         Raises:
             UserError: not a plan of this version; the line and the cell are named.
         """
-        lines = [line for line in csv.reader(io.StringIO(text)) if line]
+        try:
+            lines = [line for line in csv.reader(io.StringIO(text)) if line]
+        except csv.Error as error:
+            raise UserError(f"{name}: not a plan: it is no CSV ({error})") from None
         if len(lines) < 3 or lines[0] != _HEADER or lines[2] != _COLUMNS:
             raise UserError(f"{name}: not a plan: make one with `megatron-prefix plan … --csv`")
         ranks, chunks = _sizes(lines[1], name)

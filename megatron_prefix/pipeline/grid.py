@@ -16,7 +16,8 @@ def marked_grid(programs: Sequence[Sequence[Action]], marked: Sequence[Cell] = (
     Marked cells read `>B3<`, and their lines end in an arrow, as in the error grid of
     torch.distributed.pipelining (schedules.py, `_format_pipeline_order`).
     """
-    num_lines = max([len(program) for program in programs] + [place + 1 for _, place in marked])
+    lengths = [len(program) for program in programs] + [place + 1 for _, place in marked]
+    num_lines = max(lengths, default=0)
     columns = [_column(rank, program, num_lines, marked) for rank, program in enumerate(programs)]
     numbers = ["", *map(str, range(num_lines))]
     width = max(map(len, numbers))

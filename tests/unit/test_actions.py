@@ -1,0 +1,106 @@
+"""Actions and plans as text: what is written is read back, what is wrong is named."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.pipeline.actions import Action, Plan
+from megatron_prefix.pipeline.planner import make_plan
+from megatron_prefix.tree import TreeOptions, build
+from tests.harness.trees import flat_rollouts, rollout_sets, tree_options
+
+
+def small_plan() -> Plan:
+    rollouts, groups = flat_rollouts(prefix=6, suffix=2, num=2, num_groups=1)
+    return make_plan(build(rollouts, groups, TreeOptions(min_gain=0, chunk_tokens=3)), 2)
+
+
+SMALL_CSV = """\
+megatron_prefix plan,version,ranks,chunks
+megatron_prefix plan,1,2,1
+segment,parent,tree,kind,rows (start+length/padded:rollouts)
+0,-1,0,inner,0+3/3:0 1
+1,0,0,inner+extends,3+3/3:0 1
+2,1,0,wave+scored,6+2/2:0,6+2/2:1
+rank 0,F0,F1,F2,B2,B1,B0
+rank 1,F0,F1,F2,B2,B1,B0
+"""
+
+
+@given(st.sampled_from("FB"), st.integers(0, 10**6), st.integers(0, 99))
+def test_an_action_is_read_back(kind, segment, chunk) -> None:
+    action = Action(kind, segment, chunk)
+    assert Action.parse(str(action)) == action
+    assert Action.parse(f" {action} ") == action
+
+
+def test_actions_as_text() -> None:
+    assert str(Action("F", 3)) == "F3"
+    assert str(Action("B", 12, 1)) == "B12.1"
+
+
+@pytest.mark.parametrize("text", ["", "F", "3", "f3", "F-1", "F3.", "F3.1.2", "W3", "F 3", "F3B3"])
+def test_what_is_no_action_is_refused(text) -> None:
+    with pytest.raises(UserError, match="is not an action"):
+        Action.parse(text)
+
+
+def test_stages_are_counted_from_the_embedding() -> None:
+    plan = Plan((), ((), (), ()), num_chunks=2)
+    assert (plan.num_ranks, plan.num_stages) == (3, 6)
+    assert [plan.stage(rank, chunk) for chunk in (0, 1) for rank in (0, 1, 2)] == [*range(6)]
+
+
+def test_a_plan_as_csv() -> None:
+    assert small_plan().to_csv() == SMALL_CSV
+
+
+@given(rollout_sets(), tree_options(), st.integers(1, 8))
+@settings(max_examples=100)
+def test_a_plan_is_read_back(sets, options, num_ranks) -> None:
+    plan = make_plan(build(*sets, options), num_ranks)
+    assert Plan.from_csv(plan.to_csv()) == plan
+    assert Plan.from_csv(plan.to_csv().replace("\n", "\r\n")) == plan
+
+
+def test_virtual_stages_are_read_back() -> None:
+    plan = small_plan()
+    chunked = Plan(plan.segments, ((Action("F", 0), Action("F", 0, 1)), ()), num_chunks=2)
+    assert Plan.from_csv(chunked.to_csv()) == chunked
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (SMALL_CSV, "", "p.csv: not a plan"),
+        (SMALL_CSV, "a,b\n", "p.csv: not a plan"),
+        ("segment,parent", "part,parent", "p.csv: not a plan"),
+        ("plan,1,2,1", "plan,2,2,1", "p.csv:2: version 2"),
+        ("plan,1,2,1", "plan,1,0,1", r"p.csv:2: .* ranks 0"),
+        ("plan,1,2,1", "plan,1,x,1", "p.csv:2: .* whole numbers"),
+        ("plan,1,2,1", "plan,1,2", "p.csv:2: .* whole numbers"),
+        ("plan,1,2,1", "plan,1,9,1", "5 lines after the header, 9 ranks announced"),
+        ("1,0,0,inner+extends", "2,0,0,inner+extends", "p.csv:5: segment 2"),
+        ("1,0,0,inner+extends", "1,1,0,inner+extends", "p.csv:5: segment 1 with parent 1"),
+        ("inner+extends", "inside", "p.csv:5: kind 'inside'"),
+        ("0+3/3:0 1", "0+3:0 1", r"p.csv:4: '0\+3:0 1' is not a row"),
+        (",0+3/3:0 1", "", "p.csv:4: segment 0"),
+        ("0,-1,0,inner,0+3/3:0 1", "0,-1", "p.csv:4: "),
+        ("rank 1,F0", "rank 2,F0", "p.csv:8: expected 'rank 1', found 'rank 2'"),
+        ("rank 1,F0", "rank 1,G0", "p.csv:8: 'G0' is not an action"),
+        ("rank 1,F0", "rank 1,", "p.csv:8: '' is not an action"),
+    ],
+)
+def test_a_broken_file_is_refused_with_its_line(old, new, message) -> None:
+    assert old in SMALL_CSV
+    with pytest.raises(UserError, match=message) as caught:
+        Plan.from_csv(SMALL_CSV.replace(old, new, 1), "p.csv")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_csv_cannot_read_is_refused() -> None:
+    with pytest.raises(UserError, match=r"p\.csv: not a plan"):
+        Plan.from_csv("x" * 200_000 + "\n", "p.csv")
