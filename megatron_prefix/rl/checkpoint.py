@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 FOLDER, LATEST, STATE = "checkpoints", "latest", "train.json"
 FORMAT = 1
+# The distributed optimizer's state as of whole parameters: any layout can read it.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,8 @@ def _sharded_state(trainer: Trainer, *, loading: bool, rng: bool = True) -> dict
         f"model{number}": unwrap(chunk).sharded_state_dict()
         for number, chunk in enumerate(trainer.chunks)
     }
-    state = {**models, "optimizer": trainer.optimizer.sharded_state_dict(models, loading)}
+    optimizer = trainer.optimizer.sharded_state_dict(models, loading, metadata=_METADATA)
+    state = {**models, "optimizer": optimizer}
     if rng:
         rank, size = dist.get_rank(), dist.get_world_size()
         state["rng"] = ShardedObject("rng", _get_rng(), (size,), (rank,))

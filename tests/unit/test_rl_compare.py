@@ -27,7 +27,7 @@ def an_outcome(dtype: torch.dtype = torch.float32, size: float = 1e-2) -> Outcom
 
 
 def judge(expected: Outcome, found: Outcome) -> Difference:
-    scales = Scales(loss=2.0, gradient=0.8)
+    scales = Scales(loss=2.0, gradient=0.8, cancellation=1.0)
     return compare(expected, found, num_tokens=NUM_TOKENS, scales=scales, lr=LR, eps=EPS)
 
 
@@ -95,7 +95,7 @@ def test_where_all_terms_cancel_errors_are_relative_to_the_terms() -> None:
 
 def test_a_gradient_where_there_should_be_none_fails() -> None:
     expected = an_outcome(size=0.0)
-    scales = Scales(loss=1.0, gradient=0.0)
+    scales = Scales(loss=1.0, gradient=0.0, cancellation=1.0)
     found = replace(expected, gradients=an_outcome(size=1e-12).gradients)
     keywords = {"num_tokens": NUM_TOKENS, "scales": scales, "lr": LR, "eps": EPS}
     assert compare(expected, expected, **keywords).passed is True
