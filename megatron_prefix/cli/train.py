@@ -190,8 +190,12 @@ def _job(args: argparse.Namespace) -> tuple[Job, int]:
 
 def _groups_per_step(num_groups: int, multiple: int) -> int:
     """The default: a few groups, as ranks and minibatches divide them."""
-    wanted = min(num_groups, max(_GROUPS_PER_STEP, multiple))
-    return max(multiple, wanted // multiple * multiple)
+    if multiple > num_groups:
+        raise UserError(
+            f"dp times --minibatches is {multiple}, but the rollouts have {num_groups} groups; "
+            "every rank needs one a minibatch"
+        )
+    return min(num_groups, max(_GROUPS_PER_STEP, multiple)) // multiple * multiple
 
 
 def _run_options(args: argparse.Namespace, output: str, steps: int) -> Any:
@@ -316,12 +320,16 @@ def _print(args: argparse.Namespace, summary: Summary, dropped: int) -> None:
         return
     if summary.step_s is None:  # the first step failed: the error says why
         return
-    report.print_facts("GRPO updates", _facts(args, summary, dropped))
+    report.print_facts("GRPO updates", _facts(summary, dropped))
     for failure in summary.failures:
         print(f"  {failure}")
+    places = {"metrics": summary.metrics, "checkpoint": summary.checkpoint, "plan": args.plan_svg}
+    for what, path in places.items():  # not in the table, which would cut them to the width
+        if path:
+            print(f"{what}: {path}")
 
 
-def _facts(args: argparse.Namespace, summary: Summary, dropped: int) -> dict[str, str]:
+def _facts(summary: Summary, dropped: int) -> dict[str, str]:
     step_s = summary.step_s or math.nan
     saved = 1 - summary.executed_tokens / max(1, summary.raw_tokens)
     facts = {
@@ -345,11 +353,8 @@ def _facts(args: argparse.Namespace, summary: Summary, dropped: int) -> dict[str
             False: "NOT aligned",
             None: "not judged in 16 bit: see align",
         }[summary.passed]
-    optional = {
-        "updates skipped": summary.skipped_updates,
-        "rollouts dropped by --max-tokens": dropped,
-        "metrics": summary.metrics,
-        "checkpoint": summary.checkpoint,
-        "plan": args.plan_svg,
-    }
-    return facts | {name: str(value) for name, value in optional.items() if value}
+    if summary.skipped_updates:
+        facts["updates skipped"] = str(summary.skipped_updates)
+    if dropped:
+        facts["rollouts dropped by --max-tokens"] = str(dropped)
+    return facts
