@@ -4,18 +4,26 @@
 #
 # Environment variables:
 #   ROLLOUTS  rollout file (default: the bundled one)
-#   MODEL     model preset, or a Hugging Face config.json (default: tiny-llama)
-#   STEPS     number of updates (default: 3)
+#   MODEL     model preset, or a Hugging Face config.json (default: tiny-llama, widened until
+#             computation and not overhead takes the time)
+#   STEPS     number of updates (default: 4)
 #   OUTPUT    folder for metrics and the picture of the plan (default: runs/quickstart)
 # Arguments are passed on to `megatron-prefix train`.
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare train,plot
 
-cd "$root"
+# One thread: several of them wait for one another wherever something else runs too.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 output=${OUTPUT:-runs/quickstart}
+model=(--model "${MODEL:-tiny-llama}")
+if [[ -z ${MODEL:-} ]]; then
+    for field in hidden_size=256 num_attention_heads=4 kv_channels=64 ffn_hidden_size=768; do
+        model+=(--set "$field")
+    done
+fi
 say "Training: Megatron-Core's schedule and the prefix schedule side by side"
-megatron-prefix train "${ROLLOUTS:-megatron_prefix/data/bundled/agents.jsonl.gz}" \
-    --model "${MODEL:-tiny-llama}" --steps "${STEPS:-3}" --prefix-schedule on --compare \
-    --output "$output" --plan-svg "$output/plan.svg" "$@"
+megatron-prefix train "${ROLLOUTS:-$root/megatron_prefix/data/bundled/agents.jsonl.gz}" \
+    "${model[@]}" --steps "${STEPS:-4}" --lr 1e-4 --prefix-schedule on --compare \
+    --output "$output" --plan-svg "$output/plan.svg" --progress "$@"
 say "The plan as a picture: $output/plan.svg"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.data import REPOSITORY
+from tests.harness.data import BUNDLED, REPOSITORY
 
 # Stands in for Python: makes an environment that holds itself, notes installs and what is run.
 STAND_IN = """\
@@ -114,10 +114,18 @@ def test_the_quick_start_shows_both_schedules(sandbox):
     done = sandbox.run("bash", "launch/quickstart.sh", STEPS="2", OUTPUT="elsewhere")
     assert done.returncode == 0, done.stderr
     command = sandbox.asked[-1]
-    assert command.startswith("megatron-prefix train megatron_prefix/data/bundled/")
+    bundled = sandbox.root / BUNDLED.relative_to(REPOSITORY)
+    assert command.startswith(f"megatron-prefix train {bundled} --model tiny-llama --set ")
     for option in ("--compare", "--prefix-schedule on", "--steps 2", "--output elsewhere"):
         assert option in command
     assert done.stdout.splitlines()[-1].endswith("elsewhere/plan.svg")
+
+
+def test_the_quick_start_takes_another_model_as_it_is(sandbox):
+    sandbox.run("bash", "launch/quickstart.sh", "--tp", "2", MODEL="tiny-qwen3", ROLLOUTS="mine")
+    command = sandbox.asked[-1]
+    assert command.startswith("megatron-prefix train mine --model tiny-qwen3 --steps")
+    assert command.endswith("--tp 2")
 
 
 @pytest.mark.parametrize(
