@@ -118,7 +118,12 @@ def run_logprobs(schedule: Schedule, chunks: list[Any], items: Sequence[Microbat
 def with_old_logprobs(
     items: Sequence[Microbatch], logprobs: Sequence[np.ndarray], seed: int
 ) -> list[Microbatch]:
-    """The microbatches with old log-probs near the model's own, so that ratios differ from 1."""
+    """The microbatches with old log-probs near the model's own, so that ratios differ from 1.
+
+    Only the last pipeline stage has log-probs, and only its losses need them.
+    """
+    if not logprobs:
+        return list(items)
     draw = np.random.default_rng(seed)
     found = []
     for item, values in zip(items, logprobs, strict=True):
@@ -147,7 +152,7 @@ def run_step(schedule: Schedule, chunks: list[Any], items: Sequence[Microbatch])
             parameter.copy_(before[name])
     losses = [(log["loss"][0] / log["loss"][1].clamp(min=1)).double().cpu() for log in logs]
     logprobs = [log["logprobs"].double().cpu() for log in logs]
-    return Trace(_stacked(losses), torch.cat(logprobs or [torch.zeros(0)]), gradients, after)
+    return Trace(_joined(losses), _joined(logprobs), gradients, after)
 
 
 def align(
@@ -269,8 +274,9 @@ def _parameters(chunks: list[Any]) -> Iterator[tuple[str, Any]]:
         yield from global_parameters(unwrap(chunk))
 
 
-def _stacked(losses: list[Tensor]) -> Tensor:
-    return torch.stack(losses) if losses else torch.zeros(1, dtype=torch.float64)
+def _joined(values: list[Tensor]) -> Tensor:
+    """All values in one row; a single zero on a pipeline stage that has none."""
+    return torch.cat([torch.zeros(1, dtype=torch.float64), *(v.reshape(-1) for v in values)])
 
 
 def _recording(step: loss.ForwardStep) -> loss.ForwardStep:

@@ -10,6 +10,7 @@ but for the sort.  Trees of rollouts as in "AReaL-DTA", section 3 (prefix tree);
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -183,6 +184,37 @@ class Forest:
             if self.first_trained[rollout] < row.end:
                 return row.start
         raise RuntimeError(f"rollout {rollout} ends before its first trained position")
+
+    def to_ints(self) -> list[int]:
+        """The forest as numbers, for the ranks that read no data; `from_ints` is the inverse."""
+        numbers = [self.align, len(self.num_positions), *self.num_positions, *self.first_trained]
+        for segment in self.segments:
+            flags = segment.inner + 2 * segment.extends + 4 * segment.scored
+            numbers += [segment.parent, segment.tree, flags, len(segment.rows)]
+            for row in segment.rows:
+                numbers += [row.start, row.length, row.padded, len(row.rollouts), *row.rollouts]
+        return numbers
+
+    @classmethod
+    def from_ints(cls, numbers: Sequence[int]) -> Forest:
+        """See `to_ints`."""
+        stream = iter(numbers)
+
+        def take(count: int) -> tuple[int, ...]:
+            return tuple(itertools.islice(stream, count))
+
+        align, num_rollouts = take(2)
+        num_positions, first_trained = take(num_rollouts), take(num_rollouts)
+        segments = []
+        while head := take(4):
+            parent, tree, flags, num_rows = head
+            rows = []
+            for _ in range(num_rows):
+                start, length, padded, members = take(4)
+                rows.append(Row(start, length, padded, take(members)))
+            inner, extends, scored = (bool(flags & bit) for bit in (1, 2, 4))
+            segments.append(Segment(parent, tree, tuple(rows), inner, extends, scored))
+        return cls(tuple(segments), num_positions, first_trained, align)
 
     def ancestors(self, index: int) -> list[int]:
         """Segments whose K/V segment `index` reads, root first."""

@@ -95,18 +95,22 @@ class SegmentInputs:
 
     Args:
         forest: the step's segments.
-        rollouts: what the forest was built from.
+        rollouts: what the forest was built from; None on a stage that reads no data, whose tokens
+            and labels are never looked at.
         device: where the model is.
     """
 
-    def __init__(self, forest: Forest, rollouts: Sequence[Pairs], device: torch.device) -> None:
+    def __init__(
+        self, forest: Forest, rollouts: Sequence[Pairs] | None, device: torch.device
+    ) -> None:
         self._offsets = np.cumsum([0, *(segment.num_rows for segment in forest.segments)])
         table = np.zeros((3, self._offsets[-1]), np.int64)
         for segment, offset in zip(forest.segments, self._offsets[:-1], strict=True):
             for row in segment.rows:
-                rollout, span = rollouts[row.rollouts[0]], slice(offset, offset + row.length)
-                table[0, span] = rollout.inputs[row.start : row.end]
-                table[1, span] = rollout.labels[row.start : row.end]
+                if rollouts is not None:
+                    rollout, span = rollouts[row.rollouts[0]], slice(offset, offset + row.length)
+                    table[0, span] = rollout.inputs[row.start : row.end]
+                    table[1, span] = rollout.labels[row.start : row.end]
                 # Padding rows go on counting: their positions are legal and their outputs unread.
                 table[2, offset : offset + row.padded] = np.arange(row.start, row.start + row.padded)
                 offset += row.padded

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 from megatron.core.pipeline_parallel.schedules import (
     clear_embedding_activation_buffer,
@@ -25,14 +24,16 @@ from megatron.core.utils import get_model_config
 from megatron_prefix.cache import SidecarCache
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.batch import BatchAdapter, SegmentInputs, TensorBatchAdapter
-from megatron_prefix.errors import UserError
-from megatron_prefix.install import Hooks, install
-from megatron_prefix.pipeline import gradients
+from megatron_prefix.install import install
+from megatron_prefix.pipeline import gradients, p2p
+from megatron_prefix.pipeline.actions import Plan
 from megatron_prefix.pipeline.cost import CostModel, Decision, decide
 from megatron_prefix.pipeline.executor import Executor, Stage
-from megatron_prefix.pipeline.planner import make_plan
-from megatron_prefix.pipeline.scoring import LossContract, Microbatches, Scorer
-from megatron_prefix.tree import Forest, Pairs, build
+from megatron_prefix.pipeline.p2p import Links
+from megatron_prefix.pipeline.planner import best_plan
+from megatron_prefix.pipeline.scoring import LossContract, Scorer
+from megatron_prefix.pipeline.step import Step, read_step
+from megatron_prefix.tree import Forest
 
 logger = logging.getLogger(__name__)
 
@@ -99,66 +100,62 @@ class PrefixSchedule:
         if self.config.mode == "off":
             return stock_schedule()(data_iterator=data_iterator, **arguments)
         models = model if isinstance(model, list) else [model]
-        source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        microbatches, rollouts, groups = self._read(source, num_microbatches)
         config = get_model_config(models[0])
-        forest = build(rollouts, groups, self.config.tree_options(_alignment(config)))
-        decision = decide(self.config, forest, CostModel.of_config(config))
+        groups = pg_collection or gradients.default_groups()
+        step = read_step(
+            data_iterator, num_microbatches, self.adapter, groups.pp,
+            self.config.tree_options(_alignment(config)), _device(models),
+        )  # fmt: skip
+        decision = decide(self.config, step.forest, CostModel.of_config(config))
         fallbacks = (self.report.fallback_count if self.report else 0) + bool(decision.fallback)
-        self.report = StepReport(forest, decision, fallbacks)
+        self.report = StepReport(step.forest, decision, fallbacks)
         if not decision.share:
             if decision.fallback:
                 logger.warning("stock schedule for this step: %s", decision.reason)
-            return stock_schedule()(data_iterator=iter(microbatches.items), **arguments)
-        return self._run(
-            models, config, forest, rollouts, microbatches, forward_step_func,
-            forward_only, collect_non_loss_data, pg_collection, force_all_reduce,
-        )  # fmt: skip
-
-    def _read(
-        self, source: Iterator[Any], num_microbatches: int
-    ) -> tuple[Microbatches, list[Pairs], list[int]]:
-        """Takes the step's microbatches from the trainer's iterator."""
-        items, members, pairs, groups = [], [], [], []
-        numbers: dict[Any, int] = {}
-        for _ in range(num_microbatches):
-            item = next(source)
-            samples = list(self.adapter.pairs(item))
-            name = self.adapter.group(item)
-            members.append(list(range(len(pairs), len(pairs) + len(samples))))
-            groups += [numbers.setdefault(name, len(numbers))] * len(samples)
-            pairs += samples
-            items.append(item)
-        return Microbatches(items, members), pairs, groups
+            return stock_schedule()(data_iterator=step.replay(data_iterator), **arguments)
+        contract = LossContract(forward_step_func, config, groups.cp.size(), collect_non_loss_data)
+        return self._run(models, step, contract, groups, forward_only, force_all_reduce)
 
     def _run(
-        self, models: list, config: Any, forest: Forest, rollouts: list[Pairs],
-        microbatches: Microbatches, forward_step_func: Any, forward_only: bool,
-        collect_non_loss_data: bool, pg_collection: Any, force_all_reduce: bool | None,
-    ) -> list[Any]:  # fmt: skip
+        self,
+        models: list[Any],
+        step: Step,
+        contract: LossContract,
+        groups: ProcessGroupCollection,
+        forward_only: bool,
+        force_all_reduce: bool | None,
+    ) -> list[Any]:
         """The prefix schedule proper."""
-        groups = pg_collection or gradients.default_groups()
+        config, rank, size = contract.config, groups.pp.rank(), groups.pp.size()
         hooks = [install(chunk, self.config.kernel) for chunk in models]
-        plan = make_plan(
-            forest, groups.pp.size(), microbatches=microbatches.owner, extra=self.config.extra
-        )
-        contract = LossContract(forward_step_func, config, groups.cp.size(), collect_non_loss_data)
-        scorer = Scorer(forest, microbatches, contract, self.adapter, models[-1], hooks[-1])
-        stages = [
-            Stage(chunk, hook, SidecarCache(forest.segments, hook.num_layers))
-            for chunk, hook in zip(models, hooks, strict=True)
-        ]
-        stages[-1].scorer = scorer
-        inputs = SegmentInputs(forest, rollouts, next(models[0].parameters()).device)
-        executor = Executor(plan, stages, inputs, self.adapter, forward_only)
-        with _timed(config):
-            embedding = clear_embedding_activation_buffer(config, models, True)
+        plan = best_plan(
+            step.forest, size, num_chunks=len(models), microbatches=step.owner,
+            extra=self.config.extra, group_size=config.microbatch_group_size_per_vp_stage,
+        )  # fmt: skip
+        stages = []
+        for chunk, (model, hook) in enumerate(zip(models, hooks, strict=True)):
+            cache, stage = SidecarCache(plan.segments, hook.num_layers), plan.stage(rank, chunk)
+            stages.append(Stage(model, hook, cache, stage == 0, stage == plan.num_stages - 1))
+        scorer = None
+        if stages[-1].is_last:
+            scorer = Scorer(step, contract, self.adapter, models[-1], hooks[-1])
+            stages[-1].scorer = scorer
+        device = _device(models)
+        inputs = SegmentInputs(step.forest, step.rollouts, device)
+        with _timed(config), p2p.closing_on_failure(groups.pp):
+            links = Links(
+                p2p.channels_of(groups.pp, device), plan, _message_shape(config, plan),
+                _message_dtype(config), device, backward=not forward_only,
+            )  # fmt: skip
+            executor = Executor(plan, stages, inputs, self.adapter, links, forward_only)
+            embedding = clear_embedding_activation_buffer(config, models, scorer is not None)
             with contextlib.nullcontext() if forward_only else gradients.no_sync(models, config):
-                executor.run(groups.pp.rank())
+                executor.run(rank)
             if not forward_only:
-                finish_embedding_wgrad_compute(config, embedding, True, groups.tp)
-                gradients.finish(models, config, scorer.num_tokens, groups, force_all_reduce)
-        return scorer.forward_data_store
+                finish_embedding_wgrad_compute(config, embedding, scorer is not None, groups.tp)
+                num_tokens = scorer.num_tokens if scorer is not None else 0
+                gradients.finish(models, config, num_tokens, groups, force_all_reduce)
+        return scorer.forward_data_store if scorer is not None else []
 
 
 def get_forward_backward_func(
@@ -183,6 +180,20 @@ def _alignment(config: Any) -> int:
     """Segment boundaries are multiples of this (design: tp under sequence parallelism, times 2*cp)."""
     tp = config.tensor_model_parallel_size if config.sequence_parallel else 1
     return tp * (2 * config.context_parallel_size if config.context_parallel_size > 1 else 1)
+
+
+def _message_shape(config: Any, plan: Plan) -> Callable[[int], tuple[int, ...]]:
+    """Shape of the activations of a segment between two stages (and of their gradients)."""
+    parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return lambda index: (plan.segments[index].num_rows // parts, 1, config.hidden_size)
+
+
+def _message_dtype(config: Any) -> torch.dtype:
+    return torch.float32 if config.fp32_residual_connection else config.pipeline_dtype
+
+
+def _device(models: list[Any]) -> torch.device:
+    return next(models[0].parameters()).device
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from megatron_prefix.cache import SidecarCache
 from megatron_prefix.data.batch import BatchAdapter, SegmentInputs
 from megatron_prefix.install import Hooks
 from megatron_prefix.pipeline.actions import Action, Plan
+from megatron_prefix.pipeline.p2p import Links
 from megatron_prefix.pipeline.scoring import Scorer
 
 
@@ -33,15 +35,19 @@ class Stage:
         model: the chunk as the trainer knows it, wrappers included.
         hooks: its hooks.
         cache: its sidecar.
+        is_first: whether it holds the embedding and so receives no activations.
+        is_last: whether it holds the output layer and so sends none.
         scorer: the losses, on the last stage only.
-        outputs: outputs of segments whose backward is still to come, with their graph.
+        live: input and output (with its graph) of segments whose backward is still to come.
     """
 
     model: Any
     hooks: Hooks
     cache: SidecarCache
+    is_first: bool
+    is_last: bool
     scorer: Scorer | None = None
-    outputs: dict[int, Tensor] = field(default_factory=dict)
+    live: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
 
 class Executor:
@@ -52,6 +58,7 @@ class Executor:
         stages: the rank's model chunks.
         inputs: tokens, labels and positions of the segments.
         adapter: knows how to call the model.
+        links: messages to and from the neighbours.
         forward_only: run without gradients; a backward then only releases its segment.
     """
 
@@ -61,11 +68,12 @@ class Executor:
         stages: Sequence[Stage],
         inputs: SegmentInputs,
         adapter: BatchAdapter,
+        links: Links,
         forward_only: bool,
     ) -> None:
         self._plan, self._stages, self._inputs = plan, stages, inputs
-        self._adapter, self._forward_only = adapter, forward_only
-        self._handlers: dict[str, Callable[[int, Stage], None]] = {
+        self._adapter, self._links, self._forward_only = adapter, links, forward_only
+        self._handlers: dict[str, Callable[[Action, Stage], None]] = {
             "F": self._forward,
             "B": self._release if forward_only else self._backward,
         }
@@ -80,10 +88,11 @@ class Executor:
             with gradients:
                 for action in self._plan.programs[rank]:
                     with _annotated(action):
-                        self._handlers[action.kind](action.segment, self._stages[action.chunk])
+                        self._handlers[action.kind](action, self._stages[action.chunk])
+            self._links.finish()
         finally:
             for stage in self._stages:
-                stage.outputs.clear()
+                stage.live.clear()
                 stage.cache.clear()
 
     def _context(self, index: int, stage: Stage) -> SegmentContext:
@@ -93,34 +102,56 @@ class Executor:
         positions = self._inputs[index][2]
         return SegmentContext(index, segment.inner, lengths, blocks, positions, stage.cache)
 
-    def _forward(self, index: int, stage: Stage) -> None:
-        segment = self._plan.segments[index]
+    def _forward(self, action: Action, stage: Stage) -> None:
+        index = action.segment
+        scored = stage.scorer is not None and self._plan.segments[index].scored
+        received = None if stage.is_first else self._links.receive(action)
+        if received is not None and not self._forward_only:
+            received.requires_grad_()
         tokens, labels, positions = self._inputs[index].unsqueeze(1)
-        get_attr_wrapped_model(stage.model, "set_input_tensor")(None)
-        scored = segment.scored and stage.scorer is not None
+        get_attr_wrapped_model(stage.model, "set_input_tensor")(received)
         with stage.hooks.running(self._context(index, stage), scored=scored), _autocast(stage):
             output = self._adapter.call(stage.model, tokens, positions, labels)
         if not self._forward_only:
-            stage.outputs[index] = output
+            stage.live[index] = received, output
         if scored:
             stage.scorer.take(index, output)  # type: ignore[union-attr]
+        if not stage.is_last:
+            self._links.send(action, output)
+            if self._frees_outputs(stage):
+                deallocate_output_tensor(output, True)
 
-    def _backward(self, index: int, stage: Stage) -> None:
-        segment = self._plan.segments[index]
-        output = stage.outputs.pop(index)
-        if stage.scorer is not None and segment.scored:
-            gradient = stage.scorer.cotangent(index)
+    def _backward(self, action: Action, stage: Stage) -> None:
+        index = action.segment
+        scored = stage.scorer is not None and self._plan.segments[index].scored
+        received, output = stage.live.pop(index)
+        if not stage.is_last:
+            gradient = self._links.receive(action)
+        elif scored:
+            gradient = stage.scorer.cotangent(index)  # type: ignore[union-attr]
         else:
             gradient = torch.zeros_like(output)
-        with stage.hooks.running(self._context(index, stage), scored=segment.scored):
-            torch.autograd.backward(output, gradient)
-        self._release(index, stage)
+        with stage.hooks.running(self._context(index, stage), scored=scored):
+            if self._frees_outputs(stage):
+                custom_backward(output, gradient)
+            else:
+                torch.autograd.backward(output, gradient)
+        if received is not None:
+            if received.grad is None:
+                raise RuntimeError(f"{action}: no gradient has reached the stage's input")
+            self._links.send(action, received.grad)
+        self._release(action, stage)
 
-    def _release(self, index: int, stage: Stage) -> None:
+    def _release(self, action: Action, stage: Stage) -> None:
         if stage.scorer is not None:
-            stage.scorer.release(index)
-        if self._plan.segments[index].inner:
-            stage.cache.free(index, consumed=not self._forward_only)
+            stage.scorer.release(action.segment)
+        if self._plan.segments[action.segment].inner:
+            stage.cache.free(action.segment, consumed=not self._forward_only)
+
+    def _frees_outputs(self, stage: Stage) -> bool:
+        """Whether outputs that were sent keep their graph and lose their data (Megatron's option)."""
+        config = stage.hooks.model.config
+        return config.deallocate_pipeline_outputs and not (stage.is_last or self._forward_only)
 
 
 def _autocast(stage: Stage) -> contextlib.AbstractContextManager:

@@ -10,7 +10,7 @@ direct adjoints of prefix tokens).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,25 +20,7 @@ from torch import Tensor
 
 from megatron_prefix.data.batch import BatchAdapter, join
 from megatron_prefix.install import Hooks
-from megatron_prefix.tree import Forest
-
-
-@dataclass(frozen=True)
-class Microbatches:
-    """A step's microbatches as the trainer gave them, and where their rollouts are.
-
-    Attributes:
-        items: the microbatches, in the trainer's order.
-        rollouts: per microbatch the forest's rollouts that are its samples.
-    """
-
-    items: Sequence[Any]
-    rollouts: Sequence[Sequence[int]]
-
-    @property
-    def owner(self) -> list[int]:
-        """The microbatch of each rollout."""
-        return [m for m, members in enumerate(self.rollouts) for _ in members]
+from megatron_prefix.pipeline.step import Step
 
 
 @dataclass(frozen=True)
@@ -62,8 +44,7 @@ class Scorer:
     """Turns outputs of segments into losses, and losses into cotangents of the outputs.
 
     Args:
-        forest: the step's segments.
-        microbatches: the trainer's microbatches.
+        step: the step's segments and the trainer's microbatches.
         contract: how losses are made.
         adapter: knows the microbatches' form.
         model: the model chunk as the trainer knows it.
@@ -72,26 +53,26 @@ class Scorer:
 
     def __init__(
         self,
-        forest: Forest,
-        microbatches: Microbatches,
+        step: Step,
         contract: LossContract,
         adapter: BatchAdapter,
         model: Any,
         hooks: Hooks,
     ) -> None:
-        self._forest, self._microbatches, self._contract = forest, microbatches, contract
+        self._step, self._forest, self._contract = step, step.forest, contract
         self._adapter, self._model, self._hooks = adapter, model, hooks
-        self._owner = microbatches.owner
         self._leaves: dict[int, Tensor] = {}
         self._rows: dict[int, list[Tensor]] = {}
         self._losses: dict[int, Tensor] = {}
-        self._stores: list[list[Any]] = [[] for _ in microbatches.items]
+        self._stores: list[list[Any]] = [[] for _ in range(step.num_microbatches)]
         self.num_tokens: int | Tensor = 0
-        closing: dict[int, list[int]] = {}
-        for microbatch, rollouts in enumerate(microbatches.rollouts):
-            last = max(forest.paths[rollout][-1][0] for rollout in rollouts)
-            closing.setdefault(last, []).append(microbatch)
-        self._closing = closing
+        self._rollouts: list[list[int]] = [[] for _ in range(step.num_microbatches)]
+        for rollout, microbatch in enumerate(step.owner):
+            self._rollouts[microbatch].append(rollout)
+        self._closing: dict[int, list[int]] = {}
+        for microbatch, rollouts in enumerate(self._rollouts):
+            last = max(step.forest.paths[rollout][-1][0] for rollout in rollouts)
+            self._closing.setdefault(last, []).append(microbatch)
 
     @property
     def forward_data_store(self) -> list[Any]:
@@ -114,7 +95,8 @@ class Scorer:
 
     def cotangent(self, index: int) -> Tensor:
         """Gradient of all losses with respect to a scored segment's output."""
-        through = {self._owner[r] for row in self._forest.segments[index].rows for r in row.rollouts}
+        rows = self._forest.segments[index].rows
+        through = {self._step.owner[rollout] for row in rows for rollout in row.rollouts}
         losses = [self._losses.pop(m) for m in sorted(through) if m in self._losses]
         if losses:
             torch.autograd.backward(losses)
@@ -129,17 +111,17 @@ class Scorer:
     def _score(self, microbatch: int) -> None:
         """Runs the trainer's forward step and loss on one of its microbatches."""
         contract, forest = self._contract, self._forest
-        rollouts = self._microbatches.rollouts[microbatch]
+        rollouts = self._rollouts[microbatch]
         cut = min(forest.cut(rollout) for rollout in rollouts)
         output = join([self._pieces(r) for r in rollouts], forest.num_positions[rollouts[0]] - cut)
-        shortened = self._adapter.cut(self._microbatches.items[microbatch], cut)
+        shortened = self._adapter.cut(self._step.items[microbatch], cut)
         if contract.config.timers is not None:
             contract.config.timers("forward-compute", log_level=2).start()
         with self._hooks.answering(output):
             answer, loss_func = contract.forward_step_func(iter([shortened]), self._model)
         loss, num_tokens = forward_step_calc_loss(
             self._model, answer, loss_func, contract.config, getattr(self._model, "vp_stage", None),
-            contract.collect_non_loss_data, len(self._microbatches.items), self._stores[microbatch],
+            contract.collect_non_loss_data, self._step.num_microbatches, self._stores[microbatch],
             contract.cp_size, True,
         )  # fmt: skip
         self.num_tokens = self.num_tokens + num_tokens

@@ -1,0 +1,122 @@
+"""A step's microbatches become a forest that every pipeline stage knows.
+
+The first stage reads the trainer's microbatches and builds the forest, the last reads them for the
+losses, the others read nothing: what they must know, the lengths, comes in one broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_prefix.data.batch import BatchAdapter
+from megatron_prefix.errors import UserError
+from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank knows of a step.
+
+    Attributes:
+        forest: the step's segments.
+        owner: the trainer's microbatch of each rollout.
+        items: the trainer's microbatches, in its order; empty where none are read.
+        rollouts: their samples; None where none are read.
+    """
+
+    forest: Forest
+    owner: tuple[int, ...]
+    items: Sequence[Any]
+    rollouts: Sequence[Pairs] | None
+
+    @property
+    def num_microbatches(self) -> int:
+        """The trainer's microbatches of the step."""
+        return max(self.owner) + 1
+
+    def replay(self, data_iterator: Any) -> Any:
+        """An iterator in the place of the trainer's, for the stock schedule."""
+        if self.rollouts is None:
+            return data_iterator
+        if isinstance(data_iterator, list):
+            return [iter(self.items) for _ in data_iterator]
+        return iter(self.items)
+
+
+def read_step(
+    data_iterator: Any,
+    num_microbatches: int,
+    adapter: BatchAdapter,
+    group: Any,
+    options: TreeOptions,
+    device: torch.device,
+) -> Step:
+    """Reads a step's microbatches where they are read, and tells every stage the forest.
+
+    Args:
+        data_iterator: the trainer's, one or a list of one a model chunk.
+        num_microbatches: how many to read.
+        adapter: knows their form.
+        group: the pipeline's process group.
+        options: how rollouts become segments.
+        device: where the process group's tensors live.
+
+    Raises:
+        UserError: the iterator ends early.
+    """
+    first, last = group.rank() == 0, group.rank() == group.size() - 1
+    items: list[Any] = []
+    rollouts: list[Pairs] | None = None
+    numbers: list[int] = []
+    if first or last:
+        many = isinstance(data_iterator, list)
+        source = data_iterator[0 if first else -1] if many else data_iterator
+        items, rollouts, owner, groups = _read(source, num_microbatches, adapter)
+        if first:
+            forest = build(rollouts, groups, options)
+            numbers = [len(owner), *owner, *forest.to_ints()]
+    numbers = _broadcast(numbers, group, device)
+    after = 1 + numbers[0]
+    return Step(Forest.from_ints(numbers[after:]), tuple(numbers[1:after]), items, rollouts)
+
+
+def _read(
+    source: Iterator[Any], num_microbatches: int, adapter: BatchAdapter
+) -> tuple[list[Any], list[Pairs], list[int], list[int]]:
+    """Microbatches, their samples, and each sample's microbatch and group."""
+    items: list[Any] = []
+    rollouts: list[Pairs] = []
+    owner: list[int] = []
+    groups: list[int] = []
+    numbers: dict[Any, int] = {}
+    for number in range(num_microbatches):
+        try:
+            item = next(source)
+        except StopIteration:
+            raise UserError(
+                f"the data iterator ended after {number} of {num_microbatches} microbatches"
+            ) from None
+        samples = adapter.pairs(item)
+        group = numbers.setdefault(adapter.group(item), len(numbers))
+        items.append(item)
+        rollouts += samples
+        owner += [number] * len(samples)
+        groups += [group] * len(samples)
+    return items, rollouts, owner, groups
+
+
+def _broadcast(numbers: list[int], group: Any, device: torch.device) -> list[int]:
+    """The first stage's numbers on every stage."""
+    if group.size() == 1:
+        return numbers
+    source = dist.get_process_group_ranks(group)[0]
+    count = torch.tensor([len(numbers)], device=device)
+    dist.broadcast(count, source, group=group)
+    values = torch.tensor(numbers or [0] * int(count), device=device)
+    dist.broadcast(values, source, group=group)
+    return values.tolist()
