@@ -128,11 +128,23 @@ class Trainer:
     def _minibatch(self, ranks: Sequence[Sequence[Group]]) -> tuple[list[Microbatch], float]:
         """This rank's microbatches of a minibatch, and the weight of their losses."""
         items = self._microbatches(ranks[parallel_state.get_data_parallel_rank()])
+        self._check_interleaving(len(items))
         if self.settings.loss_mean == "token":
             return items, 1.0
         # Megatron takes the mean over a rank's microbatches and then over ranks.
         everyone = sum(len(group.rollouts) for groups in ranks for group in groups)
         return items, len(items) * len(ranks) / everyone
+
+    def _check_interleaving(self, num_rollouts: int) -> None:
+        """Refuse what Megatron's interleaved schedule cannot run, before it raises in the middle."""
+        settings, layout = self.settings, self.world.layout
+        stock = settings.prefix.mode != "on" or settings.compare
+        if stock and layout.vpp > 1 and num_rollouts % layout.pp:
+            raise UserError(
+                f"--vpp {layout.vpp}: Megatron's interleaved schedule wants the rollouts of a "
+                f"minibatch in multiples of --pp {layout.pp}, and there are {num_rollouts}; change "
+                "--groups-per-step, or use --vpp 1"
+            )
 
     def _microbatches(self, groups: Sequence[Group]) -> list[Microbatch]:
         """Microbatches with advantages, old log-probs and, where asked for, the reference's."""

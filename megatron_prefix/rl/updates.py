@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -155,7 +156,10 @@ class Updater:
         """
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
-        zeros = float(self._optimizer.count_zeros())
+        with warnings.catch_warnings():
+            # The distributed optimizer's parameters are views, and have the gradient all the same.
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+            zeros = float(self._optimizer.count_zeros())
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             self._optimizer.step()

@@ -350,6 +350,17 @@ def test_what_a_layout_cannot_run_is_refused(tmp_path: Path) -> None:
         train(tmp_path, 1, settings(groups_per_step=3), layout=Layout(dp=2))
     with pytest.raises(UserError, match="groups-per-step 100 exceeds"):
         train(tmp_path, 1, settings(groups_per_step=100))
+    odd = settings(mode="off", groups_per_step=1)
+    copies = bundled()[0].rollouts[:3]
+    with pytest.raises(UserError, match="multiples of --pp 2, and there are 3"):
+        train(
+            tmp_path,
+            1,
+            odd,
+            [Group(copies[0].group, copies)],
+            layout=Layout(pp=2, vpp=2),
+            options=ModelOptions("tiny-llama"),
+        )
 
 
 # Loss ---------------------------------------------------------------------------------------------
