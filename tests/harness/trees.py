@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from megatron_prefix.pipeline.actions import Action, Plan
+from megatron_prefix.pipeline.planner import backward_order, closings
 from megatron_prefix.tree import Forest, Pairs, Row, Segment, TreeOptions
 
 
@@ -127,6 +129,35 @@ def _parts(rng: random.Random, members: tuple[int, ...]) -> list[tuple[int, ...]
         return [members]  # the next chunk of a chain
     cuts = sorted(rng.sample(range(1, len(members)), rng.randint(1, len(members) - 1)))
     return [members[a:b] for a, b in zip([0, *cuts], [*cuts, len(members)], strict=True)]
+
+
+def ruled_plan(
+    forest: Forest,
+    num_ranks: int = 1,
+    *,
+    extra: int = 2,
+    microbatches: Sequence[int] | None = None,
+) -> Plan:
+    """The plan by the rule of design section 2, written as plainly as it stands there.
+
+    Before its j-th backward stage s of p has run need(j) + extra * (p - 1 - s) forwards.  The
+    planner's twin: the simulator is tested on these, and the planner is held against them.
+    """
+    order, needed = backward_order(forest.segments), closings(forest, microbatches)
+    programs = []
+    for rank in range(num_ranks):
+        program: list[Action] = []
+        forwards = iter(range(len(needed)))
+        need = run = 0
+        for index in order:
+            need = max(need, needed[index] + 1)
+            more = max(0, need + extra * (num_ranks - 1 - rank) - run)
+            for forward in itertools.islice(forwards, more):
+                program.append(Action("F", forward))
+                run += 1
+            program.append(Action("B", index))
+        programs.append(tuple(program))
+    return Plan(forest.segments, tuple(programs))
 
 
 def with_programs(plan: Plan, programs: Sequence[Sequence[str]]) -> Plan:
