@@ -1,0 +1,66 @@
+"""Rollouts -> segment tree -> plan -> simulated timeline. Needs neither torch nor Megatron.
+
+Run it, where the package is installed: python examples/plan_a_step.py [PICTURE.svg]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from megatron_prefix.drawing import timeline_svg
+from megatron_prefix.pipeline.grid import marked_grid
+from megatron_prefix.pipeline.planner import closings, make_plan
+from megatron_prefix.pipeline.simulator import simulate
+from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
+
+PROMPT, TURN, ANSWER = 512, 96, 128  # tokens
+NUM_STAGES = 2
+
+
+def rollouts(seed: int) -> list[Pairs]:
+    """One group: four answers to a prompt, two of which share a first turn as well."""
+    random = np.random.default_rng(seed)
+    prompt, turn = random.integers(1000, size=PROMPT), random.integers(1000, size=TURN)
+    group = []
+    for start in ([], [], turn, turn):
+        tokens = np.concatenate([prompt, start, random.integers(1000, size=ANSWER)]).astype(int)
+        trained = np.arange(len(tokens)) >= PROMPT
+        # A position is an (input, label) pair: a rollout of n tokens has n-1 of them.
+        group.append(Pairs(tokens[:-1], tokens[1:], trained[1:]))
+    return group
+
+
+def show_tree(forest: Forest) -> None:
+    """One line a segment, indented under the segment whose K/V it reads."""
+    for index, segment in enumerate(forest.segments):
+        kind = "inner segment" if segment.inner else f"wave of {len(segment.rows)}"
+        first = segment.rows[0]
+        members = sorted({rollout for row in segment.rows for rollout in row.rollouts})
+        indent = "  " * len(forest.ancestors(index))
+        extent = f"positions {first.start} to {max(row.end for row in segment.rows) - 1}"
+        print(f"{indent}{index}: {kind}, {extent}, rollouts {members}")
+
+
+def main() -> None:
+    """Plans two groups for a pipeline of two stages."""
+    groups = [rollouts(seed=1), rollouts(seed=2)]
+    numbers = [number for number, group in enumerate(groups) for _ in group]
+    # Chunks about as long as a wave keep every stage of a pipeline busy.
+    options = TreeOptions(chunk_tokens=256, wave_tokens=256)
+    forest = build([rollout for group in groups for rollout in group], numbers, options)
+    print(f"{forest.raw_tokens} tokens, {forest.executed_tokens} of them executed\n")
+    show_tree(forest)
+
+    plan = make_plan(forest, NUM_STAGES)
+    print(f"\n{marked_grid(plan.programs)}")
+    timeline = simulate(plan, needed=closings(forest))  # raises if the plan could not run
+    print(f"\nbubble {timeline.bubble_fraction:.0%}, at most {timeline.peak_live_rows} live rows")
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(timeline_svg(timeline, plan, "two groups on two stages"))
+
+
+if __name__ == "__main__":
+    main()
