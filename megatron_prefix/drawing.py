@@ -167,7 +167,9 @@ def _trees(segments: Sequence[Segment], top: float) -> tuple[list[str], float]:
     num_lanes = 1 + max(lanes[rollout] for _, row in rows for rollout in row.rollouts)
     lane = min(14.0, _TREES_HEIGHT / num_lanes)
     width, length = _WIDTH - _LEFT - _RIGHT, max(row.end for _, row in rows)
-    which = "trees" if len(shown) == num_trees else f"first {len(shown)} of {num_trees} trees"
+    which = f"first {_counted(len(shown), 'tree')} of {num_trees}"
+    if len(shown) == num_trees:
+        which = "tree" if num_trees == 1 else "trees"
     heading = f"{which}: one lane a rollout, a tall box is shared; numbers are segments"
     parts = [svg.text(_LEFT, top - 10, heading, 12, _FAINT)]
     for index, row in rows:
