@@ -18,12 +18,17 @@ from megatron_prefix.cli.arguments import (
     add_layout,
     add_lengths,
     add_rollouts,
-    config_of,
     layout_of,
-    whole,
 )
 from megatron_prefix.cli.inputs import load_groups
 from megatron_prefix.cli.modelling import add_model, model_options
+from megatron_prefix.cli.training import (
+    GROUPS_PER_STEP,
+    add_files,
+    add_schedule,
+    add_training,
+    settings_of,
+)
 from megatron_prefix.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,90 +51,17 @@ examples:
   torchrun --nproc-per-node 8 -m megatron_prefix train rollouts.jsonl.gz --device cuda \\
       --model qwen3-8b --dtype bfloat16 --tp 4 --sequence-parallel --recompute full
 """
-_GROUPS_PER_STEP = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     add_rollouts(parser, positional=True)
-    _add_training(parser)
-    _add_schedule(parser)
-    _add_files(parser)
+    add_training(parser)
+    add_schedule(parser)
+    add_files(parser)
     add_model(parser, model="tiny-llama", dtype="float32")
     add_layout(parser)
     add_lengths(parser)
-
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("training")
-    for option, kind, default, text in (
-        ("--steps", whole(), None, "step to end with (default: once over the rollouts)"),
-        ("--groups-per-step", whole(), None, f"groups of a step (default {_GROUPS_PER_STEP})"),
-        ("--ppo-epochs", whole(), 1, "times a step goes over its rollouts (default 1)"),
-        ("--minibatches", whole(), 1, "updates of one such time, of whole groups (default 1)"),
-        ("--lr", float, 1e-6, "learning rate (default 1e-6)"),
-        ("--warmup-steps", whole(0), 0, "steps in which it rises (default 0)"),
-        ("--weight-decay", float, 0.1, "AdamW's (default 0.1)"),
-        ("--clip-grad", float, None, "largest gradient norm; 0: any (default 1; 0 in float64)"),
-        ("--clip-low", float, 0.2, "ratios count no lower than 1 - X (default 0.2)"),
-        ("--clip-high", float, 0.28, "ratios count no higher than 1 + X (default 0.28)"),
-        ("--kl-coeff", float, 0.0, "weight of the KL to the initial model (default 0: none)"),
-        ("--max-skipped", whole(0), 0, "updates in a row that may not be finite (default 0)"),
-    ):
-        name = "X" if kind is float else "N"
-        group.add_argument(option, type=kind, default=default, metavar=name, help=text)
-    group.add_argument(
-        "--loss-mean",
-        choices=("token", "rollout"),
-        default="token",
-        help="mean over trained tokens, or over rollouts of their means (default token)",
-    )
-    group.add_argument(
-        "--no-std", action="store_true", help="do not divide advantages by the rewards' deviation"
-    )
-    group.add_argument(
-        "--distributed-optimizer",
-        action="store_true",
-        help="Megatron's, which shards its state over data-parallel ranks",
-    )
-
-
-def _add_schedule(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("schedule")
-    group.add_argument(
-        "--prefix-schedule",
-        choices=("off", "observe", "auto", "on"),
-        default="on",
-        help="off: Megatron's; observe: Megatron's, and metrics say what sharing would give; auto:"
-        " share where it pays; on: always (default)",
-    )
-    group.add_argument(
-        "--compare", action="store_true", help="run Megatron's schedule too, time and compare both"
-    )
-
-
-def _add_files(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("files")
-    group.add_argument(
-        "--output",
-        metavar="DIR",
-        help="folder of metrics and checkpoints (default: runs/train-DATE-TIME)",
-    )
-    group.add_argument(
-        "--save-every",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="steps between checkpoints; 0: none (default)",
-    )
-    group.add_argument(
-        "--resume",
-        nargs="?",
-        const="auto",
-        metavar="DIR",
-        help="go on from a run's folder or a checkpoint; without DIR from OUTPUT, where it has one",
-    )
-    group.add_argument("--plan-svg", metavar="FILE", help="draw the last step's plan")
 
 
 @dataclass(frozen=True)
@@ -173,7 +105,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, int]:
     groups, dropped = load_groups(args, spec.vocab_size)
     spec, groups = fit_vocabulary(options, groups)
     per_step = args.groups_per_step or _groups_per_step(len(groups), layout.dp * args.minibatches)
-    settings = _settings(args, per_step)
+    settings = settings_of(args, per_step)
     name = time.strftime("runs/train-%Y%m%d-%H%M%S")
     job = Job(
         settings,
@@ -195,38 +127,13 @@ def _groups_per_step(num_groups: int, multiple: int) -> int:
             f"dp times --minibatches is {multiple}, but the rollouts have {num_groups} groups; "
             "every rank needs one a minibatch"
         )
-    return min(num_groups, max(_GROUPS_PER_STEP, multiple)) // multiple * multiple
+    return min(num_groups, max(GROUPS_PER_STEP, multiple)) // multiple * multiple
 
 
 def _run_options(args: argparse.Namespace, output: str, steps: int) -> Any:
     from megatron_prefix.rl.settings import RunOptions
 
     return RunOptions(args.steps or steps, Path(output), args.save_every, args.resume)
-
-
-def _settings(args: argparse.Namespace, groups_per_step: int) -> Any:
-    from megatron_prefix.rl.loss import GrpoConfig
-    from megatron_prefix.rl.settings import TrainSettings
-
-    if args.chunk_tokens == "auto":
-        raise UserError("--chunk-tokens auto: give a number; `plan --chunk-tokens auto` finds one")
-    default_clip = 0.0 if args.dtype == "float64" else 1.0
-    return TrainSettings(
-        groups_per_step=groups_per_step,
-        ppo_epochs=args.ppo_epochs,
-        num_minibatches=args.minibatches,
-        lr=args.lr,
-        warmup_steps=args.warmup_steps,
-        weight_decay=args.weight_decay,
-        clip_grad=default_clip if args.clip_grad is None else args.clip_grad,
-        loss_mean=args.loss_mean,
-        divide_by_std=not args.no_std,
-        grpo=GrpoConfig(args.clip_low, args.clip_high, args.kl_coeff),
-        prefix=config_of(args, mode=args.prefix_schedule, memory=args.memory, kernel=args.kernel),
-        compare=args.compare,
-        max_skipped=args.max_skipped,
-        distributed_optimizer=args.distributed_optimizer,
-    )
 
 
 # On a rank ----------------------------------------------------------------------------------------

@@ -127,8 +127,9 @@ class Trainer:
 
     def _minibatch(self, ranks: Sequence[Sequence[Group]]) -> tuple[list[Microbatch], float]:
         """This rank's microbatches of a minibatch, and the weight of their losses."""
-        items = self._microbatches(ranks[parallel_state.get_data_parallel_rank()])
-        self._check_interleaving(len(items))
+        mine = ranks[parallel_state.get_data_parallel_rank()]
+        self._check_interleaving(sum(len(group.rollouts) for group in mine))
+        items = self._microbatches(mine)
         if self.settings.loss_mean == "token":
             return items, 1.0
         # Megatron takes the mean over a rank's microbatches and then over ranks.
@@ -136,7 +137,7 @@ class Trainer:
         return items, len(items) * len(ranks) / everyone
 
     def _check_interleaving(self, num_rollouts: int) -> None:
-        """Refuse what Megatron's interleaved schedule cannot run, before it raises in the middle."""
+        """Refuse what Megatron's interleaved schedule would raise on in the middle of a step."""
         settings, layout = self.settings, self.world.layout
         stock = settings.prefix.mode != "on" or settings.compare
         if stock and layout.vpp > 1 and num_rollouts % layout.pp:
