@@ -1,9 +1,10 @@
 """Stock schedule against prefix schedule: same weights, same rollouts, one optimizer step each.
 
-What is compared is what training sees: every microbatch's loss, the log-prob of every trained token,
-every parameter's gradient and every parameter after the step.  The verdict follows the numerics
-policy (megatron_prefix/numerics.py): one tolerance from dtype and length; in 16 bit the error of the
-prefix schedule against an fp32 reference may be at most 1.1 times that of the stock schedule.
+What is compared is what training sees: every microbatch's loss, the log-prob of every trained
+    token, every parameter's gradient and every parameter after the step.  The verdict follows the
+    numerics policy (megatron_prefix/numerics.py): one tolerance from dtype and length; in 16 bit
+    the error of the prefix schedule against an fp32 reference may be at most 1.1 times that of the
+    stock schedule.
 """
 
 from __future__ import annotations
@@ -104,14 +105,17 @@ def microbatches(groups: Sequence[Group], seed: int, multiple: int = 1) -> list[
     ]
 
 
-def run_logprobs(schedule: Schedule, chunks: list[Any], items: Sequence[Microbatch]) -> list[np.ndarray]:
+def run_logprobs(
+    schedule: Schedule, chunks: list[Any], items: Sequence[Microbatch]
+) -> list[np.ndarray]:
     """Log-probs of the trained tokens of every microbatch, by a pass with forward_only."""
     with torch.no_grad():
         logs = call_schedule(schedule, loss.logprob_step(), chunks, items, forward_only=True)
     if not logs:
         return []  # not the last pipeline stage
     return [
-        batches.trained_logprobs(item, log["logprobs"]) for item, log in zip(items, logs, strict=True)
+        batches.trained_logprobs(item, log["logprobs"])
+        for item, log in zip(items, logs, strict=True)
     ]
 
 
@@ -213,13 +217,16 @@ def _judge(
         failures += _parameter_failures(expected, parameters, limit, dtype)
         scale = max(1.0, float(expected.logprobs.abs().max()), float(expected.losses.abs().max()))
         limits = (limit * scale, limit * scale)
-    for name, value, most in (("loss", loss_diff, limits[0]), ("log-prob", logprob_diff, limits[1])):
+    for name, value, most in (
+        ("loss", loss_diff, limits[0]),
+        ("log-prob", logprob_diff, limits[1]),
+    ):
         if not value <= most:
             failures.append(f"{name}: {value:.2e} exceeds {most:.2e}")
     return Alignment(
         loss_diff, logprob_diff, max(gradients.values()), max(parameters.values()), raw, executed,
-        not failures, limit, max(ratios, default=None), float(np.median(ratios)) if ratios else None,
-        tuple(failures),
+        not failures, limit, max(ratios, default=None),
+        float(np.median(ratios)) if ratios else None, tuple(failures),
     )  # fmt: skip
 
 
@@ -328,7 +335,7 @@ def over_ranks(mine: Alignment) -> Alignment:
     torch.distributed.all_gather_object(verdicts, mine)
     owners: list[Any] = [None] * len(verdicts)
     torch.distributed.all_gather_object(owners, data_rank())
-    parts = {owner: verdict for owner, verdict in zip(owners, verdicts, strict=True)}
+    parts = dict(zip(owners, verdicts, strict=True))
 
     def most(name: str) -> Any:
         values = [getattr(v, name) for v in verdicts if getattr(v, name) is not None]

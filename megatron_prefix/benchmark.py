@@ -1,9 +1,9 @@
 """Both schedules timed side by side, in one process, on the same synthetic groups.
 
 A shape is P prompt tokens, R response tokens and n rollouts, flat.  Times are of a whole forward-
-backward call as a trainer makes it, gradient accumulation into DDP's buffers included, the optimizer
-step not.  The FLOP bound is the ratio of matrix FLOPs with and without sharing (pipeline/cost.py):
-no schedule that computes the same thing with the same kernels can be faster.
+backward call as a trainer makes it, gradient accumulation into DDP's buffers included, the
+optimizer step not.  The FLOP bound is the ratio of matrix FLOPs with and without sharing
+(pipeline/cost.py): no schedule that computes the same thing with the same kernels can be faster.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class State(Enum):
 
 @dataclass
 class _Buffer:
-    """One chain in one layer: k, v [rows, kv_heads, dim] in the model's dtype, gk, gv in fp32 or wider."""
+    """One chain in one layer: K, V [rows, kv_heads, dim], and gK, gV in fp32 or wider."""
 
     key: Tensor
     value: Tensor
@@ -60,14 +60,18 @@ class SidecarCache:
     @property
     def num_bytes(self) -> int:
         """Bytes held now."""
-        tensors = [t for b in self._buffers.values() for t in (b.key, b.value, b.key_grad, b.value_grad)]
+        tensors = [
+            t for b in self._buffers.values() for t in (b.key, b.value, b.key_grad, b.value_grad)
+        ]
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def capture(self, layer: int, index: int, key: Tensor, value: Tensor) -> None:
-        """Copies a segment's K [rows, kv_heads, dim] and V [rows, kv_heads, value_dim] into its chain.
+        """Copies a segment's K [rows, kv_heads, dim] and V [rows, kv_heads, value_dim] into its
+        chain.
 
-        Copies, since Megatron frees the storage of K and V under some recompute and offload options.
-        A second call is activation recompute running the forward again: the first copy stays.
+        Copies, since Megatron frees the storage of K and V under some recompute and offload
+        options. A second call is activation recompute running the forward again: the first copy
+        stays.
         """
         if self.state(layer, index) is State.CAPTURED:
             return
@@ -95,7 +99,9 @@ class SidecarCache:
         """K and V of a dense block, views of the chain's buffer."""
         buffer = self._buffers.get((layer, block.head))
         if buffer is None:
-            raise RuntimeError(f"layer {layer}: K/V of segment {block.head} read before its forward")
+            raise RuntimeError(
+                f"layer {layer}: K/V of segment {block.head} read before its forward"
+            )
         return buffer.key[: block.stop], buffer.value[: block.stop]
 
     def add_gradient(self, layer: int, block: Block, key_grad: Tensor, value_grad: Tensor) -> None:

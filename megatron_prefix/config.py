@@ -16,9 +16,9 @@ class PrefixConfig:
     """Configuration of the prefix schedule.
 
     Attributes:
-        mode: "off": Megatron's schedule; "observe": Megatron's schedule, and what sharing would have
-            saved goes to the metrics; "auto": share where the cost model says that it pays; "on":
-            always share.
+        mode: "off": Megatron's schedule; "observe": Megatron's schedule, and what sharing would
+            have saved goes to the metrics; "auto": share where the cost model says that it pays;
+            "on": always share.
         chunk_tokens: longest segment; 0: no limit.
         wave_tokens: most positions in a wave (a single leaf may exceed it); 0: no limit.
         min_gain: a shared segment that saves fewer positions is dissolved; 0 dissolves nothing.

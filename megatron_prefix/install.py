@@ -4,7 +4,8 @@ Three hooks on a built model, none of which replaces a module or touches a check
 
 1. a pre-hook on the decoder gives every row its true position's rotary embedding;
 2. the *instance's* `core_attention.forward` runs the segment's blocks;
-3. the *instance's* `forward` of the language model answers a trainer's model call from the segments.
+3. the *instance's* `forward` of the language model answers a trainer's model call from the
+segments.
 
 Each does nothing while no segment runs, so the stock schedule works on an installed model.  The
 running segment is an attribute and not thread-local state: on CUDA backward runs on another thread,
@@ -19,7 +20,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
@@ -125,7 +125,7 @@ class Hooks:
             kwargs["rotary_pos_emb"] = self._rope.index_select(0, self.current.positions)
         return args, kwargs
 
-    def _attention(self, layer: int, attention: nn.Module) -> Callable[..., Tensor]:
+    def _attention(self, layer: int, attention: Any) -> Callable[..., Tensor]:
         core = attention.core_attention
         stock, scale = core.forward, _softmax_scale(attention, core)
 
@@ -177,8 +177,8 @@ def uninstall(model: nn.Module) -> None:
         found.uninstall()
 
 
-def _softmax_scale(attention: nn.Module, core: nn.Module) -> float:
-    """The scale that the stock core attention uses: its own, the layer's, the config's, 1/sqrt(dim)."""
+def _softmax_scale(attention: Any, core: Any) -> float:
+    """What the stock core attention uses: its own scale, the layer's, the config's, 1/sqrt(dim)."""
     config = attention.config
     for owner in (core, attention, config):
         scale = getattr(owner, "softmax_scale", None)

@@ -46,8 +46,10 @@ class ModelOptions:
             layer_spec=self.layer_spec, recompute=self.recompute, seed=self.seed,
         )  # fmt: skip
 
-    def reference(self, spec: ModelSpec, layout: Layout, chunks: list[Any]) -> Callable[[], list[Any]]:
-        """Builds the model again in fp32 with the weights that `chunks` have now, rounded as they are."""
+    def reference(
+        self, spec: ModelSpec, layout: Layout, chunks: list[Any]
+    ) -> Callable[[], list[Any]]:
+        """Builds the model again in fp32, with the weights that `chunks` have now."""
 
         def make() -> list[Any]:
             # Megatron's own layers: their fp32 products are fp32 and not TF32.
@@ -62,9 +64,7 @@ class ModelOptions:
         return make
 
 
-def fit_vocabulary(
-    options: ModelOptions, groups: Sequence[Group]
-) -> tuple[ModelSpec, list[Group]]:
+def fit_vocabulary(options: ModelOptions, groups: Sequence[Group]) -> tuple[ModelSpec, list[Group]]:
     """The model's shape, and the rollouts in its vocabulary.
 
     A preset without a vocabulary (the tiny ones) takes that of the rollouts, their token ids mapped

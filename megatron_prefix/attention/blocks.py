@@ -2,8 +2,8 @@
 
 The K/V of inner segments lie in buffers, one a chunk chain, so all chunks of a chain are one dense
 block to whatever comes below them.  A segment's own keys are its causal block and need no entry
-here.  (The two key regions of a shared-prompt microbatch in "DualKV", section 3, are the case of one
-dense block and one causal block.)
+here.  (The two key regions of a shared-prompt microbatch in "DualKV", section 3, are the case of
+one dense block and one causal block.)
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Attention of a segment: its causal block, its ancestors' dense blocks, one merge.
 
 One autograd function is both the attention and the tap.  On the way forward it copies an inner
-segment's K/V into the sidecar; on the way back it sends each ancestor its share of gK/gV and adds to
-an inner segment's own dK/dV what its descendants sent.  The algebra is "Schedule-Level Shared-Prefix
-Reuse for LLM RL Training", section 3.1 and appendix A: under a causal mask the only road from a
-suffix back to its prefix is gK/gV, and the prefix's backward is linear in them.
+segment's K/V into the sidecar; on the way back it sends each ancestor its share of gK/gV and adds
+to an inner segment's own dK/dV what its descendants sent.  The algebra is "Schedule-Level
+Shared-Prefix Reuse for LLM RL Training", section 3.1 and appendix A: under a causal mask the only
+road from a suffix back to its prefix is gK/gV, and the prefix's backward is linear in them.
 """
 
 from __future__ import annotations
@@ -117,5 +117,3 @@ class _SegmentAttention(torch.autograd.Function):
             key_grad = (sent[0] + key_grad).to(key_grad.dtype)
             value_grad = (sent[1] + value_grad).to(value_grad.dtype)
         return query_grad, key_grad, value_grad, None, None, None, None
-
-

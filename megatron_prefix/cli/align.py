@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--chunk-tokens auto: give a number; `plan --chunk-tokens auto` finds one")
     if args.dtype == "float64" and args.device == "cuda":
         raise UserError(
-            "--dtype float64 --device cuda: Megatron's optimizer takes no float64 gradients on a GPU;"
-            " give --device cpu, or float32"
+            "--dtype float64 --device cuda: Megatron's optimizer takes no float64 gradients on a"
+            " GPU; give --device cpu, or float32"
         )
     config = config_of(args, memory=args.memory, kernel=args.kernel)
     spec = presets.resolve(options.model, **dict(options.overrides))

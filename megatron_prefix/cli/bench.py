@@ -12,10 +12,10 @@ from megatron_prefix.cli.modelling import add_model, model_options
 from megatron_prefix.errors import UserError
 
 HELP = """\
-Times Megatron-Core's stock schedule and the prefix schedule on synthetic flat groups, in one process
-and one run, and compares the speedup with what the FLOP count allows. First both schedules are
-aligned on a small group and a model of the same kind with few layers; where that fails, no speedup
-is reported and the exit code is 1."""
+Times Megatron-Core's stock schedule and the prefix schedule on synthetic flat groups, in one
+process and one run, and compares the speedup with what the FLOP count allows. First both schedules
+are aligned on a small group and a model of the same kind with few layers; where that fails, no
+speedup is reported and the exit code is 1."""
 EPILOG = """\
 examples:
   megatron-prefix bench --shapes 1024:64:8 --set hidden_size=512 --set num_attention_heads=8
@@ -135,7 +135,7 @@ def _print(args: argparse.Namespace, verdict: Any, rows: list[Any]) -> None:
     table = report.new_table(f"{args.model}, {args.dtype}, {args.device}: a step of one group")
     for name in ("P", "R", "n", "wave", "stock ms", "prefix ms", "speedup", "bound", "of bound"):
         table.add_column(name, justify="right")
-    table.add_column("GiB stock / prefix", justify="right")
+    table.add_column("peak GiB, stock / prefix", justify="right")
     for row in rows:
         table.add_row(
             str(row.prompt), str(row.response), str(row.rollouts), str(row.wave_tokens),

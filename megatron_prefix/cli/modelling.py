@@ -37,7 +37,7 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         "--layer-spec",
         choices=("auto", "local", "te"),
         default="auto",
-        help="transformer-engine's layers or Megatron's own (default auto: te on a GPU in bfloat16)",
+        help="transformer-engine's layers or Megatron's own (auto: te on a GPU in bfloat16)",
     )
     group.add_argument(
         "--recompute",

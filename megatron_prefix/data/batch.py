@@ -1,11 +1,11 @@
 """Between a trainer's microbatches and the schedule's segments.
 
 The trainer's `forward_step_func` keeps its contract: it is called once for every one of its own
-microbatches, takes the microbatch from the iterator, calls the model and returns the output with its
-loss function.  Two things differ.  The microbatch has lost its first positions, those in front of the
-segment with the first trained token; and the model call is answered from the segments' outputs,
-joined along the rollout's path.  So normalisation, logging and sequence-level losses are the
-trainer's own, whatever is shared.  A `BatchAdapter` says how the trainer's microbatches look.
+microbatches, takes the microbatch from the iterator, calls the model and returns the output with
+its loss function.  Two things differ.  The microbatch has lost its first positions, those in front
+of the segment with the first trained token; and the model call is answered from the segments'
+outputs, joined along the rollout's path.  So normalisation, logging and sequence-level losses are
+the trainer's own, whatever is shared.  A `BatchAdapter` says how the trainer's microbatches look.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class TensorBatchAdapter:
         length = microbatch["tokens"].shape[1]
 
         def cut_one(value: Any) -> Any:
-            per_position = isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == length
+            per_position = (
+                isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == length
+            )
             return value[:, num_positions:] if per_position else value
 
         return {name: cut_one(value) for name, value in microbatch.items()}
@@ -112,7 +114,9 @@ class SegmentInputs:
                     table[0, span] = rollout.inputs[row.start : row.end]
                     table[1, span] = rollout.labels[row.start : row.end]
                 # Padding rows go on counting: their positions are legal and their outputs unread.
-                table[2, offset : offset + row.padded] = np.arange(row.start, row.start + row.padded)
+                table[2, offset : offset + row.padded] = np.arange(
+                    row.start, row.start + row.padded
+                )
                 offset += row.padded
         self.max_position = int(table[2].max(initial=0))
         host = torch.from_numpy(table)

@@ -78,7 +78,7 @@ class PrefixSchedule:
         collect_non_loss_data: bool = False,
         pg_collection: ProcessGroupCollection | None = None,
         force_all_reduce: bool | None = False,
-        **contract: Any,
+        **rest: Any,
     ) -> list[Any]:
         """Runs forward and backward of a step's microbatches; see Megatron's schedules.
 
@@ -93,7 +93,7 @@ class PrefixSchedule:
             UserError: a feature or a form of microbatch that the schedule cannot run.
         """
         arguments = dict(
-            contract, forward_step_func=forward_step_func, model=model, forward_only=forward_only,
+            rest, forward_step_func=forward_step_func, model=model, forward_only=forward_only,
             num_microbatches=num_microbatches, collect_non_loss_data=collect_non_loss_data,
             pg_collection=pg_collection, force_all_reduce=force_all_reduce,
         )  # fmt: skip
