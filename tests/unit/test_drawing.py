@@ -81,17 +81,21 @@ def test_everything_is_within_the_frame_and_texts_do_not_overlap(plan: Plan) -> 
         assert h > 0
         assert 0 <= x <= x + w <= width
         assert 0 <= y <= y + h <= height
-    lines: dict[str, list[tuple[float, float]]] = {}
+    taken = []
     for text in shapes(picture, "text"):
         left, right = extent(text)
+        y, size = float(text.get("y", 0)), float(text.get("font-size", 0))
         assert 0 <= left <= right <= width
-        assert 8 <= float(text.get("y", 0)) <= height - 2
-        assert float(text.get("font-size", 0)) >= 8
-        lines.setdefault(text.get("y", ""), []).append((left, right))
-    for line in lines.values():
-        line.sort()
-        for (_, right), (left, _) in itertools.pairwise(line):
-            assert right <= left + 0.5
+        assert size >= 8
+        assert size <= y <= height - 2
+        taken.append((y - 0.75 * size, y + 0.2 * size, left, right))
+    # By height, so that only texts of the same line or the next are compared.
+    taken.sort()
+    for index, (_, bottom, left, right) in enumerate(taken):
+        for top, _, other_left, other_right in itertools.takewhile(
+            lambda other, bottom=bottom: other[0] < bottom, taken[index + 1 :]
+        ):
+            assert right <= other_left + 0.5 or other_right <= left + 0.5, top
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
@@ -191,22 +195,27 @@ def test_many_trees_are_cut_to_those_that_fit() -> None:
     assert f"trees: {heading}" in texts(drawn(ruled_plan(forest_of(), 1)))
 
 
-def test_rollouts_of_a_segment_are_neighbours_in_the_trees() -> None:
-    """However the rollouts are numbered, an inner box covers just the lanes of what is below it."""
-    rng = random.Random(0)
-    for _ in range(20):
-        plan = ruled_plan(random_forest(rng, depth=4))
-        rects = [
-            r for r in shapes(drawn(plan), "rect") for t in r if (t.text or "")[:7] == "segment"
-        ]
-        boxes = sorted(
-            tuple(float(rect.get(name, 0)) for name in ("x", "y", "width", "height"))
-            for rect in rects
-        )
-        for index, (x, y, w, h) in enumerate(boxes):
-            for ox, oy, ow, oh in boxes[index + 1 :]:
-                apart = ox >= x + w - 0.02 or oy >= y + h - 0.02 or y >= oy + oh - 0.02
-                assert apart, (x, y, w, h, ox, oy, ow, oh)
+def test_a_box_of_the_trees_covers_the_lanes_of_its_rollouts() -> None:
+    """However the rollouts are numbered: no two boxes overlap, and what is shared stands above."""
+    straight, numbers = flat_rollouts(100, 20, 3, 4)
+    order = random.Random(0).sample(range(12), 12)
+    groups = [numbers[i] for i in order]
+    forest = build([straight[i] for i in order], groups, TreeOptions(min_gain=0))
+    rects = [
+        (title.text or "", [float(rect.get(name, 0)) for name in ("x", "y", "width", "height")])
+        for rect in shapes(drawn(ruled_plan(forest)), "rect")
+        for title in rect
+        if (title.text or "").startswith("segment")
+    ]
+    assert len(rects) == 4 + 12
+    leaves = {tip[-1]: box for tip, box in rects if "1 rollout:" in tip}
+    lane = min(height for _, (_, _, _, height) in rects)
+    for tip, (x, y, width, height) in rects:
+        members = re.findall(r"\d+", tip.rpartition(":")[2])
+        assert height == pytest.approx(lane * len(members), abs=1.5 * len(members))
+        for other in leaves.values():
+            beside = other[1] >= y + height - 0.02 or y >= other[1] + other[3] - 0.02
+            assert beside or other[0] >= x + width - 0.02 or [x, y, width, height] == other
 
 
 @pytest.mark.parametrize(
