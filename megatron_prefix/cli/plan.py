@@ -18,7 +18,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.models.presets import ModelSpec, resolve
 from megatron_prefix.pipeline.actions import Plan
 from megatron_prefix.pipeline.cost import CostModel
-from megatron_prefix.pipeline.planner import closings, make_plan
+from megatron_prefix.pipeline.planner import best_plan, closings
 from megatron_prefix.pipeline.simulator import Timeline, simulate
 from megatron_prefix.pipeline.tuning import best_chunk_tokens
 from megatron_prefix.runtime.layout import Layout
@@ -99,8 +99,6 @@ def _layout(args: argparse.Namespace) -> Layout:
             f"--dp {layout.dp} (and --ep {layout.ep}): a plan is of one data-parallel rank;"
             " leave them out and give that rank's groups with --groups"
         )
-    if layout.vpp > 1:
-        raise UserError(f"--vpp {layout.vpp}: virtual stages are not planned yet; leave it out")
     return layout
 
 
@@ -113,11 +111,13 @@ def _planned(args: argparse.Namespace, layout: Layout) -> _Step:
     chunk_tokens = args.chunk_tokens
     if chunk_tokens == "auto":
         options = config.tree_options(align)
-        chunk_tokens = best_chunk_tokens(rollouts, numbers, options, layout.pp, extra=config.extra)
+        chunk_tokens = best_chunk_tokens(
+            rollouts, numbers, options, layout.pp, num_chunks=layout.vpp, extra=config.extra
+        )
     config = arguments.config_of(args, chunk_tokens=chunk_tokens)
     options = config.tree_options(align)
     forest = build(rollouts, numbers, options)
-    plan = make_plan(forest, layout.pp, extra=config.extra)
+    plan = best_plan(forest, layout.pp, num_chunks=layout.vpp, extra=config.extra)
     timeline = simulate(plan, needed=closings(forest))
     largest = max(int(rollout.tokens.max()) for group in groups for rollout in group.rollouts)
     # Rollouts of one model are planned for another's costs; only an open vocabulary needs them.

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from megatron_prefix.pipeline.cost import CostModel
-from megatron_prefix.pipeline.planner import closings, make_plan
+from megatron_prefix.pipeline.planner import best_plan, closings
 from megatron_prefix.pipeline.simulator import Cost, simulate, token_cost
 from megatron_prefix.tree import Pairs, Segment, TreeOptions, build
 
@@ -25,6 +25,7 @@ def best_chunk_tokens(
     options: TreeOptions,
     num_ranks: int,
     *,
+    num_chunks: int = 1,
     microbatches: Sequence[int] | None = None,
     extra: int = 2,
     cost: Cost = action_cost,
@@ -39,8 +40,9 @@ def best_chunk_tokens(
         groups: see `tree.build`.
         options: all but `chunk_tokens` counts.
         num_ranks: pipeline size.
+        num_chunks: model chunks a rank.
         microbatches: see `planner.closings`.
-        extra: see `planner.make_plan`.
+        extra: see `planner.best_plan`.
         cost: time of a segment's F or B on one rank.
     """
     if num_ranks == 1:
@@ -48,7 +50,9 @@ def best_chunk_tokens(
 
     def tried(chunk_tokens: int) -> tuple[float, int, int]:
         forest = build(rollouts, groups, dataclasses.replace(options, chunk_tokens=chunk_tokens))
-        plan = make_plan(forest, num_ranks, microbatches=microbatches, extra=extra)
+        plan = best_plan(
+            forest, num_ranks, num_chunks=num_chunks, microbatches=microbatches, extra=extra
+        )
         timeline = simulate(plan, cost=cost, needed=closings(forest, microbatches))
         return timeline.makespan, len(forest.segments), chunk_tokens
 

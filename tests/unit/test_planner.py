@@ -9,11 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_prefix.pipeline.actions import Action
-from megatron_prefix.pipeline.planner import backward_order, closings, make_plan
+from megatron_prefix.pipeline.planner import backward_order, best_plan, closings, make_plan
 from megatron_prefix.pipeline.simulator import Cost, simulate, token_cost
 from megatron_prefix.pipeline.tuning import action_cost, best_chunk_tokens
 from megatron_prefix.tree import Forest, TreeOptions, build
-from tests.harness.trees import flat_rollouts, random_forest, rollout_sets, tree_options
+from tests.harness.trees import (
+    flat_rollouts,
+    random_forest,
+    rollout_sets,
+    ruled_plan,
+    tree_options,
+)
 
 forests = st.builds(lambda sets, options: build(*sets, options), rollout_sets(), tree_options())
 
@@ -120,13 +126,67 @@ def test_one_rank_runs_depth_first() -> None:
 def test_bubbles_are_those_of_the_design_or_less(p, r, n, stages, bubble, peak) -> None:
     rollouts, groups = flat_rollouts(p, r, n, 4)
     forest = build(rollouts, groups, TreeOptions(chunk_tokens=r, wave_tokens=r))
-    timeline = simulate(make_plan(forest, stages), needed=closings(forest))
-    assert round(timeline.bubble_fraction, 3) <= bubble
-    assert timeline.peak_live_rows <= peak
+    for planned in (make_plan(forest, stages), best_plan(forest, stages)):
+        timeline = simulate(planned, needed=closings(forest))
+        assert round(timeline.bubble_fraction, 3) <= bubble
+        assert timeline.peak_live_rows <= peak
 
 
 def test_an_empty_step_has_empty_programs() -> None:
     assert make_plan(build([]), 3).programs == ((), (), ())
+
+
+@given(forests, st.integers(1, 8), st.sampled_from([1, 2]))
+@settings(max_examples=60)
+def test_the_best_plan_is_no_longer_and_holds_no_more(forest, num_ranks, extra) -> None:
+    needed = closings(forest)
+    plain = simulate(make_plan(forest, num_ranks, extra=extra), needed=needed)
+    best = simulate(best_plan(forest, num_ranks, extra=extra), needed=needed)
+    assert best.makespan <= plain.makespan
+    assert best.peak_live_rows <= plain.peak_live_rows
+
+
+@given(forests, st.integers(2, 4), st.integers(2, 3), st.sampled_from([None, 1, 2, 5]))
+@settings(max_examples=100)
+def test_virtual_stages_follow_megatron_order_and_run(
+    forest, num_ranks, num_chunks, group_size
+) -> None:
+    """`group_size` segments a turn of each model chunk, on every rank alike."""
+    plan = make_plan(forest, num_ranks, num_chunks=num_chunks, group_size=group_size)
+    num, size = len(forest.segments), group_size or num_ranks
+    order = backward_order(forest.segments)
+    for kind, segments, chunks in (
+        ("F", list(range(num)), range(num_chunks)),
+        ("B", order, reversed(range(num_chunks))),
+    ):
+        turns = list(chunks)
+        wanted = [
+            Action(kind, segment, chunk)
+            for begin in range(0, num, size)
+            for chunk in turns
+            for segment in segments[begin : begin + size]
+        ]
+        for program in plan.programs:
+            assert [action for action in program if action.kind == kind] == wanted
+    simulate(plan, needed=closings(forest))
+
+
+@given(forests, st.integers(1, 4), st.integers(1, 60))
+@settings(max_examples=60)
+def test_a_bound_on_live_rows_is_kept_but_for_what_must_be_held(forest, num_ranks, rows) -> None:
+    bounded = simulate(make_plan(forest, num_ranks, max_live_rows=rows), needed=closings(forest))
+    # One rank runs just the forwards that its next backward cannot do without.
+    least = simulate(ruled_plan(forest, 1)).peak_live_rows
+    assert bounded.peak_live_rows <= max(rows, least)
+
+
+@given(forests, st.integers(2, 4), st.integers(2, 3), st.integers(1, 60))
+@settings(max_examples=40)
+def test_a_bound_on_live_rows_never_stops_virtual_stages(
+    forest, num_ranks, num_chunks, rows
+) -> None:
+    plan = make_plan(forest, num_ranks, num_chunks=num_chunks, max_live_rows=rows)
+    simulate(plan, needed=closings(forest))
 
 
 @given(forests, st.integers(1, 8), st.sampled_from([1, 2]), st.integers(1, 5))
@@ -161,11 +221,11 @@ def test_auto_is_within_five_percent_of_a_sweep(p, r, n, stages, wave) -> None:
 
     def makespan(chunk_tokens: int, cost: Cost) -> float:
         options = TreeOptions(chunk_tokens=chunk_tokens, wave_tokens=wave)
-        return simulate(make_plan(build(rollouts, groups, options), stages), cost=cost).makespan
+        return simulate(best_plan(build(rollouts, groups, options), stages), cost=cost).makespan
 
     chosen = best_chunk_tokens(rollouts, groups, TreeOptions(wave_tokens=wave), stages)
     for cost in (token_cost, action_cost):
-        best = min(makespan(tokens, cost) for tokens in (0, *range(512, p, 512)))
+        best = min(makespan(tokens, cost) for tokens in (0, *range(p // 16, p, p // 16)))
         assert makespan(chosen, cost) <= 1.05 * best
 
 
