@@ -64,6 +64,11 @@ class Shape:
             raise UserError(f"shape {text!r}: give P:R:n, e.g. 10240:2048:8, or P:R:n:WAVE_TOKENS")
         return cls(*numbers)
 
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return f"{self.prompt}:{self.response}:{self.rollouts}"
+
     def group(self, vocab_size: int, seed: int) -> Group:
         """The shape's rollouts, of random tokens."""
         made = generate(
@@ -77,7 +82,9 @@ class Timing:
     """One row of the result.
 
     Attributes:
-        prompt, response, rollouts, wave_tokens: the shape.
+        name: P:R:n of a synthetic shape, or the rollout file.
+        rollouts: their number.
+        wave_tokens: most positions in a wave.
         raw_tokens, executed_tokens: positions without and with sharing.
         stock_ms, prefix_ms: median time of a forward-backward call.
         stock_gib, prefix_gib: peak of allocated device memory; 0 on the CPU.
@@ -86,8 +93,7 @@ class Timing:
         of_bound: speedup / bound.
     """
 
-    prompt: int
-    response: int
+    name: str
     rollouts: int
     wave_tokens: int
     raw_tokens: int
@@ -116,37 +122,35 @@ def cost_model(spec: ModelSpec) -> CostModel:
     return replace(counted, action_tokens=0.0)
 
 
-def time_shape(
-    shape: Shape,
+def time_groups(
+    name: str,
+    groups: Sequence[Group],
     spec: ModelSpec,
     chunks: list[Any],
     config: PrefixConfig,
     *,
     repeats: int,
     seed: int,
-    stock_times: dict[tuple[int, int], tuple[float, float]] | None = None,
+    stock_times: dict[str, tuple[float, float]],
 ) -> Timing:
-    """Times both schedules on one shape.
+    """Times both schedules on the rollouts of one step.
 
     Args:
-        shape: what to run.
+        name: of the row.
+        groups: the rollouts.
         spec: the model's shape.
         chunks: the model, wrapped in DDP.
         config: of the prefix schedule.
         repeats: timed calls of each schedule, after one that is not timed.
-        seed: of the tokens.
-        stock_times: remembers the stock schedule's (ms, GiB) by (tokens a rollout, rollouts), so
-            that two wave lengths of one shape time it once.
+        seed: of the advantages.
+        stock_times: remembers the stock schedule's (ms, GiB) by name, so that two wave lengths of
+            one shape time it once.
     """
-    wave = config.wave_tokens if shape.wave_tokens is None else shape.wave_tokens
-    ours = PrefixSchedule(replace(config, mode="on", wave_tokens=wave))
-    vocab = spec.vocab_size or 0
-    items = alignment.microbatches([shape.group(vocab, seed)], seed)
-    key = (shape.prompt + shape.response, shape.rollouts)
-    known = {} if stock_times is None else stock_times
-    if key not in known:
-        known[key] = _timed(get_forward_backward_func(), chunks, items, repeats)
-    stock_ms, stock_gib = known[key]
+    ours = PrefixSchedule(replace(config, mode="on"))
+    items = alignment.microbatches(groups, seed)
+    if name not in stock_times:
+        stock_times[name] = _timed(get_forward_backward_func(), chunks, items, repeats)
+    stock_ms, stock_gib = stock_times[name]
     prefix_ms, prefix_gib = _timed(ours, chunks, items, repeats)
     if ours.report is None:
         raise RuntimeError("the prefix schedule left no report")
@@ -154,9 +158,8 @@ def time_shape(
     bound = cost_model(spec).speedup(forest)
     speedup = stock_ms / prefix_ms
     return Timing(
-        shape.prompt, shape.response, shape.rollouts, wave, forest.raw_tokens,
-        forest.executed_tokens, stock_ms, prefix_ms, stock_gib, prefix_gib, speedup, bound,
-        speedup / bound,
+        name, len(items), config.wave_tokens, forest.raw_tokens, forest.executed_tokens,
+        stock_ms, prefix_ms, stock_gib, prefix_gib, speedup, bound, speedup / bound,
     )  # fmt: skip
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import platform
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from megatron_prefix.cli import report
@@ -30,11 +33,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--shapes",
         nargs="+",
-        default=["1024:64:8"],
+        default=[],
         metavar="P:R:n[:WAVE]",
         help="prompt tokens, response tokens, rollouts, and optionally the wave's tokens"
-        " (default 1024:64:8)",
+        " (default 1024:64:8, where no rollouts are given)",
     )
+    group.add_argument(
+        "--rollouts",
+        metavar="FILE",
+        nargs="+",
+        default=[],
+        help="real rollouts; a row for each file",
+    )
+    group.add_argument("--groups", type=int, default=4, help="groups a file (default 4)")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="shorten rollouts to N tokens")
     group.add_argument("--repeats", type=int, default=3, help="timed calls of each (default 3)")
     group.add_argument("--align-layers", type=int, default=2, help="layers of the aligned model")
     group.add_argument("--bench-json", metavar="FILE", help="write the result as JSON to FILE too")
@@ -47,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     """Aligns, times, reports."""
     from megatron_prefix.benchmark import Shape
 
-    shapes = [Shape.parse(text) for text in args.shapes]
+    texts = args.shapes or ([] if args.rollouts else ["1024:64:8"])
+    shapes = [Shape.parse(text) for text in texts]
     if args.repeats < 1 or args.align_layers < 1:
         raise UserError(f"--repeats {args.repeats}, --align-layers {args.align_layers}: from 1")
     if args.chunk_tokens == "auto":
@@ -90,22 +103,39 @@ def _measure(args: argparse.Namespace, shapes: list[Any]) -> tuple[Any, list[Any
         if not verdict.passed:
             return verdict, [], []
         chunks = options.build(spec, layout)
-        known: dict[tuple[int, int], tuple[float, float]] = {}
+        known: dict[str, tuple[float, float]] = {}
         rows, failures = [], []
-        for shape in report.watched(args, shapes, "shapes timed", len(shapes)):
+        work = list(_work(args, shapes, spec, config))
+        for name, groups, one in report.watched(args, work, "rows timed", len(work)):
             try:
                 rows.append(
-                    benchmark.time_shape(
-                        shape, spec, chunks, config,
+                    benchmark.time_groups(
+                        name, groups, spec, chunks, one,
                         repeats=args.repeats, seed=args.seed, stock_times=known,
                     )
                 )  # fmt: skip
             except torch.OutOfMemoryError as error:
-                failures.append(f"{shape}: {str(error).partition('.')[0]}")
+                failures.append(f"{name}: {str(error).partition('.')[0]}")
                 benchmark.free_memory()
         return verdict, rows, failures
     finally:
         runtime.shutdown()
+
+
+def _work(
+    args: argparse.Namespace, shapes: list[Any], spec: Any, config: Any
+) -> Iterator[tuple[str, list[Any], Any]]:
+    """Name, groups and configuration of every row."""
+    from megatron_prefix.cli.inputs import load_groups
+
+    for shape in shapes:
+        wave = config.wave_tokens if shape.wave_tokens is None else shape.wave_tokens
+        group = shape.group(spec.vocab_size, args.seed)
+        yield shape.name, [group], dataclasses.replace(config, wave_tokens=wave)
+    for path in args.rollouts:
+        one_file = argparse.Namespace(**{**vars(args), "rollouts": [path]})
+        groups, _ = load_groups(one_file, spec.vocab_size)
+        yield Path(path).name, groups, config
 
 
 def _machine(args: argparse.Namespace) -> dict[str, Any]:
@@ -133,15 +163,14 @@ def _print(args: argparse.Namespace, verdict: Any, rows: list[Any]) -> None:
         print("NOT aligned, so nothing was timed:", *verdict.failures, sep="\n  ")
         return
     table = report.new_table(f"{args.model}, {args.dtype}, {args.device}: a step of one group")
-    for name in ("P", "R", "n", "wave", "stock ms", "prefix ms", "speedup", "bound", "of bound"):
+    columns = ("P:R:n", "wave", "stock ms", "prefix ms", "speedup", "bound", "of it", "peak GiB")
+    for name in columns:
         table.add_column(name, justify="right")
-    table.add_column("peak GiB, stock / prefix", justify="right")
     for row in rows:
         table.add_row(
-            str(row.prompt), str(row.response), str(row.rollouts), str(row.wave_tokens),
-            f"{row.stock_ms:.1f}", f"{row.prefix_ms:.1f}", f"{row.speedup:.2f}x",
-            f"{row.bound:.2f}x", f"{row.of_bound:.3f}",
-            f"{row.stock_gib:.1f} / {row.prefix_gib:.1f}",
+            row.name, str(row.wave_tokens), f"{row.stock_ms:.1f}", f"{row.prefix_ms:.1f}",
+            f"{row.speedup:.2f}x", f"{row.bound:.2f}x", f"{row.of_bound:.3f}",
+            f"{row.stock_gib:.1f}, {row.prefix_gib:.1f}",
         )  # fmt: skip
     report.print_rich(table)
 
@@ -154,7 +183,7 @@ def _plot(path: str, rows: list[Any]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = [f"{row.prompt}/{row.response}\nn={row.rollouts}" for row in rows]
+    names = [row.name for row in rows]
     figure, axes = pyplot.subplots(figsize=(max(5, 1.3 * len(rows)), 4), layout="constrained")
     places = range(len(rows))
     axes.bar(places, [row.bound for row in rows], color="#d8dee9", label="FLOP bound")
@@ -162,6 +191,6 @@ def _plot(path: str, rows: list[Any]) -> None:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(places, names)
     axes.set_ylabel("speedup over the stock schedule")
-    axes.set_xlabel("prompt / response tokens, rollouts")
+    axes.set_xlabel("prompt tokens : response tokens : rollouts, or rollout file")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
