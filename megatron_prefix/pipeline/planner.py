@@ -81,7 +81,7 @@ def make_plan(
     *,
     num_chunks: int = 1,
     microbatches: Sequence[int] | None = None,
-    extra: int = 2,
+    extra: int | None = 2,
     group_size: int | None = None,
     max_live_rows: int = 0,
 ) -> Plan:
@@ -100,10 +100,11 @@ def make_plan(
         num_chunks: model chunks a rank (virtual stages).
         microbatches: see `closings`.
         extra: forwards that a stage runs ahead of its successor, beyond those that its next backward
-            cannot do without; more hides uneven segments, less holds less memory.
+            cannot do without; more hides uneven segments, less holds less memory. None: as many as
+            `max_live_rows` allows.
         group_size: Megatron's microbatch_group_size_per_vp_stage; default: the pipeline size.
         max_live_rows: a rank runs no forward ahead that would make it hold more rows for backward
-            than this. 0: no limit.
+            than this (on all its model chunks; a row on one of v counts 1/v). 0: no limit.
     """
     size = (group_size or num_ranks) if num_chunks > 1 else 1
     needed = closings(forest, microbatches)
@@ -137,7 +138,8 @@ def best_plan(
     """The shortest of a few plans that hold no more rows than `make_plan` with `extra` does.
 
     Running further ahead where the memory that `extra` costs anyway is not yet in use shortens most
-    steps; which bound on running ahead is best depends on the trees, so three are tried.
+    steps, those with virtual stages most of all; which bound on running ahead is best depends on the
+    trees, so three are tried.
     """
     options: dict[str, Any] = {"num_chunks": num_chunks, "microbatches": microbatches, "group_size": group_size}
     first = make_plan(forest, num_ranks, extra=extra, max_live_rows=max_live_rows, **options)
@@ -146,13 +148,13 @@ def best_plan(
     needed = closings(forest, microbatches)
     base = simulate(first, needed=needed)
     tried = [(base.makespan, 0, first)]
-    for more in (1, 4):
+    for number, ahead in enumerate((extra + 4, None), start=1):
         plan = make_plan(
-            forest, num_ranks, extra=extra + more, max_live_rows=base.peak_live_rows, **options
+            forest, num_ranks, extra=ahead, max_live_rows=base.peak_live_rows, **options
         )
         timeline = simulate(plan, needed=needed)
         if timeline.peak_live_rows <= base.peak_live_rows:
-            tried.append((timeline.makespan, more, plan))
+            tried.append((timeline.makespan, number, plan))
     return min(tried, key=lambda item: item[:2])[2]
 
 
@@ -179,10 +181,13 @@ class _Orders(NamedTuple):
 class _Merge:
     """A run of all ranks in simulated time that writes their programs down."""
 
-    def __init__(self, orders: _Orders, extra: int, max_live_rows: int) -> None:
-        self.orders, self.max_live_rows = orders, max_live_rows
+    def __init__(self, orders: _Orders, extra: int | None, max_live_rows: int) -> None:
+        # A row on one of v model chunks counts 1/v, as in the simulator.
+        self.orders, self.max_live_rows = orders, max_live_rows * orders.num_chunks
         ranks = range(orders.num_ranks)
-        self.ahead = [extra * (orders.num_ranks - 1 - rank) for rank in ranks]
+        behind = range(orders.num_ranks - 1, -1, -1)  # stages behind each rank's own
+        most = len(orders.forwards)
+        self.ahead = [most if extra is None else extra * stages for stages in behind]
         self.clock = [0.0] * orders.num_ranks
         self.live = [0] * orders.num_ranks
         self.done = {kind: [0] * orders.num_ranks for kind in "FB"}
