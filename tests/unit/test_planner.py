@@ -146,6 +146,26 @@ def test_the_best_plan_is_no_longer_and_holds_no_more(forest, num_ranks, extra) 
     assert best.peak_live_rows <= plain.peak_live_rows
 
 
+def test_the_best_plan_shortens_uneven_steps() -> None:
+    rng = random.Random(0)
+    plain = best = 0.0
+    for _ in range(50):
+        forest, num_ranks = random_forest(rng, depth=4), rng.randint(2, 6)
+        plain += simulate(make_plan(forest, num_ranks)).makespan
+        best += simulate(best_plan(forest, num_ranks)).makespan
+    assert best < 0.98 * plain
+
+
+@pytest.mark.parametrize("num_chunks", [2, 3])
+def test_virtual_stages_wait_less(num_chunks) -> None:
+    rollouts, groups = flat_rollouts(10240, 2048, 8, 4)
+    forest = build(rollouts, groups, TreeOptions(chunk_tokens=2048, wave_tokens=2048))
+    plain = simulate(best_plan(forest, 4))
+    virtual = simulate(best_plan(forest, 4, num_chunks=num_chunks))
+    assert virtual.bubble_fraction < plain.bubble_fraction / num_chunks * 1.2
+    assert virtual.peak_live_rows <= plain.peak_live_rows
+
+
 @given(forests, st.integers(2, 4), st.integers(2, 3), st.sampled_from([None, 1, 2, 5]))
 @settings(max_examples=100)
 def test_virtual_stages_follow_megatron_order_and_run(
