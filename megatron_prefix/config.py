@@ -55,7 +55,7 @@ class PrefixConfig:
 
     def tree_options(self, align: int) -> TreeOptions:
         """The part that shapes the tree, for a layout whose alignment is `align`."""
-        chunk = max(self.chunk_tokens, align) if self.chunk_tokens else 0
+        chunk = max(self.chunk_tokens, align) if self.chunk_tokens > 0 else self.chunk_tokens
         return TreeOptions(
             align, chunk, self.wave_tokens, self.min_gain, self.loss_in_leaves, self.share
         )
