@@ -1,0 +1,56 @@
+"""What users set is checked once, with both values and the mend."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import UserError
+from megatron_prefix.tree import TreeOptions
+
+
+def test_defaults_are_valid_and_those_of_the_tree() -> None:
+    config = PrefixConfig()
+    assert config.tree_options(1) == TreeOptions()
+    assert config.mode == "on"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mode": "maybe"}, "mode is 'maybe': give one of off, observe, auto, on"),
+        ({"memory": "forget"}, "memory is 'forget': give one of retain"),
+        ({"extra": 3}, "extra is 3: give one of 1, 2"),
+        ({"extra": 0}, "extra is 0"),
+        ({"min_speedup": 0.0}, "min_speedup is 0.0: give a number above 0"),
+        ({"min_speedup": float("nan")}, "min_speedup is nan"),
+        ({"chunk_tokens": -1}, "chunk_tokens is -1"),
+        ({"wave_tokens": -1}, "wave_tokens is -1"),
+        ({"min_gain": -1}, "min_gain is -1"),
+        ({"share": "world"}, "share is 'world'"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(fields, message) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        PrefixConfig(**fields)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_the_tree_gets_what_the_user_set() -> None:
+    config = PrefixConfig(
+        chunk_tokens=512, wave_tokens=99, min_gain=7, loss_in_leaves=True, share="batch"
+    )
+    assert config.tree_options(8) == TreeOptions(8, 512, 99, 7, True, "batch")
+
+
+def test_chunks_are_no_shorter_than_the_alignment() -> None:
+    assert PrefixConfig(chunk_tokens=4).tree_options(16).chunk_tokens == 16
+    assert PrefixConfig(chunk_tokens=0).tree_options(16).chunk_tokens == 0
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PrefixConfig().mode = "off"  # type: ignore[misc]
