@@ -171,10 +171,11 @@ def _timed(
     cuda = torch.cuda.is_available() and next(chunks[0].parameters()).is_cuda
     wait: Callable[[], None] = torch.cuda.synchronize if cuda else (lambda: None)
     times = []
-    for repeat in range(repeats + 1):
+    # Two calls before the timed ones: kernels choose by what they have met, then make their plans.
+    for repeat in range(-2, repeats):
         for chunk in chunks:
             chunk.zero_grad_buffer()
-        if cuda and repeat == 1:
+        if cuda and repeat == 0:
             torch.cuda.reset_peak_memory_stats()
         wait()
         begin = time.perf_counter()
@@ -182,7 +183,7 @@ def _timed(
         wait()
         times.append(1e3 * (time.perf_counter() - begin))
     peak = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
-    return statistics.median(times[1:]), peak
+    return statistics.median(times[2:]), peak
 
 
 def aligned(

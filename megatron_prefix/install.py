@@ -46,7 +46,7 @@ class Hooks:
         features.check(self.model)
         self.layers = [layer.self_attention for layer in self.model.decoder.layers]
         self.num_layers = len(self.layers)
-        self.kernel = _choose_kernel(kernel, self.model)
+        self.kernel = _choose_kernel(kernel, self.model, self.num_layers)
         self.current: SegmentContext | None = None
         self._answer: Tensor | None = None
         self._rope: Tensor | None = None
@@ -98,7 +98,8 @@ class Hooks:
             self._answer = None
 
     def prepare(self, max_position: int) -> None:
-        """Makes the rotary table long enough; call once a step."""
+        """Begins a step: tells the kernel, and makes the rotary table long enough."""
+        self.kernel.begin_step()
         rope = getattr(self.model, "rotary_pos_emb", None)
         if rope is None or (self._rope is not None and len(self._rope) > max_position):
             return
@@ -187,9 +188,9 @@ def _softmax_scale(attention: Any, core: Any) -> float:
     return 1.0 / math.sqrt(config.kv_channels)
 
 
-def _choose_kernel(name: str, model: Any) -> Kernel:
+def _choose_kernel(name: str, model: Any, num_layers: int) -> Kernel:
     parameter = next(model.parameters())
     dim = model.config.kv_channels
-    kernel = choose(name, parameter.device, parameter.dtype, dim, dim)
+    kernel = choose(name, parameter.device, parameter.dtype, dim, dim, num_layers)
     logger.info("attention blocks run on kernel %s", kernel.name)
     return kernel

@@ -43,6 +43,10 @@ class Kernel(Protocol):
         """What the user calls it."""
         ...
 
+    def begin_step(self) -> None:
+        """Told once before every step; for kernels that learn from what they have met."""
+        ...
+
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         """Why this kernel cannot take these tensors, None if it can."""
         ...
@@ -140,6 +144,9 @@ class Batched:
     """
 
     name: str
+
+    def begin_step(self) -> None:
+        """See `Kernel.begin_step`."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool

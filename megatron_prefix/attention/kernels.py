@@ -15,6 +15,7 @@ import logging
 import torch
 from torch import Tensor
 
+from megatron_prefix.attention.adaptive import AdaptiveKernel
 from megatron_prefix.attention.interface import Kernel, Partial
 from megatron_prefix.attention.operators import (
     CudnnKernel,
@@ -38,6 +39,11 @@ class CompositeKernel:
         self._parts = (dense, causal)
         self.dense, self.dense_backward = dense.dense, dense.dense_backward
         self.causal, self.causal_backward = causal.causal, causal.causal_backward
+
+    def begin_step(self) -> None:
+        """See `Kernel.begin_step`."""
+        for part in self._parts:
+            part.begin_step()
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         """See `Kernel.refusal`."""
@@ -75,14 +81,19 @@ def choose(
     dtype: torch.dtype,
     head_dim: int,
     head_dim_v: int | None = None,
+    num_layers: int = 1,
 ) -> Kernel:
     """The kernel called ``name`` (see the table above), or the best one here for "auto".
 
-    "auto" is `math` for fp64, cuDNN before FlashAttention-2 on CUDA, torch's flash on the CPU. A
-    kernel that does not work here is a UserError that says why and which do.
+    "auto" is `math` for fp64 and torch's flash on the CPU; on CUDA cuDNN or FlashAttention-2 by
+    shape (megatron_prefix/attention/adaptive.py), or whichever of them works. A kernel that does
+    not work here is a UserError that says why and which do. ``num_layers`` is how many attention
+    layers will use it.
     """
     reasons = available(device, dtype, head_dim, head_dim_v)
     if name == "auto":
+        if reasons["cudnn"] is None and reasons["flash"] is None:
+            return AdaptiveKernel(KERNELS["cudnn"], KERNELS["flash"], num_layers)
         return KERNELS[_best(reasons, torch.device(device), dtype)]
     parts = name.split("+")
     working = ", ".join(known for known, reason in reasons.items() if reason is None)
