@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -240,10 +240,41 @@ class _Node:
         return [member for member in self.members if member not in below]
 
 
+@dataclass(frozen=True)
+class Tries:
+    """A step's rollouts with what they share found, and nothing cut or batched yet.
+
+    Finding it reads every token; all chunk lengths can then be tried for next to nothing.
+    """
+
+    trees: tuple[list[_Node], ...]
+    num_positions: tuple[int, ...]
+    first_trained: tuple[int, ...]
+    options: TreeOptions
+
+    def forest(self, chunk_tokens: int | None = None) -> Forest:
+        """The segments, with chunks of at most `chunk_tokens` (default: the options')."""
+        options, first = self.options, self.first_trained
+        if chunk_tokens is not None:
+            options = replace(options, chunk_tokens=chunk_tokens)
+        segments: list[Segment] = []
+        for number, roots in enumerate(self.trees):
+            cut = _chunked(_copied(roots), first, options)
+            segments.extend(_flatten(cut, number, len(segments), first, options))
+        return Forest(tuple(segments), self.num_positions, first, options.align)
+
+
 def build(
     rollouts: Sequence[Pairs], groups: Sequence[int] | None = None, options: TreeOptions | None = None
 ) -> Forest:
-    """Makes the forest of a step.
+    """Makes the forest of a step; see `find_shared` for the arguments and errors."""
+    return find_shared(rollouts, groups, options).forest()
+
+
+def find_shared(
+    rollouts: Sequence[Pairs], groups: Sequence[int] | None = None, options: TreeOptions | None = None
+) -> Tries:
+    """Finds what the rollouts of a step share.
 
     Args:
         rollouts: the step's rollouts; indices into this sequence name them everywhere.
@@ -267,12 +298,9 @@ def build(
     trees: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         trees.setdefault(group if options.share == "group" else 0, []).append(index)
-    segments: list[Segment] = []
-    for number, members in enumerate(trees.values()):
-        roots = _trie(rollouts, members, first, options)
-        roots = _chunked(_dissolved(roots, options.min_gain), first, options)
-        segments.extend(_flatten(roots, number, len(segments), first, options))
-    return Forest(tuple(segments), tuple(len(r) for r in rollouts), first, options.align)
+    roots = (_trie(rollouts, members, first, options) for members in trees.values())
+    found = tuple(_dissolved(nodes, options.min_gain) for nodes in roots)
+    return Tries(found, tuple(len(r) for r in rollouts), first, options)
 
 
 def _trie(
@@ -359,6 +387,13 @@ def _dissolved(roots: list[_Node], min_gain: int) -> list[_Node]:
             ends_here = [_Node(child.start, child.end, child.ending())] if child.ending() else []
             todo.extend(reversed([*ends_here, *child.children]))
         node.children = kept
+    return top.children
+
+
+def _copied(roots: list[_Node]) -> list[_Node]:
+    top = _Node(0, 0, [], roots)
+    for node in _preorder([top]):
+        node.children = [replace(child) for child in node.children]
     return top.children
 
 

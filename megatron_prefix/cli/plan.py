@@ -20,7 +20,7 @@ from megatron_prefix.pipeline.actions import Plan
 from megatron_prefix.pipeline.cost import CostModel
 from megatron_prefix.pipeline.planner import best_plan, closings
 from megatron_prefix.pipeline.simulator import Timeline, simulate
-from megatron_prefix.pipeline.tuning import best_chunk_tokens
+from megatron_prefix.pipeline.tuning import ChunkChooser
 from megatron_prefix.runtime.layout import Layout
 from megatron_prefix.tree import Forest, TreeOptions, build
 
@@ -111,9 +111,8 @@ def _planned(args: argparse.Namespace, layout: Layout) -> _Step:
     chunk_tokens = args.chunk_tokens
     if chunk_tokens == "auto":
         options = config.tree_options(align)
-        chunk_tokens = best_chunk_tokens(
-            rollouts, numbers, options, layout.pp, num_chunks=layout.vpp, extra=config.extra
-        )
+        chooser = ChunkChooser(layout.pp, num_chunks=layout.vpp, extra=config.extra)
+        chunk_tokens = chooser.choose(rollouts, numbers, options)
     config = arguments.config_of(args, chunk_tokens=chunk_tokens)
     options = config.tree_options(align)
     forest = build(rollouts, numbers, options)

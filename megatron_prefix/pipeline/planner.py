@@ -211,12 +211,10 @@ class _Merge:
 
     def _choice(self, rank: int) -> tuple[float, int, str] | None:
         """(start, preference, kind) of what the rank would do next, None if it has to wait."""
-        starts = [(self._forward_ready(rank), 0, "F"), (self._backward_ready(rank), 1, "B")]
-        now = self.clock[rank]
-        return min(
-            ((max(now, at), order, kind) for at, order, kind in starts if at is not None),
-            default=None,
-        )
+        now, forward, backward = self.clock[rank], self._forward_ready(rank), self._backward_ready(rank)
+        if forward is not None and (backward is None or forward <= max(now, backward)):
+            return max(now, forward), 0, "F"
+        return None if backward is None else (max(now, backward), 1, "B")
 
     def _forward_ready(self, rank: int) -> float | None:
         orders, position = self.orders, self.done["F"][rank]

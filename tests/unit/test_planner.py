@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_prefix.pipeline.actions import Action
 from megatron_prefix.pipeline.planner import backward_order, best_plan, closings, make_plan
-from megatron_prefix.pipeline.simulator import Cost, simulate, token_cost
-from megatron_prefix.pipeline.tuning import action_cost, best_chunk_tokens
+from megatron_prefix.pipeline.simulator import simulate
 from megatron_prefix.tree import Forest, TreeOptions, build
 from tests.harness.trees import (
     flat_rollouts,
@@ -227,29 +226,3 @@ def test_plans_of_random_trees_run(num_ranks) -> None:
         for microbatches in (None, owner):
             plan = make_plan(forest, num_ranks, microbatches=microbatches, extra=rng.choice((1, 2)))
             simulate(plan, needed=closings(forest, microbatches))
-
-
-# Chunk lengths ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("p", "r", "n", "stages", "wave"),
-    [(10240, 2048, 16, 4, 2048), (10240, 2048, 8, 8, 2048), (16384, 64, 16, 4, 1024)],
-)
-def test_auto_is_within_five_percent_of_a_sweep(p, r, n, stages, wave) -> None:
-    rollouts, groups = flat_rollouts(p, r, n, 4)
-
-    def makespan(chunk_tokens: int, cost: Cost) -> float:
-        options = TreeOptions(chunk_tokens=chunk_tokens, wave_tokens=wave)
-        return simulate(best_plan(build(rollouts, groups, options), stages), cost=cost).makespan
-
-    chosen = best_chunk_tokens(rollouts, groups, TreeOptions(wave_tokens=wave), stages)
-    for cost in (token_cost, action_cost):
-        best = min(makespan(tokens, cost) for tokens in (0, *range(p // 16, p, p // 16)))
-        assert makespan(chosen, cost) <= 1.05 * best
-
-
-def test_auto_cuts_nothing_where_nothing_waits() -> None:
-    rollouts, groups = flat_rollouts(1000, 100, 4, 2)
-    assert best_chunk_tokens(rollouts, groups, TreeOptions(), 1) == 0
-    assert best_chunk_tokens([], [], TreeOptions(), 4) == 0
