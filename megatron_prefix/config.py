@@ -8,7 +8,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.tree import TreeOptions
 
 MODES = ("off", "observe", "auto", "on")
-MEMORY_POLICIES = ("retain",)
+MEMORY_POLICIES = ("retain", "recompute")
 
 
 @dataclass(frozen=True)
@@ -19,19 +19,22 @@ class PrefixConfig:
         mode: "off": Megatron's schedule; "observe": Megatron's schedule, and what sharing would
             have saved goes to the metrics; "auto": share where the cost model says that it pays;
             "on": always share.
-        chunk_tokens: longest segment; 0: no limit.
+        chunk_tokens: longest segment; 0: no limit; "auto": for every step the length whose simulated
+            run through the pipeline is shortest.
         wave_tokens: most positions in a wave (a single leaf may exceed it); 0: no limit.
         min_gain: a shared segment that saves fewer positions is dissolved; 0 dissolves nothing.
         loss_in_leaves: never share a position at or after a first trained one.
         share: "group": one tree a group; "batch": one tree over all rollouts of the step.
         kernel: name of the attention kernel, or "auto" (megatron_prefix/attention/kernels.py).
-        memory: what happens to an inner segment between its forward and its backward.
+        memory: what an inner segment keeps between its forward and its backward: "retain": all
+            saved tensors; "recompute": its K/V and its input, and its forward runs again.
         extra: forwards that a pipeline stage runs ahead of its successor (1 or 2).
         min_speedup: in mode "auto", the predicted speedup below which the stock schedule runs.
+        plan_file: a plan to run instead of the planner's (megatron_prefix/pipeline/planfile.py).
     """
 
     mode: str = "on"
-    chunk_tokens: int = 0
+    chunk_tokens: int | str = 0
     wave_tokens: int = 4096
     min_gain: int = 64
     loss_in_leaves: bool = False
@@ -40,8 +43,11 @@ class PrefixConfig:
     memory: str = "retain"
     extra: int = 2
     min_speedup: float = 1.05
+    plan_file: str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.chunk_tokens, str) and self.chunk_tokens != "auto":
+            raise UserError(f"chunk_tokens is {self.chunk_tokens!r}: give a number or 'auto'")
         self.tree_options(align=1)
         for name, value, known in (
             ("mode", self.mode, MODES),
@@ -52,10 +58,15 @@ class PrefixConfig:
                 raise UserError(f"{name} is {value!r}: give one of {', '.join(map(str, known))}")
         if not self.min_speedup > 0:
             raise UserError(f"min_speedup is {self.min_speedup}: give a number above 0")
+        if self.plan_file and self.mode in ("off", "observe"):
+            raise UserError(
+                f"plan {self.plan_file} would not run in mode {self.mode!r}: give mode 'on', or no plan"
+            )
 
     def tree_options(self, align: int) -> TreeOptions:
-        """The part that shapes the tree, for a layout whose alignment is `align`."""
-        chunk = max(self.chunk_tokens, align) if self.chunk_tokens > 0 else self.chunk_tokens
+        """The part that shapes the tree, for a layout whose alignment is `align`; "auto" cuts nothing."""
+        chunk = 0 if isinstance(self.chunk_tokens, str) else self.chunk_tokens
+        chunk = max(chunk, align) if chunk > 0 else chunk
         return TreeOptions(
             align, chunk, self.wave_tokens, self.min_gain, self.loss_in_leaves, self.share
         )

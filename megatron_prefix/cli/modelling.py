@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
+from megatron_prefix.config import MEMORY_POLICIES
 from megatron_prefix.errors import UserError
 from megatron_prefix.models.presets import PRESETS, ModelSpec
 
@@ -47,9 +48,10 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
     )
     group.add_argument(
         "--memory",
-        choices=("retain",),
+        choices=MEMORY_POLICIES,
         default="retain",
-        help="what becomes of an inner segment until its backward (default retain)",
+        help="what an inner segment keeps until its backward: its saved tensors, or only K/V and"
+        " its input, to run its forward again (default retain)",
     )
     group.add_argument(
         "--kernel",

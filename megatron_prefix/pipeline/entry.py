@@ -83,8 +83,8 @@ class PrefixSchedule:
         """Runs forward and backward of a step's microbatches; see Megatron's schedules.
 
         `seq_length`, `micro_batch_size`, `decoder_seq_length`, `first_val_step`,
-        `adjust_tensor_shapes_fn` and `p2p_communicator` are taken for the stock schedule's sake; the
-        prefix schedule knows its shapes from the plan.
+        `adjust_tensor_shapes_fn` and `p2p_communicator` are taken for the stock schedule's sake;
+        the prefix schedule knows its shapes from the plan.
 
         Returns:
             Megatron's `forward_data_store`, in the order of the microbatches.
@@ -147,7 +147,9 @@ class PrefixSchedule:
                 p2p.channels_of(groups.pp, device), plan, _message_shape(config, plan),
                 _message_dtype(config), device, backward=not forward_only,
             )  # fmt: skip
-            executor = Executor(plan, stages, inputs, self.adapter, links, forward_only)
+            executor = Executor(
+                plan, stages, inputs, self.adapter, links, self.config.memory, forward_only
+            )
             embedding = clear_embedding_activation_buffer(config, models, scorer is not None)
             with contextlib.nullcontext() if forward_only else gradients.no_sync(models, config):
                 executor.run(rank)
@@ -177,7 +179,7 @@ def get_forward_backward_func(
 
 
 def _alignment(config: Any) -> int:
-    """Segment boundaries are multiples of this (design: tp under sequence parallelism, times 2*cp)."""
+    """Segment boundaries are multiples of it: tp under sequence parallelism, times 2*cp."""
     tp = config.tensor_model_parallel_size if config.sequence_parallel else 1
     return tp * (2 * config.context_parallel_size if config.context_parallel_size > 1 else 1)
 

@@ -1,9 +1,10 @@
 """Runs one rank's program, one handler a kind of action.
 
-A segment's forward on a stage begins with the previous stage's output and ends with handing its own
-on; its backward begins with the next stage's gradient, or with the losses' on the last stage, or with
-zeros there when no loss reaches the segment.  Zeros are no trick: gK/gV enter inside the layers, and
-a backward that starts at the stage's output passes every hook and every recomputation on its way.
+A segment's forward on a stage begins with the previous stage's output and ends with handing its
+own on; its backward begins with the next stage's gradient, or with the losses' on the last stage,
+or with zeros there when no loss reaches the segment.  Zeros are no trick: gK/gV enter inside the
+layers, and a backward that starts at the stage's output passes every hook and every recomputation
+on its way.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Stage:
         is_first: whether it holds the embedding and so receives no activations.
         is_last: whether it holds the output layer and so sends none.
         scorer: the losses, on the last stage only.
-        live: input and output (with its graph) of segments whose backward is still to come.
+        live: input and output of segments whose backward is still to come; the output with its
+            graph, or None where the forward will run again.
     """
 
     model: Any
@@ -47,7 +49,7 @@ class Stage:
     is_first: bool
     is_last: bool
     scorer: Scorer | None = None
-    live: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    live: dict[int, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
 
 
 class Executor:
@@ -59,6 +61,7 @@ class Executor:
         inputs: tokens, labels and positions of the segments.
         adapter: knows how to call the model.
         links: messages to and from the neighbours.
+        memory: what an inner segment keeps until its backward, see PrefixConfig.
         forward_only: run without gradients; a backward then only releases its segment.
     """
 
@@ -69,10 +72,12 @@ class Executor:
         inputs: SegmentInputs,
         adapter: BatchAdapter,
         links: Links,
+        memory: str,
         forward_only: bool,
     ) -> None:
         self._plan, self._stages, self._inputs = plan, stages, inputs
-        self._adapter, self._links, self._forward_only = adapter, links, forward_only
+        self._adapter, self._links = adapter, links
+        self._memory, self._forward_only = memory, forward_only
         self._handlers: dict[str, Callable[[Action, Stage], None]] = {
             "F": self._forward,
             "B": self._release if forward_only else self._backward,
@@ -104,27 +109,36 @@ class Executor:
 
     def _forward(self, action: Action, stage: Stage) -> None:
         index = action.segment
-        scored = stage.scorer is not None and self._plan.segments[index].scored
         received = None if stage.is_first else self._links.receive(action)
         if received is not None and not self._forward_only:
             received.requires_grad_()
-        tokens, labels, positions = self._inputs[index].unsqueeze(1)
-        get_attr_wrapped_model(stage.model, "set_input_tensor")(received)
-        with stage.hooks.running(self._context(index, stage), scored=scored), _autocast(stage):
-            output = self._adapter.call(stage.model, tokens, positions, labels)
+        again = self._recomputes(index)
+        with torch.no_grad() if again else contextlib.nullcontext():
+            output = self._call(index, stage, received)
         if not self._forward_only:
-            stage.live[index] = received, output
-        if scored:
-            stage.scorer.take(index, output)  # type: ignore[union-attr]
+            stage.live[index] = received, None if again else output
+        if self._scored(index, stage):
+            stage.scorer.take(index, output, differentiable=not self._forward_only)  # type: ignore[union-attr]
         if not stage.is_last:
             self._links.send(action, output)
-            if self._frees_outputs(stage):
+            if self._frees_outputs(stage) and not again:
                 deallocate_output_tensor(output, True)
+
+    def _call(self, index: int, stage: Stage, received: Tensor | None) -> Tensor:
+        """Runs the model chunk on a segment: its forward, or its forward again."""
+        tokens, labels, positions = self._inputs[index].unsqueeze(1)
+        get_attr_wrapped_model(stage.model, "set_input_tensor")(received)
+        scored = self._scored(index, stage)
+        with stage.hooks.running(self._context(index, stage), scored=scored), _autocast(stage):
+            return self._adapter.call(stage.model, tokens, positions, labels)
 
     def _backward(self, action: Action, stage: Stage) -> None:
         index = action.segment
-        scored = stage.scorer is not None and self._plan.segments[index].scored
+        scored = self._scored(index, stage)
         received, output = stage.live.pop(index)
+        freed = self._frees_outputs(stage) and output is not None
+        if output is None:
+            output = self._call(index, stage, received)
         if not stage.is_last:
             gradient = self._links.receive(action)
         elif scored:
@@ -132,7 +146,7 @@ class Executor:
         else:
             gradient = torch.zeros_like(output)
         with stage.hooks.running(self._context(index, stage), scored=scored):
-            if self._frees_outputs(stage):
+            if freed:
                 custom_backward(output, gradient)
             else:
                 torch.autograd.backward(output, gradient)
@@ -142,6 +156,16 @@ class Executor:
             self._links.send(action, received.grad)
         self._release(action, stage)
 
+    def _scored(self, index: int, stage: Stage) -> bool:
+        return stage.scorer is not None and self._plan.segments[index].scored
+
+    def _recomputes(self, index: int) -> bool:
+        """Whether a segment keeps only its K/V and its input until its backward.
+
+        A wave's backward follows its forward, so there would be nothing to win.
+        """
+        return self._memory == "recompute" and self._plan.segments[index].inner
+
     def _release(self, action: Action, stage: Stage) -> None:
         if stage.scorer is not None:
             stage.scorer.release(action.segment)
@@ -149,7 +173,7 @@ class Executor:
             stage.cache.free(action.segment, consumed=not self._forward_only)
 
     def _frees_outputs(self, stage: Stage) -> bool:
-        """Whether outputs that were sent keep their graph and lose their data (Megatron's option)."""
+        """Whether outputs that were sent keep their graph only (Megatron's option)."""
         config = stage.hooks.model.config
         return config.deallocate_pipeline_outputs and not (stage.is_last or self._forward_only)
 
@@ -163,4 +187,6 @@ def _autocast(stage: Stage) -> contextlib.AbstractContextManager:
 
 def _annotated(action: Action) -> contextlib.AbstractContextManager:
     """An NVTX range with the action's name, as the trainers' profilers show them."""
-    return torch.cuda.nvtx.range(str(action)) if torch.cuda.is_available() else contextlib.nullcontext()
+    if torch.cuda.is_available():
+        return torch.cuda.nvtx.range(str(action))
+    return contextlib.nullcontext()

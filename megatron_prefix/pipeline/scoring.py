@@ -1,9 +1,9 @@
 """Losses on the last stage: the trainer's own, one call a microbatch of its own.
 
 The outputs of scored segments are detached leaves.  When the last segment of a microbatch has been
-through, the outputs along its rollouts' paths are joined and the trainer's forward step and loss run
-on them.  Their backward leaves in every leaf the sum of what all microbatches send it, and that is
-the cotangent with which the segment's own backward starts: the same superposition as for gK/gV,
+through, the outputs along its rollouts' paths are joined and the trainer's forward step and loss
+run on them.  Their backward leaves in every leaf the sum of what all microbatches send it, and that
+is the cotangent with which the segment's own backward starts: the same superposition as for gK/gV,
 applied to the outputs ("Schedule-Level Shared-Prefix Reuse for LLM RL Training", appendix A.5, the
 direct adjoints of prefix tokens).
 """
@@ -79,9 +79,9 @@ class Scorer:
         """What Megatron's schedule returns, in the trainer's order of microbatches."""
         return [entry for store in self._stores for entry in store]
 
-    def take(self, index: int, output: Tensor) -> None:
-        """Takes a scored segment's output [1, rows, ...]; scores the microbatches that it closes."""
-        leaf = output.detach().requires_grad_(output.requires_grad)
+    def take(self, index: int, output: Tensor, *, differentiable: bool) -> None:
+        """Takes a scored segment's output [1, rows, ...]; scores the microbatches it closes."""
+        leaf = output.detach().requires_grad_(differentiable)
         rows = self._forest.segments[index].rows
         self._leaves[index] = leaf
         # One split for all rows: its backward writes every row's gradient once.
