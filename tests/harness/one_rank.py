@@ -1,0 +1,55 @@
+"""A world of one rank in the test's own process, and small models in it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_prefix import runtime
+from megatron_prefix.models.build import build_model
+from megatron_prefix.models.presets import resolve
+from tests.harness import ranks  # noqa: F401  # applies the CPU platform
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """Megatron's process groups of one rank, for the time of a test module.
+
+    Over torch's "fake" backend: a collective of one rank has nothing to do, and gloo's threads
+    would stay (a model in DDP is never freed: its hooks and autograd's nodes hold each other) and
+    hang the ranks that later tests fork.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    make = dist.new_group
+
+    def without_gloo(*args: Any, backend: str | None = None, **options: Any) -> Any:
+        return make(*args, **options)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        with mock.patch.object(dist, "new_group", without_gloo):
+            parallel_state.initialize_model_parallel()
+        torch.manual_seed(1234)
+        model_parallel_cuda_manual_seed(1234)
+        yield
+    finally:
+        runtime.shutdown()
+
+
+def small_model(
+    name: str = "tiny-llama", vocab: int = 64, num_layers: int = 2, **options: Any
+) -> Any:
+    """The one chunk of a preset with fewer layers, in fp64 and in DDP unless `options` differ.
+
+    Two calls with the same arguments give equal weights.
+    """
+    spec = resolve(name, num_layers=num_layers).with_vocab(vocab)
+    return build_model(spec, **{"dtype": torch.float64, **options})[0]

@@ -1,0 +1,196 @@
+"""Training steps made up for tests: microbatches, losses, and plain autograd as the reference.
+
+The reference knows nothing of schedules: the model on every whole microbatch with Megatron's own
+attention, the loss scaled as Megatron's contract says (`forward_step_calc_loss` in
+megatron/core/pipeline_parallel/schedules.py), and `.backward()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_prefix import numerics
+from megatron_prefix.models.build import unwrap
+from megatron_prefix.tree import Pairs
+
+Microbatch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Contract:
+    """How a trainer's loss looks.
+
+    Attributes:
+        triple: the loss function returns (sum, number of tokens, logs), else (loss, logs).
+        per_token: Megatron's calculate_per_token_loss.
+        logits: the model is called without labels.
+        sequence_level: a term that is not a sum over positions.
+        scale: factor of grad_scale_func, None for none.
+    """
+
+    triple: bool = True
+    per_token: bool = False
+    logits: bool = False
+    sequence_level: bool = False
+    scale: float | None = None
+
+    def loss_func(self, batch: Microbatch) -> Callable[..., Any]:
+        """The trainer's loss function for one microbatch."""
+
+        def loss_func(output: Tensor, non_loss_data: bool = False) -> Any:
+            nll = _nll(output, batch["labels"]) if self.logits else output
+            mask = batch["loss_mask"].to(nll.dtype)
+            masked = nll * mask
+            if non_loss_data:
+                return {"uid": batch["uid"], "trained": masked[batch["loss_mask"] != 0].detach()}
+            loss = (masked * batch["weight"]).sum()
+            if self.sequence_level:
+                loss = loss + (0.1 * masked.sum(1)).tanh().sum()
+            num_tokens = batch["loss_mask"].sum().to(torch.int32)
+            logs = {
+                "uid": batch["uid"],
+                "loss": loss.detach().clone(),
+                "sum": masked.sum().detach(),
+            }
+            return (loss, num_tokens, logs) if self.triple else (loss, logs)
+
+        return loss_func
+
+    def step(self, data_iterator: Iterator[Microbatch], model: Any) -> Any:
+        """A `forward_step_func`."""
+        batch = next(data_iterator)
+        labels = None if self.logits else batch["labels"]
+        output = model(batch["tokens"], batch["position_ids"], None, labels=labels)
+        return output, self.loss_func(batch)
+
+    def configure(self, model: Any) -> None:
+        """Sets on the model's config what the trainer would."""
+        config = unwrap(model).config
+        config.calculate_per_token_loss = self.per_token
+        config.grad_scale_func = None if self.scale is None else lambda loss: loss * self.scale
+
+
+def _nll(logits: Tensor, labels: Tensor) -> Tensor:
+    return -logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+
+def microbatch(rollouts: Sequence[Pairs], group: Any, uid: int, vocab: int = 64) -> Microbatch:
+    """Rollouts of one group as [samples, longest], padded at the end; token weights by `uid`.
+
+    Weights differ by sample and position, so rollouts that share a position want different things
+    of it.
+    """
+    longest = max(len(rollout) for rollout in rollouts)
+    draw = np.random.default_rng(uid)
+
+    def rows(name: str) -> Tensor:
+        columns = [np.asarray(getattr(rollout, name)).astype(np.int64) for rollout in rollouts]
+        padded = [np.pad(column, (0, longest - len(column))) for column in columns]
+        return torch.from_numpy(np.stack(padded))
+
+    advantages = draw.choice([-1.0, 1.0], (len(rollouts), 1)) * draw.uniform(0.5, 1.5, (1, longest))
+    return {
+        "tokens": rows("inputs") % vocab,
+        "labels": rows("labels") % vocab,
+        "loss_mask": rows("trained").double(),
+        "position_ids": torch.arange(longest).expand(len(rollouts), -1),
+        "weight": torch.from_numpy(advantages),
+        "group": group,
+        "uid": uid,
+    }
+
+
+def call(
+    schedule: Callable[..., Any],
+    step: Callable[..., Any],
+    model: Any,
+    items: Sequence[Microbatch],
+    **options: Any,
+) -> list[Any]:
+    """Calls a schedule as a trainer does."""
+    return schedule(
+        forward_step_func=step,
+        data_iterator=iter(items),
+        model=model,
+        num_microbatches=len(items),
+        seq_length=items[0]["tokens"].shape[1],
+        micro_batch_size=items[0]["tokens"].shape[0],
+        **{"forward_only": False, **options},
+    )
+
+
+def zero_gradients(model: Any) -> None:
+    """What a trainer does before a step."""
+    if hasattr(model, "zero_grad_buffer"):
+        model.zero_grad_buffer()
+    model.zero_grad(set_to_none=True)
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    """Copies of the summed gradients by parameter name; zeros where there is none."""
+    found = {}
+    for name, parameter in unwrap(model).named_parameters():
+        gradient = parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
+        found[name] = torch.zeros_like(parameter) if gradient is None else gradient.detach().clone()
+    return found
+
+
+class Reference(NamedTuple):
+    """Gradients by plain autograd, and the size of the terms that were summed into each."""
+
+    gradients: dict[str, Tensor]
+    terms: dict[str, float]
+
+
+def plain(model: Any, contract: Contract, items: Sequence[Microbatch]) -> Reference:
+    """Every microbatch whole, one after the other, on a model without DDP and without hooks."""
+    totals: dict[str, Tensor] = {}
+    terms: dict[str, float] = {}
+    tokens = sum(int(item["loss_mask"].sum()) for item in items)
+    for item in items:
+        output, loss_func = contract.step(iter([item]), model)
+        loss = loss_func(output)[0]
+        if contract.triple and not contract.per_token:
+            loss = loss / max(int(item["loss_mask"].sum()), 1) / len(items)
+        elif not contract.triple:
+            loss = loss / len(items)
+        model.zero_grad(set_to_none=True)
+        (loss * (contract.scale or 1.0)).backward()
+        # Megatron divides an int32 count into 1.0 and so rounds to fp32
+        # (megatron/core/distributed/finalize_model_grads.py).
+        per_token = contract.triple and contract.per_token and tokens
+        factor = 1.0 / torch.tensor(tokens, dtype=torch.int32) if per_token else 1.0
+        for name, gradient in gradients(model).items():
+            gradient = gradient * factor
+            totals[name] = totals.get(name, 0.0) + gradient
+            terms[name] = terms.get(name, 0.0) + float(gradient.abs().max())
+    model.zero_grad(set_to_none=True)
+    return Reference(totals, terms)
+
+
+def assert_gradients(found: dict[str, Tensor], expected: Reference, num_positions: int) -> None:
+    """Every gradient within the numerics policy, relative to the terms that were summed into it.
+
+    Advantages of both signs cancel, fully so where copies of a rollout have opposite ones: what is
+    left is rounding of the terms. In the same way the norms of queries and keys have no gradient
+    where a row sees one key only, and are judged beside the projection they follow.  The longest
+    sum behind an element is over positions or over the width of a layer.
+    """
+    assert found.keys() == expected.gradients.keys()
+    dtype = next(iter(found.values())).dtype
+    widest = max(max(gradient.shape) for gradient in found.values())
+    limit = numerics.tolerance(dtype, max(num_positions, widest))
+    for name, wanted in expected.gradients.items():
+        beside = name
+        for norm in ("q_layernorm", "k_layernorm"):
+            beside = beside.replace(norm, "linear_qkv")
+        size = max(expected.terms[name], expected.terms[beside])
+        error = float((found[name] - wanted).abs().max())
+        assert found[name].isfinite().all() and wanted.isfinite().all(), name
+        assert error <= limit * size, f"{name}: {error:.3e} of {size:.3e} exceeds {limit:.1e}"
