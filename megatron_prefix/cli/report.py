@@ -63,7 +63,11 @@ def print_rich(*things: Any, stderr: bool = False) -> None:
     """Prints what rich can draw (without colours where it is no terminal)."""
     from rich.console import Console
 
-    Console(stderr=stderr, highlight=False).print(*things)
+    class Quiet(Console):
+        def on_broken_pipe(self) -> None:  # rich would exit with 1, our code for a failed check
+            raise BrokenPipeError
+
+    Quiet(stderr=stderr, highlight=False).print(*things)
 
 
 def number(value: float) -> str:
