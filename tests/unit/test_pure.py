@@ -13,7 +13,7 @@ PURE = """
 tree config
 pipeline.actions pipeline.planner pipeline.simulator pipeline.cost
 attention.blocks
-data.rollouts data.importers data.generate data.shorten
+data.rollouts data.importers data.generate data.shorten data.balance
 models.presets models.hf runtime.layout
 cli.main cli.plan cli.show
 """.split()
