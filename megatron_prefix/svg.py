@@ -9,6 +9,7 @@ from xml.sax.saxutils import escape
 CHARACTER = 0.58
 """Width of a character of the sans-serif font, as a share of the font's size."""
 _DARK, _LIGHT = "#1c2733", "#ffffff"
+_LEAST_TIP = 0.25  # pixels; in a thinner box no mouse finds the tooltip, and files stay small
 
 
 class Box(NamedTuple):
@@ -66,7 +67,7 @@ def text(
 def labelled(box: Box, fill: str, label: str, tip: str) -> Iterator[str]:
     """A box with a tooltip, a little space around it, and its label where that fits."""
     drawn = shrunk(box)
-    yield rect(drawn, fill, tip)
+    yield rect(drawn, fill, tip if box.width >= _LEAST_TIP else "")
     size = min(12.0, (drawn.width - 3) / (CHARACTER * len(label)), drawn.height - 1)
     if size >= 8:
         colour = _DARK if _luminance(fill) > 0.36 else _LIGHT

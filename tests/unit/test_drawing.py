@@ -231,3 +231,9 @@ def test_a_timeline_of_no_time() -> None:
     plan = ruled_plan(forest_of(num=1, num_groups=1))
     timeline = Timeline((), 0.0, (0.0,), (0,), "ms")
     assert ElementTree.fromstring(timeline_svg(timeline, plan)).tag == f"{_NAMESPACE}svg"
+
+
+def test_boxes_too_thin_for_a_mouse_have_no_tooltip() -> None:
+    for width, wanted in ((0.3, True), (0.2, False)):
+        (box,) = svg.labelled(svg.Box(0, 0, width, 20), "#000000", "F1", "what it is")
+        assert ("<title>" in box) == wanted
