@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from megatron_prefix.data.balance import Placement, place
 from megatron_prefix.data.rollouts import Group, read_groups
-from megatron_prefix.models.presets import ModelSpec, resolve
+from megatron_prefix.models.presets import resolve
 from megatron_prefix.pipeline.cost import CostModel
 from megatron_prefix.tree import TreeOptions
 
@@ -35,14 +35,6 @@ class Outcome(NamedTuple):
     executed: int
     cut: int
     seconds: float
-
-
-def cost_of(spec: ModelSpec) -> CostModel:
-    """The cost model of a dense preset."""
-    return CostModel.of_shape(
-        spec.num_layers, spec.hidden_size, spec.num_attention_heads, spec.num_query_groups,
-        spec.kv_channels, spec.ffn_hidden_size, spec.vocab_size or 0,
-    )  # fmt: skip
 
 
 def steps(groups: Sequence[Group], size: int) -> Iterator[Sequence[Group]]:
@@ -95,7 +87,7 @@ def main() -> None:
         "--groups-per-rank", type=int, default=2, metavar="N", help="of a step (default 2)"
     )
     args = parser.parse_args()
-    cost = cost_of(resolve(args.model))
+    cost = CostModel.of_spec(resolve(args.model))
     columns = ["set", "trees", "step", "ranks", *METHODS, "tokens / auto", "ms"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for path in args.rollouts:

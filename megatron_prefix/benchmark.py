@@ -115,11 +115,7 @@ def cost_model(spec: ModelSpec) -> CostModel:
     """FLOPs of a dense model, without any overhead: what the bound is made of."""
     if spec.vocab_size is None:
         raise UserError(f"model {spec.name} has no vocabulary yet; call with_vocab(size)")
-    counted = CostModel.of_shape(
-        spec.num_layers, spec.hidden_size, spec.num_attention_heads, spec.num_query_groups,
-        spec.kv_channels, spec.ffn_hidden_size, spec.vocab_size,
-    )  # fmt: skip
-    return replace(counted, action_tokens=0.0)
+    return replace(CostModel.of_spec(spec), action_tokens=0.0)
 
 
 def time_groups(

@@ -189,22 +189,8 @@ def _title(args: argparse.Namespace, step: _Step) -> str:
 
 
 def cost_model(spec: ModelSpec) -> CostModel:
-    """Forward FLOPs of a model; of experts the ones a token visits count."""
-    widths = [
-        (spec.moe_ffn_hidden_size or 0) * spec.moe_top_k
-        if spec.is_moe and (spec.moe_layers is None or spec.moe_layers[layer])
-        else spec.ffn_hidden_size
-        for layer in range(spec.num_layers)
-    ]
-    return CostModel.of_shape(
-        num_layers=spec.num_layers,
-        hidden_size=spec.hidden_size,
-        num_heads=spec.num_attention_heads,
-        num_kv_heads=spec.num_query_groups,
-        head_dim=spec.kv_channels,
-        ffn_hidden_size=round(sum(widths) / len(widths)),
-        vocab_size=spec.vocab_size or 0,
-    )
+    """Forward FLOPs of a model."""
+    return CostModel.of_spec(spec)
 
 
 def activation_bytes(spec: ModelSpec, layout: Layout) -> float:

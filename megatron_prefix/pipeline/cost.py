@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.models.presets import ModelSpec
 from megatron_prefix.tree import Forest, Segment
 
 
@@ -52,6 +53,20 @@ class CostModel:
             head=2.0 * hidden_size * vocab_size,
             attention=4.0 * num_layers * num_heads * head_dim,
         )
+
+    @classmethod
+    def of_spec(cls, spec: ModelSpec) -> CostModel:
+        """Counts for a model of ours; of its experts those that a token visits count."""
+        widths = [
+            (spec.moe_ffn_hidden_size or 0) * spec.moe_top_k
+            if spec.is_moe and (spec.moe_layers is None or spec.moe_layers[layer])
+            else spec.ffn_hidden_size
+            for layer in range(spec.num_layers)
+        ]
+        return cls.of_shape(
+            spec.num_layers, spec.hidden_size, spec.num_attention_heads, spec.num_query_groups,
+            spec.kv_channels, round(sum(widths) / len(widths)), spec.vocab_size or 0,
+        )  # fmt: skip
 
     @classmethod
     def of_config(cls, config: Any, vocab_size: int = 0) -> CostModel:
