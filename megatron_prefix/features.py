@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import megatron.core
+from megatron.core.transformer.moe.router import TopKRouter
 from packaging.version import Version
 
 from megatron_prefix.errors import UserError
@@ -24,9 +25,43 @@ def _above(name: str, limit: float) -> Callable[[Any], bool]:
     return lambda config: (getattr(config, name, None) or 0) > limit
 
 
+def _with_experts(name: str, is_off: tuple[Any, ...] = (None, False)) -> Callable[[Any], bool]:
+    def is_on(config: Any) -> bool:
+        return (
+            bool(getattr(config, "num_moe_experts", None))
+            and getattr(config, name, None) not in is_off
+        )
+
+    return is_on
+
+
+def _balances(*kinds: str, others: bool = False) -> Callable[[Any], bool]:
+    """Whether one of these load-balancing types is in use, or with `others` one of no others."""
+
+    def is_on(config: Any) -> bool:
+        given = getattr(config, "moe_router_load_balancing_type", "none")
+        given = [given] if isinstance(given, str) else given
+        experts = getattr(config, "num_moe_experts", None)
+        return bool(experts) and any((kind in kinds) != others for kind in given)
+
+    return is_on
+
+
 def _other_than(name: str, usual: str) -> Callable[[Any], bool]:
     return lambda config: getattr(config, name, usual) not in (usual, None)
 
+
+# Routers whose choice for one token depends on other tokens or on chance.
+_COUPLED = "leave it out: copies of a prompt token would {}"
+_BALANCE = "use aux_loss or seq_aux_loss: {}"
+_KNOWN_BALANCING = (
+    "none",
+    "aux_loss",
+    "seq_aux_loss",
+    "global_aux_loss",
+    "sinkhorn",
+    "quantile_balancing",
+)
 
 # (Megatron's option, when it is in the way, what to do)
 REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -39,7 +74,6 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("window_size", _on("window_size"), "use the stock schedule: a sliding window is not a dense block"),
     ("softmax_type", _other_than("softmax_type", "vanilla"), "use the stock schedule: sinks are not wired up yet"),
     ("context_parallel_size", _above("context_parallel_size", 1), "use --cp 1: context parallelism is not supported yet"),
-    ("num_moe_experts", _on("num_moe_experts"), "use the stock schedule: router accounting is not supported yet"),
     ("overlap_moe_expert_parallel_comm", _on("overlap_moe_expert_parallel_comm"), "turn it off: it needs Megatron's own schedule plan"),
     ("delay_wgrad_compute", _on("delay_wgrad_compute"), "turn it off: it needs Megatron's own schedule plan"),
     ("hybrid_context_parallel", _on("hybrid_context_parallel"), "turn it off: it brings its own loop"),
@@ -49,6 +83,19 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("cuda_graph_impl", _other_than("cuda_graph_impl", "none"), "set it to 'none': segments differ in length"),
     ("flash_decode", _on("flash_decode"), "turn it off: it goes around core attention"),
     ("fused_single_qkv_rope", _on("fused_single_qkv_rope"), "turn it off: it applies one rotary table to a whole row"),
+    ("moe_expert_capacity_factor", _with_experts("moe_expert_capacity_factor"), _COUPLED.format("have room or not")),
+    ("moe_expert_rank_capacity_factor", _with_experts("moe_expert_rank_capacity_factor"), _COUPLED.format("have room or not")),
+    ("moe_pad_expert_input_to_capacity", _with_experts("moe_pad_expert_input_to_capacity"), _COUPLED.format("have room or not")),
+    ("moe_token_dropping", _with_experts("moe_token_dropping"), _COUPLED.format("be dropped or not")),
+    ("moe_input_jitter_eps", _with_experts("moe_input_jitter_eps"), _COUPLED.format("draw different noise")),
+    ("moe_router_force_load_balancing", _with_experts("moe_router_force_load_balancing"), _COUPLED.format("draw different experts")),
+    ("moe_router_force_biased", _with_experts("moe_router_force_biased"), _COUPLED.format("draw different experts")),
+    ("moe_router_load_balancing_type sinkhorn", _balances("sinkhorn"), _BALANCE.format("every token's experts depend on the others")),
+    ("moe_router_load_balancing_type quantile_balancing", _balances("quantile_balancing"), _BALANCE.format("every token's experts depend on the others")),
+    ("moe_router_load_balancing_type global_aux_loss", _balances("global_aux_loss"), _BALANCE.format("its running average follows the stock order of microbatches on all data-parallel ranks")),
+    ("moe_router_load_balancing_type of another name", _balances(*_KNOWN_BALANCING, others=True), _BALANCE.format("it is not known here")),
+    ("moe_enable_routing_replay", _with_experts("moe_enable_routing_replay"), "turn it off: it replays routes in the stock order of forward passes"),
+    ("moe_paged_stash", _with_experts("moe_paged_stash"), "turn it off: it assumes the stock order of backward passes"),
     ("multimodal rope", lambda config: getattr(config, "position_embedding_type", "") == "mrope", "use the stock schedule"),
 )  # fmt: skip
 
@@ -71,6 +118,23 @@ def refusals(config: Any) -> list[str]:
     return [f"{name}: {mend}" for name, is_on, mend in REFUSED if is_on(config)]
 
 
+def routers(model: Any) -> dict[int, Any]:
+    """The mixture-of-experts routers of a language model by layer of this chunk."""
+    found = (
+        (i, getattr(layer.mlp, "router", None)) for i, layer in enumerate(model.decoder.layers)
+    )
+    return {i: router for i, router in found if router is not None}
+
+
+def sample_losses_weigh_batch() -> bool:
+    """Whether, with calculate_per_token_loss, seq_aux_loss counts all samples of a microbatch.
+
+    Before 0.19 Megatron weighs it with the tokens of one sample
+    (megatron/core/transformer/moe/router.py, `_apply_seq_aux_loss`).
+    """
+    return Version(Version(megatron.core.__version__).base_version) >= Version("0.19")
+
+
 def check(model: Any) -> None:
     """Refuses a model that the schedule cannot run exactly.
 
@@ -85,5 +149,9 @@ def check(model: Any) -> None:
         attention = getattr(layer, "self_attention", None)
         if not hasattr(attention, "core_attention"):
             found.append(f"layer {number} has no core attention: use the stock schedule")
+    for number, router in routers(model).items():
+        if not isinstance(router, TopKRouter):
+            kind = type(router).__name__
+            found.append(f"layer {number}'s router {kind}: use Megatron's TopKRouter")
     if found:
         raise UserError(f"the prefix schedule cannot run this model with {found[0]}")

@@ -1,6 +1,6 @@
 """The only file that hooks Megatron.
 
-Three hooks on a built model, none of which replaces a module or touches a checkpoint key:
+Four hooks on a built model, none of which replaces a module or touches a checkpoint key:
 
 1. a pre-hook on the decoder gives every row its true position's rotary embedding;
 2. the *instance's* `core_attention.forward` runs the segment's blocks;
@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from megatron_prefix import features
 from megatron_prefix.attention.core import SegmentContext, segment_attention
 from megatron_prefix.attention.kernels import Kernel, choose
+from megatron_prefix.errors import UserError
+from megatron_prefix.router.overrides import overrides
 
 logger = logging.getLogger(__name__)
 _INSTALLED = "_megatron_prefix_hooks"
@@ -37,6 +39,7 @@ class Hooks:
     Attributes:
         model: the language model, without its wrappers.
         num_layers: its attention layers.
+        routers: its mixture-of-experts routers by layer.
         kernel: runs the attention blocks.
         current: the segment that runs, or None.
     """
@@ -46,6 +49,7 @@ class Hooks:
         features.check(self.model)
         self.layers = [layer.self_attention for layer in self.model.decoder.layers]
         self.num_layers = len(self.layers)
+        self.routers: dict[int, Any] = features.routers(self.model)
         self.kernel = _choose_kernel(kernel, self.model, self.num_layers)
         self.current: SegmentContext | None = None
         self._answer: Tensor | None = None
@@ -61,8 +65,12 @@ class Hooks:
         handle = self.model.decoder.register_forward_pre_hook(self._rotary, with_kwargs=True)
         self._undo.append(handle.remove)
         for layer, attention in enumerate(self.layers):
-            self._override(attention.core_attention, self._attention(layer, attention))
-        self._override(self.model, self._answering(self.model.forward))
+            core = attention.core_attention
+            self._override(core, "forward", self._attention(layer, attention))
+        for layer, router in self.routers.items():
+            for name, method in overrides(router, layer, lambda: self.current).items():
+                self._override(router, name, method)
+        self._override(self.model, "forward", self._answering(self.model.forward))
         setattr(self.model, _INSTALLED, self)
         self._undo.append(lambda: delattr(self.model, _INSTALLED))
 
@@ -139,18 +147,25 @@ class Hooks:
 
     def _answering(self, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def forward(*args: Any, **kwargs: Any) -> Tensor:
-            return stock(*args, **kwargs) if self._answer is None else self._answer
+            if self._answer is None:
+                return stock(*args, **kwargs)
+            if kwargs.get("padding_mask") is not None:
+                raise UserError(
+                    "the forward step gives the model a padding_mask, which keeps padding out of"
+                    " the routers' losses: leave it out, or use the stock schedule"
+                )
+            return self._answer
 
         return forward
 
-    def _override(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
-        before = module.__dict__.get("forward")
-        module.forward = forward  # type: ignore[method-assign]
+    def _override(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
+        before = module.__dict__.get(name)
+        setattr(module, name, method)
 
         def undo() -> None:
-            del module.forward
+            delattr(module, name)
             if before is not None:
-                module.forward = before
+                setattr(module, name, before)
 
         self._undo.append(undo)
 

@@ -10,7 +10,7 @@ road from a suffix back to its prefix is gK/gV, and the prefix's backward is lin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,10 +21,13 @@ from megatron_prefix.attention.kernels import Kernel
 from megatron_prefix.attention.merge import merge
 from megatron_prefix.cache import SidecarCache
 
+if TYPE_CHECKING:
+    from megatron_prefix.router.ledger import RouterLedger
+
 
 @dataclass(frozen=True)
 class SegmentContext:
-    """What attention has to know of the segment that runs.
+    """What attention and routers have to know of the segment that runs.
 
     Attributes:
         index: the segment.
@@ -33,6 +36,7 @@ class SegmentContext:
         blocks: its dense blocks.
         positions: true position of every row, int64 [num_rows], on the model's device.
         cache: the sidecar of this model chunk.
+        ledger: accounts for its routers' losses; None without routers and without gradients.
     """
 
     index: int
@@ -41,6 +45,7 @@ class SegmentContext:
     blocks: tuple[Block, ...]
     positions: Tensor
     cache: SidecarCache
+    ledger: RouterLedger | None = None
 
 
 def segment_attention(

@@ -141,6 +141,8 @@ def _build_chunk(recipe: _Recipe, stage: int) -> Any:
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     weights.fill(model, recipe.spec, recipe.seed)
+    if recipe.config.params_dtype == torch.float64:
+        _keep_routers_float64(model)
     if recipe.exact:
         model.compute_language_model_loss = types.MethodType(_exact_loss, model)
     if recipe.config.bf16:
@@ -175,6 +177,14 @@ def _gpt_model(recipe: _Recipe, stage: int) -> Any:
 def _exact_loss(model: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """In place of LanguageModule.compute_language_model_loss: [b, s], [s, b, V/tp] -> [b, s]."""
     return -vocab_parallel_log_probs(logits, labels, model.pg_collection.tp)
+
+
+def _keep_routers_float64(model: Any) -> None:
+    from megatron_prefix.models.local import keep_float64
+
+    for layer in model.decoder.layers:
+        if hasattr(layer.mlp, "router"):
+            keep_float64(layer.mlp.router)
 
 
 def _block_spec(config: Any, engine: bool, vp_stage: int | None) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from torch.overrides import TorchFunctionMode
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -41,3 +42,32 @@ class ContextParallelAttention(DotProductAttention):
             "Megatron's local attention has no context parallelism: install the prefix schedule, "
             "or use transformer-engine's layers"
         )
+
+
+class _Float64Kept(TorchFunctionMode):
+    """Casts of float64 to float32 do nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float:
+                return args[0]
+            if func is torch.softmax and kwargs.get("dtype") == torch.float32:
+                kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
+
+
+def keep_float64(router: Any) -> None:
+    """Lets a router of a float64 model compute in float64 throughout.
+
+    Megatron takes the softmax and the sigmoid of its logits in float32, whatever
+    `moe_router_dtype` says (transformer/moe/moe_utils.py, `topk_routing_with_score_function` and
+    `compute_routing_scores_for_aux_loss`).
+    """
+    stock = router.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _Float64Kept():
+            return stock(*args, **kwargs)
+
+    router.forward = forward

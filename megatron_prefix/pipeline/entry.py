@@ -31,8 +31,10 @@ from megatron_prefix.pipeline.cost import CostModel, Decision, decide
 from megatron_prefix.pipeline.executor import Executor, Stage
 from megatron_prefix.pipeline.p2p import Links
 from megatron_prefix.pipeline.planner import best_plan
-from megatron_prefix.pipeline.scoring import LossContract, Scorer
+from megatron_prefix.pipeline.scoring import LossContract, Scorer, set_auxiliary_scales
 from megatron_prefix.pipeline.step import Step, read_step
+from megatron_prefix.router.ledger import RouterLedger
+from megatron_prefix.router.tokens import LogicalTokens
 from megatron_prefix.tree import Forest
 
 logger = logging.getLogger(__name__)
@@ -141,6 +143,8 @@ class PrefixSchedule:
             scorer = Scorer(step, contract, self.adapter, models[-1], hooks[-1])
             stages[-1].scorer = scorer
         device = _device(models)
+        if not forward_only:
+            _account_for_routers(stages, step, contract, device)
         inputs = SegmentInputs(step.forest, step.rollouts, device)
         with _timed(config), p2p.closing_on_failure(groups.pp):
             links = Links(
@@ -176,6 +180,17 @@ def get_forward_backward_func(
     not needed.
     """
     return PrefixSchedule(prefix_config or PrefixConfig(), adapter or TensorBatchAdapter())
+
+
+def _account_for_routers(
+    stages: list[Stage], step: Step, contract: LossContract, device: torch.device
+) -> None:
+    """Gives the stages the ledgers of their auxiliary losses, and Megatron the losses' scale."""
+    if any(stage.hooks.routers for stage in stages):
+        set_auxiliary_scales(contract, stages[-1].model, step.num_microbatches)
+        tokens = LogicalTokens(step.forest, step.owner, device)
+        for stage in stages:
+            stage.ledger = RouterLedger(tokens, stage.hooks.routers)
 
 
 def _alignment(config: Any) -> int:

@@ -26,6 +26,7 @@ from megatron_prefix.install import Hooks
 from megatron_prefix.pipeline.actions import Action, Plan
 from megatron_prefix.pipeline.p2p import Links
 from megatron_prefix.pipeline.scoring import Scorer
+from megatron_prefix.router.ledger import RouterLedger
 
 
 @dataclass
@@ -39,6 +40,7 @@ class Stage:
         is_first: whether it holds the embedding and so receives no activations.
         is_last: whether it holds the output layer and so sends none.
         scorer: the losses, on the last stage only.
+        ledger: accounts for the routers' losses; None without routers and without gradients.
         live: input and output of segments whose backward is still to come; the output with its
             graph, or None where the forward will run again.
     """
@@ -49,6 +51,7 @@ class Stage:
     is_first: bool
     is_last: bool
     scorer: Scorer | None = None
+    ledger: RouterLedger | None = None
     live: dict[int, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
 
 
@@ -105,7 +108,9 @@ class Executor:
         lengths = tuple(row.padded for row in segment.rows)
         blocks = stage.cache.map.blocks[index]
         positions = self._inputs[index][2]
-        return SegmentContext(index, segment.inner, lengths, blocks, positions, stage.cache)
+        return SegmentContext(
+            index, segment.inner, lengths, blocks, positions, stage.cache, stage.ledger
+        )
 
     def _forward(self, action: Action, stage: Stage) -> None:
         index = action.segment

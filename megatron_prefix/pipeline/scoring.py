@@ -40,6 +40,20 @@ class LossContract:
     collect_non_loss_data: bool
 
 
+def set_auxiliary_scales(contract: LossContract, model: Any, num_microbatches: int) -> None:
+    """Tells Megatron how to weigh auxiliary losses, as a stage without losses does in its schedule.
+
+    The scales are read when a backward runs, on every stage, and only the last has a `Scorer`.
+    """
+    config = contract.config
+    if config.timers is not None:
+        config.timers("forward-compute", log_level=2).start()
+    forward_step_calc_loss(
+        model, next(model.parameters()), None, config, getattr(model, "vp_stage", None),
+        contract.collect_non_loss_data, num_microbatches, [], contract.cp_size, False,
+    )  # fmt: skip
+
+
 class Scorer:
     """Turns outputs of segments into losses, and losses into cotangents of the outputs.
 
