@@ -20,7 +20,6 @@ from megatron_prefix.drawing import timeline_svg
 from megatron_prefix.errors import UserError
 from megatron_prefix.pipeline.actions import Action, Plan
 from megatron_prefix.pipeline.check import PlanError, check_segments
-from megatron_prefix.pipeline.planner import closings
 from megatron_prefix.pipeline.simulator import Timeline, simulate
 from megatron_prefix.tree import Forest
 
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """Reads, simulates and prints."""
     plan = read_plan(args.plan)
     try:
-        timeline = simulate(plan, needed=closings(_forest(plan)))
+        timeline = simulate(plan)
     except PlanError as error:
         if not args.json:
             print(error.grid)
@@ -95,7 +94,7 @@ def read_plan(path: str) -> Plan:
 
 
 def _forest(plan: Plan) -> Forest:
-    """As much of the forest as a plan holds: the losses are taken to need one rollout each."""
+    """As much of the forest as a plan holds: not which positions are trained."""
     lengths: dict[int, int] = {}
     for segment in plan.segments:
         for row in segment.rows:
