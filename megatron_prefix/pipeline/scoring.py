@@ -10,7 +10,8 @@ direct adjoints of prefix tokens).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,15 +130,14 @@ class Scorer:
         cut = min(forest.cut(rollout) for rollout in rollouts)
         output = join([self._pieces(r) for r in rollouts], forest.num_positions[rollouts[0]] - cut)
         shortened = self._adapter.cut(self._step.items[microbatch], cut)
-        if contract.config.timers is not None:
-            contract.config.timers("forward-compute", log_level=2).start()
-        with self._hooks.answering(output):
-            answer, loss_func = contract.forward_step_func(iter([shortened]), self._model)
-        loss, num_tokens = forward_step_calc_loss(
-            self._model, answer, loss_func, contract.config, getattr(self._model, "vp_stage", None),
-            contract.collect_non_loss_data, self._step.num_microbatches, self._stores[microbatch],
-            contract.cp_size, True,
-        )  # fmt: skip
+        with _timer_of_forward(contract.config):
+            with self._hooks.answering(output):
+                answer, loss_func = contract.forward_step_func(iter([shortened]), self._model)
+            loss, num_tokens = forward_step_calc_loss(
+                self._model, answer, loss_func, contract.config,
+                getattr(self._model, "vp_stage", None), contract.collect_non_loss_data,
+                self._step.num_microbatches, self._stores[microbatch], contract.cp_size, True,
+            )  # fmt: skip
         self.num_tokens = self.num_tokens + num_tokens
         if torch.is_grad_enabled() and isinstance(loss, Tensor) and loss.requires_grad:
             scale = contract.config.grad_scale_func
@@ -152,3 +152,18 @@ class Scorer:
             for index, row in self._forest.paths[rollout]
             if segments[index].rows[row].start >= cut
         ]
+
+
+@contextlib.contextmanager
+def _timer_of_forward(config: Any) -> Iterator[None]:
+    """Starts the timer that `forward_step_calc_loss` stops; after a failure it can start again."""
+    if config.timers is None:
+        yield
+        return
+    timer = config.timers("forward-compute", log_level=2)
+    timer.start()
+    try:
+        yield
+    except BaseException:
+        timer.reset()
+        raise
