@@ -167,6 +167,7 @@ def align(
     seed: int = 1234,
     multiple: int = 1,
     reference: Callable[[], list[Any]] | None = None,
+    num_tokens: int | None = None,
 ) -> Alignment:
     """Compares the two schedules on one rank's rollouts.
 
@@ -177,6 +178,8 @@ def align(
         seed: of advantages and old log-probs.
         multiple: positions of a rollout are padded to it (tp under sequence parallelism).
         reference: builds fp32 chunks with the same weights; needed for 16 bit.
+        num_tokens: positions of all data-parallel ranks' rollouts, which a gradient sums up; None:
+            this rank's are all.
     """
     stock, ours = get_forward_backward_func(), PrefixSchedule(replace(prefix_config, mode="on"))
     items = microbatches(groups, seed, multiple)
@@ -189,14 +192,21 @@ def align(
         raise RuntimeError("the prefix schedule left no report")
     exact = run_step(stock, reference(), items) if reference is not None else None
     raw = sum(len(rollout) - 1 for group in groups for rollout in group.rollouts)
-    return _judge(expected, found, exact, forward_diff, raw, ours.report.forest.executed_tokens)
+    executed = ours.report.forest.executed_tokens
+    return _judge(expected, found, exact, forward_diff, (num_tokens or raw, raw, executed))
 
 
 def _judge(
-    expected: Trace, found: Trace, exact: Trace | None, forward_diff: float, raw: int, executed: int
+    expected: Trace,
+    found: Trace,
+    exact: Trace | None,
+    forward_diff: float,
+    tokens: tuple[int, int, int],
 ) -> Alignment:
+    """The verdict; `tokens`: positions that a gradient sums up, this rank's, and executed."""
+    num_summed, raw, executed = tokens
     dtype = next(iter(expected.parameters.values())).dtype
-    limit = ERROR_RATIO if exact is not None else numerics.tolerance(dtype, raw)
+    limit = ERROR_RATIO if exact is not None else numerics.tolerance(dtype, num_summed)
     gradients = {n: _error(found.gradients[n], g) for n, g in expected.gradients.items()}
     loss_diff = float((found.losses - expected.losses).abs().max())
     logprob_diff = max(forward_diff, float((found.logprobs - expected.logprobs).abs().max()))

@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 
-from megatron_prefix.data.rollouts import Group, dense_vocabulary
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.data.balance import place
+from megatron_prefix.data.rollouts import Group, Rollout, dense_vocabulary
+from megatron_prefix.errors import UserError
 from megatron_prefix.models import presets
 from megatron_prefix.models.build import build_model, unwrap
 from megatron_prefix.models.presets import ModelSpec
 from megatron_prefix.models.weights import global_parameters
+from megatron_prefix.pipeline.cost import CostModel
 from megatron_prefix.runtime.layout import Layout
 
 
@@ -62,6 +66,49 @@ class ModelOptions:
             return exact
 
         return make
+
+
+def place_groups(
+    groups: Sequence[Group],
+    spec: ModelSpec,
+    layout: Layout,
+    config: PrefixConfig,
+    *,
+    stock: bool,
+) -> list[tuple[Group, ...]]:
+    """The groups of every data-parallel rank; whichever rank calls this finds the same.
+
+    A rank for which there is no rollout gets one position without loss: Megatron's schedules cannot
+    run without a microbatch, and the other ranks wait for this one where gradients are reduced.
+
+    Args:
+        groups: of one optimizer update.
+        spec: the model's shape.
+        layout: of the job.
+        config: of the prefix schedule.
+        stock: Megatron's own schedule runs these rollouts too, alone or for comparison.
+
+    Raises:
+        UserError: the layout wants equally many rollouts on every rank (where ranks meet in every
+            microbatch's expert layers), or multiples of the pipeline's size (where Megatron's
+            interleaved schedule runs them), and these cannot be placed so.
+    """
+    options = config.tree_options(layout.alignment)
+    interleaved = stock and layout.vpp > 1
+    method = "auto" if config.mode in ("auto", "on") else "tokens"
+    if layout.dp > 1 and (layout.ep > 1 or interleaved):
+        method = "equal"
+    placed = place(groups, layout.dp, CostModel.of_spec(spec), options, method)
+    first = groups[0].rollouts[0]
+    idle = Rollout("idle", "0", first.tokens[:2], prompt_len=1, loss=(), reward=0.0)
+    num = sum(len(group.rollouts) for group in placed.ranks[0])
+    if interleaved and num % layout.pp:
+        raise UserError(
+            f"--vpp {layout.vpp}: Megatron's interleaved schedule wants the rollouts of a rank in"
+            f" multiples of --pp {layout.pp}, and there are {num}; take other groups, or use"
+            " --vpp 1"
+        )
+    return [rank or (Group("idle", (idle,)),) for rank in placed.ranks]
 
 
 def fit_vocabulary(options: ModelOptions, groups: Sequence[Group]) -> tuple[ModelSpec, list[Group]]:

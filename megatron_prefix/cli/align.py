@@ -70,15 +70,23 @@ def run(args: argparse.Namespace) -> int:
 def align_rank(options: Any, spec: Any, layout: Any, groups: list, config: Any) -> Any:
     """One rank's part; returns the verdict over all ranks."""
     from megatron_prefix import alignment, runtime
+    from megatron_prefix.jobs import place_groups
 
     runtime.initialize(layout, options.device, options.seed)
     try:
         chunks = options.build(spec, layout)
         exact = options.reference(spec, layout, chunks) if options.dtype == "bfloat16" else None
-        mine = groups[alignment.data_rank() :: layout.dp]
+        # Both schedules run the same placement, so they can be compared as they are.
+        mine = place_groups(groups, spec, layout, config, stock=True)[alignment.data_rank()]
         multiple = layout.tp if layout.sequence_parallel else 1
         verdict = alignment.align(
-            chunks, mine, config, seed=options.seed, multiple=multiple, reference=exact
+            chunks,
+            mine,
+            config,
+            seed=options.seed,
+            multiple=multiple,
+            reference=exact,
+            num_tokens=sum(len(rollout) - 1 for group in groups for rollout in group.rollouts),
         )
         return alignment.over_ranks(verdict)
     finally:

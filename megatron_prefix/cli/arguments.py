@@ -114,8 +114,8 @@ def layout_of(args: argparse.Namespace, world_size: int | None = None) -> Layout
 
 
 def alignment_of(layout: Layout) -> int:
-    """Segments end at multiples of it: tp under sequence parallelism, times 2*cp from cp 2."""
-    return (layout.tp if layout.sequence_parallel else 1) * (2 * layout.cp if layout.cp > 1 else 1)
+    """See Layout.alignment."""
+    return layout.alignment
 
 
 def add_lengths(parser: argparse.ArgumentParser) -> None:

@@ -104,7 +104,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, int]:
     spec = presets.resolve(options.model, **dict(options.overrides))
     groups, dropped = load_groups(args, spec.vocab_size)
     spec, groups = fit_vocabulary(options, groups)
-    per_step = args.groups_per_step or _groups_per_step(len(groups), layout.dp * args.minibatches)
+    per_step = args.groups_per_step or _groups_per_step(len(groups), layout.dp, args.minibatches)
     settings = settings_of(args, per_step)
     name = time.strftime("runs/train-%Y%m%d-%H%M%S")
     job = Job(
@@ -120,14 +120,15 @@ def _job(args: argparse.Namespace) -> tuple[Job, int]:
     return job, dropped
 
 
-def _groups_per_step(num_groups: int, multiple: int) -> int:
-    """The default: a few groups, as ranks and minibatches divide them."""
-    if multiple > num_groups:
+def _groups_per_step(num_groups: int, dp: int, num_minibatches: int) -> int:
+    """The default: a few groups, one for every rank and minibatch where there are so many."""
+    if num_minibatches > num_groups:
         raise UserError(
-            f"dp times --minibatches is {multiple}, but the rollouts have {num_groups} groups; "
-            "every rank needs one a minibatch"
+            f"--minibatches is {num_minibatches}, but the rollouts have {num_groups} groups; "
+            "every minibatch needs one"
         )
-    return min(num_groups, max(GROUPS_PER_STEP, multiple)) // multiple * multiple
+    wanted = max(GROUPS_PER_STEP, dp * num_minibatches)
+    return min(num_groups, wanted) // num_minibatches * num_minibatches
 
 
 def _run_options(args: argparse.Namespace, output: str, steps: int) -> Any:

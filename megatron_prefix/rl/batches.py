@@ -7,6 +7,7 @@ trained token t belongs to position t-1, and every field of a microbatch is [1, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,13 @@ def advantages(group: Group, *, divide_by_std: bool = True) -> list[float]:
         )
     own = [rollout.advantage for rollout in group.rollouts]
     return [float(v) if a is None else float(a) for v, a in zip(values, own, strict=True)]
+
+
+def with_advantages(group: Group, *, divide_by_std: bool = True) -> Group:
+    """The group with an advantage on every rollout, so that parts of it need not know the rest."""
+    values = advantages(group, divide_by_std=divide_by_std)
+    pairs = zip(group.rollouts, values, strict=True)
+    return replace(group, rollouts=tuple(replace(r, advantage=value) for r, value in pairs))
 
 
 def _normalised(rewards: NDArray[np.float64], divide_by_std: bool) -> NDArray[np.float64]:

@@ -48,23 +48,16 @@ class RolloutSet:
         return digest.hexdigest()
 
 
-def deal(groups: Sequence[Group], num_ranks: int, num_minibatches: int) -> list[list[list[Group]]]:
-    """A step's groups by minibatch and data-parallel rank; every pair gets equally many.
-
-    Group i goes to rank i % num_ranks, so each rank has its share of every part of the file.
-
-    Returns:
-        [minibatch][rank] -> groups.
+def minibatches(groups: Sequence[Group], num_minibatches: int) -> list[Sequence[Group]]:
+    """A step's groups by minibatch, equally many each, over all data-parallel ranks.
 
     Raises:
-        UserError: the number of groups is no multiple of ranks times minibatches.
+        UserError: the number of groups is no multiple of `num_minibatches`.
     """
-    if not groups or len(groups) % (num_ranks * num_minibatches):
+    if not groups or len(groups) % num_minibatches:
         raise UserError(
-            f"--groups-per-step {len(groups)} is no multiple of dp {num_ranks} times "
-            f"--minibatches {num_minibatches}; change one of them"
+            f"--groups-per-step {len(groups)} is no multiple of --minibatches {num_minibatches}; "
+            "change one of them"
         )
-    of_rank = [groups[rank::num_ranks] for rank in range(num_ranks)]
-    size = len(groups) // (num_ranks * num_minibatches)
-    starts = range(0, num_minibatches * size, size)
-    return [[list(mine[start : start + size]) for mine in of_rank] for start in starts]
+    size = len(groups) // num_minibatches
+    return [groups[start : start + size] for start in range(0, len(groups), size)]

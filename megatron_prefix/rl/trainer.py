@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from megatron_prefix.data.rollouts import Group, Rollout
 from megatron_prefix.errors import UserError
-from megatron_prefix.jobs import ModelOptions
+from megatron_prefix.jobs import ModelOptions, place_groups
 from megatron_prefix.models.build import build_model
 from megatron_prefix.models.optimizer import build_optimizer
 from megatron_prefix.models.presets import ModelSpec
 from megatron_prefix.pipeline.entry import PrefixSchedule, StepReport
 from megatron_prefix.rl import batches, metrics, passes
-from megatron_prefix.rl.dataset import RolloutSet, deal
+from megatron_prefix.rl.dataset import RolloutSet, minibatches
 from megatron_prefix.rl.metrics import Metrics
 from megatron_prefix.rl.passes import Microbatch
 from megatron_prefix.rl.settings import ADAM_EPS, TrainSettings
@@ -80,8 +80,8 @@ class Trainer:
         world: World,
     ) -> None:
         _check_layout(rollouts, world)
-        deal(rollouts.take(0, settings.groups_per_step), world.layout.dp, settings.num_minibatches)
-        self.settings, self.rollouts, self.world = settings, rollouts, world
+        minibatches(rollouts.take(0, settings.groups_per_step), settings.num_minibatches)
+        self.settings, self.rollouts, self.world, self.spec = settings, rollouts, world, spec
         self.num_steps = self.position = 0
         self.chunks = _build(settings, options, spec, world)
         self.optimizer = build_optimizer(
@@ -112,47 +112,42 @@ class Trainer:
         """
         settings, device, begin = self.settings, self.world.device, now(self.world.device)
         groups = self.rollouts.take(self.position, settings.groups_per_step)
-        dealt = deal(groups, self.world.layout.dp, settings.num_minibatches)
-        minibatches = [self._minibatch(ranks) for ranks in dealt]
+        parts = [self._minibatch(g) for g in minibatches(groups, settings.num_minibatches)]
         prepared = now(device)
         updates = tuple(
             self.updater.update(items, weight, self.num_steps + 1)
             for _ in range(settings.ppo_epochs)
-            for items, weight in minibatches
+            for items, weight in parts
         )
         self.num_steps += 1
         self.position = (self.position + len(groups)) % len(self.rollouts.groups)
         times = {"train/logprobs_s": prepared - begin, "train/step_s": now(device) - begin}
         return Step(self.num_steps, {**self._metrics(groups, updates), **times}, updates)
 
-    def _minibatch(self, ranks: Sequence[Sequence[Group]]) -> tuple[list[Microbatch], float]:
-        """This rank's microbatches of a minibatch, and the weight of their losses."""
-        mine = ranks[parallel_state.get_data_parallel_rank()]
-        self._check_interleaving(sum(len(group.rollouts) for group in mine))
-        items = self._microbatches(mine)
-        if self.settings.loss_mean == "token":
+    def _minibatch(self, groups: Sequence[Group]) -> tuple[list[Microbatch], float]:
+        """This rank's microbatches of a minibatch, and the weight of their losses.
+
+        Ranks get what costs them equally long, so not equally many rollouts.
+        """
+        settings, layout = self.settings, self.world.layout
+        # Before a group may be cut: advantages are relative to the whole group.
+        groups = [
+            batches.with_advantages(group, divide_by_std=settings.divide_by_std) for group in groups
+        ]
+        stock = settings.prefix.mode != "on" or settings.compare
+        ranks = place_groups(groups, self.spec, layout, settings.prefix, stock=stock)
+        items = self._microbatches(ranks[parallel_state.get_data_parallel_rank()])
+        if settings.loss_mean == "token":
             return items, 1.0
         # Megatron takes the mean over a rank's microbatches and then over ranks.
-        everyone = sum(len(group.rollouts) for groups in ranks for group in groups)
-        return items, len(items) * len(ranks) / everyone
-
-    def _check_interleaving(self, num_rollouts: int) -> None:
-        """Refuse what Megatron's interleaved schedule would raise on in the middle of a step."""
-        settings, layout = self.settings, self.world.layout
-        stock = settings.prefix.mode != "on" or settings.compare
-        if stock and layout.vpp > 1 and num_rollouts % layout.pp:
-            raise UserError(
-                f"--vpp {layout.vpp}: Megatron's interleaved schedule wants the rollouts of a "
-                f"minibatch in multiples of --pp {layout.pp}, and there are {num_rollouts}; change "
-                "--groups-per-step, or use --vpp 1"
-            )
+        everyone = sum(len(group.rollouts) for group in groups)
+        return items, len(items) * layout.dp / everyone
 
     def _microbatches(self, groups: Sequence[Group]) -> list[Microbatch]:
         """Microbatches with advantages, old log-probs and, where asked for, the reference's."""
         multiple = self.world.layout.tp if self.world.layout.sequence_parallel else 1
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        divide = self.settings.divide_by_std
-        values = [a for group in groups for a in batches.advantages(group, divide_by_std=divide)]
+        values = [rollout.advantage or 0.0 for rollout in rollouts]
         items = [
             batches.microbatch(rollout, advantage, multiple=multiple)
             for rollout, advantage in zip(rollouts, values, strict=True)

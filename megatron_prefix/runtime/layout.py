@@ -53,6 +53,11 @@ class Layout:
         """The number of ranks."""
         return self.tp * self.pp * self.cp * self.dp
 
+    @property
+    def alignment(self) -> int:
+        """Segments end at multiples of it: tp under sequence parallelism, times 2*cp from cp 2."""
+        return (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
+
     @classmethod
     def fill(
         cls,

@@ -346,8 +346,8 @@ def test_data_parallel_ranks_make_the_same_update(
 
 
 def test_what_a_layout_cannot_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no multiple of dp 2"):
-        train(tmp_path, 1, settings(groups_per_step=3), layout=Layout(dp=2))
+    with pytest.raises(UserError, match="no multiple of --minibatches 2"):
+        train(tmp_path, 1, settings(groups_per_step=3, num_minibatches=2))
     with pytest.raises(UserError, match="groups-per-step 100 exceeds"):
         train(tmp_path, 1, settings(groups_per_step=100))
     odd = settings(mode="off", groups_per_step=1)

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_prefix.data.rollouts import Group, Rollout, read_groups, write_rollouts
 from megatron_prefix.errors import UserError
-from megatron_prefix.rl.dataset import RolloutSet, deal
+from megatron_prefix.rl.dataset import RolloutSet, minibatches
 
 
 def some_groups(count: int, size: int = 2) -> list[Group]:
@@ -43,18 +43,15 @@ def test_more_groups_than_there_are_is_refused() -> None:
         RolloutSet(tuple(some_groups(5))).take(0, 6)
 
 
-def test_dealing_gives_every_group_once_and_everybody_equally_many() -> None:
-    dealt = deal(some_groups(12), 3, 2)
-    assert [[names(groups) for groups in ranks] for ranks in dealt] == [
-        [["g0", "g3"], ["g1", "g4"], ["g2", "g5"]],
-        [["g6", "g9"], ["g7", "g10"], ["g8", "g11"]],
-    ]
+def test_minibatches_have_every_group_once_and_equally_many() -> None:
+    found = [names(groups) for groups in minibatches(some_groups(6), 2)]
+    assert found == [["g0", "g1", "g2"], ["g3", "g4", "g5"]]
 
 
-@pytest.mark.parametrize(("ranks", "minibatches"), [(4, 1), (1, 4), (2, 2)])
-def test_an_uneven_deal_is_refused(ranks: int, minibatches: int) -> None:
-    with pytest.raises(UserError, match=rf"groups-per-step 6 .* dp {ranks} .* {minibatches}"):
-        deal(some_groups(6), ranks, minibatches)
+@pytest.mark.parametrize(("groups", "parts"), [(6, 4), (0, 1), (2, 3)])
+def test_uneven_minibatches_are_refused(groups: int, parts: int) -> None:
+    with pytest.raises(UserError, match=rf"groups-per-step {groups} .* --minibatches {parts}"):
+        minibatches(some_groups(groups), parts)
 
 
 def test_fingerprint_is_of_the_content(tmp_path) -> None:
