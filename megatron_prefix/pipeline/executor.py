@@ -97,6 +97,7 @@ class Executor:
                 for action in self._plan.programs[rank]:
                     with _annotated(action):
                         self._handlers[action.kind](action, self._stages[action.chunk])
+                    self._links.pace()
             self._links.finish()
         finally:
             for stage in self._stages:

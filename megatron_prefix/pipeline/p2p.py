@@ -1,9 +1,16 @@
 """Messages between pipeline stages: one FIFO a neighbour and direction.
 
-Every rank knows the whole plan, so it knows what its neighbour sends and in which order: receives are
-posted ahead in that order, and whatever order the actions use them in, each finds its own.  Sends
-never wait.  Both directions have process groups of their own: on NCCL two operations of one group run
-one after the other, and a receive posted ahead would hold up the sends behind it.
+Every rank knows the whole plan, so it knows what its neighbour sends and in which order: receives
+are posted ahead in that order, and whatever order the actions use them in, each finds its own.
+
+On gloo the host moves the messages: sends and receives are posted as they come.  On NCCL they are
+kernels, and trainers set CUDA_DEVICE_MAX_CONNECTIONS=1, with which all streams share one queue to
+the device: a kernel that cannot start holds up whatever was issued after it, of any stream.  (Seen
+on two H200s: a second receive posted behind a first stopped the step for good.)  So nothing is
+issued there that cannot start: each direction has at most one send and one receive in flight, the
+next follows when the host has seen that one end; an action is issued when its message is there; and
+the host stays at most one action ahead of the device, so that a send does not queue behind later
+work.  The device still always has the next action at hand.
 """
 
 from __future__ import annotations
@@ -11,6 +18,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +26,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from megatron_prefix.pipeline.actions import Action, Plan
 
 AHEAD = 2
-"""Receives posted before they are needed; each holds one message's memory."""
+"""Receives posted before they are needed, on gloo; each holds one message's memory."""
+POLL_S = 2e-5
+"""Pause between two looks of a waiting host."""
 
 Shape = Callable[[int], tuple[int, ...]]
+Queue = collections.deque[Any]
 
 
 @dataclass(frozen=True)
@@ -135,57 +147,99 @@ class Links:
         backward: bool,
     ) -> None:
         self._channels, self._shape, self._dtype, self._device = channels, shape, dtype, device
-        kinds = ("F", "B") if backward else ("F",)
+        self._gated = device.type == "cuda"
+        kinds = (("F", "B") if backward else ("F",)) if channels.size > 1 else ()
         self._expected = {
-            kind: collections.deque(messages(plan, channels.source(kind), kind))
-            for kind in (kinds if channels.size > 1 else ())
+            kind: collections.deque(messages(plan, channels.source(kind), kind)) for kind in kinds
         }
-        self._posted: dict[Action, tuple[Any, Tensor]] = {}
-        self._sent: collections.deque[tuple[Any, Tensor]] = collections.deque()
-        for kind, expected in self._expected.items():
-            self._post(kind, min(AHEAD, len(expected)))
+        self._outbox: dict[str, Queue] = {kind: collections.deque() for kind in kinds}
+        self._sent: dict[str, Queue] = {kind: collections.deque() for kind in kinds}
+        self._posted: dict[str, Queue] = {kind: collections.deque() for kind in kinds}
+        self._arrived: dict[Action, Tensor] = {}
+        self._ends: collections.deque[Any] = collections.deque()
+        self._progress()
 
     def send(self, action: Action, tensor: Tensor) -> None:
         """Sends what `action` made to the stage that waits for it; returns at once."""
-        kind = action.kind
-        tensor = tensor.detach().contiguous()
-        work = dist.isend(
-            tensor, self._channels.ranks[self._channels.target(kind)],
-            group=self._channels.groups[kind, self._channels.rank % 2],
-        )  # fmt: skip
-        self._sent.append((work, tensor))
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
+        self._outbox[action.kind].append(tensor.detach().contiguous())
+        self._progress()
 
     def receive(self, action: Action) -> Tensor:
-        """What `action` needs from its neighbour; waits for it (on CUDA the stream does).
+        """What `action` needs from its neighbour; the host waits until it is there.
 
         Raises:
             RuntimeError: the neighbour is gone or silent for the process group's timeout.
         """
-        while action not in self._posted:
-            self._post(action.kind, 1)
-        work, tensor = self._posted.pop(action)
-        self._wait(work, f"waiting for {action} of pipeline rank {self._channels.source(action.kind)}")
-        self._post(action.kind, min(1, len(self._expected[action.kind])))
-        return tensor
+        source = self._channels.source(action.kind)
+        doing = f"waiting for {action} of pipeline rank {source}"
+        patience = _Patience(doing)
+        while action not in self._arrived:
+            self._progress()
+            if action in self._arrived:
+                break
+            if self._gated:
+                patience.wait()
+            else:
+                self._take(action.kind, doing)
+        return self._arrived.pop(action)
+
+    def pace(self) -> None:
+        """Called after every action: keeps the host at most one action ahead of the device."""
+        if not (self._gated and self._outbox):
+            return
+        end = torch.cuda.Event()
+        end.record()
+        self._ends.append(end)
+        patience = _Patience("waiting for the device")
+        while len(self._ends) > 2 or (self._ends and self._ends[0].query()):
+            if self._ends[0].query():
+                self._ends.popleft()
+                continue
+            self._progress()
+            patience.wait()
 
     def finish(self) -> None:
         """Waits until everything sent has left."""
-        while self._sent:
-            work, _ = self._sent.popleft()
-            self._wait(work, "sending the last messages of the step")
+        patience = _Patience("sending the last messages of the step")
+        while any(self._outbox.values()):
+            self._progress()
+            patience.wait()
+        for kind, queue in self._sent.items():
+            while queue:
+                self._wait(queue.popleft()[0], f"sending the last {kind} messages of the step")
 
-    def _post(self, kind: str, num: int) -> None:
+    def _progress(self) -> None:
+        """Issues every send and receive that may be issued now."""
+        for kind in self._outbox:
+            sent, posted = self._sent[kind], self._posted[kind]
+            while self._gated and sent and sent[0][0].is_completed():
+                sent.popleft()
+            while self._outbox[kind] and not (self._gated and sent):
+                self._issue_send(kind, self._outbox[kind].popleft())
+            while self._gated and posted and posted[0][0].is_completed():
+                self._take(kind, f"receiving {posted[0][1]}")
+            while self._expected[kind] and len(posted) < (1 if self._gated else AHEAD):
+                self._issue_receive(kind, self._expected[kind].popleft())
+
+    def _issue_send(self, kind: str, tensor: Tensor) -> None:
+        target = self._channels.ranks[self._channels.target(kind)]
+        group = self._channels.groups[kind, self._channels.rank % 2]
+        self._sent[kind].append((dist.isend(tensor, target, group=group), tensor))
+
+    def _issue_receive(self, kind: str, action: Action) -> None:
         source = self._channels.source(kind)
-        for _ in range(num):
-            if not self._expected[kind]:
-                raise RuntimeError(f"pipeline rank {source} sends no more {kind} messages in this plan")
-            action = self._expected[kind].popleft()
-            tensor = torch.empty(self._shape(action.segment), dtype=self._dtype, device=self._device)
-            group = self._channels.groups[kind, source % 2]
-            work = dist.irecv(tensor, self._channels.ranks[source], group=group)
-            self._posted[action] = (work, tensor)
+        tensor = torch.empty(self._shape(action.segment), dtype=self._dtype, device=self._device)
+        group = self._channels.groups[kind, source % 2]
+        work = dist.irecv(tensor, self._channels.ranks[source], group=group)
+        self._posted[kind].append((work, action, tensor))
+
+    def _take(self, kind: str, doing: str) -> None:
+        """Waits for the receive posted first; on CUDA it has ended and the stream learns of it."""
+        if not self._posted[kind]:
+            raise RuntimeError(f"{doing}: the plan has no such message")
+        work, action, tensor = self._posted[kind].popleft()
+        self._wait(work, doing)
+        self._arrived[action] = tensor
 
     def _wait(self, work: Any, doing: str) -> None:
         try:
@@ -195,3 +249,19 @@ class Links:
                 f"pipeline rank {self._channels.rank}, {doing}: {error}. A neighbour has failed or"
                 " hangs; its own log says why"
             ) from error
+
+
+class _Patience:
+    """Short sleeps of a waiting host, until the process group's timeout."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+        self._until = time.monotonic() + default_pg_timeout.total_seconds()
+
+    def wait(self) -> None:
+        if time.monotonic() > self._until:
+            raise RuntimeError(
+                f"{self._doing}: nothing for {default_pg_timeout}; a neighbour has failed or hangs,"
+                " its own log says why"
+            )
+        time.sleep(POLL_S)
