@@ -25,6 +25,7 @@ from megatron_prefix import numerics
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.rollouts import Group
 from megatron_prefix.models.build import unwrap
+from megatron_prefix.models.local import ContextParallelAttention
 from megatron_prefix.models.optimizer import build_optimizer
 from megatron_prefix.models.weights import global_parameters
 from megatron_prefix.pipeline.entry import PrefixSchedule
@@ -34,6 +35,10 @@ LR = 1e-3
 ADAM_EPS = 1e-8
 ERROR_RATIO = 1.1
 """In 16 bit: how much larger than the stock schedule's error ours may be (design, section 10)."""
+
+STOCK = "stock schedule"
+GATHERED = "stock schedule, its local attention over gathered keys"
+"""The baseline where Megatron's local attention refuses context parallelism (models/local.py)."""
 
 Microbatch = dict[str, Any]
 Schedule = Callable[..., list[Any]]
@@ -72,6 +77,7 @@ class Alignment:
         grad_error_ratio_max: in 16 bit the largest ratio of errors over parameters, else None.
         grad_error_ratio_p50: its median.
         failures: what was outside, one line each.
+        baseline: what the prefix schedule was compared with.
     """
 
     loss_max_abs_diff: float
@@ -85,6 +91,7 @@ class Alignment:
     grad_error_ratio_max: float | None = None
     grad_error_ratio_p50: float | None = None
     failures: tuple[str, ...] = ()
+    baseline: str = STOCK
 
     def as_json(self) -> dict[str, Any]:
         """The fields by name."""
@@ -103,6 +110,13 @@ def microbatches(groups: Sequence[Group], seed: int, multiple: int = 1) -> list[
         for group in groups
         for rollout in group.rollouts
     ]
+
+
+def on_this_cp_rank(items: Sequence[Microbatch]) -> list[Microbatch]:
+    """This rank's slices of whole microbatches."""
+    rank = parallel_state.get_context_parallel_rank()
+    size = parallel_state.get_context_parallel_world_size()
+    return [batches.on_cp_rank(item, rank, size) for item in items]
 
 
 def run_logprobs(
@@ -176,13 +190,14 @@ def align(
         groups: this rank's rollouts.
         prefix_config: of the prefix schedule.
         seed: of advantages and old log-probs.
-        multiple: positions of a rollout are padded to it (tp under sequence parallelism).
+        multiple: positions of a rollout are padded to it (tp under sequence parallelism, times 2*cp
+            with context parallelism).
         reference: builds fp32 chunks with the same weights; needed for 16 bit.
         num_tokens: positions of all data-parallel ranks' rollouts, which a gradient sums up; None:
             this rank's are all.
     """
     stock, ours = get_forward_backward_func(), PrefixSchedule(replace(prefix_config, mode="on"))
-    items = microbatches(groups, seed, multiple)
+    items = on_this_cp_rank(microbatches(groups, seed, multiple))
     expected_logprobs = run_logprobs(stock, chunks, items)
     forward_diff = _largest_difference(expected_logprobs, run_logprobs(ours, chunks, items))
     items = with_old_logprobs(items, expected_logprobs, seed + 1)
@@ -193,7 +208,8 @@ def align(
     exact = run_step(stock, reference(), items) if reference is not None else None
     raw = sum(len(rollout) - 1 for group in groups for rollout in group.rollouts)
     executed = ours.report.forest.executed_tokens
-    return _judge(expected, found, exact, forward_diff, (num_tokens or raw, raw, executed))
+    verdict = _judge(expected, found, exact, forward_diff, (num_tokens or raw, raw, executed))
+    return replace(verdict, baseline=_baseline(chunks))
 
 
 def _judge(
@@ -238,6 +254,12 @@ def _judge(
         not failures, limit, max(ratios, default=None),
         float(np.median(ratios)) if ratios else None, tuple(failures),
     )  # fmt: skip
+
+
+def _baseline(chunks: list[Any]) -> str:
+    """What the stock schedule's attention is, in words."""
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    return GATHERED if any(isinstance(m, ContextParallelAttention) for m in modules) else STOCK
 
 
 def _error_ratios(expected: Trace, found: Trace, exact: Trace) -> list[float]:
@@ -362,5 +384,5 @@ def over_ranks(mine: Alignment) -> Alignment:
         most("param_max_abs_diff"), sum(v.raw_tokens for v in parts.values()),
         sum(v.executed_tokens for v in parts.values()), all(v.passed for v in verdicts),
         most("tolerance"), most("grad_error_ratio_max"), most("grad_error_ratio_p50"),
-        tuple(failures),
+        tuple(failures), mine.baseline,
     )  # fmt: skip

@@ -44,11 +44,13 @@ class SidecarCache:
     Args:
         segments: the step's segments.
         num_layers: attention layers of the model chunk.
+        parts: ranks that share every segment's rows equally; this cache holds one rank's.
     """
 
-    def __init__(self, segments: Sequence[Segment], num_layers: int) -> None:
-        self.map: BufferMap = buffer_map(segments)
-        self._rows = [segment.num_rows for segment in segments]
+    def __init__(self, segments: Sequence[Segment], num_layers: int, parts: int = 1) -> None:
+        self.map: BufferMap = buffer_map(segments, parts)
+        self.parts = parts
+        self._rows = [segment.num_rows // parts for segment in segments]
         self._num_layers = num_layers
         self._buffers: dict[tuple[int, int], _Buffer] = {}
         self._states: dict[tuple[int, int], State] = {}
@@ -94,6 +96,12 @@ class SidecarCache:
         self._expect(layer, index, State.CAPTURED)
         buffer, span = self._buffers[layer, self.map.head[index]], self._span(index)
         return buffer.key[span], buffer.value[span]
+
+    def prefetch(self, layer: int, blocks: Sequence[Block]) -> None:
+        """Announces reads; here everything is at hand already."""
+
+    def release(self, layer: int) -> None:
+        """Ends the reads of a layer; here nothing was made for them."""
 
     def read(self, layer: int, block: Block) -> tuple[Tensor, Tensor]:
         """K and V of a dense block, views of the chain's buffer."""

@@ -9,6 +9,7 @@ from megatron_prefix.tree import TreeOptions
 
 MODES = ("off", "observe", "auto", "on")
 MEMORY_POLICIES = ("retain", "recompute")
+CP_REDUCE = ("wave", "segment")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class PrefixConfig:
         kernel: name of the attention kernel, or "auto" (megatron_prefix/attention/kernels.py).
         memory: what an inner segment keeps between its forward and its backward: "retain": all
             saved tensors; "recompute": its K/V and its input, and its forward runs again.
+        cp_reduce: with context parallelism, when gK/gV go to the ranks that own the keys: after
+            every "wave", or once a "segment", which sends less and holds cp times as much gK/gV.
         extra: forwards that a pipeline stage runs ahead of its successor (1 or 2).
         min_speedup: in mode "auto", the predicted speedup below which the stock schedule runs.
         plan_file: a plan to run instead of the planner's (megatron_prefix/pipeline/planfile.py).
@@ -41,6 +44,7 @@ class PrefixConfig:
     share: str = "group"
     kernel: str = "auto"
     memory: str = "retain"
+    cp_reduce: str = "wave"
     extra: int = 2
     min_speedup: float = 1.05
     plan_file: str | None = None
@@ -52,6 +56,7 @@ class PrefixConfig:
         for name, value, known in (
             ("mode", self.mode, MODES),
             ("memory", self.memory, MEMORY_POLICIES),
+            ("cp_reduce", self.cp_reduce, CP_REDUCE),
             ("extra", self.extra, (1, 2)),
         ):
             if value not in known:

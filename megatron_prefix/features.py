@@ -73,7 +73,6 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("multi_latent_attention", _on("multi_latent_attention"), "use the stock schedule: rotary positions are set inside MLA layers"),
     ("window_size", _on("window_size"), "use the stock schedule: a sliding window is not a dense block"),
     ("softmax_type", _other_than("softmax_type", "vanilla"), "use the stock schedule: sinks are not wired up yet"),
-    ("context_parallel_size", _above("context_parallel_size", 1), "use --cp 1: context parallelism is not supported yet"),
     ("overlap_moe_expert_parallel_comm", _on("overlap_moe_expert_parallel_comm"), "turn it off: it needs Megatron's own schedule plan"),
     ("delay_wgrad_compute", _on("delay_wgrad_compute"), "turn it off: it needs Megatron's own schedule plan"),
     ("hybrid_context_parallel", _on("hybrid_context_parallel"), "turn it off: it brings its own loop"),

@@ -69,6 +69,21 @@ class AdaptiveKernel:
         kernel = self._choice((q.shape, k.shape, lengths), q, pairs, len(set(lengths)))
         return _tagged(kernel, kernel.causal(q, k, v, scale, lengths))
 
+    def paired(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        q_lengths: tuple[int, ...],
+        k_lengths: tuple[int, ...],
+    ) -> Partial:
+        """See `Kernel.paired`."""
+        each = list(zip(q_lengths, k_lengths, strict=True))
+        pairs = sum(float(queries * keys) for queries, keys in each)
+        kernel = self._choice((q.shape, q_lengths, k_lengths), q, pairs, len(set(each)))
+        return _tagged(kernel, kernel.paired(q, k, v, scale, q_lengths, k_lengths))
+
     def dense_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
         scale: float,
@@ -84,6 +99,15 @@ class AdaptiveKernel:
         """See `Kernel.causal_backward`; by the kernel that ran the forward."""
         kernel, inner = aux
         return kernel.causal_backward(dout, q, k, v, out, lse, inner, scale, lengths)
+
+    def paired_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
+        scale: float, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...],
+    ) -> Gradients:  # fmt: skip
+        """See `Kernel.paired_backward`; by the kernel that ran the forward."""
+        kernel, inner = aux
+        lengths = q_lengths, k_lengths
+        return kernel.paired_backward(dout, q, k, v, out, lse, inner, scale, *lengths)
 
     def _choice(self, shape: Shape, q: Tensor, pairs: float, num_plans: int) -> Kernel:
         """The kernel of a shape, the same throughout a step."""

@@ -39,8 +39,14 @@ class BufferMap:
     blocks: tuple[tuple[Block, ...], ...]
 
 
-def buffer_map(segments: Sequence[Segment]) -> BufferMap:
-    """Lays the inner segments of a step out in buffers."""
+def buffer_map(segments: Sequence[Segment], parts: int = 1) -> BufferMap:
+    """Lays the inner segments of a step out in buffers.
+
+    Args:
+        segments: the step's, in F-order.
+        parts: ranks that share the rows of every segment equally (context parallelism); the map is
+            of one rank's rows.
+    """
     head: list[int] = []
     offset: list[int] = []
     length: dict[int, int] = {}
@@ -50,12 +56,12 @@ def buffer_map(segments: Sequence[Segment]) -> BufferMap:
         head.append(head[segment.parent] if chained else index)
         offset.append(length[head[index]] if chained else 0)
         if segment.inner:
-            length[head[index]] = offset[index] + segment.num_rows
+            length[head[index]] = offset[index] + segment.num_rows // parts
         if segment.parent < 0:
             blocks.append(())
             continue
         above = segment.parent
-        seen = Block(head[above], offset[above] + segments[above].num_rows)
+        seen = Block(head[above], offset[above] + segments[above].num_rows // parts)
         before = tuple(block for block in blocks[above] if block.head != seen.head)
         blocks.append((*before, seen))
     return BufferMap(tuple(head), tuple(offset), length, tuple(blocks))

@@ -5,10 +5,14 @@ segment's K/V into the sidecar; on the way back it sends each ancestor its share
 to an inner segment's own dK/dV what its descendants sent.  The algebra is "Schedule-Level
 Shared-Prefix Reuse for LLM RL Training", section 3.1 and appendix A: under a causal mask the only
 road from a suffix back to its prefix is gK/gV, and the prefix's backward is linear in them.
+
+With context parallelism the sidecar gathers what is read and scatters what is sent, and the
+segment's own attention spans ranks (megatron_prefix/attention/context_parallel.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_prefix.attention.blocks import Block
+from megatron_prefix.attention.context_parallel import ShardedCache, SpreadRows
+from megatron_prefix.attention.interface import Aux, Partial
 from megatron_prefix.attention.kernels import Kernel
 from megatron_prefix.attention.merge import merge
 from megatron_prefix.cache import SidecarCache
@@ -32,11 +38,13 @@ class SegmentContext:
     Attributes:
         index: the segment.
         inner: whether other segments read its K/V.
-        lengths: rows of each rollout's causal block, padding included.
+        lengths: rows of each rollout on this rank, padding included.
         blocks: its dense blocks.
         positions: true position of every row, int64 [num_rows], on the model's device.
         cache: the sidecar of this model chunk.
         ledger: accounts for its routers' losses; None without routers and without gradients.
+        backward: whether its backward runs: a forward inside it is recomputation, and goes from
+            the last layer to the first.
     """
 
     index: int
@@ -46,6 +54,56 @@ class SegmentContext:
     positions: Tensor
     cache: SidecarCache
     ledger: RouterLedger | None = None
+    backward: bool = False
+
+
+class OwnRows:
+    """A segment's attention to its own keys: one causal block, on one rank.
+
+    Args:
+        kernel: runs it.
+        query: [rows, heads, dim], and `key` and `value` likewise.
+        scale: softmax scale.
+        lengths: rows of each rollout.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        lengths: tuple[int, ...],
+    ) -> None:
+        self._kernel, self._tensors = kernel, (query, key, value)
+        self._scale, self._lengths = scale, lengths
+
+    def forward(self) -> list[Partial]:
+        """Its parts of the attention."""
+        return [self._kernel.causal(*self._tensors, self._scale, self._lengths)]
+
+    def backward(self, dout: Tensor, out: Tensor, lse: Tensor, aux: Sequence[Aux]) -> Tensor:
+        """The gradient of the queries, from the merged `out` and `lse`."""
+        query_grad, *self._gradients = self._kernel.causal_backward(
+            dout, *self._tensors, out, lse, aux[0], self._scale, self._lengths
+        )
+        return query_grad
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """The gradients of keys and values; after `backward`."""
+        key_grad, value_grad = self._gradients
+        return key_grad, value_grad
+
+
+def _own_rows(
+    context: SegmentContext, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> OwnRows | SpreadRows:
+    """The segment's own attention; with context parallelism its keys are on their way."""
+    cache = context.cache
+    if isinstance(cache, ShardedCache):
+        return SpreadRows(kernel, cache.exchange, query, key, value, scale, context.lengths)
+    return OwnRows(kernel, query, key, value, scale, context.lengths)
 
 
 def segment_attention(
@@ -93,10 +151,14 @@ class _SegmentAttention(torch.autograd.Function):
         if context.inner:
             cache.capture(layer, context.index, key, value)
             key, value = cache.own(layer, context.index)
-        parts = [kernel.causal(query, key, value, scale, context.lengths)]
-        for block in context.blocks:
-            parts.append(kernel.dense(query, *cache.read(layer, block), scale))
+        own = _own_rows(context, kernel, query, key, value, scale)
+        cache.prefetch(layer, context.blocks)
+        cache.prefetch(layer - 1 if context.backward else layer + 1, context.blocks)
+        dense = [kernel.dense(query, *cache.read(layer, b), scale) for b in context.blocks]
+        parts = [*own.forward(), *dense]
         out, lse = merge(parts)
+        if not context.backward:  # else this is recomputation, and the layer's backward is next
+            cache.release(layer)
         ctx.call = (context, layer, scale, kernel, [part.aux for part in parts])
         # An inner segment's K/V live in the sidecar: saving them here would hold them twice.
         ctx.save_for_backward(query, out, lse, *(() if context.inner else (key, value)))
@@ -106,19 +168,22 @@ class _SegmentAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
         context, layer, scale, kernel, aux = ctx.call
-        query, out, lse, *own = ctx.saved_tensors
+        query, out, lse, *saved = ctx.saved_tensors
         cache: SidecarCache = context.cache
-        key, value = cache.own(layer, context.index) if context.inner else own
-        query_grad, key_grad, value_grad = kernel.causal_backward(
-            out_grad, query, key, value, out, lse, aux[0], scale, context.lengths
-        )
-        for block, block_aux in zip(context.blocks, aux[1:], strict=True):
+        key, value = cache.own(layer, context.index) if context.inner else saved
+        own = _own_rows(context, kernel, query, key, value, scale)
+        cache.prefetch(layer, context.blocks)
+        cache.prefetch(layer - 1, context.blocks)
+        num_own = len(aux) - len(context.blocks)
+        query_grad = own.backward(out_grad, out, lse, aux[:num_own])
+        for block, block_aux in zip(context.blocks, aux[num_own:], strict=True):
             more, block_key_grad, block_value_grad = kernel.dense_backward(
                 out_grad, query, *cache.read(layer, block), out, lse, block_aux, scale
             )
             query_grad = query_grad.add_(more)
             cache.add_gradient(layer, block, block_key_grad, block_value_grad)
+        cache.release(layer)
+        key_grad, value_grad = own.gradients()
         if context.inner and (sent := cache.take_gradient(layer, context.index)):
-            key_grad = (sent[0] + key_grad).to(key_grad.dtype)
-            value_grad = (sent[1] + value_grad).to(value_grad.dtype)
-        return query_grad, key_grad, value_grad, None, None, None, None
+            key_grad, value_grad = sent[0] + key_grad, sent[1] + value_grad
+        return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), *(None,) * 4

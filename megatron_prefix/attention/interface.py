@@ -22,6 +22,7 @@ from torch import Tensor
 
 Aux = tuple[Any, ...]
 Gradients = tuple[Tensor, Tensor, Tensor]
+Lengths = tuple[tuple[int, ...], tuple[int, ...]]  # of each rollout's queries and keys
 
 
 class Partial(NamedTuple):
@@ -61,6 +62,18 @@ class Kernel(Protocol):
         """A row of a rollout sees that rollout's rows up to itself."""
         ...
 
+    def paired(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        q_lengths: tuple[int, ...],
+        k_lengths: tuple[int, ...],
+    ) -> Partial:
+        """A row of a rollout sees every key of that rollout; ``k_lengths`` sum to t."""
+        ...
+
     def dense_backward(
         self,
         dout: Tensor,
@@ -88,6 +101,22 @@ class Kernel(Protocol):
         lengths: tuple[int, ...],
     ) -> Gradients:
         """(dq, dk, dv) of a causal block from the merged ``out`` and ``lse``."""
+        ...
+
+    def paired_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        aux: Aux,
+        scale: float,
+        q_lengths: tuple[int, ...],
+        k_lengths: tuple[int, ...],
+    ) -> Gradients:
+        """(dq, dk, dv) of a paired block from the merged ``out`` and ``lse``."""
         ...
 
 
@@ -126,12 +155,25 @@ def runs(lengths: tuple[int, ...], num_rows: int) -> tuple[Run, ...]:
 
     Raises ValueError for a rollout without rows, or if the lengths do not sum to ``num_rows``.
     """
-    if min(lengths, default=0) < 1 or sum(lengths) != num_rows:
-        raise ValueError(f"causal lengths {lengths} must be positive and sum to {num_rows} rows")
-    found, start = [], 0
-    for length, members in groupby(lengths):
-        found.append(Run(start, len(list(members)), length))
-        start += found[-1].num * length
+    return tuple(run for run, _ in run_pairs(lengths, lengths, num_rows, num_rows))
+
+
+@functools.lru_cache(maxsize=1024)
+def run_pairs(
+    q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], num_queries: int, num_keys: int
+) -> tuple[tuple[Run, Run], ...]:
+    """Rollouts with equally many queries and equally many keys side by side are one run of each.
+
+    Raises ValueError as `runs`, and for unequal numbers of rollouts.
+    """
+    for lengths, num_rows in ((q_lengths, num_queries), (k_lengths, num_keys)):
+        if min(lengths, default=0) < 1 or sum(lengths) != num_rows:
+            raise ValueError(f"lengths {lengths} must be positive and sum to {num_rows} rows")
+    found, start, key_start = [], 0, 0
+    for (length, num_seen), members in groupby(zip(q_lengths, k_lengths, strict=True)):
+        num = len(list(members))
+        found.append((Run(start, num, length), Run(key_start, num, num_seen)))
+        start, key_start = start + num * length, key_start + num * num_seen
     return tuple(found)
 
 
@@ -195,13 +237,7 @@ class Batched:
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: tuple[int, ...]
     ) -> Partial:
         """See `Kernel.causal`."""
-        parts = [
-            self.forward(run.view(q), run.view(k), run.view(v), scale, causal=True)
-            for run in runs(lengths, q.shape[0])
-        ]
-        outs = [out.flatten(0, 1) for out, _, _ in parts]
-        lses = [lse.transpose(0, 1).flatten(1, 2) for _, lse, _ in parts]
-        return Partial(joined(outs), joined(lses, dim=1), tuple(aux for _, _, aux in parts))
+        return self.rows(q, k, v, scale, (lengths, lengths), causal=True)
 
     def causal_backward(
         self,
@@ -216,11 +252,63 @@ class Batched:
         lengths: tuple[int, ...],
     ) -> Gradients:
         """See `Kernel.causal_backward`."""
+        saved = Saved(dout, q, k, v, out, lse)
+        return self.rows_backward(saved, aux, scale, (lengths, lengths), causal=True)
+
+    def paired(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        q_lengths: tuple[int, ...],
+        k_lengths: tuple[int, ...],
+    ) -> Partial:
+        """See `Kernel.paired`."""
+        return self.rows(q, k, v, scale, (q_lengths, k_lengths), causal=False)
+
+    def paired_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        aux: Aux,
+        scale: float,
+        q_lengths: tuple[int, ...],
+        k_lengths: tuple[int, ...],
+    ) -> Gradients:
+        """See `Kernel.paired_backward`."""
+        saved = Saved(dout, q, k, v, out, lse)
+        return self.rows_backward(saved, aux, scale, (q_lengths, k_lengths), causal=False)
+
+    def rows(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: Lengths, causal: bool
+    ) -> Partial:
+        """Rollouts side by side, each with keys of its own; shapes as in `Kernel`."""
+        parts = [
+            self.forward(mine.view(q), seen.view(k), seen.view(v), scale, causal=causal)
+            for mine, seen in run_pairs(*lengths, q.shape[0], k.shape[0])
+        ]
+        outs = [out.flatten(0, 1) for out, _, _ in parts]
+        lses = [lse.transpose(0, 1).flatten(1, 2) for _, lse, _ in parts]
+        return Partial(joined(outs), joined(lses, dim=1), tuple(aux for _, _, aux in parts))
+
+    def rows_backward(
+        self, saved: Saved, aux: Aux, scale: float, lengths: Lengths, causal: bool
+    ) -> Gradients:
+        """The gradients of `rows`; ``saved`` holds the rows without a leading dimension."""
+        dout, q, k, v, out, lse = saved
         shares = []
-        for run, run_aux in zip(runs(lengths, q.shape[0]), aux, strict=True):
-            rows = [run.view(x) for x in (dout, q, k, v, out)]
-            saved = Saved._make([*rows, run.view_lse(lse)])
-            shares.append(self.backward(saved, run_aux, scale, causal=True))
+        pairs = run_pairs(*lengths, q.shape[0], k.shape[0])
+        for (mine, seen), run_aux in zip(pairs, aux, strict=True):
+            batch = Saved(
+                mine.view(dout), mine.view(q), seen.view(k), seen.view(v), mine.view(out),
+                mine.view_lse(lse),
+            )  # fmt: skip
+            shares.append(self.backward(batch, run_aux, scale, causal=causal))
         dq, dk, dv = (
             joined([gradient.flatten(0, 1) for gradient in gradients])
             for gradients in zip(*shares, strict=True)

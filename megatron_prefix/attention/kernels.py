@@ -32,13 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 class CompositeKernel:
-    """Dense blocks by one kernel, causal blocks by another."""
+    """Dense and paired blocks by one kernel, causal blocks by another."""
 
     def __init__(self, dense: Kernel, causal: Kernel) -> None:
         self.name = f"{dense.name}+{causal.name}"
         self._parts = (dense, causal)
         self.dense, self.dense_backward = dense.dense, dense.dense_backward
         self.causal, self.causal_backward = causal.causal, causal.causal_backward
+        self.paired, self.paired_backward = dense.paired, dense.paired_backward
 
     def begin_step(self) -> None:
         """See `Kernel.begin_step`."""

@@ -23,9 +23,10 @@ from megatron_prefix.attention.interface import (
     Aux,
     Batched,
     Gradients,
+    Lengths,
     Partial,
     Saved,
-    runs,
+    run_pairs,
 )
 
 aten = torch.ops.aten
@@ -119,37 +120,27 @@ class FlashKernel(Batched):
             dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *aux, scale=scale
         )
 
-    def causal(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: tuple[int, ...]
+    def rows(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: Lengths, causal: bool
     ) -> Partial:
-        """See `Kernel.causal`."""
-        if len(runs(lengths, q.shape[0])) == 1:
-            return super().causal(q, k, v, scale, lengths)
-        starts, longest = _starts(lengths, q.device), max(lengths)
+        """See `Batched.rows`."""
+        if len(run_pairs(*lengths, q.shape[0], k.shape[0])) == 1:
+            return super().rows(q, k, v, scale, lengths, causal)
         out, lse, *state, _ = aten._flash_attention_forward(
-            q, k, v, starts, starts, longest, longest, 0.0, True, False, scale=scale
+            q, k, v, *_spans(lengths, q.device), 0.0, causal, False, scale=scale
         )
         return Partial(out, lse, tuple(state))
 
-    def causal_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        aux: Aux,
-        scale: float,
-        lengths: tuple[int, ...],
+    def rows_backward(
+        self, saved: Saved, aux: Aux, scale: float, lengths: Lengths, causal: bool
     ) -> Gradients:
-        """See `Kernel.causal_backward`."""
-        if len(runs(lengths, q.shape[0])) == 1:
-            return super().causal_backward(dout, q, k, v, out, lse, aux, scale, lengths)
-        starts, longest = _starts(lengths, q.device), max(lengths)
-        spans = (starts, starts, longest, longest)
+        """See `Batched.rows_backward`."""
+        dout, q, k, v, out, lse = saved
+        if len(run_pairs(*lengths, q.shape[0], k.shape[0])) == 1:
+            return super().rows_backward(saved, aux, scale, lengths, causal)
+        spans = _spans(lengths, q.device)
         return aten._flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), *spans, 0.0, True, *aux, scale=scale
+            dout, q, k, v, out, lse.contiguous(), *spans, 0.0, causal, *aux, scale=scale
         )
 
 
@@ -238,6 +229,12 @@ def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
         [0, *accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda"
     )
     return host.to(device, non_blocking=True)
+
+
+def _spans(lengths: Lengths, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    """How the varlen operator is told which rows belong together: queries, keys, the longest."""
+    queries, keys = lengths
+    return _starts(queries, device), _starts(keys, device), max(queries), max(keys)
 
 
 def _query_heads(x: Tensor, k: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ HELP = """\
 Runs Megatron-Core's stock schedule on full sequences, one rollout a microbatch, and the prefix
 schedule, from the same weights on the same rollouts, with one AdamW step each, and compares every
 loss, log-prob, gradient and parameter. Exit code 0 when all are within the numerics policy, else 1.
+With --cp, which the stock schedule's local attention refuses, it attends to gathered keys instead,
+and the output says so.
 Advantages are drawn by --seed, so that equal rewards do not make a comparison of zeros."""
 EPILOG = """\
 examples:
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
             "--dtype float64 --device cuda: Megatron's optimizer takes no float64 gradients on a"
             " GPU; give --device cpu, or float32"
         )
-    config = config_of(args, memory=args.memory, kernel=args.kernel)
+    config = config_of(args, memory=args.memory, kernel=args.kernel, cp_reduce=args.cp_reduce)
     spec = presets.resolve(options.model, **dict(options.overrides))
     groups, dropped = load_groups(args, spec.vocab_size)
     spec, groups = fit_vocabulary(options, groups)
@@ -78,13 +80,12 @@ def align_rank(options: Any, spec: Any, layout: Any, groups: list, config: Any) 
         exact = options.reference(spec, layout, chunks) if options.dtype == "bfloat16" else None
         # Both schedules run the same placement, so they can be compared as they are.
         mine = place_groups(groups, spec, layout, config, stock=True)[alignment.data_rank()]
-        multiple = layout.tp if layout.sequence_parallel else 1
         verdict = alignment.align(
             chunks,
             mine,
             config,
             seed=options.seed,
-            multiple=multiple,
+            multiple=layout.alignment,
             reference=exact,
             num_tokens=sum(len(rollout) - 1 for group in groups for rollout in group.rollouts),
         )
@@ -98,6 +99,7 @@ def _print(args: argparse.Namespace, result: Any, dropped: int) -> None:
         report.print_json({**result.as_json(), "dropped_rollouts": dropped})
         return
     facts = {
+        "baseline": result.baseline,
         "tokens, all rollouts": report.number(result.raw_tokens),
         "tokens, executed": report.number(result.executed_tokens),
         "largest difference of a loss": f"{result.loss_max_abs_diff:.2e}",

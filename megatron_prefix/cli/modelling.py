@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from megatron_prefix.config import MEMORY_POLICIES
+from megatron_prefix.config import CP_REDUCE, MEMORY_POLICIES
 from megatron_prefix.errors import UserError
 from megatron_prefix.models.presets import PRESETS, ModelSpec
 
@@ -52,6 +52,13 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         default="retain",
         help="what an inner segment keeps until its backward: its saved tensors, or only K/V and"
         " its input, to run its forward again (default retain)",
+    )
+    group.add_argument(
+        "--cp-reduce",
+        choices=CP_REDUCE,
+        default="wave",
+        help="with --cp: gK/gV go to their owners after every wave, or once a segment, which sends"
+        " less and holds more (default wave)",
     )
     group.add_argument(
         "--kernel",

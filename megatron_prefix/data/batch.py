@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_prefix.attention import zigzag
 from megatron_prefix.errors import UserError
 from megatron_prefix.tree import Forest, Pairs
 
@@ -100,10 +101,17 @@ class SegmentInputs:
         rollouts: what the forest was built from; None on a stage that reads no data, whose tokens
             and labels are never looked at.
         device: where the model is.
+        rank: place in the context-parallel group, whose ranks share the rows of every segment.
+        size: of that group.
     """
 
     def __init__(
-        self, forest: Forest, rollouts: Sequence[Pairs] | None, device: torch.device
+        self,
+        forest: Forest,
+        rollouts: Sequence[Pairs] | None,
+        device: torch.device,
+        rank: int = 0,
+        size: int = 1,
     ) -> None:
         self._offsets = np.cumsum([0, *(segment.num_rows for segment in forest.segments)])
         table = np.zeros((3, self._offsets[-1]), np.int64)
@@ -119,6 +127,10 @@ class SegmentInputs:
                 )
                 offset += row.padded
         self.max_position = int(table[2].max(initial=0))
+        if size > 1:
+            lengths = [row.padded for segment in forest.segments for row in segment.rows]
+            table = np.ascontiguousarray(table[:, zigzag.segment_rows(lengths, rank, size)])
+            self._offsets //= size
         host = torch.from_numpy(table)
         if device.type == "cuda":
             host = host.pin_memory()

@@ -6,8 +6,11 @@ import copy
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch.overrides import TorchFunctionMode
+
+from megatron_prefix.attention import zigzag
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -27,8 +30,10 @@ class ContextParallelAttention(DotProductAttention):
     """Megatron's local attention where the layout has context parallelism.
 
     Stock code refuses to build it (transformer/dot_product_attention.py:58), because it cannot see
-    the other ranks' keys. The prefix schedule replaces the instance's `forward`; nothing else of
-    the module knows of context parallelism. Without that replacement it must not run.
+    the other ranks' keys. Here they are gathered by the collective of Megatron's own sequence
+    parallelism, whose backward reduces and scatters, and a mask by position takes the place of the
+    causal one. It holds the scores of all keys at once: a reference, and a stock schedule for small
+    models. The prefix schedule replaces the instance's `forward` while a segment runs.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -36,12 +41,27 @@ class ContextParallelAttention(DotProductAttention):
         alone.context_parallel_size = 1
         super().__init__(alone, *args, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Refuse: the stock schedule has no attention for this layout."""
-        raise RuntimeError(
-            "Megatron's local attention has no context parallelism: install the prefix schedule, "
-            "or use transformer-engine's layers"
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Causal attention of this rank's zig-zag slice [rows, batch, heads, dim] to all keys."""
+        if attention_mask is not None:
+            raise ValueError("with context parallelism local attention is causal: pass no mask")
+        group = self.pg_collection.cp
+        size, length = group.size(), group.size() * query.shape[0]
+        held = [torch.from_numpy(zigzag.positions(length, rank, size)) for rank in range(size)]
+        hidden = torch.cat(held) > held[group.rank()][:, None]
+        keys, values = (
+            gather_from_sequence_parallel_region(x.contiguous(), group=group) for x in (key, value)
         )
+        mask = hidden.to(query.device)[None, None]
+        return super().forward(query, keys, values, mask, *args, **kwargs)
 
 
 class _Float64Kept(TorchFunctionMode):

@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from megatron_prefix.attention.context_parallel import Exchange, ShardedCache
 from megatron_prefix.cache import SidecarCache
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.batch import BatchAdapter, SegmentInputs, TensorBatchAdapter
@@ -105,7 +106,7 @@ class PrefixSchedule:
         config = get_model_config(models[0])
         groups = pg_collection or gradients.default_groups()
         step = read_step(
-            data_iterator, num_microbatches, self.adapter, groups.pp,
+            data_iterator, num_microbatches, self.adapter, groups.pp, groups.cp,
             self.config.tree_options(_alignment(config)), _device(models),
         )  # fmt: skip
         decision = decide(self.config, step.forest, CostModel.of_config(config))
@@ -130,22 +131,25 @@ class PrefixSchedule:
         """The prefix schedule proper."""
         config, rank, size = contract.config, groups.pp.rank(), groups.pp.size()
         hooks = [install(chunk, self.config.kernel) for chunk in models]
+        exchange = Exchange(groups.cp) if groups.cp.size() > 1 else None
         plan = best_plan(
             step.forest, size, num_chunks=len(models), microbatches=step.owner,
             extra=self.config.extra, group_size=config.microbatch_group_size_per_vp_stage,
         )  # fmt: skip
         stages = []
         for chunk, (model, hook) in enumerate(zip(models, hooks, strict=True)):
-            cache, stage = SidecarCache(plan.segments, hook.num_layers), plan.stage(rank, chunk)
+            cache, stage = self._cache(plan, hook.num_layers, exchange), plan.stage(rank, chunk)
             stages.append(Stage(model, hook, cache, stage == 0, stage == plan.num_stages - 1))
         scorer = None
         if stages[-1].is_last:
-            scorer = Scorer(step, contract, self.adapter, models[-1], hooks[-1])
+            scorer = Scorer(step, contract, self.adapter, models[-1], hooks[-1], exchange)
             stages[-1].scorer = scorer
         device = _device(models)
         if not forward_only:
-            _account_for_routers(stages, step, contract, device)
-        inputs = SegmentInputs(step.forest, step.rollouts, device)
+            _account_for_routers(stages, step, contract, groups.cp, device)
+        inputs = SegmentInputs(
+            step.forest, step.rollouts, device, groups.cp.rank(), groups.cp.size()
+        )
         with _timed(config), p2p.closing_on_failure(groups.pp):
             links = Links(
                 p2p.channels_of(groups.pp, device), plan, _message_shape(config, plan),
@@ -162,6 +166,12 @@ class PrefixSchedule:
                 num_tokens = scorer.num_tokens if scorer is not None else 0
                 gradients.finish(models, config, num_tokens, groups, force_all_reduce)
         return scorer.forward_data_store if scorer is not None else []
+
+    def _cache(self, plan: Plan, num_layers: int, exchange: Exchange | None) -> SidecarCache:
+        """The sidecar of one model chunk on this rank."""
+        if exchange is None:
+            return SidecarCache(plan.segments, num_layers)
+        return ShardedCache(plan.segments, num_layers, exchange, self.config.cp_reduce)
 
 
 def get_forward_backward_func(
@@ -183,12 +193,12 @@ def get_forward_backward_func(
 
 
 def _account_for_routers(
-    stages: list[Stage], step: Step, contract: LossContract, device: torch.device
+    stages: list[Stage], step: Step, contract: LossContract, context: Any, device: torch.device
 ) -> None:
     """Gives the stages the ledgers of their auxiliary losses, and Megatron the losses' scale."""
     if any(stage.hooks.routers for stage in stages):
         set_auxiliary_scales(contract, stages[-1].model, step.num_microbatches)
-        tokens = LogicalTokens(step.forest, step.owner, device)
+        tokens = LogicalTokens(step.forest, step.owner, device, context.rank(), context.size())
         for stage in stages:
             stage.ledger = RouterLedger(tokens, stage.hooks.routers)
 
@@ -202,6 +212,7 @@ def _alignment(config: Any) -> int:
 def _message_shape(config: Any, plan: Plan) -> Callable[[int], tuple[int, ...]]:
     """Shape of the activations of a segment between two stages (and of their gradients)."""
     parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    parts *= config.context_parallel_size
     return lambda index: (plan.segments[index].num_rows // parts, 1, config.hidden_size)
 
 

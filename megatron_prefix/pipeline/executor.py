@@ -104,13 +104,13 @@ class Executor:
                 stage.live.clear()
                 stage.cache.clear()
 
-    def _context(self, index: int, stage: Stage) -> SegmentContext:
+    def _context(self, index: int, stage: Stage, backward: bool = False) -> SegmentContext:
         segment = self._plan.segments[index]
-        lengths = tuple(row.padded for row in segment.rows)
+        lengths = tuple(row.padded // stage.cache.parts for row in segment.rows)
         blocks = stage.cache.map.blocks[index]
         positions = self._inputs[index][2]
         return SegmentContext(
-            index, segment.inner, lengths, blocks, positions, stage.cache, stage.ledger
+            index, segment.inner, lengths, blocks, positions, stage.cache, stage.ledger, backward
         )
 
     def _forward(self, action: Action, stage: Stage) -> None:
@@ -151,7 +151,7 @@ class Executor:
             gradient = stage.scorer.cotangent(index)  # type: ignore[union-attr]
         else:
             gradient = torch.zeros_like(output)
-        with stage.hooks.running(self._context(index, stage), scored=scored):
+        with stage.hooks.running(self._context(index, stage, backward=True), scored=scored):
             if freed:
                 custom_backward(output, gradient)
             else:

@@ -6,6 +6,11 @@ run on them.  Their backward leaves in every leaf the sum of what all microbatch
 is the cotangent with which the segment's own backward starts: the same superposition as for gK/gV,
 applied to the outputs ("Schedule-Level Shared-Prefix Reuse for LLM RL Training", appendix A.5, the
 direct adjoints of prefix tokens).
+
+With context parallelism the ranks share the rows of every segment, and every microbatch, but not
+along the same lines: a segment is cut zig-zag by itself, a microbatch as a whole.  So leaves are
+whole outputs, gathered when a segment has run, and a microbatch takes its rank's positions of the
+joined outputs; what reaches a leaf on any rank is added up before the segment's backward.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ import torch
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 from torch import Tensor
 
+from megatron_prefix.attention import zigzag
+from megatron_prefix.attention.context_parallel import Exchange
 from megatron_prefix.data.batch import BatchAdapter, join
 from megatron_prefix.install import Hooks
 from megatron_prefix.pipeline.step import Step
@@ -64,6 +71,7 @@ class Scorer:
         adapter: knows the microbatches' form.
         model: the model chunk as the trainer knows it.
         hooks: its hooks.
+        exchange: between context-parallel ranks; None where there is one.
     """
 
     def __init__(
@@ -73,8 +81,10 @@ class Scorer:
         adapter: BatchAdapter,
         model: Any,
         hooks: Hooks,
+        exchange: Exchange | None = None,
     ) -> None:
         self._step, self._forest, self._contract = step, step.forest, contract
+        self._exchange = exchange
         self._adapter, self._model, self._hooks = adapter, model, hooks
         self._leaves: dict[int, Tensor] = {}
         self._rows: dict[int, list[Tensor]] = {}
@@ -96,8 +106,11 @@ class Scorer:
 
     def take(self, index: int, output: Tensor, *, differentiable: bool) -> None:
         """Takes a scored segment's output [1, rows, ...]; scores the microbatches it closes."""
-        leaf = output.detach().requires_grad_(differentiable)
         rows = self._forest.segments[index].rows
+        whole = output.detach()
+        if self._exchange is not None:
+            whole = self._exchange.whole(whole, [row.padded for row in rows])
+        leaf = whole.requires_grad_(differentiable)
         self._leaves[index] = leaf
         # One split for all rows: its backward writes every row's gradient once.
         pieces = leaf.split([row.padded for row in rows], dim=1) if len(rows) > 1 else [leaf]
@@ -116,7 +129,10 @@ class Scorer:
         if losses:
             torch.autograd.backward(losses)
         leaf = self._leaves[index]
-        return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        if self._exchange is None:
+            return gradient
+        return self._exchange.share(gradient, [row.padded for row in rows])
 
     def release(self, index: int) -> None:
         """Drops a segment's output."""
@@ -125,11 +141,9 @@ class Scorer:
 
     def _score(self, microbatch: int) -> None:
         """Runs the trainer's forward step and loss on one of its microbatches."""
-        contract, forest = self._contract, self._forest
-        rollouts = self._rollouts[microbatch]
-        cut = min(forest.cut(rollout) for rollout in rollouts)
-        output = join([self._pieces(r) for r in rollouts], forest.num_positions[rollouts[0]] - cut)
-        shortened = self._adapter.cut(self._step.items[microbatch], cut)
+        contract, rollouts = self._contract, self._rollouts[microbatch]
+        output, num_cut = self._joined(rollouts)
+        shortened = self._adapter.cut(self._step.items[microbatch], num_cut)
         with _timer_of_forward(contract.config):
             with self._hooks.answering(output):
                 answer, loss_func = contract.forward_step_func(iter([shortened]), self._model)
@@ -142,6 +156,22 @@ class Scorer:
         if torch.is_grad_enabled() and isinstance(loss, Tensor) and loss.requires_grad:
             scale = contract.config.grad_scale_func
             self._losses[microbatch] = loss if scale is None else scale(loss)
+
+    def _joined(self, rollouts: list[int]) -> tuple[Tensor, int]:
+        """A microbatch's output on this rank, and how many of its first positions are cut off."""
+        forest, exchange = self._forest, self._exchange
+        cut = min(forest.cut(rollout) for rollout in rollouts)
+        length = forest.num_positions[rollouts[0]]
+        pieces = [self._pieces(rollout) for rollout in rollouts]
+        if exchange is None:
+            return join(pieces, length - cut), cut
+        mine = zigzag.positions(length, exchange.rank, exchange.size)
+        # One position at least is left, so that the trainer's loss has something to look at.
+        num_cut = min(int((mine < cut).sum()), len(mine) - 1)
+        first = min(cut, int(mine[num_cut]))
+        whole = join(pieces, length - first)
+        kept = torch.from_numpy(mine[num_cut:] - first).to(whole.device)
+        return whole.index_select(1, kept), num_cut
 
     def _pieces(self, rollout: int) -> list[Tensor]:
         """Outputs along a rollout's path, from the segment with its first trained position on."""

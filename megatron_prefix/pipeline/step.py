@@ -2,6 +2,10 @@
 
 The first stage reads the trainer's microbatches and builds the forest, the last reads them for the
 losses, the others read nothing: what they must know, the lengths, comes in one broadcast.
+
+With context parallelism every rank reads its own slice of each sample (its chunks of the zig-zag,
+as get_batch_on_this_cp_rank of megatron/core/utils.py makes them).  The tree is over whole
+rollouts, the same on all ranks of the group, so they gather tokens, labels and loss flags once.
 """
 
 from __future__ import annotations
@@ -10,9 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_prefix.attention import zigzag
 from megatron_prefix.data.batch import BatchAdapter
 from megatron_prefix.errors import UserError
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
@@ -26,7 +32,7 @@ class Step:
         forest: the step's segments.
         owner: the trainer's microbatch of each rollout.
         items: the trainer's microbatches, in its order; empty where none are read.
-        rollouts: their samples; None where none are read.
+        rollouts: their samples, whole; None where none are read.
     """
 
     forest: Forest
@@ -53,6 +59,7 @@ def read_step(
     num_microbatches: int,
     adapter: BatchAdapter,
     group: Any,
+    context_group: Any,
     options: TreeOptions,
     device: torch.device,
 ) -> Step:
@@ -63,11 +70,12 @@ def read_step(
         num_microbatches: how many to read.
         adapter: knows their form.
         group: the pipeline's process group.
+        context_group: the context-parallel process group.
         options: how rollouts become segments.
-        device: where the process group's tensors live.
+        device: where the process groups' tensors live.
 
     Raises:
-        UserError: the iterator ends early.
+        UserError: the iterator ends early, or samples are not cut for context parallelism.
     """
     first, last = group.rank() == 0, group.rank() == group.size() - 1
     items: list[Any] = []
@@ -77,6 +85,7 @@ def read_step(
         many = isinstance(data_iterator, list)
         source = data_iterator[0 if first else -1] if many else data_iterator
         items, rollouts, owner, groups = _read(source, num_microbatches, adapter)
+        rollouts = _whole(rollouts, context_group, device)
         if first:
             forest = build(rollouts, groups, options)
             numbers = [len(owner), *owner, *forest.to_ints()]
@@ -108,6 +117,29 @@ def _read(
         owner += [number] * len(samples)
         groups += [group] * len(samples)
     return items, rollouts, owner, groups
+
+
+def _whole(rollouts: list[Pairs], group: Any, device: torch.device) -> list[Pairs]:
+    """Whole samples from the slices that the context-parallel ranks have read."""
+    size = group.size()
+    if size == 1:
+        return rollouts
+    for index, rollout in enumerate(rollouts):
+        if not len(rollout) or len(rollout) % 2:
+            raise UserError(
+                f"rollout {index} has {len(rollout)} positions on this context-parallel rank, which"
+                f" are not two chunks: pad rollouts to a multiple of {2 * size} and give every rank"
+                " its slice"
+            )
+    columns = [np.stack([r.inputs, r.labels, r.trained]).astype(np.int64) for r in rollouts]
+    mine = torch.from_numpy(np.concatenate(columns, axis=1)).to(device)
+    slices = mine.new_empty((size * len(mine), mine.shape[1]))
+    dist.all_gather_into_tensor(slices, mine, group)
+    view = slices.unflatten(0, (size, -1)).transpose(0, 1).flatten(1).cpu().numpy()
+    lengths = [size * len(rollout) for rollout in rollouts]
+    table = view[:, zigzag.order(lengths, size)]
+    samples = np.split(table, np.cumsum(lengths)[:-1], axis=1)
+    return [Pairs(inputs, labels, trained != 0) for inputs, labels, trained in samples]
 
 
 def _broadcast(numbers: list[int], group: Any, device: torch.device) -> list[int]:

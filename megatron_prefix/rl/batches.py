@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_prefix.attention import zigzag
 from megatron_prefix.data.rollouts import Group, Rollout
 from megatron_prefix.errors import UserError
 
@@ -81,7 +82,7 @@ def microbatch(
             rollout's own, and where it has none the microbatch has no such field.
         ref_logprobs: the reference model's, likewise; None leaves the field out.
         multiple: positions are padded at the end to a multiple of it (tp under sequence
-            parallelism); padding is not trained.
+            parallelism, times 2*cp with context parallelism); padding is not trained.
 
     Returns:
         CPU tensors [1, positions], positions being n-1 and padding: `tokens`, `labels` and
@@ -110,6 +111,22 @@ def microbatch(
 def _row(values: NDArray[Any], padding: int) -> Tensor:
     """[n] -> [1, n + padding], padded with zeros."""
     return torch.from_numpy(np.pad(values, (0, padding))).unsqueeze(0)
+
+
+def on_cp_rank(item: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """A microbatch's slice on one of `size` context-parallel ranks: its chunks of the zig-zag.
+
+    Whatever is per position, [1, positions] as `microbatch` makes it, becomes [1, positions/size];
+    the rest is passed on. The same slices as Megatron's get_batch_on_this_cp_rank.
+    """
+    length = item["tokens"].shape[1]
+    held = torch.from_numpy(zigzag.positions(length, rank, size))
+
+    def sliced(value: Any) -> Any:
+        per_position = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
+        return value[:, held] if per_position else value
+
+    return {name: sliced(value) for name, value in item.items()} if size > 1 else dict(item)
 
 
 def trained_logprobs(item: Mapping[str, Any], logprobs: Tensor) -> NDArray[np.float64]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_prefix.attention import zigzag
 from megatron_prefix.tree import Forest, Row
 
 
@@ -16,7 +17,8 @@ class SegmentRows(NamedTuple):
     """The rows of a segment.
 
     Attributes:
-        row_of: row of every position, int64 [num_rows]; padding belongs to one row more.
+        row_of: row of every position of this rank, int64 [num_rows]; padding belongs to one row
+            more.
         row: row of every pair of a row and a rollout through it, int64 [pairs].
         rollout: the rollout of every such pair, int64 [pairs].
         copies: rollouts through every row, int64 [rows + 1]; 0 for padding.
@@ -53,15 +55,24 @@ class LogicalTokens:
         forest: the step's segments.
         owner: the trainer's microbatch of each rollout.
         device: where the model is.
+        rank: place in the context-parallel group, whose ranks share the positions of every row.
+        size: of that group.
     """
 
-    def __init__(self, forest: Forest, owner: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        forest: Forest,
+        owner: Sequence[int],
+        device: torch.device,
+        rank: int = 0,
+        size: int = 1,
+    ) -> None:
         self._lengths, self._owner, self._device = forest.num_positions, tuple(owner), device
         self._members: list[list[int]] = [[] for _ in range(max(owner) + 1)]
         for rollout, microbatch in enumerate(owner):
             self._members[microbatch].append(rollout)
         self._closings: dict[tuple[int, ...], Closing] = {}
-        columns = [column for segment in forest.segments for column in _columns(segment.rows)]
+        columns = [c for segment in forest.segments for c in _columns(segment.rows, rank, size)]
         table = torch.from_numpy(np.concatenate(columns)).to(device)
         pieces = iter(table.split([len(column) for column in columns]))
         fours = zip(pieces, pieces, pieces, pieces, strict=True)
@@ -112,12 +123,13 @@ class LogicalTokens:
         return tokens
 
 
-def _columns(rows: Sequence[Row]) -> list[np.ndarray]:
+def _columns(rows: Sequence[Row], rank: int, size: int) -> list[np.ndarray]:
     """The first four fields of SegmentRows."""
     numbers, copies = np.arange(len(rows)), [len(row.rollouts) for row in rows]
     spans = [span for row in rows for span in (row.length, row.padded - row.length)]
+    row_of = np.repeat([x for number in numbers for x in (number, len(rows))], spans)
     return [
-        np.repeat([x for number in numbers for x in (number, len(rows))], spans),
+        row_of[zigzag.segment_rows([row.padded for row in rows], rank, size)],
         np.repeat(numbers, copies),
         np.array([rollout for row in rows for rollout in row.rollouts]),
         np.array([*copies, 0]),

@@ -292,16 +292,3 @@ def optimizer_for(model_options, optimizer_options):
 def test_optimizers_that_cannot_be_are_refused(model_options, optimizer_options, message):
     with pytest.raises(UserError, match=message):
         run_ranks(1, optimizer_for, model_options, optimizer_options)
-
-
-def build_with_context_parallelism():
-    layout = Layout(cp=2)
-    runtime.initialize(layout)
-    spec = resolve("tiny-llama").with_vocab(VOCAB)
-    [chunk] = build_model(spec, layout=layout, wrap_ddp=False)
-    forward_backward([chunk], microbatches(layout))
-
-
-def test_context_parallel_local_attention_is_built_but_does_not_run():
-    with pytest.raises(runtime.RankError, match="install the prefix schedule"):
-        run_ranks(2, build_with_context_parallelism)

@@ -1,0 +1,313 @@
+"""Context parallelism: K/V are gathered before a block, and their gradients go back to the owners.
+
+Every row of a segment is cut zig-zag (megatron_prefix/attention/zigzag.py).  The queries stay where
+they are; what crosses ranks is K/V on the way forward and gK/gV on the way back, and, on the last
+stage, the outputs of scored segments, a number a token.  The sidecar keeps the rank's own rows.
+
+A segment below its ancestors reads their K/V in the order in which the all-gather returns them:
+softmax over keys that all queries see does not ask for their order.  The gather of the next layer
+runs while this layer computes: collectives are issued without waiting and run on the process
+group's own stream (on gloo its threads), and whoever reads waits.  Gradients of a gathered view are
+added up and reduced in fp32 or wider.  "The Llama 3 Herd of Models", section 3.3.2, gathers in the
+same way; it gathers a layer's own keys only, for there are no ancestors.
+
+All ranks of a context-parallel group run the same plan, so all of them make these calls in one
+order, which is what collectives ask for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_prefix.attention import zigzag
+from megatron_prefix.attention.blocks import Block
+from megatron_prefix.attention.interface import Aux, Kernel, Partial
+from megatron_prefix.cache import SidecarCache
+from megatron_prefix.tree import Segment
+
+
+class Pending(NamedTuple):
+    """What collectives are writing; `wait` before reading it."""
+
+    works: tuple[Any, ...]
+    tensors: tuple[Tensor, ...]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The tensors, written (on CUDA the current stream waits, the host does not)."""
+        for work in self.works:
+            work.wait()
+        return self.tensors
+
+
+class Exchange:
+    """The collectives of one context-parallel group.
+
+    Args:
+        group: the process group.
+
+    Attributes:
+        rank: this rank's place in it.
+        size: how many ranks it has.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.rank, self.size = group.rank(), group.size()
+
+    def gather(self, *slices: Tensor) -> Pending:
+        """The views of every rank's slices [rows, ...]: [size * rows, ...] each."""
+        works, views = [], []
+        for mine in slices:
+            view = mine.new_empty((self.size * mine.shape[0], *mine.shape[1:]))
+            works.append(
+                dist.all_gather_into_tensor(view, mine.contiguous(), self._group, async_op=True)
+            )
+            views.append(view)
+        return Pending(tuple(works), tuple(views))
+
+    def reduce_scatter(self, view: Tensor) -> Pending:
+        """This rank's rows [rows, ...] of the sum over ranks of their views [size * rows, ...]."""
+        mine = view.new_empty((view.shape[0] // self.size, *view.shape[1:]))
+        work = dist.reduce_scatter_tensor(mine, view.contiguous(), group=self._group, async_op=True)
+        return Pending((work,), (mine,))
+
+    def whole(self, mine: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[1, rows, ...] of a segment, in order, from every rank's share of it.
+
+        Args:
+            mine: this rank's [1, rows / size, ...].
+            lengths: of the segment's rows; they sum to `rows`.
+        """
+        (view,) = self.gather(mine.squeeze(0)).wait()
+        return view.index_select(0, _order(tuple(lengths), self.size, mine.device)).unsqueeze(0)
+
+    def share(self, whole: Tensor, lengths: Sequence[int]) -> Tensor:
+        """The reverse of `whole` for gradients: this rank's share of the sum over ranks."""
+        view = torch.empty_like(whole[0])
+        view[_order(tuple(lengths), self.size, whole.device)] = whole[0]
+        (mine,) = self.reduce_scatter(view).wait()
+        return mine.unsqueeze(0)
+
+
+class ShardedCache(SidecarCache):
+    """The sidecar of one rank of a context-parallel group: its own rows of every inner segment.
+
+    Reads return whole views, gathered for one layer at a time; gradients of views are sent to the
+    owners at once ("wave"), or added up here and sent when their segment's backward takes them
+    ("segment").
+
+    Args:
+        segments: the step's segments.
+        num_layers: attention layers of the model chunk.
+        exchange: the group's collectives.
+        reduce: "wave" or "segment".
+    """
+
+    def __init__(
+        self, segments: Sequence[Segment], num_layers: int, exchange: Exchange, reduce: str
+    ) -> None:
+        super().__init__(segments, num_layers, exchange.size)
+        self.exchange, self._once = exchange, reduce == "segment"
+        self._views: dict[tuple[int, Block], Pending] = {}
+        self._sent: dict[tuple[int, int], tuple[Block, Pending]] = {}
+        self._sums: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held now, gathered views and sums of gradients included."""
+        pending = [*self._views.values(), *(pending for _, pending in self._sent.values())]
+        tensors = [*self._sums.values(), *(t for p in pending for t in p.tensors)]
+        return super().num_bytes + sum(t.numel() * t.element_size() for t in tensors)
+
+    def prefetch(self, layer: int, blocks: Sequence[Block]) -> None:
+        """Starts to gather what a layer will read; nothing for a layer that is not there."""
+        if 0 <= layer < self._num_layers:
+            for block in blocks:
+                if (layer, block) not in self._views:
+                    self._views[layer, block] = self.exchange.gather(*super().read(layer, block))
+
+    def release(self, layer: int) -> None:
+        """Drops the views of a layer."""
+        for key in [key for key in self._views if key[0] == layer]:
+            del self._views[key]
+
+    def read(self, layer: int, block: Block) -> tuple[Tensor, Tensor]:
+        """K and V of a dense block as views [size * rows, kv_heads, dim] of all ranks' rows."""
+        self.prefetch(layer, (block,))
+        key, value = self._views[layer, block].wait()
+        self._views[layer, block] = Pending((), (key, value))
+        return key, value
+
+    def add_gradient(self, layer: int, block: Block, key_grad: Tensor, value_grad: Tensor) -> None:
+        """Adds a wave's gK, gV of a view (shapes of `read`)."""
+        if not self._once:
+            self._settle(layer, block.head)
+            pending = self.exchange.reduce_scatter(_side_by_side(key_grad, value_grad))
+            self._sent[layer, block.head] = block, pending
+            return
+        part = _side_by_side(key_grad, value_grad).unflatten(0, (self.parts, -1))
+        total = self._sums.get((layer, block.head))
+        if total is None:
+            rows = self.map.length[block.head]
+            total = part.new_zeros((self.parts, rows, *part.shape[2:]))
+            self._sums[layer, block.head] = total
+        total[:, : block.stop] += part
+
+    def take_gradient(self, layer: int, index: int) -> tuple[Tensor, Tensor] | None:
+        """The accumulated gK, gV of this rank's rows of a segment; see SidecarCache."""
+        head = self.map.head[index]
+        self._settle(layer, head)
+        width = self.own(layer, index)[0].shape[-1]
+        mine = super().take_gradient(layer, index)
+        total = self._sums.get((layer, head))
+        if total is None:
+            return mine
+        view = total[:, self._span(index)].flatten(0, 1)
+        (both,) = self.exchange.reduce_scatter(view).wait()
+        return both[..., :width], both[..., width:]
+
+    def free(self, index: int, *, consumed: bool) -> None:
+        """See SidecarCache."""
+        super().free(index, consumed=consumed)
+        for layer in range(self._num_layers):
+            self._sums.pop((layer, index), None)
+
+    def clear(self) -> None:
+        """See SidecarCache."""
+        super().clear()
+        for held in (self._views, self._sent, self._sums):
+            held.clear()
+
+    def _settle(self, layer: int, head: int) -> None:
+        """Adds what the last reduction of a chain's gradients has brought."""
+        if (layer, head) not in self._sent:
+            return
+        block, pending = self._sent.pop((layer, head))
+        (both,) = pending.wait()
+        width = super().read(layer, block)[0].shape[-1]
+        super().add_gradient(layer, block, both[..., :width], both[..., width:])
+
+
+class SpreadRows:
+    """A segment's own attention where every rank has some of its rows; see core.OwnRows.
+
+    Args:
+        kernel: runs each block.
+        exchange: the group's collectives.
+        query: this rank's [rows, heads, dim], and `key` and `value` likewise.
+        scale: softmax scale.
+        lengths: of the segment's rows on this rank.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        exchange: Exchange,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        lengths: tuple[int, ...],
+    ) -> None:
+        self._kernel, self._exchange, self._scale = kernel, exchange, scale
+        self._query, self._key, self._value = query, key, value
+        whole = tuple(length * exchange.size for length in lengths)
+        blocks = zigzag.own_blocks(whole, exchange.rank, exchange.size)
+        self._chunks, self._paired = blocks.chunks, blocks.paired
+        self._indices = _indices(whole, exchange.rank, exchange.size, query.device)
+        self._views = exchange.gather(key, value)
+
+    def forward(self) -> list[Partial]:
+        """A causal part of every chunk with itself, and the parts of earlier chunks."""
+        query, scale = self._query, self._scale
+        parts = [self._kernel.causal(query, self._key, self._value, scale, self._chunks)]
+        key, value = self._views.wait()
+        for block, (mine, seen) in zip(self._paired, self._indices, strict=True):
+            part = self._kernel.paired(
+                _rows(query, mine), key[seen], value[seen], scale,
+                block.query_lengths, block.key_lengths,
+            )  # fmt: skip
+            parts.append(_spread(part, mine, len(query)))
+        return parts
+
+    def backward(self, dout: Tensor, out: Tensor, lse: Tensor, aux: Sequence[Aux]) -> Tensor:
+        """The gradient of the queries; those of keys and values are on their way afterwards."""
+        query, scale = self._query, self._scale
+        query_grad, *self._diagonal = self._kernel.causal_backward(
+            dout, query, self._key, self._value, out, lse, aux[0], scale, self._chunks
+        )
+        key, value = self._views.wait()
+        dtype = torch.promote_types(key.dtype, torch.float32)
+        width = key.shape[-1] + value.shape[-1]
+        view_grad = torch.zeros((*key.shape[:2], width), dtype=dtype, device=key.device)
+        for block, (mine, seen), block_aux in zip(
+            self._paired, self._indices, aux[1:], strict=True
+        ):
+            more, *gradients = self._kernel.paired_backward(
+                _rows(dout, mine), _rows(query, mine), key[seen], value[seen], _rows(out, mine),
+                lse if mine is None else lse[:, mine], block_aux, scale,
+                block.query_lengths, block.key_lengths,
+            )  # fmt: skip
+            view_grad[seen] = _side_by_side(*gradients)
+            if mine is None:
+                query_grad = query_grad.add_(more)
+            else:
+                query_grad[mine] += more
+        self._sent = self._exchange.reduce_scatter(view_grad)
+        return query_grad
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """dK and dV of this rank's rows, in fp32 or wider; after `backward`."""
+        (both,) = self._sent.wait()
+        width, (key_grad, value_grad) = self._key.shape[-1], self._diagonal
+        return both[..., :width] + key_grad, both[..., width:] + value_grad
+
+
+def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x[rows]
+
+
+def _spread(part: Partial, rows: Tensor | None, num_rows: int) -> Partial:
+    """A part of some rows as a part of all; the others see no key."""
+    if rows is None:
+        return part
+    out = part.out.new_zeros((num_rows, *part.out.shape[1:]))
+    lse = part.lse.new_full((part.lse.shape[0], num_rows), float("-inf"))
+    out[rows], lse[:, rows] = part.out, part.lse
+    return Partial(out, lse, part.aux)
+
+
+def _side_by_side(key_grad: Tensor, value_grad: Tensor) -> Tensor:
+    """gK and gV in one tensor [rows, kv_heads, dim + value_dim] of fp32 or wider."""
+    dtype = torch.promote_types(key_grad.dtype, torch.float32)
+    return torch.cat([key_grad.to(dtype), value_grad.to(dtype)], dim=-1)
+
+
+def _on(device: torch.device, rows: zigzag.Index) -> Tensor:
+    host = torch.from_numpy(rows)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+@functools.lru_cache(maxsize=256)
+def _order(lengths: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """`zigzag.order` on the device."""
+    return _on(device, zigzag.order(lengths, size))
+
+
+@functools.lru_cache(maxsize=256)
+def _indices(
+    lengths: tuple[int, ...], rank: int, size: int, device: torch.device
+) -> tuple[tuple[Tensor | None, Tensor], ...]:
+    """Queries (None: all rows of the rank) and keys of the paired blocks, on the device."""
+    local = sum(lengths) // size
+    found = []
+    for block in zigzag.own_blocks(lengths, rank, size).paired:
+        mine = None if len(block.queries) == local else _on(device, block.queries)
+        found.append((mine, _on(device, block.keys)))
+    return tuple(found)
