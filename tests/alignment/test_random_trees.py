@@ -71,7 +71,10 @@ def step_inputs(draw: Any) -> list[Microbatch]:
 
 
 def schedule_with(
-    options: TreeOptions, contract: Contract, monkeypatch: pytest.MonkeyPatch
+    options: TreeOptions,
+    contract: Contract,
+    monkeypatch: pytest.MonkeyPatch,
+    memory: str = "retain",
 ) -> entry.PrefixSchedule:
     """The prefix schedule on trees made with `options`, whatever the layout asks for."""
     monkeypatch.setattr(entry, "_alignment", lambda config: options.align)
@@ -82,6 +85,7 @@ def schedule_with(
         loss_in_leaves=options.loss_in_leaves,
         share=options.share,
         kernel="math",
+        memory=memory,
     )
     return entry.PrefixSchedule(config, TensorBatchAdapter("logits" if contract.logits else "loss"))
 
@@ -137,7 +141,11 @@ def check(
 # Shrinking takes minutes, and a failing example is small as it is.
 @settings(max_examples=150, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
-    name=st.sampled_from(MODELS), items=step_inputs(), contract=contracts, options=tree_options()
+    name=st.sampled_from(MODELS),
+    items=step_inputs(),
+    contract=contracts,
+    options=tree_options(),
+    memory=st.sampled_from(["retain", "recompute"]),
 )
 def test_exact_against_plain_autograd(
     models: Models,
@@ -145,9 +153,10 @@ def test_exact_against_plain_autograd(
     items: list[Microbatch],
     contract: Contract,
     options: TreeOptions,
+    memory: str,
 ) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        schedule = schedule_with(options, contract, monkeypatch)
+        schedule = schedule_with(options, contract, monkeypatch, memory)
         check(models[name], items, contract, schedule)
 
 

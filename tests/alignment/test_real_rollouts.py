@@ -75,9 +75,9 @@ def test_two_groups_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("chunk_tokens", [0, 100])
-def test_recompute_in_fp64(recompute: str, chunk_tokens: int) -> None:
-    config = PrefixConfig(min_gain=0, chunk_tokens=chunk_tokens)
+@pytest.mark.parametrize(("chunk_tokens", "memory"), [(0, "retain"), (100, "recompute")])
+def test_recompute_in_fp64(recompute: str, chunk_tokens: int, memory: str) -> None:
+    config = PrefixConfig(min_gain=0, chunk_tokens=chunk_tokens, memory=memory)
     groups = short(list(itertools.islice(read_groups(data.BUNDLED), 1)))
     assert_aligned(run(groups, config, recompute=recompute), 1e-9)
 

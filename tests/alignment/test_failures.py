@@ -1,0 +1,373 @@
+"""A step that fails leaves nothing behind, and the next one is exact, bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.timers import Timers
+from torch import Tensor
+
+from megatron_prefix import cache as cache_module
+from megatron_prefix.attention.kernels import KERNELS
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.data.batch import TensorBatchAdapter
+from megatron_prefix.errors import UserError
+from megatron_prefix.install import Hooks, install
+from megatron_prefix.models.build import unwrap
+from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.tree import Pairs
+from tests.harness import steps
+from tests.harness.one_rank import one_rank, small_model
+from tests.harness.steps import Contract, Microbatch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        gc.collect()
+        gc.freeze()  # what is here already is no business of the collector in these tests
+        yield
+        gc.unfreeze()
+
+
+class Fault(Exception):
+    """Raised in the middle of a step."""
+
+
+def items() -> list[Microbatch]:
+    """Two trees with inner loss, of five inner segments (two chains) and three waves each."""
+    draw = np.random.default_rng(3)
+    found: list[Microbatch] = []
+    for group in range(2):
+        prompt, turn = draw.integers(0, 60, 20), draw.integers(0, 60, 12)
+        for start in (np.r_[prompt, turn], np.r_[prompt, turn], prompt):
+            tokens = np.r_[start, draw.integers(0, 60, 6)]
+            trained = np.arange(len(tokens) - 1) >= 19
+            pairs = Pairs(tokens[:-1], tokens[1:], trained)
+            found.append(steps.microbatch([pairs], group, len(found)))
+    return found
+
+
+CONFIG = PrefixConfig(min_gain=0, chunk_tokens=8, wave_tokens=8, kernel="math")
+
+
+class Watched(TensorBatchAdapter):
+    """Keeps weak references to every output of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[weakref.ref[Tensor]] = []
+
+    def call(self, model: Any, tokens: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
+        output = super().call(model, tokens, positions, labels)
+        self.outputs.append(weakref.ref(output))
+        return output
+
+
+@dataclass
+class Watch:
+    """What a step made that must not outlive it."""
+
+    buffers: list[weakref.ref[Tensor]]
+    adapter: Watched
+
+    def alive(self) -> tuple[int, int]:
+        """Numbers of K/V tensors and of outputs that are still there."""
+        references = (self.buffers, self.adapter.outputs)
+        buffers, outputs = (sum(ref() is not None for ref in refs) for refs in references)
+        return buffers, outputs
+
+
+def num_tensors() -> int:
+    """Tensors of this process that something still refers to."""
+    gc.collect()
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    found = Watch([], Watched())
+
+    class Buffer(cache_module._Buffer):
+        def __init__(self, key: Tensor, value: Tensor) -> None:
+            super().__init__(key, value)
+            found.buffers.extend(map(weakref.ref, (key, value)))
+
+    monkeypatch.setattr(cache_module, "_Buffer", Buffer)
+    return found
+
+
+class Countdown:
+    """Raises when it has been called `after` times."""
+
+    def __init__(self, error: type[BaseException], after: int) -> None:
+        self.error, self.left = error, after
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error("injected")
+
+
+def run(schedule: PrefixSchedule, model: Any, contract: Contract | None = None) -> Any:
+    """A step; its logs and gradients."""
+    contract = contract or Contract()
+    steps.zero_gradients(model)
+    logs = steps.call(schedule, contract.step, model, items())
+    return logs, steps.gradients(model)
+
+
+def raised(error: type[BaseException], function: Callable[..., Any], *args: Any) -> str:
+    """The message with which `function` fails; its traceback, which holds every local, is gone."""
+    try:
+        function(*args)
+    except error as caught:
+        return str(caught)
+    raise AssertionError(f"no {error.__name__}")
+
+
+# --- Where a step can fail ------------------------------------------------------------------------
+
+Inject = Callable[[pytest.MonkeyPatch, Any, Callable[[], None]], None]
+
+
+def before_call(owner: Any, name: str) -> Inject:
+    """Fails when `owner.name` is called; `owner` may be a function of the model."""
+
+    def inject(monkeypatch: pytest.MonkeyPatch, model: Any, tick: Callable[[], None]) -> None:
+        target = owner(model) if callable(owner) and not isinstance(owner, type) else owner
+        stock = getattr(target, name)
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            tick()
+            return stock(*args, **kwargs)
+
+        monkeypatch.setattr(target, name, failing)
+
+    return inject
+
+
+def in_backward_of(name: str) -> Inject:
+    """Fails in a hook on the gradient of a module's output, in the middle of a backward."""
+
+    def inject(monkeypatch: pytest.MonkeyPatch, model: Any, tick: Callable[[], None]) -> None:
+        module = unwrap(model).get_submodule(name)
+        stock = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            result = stock(*args, **kwargs)
+            output = result[0] if isinstance(result, tuple) else result
+            if output.requires_grad:
+                output.register_hook(lambda gradient: tick())
+            return result
+
+        monkeypatch.setattr(module, "forward", forward)
+
+    return inject
+
+
+def in_loss(*, backward: bool) -> Inject:
+    """Fails in the trainer's loss function, or in the loss's backward."""
+
+    def inject(monkeypatch: pytest.MonkeyPatch, model: Any, tick: Callable[[], None]) -> None:
+        stock = Contract.loss_func
+
+        def loss_func(contract: Contract, batch: Microbatch) -> Callable[..., Any]:
+            function = stock(contract, batch)
+
+            def failing(output: Tensor) -> Any:
+                if backward:
+                    output = output * 1.0
+                    output.register_hook(lambda gradient: tick())
+                else:
+                    tick()
+                return function(output)
+
+            return failing
+
+        monkeypatch.setattr(Contract, "loss_func", loss_func)
+
+    return inject
+
+
+def mlp(model: Any) -> Any:
+    return unwrap(model).decoder.layers[1].mlp
+
+
+def config_of(model: Any) -> Any:
+    return unwrap(model).config
+
+
+# name: (where, at which call)
+PLACES: dict[str, tuple[Inject, int]] = {
+    "the first forward of a layer": (before_call(mlp, "forward"), 1),
+    "a later forward of a layer": (before_call(mlp, "forward"), 9),
+    "the decoder's forward": (before_call(lambda m: unwrap(m).decoder, "forward"), 4),
+    "the output layer": (before_call(lambda m: unwrap(m).output_layer, "forward"), 3),
+    "a dense block": (before_call(KERNELS["math"], "dense"), 11),
+    "a causal block": (before_call(KERNELS["math"], "causal"), 7),
+    "the backward of a dense block": (before_call(KERNELS["math"], "dense_backward"), 7),
+    "the backward of a causal block": (before_call(KERNELS["math"], "causal_backward"), 9),
+    "capture of K/V": (before_call(cache_module.SidecarCache, "capture"), 4),
+    "sending gK/gV": (before_call(cache_module.SidecarCache, "add_gradient"), 5),
+    "taking gK/gV": (before_call(cache_module.SidecarCache, "take_gradient"), 2),
+    "a backward hook in a layer": (in_backward_of("decoder.layers.0.mlp"), 5),
+    "the last backward of the step": (in_backward_of("decoder.layers.0.mlp"), 16),
+    "the loss function": (in_loss(backward=False), 3),
+    "the backward of the loss": (in_loss(backward=True), 4),
+    "the trainer's forward step": (before_call(TensorBatchAdapter, "cut"), 4),
+    "reading microbatches": (before_call(TensorBatchAdapter, "pairs"), 4),
+    "finalize_model_grads": (before_call(config_of, "finalize_model_grads_func"), 1),
+}
+
+
+def assert_clean(hooks: Hooks, model: Any, watch: Watch) -> None:
+    """Nothing of a step is left, without the help of the garbage collector."""
+    assert hooks.current is None and hooks._answer is None
+    assert unwrap(model).post_process is True
+    assert all(group.is_last_microbatch for group in model.bucket_groups)
+    assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
+    assert watch.alive() == (0, 0)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("memory", ["retain", "recompute"])
+def test_a_step_that_succeeds_leaves_nothing(recompute: str, memory: str, watch: Watch) -> None:
+    """Else the tests below would ask too much."""
+    model = small_model(recompute=recompute)
+    run(PrefixSchedule(CONFIG, watch.adapter), model)
+    assert len(watch.buffers) == 2 * 2 * 4 and len(watch.adapter.outputs) >= 12
+    assert_clean(install(model), model, watch)
+
+
+@pytest.fixture(scope="module")
+def fresh() -> dict[str, tuple[Any, dict[str, Tensor]]]:
+    """Per kind of recomputation what a step on a new model gives."""
+    return {
+        recompute: run(PrefixSchedule(CONFIG), small_model(recompute=recompute))
+        for recompute in ("none", "full")
+    }
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Logs and gradients bit for bit."""
+    for log, wanted in zip(found[0], expected[0], strict=True):
+        assert log["uid"] == wanted["uid"]
+        assert torch.equal(log["loss"], wanted["loss"]) and torch.equal(log["sum"], wanted["sum"])
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert torch.equal(found[1][name], gradient), name
+        assert gradient.isfinite().all() and gradient.abs().max() > 0
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize(
+    ("error", "recompute"), [(Fault, "none"), (Fault, "full"), (KeyboardInterrupt, "none")]
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_failed_step_leaves_nothing(
+    place: str,
+    recompute: str,
+    error: type[BaseException],
+    watch: Watch,
+    fresh: dict[str, Any],
+) -> None:
+    inject, after = PLACES[place]
+    model = small_model(recompute=recompute)
+    schedule = PrefixSchedule(CONFIG, watch.adapter)
+    run(schedule, model)
+    hooks, before = install(model), num_tensors()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        inject(monkeypatch, model, Countdown(error, after))
+        assert raised(error, run, schedule, model) == "injected"
+        assert_clean(hooks, model, watch)
+    assert num_tensors() == before
+    assert_same(run(schedule, model), fresh[recompute])
+    assert_clean(hooks, model, watch)
+
+
+def test_a_failure_of_forward_only_leaves_nothing(watch: Watch, fresh: dict[str, Any]) -> None:
+    model = small_model()
+    schedule = PrefixSchedule(CONFIG, watch.adapter)
+    run(schedule, model)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        inject, _ = PLACES["a later forward of a layer"]
+        inject(monkeypatch, model, Countdown(Fault, 9))
+        call = (schedule, Contract().step, model, items())
+        raised(Fault, lambda: steps.call(*call, forward_only=True))
+        assert_clean(install(model), model, watch)
+    assert_same(run(schedule, model), fresh["none"])
+
+
+def test_timers_can_start_again_after_a_failure(fresh: dict[str, Any]) -> None:
+    model = small_model()
+    timers = unwrap(model).config.timers = Timers(2, "minmax")
+    schedule = PrefixSchedule(CONFIG)
+    for place in ("the loss function", "a dense block", "the trainer's forward step"):
+        inject, after = PLACES[place]
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            inject(monkeypatch, model, Countdown(Fault, after))
+            raised(Fault, run, schedule, model)
+    assert_same(run(schedule, model), fresh["none"])
+    for name in ("forward-backward", "forward-compute"):
+        assert timers(name).active_time() > 0 and not timers(name)._started
+
+
+# --- Losses and data that are not as they should be -----------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_passed_on(
+    value: float, monkeypatch: pytest.MonkeyPatch, fresh: dict[str, Any]
+) -> None:
+    """Trainers skip such a step by what they see in loss and gradients; hiding it would train."""
+    model = small_model()
+    schedule = PrefixSchedule(CONFIG)
+
+    class Broken(Contract):
+        def loss_func(self, batch: Microbatch) -> Callable[..., Any]:
+            if batch["uid"] == 1:
+                batch = {**batch, "weight": batch["weight"] * value}
+            return Contract.loss_func(self, batch)
+
+    logs, gradients = run(schedule, model, Broken())
+    finite = [bool(log["loss"].isfinite()) for log in logs]
+    assert finite == [uid != 1 for uid in range(6)]
+    assert not any(gradient.isfinite().all() for gradient in gradients.values())
+    assert_same(run(schedule, model), fresh["none"])
+
+
+def test_an_iterator_that_ends_early(fresh: dict[str, Any]) -> None:
+    model = small_model()
+    schedule = PrefixSchedule(CONFIG)
+    few = iter(items()[:4])
+
+    def step() -> Any:
+        return schedule(
+            forward_step_func=Contract().step,
+            data_iterator=few,
+            model=model,
+            num_microbatches=6,
+            seq_length=64,
+            micro_batch_size=1,
+        )
+
+    with pytest.raises(UserError, match="data iterator ended after 4 of 6 microbatches"):
+        step()
+    assert_same(run(schedule, model), fresh["none"])
