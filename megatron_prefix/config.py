@@ -20,8 +20,8 @@ class PrefixConfig:
         mode: "off": Megatron's schedule; "observe": Megatron's schedule, and what sharing would
             have saved goes to the metrics; "auto": share where the cost model says that it pays;
             "on": always share.
-        chunk_tokens: longest segment; 0: no limit; "auto": for every step the length whose simulated
-            run through the pipeline is shortest.
+        chunk_tokens: longest segment; 0: no limit; "auto": for every step the length whose
+            simulated run through the pipeline is shortest.
         wave_tokens: most positions in a wave (a single leaf may exceed it); 0: no limit.
         min_gain: a shared segment that saves fewer positions is dissolved; 0 dissolves nothing.
         loss_in_leaves: never share a position at or after a first trained one.
@@ -63,13 +63,9 @@ class PrefixConfig:
                 raise UserError(f"{name} is {value!r}: give one of {', '.join(map(str, known))}")
         if not self.min_speedup > 0:
             raise UserError(f"min_speedup is {self.min_speedup}: give a number above 0")
-        if self.plan_file and self.mode in ("off", "observe"):
-            raise UserError(
-                f"plan {self.plan_file} would not run in mode {self.mode!r}: give mode 'on', or no plan"
-            )
 
     def tree_options(self, align: int) -> TreeOptions:
-        """The part that shapes the tree, for a layout whose alignment is `align`; "auto" cuts nothing."""
+        """What shapes the tree in a layout with this alignment; chunks "auto" are not cut here."""
         chunk = 0 if isinstance(self.chunk_tokens, str) else self.chunk_tokens
         chunk = max(chunk, align) if chunk > 0 else chunk
         return TreeOptions(

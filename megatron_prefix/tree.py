@@ -75,8 +75,8 @@ class TreeOptions:
             raise UserError(f"align is {self.align}: give 1 or more")
         if 0 < self.chunk_tokens < self.align:
             raise UserError(
-                f"chunk_tokens {self.chunk_tokens} is below the alignment {self.align} of this layout:"
-                f" give 0 or at least {self.align}"
+                f"chunk_tokens {self.chunk_tokens} is below the alignment {self.align} of this"
+                f" layout: give 0 or at least {self.align}"
             )
         if self.share not in ("group", "batch"):
             raise UserError(f"share is {self.share!r}: give 'group' or 'batch'")
@@ -265,14 +265,18 @@ class Tries:
 
 
 def build(
-    rollouts: Sequence[Pairs], groups: Sequence[int] | None = None, options: TreeOptions | None = None
+    rollouts: Sequence[Pairs],
+    groups: Sequence[int] | None = None,
+    options: TreeOptions | None = None,
 ) -> Forest:
     """Makes the forest of a step; see `find_shared` for the arguments and errors."""
     return find_shared(rollouts, groups, options).forest()
 
 
 def find_shared(
-    rollouts: Sequence[Pairs], groups: Sequence[int] | None = None, options: TreeOptions | None = None
+    rollouts: Sequence[Pairs],
+    groups: Sequence[int] | None = None,
+    options: TreeOptions | None = None,
 ) -> Tries:
     """Finds what the rollouts of a step share.
 
@@ -404,7 +408,9 @@ def _chunked(roots: list[_Node], first: Sequence[int], options: TreeOptions) -> 
         return roots
     for node in list(_preorder(roots)):
         # Loss kept in leaves stays whole: only the part before it may be cut.
-        end = min([node.end, *(first[m] for m in node.members)] if options.loss_in_leaves else [node.end])
+        end = node.end
+        if options.loss_in_leaves:
+            end = min(end, *(first[m] for m in node.members))
         end = node.end if end == node.end else end // options.align * options.align
         bounds = _equal_bounds(node.start, end, longest, options.align)
         if end < node.end:
@@ -413,7 +419,7 @@ def _chunked(roots: list[_Node], first: Sequence[int], options: TreeOptions) -> 
         if len(bounds) == 2:
             continue
         node.end = bounds[1]
-        for start, stop in zip(bounds[1:-2], bounds[2:-1], strict=True):
+        for start, stop in itertools.pairwise(bounds[1:-1]):
             chunk = _Node(start, stop, node.members, chained=True)
             last.children, last = [chunk], chunk
         tail.chained = True
@@ -422,7 +428,7 @@ def _chunked(roots: list[_Node], first: Sequence[int], options: TreeOptions) -> 
 
 
 def _equal_bounds(start: int, end: int, longest: int, align: int) -> list[int]:
-    """Boundaries of the fewest nearly equal chunks, each at most `longest`, multiples of `align`."""
+    """Bounds of the fewest nearly equal chunks, each at most `longest`, multiples of `align`."""
     if end <= start:
         return [start]
     num = -(-(end - start) // longest)

@@ -10,6 +10,7 @@ from megatron_prefix.cli import report
 from megatron_prefix.cli.arguments import (
     add_layout,
     add_lengths,
+    add_plan,
     add_rollouts,
     config_of,
     layout_of,
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, model="tiny-llama", dtype="float64")
     add_layout(parser)
     add_lengths(parser)
+    add_plan(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,8 +52,6 @@ def run(args: argparse.Namespace) -> int:
 
     options = model_options(args)
     layout = layout_of(args, runtime.env_world_size())
-    if args.chunk_tokens == "auto":
-        raise UserError("--chunk-tokens auto: give a number; `plan --chunk-tokens auto` finds one")
     if args.dtype == "float64" and args.device == "cuda":
         raise UserError(
             "--dtype float64 --device cuda: Megatron's optimizer takes no float64 gradients on a"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.pipeline.planfile import PlanFile
 from megatron_prefix.runtime.layout import Layout
 
 _DEFAULTS = PrefixConfig()
@@ -161,14 +162,22 @@ def add_lengths(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def config_of(args: argparse.Namespace, **more: Any) -> PrefixConfig:
-    """The configuration that `add_lengths` read; `more` are further fields, and win.
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """`--prefix-plan`."""
+    group = parser.add_argument_group("plan")
+    group.add_argument(
+        "--prefix-plan",
+        metavar="FILE",
+        help="run this plan (as `plan --csv` writes it) instead of the planner's; it must fit the"
+        " rollouts, the lengths and the layout",
+    )
 
-    `--chunk-tokens auto` must be settled by then: pass the number as `chunk_tokens`, from
-    `pipeline.tuning.best_chunk_tokens`.
+
+def config_of(args: argparse.Namespace, **more: Any) -> PrefixConfig:
+    """The configuration that `add_lengths` and `add_plan` read; `more` are further fields, and win.
 
     Raises:
-        UserError: values that contradict.
+        UserError: values that contradict, or a plan that cannot run.
     """
     values: dict[str, Any] = dict(
         chunk_tokens=args.chunk_tokens,
@@ -177,5 +186,8 @@ def config_of(args: argparse.Namespace, **more: Any) -> PrefixConfig:
         share=args.share,
         loss_in_leaves=args.loss_in_leaves,
         extra=args.extra,
+        plan_file=getattr(args, "prefix_plan", None),
     )
+    if values["plan_file"]:
+        PlanFile(values["plan_file"])  # here, and not first on every rank
     return PrefixConfig(**{**values, **more})

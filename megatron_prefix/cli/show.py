@@ -19,9 +19,9 @@ from megatron_prefix.cli.report import (
 from megatron_prefix.drawing import timeline_svg
 from megatron_prefix.errors import UserError
 from megatron_prefix.pipeline.actions import Action, Plan
-from megatron_prefix.pipeline.check import PlanError, check_segments
+from megatron_prefix.pipeline.check import PlanError
+from megatron_prefix.pipeline.planfile import forest_of, read_plan
 from megatron_prefix.pipeline.simulator import Timeline, simulate
-from megatron_prefix.tree import Forest
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -72,39 +72,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_plan(path: str) -> Plan:
-    """A plan from a file, its segments checked, its programs not.
-
-    Raises:
-        UserError: unreadable, not a plan, or segments that are no trees.
-    """
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            text = file.read()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: not a plan: it is no text in UTF-8") from None
-    plan = Plan.from_csv(text, path)
-    try:
-        check_segments(plan.segments)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    return plan
-
-
-def _forest(plan: Plan) -> Forest:
-    """As much of the forest as a plan holds: not which positions are trained."""
-    lengths: dict[int, int] = {}
-    for segment in plan.segments:
-        for row in segment.rows:
-            lengths.update(dict.fromkeys(row.rollouts, row.end))
-    ends = tuple(lengths[rollout] for rollout in sorted(lengths))
-    return Forest(plan.segments, ends, tuple(end - 1 for end in ends))
-
-
 def _result(plan: Plan, timeline: Timeline) -> dict[str, Any]:
-    forest = _forest(plan)
+    forest = forest_of(plan)
     return {
         "num_ranks": plan.num_ranks,
         "num_chunks": plan.num_chunks,

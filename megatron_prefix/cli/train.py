@@ -17,6 +17,7 @@ from megatron_prefix.cli import report
 from megatron_prefix.cli.arguments import (
     add_layout,
     add_lengths,
+    add_plan,
     add_rollouts,
     layout_of,
 )
@@ -62,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, model="tiny-llama", dtype="float32")
     add_layout(parser)
     add_lengths(parser)
+    add_plan(parser)
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Job:
     groups: tuple[Group, ...]
     run: Any
     plan_svg: str | None
+    traces: tuple[str, ...]
     progress: bool
 
 
@@ -97,8 +100,12 @@ def _job(args: argparse.Namespace) -> tuple[Job, int]:
     from megatron_prefix.jobs import fit_vocabulary
     from megatron_prefix.models import presets
 
-    if args.plan_svg and args.prefix_schedule == "off":
+    schedule = args.prefix_schedule
+    if args.plan_svg and schedule == "off":
         raise UserError("--plan-svg: --prefix-schedule off has no plan; give observe, auto or on")
+    for option, given in (("--prefix-plan", args.prefix_plan), ("--trace", args.trace)):
+        if given and schedule in ("off", "observe"):
+            raise UserError(f"{option}: --prefix-schedule {schedule} runs no plan; give auto or on")
     options = model_options(args)
     layout = layout_of(args, runtime.env_world_size())
     spec = presets.resolve(options.model, **dict(options.overrides))
@@ -115,6 +122,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, int]:
         tuple(groups),
         _run_options(args, args.output or name, math.ceil(len(groups) / per_step)),
         args.plan_svg,
+        tuple(args.trace),
         args.progress,
     )
     return job, dropped
@@ -153,6 +161,7 @@ def train_rank(job: Job) -> Summary:
 
         rollouts = RolloutSet(job.groups)
         trainer = Trainer(job.settings, rollouts, job.options, job.spec, world)
+        trainer.schedule.measures = bool(job.traces)
         identity = Identity(
             model=asdict(job.spec),
             dtype=job.options.dtype,
@@ -164,6 +173,8 @@ def train_rank(job: Job) -> Summary:
             summary = run_steps(trainer, job.run, identity, show)
         if job.plan_svg and world.rank == 0:
             _draw(trainer, job)
+        if job.traces:
+            _trace(trainer, job, world.rank)
         return summary
     finally:
         runtime.shutdown()
@@ -206,23 +217,46 @@ def _speed(step: Step) -> str:
 def _draw(trainer: Trainer, job: Job) -> None:
     """Writes the picture of the last step's plan."""
     from megatron_prefix.drawing import timeline_svg
-    from megatron_prefix.pipeline.planner import make_plan
     from megatron_prefix.pipeline.simulator import simulate
 
     last = trainer.report
     if last is None:
         raise UserError("--plan-svg: no step was done, so there is no plan to draw")
-    plan = make_plan(last.forest, job.layout.pp, extra=job.settings.prefix.extra)
-    path = Path(job.plan_svg or "")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    report.write_text(str(path), timeline_svg(simulate(plan), plan))
+    _write(job.plan_svg or "", timeline_svg(simulate(last.plan), last.plan))
+
+
+def _trace(trainer: Trainer, job: Job, rank: int) -> None:
+    """Writes the last update as it was measured on the pipeline of rank 0."""
+    from megatron_prefix.drawing import timeline_svg
+    from megatron_prefix.trace import chrome_trace
+
+    last = trainer.report
+    if last is None or last.stopwatch is None:
+        raise UserError("--trace: the last update ran no plan, so there is nothing to show")
+    timeline = last.stopwatch.timeline(last.plan)
+    for path in job.traces if rank == 0 else ():
+        if path.endswith(".svg"):
+            title = f"Measured: update of step {trainer.num_steps}"
+            _write(path, timeline_svg(timeline, last.plan, title))
+        else:
+            _write(path, chrome_trace(timeline, last.plan))
+
+
+def _write(path: str, text: str) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    report.write_text(path, text)
 
 
 # The end ------------------------------------------------------------------------------------------
 
 
 def _print(args: argparse.Namespace, summary: Summary, dropped: int) -> None:
-    result = {**summary.as_json(), "plan_svg": args.plan_svg, "dropped_rollouts": dropped}
+    result = {
+        **summary.as_json(),
+        "plan_svg": args.plan_svg,
+        "trace": args.trace,
+        "dropped_rollouts": dropped,
+    }
     if args.json:
         report.print_json(result)
         return
@@ -232,6 +266,7 @@ def _print(args: argparse.Namespace, summary: Summary, dropped: int) -> None:
     for failure in summary.failures:
         print(f"  {failure}")
     places = {"metrics": summary.metrics, "checkpoint": summary.checkpoint, "plan": args.plan_svg}
+    places["trace"] = ", ".join(args.trace)
     for what, path in places.items():  # not in the table, which would cut them to the width
         if path:
             print(f"{what}: {path}")

@@ -6,7 +6,6 @@ import argparse
 from typing import Any
 
 from megatron_prefix.cli.arguments import config_of, whole
-from megatron_prefix.errors import UserError
 
 GROUPS_PER_STEP = 4
 """The default, where ranks and minibatches do not need more and the rollouts have as many."""
@@ -63,7 +62,7 @@ def add_schedule(parser: argparse.ArgumentParser) -> None:
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:
-    """`--output --save-every --resume --plan-svg`."""
+    """`--output --save-every --resume --plan-svg --trace`."""
     group = parser.add_argument_group("files")
     group.add_argument(
         "--output",
@@ -85,6 +84,14 @@ def add_files(parser: argparse.ArgumentParser) -> None:
         help="go on from a run's folder or a checkpoint; without DIR from OUTPUT, where it has one",
     )
     group.add_argument("--plan-svg", metavar="FILE", help="draw the last step's plan")
+    group.add_argument(
+        "--trace",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="write the measured timeline of the last update: a picture where FILE ends in .svg,"
+        " else in Chrome's trace format (may be given again)",
+    )
 
 
 def settings_of(args: argparse.Namespace, groups_per_step: int) -> Any:
@@ -96,8 +103,6 @@ def settings_of(args: argparse.Namespace, groups_per_step: int) -> Any:
     from megatron_prefix.rl.loss import GrpoConfig
     from megatron_prefix.rl.settings import TrainSettings
 
-    if args.chunk_tokens == "auto":
-        raise UserError("--chunk-tokens auto: give a number; `plan --chunk-tokens auto` finds one")
     default_clip = 0.0 if args.dtype == "float64" else 1.0
     return TrainSettings(
         groups_per_step=groups_per_step,

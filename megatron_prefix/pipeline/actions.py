@@ -11,9 +11,9 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.tree import Row, Segment
@@ -87,7 +87,7 @@ class Plan:
         return self.num_ranks * self.num_chunks
 
     def stage(self, rank: int, chunk: int) -> int:
-        """Stage that model chunk `chunk` of pipeline rank `rank` holds, counted from the embedding."""
+        """Stage that model chunk `chunk` of a pipeline rank holds, counted from the embedding."""
         return chunk * self.num_ranks + rank
 
     def to_csv(self) -> str:
@@ -139,7 +139,9 @@ def _sizes(line: Sequence[str], name: str) -> tuple[int, int]:
     return ranks, chunks
 
 
-def _read_lines(lines, parse, name: str, first: int) -> Iterator:  # type: ignore[no-untyped-def]
+def _read_lines(
+    lines: Sequence[list[str]], parse: Callable[[int, list[str]], Any], name: str, first: int
+) -> Iterator[Any]:
     for number, line in enumerate(lines):
         try:
             yield parse(number, line)
@@ -155,7 +157,9 @@ def _row_text(row: Row) -> str:
 def _segment_from(number: int, line: Sequence[str]) -> Segment:
     index, parent, tree, kind, *rows = line
     if int(index) != number or not -1 <= int(parent) < number or not rows:
-        raise UserError(f"segment {index} with parent {parent}: number from 0, parents first, with rows")
+        raise UserError(
+            f"segment {index} with parent {parent}: number from 0, parents first, with rows"
+        )
     flags = {text: key for key, text in _KINDS.items()}.get(kind)
     if flags is None:
         raise UserError(f"kind {kind!r}: give one of {', '.join(_KINDS.values())}")

@@ -31,9 +31,10 @@ from megatron_prefix.pipeline.actions import Plan
 from megatron_prefix.pipeline.cost import CostModel, Decision, decide
 from megatron_prefix.pipeline.executor import Executor, Stage
 from megatron_prefix.pipeline.p2p import Links
-from megatron_prefix.pipeline.planner import best_plan
 from megatron_prefix.pipeline.scoring import LossContract, Scorer, set_auxiliary_scales
 from megatron_prefix.pipeline.step import Step, read_step
+from megatron_prefix.pipeline.step_planner import StepPlanner
+from megatron_prefix.pipeline.timing import Stopwatch
 from megatron_prefix.router.ledger import RouterLedger
 from megatron_prefix.router.tokens import LogicalTokens
 from megatron_prefix.tree import Forest
@@ -49,11 +50,15 @@ class StepReport:
         forest: the step's segments.
         decision: which schedule ran and why.
         fallback_count: steps so far in which the stock schedule ran although sharing was wanted.
+        plan: what the prefix schedule runs or would have run.
+        stopwatch: times of this rank's actions, in a step that was measured.
     """
 
     forest: Forest
     decision: Decision
     fallback_count: int
+    plan: Plan
+    stopwatch: Stopwatch | None = None
 
 
 @dataclass
@@ -64,11 +69,14 @@ class PrefixSchedule:
         config: what the user set.
         adapter: knows the form of the trainer's microbatches.
         report: what the last step did; None before the first.
+        measures: times every action of the next steps (`report.stopwatch`); costs a barrier a step.
     """
 
     config: PrefixConfig = field(default_factory=PrefixConfig)
     adapter: BatchAdapter = field(default_factory=TensorBatchAdapter)
     report: StepReport | None = None
+    measures: bool = False
+    _planners: dict[Any, StepPlanner] = field(default_factory=dict, init=False, repr=False)
 
     def __call__(
         self,
@@ -105,37 +113,51 @@ class PrefixSchedule:
         models = model if isinstance(model, list) else [model]
         config = get_model_config(models[0])
         groups = pg_collection or gradients.default_groups()
+        if self.config.mode != "observe":  # by all ranks, whichever schedule each of them takes
+            p2p.channels_of(groups.pp, _device(models))
+        planner = self._planner(config, groups.pp.size(), len(models))
         step = read_step(
-            data_iterator, num_microbatches, self.adapter, groups.pp, groups.cp,
-            self.config.tree_options(_alignment(config)), _device(models),
+            data_iterator, num_microbatches, self.adapter, groups.pp, groups.cp, planner.build,
+            _device(models),
         )  # fmt: skip
         decision = decide(self.config, step.forest, CostModel.of_config(config))
         fallbacks = (self.report.fallback_count if self.report else 0) + bool(decision.fallback)
-        self.report = StepReport(step.forest, decision, fallbacks)
+        plan = planner.plan(step.forest, step.owner)
+        self.report = StepReport(step.forest, decision, fallbacks, plan)
         if not decision.share:
             if decision.fallback:
                 logger.warning("stock schedule for this step: %s", decision.reason)
             return stock_schedule()(data_iterator=step.replay(data_iterator), **arguments)
         contract = LossContract(forward_step_func, config, groups.cp.size(), collect_non_loss_data)
-        return self._run(models, step, contract, groups, forward_only, force_all_reduce)
+        stopwatch = Stopwatch(groups.pp, _device(models)) if self.measures else None
+        self.report.stopwatch = stopwatch
+        return self._run(
+            models, step, plan, contract, groups, forward_only, force_all_reduce, stopwatch
+        )
+
+    def _planner(self, config: Any, num_ranks: int, num_chunks: int) -> StepPlanner:
+        """The planner of this pipeline, which remembers its plans."""
+        turn = config.microbatch_group_size_per_vp_stage
+        shape = (_alignment(config), num_ranks, num_chunks, turn)
+        if shape not in self._planners:
+            self._planners[shape] = StepPlanner(self.config, CostModel.of_config(config), *shape)
+        return self._planners[shape]
 
     def _run(
         self,
         models: list[Any],
         step: Step,
+        plan: Plan,
         contract: LossContract,
         groups: ProcessGroupCollection,
         forward_only: bool,
         force_all_reduce: bool | None,
+        stopwatch: Stopwatch | None,
     ) -> list[Any]:
         """The prefix schedule proper."""
-        config, rank, size = contract.config, groups.pp.rank(), groups.pp.size()
+        config, rank = contract.config, groups.pp.rank()
         hooks = [install(chunk, self.config.kernel) for chunk in models]
         exchange = Exchange(groups.cp) if groups.cp.size() > 1 else None
-        plan = best_plan(
-            step.forest, size, num_chunks=len(models), microbatches=step.owner,
-            extra=self.config.extra, group_size=config.microbatch_group_size_per_vp_stage,
-        )  # fmt: skip
         stages = []
         for chunk, (model, hook) in enumerate(zip(models, hooks, strict=True)):
             cache, stage = self._cache(plan, hook.num_layers, exchange), plan.stage(rank, chunk)
@@ -156,8 +178,9 @@ class PrefixSchedule:
                 _message_dtype(config), device, backward=not forward_only,
             )  # fmt: skip
             executor = Executor(
-                plan, stages, inputs, self.adapter, links, self.config.memory, forward_only
-            )
+                plan, stages, inputs, self.adapter, links, self.config.memory, forward_only,
+                stopwatch.timing if stopwatch else None,
+            )  # fmt: skip
             embedding = clear_embedding_activation_buffer(config, models, scorer is not None)
             with contextlib.nullcontext() if forward_only else gradients.no_sync(models, config):
                 executor.run(rank)

@@ -66,6 +66,7 @@ class Executor:
         links: messages to and from the neighbours.
         memory: what an inner segment keeps until its backward, see PrefixConfig.
         forward_only: run without gradients; a backward then only releases its segment.
+        timing: what times the computation of an action, if anything does.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class Executor:
         links: Links,
         memory: str,
         forward_only: bool,
+        timing: Callable[[Action], contextlib.AbstractContextManager] | None = None,
     ) -> None:
+        self._timing = timing or _untimed
         self._plan, self._stages, self._inputs = plan, stages, inputs
         self._adapter, self._links = adapter, links
         self._memory, self._forward_only = memory, forward_only
@@ -119,12 +122,13 @@ class Executor:
         if received is not None and not self._forward_only:
             received.requires_grad_()
         again = self._recomputes(index)
-        with torch.no_grad() if again else contextlib.nullcontext():
-            output = self._call(index, stage, received)
+        with self._timing(action):
+            with torch.no_grad() if again else contextlib.nullcontext():
+                output = self._call(index, stage, received)
+            if self._scored(index, stage):
+                stage.scorer.take(index, output, differentiable=not self._forward_only)  # type: ignore[union-attr]
         if not self._forward_only:
             stage.live[index] = received, None if again else output
-        if self._scored(index, stage):
-            stage.scorer.take(index, output, differentiable=not self._forward_only)  # type: ignore[union-attr]
         if not stage.is_last:
             self._links.send(action, output)
             if self._frees_outputs(stage) and not again:
@@ -143,15 +147,18 @@ class Executor:
         scored = self._scored(index, stage)
         received, output = stage.live.pop(index)
         freed = self._frees_outputs(stage) and output is not None
-        if output is None:
-            output = self._call(index, stage, received)
-        if not stage.is_last:
-            gradient = self._links.receive(action)
-        elif scored:
-            gradient = stage.scorer.cotangent(index)  # type: ignore[union-attr]
-        else:
-            gradient = torch.zeros_like(output)
-        with stage.hooks.running(self._context(index, stage, backward=True), scored=scored):
+        if output is None:  # while the gradient is on its way
+            with self._timing(action):
+                output = self._call(index, stage, received)
+        gradient = None if stage.is_last else self._links.receive(action)
+        with (
+            self._timing(action),
+            stage.hooks.running(self._context(index, stage, backward=True), scored=scored),
+        ):
+            if scored:
+                gradient = stage.scorer.cotangent(index)  # type: ignore[union-attr]
+            elif gradient is None:
+                gradient = torch.zeros_like(output)
             if freed:
                 custom_backward(output, gradient)
             else:
@@ -188,6 +195,10 @@ def _autocast(stage: Stage) -> contextlib.AbstractContextManager:
     config = stage.hooks.model.config
     if config.enable_autocast:
         return torch.autocast("cuda", dtype=config.autocast_dtype)
+    return contextlib.nullcontext()
+
+
+def _untimed(_: Action) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 

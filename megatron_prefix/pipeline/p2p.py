@@ -10,7 +10,9 @@ on two H200s: a second receive posted behind a first stopped the step for good.)
 issued there that cannot start: each direction has at most one send and one receive in flight, the
 next follows when the host has seen that one end; an action is issued when its message is there; and
 the host stays at most one action ahead of the device, so that a send does not queue behind later
-work.  The device still always has the next action at hand.
+work.  The device still always has the next action at hand.  The operations of one process group
+may run one after the other, so no rank has more than one link, to one neighbour in one direction,
+in any process group.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ import collections
 import contextlib
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 
 from megatron_prefix.pipeline.actions import Action, Plan
 
@@ -46,13 +49,15 @@ class Channels:
     Attributes:
         ranks: global ranks of the pipeline in order.
         rank: this rank's place among them.
-        groups: by direction ("F": to the next rank, "B": to the previous) and the sender's parity:
-            of two ranks with virtual stages each sends to the other in the same direction.
+        groups: by direction ("F": to the next rank, "B": to the previous) and the colour of the
+            sender, see `colour`.
+        timeout: of the pipeline's own process group, and so of these.
     """
 
     ranks: tuple[int, ...]
     rank: int
     groups: dict[tuple[str, int], Any]
+    timeout: timedelta
 
     @property
     def size(self) -> int:
@@ -68,11 +73,20 @@ class Channels:
         return (self.rank + (-1 if kind == "F" else 1)) % self.size
 
 
-_made: dict[Any, Channels] = {}
+_made: weakref.WeakKeyDictionary[Any, Channels] = weakref.WeakKeyDictionary()
+
+
+def colour(sender: int, size: int) -> int:
+    """Colours the links of a ring of `size` ranks so that none touches another of its colour.
+
+    With virtual stages the last rank sends to the first, so the links of one direction are a ring:
+    two colours for an even one, a third for the closing link of an odd one.
+    """
+    return 2 if size % 2 and sender == size - 1 else sender % 2
 
 
 def channels_of(group: Any, device: torch.device) -> Channels:
-    """The channels of a pipeline group, made once.
+    """The channels of a pipeline group, made once, with its timeout.
 
     Every rank of the job calls this together, as making process groups demands.  Each channel is
     used once here, in one order on every rank: NCCL connects at first use, and two ranks must not
@@ -81,14 +95,16 @@ def channels_of(group: Any, device: torch.device) -> Channels:
     if group in _made:
         return _made[group]
     ranks, rank = tuple(dist.get_process_group_ranks(group)), group.rank()
+    timeout = group._get_backend(device).options._timeout  # torch has no public name for it
     groups: dict[tuple[str, int], Any] = {}
     if len(ranks) > 1:
         pipelines: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(pipelines, ranks)
         every = [list(pipeline) for pipeline in sorted(set(pipelines))]
-        for key in itertools.product("FB", (0, 1)):
-            groups[key] = dist.new_subgroups_by_enumeration(every)[0]
-    made = Channels(ranks, rank, groups)
+        colours = sorted({colour(sender, len(ranks)) for sender in range(len(ranks))})
+        for key in itertools.product("FB", colours):
+            groups[key] = dist.new_subgroups_by_enumeration(every, timeout=timeout)[0]
+    made = Channels(ranks, rank, groups, timeout)
     for kind, sender in itertools.product("FB" if groups else "", range(len(ranks))):
         _first_use(made, kind, sender, device)
     _made[group] = made
@@ -107,7 +123,8 @@ def closing_on_failure(group: Any) -> Iterator[None]:
 
 def _first_use(channels: Channels, kind: str, sender: int, device: torch.device) -> None:
     receiver = (sender + (1 if kind == "F" else -1)) % channels.size
-    group, token = channels.groups[kind, sender % 2], torch.zeros(1, device=device)
+    group = channels.groups[kind, colour(sender, channels.size)]
+    token = torch.zeros(1, device=device)
     if channels.rank == sender:
         dist.send(token, channels.ranks[receiver], group=group)
     elif channels.rank == receiver:
@@ -172,7 +189,7 @@ class Links:
         """
         source = self._channels.source(action.kind)
         doing = f"waiting for {action} of pipeline rank {source}"
-        patience = _Patience(doing)
+        patience = _Patience(doing, self._channels.timeout)
         while action not in self._arrived:
             self._progress()
             if action in self._arrived:
@@ -190,7 +207,7 @@ class Links:
         end = torch.cuda.Event()
         end.record()
         self._ends.append(end)
-        patience = _Patience("waiting for the device")
+        patience = _Patience("waiting for the device", self._channels.timeout)
         while len(self._ends) > 2 or (self._ends and self._ends[0].query()):
             if self._ends[0].query():
                 self._ends.popleft()
@@ -200,7 +217,7 @@ class Links:
 
     def finish(self) -> None:
         """Waits until everything sent has left."""
-        patience = _Patience("sending the last messages of the step")
+        patience = _Patience("sending the last messages of the step", self._channels.timeout)
         while any(self._outbox.values()):
             self._progress()
             patience.wait()
@@ -223,13 +240,13 @@ class Links:
 
     def _issue_send(self, kind: str, tensor: Tensor) -> None:
         target = self._channels.ranks[self._channels.target(kind)]
-        group = self._channels.groups[kind, self._channels.rank % 2]
+        group = self._channels.groups[kind, colour(self._channels.rank, self._channels.size)]
         self._sent[kind].append((dist.isend(tensor, target, group=group), tensor))
 
     def _issue_receive(self, kind: str, action: Action) -> None:
         source = self._channels.source(kind)
         tensor = torch.empty(self._shape(action.segment), dtype=self._dtype, device=self._device)
-        group = self._channels.groups[kind, source % 2]
+        group = self._channels.groups[kind, colour(source, self._channels.size)]
         work = dist.irecv(tensor, self._channels.ranks[source], group=group)
         self._posted[kind].append((work, action, tensor))
 
@@ -246,22 +263,22 @@ class Links:
             work.wait()
         except RuntimeError as error:
             raise RuntimeError(
-                f"pipeline rank {self._channels.rank}, {doing}: {error}. A neighbour has failed or"
-                " hangs; its own log says why"
+                f"pipeline rank {self._channels.rank}, {doing}: {error}. A neighbour has failed, or"
+                f" was silent for {self._channels.timeout}; its own log says why"
             ) from error
 
 
 class _Patience:
     """Short sleeps of a waiting host, until the process group's timeout."""
 
-    def __init__(self, doing: str) -> None:
-        self._doing = doing
-        self._until = time.monotonic() + default_pg_timeout.total_seconds()
+    def __init__(self, doing: str, timeout: timedelta) -> None:
+        self._doing, self._timeout = doing, timeout
+        self._until = time.monotonic() + timeout.total_seconds()
 
     def wait(self) -> None:
         if time.monotonic() > self._until:
             raise RuntimeError(
-                f"{self._doing}: nothing for {default_pg_timeout}; a neighbour has failed or hangs,"
-                " its own log says why"
+                f"{self._doing}: nothing for {self._timeout}; a neighbour has failed or hangs, its"
+                " own log says why"
             )
         time.sleep(POLL_S)

@@ -2,8 +2,8 @@
 
 F-order is depth first over all trees of the step; in B-order a segment comes after all its
 descendants.  Both are the same on every stage, so the messages between two neighbours in one
-direction are a FIFO, and no plan made here can deadlock ("Schedule-Level Shared-Prefix Reuse for LLM
-RL Training", section 4.5, reorders phases stage by stage for flat groups; here for any tree).
+direction are a FIFO, and no plan made here can deadlock ("Schedule-Level Shared-Prefix Reuse for
+LLM RL Training", section 4.5, reorders phases stage by stage for flat groups; here for any tree).
 """
 
 from __future__ import annotations
@@ -88,20 +88,20 @@ def make_plan(
     """The program of every rank: warm-up, one backward one forward, drain.
 
     The programs are what the ranks would do in a run in which a forward takes its rows and a
-    backward twice that: each takes the next of its forwards or of its backwards, whichever can start
-    first, forwards first, but runs no more forwards ahead of its backwards than `extra` and
-    `max_live_rows` allow.  A program that some run has followed has no circle of waiting ranks, so it
-    ends whatever the actions really take.  Some rank can always go on: the rank furthest behind in
-    its backwards may run all forwards that its next backward needs, anywhere in the pipeline.
+    backward twice that: each takes the next of its forwards or of its backwards, whichever can
+    start first, forwards first, but runs no more forwards ahead of its backwards than `extra` and
+    `max_live_rows` allow.  A program that some run has followed has no circle of waiting ranks, so
+    it ends whatever the actions really take.  Some rank can always go on: the rank furthest behind
+    in its backwards may run all forwards that its next backward needs, anywhere in the pipeline.
 
     Args:
         forest: the step's segments.
         num_ranks: pipeline size.
         num_chunks: model chunks a rank (virtual stages).
         microbatches: see `closings`.
-        extra: forwards that a stage runs ahead of its successor, beyond those that its next backward
-            cannot do without; more hides uneven segments, less holds less memory. None: as many as
-            `max_live_rows` allows.
+        extra: forwards that a stage runs ahead of its successor, beyond those that its next
+            backward cannot do without; more hides uneven segments, less holds less memory. None: as
+            many as `max_live_rows` allows.
         group_size: Megatron's microbatch_group_size_per_vp_stage; default: the pipeline size.
         max_live_rows: a rank runs no forward ahead that would make it hold more rows for backward
             than this (on all its model chunks; a row on one of v counts 1/v). 0: no limit.
@@ -137,11 +137,13 @@ def best_plan(
 ) -> Plan:
     """The shortest of a few plans that hold no more rows than `make_plan` with `extra` does.
 
-    Running further ahead where the memory that `extra` costs anyway is not yet in use shortens most
-    steps, those with virtual stages most of all; which bound on running ahead is best depends on the
-    trees, so three are tried.
+    Running further ahead where the memory that `extra` costs anyway is not yet in use shortens
+    most steps, those with virtual stages most of all; which bound on running ahead is best depends
+    on the trees, so three are tried.
     """
-    options: dict[str, Any] = {"num_chunks": num_chunks, "microbatches": microbatches, "group_size": group_size}
+    options: dict[str, Any] = dict(
+        num_chunks=num_chunks, microbatches=microbatches, group_size=group_size
+    )
     first = make_plan(forest, num_ranks, extra=extra, max_live_rows=max_live_rows, **options)
     if num_ranks == 1:
         return first
@@ -211,7 +213,8 @@ class _Merge:
 
     def _choice(self, rank: int) -> tuple[float, int, str] | None:
         """(start, preference, kind) of what the rank would do next, None if it has to wait."""
-        now, forward, backward = self.clock[rank], self._forward_ready(rank), self._backward_ready(rank)
+        now = self.clock[rank]
+        forward, backward = self._forward_ready(rank), self._backward_ready(rank)
         if forward is not None and (backward is None or forward <= max(now, backward)):
             return max(now, forward), 0, "F"
         return None if backward is None else (max(now, backward), 1, "B")

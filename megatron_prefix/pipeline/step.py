@@ -10,7 +10,7 @@ rollouts, the same on all ranks of the group, so they gather tokens, labels and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,10 @@ import torch.distributed as dist
 from megatron_prefix.attention import zigzag
 from megatron_prefix.data.batch import BatchAdapter
 from megatron_prefix.errors import UserError
-from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
+from megatron_prefix.tree import Forest, Pairs
+
+Builder = Callable[[Sequence[Pairs], Sequence[int], Sequence[int]], Forest]
+"""(rollouts, their groups, their microbatches) -> the step's segments."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def read_step(
     adapter: BatchAdapter,
     group: Any,
     context_group: Any,
-    options: TreeOptions,
+    build: Builder,
     device: torch.device,
 ) -> Step:
     """Reads a step's microbatches where they are read, and tells every stage the forest.
@@ -71,7 +74,7 @@ def read_step(
         adapter: knows their form.
         group: the pipeline's process group.
         context_group: the context-parallel process group.
-        options: how rollouts become segments.
+        build: makes segments of rollouts; called on the first stage.
         device: where the process groups' tensors live.
 
     Raises:
@@ -87,7 +90,7 @@ def read_step(
         items, rollouts, owner, groups = _read(source, num_microbatches, adapter)
         rollouts = _whole(rollouts, context_group, device)
         if first:
-            forest = build(rollouts, groups, options)
+            forest = build(rollouts, groups, owner)
             numbers = [len(owner), *owner, *forest.to_ints()]
     numbers = _broadcast(numbers, group, device)
     after = 1 + numbers[0]

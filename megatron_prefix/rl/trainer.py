@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core import parallel_state
@@ -63,6 +63,7 @@ class Trainer:
     Attributes:
         chunks: the rank's model chunks.
         optimizer: Megatron's.
+        schedule: of the updates.
         updater: makes the updates.
         num_steps: steps done.
         position: place in the rollouts of the next step's first group.
@@ -91,18 +92,20 @@ class Trainer:
             eps=ADAM_EPS,
             clip_grad=settings.clip_grad,
         )
-        self._schedule = PrefixSchedule(settings.prefix)
+        self.schedule = PrefixSchedule(settings.prefix)
         # Schedules of their own: the report is to be that of an update, not of a pass.
-        self._passes = PrefixSchedule(settings.prefix), PrefixSchedule(settings.prefix)
+        # A user's plan is one of an update.
+        passes_config = replace(settings.prefix, plan_file=None)
+        self._passes = PrefixSchedule(passes_config), PrefixSchedule(passes_config)
         self._reference: list[Any] = []
         if settings.grpo.kl_coeff:
             self._reference = _build(settings, options, spec, world, reference=True)
-        self.updater = Updater(self.chunks, self.optimizer, self._schedule, settings, world.device)
+        self.updater = Updater(self.chunks, self.optimizer, self.schedule, settings, world.device)
 
     @property
     def report(self) -> StepReport | None:
         """What this rank's last update did; None before it, and in mode "off"."""
-        return self._schedule.report
+        return self.schedule.report
 
     def step(self) -> Step:
         """The next step.
@@ -187,7 +190,7 @@ class Trainer:
             "train/lr": self.settings.lr_at(self.num_steps),
             "train/skipped_updates": self.updater.skipped,
             **metrics.of_tokens(tokens, sum(update.seconds for update in updates)),
-            **metrics.of_report(self._schedule.report),
+            **metrics.of_report(self.schedule.report),
         }
 
 

@@ -22,7 +22,7 @@ from megatron_prefix.rl.run import Summary
 from tests.harness.data import BUNDLED, REPOSITORY
 from tests.harness.ranks import run_ranks
 
-KEYS = {field.name for field in fields(Summary)} | {"plan_svg", "dropped_rollouts"}
+KEYS = {field.name for field in fields(Summary)} | {"plan_svg", "trace", "dropped_rollouts"}
 SMALL = ["--set", "num_layers=1", "--groups", "2", "--groups-per-step", "1", "--max-tokens", "80"]
 
 
@@ -138,7 +138,10 @@ def test_bad_rollouts_are_exit_code_2(tmp_path: Path, rows: list[dict], message:
         (["--steps", "0"], "--steps"),
         (["--cp", "2"], "cp"),
         (["--model", "llama-9b"], "neither a preset"),
-        (["--chunk-tokens", "auto"], "--chunk-tokens auto"),
+        (["--chunk-tokens", "many"], "'many' is neither 'auto' nor a whole number"),
+        (["--trace", "t.json", "--prefix-schedule", "off"], "--trace: --prefix-schedule off runs"),
+        (["--prefix-plan", "p.csv", "--prefix-schedule", "observe"], "--prefix-plan: .* observe"),
+        (["--prefix-plan", "no.csv"], "no.csv: cannot be read"),
         (["--dtype", "float64", "--clip-grad", "1"], "float64 with clip_grad 1.0"),
         (["--resume", "nowhere"], "--resume nowhere: no such folder"),
     ],
