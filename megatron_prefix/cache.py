@@ -36,6 +36,7 @@ class _Buffer:
     value: Tensor
     key_grad: Tensor | None = None
     value_grad: Tensor | None = None
+    num_open: int = 0  # the first rows, captured and not consumed: what may be read
 
 
 class SidecarCache:
@@ -89,6 +90,7 @@ class SidecarCache:
         span = self._span(index)
         buffer.key[span].copy_(key)
         buffer.value[span].copy_(value)
+        buffer.num_open = span.stop
         self._states[layer, index] = State.CAPTURED
 
     def own(self, layer: int, index: int) -> tuple[Tensor, Tensor]:
@@ -105,18 +107,12 @@ class SidecarCache:
 
     def read(self, layer: int, block: Block) -> tuple[Tensor, Tensor]:
         """K and V of a dense block, views of the chain's buffer."""
-        buffer = self._buffers.get((layer, block.head))
-        if buffer is None:
-            raise RuntimeError(
-                f"layer {layer}: K/V of segment {block.head} read before its forward"
-            )
+        buffer = self._open(layer, block)
         return buffer.key[: block.stop], buffer.value[: block.stop]
 
     def add_gradient(self, layer: int, block: Block, key_grad: Tensor, value_grad: Tensor) -> None:
         """Adds a wave's gK, gV of a dense block (shapes of `read`) in fp32 or wider."""
-        buffer = self._buffers.get((layer, block.head))
-        if buffer is None:
-            raise RuntimeError(f"layer {layer}: gK/gV for segment {block.head} after its release")
+        buffer = self._open(layer, block)
         buffer.key_grad = _accumulated(buffer.key_grad, key_grad, buffer.key)
         buffer.value_grad = _accumulated(buffer.value_grad, value_grad, buffer.value)
 
@@ -125,6 +121,7 @@ class SidecarCache:
         self._expect(layer, index, State.CAPTURED)
         self._states[layer, index] = State.CONSUMED
         buffer, span = self._buffers[layer, self.map.head[index]], self._span(index)
+        buffer.num_open = span.start
         if buffer.key_grad is None or buffer.value_grad is None:
             return None
         return buffer.key_grad[span], buffer.value_grad[span]
@@ -139,6 +136,7 @@ class SidecarCache:
         for layer in range(self._num_layers):
             self._expect(layer, index, State.CONSUMED if consumed else State.CAPTURED)
             self._states[layer, index] = State.FREED
+            self._buffers[layer, self.map.head[index]].num_open = self.map.offset[index]
             if self.map.head[index] == index:
                 del self._buffers[layer, index]
 
@@ -146,6 +144,16 @@ class SidecarCache:
         """Drops everything, whatever its state: the end of a step or of a failed one."""
         self._buffers.clear()
         self._states.clear()
+
+    def _open(self, layer: int, block: Block) -> _Buffer:
+        buffer = self._buffers.get((layer, block.head))
+        num_open = 0 if buffer is None else buffer.num_open
+        if buffer is None or block.stop > num_open:
+            raise RuntimeError(
+                f"layer {layer}: rows up to {block.stop} of the chain of segment {block.head} asked"
+                f" for, {num_open} there: before their forward or after their backward"
+            )
+        return buffer
 
     def _span(self, index: int) -> slice:
         return slice(self.map.offset[index], self.map.offset[index] + self._rows[index])
