@@ -30,6 +30,7 @@ from megatron_prefix.models.optimizer import build_optimizer
 from megatron_prefix.models.weights import global_parameters
 from megatron_prefix.pipeline.entry import PrefixSchedule
 from megatron_prefix.rl import batches, loss
+from megatron_prefix.router.observed import take_auxiliary
 
 LR = 1e-3
 ADAM_EPS = 1e-8
@@ -53,12 +54,14 @@ class Trace:
         logprobs: of every trained token, float64 [trained tokens].
         gradients: by parameter name, on the CPU.
         parameters: after one optimizer step, by name, on the CPU.
+        auxiliary: what the step left in the routers (router/observed.py).
     """
 
     losses: Tensor
     logprobs: Tensor
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
+    auxiliary: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,7 @@ def with_old_logprobs(
 def run_step(schedule: Schedule, chunks: list[Any], items: Sequence[Microbatch]) -> Trace:
     """Forward, backward and one AdamW step; the weights are put back afterwards."""
     before = {name: p.detach().clone() for name, p in _parameters(chunks)}
+    buffers = [(b, b.clone()) for chunk in chunks for b in unwrap(chunk).buffers()]
     optimizer = build_optimizer(chunks, lr=LR, eps=ADAM_EPS, clip_grad=0.0)
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -165,12 +169,15 @@ def run_step(schedule: Schedule, chunks: list[Any], items: Sequence[Microbatch])
     gradients = {name: p.main_grad.detach().cpu().clone() for name, p in _parameters(chunks)}
     optimizer.step()
     after = {name: p.detach().cpu().clone() for name, p in _parameters(chunks)}
+    auxiliary = take_auxiliary([unwrap(chunk) for chunk in chunks])
     with torch.no_grad():
         for name, parameter in _parameters(chunks):
             parameter.copy_(before[name])
+        for buffer, value in buffers:
+            buffer.copy_(value)
     losses = [(log["loss"][0] / log["loss"][1].clamp(min=1)).double().cpu() for log in logs]
     logprobs = [log["logprobs"].double().cpu() for log in logs]
-    return Trace(_joined(losses), _joined(logprobs), gradients, after)
+    return Trace(_joined(losses), _joined(logprobs), gradients, after, auxiliary)
 
 
 def align(
@@ -241,6 +248,7 @@ def _judge(
     else:
         failures += [f"gradient of {n}: {e:.2e}" for n, e in gradients.items() if not e <= limit]
         failures += _parameter_failures(expected, parameters, limit, dtype)
+        failures += _auxiliary_failures(expected, found, raw)
         scale = max(1.0, float(expected.logprobs.abs().max()), float(expected.losses.abs().max()))
         limits = (limit * scale, limit * scale)
     for name, value, most in (
@@ -294,6 +302,15 @@ def _parameter_failures(
         if not differences[name] <= most:
             found.append(f"parameter {name}: {differences[name]:.2e} exceeds {most:.2e}")
     return found
+
+
+def _auxiliary_failures(expected: Trace, found: Trace, num_tokens: int) -> list[str]:
+    """Routers' logged losses and biases, which Megatron keeps in fp32 whatever the model's dtype."""
+    if expected.auxiliary.keys() != found.auxiliary.keys():
+        return [f"routers left {sorted(found.auxiliary)}, not {sorted(expected.auxiliary)}"]
+    limit = numerics.tolerance(torch.float32, num_tokens)
+    errors = {n: _error(found.auxiliary[n], v) for n, v in expected.auxiliary.items()}
+    return [f"{name}: {error:.2e}" for name, error in errors.items() if not error <= limit]
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import megatron.core
 from megatron.core.transformer.moe.router import TopKRouter
 from packaging.version import Version
+from torch import Tensor
 
 from megatron_prefix.errors import UserError
 
@@ -119,10 +120,20 @@ def refusals(config: Any) -> list[str]:
 
 def routers(model: Any) -> dict[int, Any]:
     """The mixture-of-experts routers of a language model by layer of this chunk."""
-    found = (
-        (i, getattr(layer.mlp, "router", None)) for i, layer in enumerate(model.decoder.layers)
-    )
-    return {i: router for i, router in found if router is not None}
+    mlps: list[Any] = [getattr(layer, "mlp", None) for layer in model.decoder.layers]
+    return {i: mlp.router for i, mlp in enumerate(mlps) if hasattr(mlp, "router")}
+
+
+def logged_losses() -> dict[str, Tensor]:
+    """Megatron's log of auxiliary losses: by name a value a layer, the log's own tensors."""
+    try:  # since 0.18
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        log = get_moe_layer_wise_logging_tracker()
+        return {name: entry["values"] for name, entry in log.items()}
+    return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
 
 
 def sample_losses_weigh_batch() -> bool:

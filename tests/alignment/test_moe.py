@@ -1,0 +1,200 @@
+"""Routers account for every token that a rollout stands for: against Megatron's stock schedule.
+
+Everything is fp64 except three things that Megatron keeps in fp32 whatever the model's dtype: the
+RoPE table and the experts' biases, which are the same for both schedules, and its log of auxiliary
+losses, which is judged in fp32.  Coefficients are 1, so that a wrong weight of an auxiliary loss
+changes gradients by as much as the loss itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+from megatron_prefix import alignment, runtime
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.data.rollouts import Group, Rollout
+from megatron_prefix.models.build import build_model
+from megatron_prefix.models.presets import resolve
+from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.router import tokens
+from megatron_prefix.runtime import Layout
+from tests.harness.ranks import run_ranks
+
+VOCAB = 64
+SP = {"sequence_parallel": True}
+AUX = {"moe_aux_loss_coeff": 1.0}
+SEQ = {"moe_load_balancing": "seq_aux_loss", "moe_aux_loss_coeff": 1.0}
+Z = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 1.0}
+AUX_Z = {**AUX, "moe_z_loss_coeff": 1.0}
+BIAS = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_bias_update_rate": 0.05,
+}
+BOTH = {
+    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+    "moe_aux_loss_coeff": [1.0, 0.7],
+    "moe_z_loss_coeff": 0.5,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a layout; `spec` changes ModelSpec, `config` Megatron's TransformerConfig."""
+
+    spec: dict[str, Any] = field(default_factory=lambda: AUX_Z)
+    layout: Layout = Layout()  # noqa: RUF009  # frozen
+    prefix: PrefixConfig = PrefixConfig(min_gain=1)  # noqa: RUF009
+    config: dict[str, Any] = field(default_factory=dict)
+    recompute: str = "none"
+    flat: bool = False
+
+
+CHUNKED = PrefixConfig(min_gain=1, chunk_tokens=8, wave_tokens=16)
+CASES = {
+    "no auxiliary loss": Case({"moe_aux_loss_coeff": 0.0}),
+    "aux_loss": Case(AUX),
+    "aux_loss, flat groups": Case(AUX, flat=True),
+    "aux_loss, one rollout a wave": Case(AUX, prefix=PrefixConfig(min_gain=1, wave_tokens=1)),
+    "aux_loss, all groups in one tree": Case(AUX, prefix=PrefixConfig(min_gain=1, share="batch")),
+    "seq_aux_loss": Case(SEQ),
+    "z-loss": Case(Z),
+    "per-token loss": Case(config={"calculate_per_token_loss": True, **BOTH}),
+    "sigmoid": Case(config={"moe_router_score_function": "sigmoid"}),
+    "expert bias": Case(AUX, config=BIAS),
+    "expert bias alone": Case({"moe_aux_loss_coeff": 0.0}, config=BIAS, flat=True),
+    "shared experts": Case(config={"moe_shared_expert_intermediate_size": 24}),
+    "groups of experts": Case(config={"moe_router_num_groups": 4, "moe_router_group_topk": 2}),
+    "softmax before the choice": Case({**AUX_Z, "moe_normalize_top_k": False, "moe_top_k": 3}),
+    "one layer of two is dense": Case({**AUX_Z, "moe_layers": (False, True)}),
+    "all-gather": Case(
+        config={"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False}
+    ),
+    "chunks": Case(prefix=CHUNKED, config=BOTH),
+    "recompute of segments": Case(prefix=replace(CHUNKED, memory="recompute"), config=BOTH),
+    "full recompute": Case(AUX_Z, prefix=CHUNKED, config=BIAS, recompute="full"),
+    "full recompute, per-token loss": Case(
+        prefix=CHUNKED, config={"calculate_per_token_loss": True, **BOTH}, recompute="full"
+    ),
+    "recompute of experts": Case(
+        config={"recompute_modules": ["moe", "layernorm"]}, recompute="selective"
+    ),
+    "PP2": Case(layout=Layout(pp=2), prefix=CHUNKED, config=BOTH),
+    "PP2 VPP2": Case({**AUX_Z, "num_layers": 4}, layout=Layout(pp=2, vpp=2)),
+    "TP2": Case(layout=Layout(tp=2, **SP), config=BIAS),
+    "TP2, per-token loss": Case(
+        layout=Layout(tp=2, **SP), prefix=CHUNKED, config={"calculate_per_token_loss": True, **BOTH}
+    ),
+    "EP2": Case(layout=Layout(dp=2, ep=2), config=BIAS),
+    "EP2, all-gather": Case(
+        layout=Layout(dp=2, ep=2),
+        config={"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False},
+    ),
+    "CP2": Case(layout=Layout(cp=2), prefix=CHUNKED, config=BOTH),
+    "CP2, per-token loss": Case(
+        layout=Layout(cp=2), config={"calculate_per_token_loss": True, **BIAS}
+    ),
+    "CP2 EP2": Case(layout=Layout(cp=2, ep=2)),
+    "TP2 CP2": Case(layout=Layout(tp=2, cp=2, **SP)),
+    "TP2 EP2, full recompute": Case(layout=Layout(tp=2, dp=2, ep=2, **SP), recompute="full"),
+}
+
+
+def groups(flat: bool, seed: int) -> list[Group]:
+    """Two groups of four uneven rollouts: flat, or with a turn of the agent that two of them share.
+
+    Lengths do not depend on the seed, and rollouts follow one another in an order that is not that
+    of the tree.
+    """
+    draw = np.random.default_rng(seed)
+    found = []
+    for number in range(2):
+        prompt, turn = draw.integers(0, VOCAB - 4, 21), draw.integers(0, VOCAB - 4, 9)
+        rollouts = []
+        for member in range(4):
+            shared = [] if flat or member % 2 else turn
+            own = draw.integers(0, VOCAB - 4, 5 + 3 * member)
+            ids = np.concatenate([prompt, shared, [VOCAB - 4 + member], own]).astype(np.int32)
+            spans = ((len(prompt), len(ids)),)
+            rollouts.append(Rollout(f"g{number}", str(member), ids, len(prompt), spans, 0.0))
+        found.append(Group(f"g{number}", tuple(rollouts)))
+    return found
+
+
+class Forgetful(PrefixSchedule):
+    """The prefix schedule where no weight of auxiliary losses is left from the stock schedule."""
+
+    def __call__(self, **arguments: Any) -> list[Any]:
+        MoEAuxLossAutoScaler.set_loss_scale(torch.full([1], float("nan")))
+        return super().__call__(**arguments)
+
+
+def aligned(case: Case) -> alignment.Alignment:
+    """The verdict of fresh processes; every data-parallel rank has groups of its own."""
+
+    def on_rank() -> alignment.Alignment:
+        runtime.initialize(case.layout)
+        spec = resolve("tiny-moe", **{"num_layers": 2, **case.spec}).with_vocab(VOCAB)
+        chunks = build_model(
+            spec,
+            layout=case.layout,
+            dtype="float64",
+            recompute=case.recompute,
+            config_overrides=case.config,
+        )
+        alignment.PrefixSchedule = Forgetful  # in this process only
+        mine = groups(case.flat, alignment.data_rank())
+        multiple = case.layout.alignment
+        return alignment.over_ranks(alignment.align(chunks, mine, case.prefix, multiple=multiple))
+
+    return run_ranks(case.layout.world_size, on_rank)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_that_of_the_stock_schedule(name):
+    verdict = aligned(CASES[name])
+    assert verdict.failures == ()
+    assert verdict.passed
+    assert verdict.executed_tokens < verdict.raw_tokens
+
+
+def once(rows: Any, *place: int) -> list[np.ndarray]:
+    """Every row stands for its first rollout only."""
+    return STOCK_COLUMNS([row._replace(rollouts=row.rollouts[:1]) for row in rows], *place)
+
+
+def together(self: tokens.LogicalTokens, microbatches: tuple[int, ...]) -> tokens.Closing:
+    """Microbatches that end together are one."""
+    closing = STOCK_CLOSING(self, microbatches)
+    return closing._replace(place=torch.zeros_like(closing.place))
+
+
+STOCK_COLUMNS, STOCK_CLOSING = tokens._columns, tokens.LogicalTokens.closing
+MISTAKES = {
+    "aux_loss of rows": ("aux_loss", "_columns", once),
+    "seq_aux_loss of rows": ("seq_aux_loss", "_columns", once),
+    "z-loss of rows": ("z-loss", "_columns", once),
+    "rows on two ranks": ("TP2, per-token loss", "_columns", once),
+    "bias of rows": ("expert bias alone", "_columns", once),
+    "recomputed rows": ("full recompute, per-token loss", "_columns", once),
+    "rows of a pipeline": ("PP2", "_columns", once),
+    "waves for microbatches": ("aux_loss, flat groups", "LogicalTokens.closing", together),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_count_is_seen(mistake, monkeypatch):
+    name, where, wrong = MISTAKES[mistake]
+    monkeypatch.setattr(f"megatron_prefix.router.tokens.{where}", wrong)
+    verdict = aligned(CASES[name])
+    assert not verdict.passed
+    biased = any("expert_bias" in line for line in verdict.failures)
+    logged = any(line.split(": ")[-2].endswith("loss") for line in verdict.failures)
+    gradients = any("gradient of" in line for line in verdict.failures)
+    assert biased if mistake == "bias of rows" else logged and gradients

@@ -1,0 +1,158 @@
+"""Routers on random trees, several rollouts a microbatch, in fp64: against Megatron's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from torch import Tensor
+
+from megatron_prefix import features
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.data.batch import TensorBatchAdapter
+from megatron_prefix.models.build import unwrap
+from megatron_prefix.numerics import assert_close
+from megatron_prefix.pipeline import entry
+from megatron_prefix.router.observed import take_auxiliary
+from megatron_prefix.tree import TreeOptions
+from tests.harness import steps
+from tests.harness.one_rank import one_rank, small_model
+from tests.harness.steps import Contract, Microbatch
+from tests.harness.trees import rollout_sets, tree_options
+
+LOSSES = {
+    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+    "moe_aux_loss_coeff": [1.0, 0.7],
+    "moe_z_loss_coeff": 0.5,
+}
+MODELS = {
+    "losses": LOSSES,
+    "biased": {
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_aux_loss_coeff": 1.0,
+    },
+    "recomputed": LOSSES,
+}
+
+
+@pytest.fixture(scope="module")
+def models() -> Iterator[dict[str, Any]]:
+    """Models without DDP, so that nothing resets the routers' counts."""
+    with one_rank():
+        made = {
+            name: small_model(
+                "tiny-moe",
+                recompute="full" if name == "recomputed" else "none",
+                config_overrides=overrides,
+                wrap_ddp=False,
+            )
+            for name, overrides in MODELS.items()
+        }
+        yield made
+        made.clear()
+
+
+contracts = st.builds(
+    Contract,
+    triple=st.booleans(),
+    per_token=st.booleans(),
+    logits=st.just(True),
+    scale=st.sampled_from([None, 8.0]),
+)
+
+
+@st.composite
+def step_inputs(draw: Any) -> list[Microbatch]:
+    """Rollouts in microbatches of one to three samples of one group, in any order."""
+    rollouts, members = draw(rollout_sets())
+    items: list[Microbatch] = []
+    for group in dict.fromkeys(members):
+        left = [rollout for rollout, g in zip(rollouts, members, strict=True) if g == group]
+        while left:
+            num = draw(st.integers(1, 3))
+            items.append(steps.microbatch(left[:num], f"group {group}", len(items)))
+            left = left[num:]
+    return draw(st.permutations(items))
+
+
+def configure(model: Any, contract: Contract, num_microbatches: int) -> None:
+    """What the trainer sets, and the weight of auxiliary losses that Megatron derives from it."""
+    contract.configure(model)
+    for router in features.routers(unwrap(model)).values():
+        router.calculate_per_token_loss = contract.per_token
+    scale = contract.scale or 1.0
+    weight = scale if contract.per_token else scale / num_microbatches
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([weight]))
+
+
+def taken(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Tensor]]:
+    """Gradients, logged losses and experts' counts since the last time."""
+    gradients = steps.gradients(model)
+    steps.zero_gradients(model)
+    counts = []
+    for router in features.routers(unwrap(model)).values():
+        if router.enable_expert_bias:
+            counts.append(router.local_tokens_per_expert.clone())
+            router.local_tokens_per_expert.zero_()
+    return gradients, take_auxiliary([unwrap(model)]), counts
+
+
+def check(
+    model: Any, items: Sequence[Microbatch], contract: Contract, schedule: entry.PrefixSchedule
+) -> None:
+    configure(model, contract, len(items))
+    num_positions = sum(item["tokens"].numel() for item in items)
+    # Without DDP nothing divides by the number of tokens: then losses are sums.
+    summed = contract.triple and contract.per_token
+    plain = steps.plain(model, replace(contract, triple=contract.triple and not summed), items)
+    terms = {name: x * len(items) if summed else x for name, x in plain.terms.items()}
+    taken(model)
+
+    steps.call(get_forward_backward_func(), contract.step, model, items)
+    expected = taken(model)
+    MoEAuxLossAutoScaler.set_loss_scale(torch.full([1], float("nan")))
+    steps.call(schedule, contract.step, model, items)
+    found = taken(model)
+
+    steps.assert_gradients(found[0], steps.Reference(expected[0], terms), num_positions)
+    assert found[1].keys() == expected[1].keys()
+    for name, wanted in expected[1].items():
+        assert_close(found[1][name], wanted, num_positions, what=name)
+    assert all(map(torch.equal, found[2], expected[2]))
+    assert [int(c.sum()) for c in found[2]] == [2 * num_positions for _ in found[2]]
+
+    steps.call(schedule, contract.step, model, items, forward_only=True)
+    *_, logged, counts = taken(model)
+    assert not any(torch.any(x != 0) for name, x in logged.items() if "loss" in name)
+    assert not any(torch.any(x != 0) for x in counts)
+
+
+# Shrinking takes minutes, and a failing example is small as it is.
+@settings(max_examples=25, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(
+    name=st.sampled_from(list(MODELS)),
+    items=step_inputs(),
+    contract=contracts,
+    options=tree_options(),
+)
+def test_random_trees(models, name, items, contract, options: TreeOptions):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(entry, "_alignment", lambda config: options.align)
+        config = PrefixConfig(
+            chunk_tokens=options.chunk_tokens,
+            wave_tokens=options.wave_tokens,
+            min_gain=options.min_gain,
+            loss_in_leaves=options.loss_in_leaves,
+            share=options.share,
+            kernel="math",
+        )
+        schedule = entry.PrefixSchedule(config, TensorBatchAdapter("logits"))
+        check(models[name], items, contract, schedule)
