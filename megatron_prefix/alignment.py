@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron_prefix import numerics
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.rollouts import Group
+from megatron_prefix.install import install
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.models.local import ContextParallelAttention
 from megatron_prefix.models.optimizer import build_optimizer
@@ -203,6 +204,8 @@ def align(
         num_tokens: positions of all data-parallel ranks' rollouts, which a gradient sums up; None:
             this rank's are all.
     """
+    for chunk in chunks:
+        install(chunk, prefix_config.kernel)  # what cannot run is refused before anything runs
     stock, ours = get_forward_backward_func(), PrefixSchedule(replace(prefix_config, mode="on"))
     items = on_this_cp_rank(microbatches(groups, seed, multiple))
     expected_logprobs = run_logprobs(stock, chunks, items)

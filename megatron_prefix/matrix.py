@@ -1,0 +1,241 @@
+"""The alignment matrix: which layouts, models, shapes and recomputations `matrix` aligns. [pure]
+
+A row is one run of `align`: Megatron's stock schedule on full sequences against the prefix
+schedule, both in the row's layout.  A new layout is one line of LAYOUTS.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.data.generate import generate
+from megatron_prefix.data.rollouts import Group
+from megatron_prefix.errors import UserError
+from megatron_prefix.runtime.layout import Layout
+
+MODELS = {"dense": "tiny-qwen3", "moe": "tiny-moe"}
+RECOMPUTES = ("none", "full")
+
+# name: layout, models that can run it. Experts under tensor parallelism want sequence parallelism
+# (Megatron-Core refuses them without), so TP2 is +SP for them in every row.
+LAYOUTS: dict[str, tuple[Layout, tuple[str, ...]]] = {
+    "TP2": (Layout(tp=2), ("dense",)),
+    "TP2+SP": (Layout(tp=2, sequence_parallel=True), ("dense", "moe")),
+    "PP2": (Layout(pp=2), ("dense", "moe")),
+    "PP4": (Layout(pp=4), ("dense", "moe")),
+    "PP2xVPP2": (Layout(pp=2, vpp=2), ("dense", "moe")),
+    "CP2": (Layout(cp=2), ("dense", "moe")),
+    "CP4": (Layout(cp=4), ("dense", "moe")),
+    "EP2": (Layout(ep=2, dp=2), ("moe",)),
+    "EP4": (Layout(ep=4, dp=4), ("moe",)),
+    "DP2": (Layout(dp=2), ("dense", "moe")),
+    "TP2xPP2": (Layout(tp=2, pp=2), ("dense", "moe")),
+    "TP2xCP2": (Layout(tp=2, cp=2), ("dense", "moe")),
+    "PP2xCP2": (Layout(pp=2, cp=2), ("dense", "moe")),
+    "PP2xEP2": (Layout(pp=2, ep=2, dp=2), ("moe",)),
+    "TP2xPP2xCP2": (Layout(tp=2, pp=2, cp=2), ("dense", "moe")),
+    "TP2xEP2xPP2": (Layout(tp=2, pp=2, ep=2, dp=2, sequence_parallel=True), ("moe",)),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the rollouts of a row look like, and how they are cut.
+
+    Attributes:
+        tree: see data/generate.py; "branch" has loss in inner segments.
+        chunk_tokens: see PrefixConfig.
+    """
+
+    tree: str
+    chunk_tokens: int = 0
+
+    def groups(self, dp: int) -> list[Group]:
+        """At least four groups of four uneven rollouts; their number is a multiple of `dp`."""
+        made = generate(
+            dp * -(-4 // dp), 32, 24, 4, tree=self.tree, depth=3, vocab_size=96, uneven=True
+        )
+        return list(made)
+
+    @property
+    def config(self) -> PrefixConfig:
+        """Waves of two or three rollouts, and nothing dissolved."""
+        return PrefixConfig(chunk_tokens=self.chunk_tokens, wave_tokens=64, min_gain=0)
+
+
+SHAPES = {
+    "flat": Shape("flat"),
+    "tree": Shape("branch"),
+    "chunked": Shape("branch", chunk_tokens=16),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One alignment.
+
+    Attributes:
+        model: key of MODELS.
+        layout: key of LAYOUTS.
+        shape: key of SHAPES.
+        recompute: see ModelOptions.
+    """
+
+    model: str
+    layout: str
+    shape: str
+    recompute: str
+
+    @property
+    def name(self) -> str:
+        """As `--only` matches it: MODEL/LAYOUT/SHAPE/RECOMPUTE."""
+        return f"{self.model}/{self.layout}/{self.shape}/{self.recompute}"
+
+    def layout_in(self, world_size: int | None = None) -> Layout:
+        """The row's layout; data parallelism fills a world that is larger.
+
+        Raises:
+            UserError: the world is no multiple of the layout's.
+        """
+        layout = LAYOUTS[self.layout][0]
+        if self.model == "moe" and layout.tp > 1:
+            layout = replace(layout, sequence_parallel=True)
+        if world_size is None:
+            return layout
+        if world_size % layout.world_size:
+            raise UserError(
+                f"needs a multiple of {layout.world_size} ranks, but the world has {world_size}"
+            )
+        return replace(layout, dp=layout.dp * (world_size // layout.world_size))
+
+
+def rows() -> Iterator[Row]:
+    """All rows, layout by layout."""
+    for model in MODELS:
+        for layout, (_, models) in LAYOUTS.items():
+            if model in models:
+                for shape, recompute in itertools.product(SHAPES, RECOMPUTES):
+                    yield Row(model, layout, shape, recompute)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a row.
+
+    Attributes:
+        row: its name.
+        status: "aligned"; "different": some difference exceeds the policy; "failed": it ended in an
+            error; "refused": this release or this world cannot run it, and says so.
+        ranks: size of the world.
+        seconds: the row took.
+        grad_max_rel_diff: largest relative difference of a gradient.
+        tolerance: of it (in 16 bit: of `grad_error_ratio_max`).
+        grad_error_ratio_max: in 16 bit, error against fp32 over the stock schedule's.
+        reason: in one line, why it is not aligned.
+        run: dtype and device of all rows that may be shown together.
+        baseline: what the prefix schedule was compared with.
+    """
+
+    row: str
+    status: str
+    ranks: int
+    seconds: float
+    grad_max_rel_diff: float | None = None
+    tolerance: float | None = None
+    grad_error_ratio_max: float | None = None
+    reason: str = ""
+    run: str = ""
+    baseline: str = ""
+
+    @property
+    def cell(self) -> str:
+        """For the table: what was found, or why nothing was."""
+        if self.status in ("refused", "failed"):
+            return self.status
+        ratio, error = self.grad_error_ratio_max, self.grad_max_rel_diff
+        found = f"{error:.0e}" if ratio is None else f"{ratio:.3f}"
+        return found if self.status == "aligned" else f"DIFFERENT {found}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields by name."""
+        return asdict(self)
+
+
+def table(results: Iterable[Result]) -> list[list[str]]:
+    """One line a model and layout, a column a shape without and with recomputation; first the head.
+
+    A cell is the largest relative difference of a gradient (in 16 bit the error ratio) or a status.
+    """
+    found = {result.row: result for result in results}
+    columns = list(itertools.product(SHAPES, RECOMPUTES))
+    head = [
+        shape if recompute == "none" else f"{shape} {recompute}" for shape, recompute in columns
+    ]
+    lines = [["model", "layout", *head]]
+    for model, layout in dict.fromkeys((row.model, row.layout) for row in rows()):
+        cells = [found.get(Row(model, layout, *column).name) for column in columns]
+        if any(cells):
+            texts = [cell.cell if cell is not None else "" for cell in cells]
+            lines.append([model, layout, *texts])
+    return lines
+
+
+def counts(results: Sequence[Result]) -> dict[str, int]:
+    """Rows by status; a status without rows is left out."""
+    known = ("aligned", "different", "failed", "refused")
+    found = {status: sum(result.status == status for result in results) for status in known}
+    return {status: number for status, number in found.items() if number}
+
+
+def said(results: Sequence[Result]) -> str:
+    """The counts in words."""
+    numbers = ", ".join(f"{number} {status}" for status, number in counts(results).items())
+    return f"{len(results)} rows: {numbers}"
+
+
+def reasons(results: Sequence[Result]) -> dict[str, list[str]]:
+    """Rows that are not aligned, by reason."""
+    found: dict[str, list[str]] = {}
+    for result in results:
+        if result.status != "aligned":
+            found.setdefault(f"{result.status}: {result.reason}", []).append(result.row)
+    return found
+
+
+def baselines(results: Sequence[Result]) -> dict[str, list[str]]:
+    """Rows by what they were compared with."""
+    found: dict[str, list[str]] = {}
+    for result in results:
+        if result.baseline:
+            found.setdefault(f"compared with: {result.baseline}", []).append(result.row)
+    return found
+
+
+def markdown(results: Sequence[Result], title: str) -> str:
+    """The table, the counts and the reasons as a document."""
+    head, *lines = table(results)
+    text = [f"# {title}", "", _line(head), _line(["---"] * len(head)), *map(_line, lines)]
+    text += ["", f"{said(results)}.", ""]
+    notes = {**reasons(results), **baselines(results)}
+    text += [f"- {why} ({len(names)}, e.g. {names[0]})" for why, names in notes.items()]
+    return "\n".join(text).rstrip() + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def result_of(fields: Mapping[str, Any]) -> Result:
+    """The inverse of `Result.as_json`.
+
+    Raises:
+        UserError: other fields than a result's.
+    """
+    try:
+        return Result(**fields)
+    except TypeError as error:
+        raise UserError(f"not a row of `matrix --continue`: {error}; name another file") from None
