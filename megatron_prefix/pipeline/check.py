@@ -132,22 +132,23 @@ def _check_link(plan: Plan, kind: str, source: int, target: int) -> None:
     step = 1 if kind == "F" else -1
     ends = (0, plan.num_stages - 1)
     first, last = ends[::step]  # the stages that receive nothing and send nothing
+    size = plan.num_ranks  # plan.stage() is too slow for thousands of plans
     sent = [
-        (action.segment, plan.stage(source, action.chunk) + step)
-        for action in plan.programs[source]
-        if action.kind == kind and plan.stage(source, action.chunk) != last
+        (index, chunk * size + source + step)
+        for this, index, chunk in plan.programs[source]
+        if this == kind and chunk * size + source != last
     ]
     places, received = [], []
-    for place, action in enumerate(plan.programs[target]):
-        stage = plan.stage(target, action.chunk)
-        if action.kind == kind and stage != first:
+    for place, (this, index, chunk) in enumerate(plan.programs[target]):
+        stage = chunk * size + target
+        if this == kind and stage != first:
             places.append(place)
-            received.append((action.segment, stage))
+            received.append((index, stage))
     if sent == received:
         return
     pairs = enumerate(zip(sent, received, strict=True))
     number = next(i for i, (one, other) in pairs if one != other)
-    other = Action(kind, sent[number][0], sent[number][1] // plan.num_ranks)
+    other = Action(kind, sent[number][0], sent[number][1] // size)
     text = f"takes message {number} from rank {source}, which sends the one for {other} there"
     raise _error(plan, target, places[number], text)
 

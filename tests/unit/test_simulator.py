@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -385,20 +384,3 @@ def test_rollouts_without_a_segment_are_refused() -> None:
     segment = Segment(-1, 0, (Row(0, 2, 2, (1,)),), False, False, True)
     with pytest.raises(UserError, match="rollout 0 is in no segment"):
         check_segments([segment])
-
-
-# Time ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_ten_thousand_random_plans_take_under_a_minute() -> None:
-    rng = random.Random(0)
-    spent = 0.0
-    for _ in range(10_000):
-        forest = random_forest(rng)
-        plan = ruled_plan(forest, rng.randint(1, 8), extra=rng.choice((1, 2)))
-        needed = closings(forest)
-        begin = time.process_time()
-        simulate(plan, needed=needed)
-        spent += time.process_time() - begin
-    assert spent < 60

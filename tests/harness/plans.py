@@ -1,0 +1,76 @@
+"""Random plans by the thousand: trees, pipelines, chunks, microbatches and bounds of every kind."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_prefix.pipeline.planner import best_plan, closings, make_plan
+from megatron_prefix.pipeline.simulator import Timeline, simulate
+from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
+from tests.harness.trees import random_forest
+
+
+class Case(NamedTuple):
+    """What a random plan is made of; `options` are `make_plan`'s."""
+
+    forest: Forest
+    num_ranks: int
+    options: dict[str, Any]
+
+
+def random_case(rng: random.Random) -> Case:
+    """One of rollouts that were built into trees, or of trees made directly."""
+    forest = random_forest(rng) if rng.random() < 0.5 else _built(rng)
+    num_ranks = rng.randint(1, 8)
+    num_chunks = rng.randint(1, 4) if num_ranks > 1 else 1
+    size = rng.randint(1, 4)  # rollouts of a microbatch
+    owner = [rollout // size for rollout in range(len(forest.num_positions))]
+    if rng.random() < 0.2:
+        rng.shuffle(owner)
+    return Case(
+        forest,
+        num_ranks,
+        dict(
+            num_chunks=num_chunks,
+            microbatches=owner,
+            extra=rng.choice((1, 2, 3, None)),
+            group_size=rng.choice((None, num_ranks, num_ranks + 1, 2 * num_ranks, 1)),
+            max_live_rows=rng.choice((0, 0, 1, 50, 200)),
+        ),
+    )
+
+
+def run(case: Case, best: bool = False) -> Timeline:
+    """Plans and simulates; with `best` by the planner's search."""
+    options = case.options
+    if best:
+        options = {**options, "extra": options["extra"] or 2}
+    plan = (best_plan if best else make_plan)(case.forest, case.num_ranks, **options)
+    return simulate(plan, needed=closings(case.forest, options["microbatches"]))
+
+
+def _built(rng: random.Random) -> Forest:
+    """Groups of rollouts that branch off one text, some of them more than once."""
+    draw = np.random.default_rng(rng.randrange(2**32))
+    rollouts, groups = [], []
+    for group in range(rng.randint(1, 4)):
+        text = draw.integers(0, 5, rng.randint(5, 80))
+        for _ in range(rng.randint(1, 6)):
+            kept, more = rng.randint(1, len(text)), draw.integers(0, 3, rng.randint(2, 40))
+            tokens = np.concatenate([text[:kept], more])
+            trained = draw.random(len(tokens) - 1) < rng.choice((0.05, 0.3))
+            rollouts.append(Pairs(tokens[:-1], tokens[1:], trained))
+            groups.append(group)
+    align = rng.choice((1, 1, 2, 4))
+    options = TreeOptions(
+        align=align,
+        chunk_tokens=rng.choice((0, 8, 16, 32)),
+        wave_tokens=rng.choice((0, 16, 64)),
+        min_gain=rng.choice((0, 20)),
+        loss_in_leaves=rng.random() < 0.2,
+        share=rng.choice(("group", "batch")),
+    )
+    return build(rollouts, groups, options)
