@@ -167,8 +167,10 @@ def _timed(
     cuda = torch.cuda.is_available() and next(chunks[0].parameters()).is_cuda
     wait: Callable[[], None] = torch.cuda.synchronize if cuda else (lambda: None)
     times = []
-    # Two calls before the timed ones: kernels choose by what they have met, then make their plans.
-    for repeat in range(-2, repeats):
+    # The prefix schedule gets two calls before the timed ones: its kernels choose by the shapes that
+    # they have met, then make their plans.
+    warm = 2 if isinstance(schedule, PrefixSchedule) else 1
+    for repeat in range(-warm, repeats):
         for chunk in chunks:
             chunk.zero_grad_buffer()
         if cuda and repeat == 0:
@@ -179,7 +181,7 @@ def _timed(
         wait()
         times.append(1e3 * (time.perf_counter() - begin))
     peak = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
-    return statistics.median(times[2:]), peak
+    return statistics.median(times[warm:]), peak
 
 
 def aligned(

@@ -26,11 +26,11 @@ from megatron_prefix.cache import SidecarCache
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.batch import BatchAdapter, SegmentInputs, TensorBatchAdapter
 from megatron_prefix.install import install
-from megatron_prefix.pipeline import gradients, p2p
+from megatron_prefix.pipeline import channels, gradients
 from megatron_prefix.pipeline.actions import Plan
 from megatron_prefix.pipeline.cost import CostModel, Decision, decide
 from megatron_prefix.pipeline.executor import Executor, Stage
-from megatron_prefix.pipeline.p2p import Links
+from megatron_prefix.pipeline.gated import make_links
 from megatron_prefix.pipeline.scoring import LossContract, Scorer, set_auxiliary_scales
 from megatron_prefix.pipeline.step import Step, read_step
 from megatron_prefix.pipeline.step_planner import StepPlanner
@@ -114,7 +114,7 @@ class PrefixSchedule:
         config = get_model_config(models[0])
         groups = pg_collection or gradients.default_groups()
         if self.config.mode != "observe":  # by all ranks, whichever schedule each of them takes
-            p2p.channels_of(groups.pp, _device(models))
+            channels.channels_of(groups.pp, _device(models))
         planner = self._planner(config, groups.pp.size(), len(models))
         step = read_step(
             data_iterator, num_microbatches, self.adapter, groups.pp, groups.cp, planner.build,
@@ -172,9 +172,9 @@ class PrefixSchedule:
         inputs = SegmentInputs(
             step.forest, step.rollouts, device, groups.cp.rank(), groups.cp.size()
         )
-        with _timed(config), p2p.closing_on_failure(groups.pp):
-            links = Links(
-                p2p.channels_of(groups.pp, device), plan, _message_shape(config, plan),
+        with _timed(config), channels.closing_on_failure(groups.pp):
+            links = make_links(
+                channels.channels_of(groups.pp, device), plan, _message_shape(config, plan),
                 _message_dtype(config), device, backward=not forward_only,
             )  # fmt: skip
             executor = Executor(
