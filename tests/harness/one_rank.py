@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_prefix import runtime
@@ -28,12 +29,12 @@ def one_rank() -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    make = dist.new_group
+    make, fake = dist.new_group, FakeProcessGroup.Options()
 
-    def without_gloo(*args: Any, backend: str | None = None, **options: Any) -> Any:
-        return make(*args, **options)
+    def without_gloo(*args: Any, **options: Any) -> Any:
+        return make(*args, **{**options, "backend": "fake", "pg_options": fake})
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1, pg_options=fake)
     try:
         with mock.patch.object(dist, "new_group", without_gloo):
             parallel_state.initialize_model_parallel()
