@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="(default: float64 on the CPU, bfloat16 on a GPU)",
     )
     group.add_argument(
-        "--timeout", type=whole(), default=300, metavar="S", help="seconds of a row (default 300)"
+        "--timeout", type=whole(), default=120, metavar="S", help="seconds of a row (default 120)"
     )
     group.add_argument("--markdown", metavar="FILE", help="write the table as Markdown")
 

@@ -1,0 +1,181 @@
+"""The table of layouts, and the verb around it: what counts and what is not run again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_prefix import matrix, runtime
+from megatron_prefix.cli import matrix as verb
+from megatron_prefix.cli.main import main
+from megatron_prefix.errors import UserError
+from megatron_prefix.matrix import LAYOUTS, SHAPES, Result, Row, rows
+from megatron_prefix.runtime.layout import Layout
+from megatron_prefix.tree import TreeOptions
+
+VERDICT = SimpleNamespace(
+    passed=True, failures=(), grad_max_rel_diff=3e-15, tolerance=3e-14, grad_error_ratio_max=None,
+    baseline="stock schedule",
+)  # fmt: skip
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Row], SimpleNamespace]) -> list[str]:
+    """Lets `answer` stand in for the ranks; returns the names of the rows that ran."""
+    ran = []
+
+    def align_row(row: Row, *_: object, **__: object) -> SimpleNamespace:
+        ran.append(row.name)
+        return answer(row)
+
+    monkeypatch.setattr(verb, "align_row", align_row)
+    return ran
+
+
+# The table of layouts -----------------------------------------------------------------------------
+
+
+def test_the_table_has_every_combination_once():
+    names = [row.name for row in rows()]
+    assert len(names) == len(set(names)) == (12 + 15) * 3 * 2
+    for layout in "TP2 PP2xVPP2 CP4 DP2 TP2xPP2xCP2".split():
+        assert f"dense/{layout}/chunked/full" in names
+    for layout in "EP2 EP4 PP2xEP2 TP2xEP2xPP2 TP2xCP2".split():
+        assert f"moe/{layout}/flat/none" in names
+
+
+def test_names_of_layouts_are_true():
+    for name, (layout, _) in LAYOUTS.items():
+        sizes = dict(part.rstrip("0123456789") and (part[:-1], int(part[-1]))
+                     for part in name.replace("+SP", "").split("x"))  # fmt: skip
+        for key in ("tp", "pp", "cp", "ep", "vpp"):
+            assert getattr(layout, key) == sizes.get(key.upper(), 1), name
+        assert layout.dp == sizes.get("DP", sizes.get("EP", 1)), name
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_rank_has_rollouts_and_something_to_share(shape):
+    for layout, _ in LAYOUTS.values():
+        groups = SHAPES[shape].groups(layout.dp)
+        num = sum(len(group.rollouts) for group in groups)
+        assert num % layout.dp == 0
+        assert num // layout.dp >= 4
+        assert num // layout.dp % layout.pp == 0, "Megatron's interleaved schedule wants that"
+    options = SHAPES[shape].config.tree_options(align=8)  # the most that any row needs
+    assert isinstance(options, TreeOptions)
+    assert max(layout.alignment for layout, _ in LAYOUTS.values()) == 8
+
+
+def test_data_parallelism_fills_a_larger_world():
+    row = Row("dense", "TP2xPP2", "flat", "none")
+    assert row.layout_in() == row.layout_in(4) == Layout(tp=2, pp=2)
+    assert row.layout_in(16) == Layout(tp=2, pp=2, dp=4)
+    assert Row("moe", "EP2", "flat", "none").layout_in(8) == Layout(ep=2, dp=8)
+    with pytest.raises(UserError, match="multiple of 4 ranks, but the world has 6"):
+        row.layout_in(6)
+
+
+def test_experts_get_sequence_parallelism():
+    assert Row("moe", "TP2xCP2", "flat", "none").layout_in().sequence_parallel
+    assert not Row("dense", "TP2xCP2", "flat", "none").layout_in().sequence_parallel
+
+
+# The verb -----------------------------------------------------------------------------------------
+
+
+def test_one_line_a_layout(monkeypatch, capsys, tmp_path):
+    answers(monkeypatch, lambda row: VERDICT)
+    document = tmp_path / "new" / "matrix.md"
+    assert (
+        main(["matrix", "--only", "dense/TP2/*", "dense/PP?/*", "--markdown", str(document)]) == 0
+    )
+    told = capsys.readouterr()
+    assert "18 rows: 18 aligned" in told.out
+    assert told.err.count("aligned") == 18
+    lines = document.read_text().splitlines()
+    assert [line.split(" | ")[1] for line in lines if line.startswith("| dense")] == [
+        "TP2", "PP2", "PP4",
+    ]  # fmt: skip
+    assert lines[4] == "| dense | TP2 | 3e-15 | 3e-15 | 3e-15 | 3e-15 | 3e-15 | 3e-15 |"
+
+
+def refuse(row: Row) -> SimpleNamespace:
+    raise UserError(f"{row.layout} is not supported yet\nsecond line")
+
+
+def fail(row: Row) -> SimpleNamespace:
+    raise runtime.RankError("rank 1 failed:\nTraceback\nZeroDivisionError: division by zero\n")
+
+
+def differ(row: Row) -> SimpleNamespace:
+    return SimpleNamespace(
+        **{**vars(VERDICT), "passed": False, "failures": ("gradient of x: 1e-3", "more")}
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "reason", "codes"),
+    [
+        (refuse, "refused", "DP2 is not supported yet", (1, 0)),
+        (fail, "failed", "ZeroDivisionError: division by zero", (1, 1)),
+        (differ, "different", "gradient of x: 1e-3", (1, 1)),
+    ],
+)
+def test_what_is_not_aligned_does_not_pass(monkeypatch, capsys, answer, status, reason, codes):
+    answers(monkeypatch, answer)
+    row = "dense/DP2/flat/none"
+    for code, more in zip(codes, ([], ["--allow-refused"]), strict=True):
+        assert main(["matrix", "--only", row, "--json", *more]) == code
+        told = json.loads(capsys.readouterr().out)
+        assert told["counts"] == {status: 1}
+        assert told["rows"][0]["row"] == row
+        assert told["rows"][0]["reason"] == reason
+    assert main(["matrix", "--only", row]) == codes[0]
+    assert f"{status}: {reason}" in capsys.readouterr().out
+
+
+def test_continue_runs_what_is_not_aligned_yet(monkeypatch, capsys, tmp_path):
+    record = str(tmp_path / "new" / "rows.jsonl")
+    command = ["matrix", "--only", "dense/[DT]P2/flat/*", "--continue", record]
+    ran = answers(monkeypatch, lambda row: VERDICT if row.layout == "DP2" else fail(row))
+    assert main(command) == 1
+    assert len(ran) == 4
+    again = answers(monkeypatch, lambda row: VERDICT)
+    assert main(command) == 0
+    assert again == ["dense/TP2/flat/none", "dense/TP2/flat/full"]
+    assert "4 rows: 4 aligned" in capsys.readouterr().out
+    other = answers(monkeypatch, lambda row: VERDICT)
+    assert main([*command, "--dtype", "float32"]) == 0  # results of another kind do not count
+    assert len(other) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "dense/TP3/*"], "matches no row; layouts: TP2"),
+        (["--continue", "{bad}"], "bad.jsonl:1: not a row"),
+    ],
+)
+def test_bad_usage_is_exit_code_2(capsys, tmp_path, arguments, message):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"rows": 3}\n')
+    assert main(["matrix", *(text.format(bad=bad) for text in arguments)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_results_survive_the_record():
+    result = Result("dense/DP2/flat/none", "aligned", 2, 1.5, 3e-15, 3e-14, None, "", "x", "y")
+    assert matrix.result_of(json.loads(json.dumps(result.as_json()))) == result
+
+
+def test_cells():
+    result = Result("r", "aligned", 2, 1.0, 3e-15, 3e-14)
+    assert result.cell == "3e-15"
+    assert replace(result, status="different").cell == "DIFFERENT 3e-15"
+    assert replace(result, grad_error_ratio_max=1.0321).cell == "1.032"
+    assert replace(result, status="refused").cell == "refused"
