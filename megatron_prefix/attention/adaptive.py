@@ -2,8 +2,7 @@
 
 cuDNN's attention is faster on large blocks but builds a plan, on the host, for every shape that it
 meets, and the lengths of real rollouts are new in every step.  A shape is run by cuDNN once the
-time that this would have saved, over the layers of a step and the steps in which the shape has come
-up, exceeds the time of its plans: who buys skis when the rent has cost as much never pays more than
+time that this would have saved, over the layers of this step and all its calls in earlier ones, exceeds the time of its plans: who buys skis when the rent has cost as much never pays more than
 twice what foresight would.  Shapes are judged between steps, so a forward that activation recompute
 runs again meets the same kernel.
 
@@ -42,15 +41,17 @@ class AdaptiveKernel:
     def __init__(self, planned: Kernel, ready: Kernel, num_layers: int) -> None:
         self.name = f"{planned.name} or {ready.name} by shape"
         self._planned, self._ready, self._num_layers = planned, ready, num_layers
-        self._steps: collections.Counter[Shape] = collections.Counter()
-        self._met: dict[Shape, bool] = {}
+        self._earlier: collections.Counter[Shape] = collections.Counter()
+        self._now: collections.Counter[Shape] = collections.Counter()
+        self._planned_now: dict[Shape, bool] = {}
 
     def begin_step(self) -> None:
-        """Counts the shapes of the last step; every shape keeps one kernel within a step."""
-        if len(self._steps) > MAX_SHAPES:
-            self._steps.clear()
-        self._steps.update(self._met.keys())
-        self._met.clear()
+        """Counts the calls of the last step; every shape keeps one kernel within a step."""
+        if len(self._earlier) > MAX_SHAPES:
+            self._earlier.clear()
+        self._earlier.update(self._now)
+        self._now.clear()
+        self._planned_now.clear()
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         """See `Kernel.refusal`."""
@@ -111,12 +112,14 @@ class AdaptiveKernel:
 
     def _choice(self, shape: Shape, q: Tensor, pairs: float, num_plans: int) -> Kernel:
         """The kernel of a shape, the same throughout a step."""
-        if shape not in self._met:
+        self._now[shape] += 1
+        if shape not in self._planned_now:
             # 4 FLOPs a pair and channel forward, 2.5 times that backward.
             flops = 3.5 * 4 * pairs * q.shape[1] * q.shape[2]
-            saved = flops * (1 / FLASH_RATE - 1 / CUDNN_RATE) * self._num_layers
-            self._met[shape] = saved * (1 + self._steps[shape]) >= num_plans * PLAN_S
-        return self._planned if self._met[shape] else self._ready
+            saved = flops * (1 / FLASH_RATE - 1 / CUDNN_RATE)
+            calls = self._earlier[shape] + self._num_layers
+            self._planned_now[shape] = saved * calls >= num_plans * PLAN_S
+        return self._planned if self._planned_now[shape] else self._ready
 
 
 def _tagged(kernel: Kernel, part: Partial) -> Partial:
