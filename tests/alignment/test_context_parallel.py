@@ -1,0 +1,336 @@
+"""Context parallelism on real ranks: against the stock schedule, against one rank; what is sent.
+
+The stock schedule's attention under context parallelism is here that of models/local.py, over
+gathered keys; so that this is no circle, both schedules are also held against one rank's.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_batch_on_this_cp_rank
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_prefix import alignment, runtime
+from megatron_prefix.attention import zigzag
+from megatron_prefix.attention.blocks import buffer_map
+from megatron_prefix.cli.main import main
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.data.batch import TensorBatchAdapter
+from megatron_prefix.data.generate import generate
+from megatron_prefix.data.rollouts import Group
+from megatron_prefix.models.build import build_model
+from megatron_prefix.models.presets import ModelSpec, resolve
+from megatron_prefix.numerics import assert_close
+from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.rl.batches import on_cp_rank
+from megatron_prefix.runtime import Layout
+from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
+from tests.harness import steps
+from tests.harness.data import BUNDLED
+from tests.harness.ranks import run_ranks
+from tests.harness.steps import Contract
+
+VOCAB = 64
+
+
+def groups(*shape: int, **options: Any) -> list[Group]:
+    return list(generate(2, *shape, vocab_size=VOCAB, uneven=True, **options))
+
+
+# Groups of four uneven rollouts. Under the long prompt the second of two ranks, which holds the
+# middle of every rollout, has no trained token; agents' turns are trained and shared.
+DATA = {
+    "flat": groups(22, 20, 4),
+    "long prompt": groups(52, 9, 4),
+    "tree": groups(15, 34, 4, tree="turns", depth=2),
+}
+LAYOUTS = {
+    "cp2": Layout(cp=2),
+    "cp4": Layout(cp=4),
+    "tp2 cp2": Layout(tp=2, cp=2, sequence_parallel=True),
+    "pp2 cp2": Layout(pp=2, cp=2),
+    "dp2 cp2": Layout(cp=2, dp=2),
+}
+# data, settings
+CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "none": [
+        ("flat", {"wave_tokens": 48}),
+        ("long prompt", {"chunk_tokens": 16, "cp_reduce": "segment"}),
+        ("tree", {"memory": "recompute"}),
+    ],
+    "full": [
+        ("flat", {"chunk_tokens": 16}),
+        ("tree", {"cp_reduce": "segment", "wave_tokens": 48}),
+    ],
+}
+
+
+def spec(model: str = "tiny-llama") -> ModelSpec:
+    return resolve(model, num_layers=2).with_vocab(VOCAB)
+
+
+def verdicts(layout: Layout, recompute: str, model: str) -> list[alignment.Alignment]:
+    """One rank's part of all cases of one set of ranks."""
+    runtime.initialize(layout)
+    chunks = build_model(spec(model), layout=layout, dtype="float64", recompute=recompute)
+    found = []
+    for name, options in CASES[recompute]:
+        mine = DATA[name][alignment.data_rank() :: layout.dp]
+        config = PrefixConfig(min_gain=0, **options)
+        verdict = alignment.align(chunks, mine, config, multiple=layout.alignment)
+        found.append(alignment.over_ranks(verdict))
+    return found
+
+
+def check(layout: Layout, recompute: str, model: str = "tiny-llama") -> None:
+    results = run_ranks(layout.world_size, verdicts, layout, recompute, model)
+    for found in results:
+        for (name, options), verdict in zip(CASES[recompute], found, strict=True):
+            assert verdict.passed, (name, options, verdict.failures)
+            assert verdict.executed_tokens < 0.8 * verdict.raw_tokens
+            assert verdict.baseline == alignment.GATHERED
+
+
+@pytest.mark.parametrize("recompute", CASES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_as_the_stock_schedule_in_the_same_layout(layout: str, recompute: str) -> None:
+    check(LAYOUTS[layout], recompute)
+
+
+def test_routers_see_the_rows_of_all_ranks() -> None:
+    check(Layout(cp=2, ep=2), "none", "tiny-moe")
+
+
+def test_the_data_has_what_it_is_for() -> None:
+    """Else an equal result proves nothing."""
+    forests = {}
+    for name, some in DATA.items():
+        rollouts, numbers = [], []
+        for number, group in enumerate(some):
+            for item in alignment.microbatches([group], 7, 4):
+                rollouts += TensorBatchAdapter().pairs(item)
+                numbers.append(number)
+        forests[name] = build(rollouts, numbers, TreeOptions(4, min_gain=0))
+        middle = [r.trained[zigzag.positions(len(r), 1, 2)].any() for r in rollouts]
+        assert any(middle) == (name != "long prompt")
+    for forest in forests.values():
+        assert any(len({row.padded for row in s.rows}) > 1 for s in forest.segments), "uneven"
+    assert any(s.inner and s.scored for s in forests["tree"].segments)
+    assert forests["tree"].max_depth > forests["flat"].max_depth == 2
+
+
+# Against one rank ---------------------------------------------------------------------------------
+
+
+def traces(layout: Layout, whole: Layout) -> tuple[tuple[int, int], list[alignment.Trace]]:
+    """A rank's place but for context parallelism, and what both schedules computed there."""
+    runtime.initialize(layout)
+    overrides = {"calculate_per_token_loss": True}
+    model = spec("tiny-qwen3")
+    chunks = build_model(model, layout=layout, dtype="float64", config_overrides=overrides)
+    items = alignment.microbatches(DATA["tree"], 7, whole.alignment)
+    items = alignment.on_this_cp_rank(items)
+    schedules = [get_forward_backward_func(), PrefixSchedule(PrefixConfig(min_gain=0))]
+    found = [alignment.run_step(schedule, chunks, items) for schedule in schedules]
+    place = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
+    return place, found
+
+
+@pytest.mark.parametrize("name", ["cp2", "cp4", "tp2 cp2", "pp2 cp2"])
+def test_as_one_rank_in_the_place_of_its_group(name: str) -> None:
+    """With a mean over tokens the layout does not matter; both schedules, gradients and steps."""
+    layout = LAYOUTS[name]
+    single = Layout(tp=layout.tp, pp=layout.pp, sequence_parallel=layout.sequence_parallel)
+    expected = {
+        place: stock for place, (stock, _) in run_ranks(single.world_size, traces, single, layout)
+    }
+    num_tokens = sum(len(r) for group in DATA["tree"] for r in group.rollouts)
+    for place, found in run_ranks(layout.world_size, traces, layout, layout):
+        for trace in found:
+            for parameter, wanted in expected[place].gradients.items():
+                what = f"gradient of {parameter}"
+                assert_close(trace.gradients[parameter], wanted, num_tokens, what=what)
+
+
+# Other losses -------------------------------------------------------------------------------------
+
+CONTRACTS = (
+    Contract(triple=False, scale=8.0),
+    Contract(logits=True, per_token=True),
+    Contract(sequence_level=True),
+)
+
+
+def samples() -> list[steps.Microbatch]:
+    """Microbatches of one and of two samples, each 24 positions or shorter and padded."""
+    draw = np.random.default_rng(3)
+    prompt = draw.integers(0, VOCAB, 13)
+    items: list[steps.Microbatch] = []
+    for lengths in ((24,), (24, 20), (17, 24)):
+        rollouts = []
+        for length in lengths:
+            tokens = np.concatenate([prompt, draw.integers(0, VOCAB, length + 1 - len(prompt))])
+            trained = np.arange(length) >= len(prompt) - 1
+            rollouts.append(Pairs(tokens[:-1], tokens[1:], trained))
+        items.append(steps.microbatch(rollouts, "g", len(items), VOCAB))
+    return items
+
+
+def differences() -> list[list[tuple[str, torch.Tensor, torch.Tensor]]]:
+    """Per contract every gradient of the stock and of the prefix schedule, and every log."""
+    layout = Layout(cp=2)
+    runtime.initialize(layout)
+    (model,) = build_model(spec(), layout=layout, dtype="float64")
+    rank = parallel_state.get_context_parallel_rank()
+    items = [on_cp_rank(item, rank, 2) for item in samples()]
+    sliced = get_batch_on_this_cp_rank(
+        {k: v for k, v in samples()[1].items() if k in items[1] and isinstance(v, torch.Tensor)}
+    )
+    assert all(torch.equal(items[1][name], value) for name, value in sliced.items())
+    found = []
+    for contract in CONTRACTS:
+        contract.configure(model)
+        adapter = TensorBatchAdapter("logits" if contract.logits else "loss")
+        results = []
+        for schedule in (
+            get_forward_backward_func(),
+            PrefixSchedule(PrefixConfig(min_gain=0), adapter),
+        ):
+            steps.zero_gradients(model)
+            logs = steps.call(schedule, contract.step, model, items)
+            results.append((steps.gradients(model), logs))
+        (expected, stock_logs), (ours, logs) = results
+        pairs = [(name, ours[name], gradient) for name, gradient in expected.items()]
+        for mine, theirs in zip(logs, stock_logs, strict=True):
+            pairs.append(("loss", mine["loss"].view(1), theirs["loss"].view(1)))
+        found.append(pairs)
+    return found
+
+
+def test_losses_and_microbatches_of_other_trainers() -> None:
+    for found in run_ranks(2, differences):
+        for contract, pairs in zip(CONTRACTS, found, strict=True):
+            for name, ours, expected in pairs:
+                assert_close(ours, expected, 3 * 24, what=f"{name}, {contract}")
+
+
+# What is sent -------------------------------------------------------------------------------------
+
+
+class Traffic(TorchDispatchMode):
+    """Counts what this rank gives to the collectives of one group: by kind and elements."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self._name = group.group_name
+        self.seen: collections.Counter[tuple[str, torch.dtype, int]] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and self._name in _groups(args):
+            kind = str(func)
+            given = (
+                args[1]
+                if kind in ("c10d._allgather_base_.default", "c10d._reduce_scatter_base_.default")
+                else args[0]
+            )
+            for tensor in given if isinstance(given, Sequence) else [given]:
+                self.seen[kind.split(".")[1].strip("_"), tensor.dtype, tensor.numel()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _groups(args: Any) -> list[str]:
+    found = []
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            try:
+                found.append(dist.ProcessGroup.unbox(argument).group_name)
+            except RuntimeError:
+                continue  # a reduce operation
+    return found
+
+
+def expected_traffic(
+    forest: Forest, num_layers: int, width: int, recompute: bool, reduce: str, num_local: int
+) -> collections.Counter[tuple[str, torch.dtype, int]]:
+    """K/V there and gK/gV back, a number a token of a scored segment, and the tokens once.
+
+    Args:
+        width: elements of a token's K, and of its V, in one layer.
+        num_local: positions of this rank's microbatches.
+    """
+    size, layout = 2, buffer_map(forest.segments, 2)
+    seen: collections.Counter[tuple[str, torch.dtype, int]] = collections.Counter()
+
+    def gather(rows: int, times: int) -> None:
+        seen["allgather_base", torch.float64, rows * width] += 2 * times
+
+    def scatter(rows: int) -> None:
+        seen["reduce_scatter_base", torch.float64, size * rows * 2 * width] += num_layers
+
+    for index, segment in enumerate(forest.segments):
+        rows = segment.num_rows // size
+        gather(rows, num_layers * (3 if recompute else 2))
+        scatter(rows)
+        for block in layout.blocks[index]:
+            gather(block.stop, num_layers * 2)  # recomputation shares the backward's
+            if reduce == "wave":
+                scatter(block.stop)
+        if segment.inner and reduce == "segment":
+            scatter(rows)
+        if segment.scored:
+            seen["allgather_base", torch.float64, rows] += 1
+            seen["reduce_scatter_base", torch.float64, size * rows] += 1
+    seen["allgather_base", torch.int64, 3 * num_local] += 1
+    return seen
+
+
+def traffic(recompute: str, reduce: str) -> tuple[Any, Any]:
+    layout, model = Layout(cp=2), spec()
+    runtime.initialize(layout)
+    chunks = build_model(model, layout=layout, dtype="float64", recompute=recompute)
+    items = alignment.microbatches(DATA["tree"], 7, layout.alignment)
+    items = alignment.on_this_cp_rank(items)
+    schedule = PrefixSchedule(PrefixConfig(min_gain=0, chunk_tokens=16, cp_reduce=reduce))
+    with Traffic(parallel_state.get_context_parallel_group()) as counted:
+        alignment.run_step(schedule, chunks, items)
+    assert schedule.report is not None
+    forest = schedule.report.forest
+    assert any(segment.inner and segment.scored for segment in forest.segments)
+    num_local = sum(item["tokens"].numel() for item in items)
+    width = model.num_query_groups * model.kv_channels
+    expected = expected_traffic(
+        forest, model.num_layers, width, recompute == "full", reduce, num_local
+    )
+    return counted.seen, expected
+
+
+@pytest.mark.parametrize(
+    ("recompute", "reduce"), [("none", "wave"), ("none", "segment"), ("full", "wave")]
+)
+def test_only_keys_values_and_their_gradients_cross_ranks(recompute: str, reduce: str) -> None:
+    for seen, expected in run_ranks(2, traffic, recompute, reduce):
+        assert seen == expected
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+def test_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "--groups 1 --max-tokens 64 --cp 2 --cp-reduce segment --set num_layers=1 --json"
+    code = main(["align", "--rollouts", str(BUNDLED), *arguments.split()])
+    result = json.loads(capsys.readouterr().out)
+    assert code == 0 and result["passed"]
+    assert result["baseline"] == alignment.GATHERED
