@@ -2,7 +2,8 @@
 
 cuDNN's attention is faster on large blocks but builds a plan, on the host, for every shape that it
 meets, and the lengths of real rollouts are new in every step.  A shape is run by cuDNN once the
-time that this would have saved, over the layers of this step and all its calls in earlier ones, exceeds the time of its plans: who buys skis when the rent has cost as much never pays more than
+time that this would have saved, over the layers of this step and all its calls in earlier ones,
+exceeds the time of its plans: who buys skis when the rent has cost as much never pays more than
 twice what foresight would.  Shapes are judged between steps, so a forward that activation recompute
 runs again meets the same kernel.
 
