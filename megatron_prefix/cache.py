@@ -107,20 +107,12 @@ class SidecarCache:
 
     def read(self, layer: int, block: Block) -> tuple[Tensor, Tensor]:
         """K and V of a dense block, views of the chain's buffer."""
-<<<<<<< HEAD
         buffer = self._open(layer, block)
-=======
-        buffer = self._buffer(layer, block, "K/V", "read before its forward")
->>>>>>> 669535d (tests)
         return buffer.key[: block.stop], buffer.value[: block.stop]
 
     def add_gradient(self, layer: int, block: Block, key_grad: Tensor, value_grad: Tensor) -> None:
         """Adds a wave's gK, gV of a dense block (shapes of `read`) in fp32 or wider."""
-<<<<<<< HEAD
         buffer = self._open(layer, block)
-=======
-        buffer = self._buffer(layer, block, "gK/gV", "after its release")
->>>>>>> 669535d (tests)
         buffer.key_grad = _accumulated(buffer.key_grad, key_grad, buffer.key)
         buffer.value_grad = _accumulated(buffer.value_grad, value_grad, buffer.value)
 
@@ -153,7 +145,6 @@ class SidecarCache:
         self._buffers.clear()
         self._states.clear()
 
-<<<<<<< HEAD
     def _open(self, layer: int, block: Block) -> _Buffer:
         buffer = self._buffers.get((layer, block.head))
         num_open = 0 if buffer is None else buffer.num_open
@@ -162,12 +153,6 @@ class SidecarCache:
                 f"layer {layer}: rows up to {block.stop} of the chain of segment {block.head} asked"
                 f" for, {num_open} there: before their forward or after their backward"
             )
-=======
-    def _buffer(self, layer: int, block: Block, what: str, when: str) -> _Buffer:
-        buffer = self._buffers.get((layer, block.head))
-        if buffer is None:
-            raise RuntimeError(f"layer {layer}: {what} of segment {block.head} {when}")
->>>>>>> 669535d (tests)
         return buffer
 
     def _span(self, index: int) -> slice:

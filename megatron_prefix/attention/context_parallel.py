@@ -146,7 +146,7 @@ class ShardedCache(SidecarCache):
 
     def add_gradient(self, layer: int, block: Block, key_grad: Tensor, value_grad: Tensor) -> None:
         """Adds a wave's gK, gV of a view (shapes of `read`)."""
-        self._buffer(layer, block, "gK/gV", "after its release")
+        self._open(layer, block)
         if not self._once:
             self._settle(layer, block.head)
             pending = self.exchange.reduce_scatter(_side_by_side(key_grad, value_grad))
