@@ -154,6 +154,7 @@ def train_rank(job: Job) -> Summary:
 
     world = runtime.initialize(job.layout, job.options.device, job.options.seed)
     try:
+        from megatron_prefix.cli.timelines import draw_plan, write_traces
         from megatron_prefix.rl.checkpoint import Identity
         from megatron_prefix.rl.dataset import RolloutSet
         from megatron_prefix.rl.run import run as run_steps
@@ -172,9 +173,9 @@ def train_rank(job: Job) -> Summary:
         with _progress(job, world.rank) as show:
             summary = run_steps(trainer, job.run, identity, show)
         if job.plan_svg and world.rank == 0:
-            _draw(trainer, job)
+            draw_plan(trainer, job.plan_svg)
         if job.traces:
-            _trace(trainer, job, world.rank)
+            write_traces(trainer, job.traces, world.rank)
         return summary
     finally:
         runtime.shutdown()
@@ -212,39 +213,6 @@ def _speed(step: Step) -> str:
         f"loss {metrics['train/loss']:+.4f}, "
         f"{report.number(round(metrics['train/raw_tokens_per_s']))} tokens/s"
     )
-
-
-def _draw(trainer: Trainer, job: Job) -> None:
-    """Writes the picture of the last step's plan."""
-    from megatron_prefix.drawing import timeline_svg
-    from megatron_prefix.pipeline.simulator import simulate
-
-    last = trainer.report
-    if last is None:
-        raise UserError("--plan-svg: no step was done, so there is no plan to draw")
-    _write(job.plan_svg or "", timeline_svg(simulate(last.plan), last.plan))
-
-
-def _trace(trainer: Trainer, job: Job, rank: int) -> None:
-    """Writes the last update as it was measured on the pipeline of rank 0."""
-    from megatron_prefix.drawing import timeline_svg
-    from megatron_prefix.trace import chrome_trace
-
-    last = trainer.report
-    if last is None or last.stopwatch is None:
-        raise UserError("--trace: the last update ran no plan, so there is nothing to show")
-    timeline = last.stopwatch.timeline(last.plan)
-    for path in job.traces if rank == 0 else ():
-        if path.endswith(".svg"):
-            title = f"Measured: update of step {trainer.num_steps}"
-            _write(path, timeline_svg(timeline, last.plan, title))
-        else:
-            _write(path, chrome_trace(timeline, last.plan))
-
-
-def _write(path: str, text: str) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    report.write_text(path, text)
 
 
 # The end ------------------------------------------------------------------------------------------

@@ -120,20 +120,23 @@ class PrefixSchedule:
             data_iterator, num_microbatches, self.adapter, groups.pp, groups.cp, planner.build,
             _device(models),
         )  # fmt: skip
-        decision = decide(self.config, step.forest, CostModel.of_config(config))
-        fallbacks = (self.report.fallback_count if self.report else 0) + bool(decision.fallback)
-        plan = planner.plan(step.forest, step.owner)
-        self.report = StepReport(step.forest, decision, fallbacks, plan)
-        if not decision.share:
-            if decision.fallback:
-                logger.warning("stock schedule for this step: %s", decision.reason)
+        self.report = self._decided(config, step, planner.plan(step.forest, step.owner))
+        if not self.report.decision.share:
             return stock_schedule()(data_iterator=step.replay(data_iterator), **arguments)
+        if self.measures:
+            self.report.stopwatch = Stopwatch(groups.pp, _device(models))
         contract = LossContract(forward_step_func, config, groups.cp.size(), collect_non_loss_data)
-        stopwatch = Stopwatch(groups.pp, _device(models)) if self.measures else None
-        self.report.stopwatch = stopwatch
         return self._run(
-            models, step, plan, contract, groups, forward_only, force_all_reduce, stopwatch
+            models, step, self.report, contract, groups, forward_only, force_all_reduce
         )
+
+    def _decided(self, config: Any, step: Step, plan: Plan) -> StepReport:
+        """Which schedule runs, and the count of fallbacks."""
+        decision = decide(self.config, step.forest, CostModel.of_config(config))
+        if decision.fallback:
+            logger.warning("stock schedule for this step: %s", decision.reason)
+        before = self.report.fallback_count if self.report else 0
+        return StepReport(step.forest, decision, before + bool(decision.fallback), plan)
 
     def _planner(self, config: Any, num_ranks: int, num_chunks: int) -> StepPlanner:
         """The planner of this pipeline, which remembers its plans."""
@@ -147,26 +150,16 @@ class PrefixSchedule:
         self,
         models: list[Any],
         step: Step,
-        plan: Plan,
+        report: StepReport,
         contract: LossContract,
         groups: ProcessGroupCollection,
         forward_only: bool,
         force_all_reduce: bool | None,
-        stopwatch: Stopwatch | None,
     ) -> list[Any]:
         """The prefix schedule proper."""
-        config, rank = contract.config, groups.pp.rank()
-        hooks = [install(chunk, self.config.kernel) for chunk in models]
-        exchange = Exchange(groups.cp) if groups.cp.size() > 1 else None
-        stages = []
-        for chunk, (model, hook) in enumerate(zip(models, hooks, strict=True)):
-            cache, stage = self._cache(plan, hook.num_layers, exchange), plan.stage(rank, chunk)
-            stages.append(Stage(model, hook, cache, stage == 0, stage == plan.num_stages - 1))
-        scorer = None
-        if stages[-1].is_last:
-            scorer = Scorer(step, contract, self.adapter, models[-1], hooks[-1], exchange)
-            stages[-1].scorer = scorer
-        device = _device(models)
+        config, plan, device = contract.config, report.plan, _device(models)
+        stages = self._stages(models, step, plan, contract, groups)
+        scorer = stages[-1].scorer
         if not forward_only:
             _account_for_routers(stages, step, contract, groups.cp, device)
         inputs = SegmentInputs(
@@ -179,16 +172,36 @@ class PrefixSchedule:
             )  # fmt: skip
             executor = Executor(
                 plan, stages, inputs, self.adapter, links, self.config.memory, forward_only,
-                stopwatch.timing if stopwatch else None,
+                report.stopwatch.timing if report.stopwatch else None,
             )  # fmt: skip
             embedding = clear_embedding_activation_buffer(config, models, scorer is not None)
             with contextlib.nullcontext() if forward_only else gradients.no_sync(models, config):
-                executor.run(rank)
+                executor.run(groups.pp.rank())
             if not forward_only:
                 finish_embedding_wgrad_compute(config, embedding, scorer is not None, groups.tp)
                 num_tokens = scorer.num_tokens if scorer is not None else 0
                 gradients.finish(models, config, num_tokens, groups, force_all_reduce)
         return scorer.forward_data_store if scorer is not None else []
+
+    def _stages(
+        self,
+        models: list[Any],
+        step: Step,
+        plan: Plan,
+        contract: LossContract,
+        groups: ProcessGroupCollection,
+    ) -> list[Stage]:
+        """The rank's model chunks with hooks and sidecars; the last stage's has the losses."""
+        exchange = Exchange(groups.cp) if groups.cp.size() > 1 else None
+        stages = []
+        for chunk, model in enumerate(models):
+            hooks, number = install(model, self.config.kernel), plan.stage(groups.pp.rank(), chunk)
+            cache = self._cache(plan, hooks.num_layers, exchange)
+            stage = Stage(model, hooks, cache, number == 0, number == plan.num_stages - 1)
+            if stage.is_last:
+                stage.scorer = Scorer(step, contract, self.adapter, model, hooks, exchange)
+            stages.append(stage)
+        return stages
 
     def _cache(self, plan: Plan, num_layers: int, exchange: Exchange | None) -> SidecarCache:
         """The sidecar of one model chunk on this rank."""

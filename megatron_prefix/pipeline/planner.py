@@ -59,9 +59,7 @@ def forward_items(num_segments: int, num_chunks: int, group_size: int) -> list[t
     return _turns(range(num_segments), range(num_chunks), group_size)
 
 
-def backward_items(
-    order: Sequence[int], num_chunks: int, group_size: int
-) -> list[tuple[int, int]]:
+def backward_items(order: Sequence[int], num_chunks: int, group_size: int) -> list[tuple[int, int]]:
     """B-order over model chunks, the last chunk first."""
     return _turns(order, range(num_chunks - 1, -1, -1), group_size)
 

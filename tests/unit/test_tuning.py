@@ -65,9 +65,7 @@ def test_the_first_groups_stand_for_a_large_step() -> None:
 def test_a_shape_is_searched_once(monkeypatch) -> None:
     searched = []
     search = ChunkChooser._best
-    monkeypatch.setattr(
-        ChunkChooser, "_best", lambda *args: searched.append(None) or search(*args)
-    )
+    monkeypatch.setattr(ChunkChooser, "_best", lambda *args: searched.append(None) or search(*args))
     chooser = ChunkChooser(4)
     rollouts, groups = flat_rollouts(1024, 256, 4, 2)
     answers = {chooser.choose(rollouts, groups, TreeOptions()) for _ in range(3)}

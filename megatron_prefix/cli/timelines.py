@@ -1,0 +1,51 @@
+"""What `train` leaves of its last update: the plan as simulated, and as it was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_prefix.cli import report
+from megatron_prefix.drawing import timeline_svg
+from megatron_prefix.errors import UserError
+from megatron_prefix.pipeline.simulator import simulate
+from megatron_prefix.trace import chrome_trace
+
+if TYPE_CHECKING:
+    from megatron_prefix.rl.trainer import Trainer
+
+
+def draw_plan(trainer: Trainer, path: str) -> None:
+    """Draws the plan of the last update.
+
+    Raises:
+        UserError: there is none.
+    """
+    last = trainer.report
+    if last is None:
+        raise UserError("--plan-svg: no step was done, so there is no plan to draw")
+    _write(path, timeline_svg(simulate(last.plan), last.plan))
+
+
+def write_traces(trainer: Trainer, paths: Sequence[str], rank: int) -> None:
+    """Writes the last update as it was measured on the pipeline of rank 0; every rank calls this.
+
+    Raises:
+        UserError: the last update was not measured, since it ran no plan.
+    """
+    last = trainer.report
+    if last is None or last.stopwatch is None:
+        raise UserError("--trace: the last update ran no plan, so there is nothing to show")
+    timeline = last.stopwatch.timeline(last.plan)
+    for path in paths if rank == 0 else ():
+        if path.endswith(".svg"):
+            title = f"Measured: update of step {trainer.num_steps}"
+            _write(path, timeline_svg(timeline, last.plan, title))
+        else:
+            _write(path, chrome_trace(timeline, last.plan))
+
+
+def _write(path: str, text: str) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    report.write_text(path, text)
