@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 RENDEZVOUS = "MEGATRON_PREFIX_RENDEZVOUS"
 """Environment variable: the file through which ranks that `launch` started find one another."""
+
+_JOINED = itertools.count()  # how often this process has joined a job under torchrun
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,9 @@ def _join(backend: str, rank: int, world_size: int) -> None:
     if RENDEZVOUS in os.environ:
         store: dist.Store = dist.FileStore(os.environ[RENDEZVOUS], world_size)
     elif not started_here:
-        dist.init_process_group(backend, init_method="env://")
-        return
+        # Keys of its own each time: torchrun keeps its store while a job joins, leaves and joins.
+        shared, rank, world_size = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(f"{RENDEZVOUS}/{next(_JOINED)}", shared)
     else:
         store = dist.HashStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Do both schedules agree on this cluster? TP, PP, CP and EP over all its GPUs, data parallelism
+# filling them; run the same on each node:
+#   NNODES=2 MASTER_ADDR=node1 bash launch/align_cluster.sh [ARGUMENTS]
+# Prints one table; the exit code is 0 when every row is aligned. arguments.sh has the environment
+# variables; ARGUMENTS are those of `megatron-prefix matrix`, e.g. --only 'dense/PP*'.
+
+source "$(dirname "${BASH_SOURCE[0]}")/arguments.sh"
+
+MATRIX_ARGS=(
+    --device cuda
+    --only '*/*/tree/none' '*/*/chunked/full'
+    --markdown "${OUTPUT:-runs/align_cluster}/matrix.md"
+)
+
+torchrun "${NODES_ARGS[@]}" -m megatron_prefix matrix "${MATRIX_ARGS[@]}" "$@"

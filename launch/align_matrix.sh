@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# The alignment matrix on the CPU: models without and with experts, every layout (megatron_prefix/
+# matrix.py), flat groups, trees and chunks, without and with activation recomputation.
+#   bash launch/align_matrix.sh [ARGUMENTS]
+# Installs what it needs first; environment.sh has the variables that change where and with what.
+# Begun again, it goes on where it stopped. ARGUMENTS are those of `megatron-prefix matrix`.
+#
+# Environment variables:
+#   OUTPUT  folder of rows.jsonl (a result a line) and matrix.md (default: runs/align_matrix)
+
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+prepare test
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+output=${OUTPUT:-runs/align_matrix}
+megatron-prefix matrix --continue "$output/rows.jsonl" --markdown "$output/matrix.md" "$@"

@@ -1,0 +1,54 @@
+# Sourced by the scripts beside it: what they have in common, arguments and no more.
+#
+# Environment variables:
+#   MODEL            file in launch/models (default: llama3-8b)
+#   ROLLOUTS         rollout file (default: the bundled one, small and synthetic)
+#   OUTPUT           folder of metrics and checkpoints, seen by all nodes (default: runs/MODEL)
+#   STEPS            updates (default: 100)
+#   LR               learning rate (default: 1e-6)
+#   PREFIX_SCHEDULE  off, observe, auto or on (default: auto)
+#   NGPU             GPUs of a node (default: 8)
+# and for several nodes, the same on each:
+#   NNODES           nodes (default: 2)
+#   MASTER_ADDR      name or address of one of them (default: localhost)
+#   MASTER_PORT      a free port there (default: 29500)
+#   JOB_ID           name of the job, where several share MASTER_ADDR (default: megatron_prefix)
+# Arguments of the script come last, so they win over all of these.
+# shellcheck shell=bash disable=SC2034
+
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+MODEL=${MODEL:-llama3-8b}
+# shellcheck source=models/llama3-8b.sh
+source "$root/launch/models/$MODEL.sh"
+
+ONE_NODE_ARGS=(
+    --standalone
+    --nproc-per-node "${NGPU:-8}"
+)
+NODES_ARGS=(
+    --nnodes "${NNODES:-2}"
+    --nproc-per-node "${NGPU:-8}"
+    --rdzv-backend c10d
+    --rdzv-endpoint "${MASTER_ADDR:-localhost}:${MASTER_PORT:-29500}"
+    --rdzv-id "${JOB_ID:-megatron_prefix}"
+)
+TRAIN_ARGS=(
+    "${ROLLOUTS:-$root/megatron_prefix/data/bundled/agents.jsonl.gz}"
+    --device cuda
+    --steps "${STEPS:-100}"
+    --lr "${LR:-1e-6}"
+    --distributed-optimizer
+    --output "${OUTPUT:-runs/$MODEL}"
+    --save-every 50
+    --resume
+)
+SCHEDULE_ARGS=(
+    --prefix-schedule "${PREFIX_SCHEDULE:-auto}"
+)
+
+# Megatron overlaps communication and computation in the order in which it issues them.
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# GRPO updates on the GPUs of one node: MODEL=qwen3-8b bash launch/train_1node.sh [ARGUMENTS]
+# arguments.sh has the environment variables; ARGUMENTS are those of `megatron-prefix train`.
+
+source "$(dirname "${BASH_SOURCE[0]}")/arguments.sh"
+
+torchrun "${ONE_NODE_ARGS[@]}" -m megatron_prefix train "${TRAIN_ARGS[@]}" \
+    "${MODEL_ARGS[@]}" "${LAYOUT_ARGS[@]}" "${LENGTH_ARGS[@]}" "${SCHEDULE_ARGS[@]}" "$@"
