@@ -173,8 +173,9 @@ def on_two_nodes(
     """Starts a script twice, as its two nodes do; per node exit code, stdout and stderr."""
     environment = {
         **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "NNODES": "2", "NGPU": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-        "JOB_ID": "two nodes", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+        "NNODES": "2", "NGPU": str(ranks), "JOB_ID": "two nodes",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
         "OUTPUT": str(folder),
     }  # fmt: skip
     nodes = [
