@@ -74,6 +74,8 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("multi_latent_attention", _on("multi_latent_attention"), "use the stock schedule: rotary positions are set inside MLA layers"),
     ("window_size", _on("window_size"), "use the stock schedule: a sliding window is not a dense block"),
     ("softmax_type", _other_than("softmax_type", "vanilla"), "use the stock schedule: sinks are not wired up yet"),
+    ("qk_clip", _on("qk_clip"), "use the stock schedule: it reads the largest score of every attention call"),
+    ("log_max_attention_logit", _on("log_max_attention_logit"), "turn it off: it reads the largest score of every attention call"),
     ("overlap_moe_expert_parallel_comm", _on("overlap_moe_expert_parallel_comm"), "turn it off: it needs Megatron's own schedule plan"),
     ("delay_wgrad_compute", _on("delay_wgrad_compute"), "turn it off: it needs Megatron's own schedule plan"),
     ("hybrid_context_parallel", _on("hybrid_context_parallel"), "turn it off: it brings its own loop"),
@@ -145,14 +147,34 @@ def sample_losses_weigh_batch() -> bool:
     return Version(Version(megatron.core.__version__).base_version) >= Version("0.19")
 
 
-def check(model: Any) -> None:
+def _wrapper_refusals(model: Any) -> list[str]:
+    """One line for every wrapper of a model chunk that the schedule cannot run with."""
+    found = []
+    while hasattr(model, "module"):
+        ddp = getattr(model, "ddp_config", None)
+        kind = type(model).__name__
+        if "FullySharded" in kind or "FSDP" in kind or getattr(ddp, "use_megatron_fsdp", False):
+            found.append(f"{kind}: use DistributedDataParallel: FSDP reduces at every backward")
+        if getattr(ddp, "delay_wgrad_compute", False):
+            found.append(
+                "delay_wgrad_compute of DDP: turn it off: it needs Megatron's own schedule plan"
+            )
+        model = model.module
+    return found
+
+
+def check(model: Any, wrapped: Any = None) -> None:
     """Refuses a model that the schedule cannot run exactly.
+
+    Args:
+        model: the language model.
+        wrapped: the same in its wrappers, if it has any.
 
     Raises:
         UserError: names the first feature in the way and the mend.
     """
     check_version()
-    found = refusals(model.config)
+    found = refusals(model.config) + _wrapper_refusals(wrapped)
     if getattr(model, "position_embedding_type", "rope") == "mrope":
         found.append("mrope: use the stock schedule: positions have three components")
     for number, layer in enumerate(model.decoder.layers):

@@ -46,11 +46,11 @@ class Hooks:
 
     def __init__(self, model: nn.Module, kernel: str = "auto") -> None:
         self.model: Any = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
-        features.check(self.model)
+        features.check(self.model, model)
         self.layers = [layer.self_attention for layer in self.model.decoder.layers]
         self.num_layers = len(self.layers)
         self.routers: dict[int, Any] = features.routers(self.model)
-        self.kernel = _choose_kernel(kernel, self.model, self.num_layers)
+        self.use(kernel)
         self.current: SegmentContext | None = None
         self._answer: Tensor | None = None
         self._rope: Tensor | None = None
@@ -73,6 +73,11 @@ class Hooks:
         self._override(self.model, "forward", self._answering(self.model.forward))
         setattr(self.model, _INSTALLED, self)
         self._undo.append(lambda: delattr(self.model, _INSTALLED))
+
+    def use(self, kernel: str) -> None:
+        """Chooses the kernel by name; see megatron_prefix/attention/kernels.py."""
+        self._kernel_name = kernel
+        self.kernel = _choose_kernel(kernel, self.model, self.num_layers)
 
     def uninstall(self) -> None:
         """Takes every hook off again; the model is as it was."""
@@ -171,7 +176,7 @@ class Hooks:
 
 
 def install(model: nn.Module, kernel: str = "auto") -> Hooks:
-    """Installs the hooks on a model chunk, once: a second call returns the same hooks.
+    """Installs the hooks on a model chunk, once: a second call only changes the kernel.
 
     Args:
         model: a GPTModel, wrapped or not.
@@ -182,7 +187,11 @@ def install(model: nn.Module, kernel: str = "auto") -> Hooks:
     """
     inner = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
     found = getattr(inner, _INSTALLED, None)
-    return found if found is not None else Hooks(model, kernel)
+    if found is None:
+        return Hooks(model, kernel)
+    if kernel != found._kernel_name:
+        found.use(kernel)
+    return found
 
 
 def uninstall(model: nn.Module) -> None:
@@ -194,12 +203,17 @@ def uninstall(model: nn.Module) -> None:
 
 
 def _softmax_scale(attention: Any, core: Any) -> float:
-    """What the stock core attention uses: its own scale, the layer's, the config's, 1/sqrt(dim)."""
+    """What the stock core attention uses: its own scale, the layer's, the config's, 1/sqrt(dim).
+
+    With apply_query_key_layer_scaling Megatron's own core attention divides by the layer's number
+    before the product and multiplies after it (megatron/core/transformer/dot_product_attention.py).
+    """
     config = attention.config
     for owner in (core, attention, config):
         scale = getattr(owner, "softmax_scale", None)
         if isinstance(scale, float):
-            return scale
+            softmax = getattr(core, "scale_mask_softmax", None)
+            return scale * (getattr(softmax, "scale", None) or 1.0)
     return 1.0 / math.sqrt(config.kv_channels)
 
 
