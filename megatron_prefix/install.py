@@ -211,7 +211,7 @@ def _softmax_scale(attention: Any, core: Any) -> float:
     config = attention.config
     for owner in (core, attention, config):
         scale = getattr(owner, "softmax_scale", None)
-        if isinstance(scale, float):
+        if isinstance(scale, int | float):
             softmax = getattr(core, "scale_mask_softmax", None)
             return scale * (getattr(softmax, "scale", None) or 1.0)
     return 1.0 / math.sqrt(config.kv_channels)
