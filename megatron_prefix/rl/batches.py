@@ -93,24 +93,39 @@ def microbatch(
     trained = rollout.loss_mask[1:]
     padding = -len(trained) % multiple
     old = rollout.old_logprobs if old_logprobs is None else old_logprobs
-    fields: dict[str, Any] = {
+    item: dict[str, Any] = {
         "tokens": _row(rollout.tokens[:-1].astype(np.int64), padding),
         "labels": _row(rollout.tokens[1:].astype(np.int64), padding),
         "position_ids": _row(np.arange(len(trained) + padding), 0),
         "loss_mask": _row(trained.astype(np.float32), padding),
         "advantages": _row(trained * np.float64(advantage), padding),
+        "group": rollout.group,
+        "uid": rollout.uid,
     }
     for name, values in (("old_logprobs", old), ("ref_logprobs", ref_logprobs)):
         if values is not None:
-            column = np.zeros(len(trained))
-            column[trained] = values
-            fields[name] = _row(column, padding)
-    return {**fields, "group": rollout.group, "uid": rollout.uid}
+            item = with_logprobs(item, name, values)
+    return item
 
 
 def _row(values: NDArray[Any], padding: int) -> Tensor:
     """[n] -> [1, n + padding], padded with zeros."""
     return torch.from_numpy(np.pad(values, (0, padding))).unsqueeze(0)
+
+
+def with_logprobs(
+    item: Mapping[str, Any], name: str, logprobs: NDArray[np.float64]
+) -> dict[str, Any]:
+    """A microbatch with the log-probs of its trained tokens as a further field [1, positions].
+
+    Args:
+        item: whole, or a context-parallel rank's slice.
+        name: `old_logprobs` or `ref_logprobs`.
+        logprobs: [trained tokens], in the order of their positions.
+    """
+    column = torch.zeros_like(item["advantages"])
+    column[item["loss_mask"] != 0] = torch.from_numpy(logprobs).to(column.dtype)
+    return {**item, name: column}
 
 
 def on_cp_rank(item: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:

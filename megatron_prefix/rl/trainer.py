@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core import parallel_state
-from numpy.typing import NDArray
 
-from megatron_prefix.data.rollouts import Group, Rollout
+from megatron_prefix.data.rollouts import Group
 from megatron_prefix.errors import UserError
 from megatron_prefix.jobs import ModelOptions, place_groups
 from megatron_prefix.models.build import build_model
@@ -80,7 +79,7 @@ class Trainer:
         spec: ModelSpec,
         world: World,
     ) -> None:
-        _check_layout(rollouts, world)
+        _check_layout(settings, rollouts, world)
         minibatches(rollouts.take(0, settings.groups_per_step), settings.num_minibatches)
         self.settings, self.rollouts, self.world, self.spec = settings, rollouts, world, spec
         self.num_steps = self.position = 0
@@ -148,32 +147,17 @@ class Trainer:
 
     def _microbatches(self, groups: Sequence[Group]) -> list[Microbatch]:
         """Microbatches with advantages, old log-probs and, where asked for, the reference's."""
-        multiple = self.world.layout.tp if self.world.layout.sequence_parallel else 1
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        values = [rollout.advantage or 0.0 for rollout in rollouts]
-        items = [
-            batches.microbatch(rollout, advantage, multiple=multiple)
-            for rollout, advantage in zip(rollouts, values, strict=True)
+        layout, rank = self.world.layout, parallel_state.get_context_parallel_rank()
+        whole = [
+            batches.microbatch(rollout, rollout.advantage or 0.0, multiple=layout.alignment)
+            for group in groups
+            for rollout in group.rollouts
         ]
-        old = self._old_logprobs(rollouts, items)
-        ref = passes.logprobs(self._passes[1], self._reference, items) if self._reference else None
-        none = [None] * len(items)
-        items = [
-            batches.microbatch(r, a, old_logprobs=o, ref_logprobs=f, multiple=multiple)
-            for r, a, o, f in zip(rollouts, values, old, ref or none, strict=True)
-        ]
+        items = [batches.on_cp_rank(item, rank, layout.cp) for item in whole]
+        items = _with_logprobs(items, "old_logprobs", self._passes[0], self.chunks)
+        if self._reference:
+            items = _with_logprobs(items, "ref_logprobs", self._passes[1], self._reference)
         return batches.pinned(items) if self.world.device.type == "cuda" else items
-
-    def _old_logprobs(
-        self, rollouts: Sequence[Rollout], items: Sequence[Microbatch]
-    ) -> list[NDArray | None]:
-        """The rollouts' own; where they have none, those of the model as it is now."""
-        missing = [item for item in items if "old_logprobs" not in item]
-        found = passes.logprobs(self._passes[0], self.chunks, missing) if missing else []
-        if found is None:  # not the last stage: nothing here needs them
-            return [rollout.old_logprobs for rollout in rollouts]
-        rest = iter(found)
-        return [next(rest) if r.old_logprobs is None else r.old_logprobs for r in rollouts]
 
     def _metrics(self, groups: Sequence[Group], updates: Sequence[Update]) -> Metrics:
         layout = self.world.layout
@@ -192,6 +176,21 @@ class Trainer:
             **metrics.of_tokens(tokens, sum(update.seconds for update in updates)),
             **metrics.of_report(self.schedule.report),
         }
+
+
+def _with_logprobs(
+    items: list[Microbatch], name: str, schedule: PrefixSchedule, chunks: list[Any]
+) -> list[Microbatch]:
+    """Log-probs of a model as it is now, for microbatches that bring none.
+
+    Only the last pipeline stage has them, and nothing elsewhere needs them.
+    """
+    missing = [number for number, item in enumerate(items) if name not in item]
+    found = passes.logprobs(schedule, chunks, [items[m] for m in missing]) if missing else None
+    items = list(items)
+    for number, values in zip(missing, found or (), strict=found is not None):
+        items[number] = batches.with_logprobs(items[number], name, values)
+    return items
 
 
 def _build(
@@ -220,15 +219,18 @@ def _build(
     return chunks
 
 
-def _check_layout(rollouts: RolloutSet, world: World) -> None:
+def _check_layout(settings: TrainSettings, rollouts: RolloutSet, world: World) -> None:
     """Refuse what would hang or train on something else than asked for.
 
     Raises:
         UserError: see the messages.
     """
     layout = world.layout
-    if layout.cp > 1:
-        raise UserError(f"train does not cut rollouts for --cp {layout.cp} yet; use --cp 1")
+    if layout.cp > 1 and settings.loss_mean != "token":
+        raise UserError(
+            f"--cp {layout.cp} with --loss-mean {settings.loss_mean}: Megatron-Core takes the mean"
+            " of each rank's part of a rollout, which is not the rollout's; use --loss-mean token"
+        )
     sizes = {len(group.rollouts) for group in rollouts.groups}
     if layout.ep > 1 and len(sizes) > 1:
         raise UserError(

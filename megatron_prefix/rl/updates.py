@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 
 from megatron_prefix.pipeline.entry import PrefixSchedule
 from megatron_prefix.rl import compare, passes
@@ -34,7 +35,7 @@ class Update:
         grad_norm: of the whole gradient, before clipping.
         num_zeros: elements of the gradient that are exactly zero.
         seconds: forward, backward and optimizer step.
-        raw_tokens: positions of this rank's microbatches.
+        raw_tokens: positions of this rank's microbatches, of all context-parallel ranks.
         executed_tokens: positions that the schedule computed for them.
         skipped: loss or gradient was not finite, the weights are as before.
         outcome: what a comparison looks at, None without one.
@@ -140,7 +141,8 @@ class Updater:
         means = passes.mean_over_ranks(passes.log_sums(logs), names, self._device)
         norm, zeros, skipped = self._apply(means["loss"])
         seconds += now(self._device) - begin
-        raw = sum(item["tokens"].numel() for item in items)
+        size = parallel_state.get_context_parallel_world_size()
+        raw = size * sum(item["tokens"].numel() for item in items)
         report = schedule.report
         executed = report.forest.executed_tokens if report and report.decision.share else raw
         outcome = None

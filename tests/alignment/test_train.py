@@ -345,11 +345,35 @@ def test_data_parallel_ranks_make_the_same_update(
         assert rows[0][name] == pytest.approx(rows[1][name], abs=1e-5)
 
 
+def test_context_parallel_ranks_train_as_one(tmp_path: Path) -> None:
+    """Two steps, compared with the stock schedule; old log-probs are the model's and given ones."""
+    first, second = bundled()[:2]
+    given = tuple(
+        replace(rollout, old_logprobs=np.full(rollout.num_trained, -3.0))
+        for rollout in second.rollouts
+    )
+    groups = [first, Group(second.name, given)]
+    job = settings(compare=True)
+    for cp in (1, 2):
+        for summary, _ in train(tmp_path / f"cp{cp}", 2, job, groups, layout=Layout(cp=cp)):
+            assert summary.passed is True
+    rows = [metrics_of(tmp_path / f"cp{cp}")[-1] for cp in (1, 2)]
+    for name in ("train/loss", "train/kl", "train/ratio", "train/grad_norm"):
+        assert rows[0][name] == pytest.approx(rows[1][name], abs=1e-4), name
+    for name in ("prefix_sharing/raw_tokens", "prefix_sharing/executed_tokens"):
+        padding = rows[1][name] - rows[0][name]
+        assert 0 <= padding < 4 * sum(len(group.rollouts) for group in groups), name
+
+
 def test_what_a_layout_cannot_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no multiple of --minibatches 2"):
         train(tmp_path, 1, settings(groups_per_step=3, num_minibatches=2))
     with pytest.raises(UserError, match="groups-per-step 100 exceeds"):
         train(tmp_path, 1, settings(groups_per_step=100))
+    with pytest.raises(
+        UserError, match=r"--cp 2 with --loss-mean rollout: .* use --loss-mean token"
+    ):
+        train(tmp_path, 1, settings(loss_mean="rollout"), layout=Layout(cp=2))
     odd = settings(mode="off", groups_per_step=1)
     copies = bundled()[0].rollouts[:3]
     with pytest.raises(UserError, match="multiples of --pp 2, and there are 3"):
