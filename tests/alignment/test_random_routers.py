@@ -32,14 +32,11 @@ LOSSES = {
     "moe_aux_loss_coeff": [1.0, 0.7],
     "moe_z_loss_coeff": 0.5,
 }
+BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 MODELS = {
     "losses": LOSSES,
-    "biased": {
-        "moe_router_enable_expert_bias": True,
-        "moe_router_score_function": "sigmoid",
-        "moe_aux_loss_coeff": 1.0,
-    },
-    "recomputed": LOSSES,
+    "biased": {**BIAS, "moe_aux_loss_coeff": 1.0},
+    "recomputed": {**LOSSES, **BIAS},
 }
 
 
