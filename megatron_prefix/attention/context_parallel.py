@@ -15,6 +15,7 @@ All ranks of a context-parallel group run the same plan, so all of them make the
 order, which is what collectives ask for.
 """
 
+# long: the plan and its exchange are read together
 from __future__ import annotations
 
 import functools

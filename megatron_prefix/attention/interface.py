@@ -10,6 +10,7 @@ any strides with a contiguous last dimension; out [s, h, dv] in q's dtype; lse [
 for fp64); gradients as their inputs, dk and dv summed over the query heads of a K/V head.
 """
 
+# long: one contract and the class that keeps it for every operator
 from __future__ import annotations
 
 import functools

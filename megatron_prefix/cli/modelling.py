@@ -12,6 +12,7 @@ from megatron_prefix.models.presets import PRESETS, ModelSpec
 
 
 def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> None:
+    # long: a list of options, each with its help
     """`--model --set --dtype --device --layer-spec --recompute --memory --kernel --seed`."""
     group = parser.add_argument_group("model")
     group.add_argument(

@@ -43,6 +43,7 @@ def build_model(
     exact_loss: bool | None = None,
     config_overrides: dict[str, Any] | None = None,
 ) -> list[Any]:
+    # long: the one place where every option of a model is handed on
     """This rank's model chunks: one GPTModel a virtual pipeline stage, in order.
 
     The process groups must exist (`runtime.initialize`). Weights are random, by `seed`, and the

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def overrides(
     router: Any, layer: int, current: Callable[[], SegmentContext | None]
 ) -> dict[str, Callable[..., Any]]:
+    # long: six short functions over the same three names
     """Methods of one router, by name; while no segment runs they are Megatron's.
 
     While one runs, Megatron's own auxiliary losses are off, since they would see a segment for a
