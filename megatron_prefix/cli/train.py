@@ -35,7 +35,7 @@ from megatron_prefix.errors import UserError
 if TYPE_CHECKING:
     from megatron_prefix.data.rollouts import Group
     from megatron_prefix.rl.run import Summary
-    from megatron_prefix.rl.trainer import Step, Trainer
+    from megatron_prefix.rl.trainer import Step
     from megatron_prefix.runtime import Layout
 
 HELP = """\
