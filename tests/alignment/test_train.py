@@ -365,6 +365,40 @@ def test_context_parallel_ranks_train_as_one(tmp_path: Path) -> None:
         assert 0 <= padding < 4 * sum(len(group.rollouts) for group in groups), name
 
 
+@pytest.mark.parametrize("loss_mean", ["token", "rollout"])
+@pytest.mark.parametrize("case", ["cut", "idle"])
+def test_a_cut_group_and_an_idle_rank_change_no_update(
+    tmp_path: Path, loss_mean: str, case: str
+) -> None:
+    """One group on two ranks: a part each, or all on one where cutting it would gain nothing."""
+    (group, *_) = bundled()
+    rollouts = group.rollouts if case == "cut" else (group.rollouts[0],)
+    groups = [Group(group.name, tuple(replace(r, reward=float(i)) for i, r in enumerate(rollouts)))]
+    if case == "idle":  # alone in its group it would have no advantage
+        groups[0] = Group(group.name, (replace(rollouts[0], advantage=1.5),))
+    job = settings(loss_mean=loss_mean, clip_grad=0.0, groups_per_step=1)
+    found = [
+        train(
+            tmp_path / f"dp{dp}",
+            1,
+            job,
+            groups,
+            layout=Layout(dp=dp),
+            look=lambda trainer: compare.gradients(trainer.chunks),
+        )
+        for dp in (1, 2)
+    ]
+    ((alone, gradients),) = found[0]
+    for summary, others in found[1]:
+        more = summary.executed_tokens - alone.executed_tokens
+        assert (more > 10) == (case == "cut"), "both parts compute the prompt"
+        for name, wanted in gradients.items():
+            assert_close(others[name], wanted, alone.raw_tokens, what=name)
+    rows = [metrics_of(tmp_path / f"dp{dp}")[0] for dp in (1, 2)]
+    for name in ("train/loss", "train/reward_mean", "train/grad_norm"):
+        assert rows[0][name] == pytest.approx(rows[1][name], rel=1e-4, abs=1e-5)
+
+
 def test_what_a_layout_cannot_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no multiple of --minibatches 2"):
         train(tmp_path, 1, settings(groups_per_step=3, num_minibatches=2))
