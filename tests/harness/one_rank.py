@@ -46,11 +46,14 @@ def one_rank() -> Iterator[None]:
 
 
 def small_model(
-    name: str = "tiny-llama", vocab: int = 64, num_layers: int = 2, **options: Any
+    name: str = "tiny-llama",
+    vocab: int = 64,
+    spec: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Any:
-    """The one chunk of a preset with fewer layers, in fp64 and in DDP unless `options` differ.
+    """The one chunk of a preset with two layers, in fp64 and in DDP unless `options` differ.
 
-    Two calls with the same arguments give equal weights.
+    `spec` changes fields of the preset. Two calls with the same arguments give equal weights.
     """
-    spec = resolve(name, num_layers=num_layers).with_vocab(vocab)
-    return build_model(spec, **{"dtype": torch.float64, **options})[0]
+    shape = resolve(name, **{"num_layers": 2, **(spec or {})}).with_vocab(vocab)
+    return build_model(shape, **{"dtype": torch.float64, **options})[0]
