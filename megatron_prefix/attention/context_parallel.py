@@ -28,7 +28,6 @@ from torch import Tensor
 
 from megatron_prefix.attention import zigzag
 from megatron_prefix.attention.blocks import Block
-from megatron_prefix.attention.interface import Aux, Kernel, Partial
 from megatron_prefix.cache import SidecarCache
 from megatron_prefix.tree import Segment
 
@@ -150,10 +149,10 @@ class ShardedCache(SidecarCache):
         self._open(layer, block)
         if not self._once:
             self._settle(layer, block.head)
-            pending = self.exchange.reduce_scatter(_side_by_side(key_grad, value_grad))
+            pending = self.exchange.reduce_scatter(side_by_side(key_grad, value_grad))
             self._sent[layer, block.head] = block, pending
             return
-        part = _side_by_side(key_grad, value_grad).unflatten(0, (self.parts, -1))
+        part = side_by_side(key_grad, value_grad).unflatten(0, (self.parts, -1))
         total = self._sums.get((layer, block.head))
         if total is None:
             rows = self.map.length[block.head]
@@ -196,102 +195,14 @@ class ShardedCache(SidecarCache):
         super().add_gradient(layer, block, both[..., :width], both[..., width:])
 
 
-class SpreadRows:
-    """A segment's own attention where every rank has some of its rows; see core.OwnRows.
-
-    Args:
-        kernel: runs each block.
-        exchange: the group's collectives.
-        query: this rank's [rows, heads, dim], and `key` and `value` likewise.
-        scale: softmax scale.
-        lengths: of the segment's rows on this rank.
-    """
-
-    def __init__(
-        self,
-        kernel: Kernel,
-        exchange: Exchange,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        lengths: tuple[int, ...],
-    ) -> None:
-        self._kernel, self._exchange, self._scale = kernel, exchange, scale
-        self._query, self._key, self._value = query, key, value
-        whole = tuple(length * exchange.size for length in lengths)
-        blocks = zigzag.own_blocks(whole, exchange.rank, exchange.size)
-        self._chunks, self._paired = blocks.chunks, blocks.paired
-        self._indices = _indices(whole, exchange.rank, exchange.size, query.device)
-        self._views = exchange.gather(key, value)
-
-    def forward(self) -> list[Partial]:
-        """A causal part of every chunk with itself, and the parts of earlier chunks."""
-        query, scale = self._query, self._scale
-        parts = [self._kernel.causal(query, self._key, self._value, scale, self._chunks)]
-        key, value = self._views.wait()
-        for block, (mine, seen) in zip(self._paired, self._indices, strict=True):
-            part = self._kernel.paired(
-                _rows(query, mine), key[seen], value[seen], scale,
-                block.query_lengths, block.key_lengths,
-            )  # fmt: skip
-            parts.append(_spread(part, mine, len(query)))
-        return parts
-
-    def backward(self, dout: Tensor, out: Tensor, lse: Tensor, aux: Sequence[Aux]) -> Tensor:
-        """The gradient of the queries; those of keys and values are on their way afterwards."""
-        query, scale = self._query, self._scale
-        query_grad, *self._diagonal = self._kernel.causal_backward(
-            dout, query, self._key, self._value, out, lse, aux[0], scale, self._chunks
-        )
-        key, value = self._views.wait()
-        dtype = torch.promote_types(key.dtype, torch.float32)
-        width = key.shape[-1] + value.shape[-1]
-        view_grad = torch.zeros((*key.shape[:2], width), dtype=dtype, device=key.device)
-        for block, (mine, seen), block_aux in zip(
-            self._paired, self._indices, aux[1:], strict=True
-        ):
-            more, *gradients = self._kernel.paired_backward(
-                _rows(dout, mine), _rows(query, mine), key[seen], value[seen], _rows(out, mine),
-                lse if mine is None else lse[:, mine], block_aux, scale,
-                block.query_lengths, block.key_lengths,
-            )  # fmt: skip
-            view_grad[seen] = _side_by_side(*gradients)
-            if mine is None:
-                query_grad = query_grad.add_(more)
-            else:
-                query_grad[mine] += more
-        self._sent = self._exchange.reduce_scatter(view_grad)
-        return query_grad
-
-    def gradients(self) -> tuple[Tensor, Tensor]:
-        """dK and dV of this rank's rows, in fp32 or wider; after `backward`."""
-        (both,) = self._sent.wait()
-        width, (key_grad, value_grad) = self._key.shape[-1], self._diagonal
-        return both[..., :width] + key_grad, both[..., width:] + value_grad
-
-
-def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
-    return x if rows is None else x[rows]
-
-
-def _spread(part: Partial, rows: Tensor | None, num_rows: int) -> Partial:
-    """A part of some rows as a part of all; the others see no key."""
-    if rows is None:
-        return part
-    out = part.out.new_zeros((num_rows, *part.out.shape[1:]))
-    lse = part.lse.new_full((part.lse.shape[0], num_rows), float("-inf"))
-    out[rows], lse[:, rows] = part.out, part.lse
-    return Partial(out, lse, part.aux)
-
-
-def _side_by_side(key_grad: Tensor, value_grad: Tensor) -> Tensor:
+def side_by_side(key_grad: Tensor, value_grad: Tensor) -> Tensor:
     """gK and gV in one tensor [rows, kv_heads, dim + value_dim] of fp32 or wider."""
     dtype = torch.promote_types(key_grad.dtype, torch.float32)
     return torch.cat([key_grad.to(dtype), value_grad.to(dtype)], dim=-1)
 
 
-def _on(device: torch.device, rows: zigzag.Index) -> Tensor:
+def on(device: torch.device, rows: zigzag.Index) -> Tensor:
+    """Row numbers on the device; the host does not wait."""
     host = torch.from_numpy(rows)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
@@ -299,17 +210,4 @@ def _on(device: torch.device, rows: zigzag.Index) -> Tensor:
 @functools.lru_cache(maxsize=256)
 def _order(lengths: tuple[int, ...], size: int, device: torch.device) -> Tensor:
     """`zigzag.order` on the device."""
-    return _on(device, zigzag.order(lengths, size))
-
-
-@functools.lru_cache(maxsize=256)
-def _indices(
-    lengths: tuple[int, ...], rank: int, size: int, device: torch.device
-) -> tuple[tuple[Tensor | None, Tensor], ...]:
-    """Queries (None: all rows of the rank) and keys of the paired blocks, on the device."""
-    local = sum(lengths) // size
-    found = []
-    for block in zigzag.own_blocks(lengths, rank, size).paired:
-        mine = None if len(block.queries) == local else _on(device, block.queries)
-        found.append((mine, _on(device, block.keys)))
-    return tuple(found)
+    return on(device, zigzag.order(lengths, size))

@@ -7,12 +7,11 @@ Shared-Prefix Reuse for LLM RL Training", section 3.1 and appendix A: under a ca
 road from a suffix back to its prefix is gK/gV, and the prefix's backward is linear in them.
 
 With context parallelism the sidecar gathers what is read and scatters what is sent, and the
-segment's own attention spans ranks (megatron_prefix/attention/context_parallel.py).
+segment's own attention spans ranks (megatron_prefix/attention/own.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +20,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_prefix.attention.blocks import Block
-from megatron_prefix.attention.context_parallel import ShardedCache, SpreadRows
-from megatron_prefix.attention.interface import Aux, Partial
 from megatron_prefix.attention.kernels import Kernel
 from megatron_prefix.attention.merge import merge
+from megatron_prefix.attention.own import own_rows
 from megatron_prefix.cache import SidecarCache
 
 if TYPE_CHECKING:
@@ -55,55 +53,6 @@ class SegmentContext:
     cache: SidecarCache
     ledger: RouterLedger | None = None
     backward: bool = False
-
-
-class OwnRows:
-    """A segment's attention to its own keys: one causal block, on one rank.
-
-    Args:
-        kernel: runs it.
-        query: [rows, heads, dim], and `key` and `value` likewise.
-        scale: softmax scale.
-        lengths: rows of each rollout.
-    """
-
-    def __init__(
-        self,
-        kernel: Kernel,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        lengths: tuple[int, ...],
-    ) -> None:
-        self._kernel, self._tensors = kernel, (query, key, value)
-        self._scale, self._lengths = scale, lengths
-
-    def forward(self) -> list[Partial]:
-        """Its parts of the attention."""
-        return [self._kernel.causal(*self._tensors, self._scale, self._lengths)]
-
-    def backward(self, dout: Tensor, out: Tensor, lse: Tensor, aux: Sequence[Aux]) -> Tensor:
-        """The gradient of the queries, from the merged `out` and `lse`."""
-        query_grad, *self._gradients = self._kernel.causal_backward(
-            dout, *self._tensors, out, lse, aux[0], self._scale, self._lengths
-        )
-        return query_grad
-
-    def gradients(self) -> tuple[Tensor, Tensor]:
-        """The gradients of keys and values; after `backward`."""
-        key_grad, value_grad = self._gradients
-        return key_grad, value_grad
-
-
-def _own_rows(
-    context: SegmentContext, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, scale: float
-) -> OwnRows | SpreadRows:
-    """The segment's own attention; with context parallelism its keys are on their way."""
-    cache = context.cache
-    if isinstance(cache, ShardedCache):
-        return SpreadRows(kernel, cache.exchange, query, key, value, scale, context.lengths)
-    return OwnRows(kernel, query, key, value, scale, context.lengths)
 
 
 def segment_attention(
@@ -151,7 +100,7 @@ class _SegmentAttention(torch.autograd.Function):
         if context.inner:
             cache.capture(layer, context.index, key, value)
             key, value = cache.own(layer, context.index)
-        own = _own_rows(context, kernel, query, key, value, scale)
+        own = own_rows(cache, kernel, query, key, value, scale, context.lengths)
         cache.prefetch(layer, context.blocks)
         cache.prefetch(layer - 1 if context.backward else layer + 1, context.blocks)
         dense = [kernel.dense(query, *cache.read(layer, b), scale) for b in context.blocks]
@@ -171,7 +120,7 @@ class _SegmentAttention(torch.autograd.Function):
         query, out, lse, *saved = ctx.saved_tensors
         cache: SidecarCache = context.cache
         key, value = cache.own(layer, context.index) if context.inner else saved
-        own = _own_rows(context, kernel, query, key, value, scale)
+        own = own_rows(cache, kernel, query, key, value, scale, context.lengths)
         cache.prefetch(layer, context.blocks)
         cache.prefetch(layer - 1, context.blocks)
         num_own = len(aux) - len(context.blocks)

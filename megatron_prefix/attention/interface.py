@@ -64,14 +64,9 @@ class Kernel(Protocol):
         ...
 
     def paired(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        q_lengths: tuple[int, ...],
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, q_lengths: tuple[int, ...],
         k_lengths: tuple[int, ...],
-    ) -> Partial:
+    ) -> Partial:  # fmt: skip
         """A row of a rollout sees every key of that rollout; ``k_lengths`` sum to t."""
         ...
 
@@ -105,18 +100,9 @@ class Kernel(Protocol):
         ...
 
     def paired_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        aux: Aux,
-        scale: float,
-        q_lengths: tuple[int, ...],
-        k_lengths: tuple[int, ...],
-    ) -> Gradients:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
+        scale: float, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...],
+    ) -> Gradients:  # fmt: skip
         """(dq, dk, dv) of a paired block from the merged ``out`` and ``lse``."""
         ...
 
@@ -257,30 +243,16 @@ class Batched:
         return self.rows_backward(saved, aux, scale, (lengths, lengths), causal=True)
 
     def paired(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        q_lengths: tuple[int, ...],
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, q_lengths: tuple[int, ...],
         k_lengths: tuple[int, ...],
-    ) -> Partial:
+    ) -> Partial:  # fmt: skip
         """See `Kernel.paired`."""
         return self.rows(q, k, v, scale, (q_lengths, k_lengths), causal=False)
 
     def paired_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        aux: Aux,
-        scale: float,
-        q_lengths: tuple[int, ...],
-        k_lengths: tuple[int, ...],
-    ) -> Gradients:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
+        scale: float, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...],
+    ) -> Gradients:  # fmt: skip
         """See `Kernel.paired_backward`."""
         saved = Saved(dout, q, k, v, out, lse)
         return self.rows_backward(saved, aux, scale, (q_lengths, k_lengths), causal=False)

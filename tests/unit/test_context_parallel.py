@@ -21,10 +21,11 @@ from torch import Tensor
 from megatron_prefix.attention import zigzag
 from megatron_prefix.attention.adaptive import AdaptiveKernel
 from megatron_prefix.attention.blocks import Block
-from megatron_prefix.attention.context_parallel import Exchange, ShardedCache, SpreadRows
+from megatron_prefix.attention.context_parallel import Exchange, ShardedCache
 from megatron_prefix.attention.interface import Kernel
 from megatron_prefix.attention.kernels import KERNELS, CompositeKernel
 from megatron_prefix.attention.merge import merge
+from megatron_prefix.attention.own import SpreadRows
 from megatron_prefix.cache import State
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.batch import SegmentInputs
