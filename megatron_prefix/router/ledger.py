@@ -144,10 +144,11 @@ class RouterLedger:
             raise RuntimeError(f"layer {layer}: microbatches {early} have tokens still to come")
         state.closed.update(microbatches)
         closing = self._tokens.closing(microbatches)
-        sums = torch.cat([state.counts, state.squares.unsqueeze(1)], 1)[closing.rollout]
+        counts, squares = state.counts[closing.rollout], state.squares[closing.rollout]
+        sums = torch.cat([counts, squares.unsqueeze(1)], 1)
         if router.tp_cp_group.size() > 1:
             dist.all_reduce(sums, group=router.tp_cp_group)
-        masses = state.masses[closing.rollout]
+        masses = state.masses[closing.rollout]  # of this rank: Megatron logs its part of the loss
         for kind in LOGGED_AS:
             if coeff := router.get_aux_loss_coeff(kind):
                 vectors = _balance(router, kind, coeff, sums[:, :-1], masses, closing)
