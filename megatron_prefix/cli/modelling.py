@@ -12,12 +12,8 @@ from megatron_prefix.models.presets import PRESETS, ModelSpec
 
 
 def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> None:
-<<<<<<< HEAD
     # long: a list of options, each with its help
     """`--model --set --dtype --device --layer-spec --recompute --memory --kernel --seed`."""
-=======
-    """`--model --set --dtype --device --layer-spec --recompute --memory --cp-reduce ...`."""
->>>>>>> a7abd56 (split)
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -51,12 +47,6 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         default="none",
         help="Megatron's activation recomputation (default none)",
     )
-    _add_execution(group)
-    group.add_argument("--seed", type=int, default=1234, help="of weights and draws (default 1234)")
-
-
-def _add_execution(group: Any) -> None:
-    """How segments are run and kept."""
     group.add_argument(
         "--memory",
         choices=MEMORY_POLICIES,
@@ -77,6 +67,7 @@ def _add_execution(group: Any) -> None:
         metavar="NAME",
         help="attention kernel: math, flash_cpu, flash, cudnn, dense+causal, or auto (default)",
     )
+    group.add_argument("--seed", type=int, default=1234, help="of weights and draws (default 1234)")
 
 
 def model_options(args: argparse.Namespace) -> Any:
