@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 GRACE_S = 5.0
 """How long a rank may take to leave, after its result or after being told to, before the kill."""
+NOTICE_S = 1.0
+"""How long to look, after a rank's failure, for another that a signal has ended."""
 
 
 class RankError(RuntimeError):
@@ -218,7 +220,10 @@ def _collect(ranks: list[_Rank], timeout_s: float | None) -> list[Any]:
             raise RankError(f"ranks {sorted(waiting.values())} did not finish in {timeout_s} s")
         for connection in ready:
             number = waiting.pop(connection)
-            results[number] = _answer(number, ranks[number])
+            try:
+                results[number] = _answer(number, ranks[number])
+            except RankError as error:
+                raise RankError(f"{error}{_deaths(ranks, number)}") from None
     return [results[number] for number in range(len(ranks))]
 
 
@@ -237,6 +242,18 @@ def _answer(number: int, rank: _Rank) -> Any:
     if kind == "failed":
         raise RankError(f"rank {number} failed:\n{value}")
     return value
+
+
+def _deaths(ranks: list[_Rank], failed: int) -> str:
+    """The ranks that a signal has ended: why others have failed, who may have spoken first."""
+    # The connections of a killed rank close a moment before it is gone.
+    wait([rank.process.sentinel for n, rank in enumerate(ranks) if n != failed], NOTICE_S)
+    codes = {number: rank.process.exitcode for number, rank in enumerate(ranks)}
+    return "".join(
+        f"\nrank {number} died with exit code {code}"
+        for number, code in codes.items()
+        if number != failed and code is not None and code < 0
+    )
 
 
 def _tail(log: Path, lines: int = 20) -> str:

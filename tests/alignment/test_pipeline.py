@@ -1,0 +1,77 @@
+"""Pipelines: the same step as Megatron's schedule, on several ranks in fp64."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from megatron_prefix.runtime import Layout
+from tests.harness.pipelines import SHAPES, Case, run_cases
+from tests.harness.ranks import run_ranks
+from tests.harness.steps import Contract
+
+LAYOUTS = {
+    "pp2": Layout(pp=2),
+    "pp4": Layout(pp=4),
+    "pp2-vpp2": Layout(pp=2, vpp=2),
+    "pp3-vpp2": Layout(pp=3, vpp=2),
+}
+FREED = {"deallocate_pipeline_outputs": True}
+CASES = {
+    "pp2": {
+        **{shape: Case(shape) for shape in SHAPES},
+        **{f"{shape}, plan file": Case(shape, planned=True) for shape in ("two-level-tree",)},
+        "outputs freed": Case("two-level-tree", overrides=FREED),
+        "tied": Case("several-groups", "tiny-qwen3"),
+        "tied, freed, recomputed": Case(
+            "two-level-tree", "tiny-qwen3", recompute="full", overrides=FREED
+        ),
+        "selective": Case("flat-group", recompute="selective"),
+        "memory recompute": Case("uneven-groups", prefix={"memory": "recompute"}, overrides=FREED),
+        "chunks auto": Case("chunked-prefix", prefix={"chunk_tokens": "auto"}),
+        "one tree": Case("several-groups", prefix={"share": "batch"}),
+        "equal lengths": Case("several-groups", overrides={"variable_seq_lengths": False}),
+        "per token": Case("two-level-tree", contract=Contract(per_token=True)),
+        "scaled": Case("uneven-groups", contract=Contract(scale=8.0)),
+        "pairs": Case(
+            "two-level-tree", contract=Contract(triple=False, scale=0.5), overrides=FREED
+        ),
+        "over sequences": Case("uneven-groups", contract=Contract(sequence_level=True)),
+    },
+    "pp4": {
+        **{shape: Case(shape) for shape in SHAPES},
+        "plan file": Case("uneven-groups", planned=True),
+        "tied, freed": Case("two-level-tree", "tiny-qwen3", overrides=FREED),
+        "recomputed": Case("uneven-groups", recompute="full"),
+        "per token, scaled": Case("several-groups", contract=Contract(per_token=True, scale=8.0)),
+        "data where needed": Case("two-level-tree", contract=Contract(), sparse=True),
+    },
+    "pp2-vpp2": {
+        **{shape: Case(shape) for shape in SHAPES},
+        "plan file": Case("two-level-tree", planned=True),
+        "tied, freed": Case("two-level-tree", "tiny-qwen3", overrides=FREED),
+        "recomputed": Case("several-groups", recompute="full", overrides=FREED),
+        "per token, scaled": Case("uneven-groups", contract=Contract(per_token=True, scale=8.0)),
+        "data where needed": Case("two-level-tree", contract=Contract(), sparse=True),
+        "turns of three": Case(
+            "several-groups", overrides={"microbatch_group_size_per_vp_stage": 3}
+        ),
+    },
+    "pp3-vpp2": {"several-groups": Case("several-groups"), "tree": Case("two-level-tree")},
+}
+
+
+@functools.cache
+def outcome(layout: str) -> list[dict[str, str]]:
+    """What every rank says of every case of a layout."""
+    made = LAYOUTS[layout]
+    return run_ranks(made.world_size, run_cases, made, CASES[layout], timeout_s=900)
+
+
+@pytest.mark.parametrize(
+    ("layout", "case"), [(layout, case) for layout, cases in CASES.items() for case in cases]
+)
+def test_a_step_is_megatrons(layout: str, case: str) -> None:
+    for rank, found in enumerate(outcome(layout)):
+        assert not found[case], f"rank {rank}: {found[case]}"

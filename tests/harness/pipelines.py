@@ -1,0 +1,220 @@
+"""Steps through a pipeline of CPU ranks, by Megatron's schedule and by ours, case by case.
+
+A job runs all cases of one layout, since starting ranks takes longer than most of them.  Rollouts
+are those of the catalogue (schedules/), so its plans can be run too.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_prefix import alignment, numerics, runtime
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.data.pairs import pairs_of_groups
+from megatron_prefix.data.rollouts import Group, dense_vocabulary
+from megatron_prefix.models.build import build_model
+from megatron_prefix.models.presets import resolve
+from megatron_prefix.pipeline import catalogue
+from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.runtime import Layout
+from tests.harness import steps
+from tests.harness.data import REPOSITORY
+from tests.harness.steps import Contract, Microbatch
+
+FOLDER = REPOSITORY / "schedules"
+SHAPES = {shape.name: shape for shape in catalogue.read_catalogue(FOLDER)[0]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison.
+
+    Attributes:
+        shape: of the catalogue, whose lengths the prefix schedule takes.
+        model: preset.
+        recompute: Megatron's activation recomputation.
+        overrides: fields of the model's TransformerConfig.
+        prefix: fields of PrefixConfig.
+        contract: a loss of this form; None: GRPO, by `megatron_prefix.alignment`.
+        planned: run the catalogue's plan file.
+        sparse: our schedule against itself, where only the first and the last stage have data.
+    """
+
+    shape: str
+    model: str = "tiny-llama"
+    recompute: str = "none"
+    overrides: dict[str, Any] = field(default_factory=dict)
+    prefix: dict[str, Any] = field(default_factory=dict)
+    contract: Contract | None = None
+    planned: bool = False
+    sparse: bool = False
+
+    def config(self, layout: Layout) -> PrefixConfig:
+        """The prefix schedule's."""
+        shape = SHAPES[self.shape]
+        options = shape.options
+        path = FOLDER / catalogue.file_name(shape, layout.pp, layout.vpp)
+        return PrefixConfig(
+            **{
+                "chunk_tokens": options.chunk_tokens,
+                "wave_tokens": options.wave_tokens,
+                "min_gain": options.min_gain,
+                "kernel": "math",
+                "plan_file": str(path) if self.planned else None,
+                **self.prefix,
+            }
+        )
+
+
+def rollouts_of(shape: str) -> tuple[list[Group], int]:
+    """The shape's rollouts in a dense vocabulary, and its size."""
+    groups, size, _ = dense_vocabulary(SHAPES[shape].groups)
+    return groups, size
+
+
+def run_cases(layout: Layout, cases: dict[str, Case]) -> dict[str, str]:
+    """A rank's part of a job: what went wrong in each case, "" for nothing."""
+    runtime.initialize(layout)
+    found = {}
+    for name, case in cases.items():
+        try:
+            found[name] = _run(layout, case)
+        except Exception:  # noqa: BLE001  # the case fails, and the next one tells its own story
+            found[name] = traceback.format_exc()
+    runtime.shutdown()
+    return found
+
+
+def _run(layout: Layout, case: Case) -> str:
+    groups, vocab = rollouts_of(case.shape)
+    chunks = build_chunks(case, layout, vocab)
+    if case.contract is None:
+        verdict = alignment.over_ranks(alignment.align(chunks, groups, case.config(layout)))
+        shared = verdict.executed_tokens < verdict.raw_tokens
+        return "; ".join(verdict.failures) if shared else "nothing was shared"
+    items = microbatches(groups)
+    for chunk in chunks:
+        case.contract.configure(chunk)
+    if case.sparse:
+        return _sparse(case, layout, chunks, items)
+    expected = run_step(get_forward_backward_func(), case.contract, chunks, items)
+    found = run_step(PrefixSchedule(case.config(layout)), case.contract, chunks, items)
+    return difference(expected, found, sum(item["tokens"].numel() for item in items))
+
+
+def _sparse(case: Case, layout: Layout, chunks: list[Any], items: list[Microbatch]) -> str:
+    """Same arithmetic: to the last bit, with gradients and without."""
+    ours, contract = PrefixSchedule(case.config(layout)), case.contract
+    assert contract is not None
+    for forward_only in (False, True):
+        options = {"forward_only": forward_only}
+        expected = run_step(ours, contract, chunks, items, **options)
+        found = run_step(
+            ours, contract, chunks, items, lambda: needed_only(items, chunks), **options
+        )
+        if not _equal(expected.gradients, found.gradients):
+            return f"gradients differ with {options}"
+        if len(expected.logs) != len(found.logs):
+            return f"{len(found.logs)} logs with {options}"
+        if not all(map(_equal, expected.logs, found.logs)):
+            return f"logs differ with {options}"
+    return ""
+
+
+def _equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    pairs = ((torch.as_tensor(left[name]), torch.as_tensor(right[name])) for name in left)
+    return left.keys() == right.keys() and all(torch.equal(*pair) for pair in pairs)
+
+
+def build_chunks(case: Case, layout: Layout, vocab: int) -> list[Any]:
+    """This rank's model chunks with one layer each, in fp64."""
+    spec = resolve(case.model, num_layers=layout.pp * layout.vpp).with_vocab(vocab)
+    return build_model(
+        spec, layout=layout, dtype="float64", recompute=case.recompute,
+        config_overrides=case.overrides,
+    )  # fmt: skip
+
+
+def microbatches(groups: Sequence[Group]) -> list[Microbatch]:
+    """One microbatch a rollout."""
+    rollouts, numbers = pairs_of_groups(groups)
+    return [
+        steps.microbatch([pairs], number, uid, vocab=1 << 30)
+        for uid, (pairs, number) in enumerate(zip(rollouts, numbers, strict=True))
+    ]
+
+
+@dataclass
+class Result:
+    """What a rank has after a step: the schedule's logs and the gradients."""
+
+    logs: list[Any]
+    gradients: dict[str, torch.Tensor]
+
+
+def run_step(
+    schedule: Callable[..., list[Any]],
+    contract: Contract,
+    chunks: list[Any],
+    items: Sequence[Microbatch],
+    iterators: Callable[[], Any] | None = None,
+    **options: Any,
+) -> Result:
+    """Forward and backward; `iterators` makes what is passed as `data_iterator`."""
+    for chunk in chunks:
+        steps.zero_gradients(chunk)
+
+    def everywhere() -> Any:
+        return [iter(items) for _ in chunks] if len(chunks) > 1 else iter(items)
+
+    logs = schedule(
+        forward_step_func=contract.step,
+        data_iterator=(iterators or everywhere)(),
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(items),
+        seq_length=max(item["tokens"].shape[1] for item in items),
+        micro_batch_size=1,
+        **{"forward_only": False, **options},
+    )
+    named = {
+        f"chunk {number}: {name}": gradient
+        for number, chunk in enumerate(chunks)
+        for name, gradient in steps.gradients(chunk).items()
+    }
+    return Result(logs, named)
+
+
+def difference(expected: Result, found: Result, num_positions: int) -> str:
+    """Where two results differ by more than the numerics policy; "" for nowhere."""
+    limit = numerics.tolerance(torch.float64, num_positions)
+    wrong = []
+    if [log["uid"] for log in expected.logs] != [log["uid"] for log in found.logs]:
+        wrong.append(f"logs of {[log['uid'] for log in found.logs]}")
+    losses = [torch.stack([log["loss"] for log in r.logs]) for r in (expected, found) if r.logs]
+    pairs = {name: (g, found.gradients[name]) for name, g in expected.gradients.items()}
+    if losses and not wrong:
+        pairs["losses"] = losses[0], losses[1]
+    for name, (wanted, got) in pairs.items():
+        error = numerics.relative_error(got, wanted)
+        if not error <= limit:
+            wrong.append(f"{name}: {error:.2e}")
+    return "; ".join(wrong)
+
+
+def needed_only(items: Sequence[Microbatch], chunks: list[Any]) -> Any:
+    """`data_iterator` of a trainer that reads data on the first and the last stage alone."""
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    if len(chunks) == 1:
+        return iter(items) if first or last else None
+    return [
+        iter(items) if (first and number == 0) or (last and number == len(chunks) - 1) else None
+        for number in range(len(chunks))
+    ]
