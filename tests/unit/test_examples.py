@@ -1,13 +1,35 @@
-"""The examples run as their docstrings say."""
+"""The examples run as their docstrings say, and the one-line change of a trainer's loop is one."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+import torch
+
+from megatron_prefix.numerics import tolerance
 from tests.harness.data import REPOSITORY
+
+LOOP = REPOSITORY / "examples" / "existing_megatron_loop.py"
+# Runs a script, and says at its end how many positions the prefix schedule computed.
+COUNTED = """\
+import runpy, sys
+from megatron_prefix.platforms import cpu
+cpu.enable()
+from megatron_prefix.pipeline import entry
+run, counts = entry.PrefixSchedule._run, []
+def counting(self, models, step, *rest, **more):
+    counts.append((step.forest.raw_tokens, step.forest.executed_tokens))
+    return run(self, models, step, *rest, **more)
+entry.PrefixSchedule._run = counting
+runpy.run_path(sys.argv[1], run_name="__main__")
+print("positions", *counts)
+"""
 
 
 def run(name: str, *arguments: str) -> str:
@@ -36,3 +58,38 @@ def test_share_a_prompt():
     # 6 rollouts of 223 positions share 191: the label of the last prompt token is not shared.
     assert "tokens 1338, executed 383" in said
     assert "largest difference of a gradient" in said
+
+
+def changed_loop() -> str:
+    """The trainer's loop with the change that its own comment asks for."""
+    text = LOOP.read_text()
+    (wanted,) = re.findall(r"^# {5}(from megatron_prefix import \w+)$", text, re.M)
+    line = "from megatron.core.pipeline_parallel import get_forward_backward_func"
+    assert text.count(f"\n{line}") == 1
+    return text.replace(line, wanted)
+
+
+def test_sharing_is_a_change_of_one_line_and_the_losses_stay(tmp_path: Path):
+    changed = tmp_path / "loop.py"
+    changed.write_text(changed_loop())
+    lines = zip(LOOP.read_text().splitlines(), changed.read_text().splitlines(), strict=True)
+    assert sum(before != after for before, after in lines) == 1
+    steps = []
+    for script in (LOOP, changed):
+        done = subprocess.run(
+            [sys.executable, "-c", COUNTED, str(script)],
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        *told, counts = done.stdout.splitlines()
+        steps.append([[float(x) for x in re.findall(r"\d+\.\d+", line)] for line in told])
+    # 8 rollouts of 159 positions share 119 of them.
+    assert counts == "positions" + " (1272, 439)" * 3
+    stock, shared = steps
+    assert [len(step) for step in stock] == [2, 2, 2]
+    for before, after in zip(stock, shared, strict=True):
+        assert after == pytest.approx(before, rel=tolerance(torch.float32, 1272))
+    assert stock[0] != stock[1]
