@@ -90,6 +90,10 @@ class Plan:
         """Stage that model chunk `chunk` of a pipeline rank holds, counted from the embedding."""
         return chunk * self.num_ranks + rank
 
+    def kinds(self, rank: int) -> list[tuple[str, bool]]:
+        """A rank's actions as (kind, whether the segment is an inner one)."""
+        return [(a.kind, self.segments[a.segment].inner) for a in self.programs[rank]]
+
     def to_csv(self) -> str:
         """The whole plan as CSV: a header, the segment table, one row of actions a rank."""
         out = io.StringIO()

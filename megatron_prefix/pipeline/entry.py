@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 from megatron.core.pipeline_parallel.schedules import (
     clear_embedding_activation_buffer,
@@ -26,7 +27,7 @@ from megatron_prefix.cache import SidecarCache
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.batch import BatchAdapter, SegmentInputs, TensorBatchAdapter
 from megatron_prefix.install import install
-from megatron_prefix.pipeline import channels, gradients
+from megatron_prefix.pipeline import channels, gradients, lockstep
 from megatron_prefix.pipeline.actions import Plan
 from megatron_prefix.pipeline.cost import CostModel, Decision, decide
 from megatron_prefix.pipeline.executor import Executor, Stage
@@ -121,6 +122,10 @@ class PrefixSchedule:
             _device(models),
         )  # fmt: skip
         self.report = self._decided(config, step, planner.plan(step.forest, step.owner))
+        if config.expert_model_parallel_size > 1:
+            program = self.report.plan.kinds(groups.pp.rank())
+            mine = program if self.report.decision.share else [("stock", step.num_microbatches)]
+            lockstep.check(mine, parallel_state.get_expert_model_parallel_group())
         if not self.report.decision.share:
             return stock_schedule()(data_iterator=step.replay(data_iterator), **arguments)
         if self.measures:
