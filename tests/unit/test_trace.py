@@ -1,0 +1,47 @@
+"""Timelines in Chrome's trace format."""
+
+from __future__ import annotations
+
+import json
+
+from megatron_prefix.pipeline.planner import make_plan
+from megatron_prefix.pipeline.simulator import Event, Timeline, simulate
+from megatron_prefix.trace import chrome_trace
+from megatron_prefix.tree import TreeOptions, build
+from tests.harness.trees import flat_rollouts
+
+
+def test_every_action_is_one_event() -> None:
+    forest = build(*flat_rollouts(64, 16, 3, 2), TreeOptions(wave_tokens=16, chunk_tokens=32))
+    plan = make_plan(forest, 2, num_chunks=2)
+    timeline = simulate(plan)
+    trace = json.loads(chrome_trace(timeline, plan))
+    assert trace["displayTimeUnit"] == "ms"
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    names = {
+        e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"
+    }
+    assert names == {0: "rank 0", 1: "rank 1"}
+    found = [[event["name"] for event in events if event["tid"] == rank] for rank in (0, 1)]
+    assert found == [[str(action) for action in program] for program in plan.programs]
+    assert {event["pid"] for event in events} == {0}
+    assert len({event["cat"] for event in events}) == 4
+    for event, (_, action, _, _) in zip(events, timeline.events, strict=True):
+        segment = plan.segments[action.segment]
+        assert event["args"] == {
+            "segment": action.segment,
+            "chunk": action.chunk,
+            "tree": segment.tree,
+            "rows": segment.num_rows,
+        }
+
+
+def test_milliseconds_are_written_as_microseconds() -> None:
+    plan = make_plan(build(*flat_rollouts(8, 4, 1, 1)), 1)
+    action = plan.programs[0][0]
+    timeline = Timeline((Event(0, action, 0.25, 1.5),), 1.5, (1.25,), (12,), "ms")
+    trace = json.loads(chrome_trace(timeline, plan))
+    (event,) = (event for event in trace["traceEvents"] if event["ph"] == "X")
+    assert (event["ts"], event["dur"], event["name"]) == (250.0, 1250.0, "F0")
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"]
+    assert names == ["ms", "stage 0"]
