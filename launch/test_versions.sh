@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# The part of the suite that depends on Megatron-Core, with one release of it after the other:
+#   PYTHON=python3.12 bash launch/test_versions.sh [VERSION...]
+# Says a line a release, and what pytest wrote is in VENV/megatron-core-VERSION.log. A release that
+# this Python cannot install is said and not run (from 0.17 on they need 3.12). The exit code is 0
+# when every release that ran has passed, and one has.
+#
+# Environment variables, beside those of environment.sh:
+#   VENV   folder of the environment, in which releases take turns (default: .venv-versions)
+#   TESTS  what pytest runs (default: platform, models, both schedules in several layouts, routers)
+
+VENV=${VENV:-$(dirname "${BASH_SOURCE[0]}")/../.venv-versions}
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+prepare test
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+tests="tests/unit/test_platform.py tests/unit/test_build.py tests/unit/test_router.py
+    tests/alignment/test_layouts.py tests/alignment/test_moe.py tests/alignment/test_distributed.py"
+read -r -d '' -a tests <<<"${TESTS:-$tests}" || true
+versions=("$@")
+[[ $# -gt 0 ]] || versions=(0.16.1 0.17.1 0.18.1 0.19.2)
+
+# run VERSION: the line about it; the status is pytest's, 100 where the release is not for here.
+run() {
+    local log=$VENV/megatron-core-$1.log
+    if ! python -m pip install --quiet --no-deps "megatron-core==$1" &>"$log"; then
+        printf 'megatron-core %s: not for %s here (%s)\n' "$1" "$(python --version)" "$(tail -n 1 "$log")"
+        return 100
+    fi
+    python -m pytest -q "${tests[@]}" &>"$log" && status=0 || status=$?
+    printf 'megatron-core %s: %s\n' "$1" "$(tail -n 1 "$log")"
+    return "$status"
+}
+
+cd "$root" || exit 2
+passed=0 failed=0
+for version in "${versions[@]}"; do
+    run "$version" && status=0 || status=$?
+    case $status in
+        0) passed=$((passed + 1)) ;;
+        100) ;;
+        *) failed=$((failed + 1)) ;;
+    esac
+done
+exit "$((failed > 0 || passed == 0))"
