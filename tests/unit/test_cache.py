@@ -119,14 +119,15 @@ def test_a_short_block_comes_first() -> None:
     ],
 )
 def test_gradients_are_kept_in_fp32_or_wider(dtype: torch.dtype, wide: torch.dtype) -> None:
-    cache = captured(0, dtype=dtype)
-    key_grad, value_grad = ones(CHAIN, 1.0, dtype)
-    cache.add_gradient(0, CHAIN, key_grad, value_grad)
+    cache = captured(0, 1, dtype=dtype)
+    key_grad, value_grad = ones(ALL, 1.0, dtype)
+    cache.add_gradient(0, ALL, key_grad, value_grad)
     key_grad.zero_()  # what is given stays the caller's
     small = torch.finfo(torch.bfloat16).eps / 4
     cache.add_gradient(0, CHAIN, *ones(CHAIN, small, torch.float32))
-    sent = cache.take_gradient(0, 0)
-    assert sent is not None and all(x.dtype == wide and (x == 1 + small).all() for x in sent)
+    for index, total in ((1, 1.0), (0, 1.0 + small)):
+        sent = cache.take_gradient(0, index)
+        assert sent is not None and all(x.dtype == wide and (x == total).all() for x in sent)
 
 
 def test_memory_is_counted_and_given_back() -> None:
