@@ -122,10 +122,7 @@ class PrefixSchedule:
             _device(models),
         )  # fmt: skip
         self.report = self._decided(config, step, planner.plan(step.forest, step.owner))
-        if config.expert_model_parallel_size > 1:
-            program = self.report.plan.kinds(groups.pp.rank())
-            mine = program if self.report.decision.share else [("stock", step.num_microbatches)]
-            lockstep.check(mine, parallel_state.get_expert_model_parallel_group())
+        _check_lockstep(config, self.report, step, groups.pp.rank())
         if not self.report.decision.share:
             return stock_schedule()(data_iterator=step.replay(data_iterator), **arguments)
         if self.measures:
@@ -231,6 +228,14 @@ def get_forward_backward_func(
     not needed.
     """
     return PrefixSchedule(prefix_config or PrefixConfig(), adapter or TensorBatchAdapter())
+
+
+def _check_lockstep(config: Any, report: StepReport, step: Step, rank: int) -> None:
+    """Refuses a step that expert-parallel ranks cannot go through together (lockstep.py)."""
+    if config.expert_model_parallel_size > 1:
+        program = report.plan.kinds(rank)
+        mine = program if report.decision.share else [("stock", step.num_microbatches)]
+        lockstep.check(mine, parallel_state.get_expert_model_parallel_group())
 
 
 def _account_for_routers(
