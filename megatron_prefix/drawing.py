@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from megatron_prefix import svg
-from megatron_prefix.pipeline.actions import Plan
+from megatron_prefix.pipeline.actions import Action, Plan
 from megatron_prefix.pipeline.simulator import Event, Timeline
 from megatron_prefix.tree import Segment
 
@@ -56,12 +56,41 @@ def timeline_svg(timeline: Timeline, plan: Plan, title: str = "") -> str:
     height = trees_top + trees_height + 44
     body = [
         *_header(timeline, plan, title),
-        *_legend(plan),
-        *_rows(timeline, plan, row),
+        *_legend(plan, 76),
+        *_rows(timeline, plan, row, _TOP, timeline.makespan),
         *_axis(0, timeline.makespan, bottom, _UNITS.get(timeline.unit, timeline.unit)),
         *trees,
     ]
     return svg.document(_WIDTH, height, body)
+
+
+def comparison_svg(runs: Sequence[tuple[str, Timeline, Plan]], title: str) -> str:
+    """Draws several timelines of one step under each other, on one scale of time.
+
+    Args:
+        runs: name, timeline and plan of each, from the top.
+        title: the heading.
+
+    Returns:
+        A whole SVG document.
+    """
+    end = max(timeline.makespan for _, timeline, _ in runs)
+    body = [svg.text(24, 34, title, 18, weight=600), *_legend(runs[0][2], 52)]
+    top, row = 84.0, 18
+    for name, timeline, plan in runs:
+        facts = (
+            f"makespan {_short(timeline.makespan)}",
+            f"bubble {100 * timeline.bubble_fraction:.1f}%",
+            f"peak {_short(timeline.peak_live_rows)} live tokens",
+        )
+        body.append(svg.text(_LEFT, top + 20, name, 13, weight=600))
+        after = _LEFT + 13 * svg.CHARACTER * len(name) + 24
+        body.append(svg.text(after, top + 20, "  ·  ".join(facts), 12, _FAINT))
+        body.extend(_rows(timeline, plan, row, top + 28, end, tips=False))
+        top += 28 + plan.num_ranks * (row + _GAP) + 6
+    unit = runs[0][1].unit
+    body.extend(_axis(0, end, top, _UNITS.get(unit, unit)))
+    return svg.document(_WIDTH, top + 46, body)
 
 
 # Parts of the picture -----------------------------------------------------------------------------
@@ -82,8 +111,8 @@ def _header(timeline: Timeline, plan: Plan, title: str) -> Iterator[str]:
     yield svg.text(24, 56, "  ·  ".join(facts), 13, _FAINT)
 
 
-def _legend(plan: Plan) -> Iterator[str]:
-    x, y = 24.0, 76.0
+def _legend(plan: Plan, y: float) -> Iterator[str]:
+    x = 24.0
     for (kind, inner), (name, _) in _PHASES.items():
         for tree in range(len(_HUE_SHIFTS)):
             yield svg.rect(svg.Box(x, y, 9, 12), _colour(kind, inner, tree))
@@ -99,42 +128,47 @@ def _legend(plan: Plan) -> Iterator[str]:
     yield svg.text(x, y + 10.5, note, 12, _FAINT)
 
 
-def _rows(timeline: Timeline, plan: Plan, height: int) -> Iterator[str]:
+def _rows(
+    timeline: Timeline, plan: Plan, height: int, top: float, latest: float, tips: bool = True
+) -> Iterator[str]:
+    """One row a rank from `top` down; the whole width is the time from 0 to `latest`."""
     width = _WIDTH - _LEFT - _RIGHT
-    scale = width / timeline.makespan if timeline.makespan else 0.0
-    yield svg.text(_LEFT + width + 56, _TOP - 8, "bubble", 11, _FAINT, anchor="end")
-    yield svg.text(_WIDTH - 20, _TOP - 8, "peak", 11, _FAINT, anchor="end")
+    scale = width / latest if latest else 0.0
+    yield svg.text(_LEFT + width + 56, top - 8, "bubble", 11, _FAINT, anchor="end")
+    yield svg.text(_WIDTH - 20, top - 8, "peak", 11, _FAINT, anchor="end")
     name = "stage" if plan.num_chunks == 1 else "rank"
     for rank in range(plan.num_ranks):
-        y, middle = _row_top(rank, height), _row_top(rank, height) + height / 2 + 4
+        y = top + rank * (height + _GAP)
+        middle = y + height / 2 + 4
         yield svg.text(_LEFT - 10, middle, f"{name} {rank}", 12, anchor="end")
-        yield svg.rect(svg.Box(_LEFT, y, width, height), _BUBBLE)
+        yield svg.rect(svg.Box(_LEFT, y, timeline.makespan * scale, height), _BUBBLE)
         bubble = f"{100 * timeline.bubble_fractions[rank]:.1f}%"
         yield svg.text(_LEFT + width + 56, middle, bubble, 12, anchor="end")
         peak = _short(timeline.peak_rows[rank])
         yield svg.text(_WIDTH - 20, middle, peak, 12, anchor="end")
     for event in timeline.events:
         x, end = _LEFT + event.start * scale, _LEFT + event.end * scale
-        box = svg.Box(x, _row_top(event.rank, height), end - x, height)
-        yield from _action(event, plan.segments[event.action.segment], box, timeline.unit)
+        box = svg.Box(x, top + event.rank * (height + _GAP), end - x, height)
+        segment = plan.segments[event.action.segment]
+        tip = _tip(event, segment, timeline.unit) if tips else ""
+        yield from _action(event.action, segment, box, tip)
 
 
-def _row_top(rank: int, height: int) -> int:
-    return _TOP + rank * (height + _GAP)
+def _action(action: Action, segment: Segment, box: svg.Box, tip: str) -> Iterator[str]:
+    colour = _colour(action.kind, segment.inner, segment.tree)
+    yield from svg.labelled(box, colour, str(action), tip)
+    if action.chunk:
+        yield svg.rect(svg.shrunk(box)._replace(height=3.0), "#ffffff", opacity=0.75)
 
 
-def _action(event: Event, segment: Segment, box: svg.Box, unit: str) -> Iterator[str]:
-    kind, _, chunk = event.action
+def _tip(event: Event, segment: Segment, unit: str) -> str:
     what = "inner" if segment.inner else f"wave of {len(segment.rows)}"
     num_rollouts = sum(len(row.rollouts) for row in segment.rows)
-    tip = (
+    return (
         f"{event.action}: {what}, tree {segment.tree}\n{_extent(segment)}, "
         f"{_counted(num_rollouts, 'rollout')}\n"
         f"{_number(event.start)} to {_number(event.end)} {unit}"
     )
-    yield from svg.labelled(box, _colour(kind, segment.inner, segment.tree), str(event.action), tip)
-    if chunk:
-        yield svg.rect(svg.shrunk(box)._replace(height=3.0), "#ffffff", opacity=0.75)
 
 
 def _extent(segment: Segment) -> str:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_prefix import svg
-from megatron_prefix.drawing import timeline_svg
+from megatron_prefix.drawing import comparison_svg, timeline_svg
 from megatron_prefix.pipeline.actions import Action, Plan
 from megatron_prefix.pipeline.simulator import Timeline, simulate
 from megatron_prefix.tree import Forest, TreeOptions, build
@@ -73,7 +73,10 @@ def test_every_action_is_drawn_once(plan: Plan) -> None:
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 def test_everything_is_within_the_frame_and_texts_do_not_overlap(plan: Plan) -> None:
-    picture = drawn(plan)
+    check_frame(drawn(plan))
+
+
+def check_frame(picture: ElementTree.Element) -> None:
     width, height = float(picture.get("width", 0)), float(picture.get("height", 0))
     for rect in shapes(picture, "rect"):
         x, y, w, h = (float(rect.get(name, 0)) for name in ("x", "y", "width", "height"))
@@ -237,3 +240,27 @@ def test_boxes_too_thin_for_a_mouse_have_no_tooltip() -> None:
     for width, wanted in ((0.3, True), (0.2, False)):
         (box,) = svg.labelled(svg.Box(0, 0, width, 20), "#000000", "F1", "what it is")
         assert ("<title>" in box) == wanted
+
+
+def compared(*names: str) -> ElementTree.Element:
+    runs = [(name, simulate(PLANS[name]), PLANS[name]) for name in names]
+    text = comparison_svg(runs, "Several schedules")
+    assert text == comparison_svg(runs, "Several schedules")
+    return ElementTree.fromstring(text)
+
+
+def test_timelines_are_compared_on_one_scale() -> None:
+    names = ("four ranks", "a tree with levels", "one rank, few actions")
+    picture = compared(*names)
+    check_frame(picture)
+    assert {"Several schedules", *names} <= set(texts(picture))
+    rows = [rect for rect in shapes(picture, "rect") if rect.get("height") == "18"]
+    spans = [simulate(PLANS[name]).makespan for name in names for _ in PLANS[name].programs]
+    wanted = [(1200 - 72 - 142) * span / max(spans) for span in spans]
+    assert [float(rect.get("width", 0)) for rect in rows] == pytest.approx(wanted, abs=0.01)
+    num_actions = sum(len(program) for name in names for program in PLANS[name].programs)
+    assert sum(rect.get("height") == "17" for rect in shapes(picture, "rect")) == num_actions
+    assert tips(picture) == []
+    facts = " ".join(texts(picture))
+    for name in names:
+        assert f"bubble {100 * simulate(PLANS[name]).bubble_fraction:.1f}%" in facts

@@ -1,0 +1,82 @@
+"""The naive schedule, to compare with: phase A, B and C of one group after another, with barriers.
+
+Phase A runs the group's inner segments forward on every stage, phase B its waves, one forward one
+backward, phase C the inner segments backward; every stage waits for all others between phases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_prefix.pipeline.actions import Action, Plan
+from megatron_prefix.pipeline.planner import backward_order
+from megatron_prefix.pipeline.simulator import Cost, Event, Timeline, simulate, token_cost
+from megatron_prefix.tree import Forest
+
+PHASES = "ABC"
+
+
+def phase(plan: Plan, action: Action) -> tuple[int, str]:
+    """The tree and the phase that an action belongs to."""
+    segment = plan.segments[action.segment]
+    return segment.tree, "B" if not segment.inner else "A" if action.kind == "F" else "C"
+
+
+def barrier_plan(forest: Forest, num_ranks: int) -> Plan:
+    """Every rank's actions, phase by phase; the barriers themselves are not in a plan.
+
+    Made for one rollout a wave and losses that wait for one wave each.
+    """
+    order, trees = backward_order(forest.segments), {s.tree for s in forest.segments}
+    programs: list[list[Action]] = [[] for _ in range(num_ranks)]
+    for tree in sorted(trees):
+        members = [i for i, segment in enumerate(forest.segments) if segment.tree == tree]
+        inner = [i for i in members if forest.segments[i].inner]
+        waves = [i for i in members if not forest.segments[i].inner]
+        for rank, program in enumerate(programs):
+            program += [Action("F", i) for i in inner]
+            program += _one_forward_one_backward(waves, num_ranks - 1 - rank)
+            program += [Action("B", i) for i in order if i in inner]
+    return Plan(forest.segments, tuple(map(tuple, programs)))
+
+
+def _one_forward_one_backward(waves: list[int], ahead: int) -> Iterator[Action]:
+    forwards = [Action("F", i) for i in waves]
+    yield from forwards[:ahead]
+    for number, index in enumerate(waves):
+        yield from forwards[ahead + number : ahead + number + 1]
+        yield Action("B", index)
+
+
+def simulate_with_barriers(plan: Plan, cost: Cost = token_cost) -> Timeline:
+    """Plays a `barrier_plan`: nothing of a phase begins before all of the one before has ended."""
+    free = simulate(plan, cost=cost)  # proves it, and counts its rows
+    events: list[list[Event]] = [[] for _ in plan.programs]
+    programs = [list(program) for program in plan.programs]
+    begin = 0.0
+    while any(programs):
+        now = min(phase(plan, program[0]) for program in programs if program)
+        part = [[a for a in program if phase(plan, a) == now] for program in programs]
+        programs = [[a for a in program if phase(plan, a) != now] for program in programs]
+        for event in _play(plan, part, cost, begin):
+            events[event.rank].append(event)
+        begin = max(rank[-1].end for rank in events)
+    played = tuple(event for rank in events for event in rank)
+    return Timeline(played, begin, free.busy, free.peak_rows)
+
+
+def _play(plan: Plan, part: list[list[Action]], cost: Cost, begin: float) -> Iterator[Event]:
+    """One phase: each rank in order, an action when its message is there."""
+    clock, ready = [begin] * plan.num_ranks, {}
+    todo = [list(program) for program in part]
+    while any(todo):
+        for rank, program in enumerate(todo):
+            while program:
+                action = program[0]
+                source = rank + (-1 if action.kind == "F" else 1)
+                if 0 <= source < plan.num_ranks and (source, action) not in ready:
+                    break
+                start = max(clock[rank], ready.get((source, action), begin))
+                segment = plan.segments[action.segment]
+                clock[rank] = ready[rank, action] = start + cost(segment, action.kind)
+                yield Event(rank, program.pop(0), start, clock[rank])

@@ -1,0 +1,56 @@
+"""Draws three schedules of one step under each other: python -m benchmarks.pipeline_picture FILE.
+
+Four groups of eight rollouts on four stages, 10,240 prompt tokens and 2,048 of each response, one
+rollout a wave: phases with barriers, the planner's with the prompt whole, and in chunks of a wave.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.barriers import barrier_plan, simulate_with_barriers
+from megatron_prefix.drawing import comparison_svg
+from megatron_prefix.pipeline.planner import best_plan, closings
+from megatron_prefix.pipeline.simulator import simulate
+from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
+
+GROUPS, ROLLOUTS, PROMPT, RESPONSE, STAGES = 4, 8, 10240, 2048, 4
+
+
+def flat_groups(chunk_tokens: int) -> Forest:
+    """The step; no token comes twice, so that only the prompts are shared."""
+    rollouts, groups = [], []
+    for group in range(GROUPS):
+        shared = np.arange(PROMPT + 1) + group * PROMPT
+        for number in range(ROLLOUTS):
+            own = np.arange(RESPONSE) + (1 + group * ROLLOUTS + number) * (1 << 20)
+            tokens = np.concatenate([shared, own])
+            trained = np.arange(len(tokens) - 1) >= PROMPT
+            rollouts.append(Pairs(tokens[:-1], tokens[1:], trained))
+            groups.append(group)
+    options = TreeOptions(chunk_tokens=chunk_tokens, wave_tokens=RESPONSE)
+    return build(rollouts, groups, options)
+
+
+def picture() -> str:
+    """The SVG document."""
+    whole, chunked = flat_groups(0), flat_groups(RESPONSE)
+    phases = barrier_plan(whole, STAGES)
+    runs = [("phases A, B, C of each group with barriers", simulate_with_barriers(phases), phases)]
+    for name, forest in (
+        ("stage-local order, prompts whole", whole),
+        ("stage-local order, prompts in chunks of a wave", chunked),
+    ):
+        plan = best_plan(forest, STAGES)
+        runs.append((name, simulate(plan, needed=closings(forest)), plan))
+    title = (
+        f"{GROUPS} groups of {ROLLOUTS} rollouts on {STAGES} stages, P = {PROMPT}, R = {RESPONSE}"
+    )
+    return comparison_svg(runs, title)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(picture(), encoding="utf-8")
