@@ -175,12 +175,12 @@ def table(results: Iterable[Result]) -> list[list[str]]:
     head = [
         shape if recompute == "none" else f"{shape} {recompute}" for shape, recompute in columns
     ]
-    lines = [["model", "layout", *head]]
+    lines = [["layout", *head]]
     for model, layout in dict.fromkeys((row.model, row.layout) for row in rows()):
         cells = [found.get(Row(model, layout, *column).name) for column in columns]
         if any(cells):
             texts = [cell.cell if cell is not None else "" for cell in cells]
-            lines.append([model, layout, *texts])
+            lines.append([f"{model} {layout}", *texts])
     return lines
 
 

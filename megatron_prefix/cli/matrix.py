@@ -226,7 +226,7 @@ def _print(args: argparse.Namespace, results: Sequence[Result]) -> None:
     head, *lines = matrix.table(results)
     table = report.new_table(title)
     for number, column in enumerate(head):
-        table.add_column(column, justify="left" if number < 2 else "right", no_wrap=number < 2)
+        table.add_column(column, justify="right" if number else "left", no_wrap=not number)
     for line in lines:
         table.add_row(*line)
     report.print_rich(table)

@@ -96,10 +96,10 @@ def test_one_line_a_layout(monkeypatch, capsys, tmp_path):
     assert "18 rows: 18 aligned" in told.out
     assert told.err.count("aligned") == 18
     lines = document.read_text().splitlines()
-    assert [line.split(" | ")[1] for line in lines if line.startswith("| dense")] == [
-        "TP2", "PP2", "PP4",
+    assert [line.split(" | ")[0] for line in lines if line.startswith("| dense")] == [
+        "| dense TP2", "| dense PP2", "| dense PP4",
     ]  # fmt: skip
-    assert lines[4] == "| dense | TP2 | 3e-15 | 3e-15 | 3e-15 | 3e-15 | 3e-15 | 3e-15 |"
+    assert lines[4] == "| dense TP2 | 3e-15 | 3e-15 | 3e-15 | 3e-15 | 3e-15 | 3e-15 |"
 
 
 def refuse(row: Row) -> SimpleNamespace:
