@@ -18,6 +18,7 @@ from megatron_prefix.cli.main import make_parser
 from megatron_prefix.models.presets import PRESETS, resolve
 from megatron_prefix.runtime.layout import Layout
 from tests.harness.data import BUNDLED, REPOSITORY
+from tests.unit.test_launch_scripts import Sandbox
 
 LAUNCH = REPOSITORY / "launch"
 MODELS = sorted(path.stem for path in (LAUNCH / "models").glob("*.sh"))
@@ -131,6 +132,30 @@ def test_another_model_is_an_error(commands):
     )
     assert done.returncode != 0
     assert "gpt-5" in done.stderr and done.stdout == ""
+
+
+def test_the_matrix_goes_on_where_it_stopped(tmp_path):
+    sandbox = Sandbox(tmp_path)
+    done = sandbox.run("bash", "launch/align_matrix.sh", "--only", "moe/*", OUTPUT="there")
+    assert done.returncode == 0, done.stderr
+    assert sandbox.asked[-1] == (
+        "megatron-prefix matrix --continue there/rows.jsonl --markdown there/matrix.md --only moe/*"
+    )
+
+
+def test_one_release_after_the_other(tmp_path):
+    sandbox = Sandbox(tmp_path)
+    done = sandbox.run("bash", "launch/test_versions.sh", "0.17.1", "0.19.2", TESTS="a b")
+    assert done.returncode == 0, done.stderr
+    begins = ("-m pip install --quiet", "python -m pytest")
+    assert [line for line in sandbox.asked if line.startswith(begins)] == [
+        "-m pip install --quiet --no-deps megatron-core==0.17.1",
+        "python -m pytest -q a b",
+        "-m pip install --quiet --no-deps megatron-core==0.19.2",
+        "python -m pytest -q a b",
+    ]
+    told = [line for line in done.stdout.splitlines() if line.startswith("megatron-core")]
+    assert [line.split()[1] for line in told] == ["0.17.1:", "0.19.2:"]
 
 
 # How they are written -----------------------------------------------------------------------------
