@@ -70,11 +70,14 @@ class Plan:
         segments: the step's segments in F-order.
         programs: per pipeline rank its actions in order.
         num_chunks: model chunks a rank (virtual stages), 1 without interleaving.
+        policies: per segment what it keeps between its forward and its backward (see
+            PrefixConfig.memory); empty: every segment retains all.
     """
 
     segments: tuple[Segment, ...]
     programs: tuple[tuple[Action, ...], ...]
     num_chunks: int = 1
+    policies: tuple[str, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -90,9 +93,13 @@ class Plan:
         """Stage that model chunk `chunk` of a pipeline rank holds, counted from the embedding."""
         return chunk * self.num_ranks + rank
 
+    def policy(self, index: int) -> str:
+        """What a segment keeps between its forward and its backward."""
+        return self.policies[index] if self.policies else "retain"
+
     def kinds(self, rank: int) -> list[tuple[str, bool]]:
-        """A rank's actions as (kind, whether the segment is an inner one)."""
-        return [(a.kind, self.segments[a.segment].inner) for a in self.programs[rank]]
+        """A rank's actions as (kind, whether its backward runs the forward again)."""
+        return [(a.kind, self.policy(a.segment) == "recompute") for a in self.programs[rank]]
 
     def to_csv(self) -> str:
         """The whole plan as CSV: a header, the segment table, one row of actions a rank."""

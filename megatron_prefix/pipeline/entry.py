@@ -173,7 +173,7 @@ class PrefixSchedule:
                 _message_dtype(config), device, backward=not forward_only,
             )  # fmt: skip
             executor = Executor(
-                plan, stages, inputs, self.adapter, links, self.config.memory, forward_only,
+                plan, stages, inputs, self.adapter, links, forward_only,
                 report.stopwatch.timing if report.stopwatch else None,
             )  # fmt: skip
             embedding = clear_embedding_activation_buffer(config, models, scorer is not None)

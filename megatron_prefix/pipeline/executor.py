@@ -64,7 +64,6 @@ class Executor:
         inputs: tokens, labels and positions of the segments.
         adapter: knows how to call the model.
         links: messages to and from the neighbours.
-        memory: what an inner segment keeps until its backward, see PrefixConfig.
         forward_only: run without gradients; a backward then only releases its segment.
         timing: what times the computation of an action, if anything does.
     """
@@ -76,14 +75,13 @@ class Executor:
         inputs: SegmentInputs,
         adapter: BatchAdapter,
         links: Links,
-        memory: str,
         forward_only: bool,
         timing: Callable[[Action], contextlib.AbstractContextManager] | None = None,
     ) -> None:
         self._timing = timing or _untimed
         self._plan, self._stages, self._inputs = plan, stages, inputs
         self._adapter, self._links = adapter, links
-        self._memory, self._forward_only = memory, forward_only
+        self._forward_only = forward_only
         self._handlers: dict[str, Callable[[Action, Stage], None]] = {
             "F": self._forward,
             "B": self._release if forward_only else self._backward,
@@ -173,11 +171,8 @@ class Executor:
         return stage.scorer is not None and self._plan.segments[index].scored
 
     def _recomputes(self, index: int) -> bool:
-        """Whether a segment keeps only its K/V and its input until its backward.
-
-        A wave's backward follows its forward, so there would be nothing to win.
-        """
-        return self._memory == "recompute" and self._plan.segments[index].inner
+        """Whether a segment keeps only its K/V and its input until its backward."""
+        return self._plan.policy(index) == "recompute"
 
     def _release(self, action: Action, stage: Stage) -> None:
         if stage.scorer is not None:

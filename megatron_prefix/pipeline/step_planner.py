@@ -13,6 +13,7 @@ from dataclasses import replace
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.pipeline.actions import Plan
 from megatron_prefix.pipeline.cost import CostModel
+from megatron_prefix.pipeline.memory import policies
 from megatron_prefix.pipeline.planfile import PlanFile
 from megatron_prefix.pipeline.planner import best_plan
 from megatron_prefix.pipeline.simulator import Cost
@@ -45,6 +46,7 @@ class StepPlanner:
         group_size: int | None,
     ) -> None:
         self._options, self._shape = config.tree_options(align), (num_ranks, num_chunks)
+        self._memory = config.memory
         self._file = PlanFile(config.plan_file) if config.plan_file else None
         self._chooser: ChunkChooser | None = None
         if config.chunk_tokens == "auto":
@@ -82,8 +84,10 @@ class StepPlanner:
             UserError: the user's is of another step or pipeline.
         """
         if self._file is not None:
-            return self._file.fitting(forest, *self._shape, owner)
-        return self._best(forest, microbatches=tuple(owner))
+            plan = self._file.fitting(forest, *self._shape, owner)
+        else:
+            plan = self._best(forest, microbatches=tuple(owner))
+        return replace(plan, policies=policies(plan.segments, self._memory))
 
 
 def _in_tokens(model: CostModel) -> Cost:

@@ -114,5 +114,5 @@ def test_kinds_of_a_program_say_what_expert_parallel_ranks_must_share():
         Segment(0, 0, leaves, inner=False, extends=False, scored=True),
     )
     cells = ("F0", "F1", "B1", "B0")
-    plan = Plan(segments, (tuple(Action.parse(cell) for cell in cells),))
+    plan = Plan(segments, (tuple(map(Action.parse, cells)),), policies=("recompute", "retain"))
     assert plan.kinds(0) == [("F", True), ("F", False), ("B", False), ("B", True)]
