@@ -126,16 +126,28 @@ def routers(model: Any) -> dict[int, Any]:
     return {i: mlp.router for i, mlp in enumerate(mlps) if hasattr(mlp, "router")}
 
 
-def logged_losses() -> dict[str, Tensor]:
-    """Megatron's log of auxiliary losses: by name a value a layer, the log's own tensors."""
+def _log_of_losses() -> dict[str, Any]:
+    """Megatron's own log of auxiliary losses by name."""
     try:  # since 0.18
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:
         from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
-        log = get_moe_layer_wise_logging_tracker()
-        return {name: entry["values"] for name, entry in log.items()}
-    return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
+        return get_moe_layer_wise_logging_tracker()
+    return get_moe_metrics_tracker().metrics
+
+
+def logged_losses() -> dict[str, Tensor]:
+    """Megatron's log of auxiliary losses: by name a value a layer, the log's own tensors."""
+    return {
+        name: entry["values"] if isinstance(entry, dict) else entry.values
+        for name, entry in _log_of_losses().items()
+    }
+
+
+def forget_logged_losses() -> None:
+    """Empties the log, which has the layers and the process groups of the model that wrote it."""
+    _log_of_losses().clear()
 
 
 def sample_losses_weigh_batch() -> bool:

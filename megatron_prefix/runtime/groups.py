@@ -122,5 +122,8 @@ def shutdown() -> None:
         return
     from megatron.core import parallel_state
 
+    from megatron_prefix.features import forget_logged_losses
+
+    forget_logged_losses()
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
