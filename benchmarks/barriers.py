@@ -67,7 +67,8 @@ def simulate_with_barriers(plan: Plan, cost: Cost = token_cost) -> Timeline:
 
 def _play(plan: Plan, part: list[list[Action]], cost: Cost, begin: float) -> Iterator[Event]:
     """One phase: each rank in order, an action when its message is there."""
-    clock, ready = [begin] * plan.num_ranks, {}
+    clock = [begin] * plan.num_ranks
+    ready: dict[tuple[int, Action], float] = {}
     todo = [list(program) for program in part]
     while any(todo):
         for rank, program in enumerate(todo):

@@ -20,24 +20,26 @@ from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 GROUPS, ROLLOUTS, PROMPT, RESPONSE, STAGES = 4, 8, 10240, 2048, 4
 
 
-def flat_groups(chunk_tokens: int) -> Forest:
-    """The step; no token comes twice, so that only the prompts are shared."""
+def flat_groups(
+    prompt: int = PROMPT, response: int = RESPONSE, num: int = ROLLOUTS, chunk_tokens: int = 0
+) -> Forest:
+    """GROUPS groups of `num` rollouts; no token comes twice, so that only prompts are shared."""
     rollouts, groups = [], []
     for group in range(GROUPS):
-        shared = np.arange(PROMPT + 1) + group * PROMPT
-        for number in range(ROLLOUTS):
-            own = np.arange(RESPONSE) + (1 + group * ROLLOUTS + number) * (1 << 20)
+        shared = np.arange(prompt + 1) + group * prompt
+        for number in range(num):
+            own = np.arange(response) + (1 + group * num + number) * (1 << 20)
             tokens = np.concatenate([shared, own])
-            trained = np.arange(len(tokens) - 1) >= PROMPT
+            trained = np.arange(len(tokens) - 1) >= prompt
             rollouts.append(Pairs(tokens[:-1], tokens[1:], trained))
             groups.append(group)
-    options = TreeOptions(chunk_tokens=chunk_tokens, wave_tokens=RESPONSE)
+    options = TreeOptions(chunk_tokens=chunk_tokens, wave_tokens=response)
     return build(rollouts, groups, options)
 
 
 def picture() -> str:
     """The SVG document."""
-    whole, chunked = flat_groups(0), flat_groups(RESPONSE)
+    whole, chunked = flat_groups(), flat_groups(chunk_tokens=RESPONSE)
     phases = barrier_plan(whole, STAGES)
     runs = [("phases A, B, C of each group with barriers", simulate_with_barriers(phases), phases)]
     for name, forest in (

@@ -1,0 +1,255 @@
+"""Three plans of one step, timed on two CPU ranks: python -m benchmarks.pipeline_cpu [--json].
+
+A pipeline of two stages, one thread each, runs flat groups by phases with barriers, by the
+planner's plan with the prompts whole, and by the planner's plan with the prompts in chunks. The
+plans take turns, and medians are compared with what the simulator says of them, for which the time
+of an action is fitted to the actions of a measured step of each plan. Exit code 1 when the measured
+order is not the simulated one. It wants two idle cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from benchmarks.barriers import barrier_plan, phase, simulate_with_barriers
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.data.generate import generate
+from megatron_prefix.data.pairs import pairs_of_groups
+from megatron_prefix.data.rollouts import Group
+from megatron_prefix.models.presets import ModelSpec, resolve
+from megatron_prefix.pipeline.actions import Plan
+from megatron_prefix.pipeline.cost import CostModel
+from megatron_prefix.pipeline.simulator import Cost, Timeline, simulate
+from megatron_prefix.runtime.layout import Layout
+from megatron_prefix.tree import Segment, build
+
+LAYOUT = Layout(pp=2)
+VOCAB = 128
+BARRIERS, WHOLE, CHUNKED = NAMES = ("barriers", "prompts whole", "prompts in chunks")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is run.
+
+    Attributes:
+        groups, rollouts: groups of the step and rollouts of each.
+        prompt, response: positions shared by a group, and of each rollout's own.
+        chunk_tokens: of the chunked plan.
+        hidden, layers: of the model.
+        repeats: timed steps of each plan.
+    """
+
+    groups: int = 2
+    rollouts: int = 4
+    prompt: int = 2048
+    response: int = 128
+    chunk_tokens: int = 512
+    hidden: int = 512
+    layers: int = 4
+    repeats: int = 5
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's shape: matrix products dominate."""
+        return resolve(
+            "tiny-llama", num_layers=self.layers, hidden_size=self.hidden, init_std=0.03,
+            kv_channels=self.hidden // 4, ffn_hidden_size=3 * self.hidden, vocab_size=VOCAB,
+        )  # fmt: skip
+
+    def made(self) -> list[Group]:
+        """The rollouts."""
+        lengths = self.prompt + 1, self.response
+        return list(generate(self.groups, *lengths, self.rollouts, vocab_size=VOCAB))
+
+    def configs(self, plan_file: str) -> dict[str, PrefixConfig]:
+        """Of the three plans, one rollout a wave; `plan_file` is the one with barriers."""
+        whole = PrefixConfig(wave_tokens=self.response, min_gain=0)
+        return {
+            BARRIERS: replace(whole, plan_file=plan_file),
+            WHOLE: whole,
+            CHUNKED: replace(whole, chunk_tokens=self.chunk_tokens),
+        }
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of one plan.
+
+    Attributes:
+        plan: what ran.
+        timeline: a measured step.
+        times: of the other steps, seconds.
+    """
+
+    plan: Plan
+    timeline: Timeline
+    times: tuple[float, ...]
+
+
+# On a rank ----------------------------------------------------------------------------------------
+
+
+def run_rank(setting: Setting, plan_file: str) -> dict[str, Run]:
+    """Runs all plans by turns; every rank returns the same plans and timelines."""
+    from megatron_prefix import alignment, runtime
+    from megatron_prefix.models.build import build_model
+    from megatron_prefix.pipeline.entry import PrefixSchedule
+
+    runtime.initialize(LAYOUT)
+    chunks = build_model(setting.spec, layout=LAYOUT)
+    items = alignment.microbatches(setting.made(), seed=0)
+    schedules = {name: PrefixSchedule(c) for name, c in setting.configs(plan_file).items()}
+    measured: dict[str, tuple[Plan, Timeline]] = {}
+    for name, schedule in schedules.items():
+        _step(name, schedule, chunks, items)
+        schedule.measures = True
+        _step(name, schedule, chunks, items)
+        schedule.measures = False
+        report = schedule.report
+        if report is None or report.stopwatch is None:
+            raise RuntimeError("a measured step left no times")
+        measured[name] = report.plan, report.stopwatch.timeline(report.plan)
+    times: dict[str, list[float]] = {name: [] for name in schedules}
+    for _ in range(setting.repeats):
+        for name, schedule in schedules.items():
+            times[name].append(_step(name, schedule, chunks, items))
+    runtime.shutdown()
+    return {name: Run(*measured[name], tuple(times[name])) for name in schedules}
+
+
+def _step(name: str, schedule: Any, chunks: list[Any], items: Sequence[Any]) -> float:
+    """Seconds of a forward-backward call, from one barrier to another."""
+    import torch.distributed as dist
+
+    from megatron_prefix import alignment
+    from megatron_prefix.pipeline import entry
+    from megatron_prefix.rl import loss
+
+    links = barrier_links if name == BARRIERS else entry.make_links
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    with mock.patch.object(entry, "make_links", links):
+        dist.barrier()
+        begin = time.perf_counter()
+        alignment.call_schedule(schedule, loss.forward_step(loss.GrpoConfig()), chunks, items)
+        dist.barrier()
+        return time.perf_counter() - begin
+
+
+def barrier_links(channels: Any, plan: Plan, *arguments: Any, **options: Any) -> Any:
+    """Messages of a `barrier_plan`: behind the last action of a phase the ranks wait."""
+    import torch.distributed as dist
+
+    from megatron_prefix.pipeline.p2p import Links
+
+    phases = [phase(plan, action) for action in plan.programs[channels.rank]]
+    ends = iter([*map(tuple.__ne__, phases, phases[1:]), False])
+
+    class BarrierLinks(Links):
+        def pace(self) -> None:
+            if next(ends):
+                dist.barrier()
+
+    return BarrierLinks(channels, plan, *arguments, **options)
+
+
+# What the simulator says --------------------------------------------------------------------------
+
+
+def fitted_cost(runs: Sequence[Run], spec: ModelSpec) -> Cost:
+    """Milliseconds of an action: its FLOPs at one speed and one overhead, by least squares."""
+    flops = replace(CostModel.of_spec(spec), action_tokens=0.0).segment
+    lines = {}
+    for kind in "FB":
+        points = [
+            (flops(run.plan.segments[event.action.segment]), event.end - event.start)
+            for run in runs
+            for event in run.timeline.events
+            if event.action.kind == kind
+        ]
+        work, times = np.array(points).T
+        lines[kind] = np.polyfit(work, times, 1)
+
+    def cost(segment: Segment, kind: str) -> float:
+        return float(np.polyval(lines[kind], flops(segment)))
+
+    return cost
+
+
+def compare(setting: Setting) -> dict[str, Any]:
+    """Runs everything; per plan the simulated and the measured time, and whether orders agree."""
+    from megatron_prefix import platforms, runtime
+
+    platforms.select("cpu")
+    whole = build(
+        *pairs_of_groups(setting.made()), setting.configs("")[WHOLE].tree_options(align=1)
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "barriers.csv"
+        path.write_text(barrier_plan(whole, LAYOUT.pp).to_csv(), encoding="utf-8")
+        runs = runtime.run_ranks(run_rank, LAYOUT.pp, (setting, str(path)))[0]
+    cost = fitted_cost(list(runs.values()), setting.spec)
+    rows: list[dict[str, Any]] = []
+    for name, run in runs.items():
+        played = (simulate_with_barriers if name == BARRIERS else simulate)(run.plan, cost=cost)
+        rows.append(
+            {
+                "plan": name,
+                "simulated_ms": played.makespan,
+                "measured_ms": 1e3 * statistics.median(run.times),
+                "fastest_ms": 1e3 * min(run.times),
+                "slowest_ms": 1e3 * max(run.times),
+                "simulated_bubble": played.bubble_fraction,
+                "measured_bubble": run.timeline.bubble_fraction,
+            }
+        )
+    simulated, measured = (
+        [row["plan"] for row in sorted(rows, key=lambda row: row[column])]
+        for column in ("simulated_ms", "measured_ms")
+    )
+    return {"setting": asdict(setting), "plans": rows, "orders_agree": simulated == measured}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a Markdown table or JSON; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline_cpu", description=__doc__)
+    for field in fields(Setting):
+        option = "--" + field.name.replace("_", "-")
+        parser.add_argument(option, type=int, default=field.default, metavar="N")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = vars(parser.parse_args(arguments))
+    as_json = options.pop("json")
+    found = compare(Setting(**options))
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        print(
+            "| plan | simulated ms | measured ms (least to most) | bubble, simulated / measured |"
+        )
+        print("|---|---|---|---|")
+        for row in found["plans"]:
+            print(
+                "| {plan} | {simulated_ms:,.0f} | {measured_ms:,.0f} ({fastest_ms:,.0f} to"
+                " {slowest_ms:,.0f}) | {simulated_bubble:.3f} / {measured_bubble:.3f} |".format(
+                    **row
+                )
+            )
+        print(f"measured order {'as' if found['orders_agree'] else 'NOT as'} simulated")
+    return 0 if found["orders_agree"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
