@@ -17,6 +17,7 @@ from megatron_prefix.pipeline.planner import best_plan, closings, make_plan
 from megatron_prefix.pipeline.simulator import Timeline, simulate
 
 CASES = ((10240, 2048, 16, 4), (10240, 2048, 8, 4), (8192, 1024, 16, 4), (10240, 2048, 8, 8))
+COLUMNS = ("barriers", "prefix whole", "in chunks", "in chunks, running ahead (default)")
 
 
 def timelines(prompt: int, response: int, rollouts: int, num_ranks: int) -> Iterator[Timeline]:
@@ -30,7 +31,7 @@ def timelines(prompt: int, response: int, rollouts: int, num_ranks: int) -> Iter
 
 def main() -> None:
     """Prints the table."""
-    print("| P, R, n, stages | barriers | prefix whole | in chunks | in chunks, running ahead |")
+    print(f"| P, R, n, stages | {' | '.join(COLUMNS)} |")
     print("|---|---|---|---|---|")
     for case in CASES:
         cells = [f"{t.bubble_fraction:.3f} ({t.peak_live_rows:,})" for t in timelines(*case)]

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from benchmarks import pipeline_bubbles
 from benchmarks.barriers import barrier_plan, phase, simulate_with_barriers
 from benchmarks.pipeline_picture import picture
 from megatron_prefix.pipeline.planner import closings
@@ -50,3 +51,8 @@ def test_no_phase_begins_before_the_last_has_ended_everywhere() -> None:
 def test_the_picture_is_what_its_command_draws() -> None:
     found = (REPOSITORY / "docs" / "schedules.svg").read_text(encoding="utf-8")
     assert found == picture(), "python -m benchmarks.pipeline_picture docs/schedules.svg"
+
+
+def test_the_table_of_the_readme_is_what_its_command_prints(capsys) -> None:
+    pipeline_bubbles.main()
+    assert capsys.readouterr().out in (REPOSITORY / "README.md").read_text(encoding="utf-8")

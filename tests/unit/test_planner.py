@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_prefix.pipeline.actions import Action
 from megatron_prefix.pipeline.planner import backward_order, best_plan, closings, make_plan
-from megatron_prefix.pipeline.simulator import simulate
+from megatron_prefix.pipeline.simulator import Timeline, simulate
 from megatron_prefix.tree import Forest, TreeOptions, build
 from tests.harness.trees import (
     flat_rollouts,
@@ -129,6 +129,31 @@ def test_bubbles_are_those_of_the_design_or_less(p, r, n, stages, bubble, peak) 
         timeline = simulate(planned, needed=closings(forest))
         assert round(timeline.bubble_fraction, 3) <= bubble
         assert timeline.peak_live_rows <= peak
+
+
+def longest_wait(timeline: Timeline) -> float:
+    """The longest time that a rank waits before any of its actions."""
+    waits = [0.0]
+    for rank in range(timeline.num_ranks):
+        mine = [event for event in timeline.events if event.rank == rank]
+        ends = [0.0, *(event.end for event in mine)]
+        waits += [event.start - end for event, end in zip(mine, ends, strict=False)]
+    return max(waits)
+
+
+@pytest.mark.parametrize("num_groups", [1, 4])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_no_stage_waits_for_a_prompt_sixteen_times_a_wave(stages, num_groups) -> None:
+    """In chunks of a wave, no longer than equal microbatches make a stage wait anyway."""
+    wave, prompt = 64, 16 * 64
+    rollouts, groups = flat_rollouts(prompt, wave, 8, num_groups)
+    waits = []
+    for chunk_tokens in (0, wave):
+        forest = build(rollouts, groups, TreeOptions(chunk_tokens=chunk_tokens, wave_tokens=wave))
+        waits.append(longest_wait(simulate(best_plan(forest, stages), needed=closings(forest))))
+    whole, chunked = waits
+    assert chunked <= 3 * wave * (stages - 1)  # forward and backward through the others
+    assert whole > prompt
 
 
 def test_an_empty_step_has_empty_programs() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from megatron_prefix.pipeline import tuning
 from megatron_prefix.pipeline.planner import best_plan
 from megatron_prefix.pipeline.simulator import Cost, simulate, token_cost
 from megatron_prefix.pipeline.tuning import ChunkChooser, action_cost
-from megatron_prefix.tree import TreeOptions, find_shared
+from megatron_prefix.tree import Pairs, TreeOptions, find_shared
 from tests.harness.trees import flat_rollouts
 
 
@@ -41,6 +42,33 @@ def test_auto_is_within_five_percent_of_a_sweep(p, r, n, stages, wave, chunks) -
         best = min(makespan(plan, cost) for plan in plans.values())
         assert makespan(found, cost) <= 1.05 * best
         assert makespan(found, cost) <= makespan(plans[0], cost)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_auto_is_within_five_percent_on_uneven_trees(seed) -> None:
+    """A sweep of every multiple of 256, prompts that branch once more, one to three groups."""
+    rng = random.Random(seed)
+    rollouts, groups = [], []
+    for group in range(rng.randint(1, 3)):
+        prompt = np.arange(rng.choice((1024, 3000, 8192))) + (group << 15)
+        turn = np.arange(len(prompt) // 4) + (1 << 20) + (group << 15)
+        for number in range(rng.randint(2, 8)):
+            answer = np.arange(rng.randint(64, 1024)) + (2 + len(rollouts) << 21)
+            tokens = np.concatenate([prompt, turn, answer][:: 1 + number % 2])
+            trained = np.arange(len(tokens) - 1) >= len(prompt)
+            rollouts.append(Pairs(tokens[:-1], tokens[1:], trained))
+            groups.append(group)
+    options = TreeOptions(wave_tokens=rng.choice((512, 1024, 2048)))
+    stages, chunks = rng.choice(((2, 1), (4, 1), (4, 2), (8, 1)))
+    shared = find_shared(rollouts, groups, options)
+
+    def makespan(chunk_tokens: int) -> float:
+        plan = best_plan(shared.forest(chunk_tokens), stages, num_chunks=chunks)
+        return simulate(plan, cost=action_cost).makespan
+
+    best = min(map(makespan, range(0, max(map(len, rollouts)), 256)))
+    chosen = ChunkChooser(stages, num_chunks=chunks).choose(rollouts, groups, options)
+    assert makespan(chosen) <= 1.05 * best < makespan(0)
 
 
 def test_auto_cuts_nothing_where_nothing_waits() -> None:
