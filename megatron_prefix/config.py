@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.tree import TreeOptions
 
 MODES = ("off", "observe", "auto", "on")
-MEMORY_POLICIES = ("retain", "recompute")
+MEMORY_POLICIES = ("retain", "offload", "recompute")
 CP_REDUCE = ("wave", "segment")
 
 
@@ -28,7 +29,10 @@ class PrefixConfig:
         share: "group": one tree a group; "batch": one tree over all rollouts of the step.
         kernel: name of the attention kernel, or "auto" (megatron_prefix/attention/kernels.py).
         memory: what an inner segment keeps between its forward and its backward: "retain": all
-            saved tensors; "recompute": its K/V and its input, and its forward runs again.
+            saved tensors; "offload": the same, on the host; "recompute": its K/V and its input,
+            and its forward runs again.
+        memory_budget_gb: GiB of device memory that a step may use besides what is in use when it
+            begins; 0: what is free. Prefetches of "offload" and the choices of "auto" keep to it.
         cp_reduce: with context parallelism, when gK/gV go to the ranks that own the keys: after
             every "wave", or once a "segment", which sends less and holds cp times as much gK/gV.
         extra: forwards that a pipeline stage runs ahead of its successor (1 or 2).
@@ -44,6 +48,7 @@ class PrefixConfig:
     share: str = "group"
     kernel: str = "auto"
     memory: str = "retain"
+    memory_budget_gb: float = 0.0
     cp_reduce: str = "wave"
     extra: int = 2
     min_speedup: float = 1.05
@@ -61,8 +66,15 @@ class PrefixConfig:
         ):
             if value not in known:
                 raise UserError(f"{name} is {value!r}: give one of {', '.join(map(str, known))}")
+        if not 0 <= self.memory_budget_gb < math.inf:
+            raise UserError(f"memory_budget_gb is {self.memory_budget_gb}: give a number from 0")
         if not self.min_speedup > 0:
             raise UserError(f"min_speedup is {self.min_speedup}: give a number above 0")
+
+    @property
+    def memory_budget(self) -> float | None:
+        """`memory_budget_gb` in bytes; None where there is no such limit."""
+        return self.memory_budget_gb * (1 << 30) or None
 
     def tree_options(self, align: int) -> TreeOptions:
         """What shapes the tree in a layout with this alignment; chunks "auto" are not cut here."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import megatron.core
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import get_model_config
 from packaging.version import Version
 from torch import Tensor
 
@@ -173,6 +174,23 @@ def _wrapper_refusals(model: Any) -> list[str]:
             )
         model = model.module
     return found
+
+
+def offload_refusal(model: Any) -> str | None:
+    """Why a model chunk cannot run with memory policy "offload"; None where it can.
+
+    Fused weight gradients mark the weight as done, Megatron's overlapped reduction asks for the
+    mark, and a weight that comes back through autograd's saved-tensor hooks is another object.
+    """
+    ddp = getattr(model, "ddp_config", None)
+    fused = getattr(get_model_config(model), "gradient_accumulation_fusion", False)
+    if not (fused and ddp is not None and ddp.overlap_grad_reduce):
+        return None
+    return (
+        "memory policy offload with gradient_accumulation_fusion and overlap_grad_reduce: turn"
+        " overlap_grad_reduce off (the prefix schedule reduces after its last backward anyway), or"
+        " use recompute"
+    )
 
 
 def check(model: Any, wrapped: Any = None) -> None:

@@ -1,10 +1,13 @@
 """The only file that hooks Megatron.
 
-Four hooks on a built model, none of which replaces a module or touches a checkpoint key:
+Hooks on a built model, none of which replaces a module or touches a checkpoint key:
 
 1. a pre-hook on the decoder gives every row its true position's rotary embedding;
 2. the *instance's* `core_attention.forward` runs the segment's blocks;
-3. the *instance's* `forward` of the language model answers a trainer's model call from the
+3. the *instances'* methods of routers count what a token stands for (router/overrides.py);
+4. the *instance's* `forward` of the decoder lets an offloaded segment take what it saves, and a
+hook on every layer says where one ends;
+5. the *instance's* `forward` of the language model answers a trainer's model call from the
 segments.
 
 Each does nothing while no segment runs, so the stock schedule works on an installed model.  The
@@ -62,8 +65,12 @@ class Hooks:
             raise
 
     def _install(self) -> None:
-        handle = self.model.decoder.register_forward_pre_hook(self._rotary, with_kwargs=True)
+        decoder = self.model.decoder
+        handle = decoder.register_forward_pre_hook(self._rotary, with_kwargs=True)
         self._undo.append(handle.remove)
+        self._override(decoder, "forward", self._saving(decoder.forward))
+        for one in decoder.layers:
+            self._undo.append(one.register_forward_hook(self._layer_done).remove)
         for layer, attention in enumerate(self.layers):
             core = attention.core_attention
             self._override(core, "forward", self._attention(layer, attention))
@@ -138,6 +145,19 @@ class Hooks:
         if self._rope is not None:
             kwargs["rotary_pos_emb"] = self._rope.index_select(0, self.current.positions)
         return args, kwargs
+
+    def _saving(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.current is None or self.current.offload is None:
+                return stock(*args, **kwargs)
+            with self.current.offload.saving():
+                return stock(*args, **kwargs)
+
+        return forward
+
+    def _layer_done(self, *_: Any) -> None:
+        if self.current is not None and self.current.offload is not None:
+            self.current.offload.layer_done()
 
     def _attention(self, layer: int, attention: Any) -> Callable[..., Tensor]:
         core = attention.core_attention

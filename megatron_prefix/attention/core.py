@@ -26,6 +26,7 @@ from megatron_prefix.attention.own import own_rows
 from megatron_prefix.cache import SidecarCache
 
 if TYPE_CHECKING:
+    from megatron_prefix.offload.segment import OffloadedSegment
     from megatron_prefix.router.ledger import RouterLedger
 
 
@@ -43,6 +44,7 @@ class SegmentContext:
         ledger: accounts for its routers' losses; None without routers and without gradients.
         backward: whether its backward runs: a forward inside it is recomputation, and goes from
             the last layer to the first.
+        offload: takes what its forward saves; None where that stays.
     """
 
     index: int
@@ -53,6 +55,7 @@ class SegmentContext:
     cache: SidecarCache
     ledger: RouterLedger | None = None
     backward: bool = False
+    offload: OffloadedSegment | None = None
 
 
 def segment_attention(

@@ -26,7 +26,11 @@ from megatron_prefix.attention.context_parallel import Exchange, ShardedCache
 from megatron_prefix.cache import SidecarCache
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.batch import BatchAdapter, SegmentInputs, TensorBatchAdapter
+from megatron_prefix.errors import UserError
+from megatron_prefix.features import offload_refusal
 from megatron_prefix.install import install
+from megatron_prefix.offload.segment import Offloader
+from megatron_prefix.offload.transfers import transfers_of
 from megatron_prefix.pipeline import channels, gradients, lockstep
 from megatron_prefix.pipeline.actions import Plan
 from megatron_prefix.pipeline.cost import CostModel, Decision, decide
@@ -78,6 +82,7 @@ class PrefixSchedule:
     report: StepReport | None = None
     measures: bool = False
     _planners: dict[Any, StepPlanner] = field(default_factory=dict, init=False, repr=False)
+    _offloader: Offloader | None = field(default=None, init=False, repr=False)
 
     def __call__(
         self,
@@ -175,6 +180,7 @@ class PrefixSchedule:
             executor = Executor(
                 plan, stages, inputs, self.adapter, links, forward_only,
                 report.stopwatch.timing if report.stopwatch else None,
+                self._offloading(models) if "offload" in plan.policies else None,
             )  # fmt: skip
             embedding = clear_embedding_activation_buffer(config, models, scorer is not None)
             with contextlib.nullcontext() if forward_only else gradients.no_sync(models, config):
@@ -204,6 +210,15 @@ class PrefixSchedule:
                 stage.scorer = Scorer(step, contract, self.adapter, model, hooks, exchange)
             stages.append(stage)
         return stages
+
+    def _offloading(self, models: list[Any]) -> Offloader:
+        """What takes offloaded tensors, at the beginning of a step."""
+        for refusal in filter(None, map(offload_refusal, models)):
+            raise UserError(refusal)
+        if self._offloader is None:
+            self._offloader = Offloader(transfers_of(_device(models), self.config.memory_budget))
+        self._offloader.begin_step()
+        return self._offloader
 
     def _cache(self, plan: Plan, num_layers: int, exchange: Exchange | None) -> SidecarCache:
         """The sidecar of one model chunk on this rank."""

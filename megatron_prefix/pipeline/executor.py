@@ -23,10 +23,14 @@ from megatron_prefix.attention.core import SegmentContext
 from megatron_prefix.cache import SidecarCache
 from megatron_prefix.data.batch import BatchAdapter, SegmentInputs
 from megatron_prefix.install import Hooks
+from megatron_prefix.offload.segment import OffloadedSegment, Offloader, addresses
 from megatron_prefix.pipeline.actions import Action, Plan
 from megatron_prefix.pipeline.p2p import Links
 from megatron_prefix.pipeline.scoring import Scorer
 from megatron_prefix.router.ledger import RouterLedger
+
+ACTIONS_AHEAD = 4
+"""Actions before an offloaded segment's backward from which on its tensors may be loaded."""
 
 
 @dataclass
@@ -41,6 +45,7 @@ class Stage:
         is_last: whether it holds the output layer and so sends none.
         scorer: the losses, on the last stage only.
         ledger: accounts for the routers' losses; None without routers and without gradients.
+        offloads: saved tensors of segments that wait on the host for their backward.
         live: input and output of segments whose backward is still to come; the output with its
             graph, or None where the forward will run again.
     """
@@ -52,6 +57,7 @@ class Stage:
     is_last: bool
     scorer: Scorer | None = None
     ledger: RouterLedger | None = None
+    offloads: dict[int, OffloadedSegment] = field(default_factory=dict)
     live: dict[int, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
 
 
@@ -66,6 +72,7 @@ class Executor:
         links: messages to and from the neighbours.
         forward_only: run without gradients; a backward then only releases its segment.
         timing: what times the computation of an action, if anything does.
+        offloader: takes what segments with policy "offload" save.
     """
 
     def __init__(
@@ -77,7 +84,9 @@ class Executor:
         links: Links,
         forward_only: bool,
         timing: Callable[[Action], contextlib.AbstractContextManager] | None = None,
+        offloader: Offloader | None = None,
     ) -> None:
+        self._offloader = offloader
         self._timing = timing or _untimed
         self._plan, self._stages, self._inputs = plan, stages, inputs
         self._adapter, self._links = adapter, links
@@ -95,7 +104,9 @@ class Executor:
                 stage.hooks.prepare(self._inputs.max_position)
                 stage.hooks.accumulate_weight_gradients()
             with gradients:
-                for action in self._plan.programs[rank]:
+                program = self._plan.programs[rank]
+                for place, action in enumerate(program):
+                    self._prefetch(program[place + 1 : place + 1 + ACTIONS_AHEAD])
                     with _annotated(action):
                         self._handlers[action.kind](action, self._stages[action.chunk])
                     self._links.pace()
@@ -103,6 +114,7 @@ class Executor:
         finally:
             for stage in self._stages:
                 stage.live.clear()
+                stage.offloads.clear()
                 stage.cache.clear()
 
     def _context(self, index: int, stage: Stage, backward: bool = False) -> SegmentContext:
@@ -111,15 +123,18 @@ class Executor:
         blocks = stage.cache.map.blocks[index]
         positions = self._inputs[index][2]
         return SegmentContext(
-            index, segment.inner, lengths, blocks, positions, stage.cache, stage.ledger, backward
-        )
+            index, segment.inner, lengths, blocks, positions, stage.cache, stage.ledger, backward,
+            None if backward else stage.offloads.get(index),
+        )  # fmt: skip
 
     def _forward(self, action: Action, stage: Stage) -> None:
         index = action.segment
         received = None if stage.is_first else self._links.receive(action)
         if received is not None and not self._forward_only:
             received.requires_grad_()
-        again = self._recomputes(index)
+        again = self._plan.policy(index) == "recompute"
+        if self._plan.policy(index) == "offload" and not self._forward_only:
+            stage.offloads[index] = self._offloaded(stage, received)
         with self._timing(action):
             with torch.no_grad() if again else contextlib.nullcontext():
                 output = self._call(index, stage, received)
@@ -149,6 +164,8 @@ class Executor:
             with self._timing(action):
                 output = self._call(index, stage, received)
         gradient = None if stage.is_last else self._links.receive(action)
+        if index in stage.offloads:
+            stage.offloads[index].prefetch()
         with (
             self._timing(action),
             stage.hooks.running(self._context(index, stage, backward=True), scored=scored),
@@ -165,14 +182,23 @@ class Executor:
             if received.grad is None:
                 raise RuntimeError(f"{action}: no gradient has reached the stage's input")
             self._links.send(action, received.grad)
+        stage.offloads.pop(index, None)
         self._release(action, stage)
 
     def _scored(self, index: int, stage: Stage) -> bool:
         return stage.scorer is not None and self._plan.segments[index].scored
 
-    def _recomputes(self, index: int) -> bool:
-        """Whether a segment keeps only its K/V and its input until its backward."""
-        return self._plan.policy(index) == "recompute"
+    def _offloaded(self, stage: Stage, received: Tensor | None) -> OffloadedSegment:
+        if self._offloader is None:
+            raise RuntimeError("the plan offloads, and nothing is there to do it")
+        model = stage.hooks.model
+        return self._offloader.segment(addresses(received, *model.parameters(), *model.buffers()))
+
+    def _prefetch(self, actions: Sequence[Action]) -> None:
+        """Loads what backwards of offloaded segments among the next actions will need."""
+        for kind, index, chunk in actions:
+            if kind == "B" and index in self._stages[chunk].offloads:
+                self._stages[chunk].offloads[index].prefetch(early=True)
 
     def _release(self, action: Action, stage: Stage) -> None:
         if stage.scorer is not None:

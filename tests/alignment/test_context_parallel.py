@@ -67,6 +67,7 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("flat", {"wave_tokens": 48}),
         ("long prompt", {"chunk_tokens": 16, "cp_reduce": "segment"}),
         ("tree", {"memory": "recompute"}),
+        ("tree", {"memory": "offload"}),
     ],
     "full": [
         ("flat", {"chunk_tokens": 16}),

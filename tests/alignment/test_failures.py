@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_prefix import cache as cache_module
 from megatron_prefix.attention.kernels import KERNELS
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
 from megatron_prefix.data.batch import TensorBatchAdapter
 from megatron_prefix.errors import UserError
 from megatron_prefix.install import Hooks, install
@@ -247,11 +247,11 @@ def no_collector() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-@pytest.mark.parametrize("memory", ["retain", "recompute"])
+@pytest.mark.parametrize("memory", MEMORY_POLICIES)
 def test_a_step_that_succeeds_leaves_nothing(recompute: str, memory: str, watch: Watch) -> None:
     """Else the tests below would ask too much."""
     model = small_model(recompute=recompute)
-    run(PrefixSchedule(CONFIG, watch.adapter), model)
+    run(PrefixSchedule(replace(CONFIG, memory=memory), watch.adapter), model)
     assert len(watch.buffers) == 2 * 2 * 4 and len(watch.adapter.outputs) >= 12
     assert_clean(install(model), model, watch)
 
@@ -278,26 +278,34 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize(
-    ("error", "recompute"), [(Fault, "none"), (Fault, "full"), (KeyboardInterrupt, "none")]
+    ("error", "recompute", "memory"),
+    [
+        (Fault, "none", "retain"),
+        (Fault, "full", "retain"),
+        (KeyboardInterrupt, "none", "offload"),
+    ],
 )
 @pytest.mark.parametrize("place", PLACES)
 def test_a_failed_step_leaves_nothing(
     place: str,
     recompute: str,
     error: type[BaseException],
+    memory: str,
     watch: Watch,
     fresh: dict[str, Any],
 ) -> None:
     inject, after = PLACES[place]
     model = small_model(recompute=recompute)
-    schedule = PrefixSchedule(CONFIG, watch.adapter)
+    schedule = PrefixSchedule(replace(CONFIG, memory=memory), watch.adapter)
     run(schedule, model)
+    run(schedule, model)  # with the staging pool that the first step has asked for
     hooks, before = install(model), num_tensors()
     with pytest.MonkeyPatch.context() as monkeypatch:
         inject(monkeypatch, model, Countdown(error, after))
         assert raised(error, run, schedule, model) == "injected"
         assert_clean(hooks, model, watch)
     assert num_tensors() == before
+    assert schedule._offloader is None or not schedule._offloader.pool.used_bytes
     assert_same(run(schedule, model), fresh[recompute])
     assert_clean(hooks, model, watch)
 

@@ -77,6 +77,7 @@ CASES = {
         config={"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False}
     ),
     "chunks": Case(prefix=CHUNKED, config=BOTH),
+    "offload of segments": Case(prefix=replace(CHUNKED, memory="offload"), config=BOTH),
     "recompute of segments": Case(prefix=replace(CHUNKED, memory="recompute"), config=BOTH),
     "full recompute": Case(AUX_Z, prefix=CHUNKED, config=BIAS, recompute="full"),
     "full recompute, per-token loss": Case(

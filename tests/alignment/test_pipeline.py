@@ -28,6 +28,7 @@ CASES = {
             "two-level-tree", "tiny-qwen3", recompute="full", overrides=FREED
         ),
         "selective": Case("flat-group", recompute="selective"),
+        "memory offload": Case("two-level-tree", prefix={"memory": "offload"}, overrides=FREED),
         "memory recompute": Case("uneven-groups", prefix={"memory": "recompute"}, overrides=FREED),
         "chunks auto": Case("chunked-prefix", prefix={"chunk_tokens": "auto"}),
         "one tree": Case("several-groups", prefix={"share": "batch"}),
@@ -58,7 +59,11 @@ CASES = {
             "several-groups", overrides={"microbatch_group_size_per_vp_stage": 3}
         ),
     },
-    "pp3-vpp2": {"several-groups": Case("several-groups"), "tree": Case("two-level-tree")},
+    "pp3-vpp2": {
+        "memory offload": Case("several-groups", recompute="full", prefix={"memory": "offload"}),
+        "several-groups": Case("several-groups"),
+        "tree": Case("two-level-tree"),
+    },
 }
 
 

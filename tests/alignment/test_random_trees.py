@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
 from megatron_prefix.data.batch import TensorBatchAdapter
 from megatron_prefix.numerics import assert_close
 from megatron_prefix.pipeline import entry
@@ -75,6 +75,7 @@ def schedule_with(
     contract: Contract,
     monkeypatch: pytest.MonkeyPatch,
     memory: str = "retain",
+    memory_budget_gb: float = 0.0,
 ) -> entry.PrefixSchedule:
     """The prefix schedule on trees made with `options`, whatever the layout asks for."""
     monkeypatch.setattr(entry, "_alignment", lambda config: options.align)
@@ -86,6 +87,7 @@ def schedule_with(
         share=options.share,
         kernel="math",
         memory=memory,
+        memory_budget_gb=memory_budget_gb,
     )
     return entry.PrefixSchedule(config, TensorBatchAdapter("logits" if contract.logits else "loss"))
 
@@ -145,7 +147,9 @@ def check(
     items=step_inputs(),
     contract=contracts,
     options=tree_options(),
-    memory=st.sampled_from(["retain", "recompute"]),
+    memory=st.sampled_from(MEMORY_POLICIES),
+    # About what one of these steps takes, so that "offload" now and then has no room.
+    memory_budget_gb=st.sampled_from([0.0, 1e-5, 2e-4]),
 )
 def test_exact_against_plain_autograd(
     models: Models,
@@ -154,9 +158,10 @@ def test_exact_against_plain_autograd(
     contract: Contract,
     options: TreeOptions,
     memory: str,
+    memory_budget_gb: float,
 ) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        schedule = schedule_with(options, contract, monkeypatch, memory)
+        schedule = schedule_with(options, contract, monkeypatch, memory, memory_budget_gb)
         check(models[name], items, contract, schedule)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.models.presets import RopeScaling
 from megatron_prefix.pipeline.entry import PrefixSchedule
@@ -69,7 +69,7 @@ def check(options: dict[str, Any], name: str = "tiny-llama") -> None:
             parameter.data += 0.05 * noise
     wanted = steps.plain(twin, Contract(), items())
     config = PrefixConfig(min_gain=0, chunk_tokens=6, kernel="math")
-    for memory in ("retain", "recompute"):
+    for memory in MEMORY_POLICIES:
         steps.zero_gradients(model)
         schedule = PrefixSchedule(PrefixConfig(**{**vars(config), "memory": memory}))
         steps.call(schedule, Contract().step, model, items())

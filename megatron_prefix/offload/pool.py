@@ -1,0 +1,129 @@
+"""Host memory that tensors are staged in, sized by what earlier steps needed.
+
+Page-locked memory takes long to make, so it is made between steps and kept: slabs, cut up first
+fit.  What does not fit, all of the first step for one, gets a buffer of its own; the next step has
+the slabs for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 512
+"""Bytes; what CUDA's own allocator aligns to."""
+SLAB_BYTES = {True: 1 << 30, False: 1 << 20}
+"""Least size of a slab, page-locked or not; a power of two, since torch rounds up to one."""
+
+
+class Lease:
+    """Host bytes in use; the pool gets them back when nothing refers to the lease any more.
+
+    Attributes:
+        tensor: uint8 [num_bytes].
+    """
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@dataclass
+class _Slab:
+    """One allocation and its unused parts, [start, end) in order."""
+
+    memory: Tensor
+    holes: list[tuple[int, int]] = field(default_factory=list)
+
+    def take(self, size: int) -> int | None:
+        """Start of the first hole that is long enough."""
+        for place, (start, end) in enumerate(self.holes):
+            if end - start >= size:
+                self.holes[place : place + 1] = [(start + size, end)] if end - start > size else []
+                return start
+        return None
+
+    def give(self, start: int, size: int) -> None:
+        """Takes a part back, and joins it with the holes beside it."""
+        joined: list[tuple[int, int]] = []
+        for hole in sorted([*self.holes, (start, start + size)]):
+            if joined and joined[-1][1] == hole[0]:
+                hole = (joined.pop()[0], hole[1])
+            joined.append(hole)
+        self.holes = joined
+
+
+class StagingPool:
+    """Host memory for one device's offloaded tensors.
+
+    Args:
+        pinned: page-lock it, which copies that do not wait ask for (CUDA).
+
+    Attributes:
+        outside_bytes: what did not fit the slabs in this step, at the moment when it was most.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._slabs: list[_Slab] = []
+        self._used = self._outside = self._largest = 0
+        self.outside_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the slabs."""
+        return sum(slab.memory.numel() for slab in self._slabs)
+
+    @property
+    def used_bytes(self) -> int:
+        """Leased now, in slabs and outside of them."""
+        return self._used
+
+    def begin_step(self) -> None:
+        """Makes slabs for what the last step had to stage outside of them."""
+        missing = self.outside_bytes
+        self.outside_bytes = self._outside
+        if not missing:
+            return
+        logger.info(
+            "offload: %.1f MiB found no room in a staging pool of %.1f MiB and were staged tensor"
+            " by tensor; the pool grows",
+            missing / 2**20, self.num_bytes / 2**20,
+        )  # fmt: skip
+        size = max(SLAB_BYTES[self._pinned], 1 << (self._largest - 1).bit_length())
+        for _ in range(-(-missing // size)):
+            self._slabs.append(_Slab(self._empty(size), [(0, size)]))
+
+    def take(self, num_bytes: int) -> Lease:
+        """Leases host bytes."""
+        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        self._used += size
+        self._largest = max(self._largest, size)
+        for slab in self._slabs:
+            start = slab.take(size)
+            if start is not None:
+                lease = Lease(slab.memory[start : start + num_bytes])
+                weakref.finalize(lease, self._give, slab, start, size)
+                return lease
+        self._outside += size
+        self.outside_bytes = max(self.outside_bytes, self._outside)
+        lease = Lease(self._empty(num_bytes))
+        weakref.finalize(lease, self._give, None, 0, size)
+        return lease
+
+    def _give(self, slab: _Slab | None, start: int, size: int) -> None:
+        self._used -= size
+        if slab is None:
+            self._outside -= size
+        else:
+            slab.give(start, size)
+
+    def _empty(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)

@@ -1,0 +1,244 @@
+"""Saved tensors of one segment on their way to the host and back.
+
+Autograd's saved-tensor hooks see everything that the decoder saves.  A storage is packed once,
+however many views of it are saved.  When a layer has run, what it saved is copied to the host and
+let go; in the segment's backward the layers are loaded back one ahead of the one that runs, where
+the device has room for them, and otherwise when they are asked for.
+
+Never offloaded: parameters and buffers; the stage's input, which the schedule holds anyway; tensors
+too small to be worth a copy; and what Megatron's selective recomputation discards and fills again
+by itself.  K/V are in the sidecar and are not saved tensors at all.
+
+An entry lives as long as autograd holds it: when a layer's backward is done, its memory goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_prefix.offload.entry import Entry, State
+from megatron_prefix.offload.pool import StagingPool
+from megatron_prefix.offload.transfers import Transfers
+
+LAYERS_AHEAD = 2
+"""Layers loaded before the one whose backward runs has ended."""
+
+
+@dataclass
+class Counts:
+    """What one step moved, in bytes; loads also by when they were started.
+
+    Attributes:
+        stored: to the host.
+        prefetched: back, ahead of their use.
+        on_demand: back, when they were asked for.
+        num_delayed: prefetches put off because the device had no room.
+    """
+
+    stored: int = 0
+    prefetched: int = 0
+    on_demand: int = 0
+    num_delayed: int = 0
+
+
+class _Handle(NamedTuple):
+    """What autograd keeps in the place of a saved tensor."""
+
+    entry: Entry
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass
+class Offloader:
+    """What the offloaded segments of a device share; it outlives steps.
+
+    Attributes:
+        transfers: copies.
+        pool: host memory.
+        counts: of the current step.
+    """
+
+    transfers: Transfers
+    pool: StagingPool = field(init=False)
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        self.pool = StagingPool(self.transfers.pinned)
+
+    def begin_step(self) -> None:
+        """Before the first segment of a step."""
+        self.counts = Counts()
+        self.transfers.begin_step()
+        self.pool.begin_step()
+
+    def segment(self, resident: set[int]) -> OffloadedSegment:
+        """A segment's tensors.
+
+        Args:
+            resident: addresses of storages that stay on the device (`addresses`).
+        """
+        return OffloadedSegment(self, resident)
+
+
+def addresses(*tensors: Tensor | None) -> set[int]:
+    """Where the storages of tensors begin; they name them as long as the tensors live."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
+
+
+class OffloadedSegment:
+    """The saved tensors of one segment on one stage; see the module."""
+
+    def __init__(self, owner: Offloader, resident: set[int]) -> None:
+        self._owner, self._resident = owner, resident
+        # Weak on both sides: a storage that is gone is no longer known, an entry that autograd has
+        # dropped is dropped here.
+        self._known: weakref.WeakValueDictionary[tuple[StorageWeakRef, int], Entry] = (
+            weakref.WeakValueDictionary()
+        )
+        self._open: list[Entry] = []
+        self._layers: list[list[weakref.ref[Entry]]] = []
+        self._recording = False
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around the forward whose saved tensors are offloaded."""
+        self._recording = True
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+            self.layer_done()
+        finally:
+            self._recording = False
+            self._open.clear()
+
+    def layer_done(self) -> None:
+        """A layer has run: what it saved goes to the host."""
+        if not (self._recording and self._open):
+            return
+        pairs, stored = [], []
+        for entry in self._open:
+            entry.layer = len(self._layers)
+            if entry.state is not State.STAGED:  # of an earlier layer, saved again
+                continue
+            device = entry.as_bytes()
+            if device is None:
+                entry.become(State.KEPT)
+                continue
+            entry.lease = self._owner.pool.take(entry.num_bytes)
+            pairs.append((device, entry.lease.tensor))
+            stored.append(entry)
+        self._layers.append([weakref.ref(entry) for entry in self._open])
+        self._open.clear()
+        if not stored:
+            return
+        mark = self._owner.transfers.store(pairs)
+        for entry in stored:
+            entry.become(State.OFFLOADED)
+            entry.mark, entry.tensor = mark, None
+            self._owner.counts.stored += entry.num_bytes
+
+    def prefetch(self, *, early: bool = False) -> None:
+        """Loads layers from the last one on, as far as there is room.
+
+        Args:
+            early: another segment computes until this one's backward: load into memory that the
+                computation has never needed, and as many layers as fit.
+        """
+        self._load_before(len(self._layers), early)
+
+    # Hooks ----------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if not self._takes(tensor):
+            return tensor if tensor.is_leaf else tensor.detach()
+        key = StorageWeakRef(tensor.untyped_storage()), tensor._version
+        entry = self._known.get(key)
+        if entry is None:
+            source = tensor.detach()
+            size = tensor.untyped_storage().nbytes()
+            entry = self._known[key] = Entry(State.STAGED, source, tensor._version, size)
+        if not any(entry is other for other in self._open):
+            self._open.append(entry)
+        offset = int(tensor.storage_offset())
+        return _Handle(entry, tensor.dtype, tensor.size(), tensor.stride(), offset)
+
+    def _takes(self, tensor: Tensor) -> bool:
+        if tensor.layout is not torch.strided or type(tensor) is not Tensor:
+            return False
+        storage = tensor.untyped_storage()
+        return (
+            storage.nbytes() >= self._owner.transfers.least_bytes
+            and storage.data_ptr() not in self._resident
+        )
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if not isinstance(saved, _Handle):
+            return saved
+        entry = saved.entry
+        if entry.state is State.OFFLOADED:
+            self._demand(entry)
+        if entry.state is State.LOADED:
+            if entry.mark is not None:
+                self._owner.transfers.wait(entry.mark)
+                entry.mark = None
+            self._load_before(entry.layer, early=False)
+        if entry.tensor is None:
+            raise RuntimeError(f"an offloaded tensor is {entry.state.value}, and not there")
+        storage = entry.tensor.untyped_storage()
+        if storage.nbytes() != entry.num_bytes:
+            raise RuntimeError("a discarded tensor is asked for before it has been filled again")
+        view = torch.empty(0, dtype=saved.dtype, device=entry.tensor.device)
+        return view.set_(storage, saved.offset, saved.size, saved.stride)
+
+    # Loads ----------------------------------------------------------------------------------------
+
+    def _demand(self, entry: Entry) -> None:
+        """Loads a tensor that is needed now, with its layer if there is room for all of it."""
+        layer = self._waiting(entry.layer)
+        whole = sum(other.num_bytes for other in layer) <= self._owner.transfers.room()
+        for other in layer if whole else [entry]:
+            self._load(other)
+            self._owner.counts.on_demand += other.num_bytes
+
+    def _load_before(self, layer: int, early: bool) -> None:
+        """Prefetches the layers in front of one, the nearest first."""
+        counts = self._owner.counts
+        last = 0 if early else max(0, layer - LAYERS_AHEAD)
+        for number in range(layer - 1, last - 1, -1):
+            waiting = self._waiting(number)
+            size = sum(entry.num_bytes for entry in waiting)
+            if not size:
+                continue
+            if size > self._owner.transfers.room(below_peak=early):
+                counts.num_delayed += 1
+                return
+            for entry in waiting:
+                self._load(entry)
+            counts.prefetched += size
+
+    def _waiting(self, layer: int) -> list[Entry]:
+        """Entries of a layer that are on the host and that autograd will ask for."""
+        entries = (reference() for reference in self._layers[layer])
+        return [
+            entry
+            for entry in entries
+            if entry is not None and entry.layer == layer and entry.state is State.OFFLOADED
+        ]
+
+    def _load(self, entry: Entry) -> None:
+        if entry.lease is None:
+            raise RuntimeError("an offloaded tensor has no host memory")
+        entry.tensor, entry.mark = self._owner.transfers.load(entry.lease.tensor, entry.mark)
+        entry.become(State.LOADED)
+        entry.lease = None

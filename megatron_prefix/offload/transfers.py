@@ -1,0 +1,180 @@
+"""Copies between a device and the host, and how much room the device has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+MARGIN = 0.05
+"""Share of a device's memory that no plan and no prefetch counts on: fragments, other libraries."""
+
+
+class Transfers(Protocol):
+    """Copies of one device.
+
+    Attributes:
+        pinned: whether host memory should be page-locked.
+        least_bytes: smaller tensors stay on the device.
+    """
+
+    pinned: bool
+    least_bytes: int
+
+    def begin_step(self) -> None:
+        """Notes what is in use before a step."""
+
+    def store(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
+        """Copies (device, host) pairs to the host; the device's side may be dropped at once.
+
+        Returns:
+            A mark for `load`.
+        """
+
+    def load(self, host: Tensor, stored: Any) -> tuple[Tensor, Any]:
+        """Copies to the device what `store` has brought away.
+
+        Returns:
+            The tensor, which nobody may read before `wait`, and a mark for `wait`.
+        """
+
+    def wait(self, loaded: Any) -> None:
+        """Lets what is computed from here on see a loaded tensor; the host does not wait."""
+
+    def room(self, *, below_peak: bool = False) -> float:
+        """Bytes that can still be allocated.
+
+        Args:
+            below_peak: leave alone what the computation has needed at its peak so far, since it
+                may need it again.
+        """
+
+
+class HostTransfers:
+    """Where there is no device: plain copies.
+
+    Args:
+        limit: bytes of room, always; None: what the machine has free.
+    """
+
+    pinned = False
+    least_bytes = 1
+
+    def __init__(self, limit: float | None = None) -> None:
+        self.limit = limit
+
+    def begin_step(self) -> None:
+        """See `Transfers.begin_step`."""
+
+    def store(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """See `Transfers.store`."""
+        for device, host in pairs:
+            host.copy_(device)
+
+    def load(self, host: Tensor, stored: None) -> tuple[Tensor, None]:
+        """See `Transfers.load`."""
+        return host.clone(), None
+
+    def wait(self, loaded: None) -> None:
+        """See `Transfers.wait`."""
+
+    def room(self, *, below_peak: bool = False) -> float:
+        """See `Transfers.room`."""
+        return _free_host_bytes() if self.limit is None else self.limit
+
+
+class CudaTransfers:
+    """Side streams, one for each direction, beside the stream that computes.
+
+    Device memory on both ways belongs to the computing stream's pool and is marked as used by the
+    side stream, so the allocator hands it out again only when the copy has ended; where it runs
+    out of memory it waits for such copies before it gives up.
+
+    Args:
+        device: a CUDA device.
+        limit: bytes that a step may use; None: all that is free.
+    """
+
+    pinned = True
+    least_bytes = 1 << 18  # below, a copy costs more than it brings
+
+    def __init__(self, device: torch.device, limit: float | None = None) -> None:
+        self._device, self._limit, self._base = device, limit, 0.0
+        self._storing, self._loading = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def begin_step(self) -> None:
+        """See `Transfers.begin_step`."""
+        self._base = _cuda_memory(self._device)[2]["current"]
+
+    def store(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
+        """See `Transfers.store`."""
+        # What fills the device's side has been issued; what still reads the host's side of an
+        # earlier tensor too.
+        self._storing.wait_stream(torch.cuda.current_stream(self._device))
+        self._storing.wait_stream(self._loading)
+        with torch.cuda.stream(self._storing):
+            for device, host in pairs:
+                host.copy_(device, non_blocking=True)
+                device.record_stream(self._storing)
+        return self._storing.record_event()
+
+    def load(self, host: Tensor, stored: torch.cuda.Event) -> tuple[Tensor, torch.cuda.Event]:
+        """See `Transfers.load`."""
+        current = torch.cuda.current_stream(self._device)
+        device = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+        self._loading.wait_stream(current)  # which may still use the memory for something else
+        self._loading.wait_event(stored)
+        with torch.cuda.stream(self._loading):
+            device.copy_(host, non_blocking=True)
+            device.record_stream(self._loading)
+        return device, self._loading.record_event()
+
+    def wait(self, loaded: torch.cuda.Event) -> None:
+        """See `Transfers.wait`."""
+        torch.cuda.current_stream(self._device).wait_event(loaded)
+
+    def room(self, *, below_peak: bool = False) -> float:
+        """See `Transfers.room`."""
+        most, total, used = _cuda_memory(self._device)
+        room = most - MARGIN * total
+        if self._limit is not None:
+            room = min(room, self._base + self._limit)
+        return room - used["peak" if below_peak else "current"]
+
+
+def transfers_of(device: torch.device, limit: float | None = None) -> Transfers:
+    """How a device's tensors get to the host and back; `limit`: see PrefixConfig.memory_budget."""
+    return CudaTransfers(device, limit) if device.type == "cuda" else HostTransfers(limit)
+
+
+def free_bytes(device: torch.device, limit: float | None = None) -> float:
+    """Bytes that a step may still allocate, the margin off; the host does not wait.
+
+    Args:
+        device: of the model.
+        limit: bytes that a step may use; None: what is free.
+    """
+    if device.type != "cuda":
+        return _free_host_bytes() * (1 - MARGIN) if limit is None else limit
+    free, total, used = _cuda_memory(device)
+    room = free - used["current"] - MARGIN * total
+    return room if limit is None else min(room, limit)
+
+
+def _cuda_memory(device: torch.device) -> tuple[float, float, dict[str, float]]:
+    """What the process can have, the device's size, and what is in use ("current", "peak").
+
+    The process can have what the driver calls free and what the allocator has. Memory that waits
+    for a copy on a side stream counts as used (`active`).
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    stats = torch.cuda.memory_stats(device)
+    used = {name: stats.get(f"active_bytes.all.{name}", 0) for name in ("current", "peak")}
+    return free + stats.get("reserved_bytes.all.current", 0), total, used
+
+
+def _free_host_bytes() -> float:
+    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
