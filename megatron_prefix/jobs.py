@@ -90,13 +90,14 @@ def place_groups(
 
     Raises:
         UserError: the layout wants equally many rollouts on every rank (where ranks meet in every
-            microbatch's expert layers), or multiples of the pipeline's size (where Megatron's
-            interleaved schedule runs them), and these cannot be placed so.
+            microbatch's expert layers and Megatron's own schedule may run), or multiples of the
+            pipeline's size (where Megatron's interleaved schedule runs them), and these cannot be
+            placed so.
     """
     options = config.tree_options(layout.alignment)
     interleaved = stock and layout.vpp > 1
     method = "auto" if config.mode in ("auto", "on") else "tokens"
-    if layout.dp > 1 and (layout.ep > 1 or interleaved):
+    if layout.dp > 1 and (interleaved or (layout.ep > 1 and (stock or config.mode != "on"))):
         method = "equal"
     placed = place(groups, layout.dp, CostModel.of_spec(spec), options, method)
     first = groups[0].rollouts[0]

@@ -117,7 +117,7 @@ class SegmentInputs:
         table = np.zeros((3, self._offsets[-1]), np.int64)
         for segment, offset in zip(forest.segments, self._offsets[:-1], strict=True):
             for row in segment.rows:
-                if rollouts is not None:
+                if rollouts is not None and row.rollouts:  # a filler has none
                     rollout, span = rollouts[row.rollouts[0]], slice(offset, offset + row.length)
                     table[0, span] = rollout.inputs[row.start : row.end]
                     table[1, span] = rollout.labels[row.start : row.end]

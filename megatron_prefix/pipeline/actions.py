@@ -97,10 +97,6 @@ class Plan:
         """What a segment keeps between its forward and its backward."""
         return self.policies[index] if self.policies else "retain"
 
-    def kinds(self, rank: int) -> list[tuple[str, bool]]:
-        """A rank's actions as (kind, whether its backward runs the forward again)."""
-        return [(a.kind, self.policy(a.segment) == "recompute") for a in self.programs[rank]]
-
     def to_csv(self) -> str:
         """The whole plan as CSV: a header, the segment table, one row of actions a rank."""
         out = io.StringIO()
@@ -178,7 +174,7 @@ def _segment_from(number: int, line: Sequence[str]) -> Segment:
 
 
 def _row_from(text: str) -> Row:
-    match = re.fullmatch(r"(\d+)\+(\d+)/(\d+):(\d+(?: \d+)*)", text)
+    match = re.fullmatch(r"(\d+)\+(\d+)/(\d+):((?:\d+(?: \d+)*)?)", text)
     if not match:
         raise UserError(f"{text!r} is not a row: write start+length/padded:rollouts")
     start, length, padded = (int(match[k]) for k in (1, 2, 3))

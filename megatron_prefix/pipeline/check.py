@@ -188,7 +188,10 @@ def check_segments(segments: Sequence[Segment]) -> None:
 def _segment_fault(segments: Sequence[Segment], index: int) -> str:
     """What is wrong with one segment, its rollouts aside."""
     segment = segments[index]
-    if not segment.rows or any(not 0 < row.length <= row.padded for row in segment.rows):
+    # A row without rollouts is a filler (beside.py): padding only.
+    if not segment.rows or any(
+        not bool(row.rollouts) <= row.length <= row.padded or not row.padded for row in segment.rows
+    ):
         return "a row has no positions, or more of them than its padded length"
     if segment.inner and (len(segment.rows) > 1 or segment.rows[0].length < segment.rows[0].padded):
         return "an inner segment is one row without padding"

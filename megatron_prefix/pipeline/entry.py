@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 from megatron.core.pipeline_parallel.schedules import (
     clear_embedding_activation_buffer,
@@ -33,6 +32,7 @@ from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import transfers_of
 from megatron_prefix.pipeline import channels, gradients, lockstep
 from megatron_prefix.pipeline.actions import Plan
+from megatron_prefix.pipeline.beside import Beside
 from megatron_prefix.pipeline.cost import CostModel, Decision, decide
 from megatron_prefix.pipeline.executor import Executor, Stage
 from megatron_prefix.pipeline.gated import make_links
@@ -126,24 +126,30 @@ class PrefixSchedule:
             data_iterator, num_microbatches, self.adapter, groups.pp, groups.cp, planner.build,
             _device(models),
         )  # fmt: skip
-        self.report = self._decided(config, step, planner.plan(step.forest, step.owner))
-        _check_lockstep(config, self.report, step, groups.pp.rank())
-        if not self.report.decision.share:
+        experts = lockstep.expert_group(groups)
+        beside = lockstep.meet(step.forest, step.owner, experts)
+        self.report = report = self._decided(config, step, beside, planner.plan(beside))
+        lockstep.check(self._unplanned(num_microbatches, groups.pp.rank()), experts)
+        if not report.decision.share:
             return stock_schedule()(data_iterator=step.replay(data_iterator), **arguments)
-        if self.measures:
-            self.report.stopwatch = Stopwatch(groups.pp, _device(models))
+        lockstep.check_dispatcher(config, beside)
+        step = replace(step, forest=beside.forest)
         contract = LossContract(forward_step_func, config, groups.cp.size(), collect_non_loss_data)
-        return self._run(
-            models, step, self.report, contract, groups, forward_only, force_all_reduce
-        )
+        return self._run(models, step, report, contract, groups, forward_only, force_all_reduce)
 
-    def _decided(self, config: Any, step: Step, plan: Plan) -> StepReport:
+    def _decided(self, config: Any, step: Step, beside: Beside, plan: Plan) -> StepReport:
         """Which schedule runs, and the count of fallbacks."""
-        decision = decide(self.config, step.forest, CostModel.of_config(config))
+        decision = decide(self.config, beside.union, CostModel.of_config(config))
         if decision.fallback:
             logger.warning("stock schedule for this step: %s", decision.reason)
         before = self.report.fallback_count if self.report else 0
         return StepReport(step.forest, decision, before + bool(decision.fallback), plan)
+
+    def _unplanned(self, num_microbatches: int, rank: int) -> Sequence[Any] | None:
+        """Actions of a rank that were not planned together with those of other pipelines."""
+        if not self.report.decision.share:  # type: ignore[union-attr]
+            return range(num_microbatches)
+        return self.report.plan.programs[rank] if self.config.plan_file else None  # type: ignore[union-attr]
 
     def _planner(self, config: Any, num_ranks: int, num_chunks: int) -> StepPlanner:
         """The planner of this pipeline, which remembers its plans."""
@@ -165,6 +171,8 @@ class PrefixSchedule:
     ) -> list[Any]:
         """The prefix schedule proper."""
         config, plan, device = contract.config, report.plan, _device(models)
+        if self.measures:
+            report.stopwatch = Stopwatch(groups.pp, device)
         stages = self._stages(models, step, plan, contract, groups)
         scorer = stages[-1].scorer
         if not forward_only:
@@ -243,14 +251,6 @@ def get_forward_backward_func(
     not needed.
     """
     return PrefixSchedule(prefix_config or PrefixConfig(), adapter or TensorBatchAdapter())
-
-
-def _check_lockstep(config: Any, report: StepReport, step: Step, rank: int) -> None:
-    """Refuses a step that expert-parallel ranks cannot go through together (lockstep.py)."""
-    if config.expert_model_parallel_size > 1:
-        program = report.plan.kinds(rank)
-        mine = program if report.decision.share else [("stock", step.num_microbatches)]
-        lockstep.check(mine, parallel_state.get_expert_model_parallel_group())
 
 
 def _account_for_routers(

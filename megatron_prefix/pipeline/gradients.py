@@ -24,6 +24,7 @@ def default_groups() -> ProcessGroupCollection:
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.cp = parallel_state.get_context_parallel_group()
     groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.ep = parallel_state.get_expert_model_parallel_group(check_initialized=False)
     groups.embd = parallel_state.get_embedding_group(check_initialized=False)
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
     groups.dp_cp = parallel_state.get_data_parallel_group(

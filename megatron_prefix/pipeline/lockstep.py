@@ -1,4 +1,7 @@
-"""Ranks that share experts meet in every expert layer, so their programs must have one shape."""
+"""Ranks that share experts tell one another their segments, and refuse programs that differ.
+
+Every rank then computes the same joint plan (beside.py, planner.py), so nothing else travels.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,70 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.pipeline.beside import Beside, beside
+from megatron_prefix.tree import Forest
 
 
-def check(mine: Sequence[Any], group: Any) -> None:
-    """Refuses a step in which ranks of an expert-parallel group would wait for ever.
-
-    Every rank of the group calls this. Which tokens the ranks bring may differ; the kinds of their
-    actions and the order may not.
+def meet(forest: Forest, owner: Sequence[int], group: Any) -> Beside:
+    """Tells the ranks of a group one another's segments; every rank of the group calls this.
 
     Args:
-        mine: this rank's actions by kind, see `Plan.kinds`.
-        group: the expert-parallel process group.
+        forest: this rank's segments.
+        owner: the trainer's microbatch of each of its rollouts.
+        group: the process group whose ranks meet in every action; None or one rank: nobody meets.
+    """
+    size = group.size() if group is not None else 1
+    numbers: list[Any] = [(tuple(owner), forest.to_ints())]
+    if size > 1:
+        numbers *= size
+        dist.all_gather_object(numbers, numbers[0], group=group)
+    return beside(
+        [Forest.from_ints(ints) for _, ints in numbers],
+        [owner for owner, _ in numbers],
+        group.rank() if size > 1 else 0,
+    )
+
+
+def expert_group(groups: ProcessGroupCollection) -> Any:
+    """Ranks that share experts; a trainer's own collection of groups need not have them."""
+    found = getattr(groups, "ep", None)
+    return found or parallel_state.get_expert_model_parallel_group(check_initialized=False)
+
+
+def check(unplanned: Sequence[Any] | None, group: Any) -> None:
+    """Refuses a step in which ranks of a group would wait for ever.
+
+    Args:
+        unplanned: this rank's actions where a joint plan did not make them; None where one did.
+        group: see `meet`; every rank of it calls this.
 
     Raises:
-        UserError: the programs differ; on every rank of the group.
+        UserError: the ranks would not run the same side by side; on every rank of the group.
     """
+    if unplanned is None or group is None or group.size() == 1:
+        return
     found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, list(mine), group=group)
+    dist.all_gather_object(found, [str(action) for action in unplanned], group=group)
     if any(other != found[0] for other in found):
         sizes = ", ".join(str(len(other)) for other in found)
         raise UserError(
-            f"the ranks of an expert-parallel group have programs of {sizes} actions, not of one"
-            " shape: give their data-parallel ranks trees of one shape, or use expert parallelism 1"
+            f"the ranks of an expert-parallel group have programs of {sizes} actions that differ:"
+            " give the stock schedule equally many microbatches on each, and no plan file"
+        )
+
+
+def check_dispatcher(config: Any, beside: Beside) -> None:
+    """Refuses what would hang: the all-gather of tokens wants equally many on every rank.
+
+    Raises:
+        UserError: segments side by side differ in length; on every rank that has one of them.
+    """
+    if config.moe_token_dispatcher_type == "allgather" and not beside.even:
+        raise UserError(
+            "moe_token_dispatcher_type allgather, and segments of several lengths on the ranks that"
+            " share experts: use alltoall"
         )

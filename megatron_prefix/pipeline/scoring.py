@@ -58,7 +58,7 @@ def set_auxiliary_scales(contract: LossContract, model: Any, num_microbatches: i
         config.timers("forward-compute", log_level=2).start()
     forward_step_calc_loss(
         model, next(model.parameters()), None, config, getattr(model, "vp_stage", None),
-        contract.collect_non_loss_data, num_microbatches, [], contract.cp_size, False,
+        contract.collect_non_loss_data, max(num_microbatches, 1), [], contract.cp_size, False,
     )  # fmt: skip
 
 

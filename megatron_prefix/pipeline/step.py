@@ -46,7 +46,7 @@ class Step:
     @property
     def num_microbatches(self) -> int:
         """The trainer's microbatches of the step."""
-        return max(self.owner) + 1
+        return max(self.owner, default=-1) + 1
 
     def replay(self, data_iterator: Any) -> Any:
         """An iterator in the place of the trainer's, for the stock schedule."""
@@ -125,7 +125,7 @@ def _read(
 def _whole(rollouts: list[Pairs], group: Any, device: torch.device) -> list[Pairs]:
     """Whole samples from the slices that the context-parallel ranks have read."""
     size = group.size()
-    if size == 1:
+    if size == 1 or not rollouts:
         return rollouts
     for index, rollout in enumerate(rollouts):
         if not len(rollout) or len(rollout) % 2:

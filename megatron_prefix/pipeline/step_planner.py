@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.pipeline.actions import Plan
+from megatron_prefix.pipeline.beside import Beside
 from megatron_prefix.pipeline.cost import CostModel
 from megatron_prefix.pipeline.memory import policies
 from megatron_prefix.pipeline.planfile import PlanFile
@@ -77,17 +78,22 @@ class StepPlanner:
             options = replace(options, chunk_tokens=chunk_tokens)
         return build(rollouts, groups, options)
 
-    def plan(self, forest: Forest, owner: Sequence[int]) -> Plan:
-        """The step's plan: the user's, where there is one, else the planner's.
+    def plan(self, beside: Beside) -> Plan:
+        """The rank's plan: the user's, where there is one, else the planner's.
+
+        Args:
+            beside: the rank's pipeline, and those it runs beside.
 
         Raises:
             UserError: the user's is of another step or pipeline.
         """
         if self._file is not None:
-            plan = self._file.fitting(forest, *self._shape, owner)
+            plan = self._file.fitting(beside.forest, *self._shape, beside.owner)
         else:
-            plan = self._best(forest, microbatches=tuple(owner))
-        return replace(plan, policies=policies(plan.segments, self._memory))
+            plan = self._best(beside.union, microbatches=beside.microbatches)
+        # Whatever recomputes runs the layers forward once more, and so must all that is beside it.
+        kept = policies(beside.union.segments, self._memory)
+        return replace(plan, segments=beside.forest.segments, policies=kept)
 
 
 def _in_tokens(model: CostModel) -> Cost:

@@ -68,12 +68,12 @@ class LogicalTokens:
         size: int = 1,
     ) -> None:
         self._lengths, self._owner, self._device = forest.num_positions, tuple(owner), device
-        self._members: list[list[int]] = [[] for _ in range(max(owner) + 1)]
+        self._members: list[list[int]] = [[] for _ in range(max(owner, default=-1) + 1)]
         for rollout, microbatch in enumerate(owner):
             self._members[microbatch].append(rollout)
         self._closings: dict[tuple[int, ...], Closing] = {}
         columns = [c for segment in forest.segments for c in _columns(segment.rows, rank, size)]
-        table = torch.from_numpy(np.concatenate(columns)).to(device)
+        table = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *columns])).to(device)
         pieces = iter(table.split([len(column) for column in columns]))
         fours = zip(pieces, pieces, pieces, pieces, strict=True)
         self._segments = [
@@ -131,6 +131,6 @@ def _columns(rows: Sequence[Row], rank: int, size: int) -> list[np.ndarray]:
     return [
         row_of[zigzag.segment_rows([row.padded for row in rows], rank, size)],
         np.repeat(numbers, copies),
-        np.array([rollout for row in rows for rollout in row.rollouts]),
+        np.array([rollout for row in rows for rollout in row.rollouts], np.int64),
         np.array([*copies, 0]),
     ]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron_prefix.errors import UserError
 from megatron_prefix.pipeline.actions import Action, Plan
 from megatron_prefix.pipeline.planner import make_plan
-from megatron_prefix.tree import Row, Segment, TreeOptions, build
+from megatron_prefix.tree import TreeOptions, build
 from tests.harness.trees import flat_rollouts, rollout_sets, tree_options
 
 
@@ -104,15 +104,3 @@ def test_a_broken_file_is_refused_with_its_line(old, new, message) -> None:
 def test_a_file_that_csv_cannot_read_is_refused() -> None:
     with pytest.raises(UserError, match=r"p\.csv: not a plan"):
         Plan.from_csv("x" * 200_000 + "\n", "p.csv")
-
-
-def test_kinds_of_a_program_say_what_expert_parallel_ranks_must_share():
-    rows = (Row(0, 4, 4, (0, 1)),)
-    leaves = (Row(4, 2, 2, (0,)), Row(4, 3, 3, (1,)))
-    segments = (
-        Segment(-1, 0, rows, inner=True, extends=False, scored=False),
-        Segment(0, 0, leaves, inner=False, extends=False, scored=True),
-    )
-    cells = ("F0", "F1", "B1", "B0")
-    plan = Plan(segments, (tuple(map(Action.parse, cells)),), policies=("recompute", "retain"))
-    assert plan.kinds(0) == [("F", True), ("F", False), ("B", False), ("B", True)]

@@ -10,6 +10,7 @@ import pytest
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.pipeline.actions import Plan
+from megatron_prefix.pipeline.beside import beside
 from megatron_prefix.pipeline.cost import CostModel
 from megatron_prefix.pipeline.planfile import PlanFile, forest_of, read_plan
 from megatron_prefix.pipeline.planner import best_plan, closings, make_plan
@@ -56,7 +57,7 @@ def test_a_plan_of_the_step_is_run_as_it_is(tmp_path, ranks, chunks) -> None:
     for _ in range(2):
         assert file.fitting(step, ranks, chunks, each(6)) == plan
     planner = StepPlanner(PrefixConfig(plan_file=file.path), COST, 1, ranks, chunks, None)
-    assert planner.plan(step, each(6)) == plan
+    assert planner.plan(beside([step], [each(6)])) == plan
 
 
 def test_another_pipeline_is_refused(tmp_path) -> None:
@@ -137,10 +138,10 @@ def test_steps_are_planned_as_the_user_set() -> None:
     planner = StepPlanner(config, COST, 8, 4, 2, None)
     step = planner.build(rollouts, groups, owner)
     assert step == build(rollouts, groups, TreeOptions(8, 200, 256))
-    plan = planner.plan(step, owner)
+    plan = planner.plan(beside([step], [owner]))
     assert plan == best_plan(step, 4, num_chunks=2, microbatches=owner, extra=1)
-    assert planner.plan(step, owner).programs is plan.programs  # from memory
-    assert planner.plan(step, each(8)) is not plan
+    assert planner.plan(beside([step], [owner])).programs is plan.programs  # from memory
+    assert planner.plan(beside([step], [each(8)])) is not plan
 
 
 def test_chunks_are_chosen_by_the_cost_of_the_model() -> None:
