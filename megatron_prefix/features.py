@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +56,7 @@ def _other_than(name: str, usual: str) -> Callable[[Any], bool]:
 
 # Routers whose choice for one token depends on other tokens or on chance.
 _COUPLED = "leave it out: copies of a prompt token would {}"
-_BALANCE = "use aux_loss or seq_aux_loss: {}"
+_BALANCE = "use aux_loss, seq_aux_loss or global_aux_loss: {}"
 _KNOWN_BALANCING = (
     "none",
     "aux_loss",
@@ -95,7 +96,6 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("moe_router_force_biased", _with_experts("moe_router_force_biased"), _COUPLED.format("draw different experts")),
     ("moe_router_load_balancing_type sinkhorn", _balances("sinkhorn"), _BALANCE.format("every token's experts depend on the others")),
     ("moe_router_load_balancing_type quantile_balancing", _balances("quantile_balancing"), _BALANCE.format("every token's experts depend on the others")),
-    ("moe_router_load_balancing_type global_aux_loss", _balances("global_aux_loss"), _BALANCE.format("its running average follows the stock order of microbatches on all data-parallel ranks")),
     ("moe_router_load_balancing_type of another name", _balances(*_KNOWN_BALANCING, others=True), _BALANCE.format("it is not known here")),
     ("moe_enable_routing_replay", _with_experts("moe_enable_routing_replay"), "turn it off: it replays routes in the stock order of forward passes"),
     ("moe_paged_stash", _with_experts("moe_paged_stash"), "turn it off: it assumes the stock order of backward passes"),
@@ -149,6 +149,25 @@ def logged_losses() -> dict[str, Tensor]:
 def forget_logged_losses() -> None:
     """Empties the log, which has the layers and the process groups of the model that wrote it."""
     _log_of_losses().clear()
+
+
+def has_global_loss(config: Any) -> bool:
+    """Whether routers balance the global batch: counts of all data-parallel ranks, in order."""
+    kinds = getattr(config, "moe_router_load_balancing_type", "none")
+    coefficients: Any = getattr(config, "moe_aux_loss_coeff", 0.0)
+    if isinstance(kinds, str):
+        kinds, coefficients = [kinds], [coefficients]
+    experts = bool(getattr(config, "num_moe_experts", None))
+    pairs = zip(kinds, coefficients, strict=True)
+    return experts and any(kind == "global_aux_loss" and coeff > 0 for kind, coeff in pairs)
+
+
+def global_loss_is_whole(router: Any) -> dict[str, bool]:
+    """The argument that tells a router's log not to average over data-parallel ranks."""
+    known = inspect.signature(router.attach_and_log_load_balancing_loss).parameters
+    if "needs_dp_avg" in known:  # since 0.18
+        return {"needs_dp_avg": False}
+    return {"reduce_group_has_dp": True}
 
 
 def sample_losses_weigh_batch() -> bool:

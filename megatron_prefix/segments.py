@@ -138,12 +138,14 @@ class Forest:
         num_positions: positions of each rollout.
         first_trained: first trained position of each rollout.
         align: the alignment the segments were made for.
+        ordered: whether a microbatch's losses need all microbatches before it (global_aux_loss).
     """
 
     segments: tuple[Segment, ...]
     num_positions: tuple[int, ...]
     first_trained: tuple[int, ...]
     align: int = 1
+    ordered: bool = False
 
     @property
     def raw_tokens(self) -> int:
@@ -183,7 +185,8 @@ class Forest:
 
     def to_ints(self) -> list[int]:
         """The forest as numbers, for the ranks that read no data; `from_ints` is the inverse."""
-        numbers = [self.align, len(self.num_positions), *self.num_positions, *self.first_trained]
+        numbers = [self.align, int(self.ordered), len(self.num_positions)]
+        numbers += [*self.num_positions, *self.first_trained]
         for segment in self.segments:
             flags = segment.inner + 2 * segment.extends + 4 * segment.scored
             numbers += [segment.parent, segment.tree, flags, len(segment.rows)]
@@ -199,7 +202,7 @@ class Forest:
         def take(count: int) -> tuple[int, ...]:
             return tuple(itertools.islice(stream, count))
 
-        align, num_rollouts = take(2)
+        align, ordered, num_rollouts = take(3)
         num_positions, first_trained = take(num_rollouts), take(num_rollouts)
         segments = []
         while head := take(4):
@@ -210,7 +213,7 @@ class Forest:
                 rows.append(Row(start, length, padded, take(members)))
             inner, extends, scored = (bool(flags & bit) for bit in (1, 2, 4))
             segments.append(Segment(parent, tree, tuple(rows), inner, extends, scored))
-        return cls(tuple(segments), num_positions, first_trained, align)
+        return cls(tuple(segments), num_positions, first_trained, align, bool(ordered))
 
     def ancestors(self, index: int) -> list[int]:
         """Segments whose K/V segment `index` reads, root first."""

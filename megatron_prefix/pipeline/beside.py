@@ -26,8 +26,8 @@ class Beside:
     Attributes:
         forest: the rank's own, with fillers.
         owner: the trainer's microbatch of each of its rollouts.
-        union: all forests as one; rollouts and microbatches of each are numbered after those of the
-            forests before it.
+        union: all forests as one; rollouts of each are numbered after those of the forests before
+            it, and so are microbatches unless the forests are ordered.
         microbatches: of the union, the microbatch of each rollout.
         lengths: per place the rows of every forest's segment.
     """
@@ -65,7 +65,10 @@ def beside(forests: Sequence[Forest], owners: Sequence[Sequence[int]], place: in
         ]
         flags = (any(column) for column in zip(*(s[3:] for s in here), strict=True))
         union.append(Segment(parent, here[0].tree, tuple(rows), *flags))
-    microbatches = [0, *itertools.accumulate(max(owner, default=-1) + 1 for owner in owners)]
+    # Where losses need all microbatches up to a number, those of one number are as good as one.
+    ordered = any(forest.ordered for forest in forests)
+    counts = (0 if ordered else max(owner, default=-1) + 1 for owner in owners)
+    microbatches = [0, *itertools.accumulate(counts)]
     return Beside(
         filled[place],
         tuple(owners[place]),
@@ -74,6 +77,7 @@ def beside(forests: Sequence[Forest], owners: Sequence[Sequence[int]], place: in
             tuple(number for forest in forests for number in forest.num_positions),
             tuple(number for forest in forests for number in forest.first_trained),
             forests[place].align,
+            ordered,
         ),
         tuple(first + m for first, owner in zip(microbatches, owners, strict=False) for m in owner),
         tuple(tuple(f.segments[index].num_rows for f in filled) for index in range(len(nodes))),

@@ -26,22 +26,21 @@ from megatron_prefix.cache import SidecarCache
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.batch import BatchAdapter, SegmentInputs, TensorBatchAdapter
 from megatron_prefix.errors import UserError
-from megatron_prefix.features import offload_refusal
+from megatron_prefix.features import has_global_loss, offload_refusal
 from megatron_prefix.install import install
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import transfers_of
-from megatron_prefix.pipeline import channels, gradients, lockstep
+from megatron_prefix.pipeline import channels, gradients, lockstep, ordering
 from megatron_prefix.pipeline.actions import Plan
 from megatron_prefix.pipeline.beside import Beside
 from megatron_prefix.pipeline.cost import CostModel, Decision, decide
 from megatron_prefix.pipeline.executor import Executor, Stage
 from megatron_prefix.pipeline.gated import make_links
-from megatron_prefix.pipeline.scoring import LossContract, Scorer, set_auxiliary_scales
-from megatron_prefix.pipeline.step import Step, read_step
+from megatron_prefix.pipeline.scoring import LossContract, Scorer
+from megatron_prefix.pipeline.step import Builder, Step, read_step
 from megatron_prefix.pipeline.step_planner import StepPlanner
 from megatron_prefix.pipeline.timing import Stopwatch
-from megatron_prefix.router.ledger import RouterLedger
-from megatron_prefix.router.tokens import LogicalTokens
+from megatron_prefix.router.begin import set_ledgers
 from megatron_prefix.tree import Forest
 
 logger = logging.getLogger(__name__)
@@ -123,12 +122,12 @@ class PrefixSchedule:
             channels.channels_of(groups.pp, _device(models))
         planner = self._planner(config, groups.pp.size(), len(models))
         step = read_step(
-            data_iterator, num_microbatches, self.adapter, groups.pp, groups.cp, planner.build,
-            _device(models),
+            data_iterator, num_microbatches, self.adapter, groups.pp, groups.cp,
+            _builder(planner, config), _device(models),
         )  # fmt: skip
         experts = lockstep.expert_group(groups)
         beside = lockstep.meet(step.forest, step.owner, experts)
-        self.report = report = self._decided(config, step, beside, planner.plan(beside))
+        self.report = report = self._decided(models, step, beside, planner.plan(beside), groups)
         lockstep.check(self._unplanned(num_microbatches, groups.pp.rank()), experts)
         if not report.decision.share:
             return stock_schedule()(data_iterator=step.replay(data_iterator), **arguments)
@@ -137,9 +136,17 @@ class PrefixSchedule:
         contract = LossContract(forward_step_func, config, groups.cp.size(), collect_non_loss_data)
         return self._run(models, step, report, contract, groups, forward_only, force_all_reduce)
 
-    def _decided(self, config: Any, step: Step, beside: Beside, plan: Plan) -> StepReport:
+    def _decided(
+        self, models: list[Any], step: Step, beside: Beside, plan: Plan, groups: Any
+    ) -> StepReport:
         """Which schedule runs, and the count of fallbacks."""
+        config = get_model_config(models[0])
         decision = decide(self.config, beside.union, CostModel.of_config(config))
+        if has_global_loss(config):
+            decision = ordering.together(
+                decision, step.num_microbatches, groups.dp_cp, _device(models)
+            )
+            ordering.prove(plan, beside, groups.pp.rank())
         if decision.fallback:
             logger.warning("stock schedule for this step: %s", decision.reason)
         before = self.report.fallback_count if self.report else 0
@@ -176,7 +183,7 @@ class PrefixSchedule:
         stages = self._stages(models, step, plan, contract, groups)
         scorer = stages[-1].scorer
         if not forward_only:
-            _account_for_routers(stages, step, contract, groups.cp, device)
+            set_ledgers(stages, step, contract, groups.cp, device)
         inputs = SegmentInputs(
             step.forest, step.rollouts, device, groups.cp.rank(), groups.cp.size()
         )
@@ -253,15 +260,10 @@ def get_forward_backward_func(
     return PrefixSchedule(prefix_config or PrefixConfig(), adapter or TensorBatchAdapter())
 
 
-def _account_for_routers(
-    stages: list[Stage], step: Step, contract: LossContract, context: Any, device: torch.device
-) -> None:
-    """Gives the stages the ledgers of their auxiliary losses, and Megatron the losses' scale."""
-    if any(stage.hooks.routers for stage in stages):
-        set_auxiliary_scales(contract, stages[-1].model, step.num_microbatches)
-        tokens = LogicalTokens(step.forest, step.owner, device, context.rank(), context.size())
-        for stage in stages:
-            stage.ledger = RouterLedger(tokens, stage.hooks.routers)
+def _builder(planner: StepPlanner, config: Any) -> Builder:
+    """The planner's, with what the model asks of the microbatches' order."""
+    ordered = has_global_loss(config)
+    return lambda *rollouts: replace(planner.build(*rollouts), ordered=ordered)
 
 
 def _alignment(config: Any) -> int:

@@ -32,7 +32,9 @@ def closings(forest: Forest, microbatches: Sequence[int] | None = None) -> list[
     """Per segment the last forward (in F-order) without which its backward cannot run.
 
     A microbatch of the trainer can be scored only when the last of its rollouts has been through
-    its last segment, and every scored segment on the way waits for that.
+    its last segment, and every scored segment on the way waits for that; where the forest is
+    `ordered`, also for the rollouts of all microbatches before it.  The others need no rule of
+    their own: every rollout ends in a scored segment, and a backward comes after those below it.
 
     Args:
         forest: the step's segments.
@@ -42,6 +44,9 @@ def closings(forest: Forest, microbatches: Sequence[int] | None = None) -> list[
     last: dict[int, int] = {}
     for rollout, path in enumerate(forest.paths):
         last[owner[rollout]] = max(last.get(owner[rollout], 0), path[-1][0])
+    if forest.ordered:
+        running = itertools.accumulate((last[m] for m in sorted(last)), max)
+        last = dict(zip(sorted(last), running, strict=True))
     return [
         max([index, *(last[owner[r]] for row in segment.rows for r in row.rollouts)])
         if segment.scored

@@ -11,10 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.features import sample_losses_weigh_batch
+from megatron_prefix.features import global_loss_is_whole, sample_losses_weigh_batch
+from megatron_prefix.router.group_counts import GroupCounts
 from megatron_prefix.router.tokens import Closing, LogicalTokens
 
-LOGGED_AS = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
+LOGGED_AS = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
 """Megatron's moe_router_load_balancing_type, and the name under which it logs that loss."""
 
 
@@ -31,6 +36,7 @@ class _Layer:
         uncounted: tokens of each microbatch that are still to come.
         counted: segments that have been counted.
         closed: microbatches whose gradients are known.
+        averages: of the global batch's counts, up to each microbatch in turn, [experts].
     """
 
     counts: Tensor
@@ -41,6 +47,7 @@ class _Layer:
     uncounted: list[int]
     counted: set[int] = field(default_factory=set)
     closed: set[int] = field(default_factory=set)
+    averages: list[Tensor] = field(default_factory=list)
 
 
 class RouterLedger:
@@ -49,13 +56,25 @@ class RouterLedger:
     Args:
         tokens: what the step's rows stand for.
         routers: Megatron's routers by layer of the chunk.
+        group_counts: of the step, the same for all model chunks of the rank.
 
     Raises:
         UserError: a loss by sample, and the samples of a microbatch are not equally long.
     """
 
-    def __init__(self, tokens: LogicalTokens, routers: Mapping[int, Any]) -> None:
+    def __init__(
+        self,
+        tokens: LogicalTokens,
+        routers: Mapping[int, Any],
+        group_counts: GroupCounts | None = None,
+    ) -> None:
         self._tokens, self._routers = tokens, routers
+        self._group_counts = group_counts or GroupCounts()
+        self._places = {
+            layer: self._group_counts.enter(router)
+            for layer, router in routers.items()
+            if router.get_aux_loss_coeff("global_aux_loss")
+        }
         self._layers: dict[int, _Layer] = {}
         by_sample = any(r.get_aux_loss_coeff("seq_aux_loss") for r in routers.values())
         if by_sample and not tokens.has_even_samples:
@@ -102,14 +121,17 @@ class RouterLedger:
             return
         state.counted.add(index)
         rows, row_of = self._tokens[index], self.rows(layer, index, len(like))
-        for microbatch, number in rows.tokens.items():
-            state.uncounted[microbatch] -= number
         sums = ((state.counts, experts), (state.masses, scores), (state.squares, squares))
         for total, values in sums:
             if values is not None:
                 by_row = total.new_zeros((len(rows.copies), *total.shape[1:]))
                 by_row.index_add_(0, row_of, values.to(total.dtype))
                 total.index_add_(0, rows.rollout, by_row[rows.row])
+        for microbatch, number in rows.tokens.items():
+            state.uncounted[microbatch] -= number
+            if layer in self._places and not state.uncounted[microbatch]:
+                counts = state.counts[self._tokens.closing((microbatch,)).rollout].sum(0)
+                self._group_counts.add(self._places[layer], microbatch, counts)
 
     @torch.no_grad()
     def gradients(self, layer: int, index: int, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -151,11 +173,28 @@ class RouterLedger:
         masses = state.masses[closing.rollout]  # of this rank: Megatron logs its part of the loss
         for kind in LOGGED_AS:
             if coeff := router.get_aux_loss_coeff(kind):
-                vectors = _balance(router, kind, coeff, sums[:, :-1], masses, closing)
+                seen = sums[:, :-1]
+                if kind == "global_aux_loss":
+                    seen = self._averages(layer, microbatches)[closing.place].to(sums.dtype)
+                vectors = _balance(router, kind, coeff, seen, masses, closing)
                 state.scores_gradient[closing.rollout] += vectors.to(sums.dtype)
         if router.config.moe_z_loss_coeff is not None:
             weights = _shrink(router, sums[:, -1], closing)
             state.squares_gradient[closing.rollout] = weights.to(sums.dtype)
+
+    def _averages(self, layer: int, microbatches: tuple[int, ...]) -> Tensor:
+        """What Megatron has for counts in these microbatches, [microbatches, experts].
+
+        Its routers add up since they were last reset, in order, in buffers of their own
+        (megatron/core/transformer/moe/router.py, `_apply_global_aux_loss`).
+        """
+        state, router = self._layers[layer], self._routers[layer]
+        for microbatch in range(len(state.averages), microbatches[-1] + 1):
+            counts = self._group_counts.take(self._places[layer], microbatch)
+            router.global_tokens_per_expert += counts
+            router.ga_steps += 1
+            state.averages.append(router.global_tokens_per_expert / router.ga_steps)
+        return torch.stack([state.averages[microbatch] for microbatch in microbatches])
 
 
 def _balance(
@@ -165,7 +204,7 @@ def _balance(
 
     Args:
         counts, masses: of the closing rollouts, [n, experts]; counts over all ranks of the
-            microbatch.
+            microbatch, or for each rollout those of the global batch.
 
     Returns:
         [n, experts].
@@ -176,15 +215,19 @@ def _balance(
         share = 1 / closing.samples.to(counts.dtype)
         tokens = tokens * share
         weighed = weighed if sample_losses_weigh_batch() else tokens
-    else:
+    elif kind == "aux_loss":
         counts = torch.zeros_like(counts).index_add_(0, closing.place, counts)[closing.place]
+    group, form = router.tp_cp_group, {}
+    if kind == "global_aux_loss":
+        group, form = router.tp_dp_cp_group, global_loss_is_whole(router)
+        # Megatron takes it that the group's ranks have equally many.
+        tokens = tokens * (group.size() // router.tp_cp_group.size())
     factor = coeff * router.num_experts / router.topk
     unit = counts * (factor * share / tokens.square()).unsqueeze(1)
 
     def attach(loss: Tensor) -> Tensor:
-        name, group = LOGGED_AS[kind], router.tp_cp_group
         return router.attach_and_log_load_balancing_loss(
-            loss.new_zeros(1), coeff, loss, name, group, valid_token_count=1
+            loss.new_zeros(1), coeff, loss, LOGGED_AS[kind], group, valid_token_count=1, **form
         )
 
     weight = _weight(attach, (unit * masses).sum())

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix import features
+from megatron_prefix.router.ledger import LOGGED_AS
 
 
 def take_auxiliary(models: Sequence[Any]) -> dict[str, Tensor]:
@@ -30,8 +31,9 @@ def take_auxiliary(models: Sequence[Any]) -> dict[str, Tensor]:
     for name, values in features.logged_losses().items():
         total = values.clone()
         values.zero_()
-        if group.size() > 1:
-            dist.all_reduce(total, group=group)
+        whole = routers[0][1].tp_dp_cp_group if name == LOGGED_AS["global_aux_loss"] else group
+        if whole.size() > 1:
+            dist.all_reduce(total, group=whole)
         # Of this one every rank logs a mean, of the others its part of a sum.
         found[name] = total / group.size() if name == "z_loss" else total
     for number, router in routers:

@@ -9,6 +9,7 @@ changes gradients by as much as the loss itself.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from megatron_prefix.models.build import build_model
 from megatron_prefix.models.presets import resolve
 from megatron_prefix.pipeline.entry import PrefixSchedule
 from megatron_prefix.router import tokens
+from megatron_prefix.router.group_counts import GroupCounts
+from megatron_prefix.router.ledger import RouterLedger
 from megatron_prefix.runtime import Layout
 from tests.harness.ranks import run_ranks
 
@@ -30,6 +33,7 @@ VOCAB = 64
 SP = {"sequence_parallel": True}
 AUX = {"moe_aux_loss_coeff": 1.0}
 SEQ = {"moe_load_balancing": "seq_aux_loss", "moe_aux_loss_coeff": 1.0}
+GLOBAL = {"moe_load_balancing": "global_aux_loss", "moe_aux_loss_coeff": 1.0}
 Z = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 1.0}
 AUX_Z = {**AUX, "moe_z_loss_coeff": 1.0}
 BIAS = {
@@ -40,6 +44,11 @@ BIAS = {
 BOTH = {
     "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
     "moe_aux_loss_coeff": [1.0, 0.7],
+    "moe_z_loss_coeff": 0.5,
+}
+ALL = {
+    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
+    "moe_aux_loss_coeff": [1.0, 0.7, 2.0],
     "moe_z_loss_coeff": 0.5,
 }
 
@@ -54,6 +63,7 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     recompute: str = "none"
     flat: bool = False
+    uneven: bool = False  # flat groups on odd data-parallel ranks
 
 
 CHUNKED = PrefixConfig(min_gain=1, chunk_tokens=8, wave_tokens=16)
@@ -64,6 +74,8 @@ CASES = {
     "aux_loss, one rollout a wave": Case(AUX, prefix=PrefixConfig(min_gain=1, wave_tokens=1)),
     "aux_loss, all groups in one tree": Case(AUX, prefix=PrefixConfig(min_gain=1, share="batch")),
     "seq_aux_loss": Case(SEQ),
+    "global_aux_loss": Case(GLOBAL),
+    "global_aux_loss, full recompute": Case(GLOBAL, prefix=CHUNKED, recompute="full"),
     "z-loss": Case(Z),
     "per-token loss": Case(config={"calculate_per_token_loss": True, **BOTH}),
     "sigmoid": Case(config={"moe_router_score_function": "sigmoid"}),
@@ -97,6 +109,22 @@ CASES = {
         layout=Layout(dp=2, ep=2),
         config={"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False},
     ),
+    "DP2, global_aux_loss": Case(GLOBAL, layout=Layout(dp=2), uneven=True),
+    "DP2, global_aux_loss, per-token loss": Case(
+        layout=Layout(dp=2),
+        prefix=CHUNKED,
+        uneven=True,
+        config={"calculate_per_token_loss": True, **ALL},
+    ),
+    "EP2, global_aux_loss": Case(GLOBAL, layout=Layout(dp=2, ep=2), uneven=True),
+    "PP2 DP2, global_aux_loss": Case(
+        layout=Layout(pp=2, dp=2),
+        prefix=replace(CHUNKED, memory="recompute"),
+        config=ALL,
+        uneven=True,
+    ),
+    "PP2 VPP2, global_aux_loss": Case({**GLOBAL, "num_layers": 4}, layout=Layout(pp=2, vpp=2)),
+    "TP2, global_aux_loss": Case(layout=Layout(tp=2, **SP), config=ALL),
     "CP2": Case(layout=Layout(cp=2), prefix=CHUNKED, config=BOTH),
     "CP2, per-token loss": Case(
         layout=Layout(cp=2), config={"calculate_per_token_loss": True, **BIAS}
@@ -150,7 +178,8 @@ def aligned(case: Case) -> alignment.Alignment:
             config_overrides=case.config,
         )
         alignment.PrefixSchedule = Forgetful  # in this process only
-        mine = groups(case.flat, alignment.data_rank())
+        number = alignment.data_rank()
+        mine = groups(case.flat or (case.uneven and number % 2 == 1), number)
         multiple = case.layout.alignment
         return alignment.over_ranks(alignment.align(chunks, mine, case.prefix, multiple=multiple))
 
@@ -176,26 +205,72 @@ def together(self: tokens.LogicalTokens, microbatches: tuple[int, ...]) -> token
     return closing._replace(place=torch.zeros_like(closing.place))
 
 
+def alone(self: GroupCounts, router: Any) -> int:
+    """Counts of this rank only."""
+    one = SimpleNamespace(tp_dp_cp_group=SimpleNamespace(size=lambda: 1))
+    return STOCK_ENTER(self, one)
+
+
+def by_itself(self: RouterLedger, layer: int, microbatches: tuple[int, ...]) -> torch.Tensor:
+    """Counts of each microbatch, not of those before it too."""
+    place = self._places[layer]
+    return torch.stack([self._group_counts.take(place, m) for m in microbatches])
+
+
+STOCK_ENTER = GroupCounts.enter
 STOCK_COLUMNS, STOCK_CLOSING = tokens._columns, tokens.LogicalTokens.closing
 MISTAKES = {
-    "aux_loss of rows": ("aux_loss", "_columns", once),
-    "seq_aux_loss of rows": ("seq_aux_loss", "_columns", once),
-    "z-loss of rows": ("z-loss", "_columns", once),
-    "rows on two ranks": ("TP2, per-token loss", "_columns", once),
-    "bias of rows": ("expert bias alone", "_columns", once),
-    "recomputed rows": ("full recompute, per-token loss", "_columns", once),
-    "rows of a pipeline": ("PP2", "_columns", once),
-    "waves for microbatches": ("aux_loss, flat groups", "LogicalTokens.closing", together),
+    "aux_loss of rows": ("aux_loss", "tokens._columns", once),
+    "seq_aux_loss of rows": ("seq_aux_loss", "tokens._columns", once),
+    "global_aux_loss of rows": ("global_aux_loss", "tokens._columns", once),
+    "global_aux_loss of a rank": (
+        "DP2, global_aux_loss",
+        "group_counts.GroupCounts.enter",
+        alone,
+    ),
+    "global_aux_loss, unordered": ("global_aux_loss", "ledger.RouterLedger._averages", by_itself),
+    "z-loss of rows": ("z-loss", "tokens._columns", once),
+    "rows on two ranks": ("TP2, per-token loss", "tokens._columns", once),
+    "bias of rows": ("expert bias alone", "tokens._columns", once),
+    "recomputed rows": ("full recompute, per-token loss", "tokens._columns", once),
+    "rows of a pipeline": ("PP2", "tokens._columns", once),
+    "waves for microbatches": ("aux_loss, flat groups", "tokens.LogicalTokens.closing", together),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_count_is_seen(mistake, monkeypatch):
     name, where, wrong = MISTAKES[mistake]
-    monkeypatch.setattr(f"megatron_prefix.router.tokens.{where}", wrong)
+    monkeypatch.setattr(f"megatron_prefix.router.{where}", wrong)
     verdict = aligned(CASES[name])
     assert not verdict.passed
     biased = any("expert_bias" in line for line in verdict.failures)
     logged = any(line.split(": ")[-2].endswith("loss") for line in verdict.failures)
     gradients = any("gradient of" in line for line in verdict.failures)
     assert biased if mistake == "bias of rows" else logged and gradients
+
+
+def test_one_schedule_on_all_data_parallel_ranks():
+    """One rank has nothing to share, so neither does the other: their sums would not meet."""
+
+    def on_rank() -> tuple[bool, bool, str, float]:
+        runtime.initialize(Layout(dp=2))
+        spec = resolve("tiny-moe", **{"num_layers": 1, **GLOBAL}).with_vocab(VOCAB)
+        chunks = build_model(spec, layout=Layout(dp=2), dtype="float64")
+        number = alignment.data_rank()
+        mine = groups(True, 0)
+        if number:  # of other prompts
+            others = [groups(True, seed)[0] for seed in range(1, 9)]
+            mine = [replace(group, rollouts=group.rollouts[:1]) for group in others]
+        ours = PrefixSchedule(
+            PrefixConfig(min_gain=1, wave_tokens=16, mode="auto", min_speedup=1.2)
+        )
+        alignment.run_step(ours, chunks, alignment.microbatches(mine, 0))
+        decision = ours.report.decision
+        return decision.share, decision.fallback, decision.reason, decision.predicted_speedup
+
+    first, second = run_ranks(2, on_rank)
+    assert first[3] > 1.2 > second[3]
+    assert not first[0] and not second[0] and first[1] and second[1]
+    assert "another data-parallel rank" in first[2]
+    assert "below min_speedup" in second[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,8 +28,8 @@ from tests.harness.steps import Contract, Microbatch
 from tests.harness.trees import rollout_sets, tree_options
 
 LOSSES = {
-    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
-    "moe_aux_loss_coeff": [1.0, 0.7],
+    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
+    "moe_aux_loss_coeff": [1.0, 0.7, 1.3],
     "moe_z_loss_coeff": 0.5,
 }
 BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
@@ -90,16 +90,29 @@ def configure(model: Any, contract: Contract, num_microbatches: int) -> None:
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([weight]))
 
 
-def taken(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Tensor]]:
-    """Gradients, logged losses and experts' counts since the last time."""
+class Taken(NamedTuple):
+    """What a step leaves behind: gradients, logged losses, and the routers' counts."""
+
+    gradients: dict[str, Tensor]
+    logged: dict[str, Tensor]
+    counts: list[Tensor]
+    averaged: list[Tensor]
+
+
+def taken(model: Any) -> Taken:
+    """All of it since the last time."""
     gradients = steps.gradients(model)
     steps.zero_gradients(model)
-    counts = []
+    counts: list[Tensor] = []
+    averaged: list[Tensor] = []
     for router in features.routers(unwrap(model)).values():
         if router.enable_expert_bias:
             counts.append(router.local_tokens_per_expert.clone())
             router.local_tokens_per_expert.zero_()
-    return gradients, take_auxiliary([unwrap(model)]), counts
+        if router.global_tokens_per_expert is not None:
+            averaged += [router.global_tokens_per_expert.clone(), router.ga_steps.clone()]
+            router.reset_global_aux_loss_tracker()
+    return Taken(gradients, take_auxiliary([unwrap(model)]), counts, averaged)
 
 
 def check(
@@ -119,17 +132,22 @@ def check(
     steps.call(schedule, contract.step, model, items)
     found = taken(model)
 
-    steps.assert_gradients(found[0], steps.Reference(expected[0], terms), num_positions)
-    assert found[1].keys() == expected[1].keys()
-    for name, wanted in expected[1].items():
-        assert_close(found[1][name], wanted, num_positions, what=name)
-    assert all(map(torch.equal, found[2], expected[2]))
-    assert [int(c.sum()) for c in found[2]] == [2 * num_positions for _ in found[2]]
+    wanted = steps.Reference(expected.gradients, terms)
+    steps.assert_gradients(found.gradients, wanted, num_positions)
+    assert found.logged.keys() == expected.logged.keys()
+    for name, losses in expected.logged.items():
+        assert_close(found.logged[name], losses, num_positions, what=name)
+    for ours, theirs in ((found.counts, expected.counts), (found.averaged, expected.averaged)):
+        assert len(ours) == len(theirs)
+        assert all(map(torch.equal, ours, theirs))
+    assert [int(c.sum()) for c in found.counts] == [2 * num_positions for _ in found.counts]
+    sizes = [2 * num_positions, len(items)] * (len(found.averaged) // 2)
+    assert [int(x.sum()) for x in found.averaged] == sizes
 
     steps.call(schedule, contract.step, model, items, forward_only=True)
-    *_, logged, counts = taken(model)
-    assert not any(torch.any(x != 0) for name, x in logged.items() if "loss" in name)
-    assert not any(torch.any(x != 0) for x in counts)
+    after = taken(model)
+    assert not any(torch.any(x != 0) for name, x in after.logged.items() if "loss" in name)
+    assert not any(torch.any(x != 0) for x in [*after.counts, *after.averaged])
 
 
 # Shrinking takes minutes, and a failing example is small as it is.

@@ -17,7 +17,7 @@ from megatron_prefix import features, install
 from megatron_prefix.errors import UserError
 from megatron_prefix.numerics import assert_close
 from megatron_prefix.pipeline.planner import backward_order
-from megatron_prefix.router.ledger import RouterLedger
+from megatron_prefix.router.ledger import LOGGED_AS, RouterLedger
 from megatron_prefix.router.tokens import LogicalTokens
 from megatron_prefix.tree import Forest, TreeOptions, build
 from tests.harness.one_rank import one_rank, small_model
@@ -76,7 +76,9 @@ class StubRouter:
     def __init__(self, coefficients: dict[str, float], z: float | None) -> None:
         self.coefficients, self.logged = coefficients, dict.fromkeys([*coefficients, "z"], 0.0)
         self.config = SimpleNamespace(moe_z_loss_coeff=z)
-        self.tp_cp_group = SimpleNamespace(size=lambda: 1)
+        self.tp_cp_group = self.tp_dp_cp_group = SimpleNamespace(size=lambda: 1)
+        self.global_tokens_per_expert = torch.zeros(EXPERTS, dtype=torch.float64)
+        self.ga_steps = torch.tensor(0.0)
 
     def get_aux_loss_coeff(self, kind: str) -> float:
         return self.coefficients.get(kind, 0.0)
@@ -88,9 +90,11 @@ class StubRouter:
         loss: Tensor,
         name: str,
         group: Any,
-        valid_token_count: Any,
+        reduce_group_has_dp: bool = False,
+        valid_token_count: Any = None,
     ) -> Tensor:
-        kind = {"load_balancing_loss": "aux_loss", "seq_load_balancing_loss": "seq_aux_loss"}[name]
+        kind = {logged: kind for kind, logged in LOGGED_AS.items()}[name]
+        assert reduce_group_has_dp == (kind == "global_aux_loss")
         self.logged[kind] += float(loss.detach()) / coeff
         return MoEAuxLossAutoScaler.apply(activation, 3 * loss)
 
@@ -125,7 +129,7 @@ def scored(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def written_out(
-    forest: Forest, owner: list[int], logits: list[Tensor], aux: float, seq: float, z: float
+    forest: Forest, owner: list[int], logits: list[Tensor], weights: dict[str, float]
 ) -> tuple[Tensor, dict[str, float]]:
     """The losses on whole rollouts: their sum, and each one's, without its coefficient."""
     whole = []
@@ -137,37 +141,48 @@ def written_out(
             pieces.append(logits[index][start : start + rows[position].length])
         whole.append(torch.cat(pieces))
 
-    def balance(tokens: Tensor) -> Tensor:
+    def balance(tokens: Tensor, counts: Tensor | None = None) -> Tensor:
         experts, scores, _ = scored(tokens)
         factor = EXPERTS / (TOPK * len(tokens) ** 2)
-        return factor * (experts.sum(0) * scores.sum(0)).sum()
+        counts = experts.sum(0) if counts is None else counts
+        return factor * (counts * scores.sum(0)).sum()
 
     microbatches = [
         [tokens for tokens, m in zip(whole, owner, strict=True) if m == microbatch]
         for microbatch in range(max(owner) + 1)
     ]
+    joined = [torch.cat(samples) for samples in microbatches]
+    counts = torch.stack([scored(tokens)[0].sum(0) for tokens in joined]).cumsum(0)
+    averages = counts.double() / torch.arange(1, len(joined) + 1).unsqueeze(1)
     losses = {
-        "aux_loss": sum(balance(torch.cat(samples)) for samples in microbatches),
+        "aux_loss": sum(map(balance, joined)),
+        "global_aux_loss": sum(map(balance, joined, averages)),
         "seq_aux_loss": sum(sum(map(balance, s)) / len(s) for s in microbatches),
-        "z": sum(scored(torch.cat(samples))[2].mean() for samples in microbatches),
+        "z": sum(scored(tokens)[2].mean() for tokens in joined),
     }
-    total = aux * losses["aux_loss"] + seq * losses["seq_aux_loss"] + z * losses["z"]
+    total = sum(weights[name] * losses[name] for name in weights)
     return total, {name: float(loss.detach()) for name, loss in losses.items()}
 
 
 @pytest.mark.parametrize(
-    "coefficients", [(1.0, 0.0, 0.0), (0.0, 2.0, 0.0), (0.0, 0.0, 0.5), (1.0, 2.0, 0.5)]
+    "coefficients",
+    [
+        {"aux_loss": 1.0},
+        {"seq_aux_loss": 2.0},
+        {"global_aux_loss": 1.5},
+        {"z": 0.5},
+        {"aux_loss": 1.0, "seq_aux_loss": 2.0, "global_aux_loss": 1.5, "z": 0.5},
+    ],
 )
 @pytest.mark.parametrize("align", [1, 4])
-@pytest.mark.parametrize("owner", [[0, 1, 2], [0, 1, 0]])
+@pytest.mark.parametrize("owner", [[0, 1, 2], [0, 1, 0], [1, 0, 1]])
 def test_gradients_are_those_of_the_losses_written_out(coefficients, align, owner):
-    aux, seq, z = coefficients
     forest = small_forest(align)
     logits = [x.requires_grad_() for x in inputs_of(forest)]
-    total, losses = written_out(forest, owner, logits, aux, seq, z)
+    total, losses = written_out(forest, owner, logits, coefficients)
     expected = torch.autograd.grad(3 * total, logits)
 
-    router = StubRouter({"aux_loss": aux, "seq_aux_loss": seq}, z or None)
+    router = StubRouter(coefficients, coefficients.get("z"))
     ledger = RouterLedger(LogicalTokens(forest, owner, CPU), {7: router})
     terms = [scored(x) for x in logits]
     for index, (experts, scores, squares) in enumerate(terms):
@@ -177,9 +192,12 @@ def test_gradients_are_those_of_the_losses_written_out(coefficients, align, owne
         given = ledger.gradients(7, index, len(logits[index]))
         found = torch.autograd.grad(terms[index][1:], logits[index], given)[0]
         assert_close(found, expected[index], forest.raw_tokens, what=f"segment {index}")
-    for name, coefficient in (("aux_loss", aux), ("seq_aux_loss", seq), ("z", z)):
+    for name in coefficients:
         logged, wanted = (torch.tensor([x]) for x in (router.logged[name], losses[name]))
-        assert_close(logged if coefficient else wanted, wanted, forest.raw_tokens, torch.float64)
+        assert_close(logged, wanted, forest.raw_tokens, torch.float64)
+    seen = int(router.global_tokens_per_expert.sum()), int(router.ga_steps)
+    averaged = "global_aux_loss" in coefficients
+    assert seen == ((forest.raw_tokens * TOPK, max(owner) + 1) if averaged else (0, 0))
 
 
 def test_gradients_before_the_last_token_are_refused():
@@ -243,7 +261,6 @@ def test_a_padding_mask_is_refused(model):
         ("moe_router_force_biased", 1.0, "moe_router_force_biased"),
         ("moe_router_load_balancing_type", "sinkhorn", "sinkhorn: use aux_loss"),
         ("moe_router_load_balancing_type", "quantile_balancing", "quantile_balancing"),
-        ("moe_router_load_balancing_type", ["aux_loss", "global_aux_loss"], "running average"),
         ("moe_router_load_balancing_type", "expert_choice", "not known here"),
         ("moe_enable_routing_replay", True, "moe_enable_routing_replay"),
     ],
