@@ -134,9 +134,8 @@ def _step(name: str, schedule: Any, chunks: list[Any], items: Sequence[Any]) -> 
     """Seconds of a forward-backward call, from one barrier to another."""
     import torch.distributed as dist
 
-    from megatron_prefix import alignment
     from megatron_prefix.pipeline import entry
-    from megatron_prefix.rl import loss
+    from megatron_prefix.rl import loss, passes
 
     links = barrier_links if name == BARRIERS else entry.make_links
     for chunk in chunks:
@@ -144,7 +143,7 @@ def _step(name: str, schedule: Any, chunks: list[Any], items: Sequence[Any]) -> 
     with mock.patch.object(entry, "make_links", links):
         dist.barrier()
         begin = time.perf_counter()
-        alignment.call_schedule(schedule, loss.forward_step(loss.GrpoConfig()), chunks, items)
+        passes.run(schedule, loss.forward_step(loss.GrpoConfig()), chunks, items)
         dist.barrier()
         return time.perf_counter() - begin
 

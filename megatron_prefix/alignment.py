@@ -25,7 +25,7 @@ from megatron_prefix.models.local import ContextParallelAttention
 from megatron_prefix.models.optimizer import build_optimizer
 from megatron_prefix.models.weights import global_parameters
 from megatron_prefix.pipeline.entry import PrefixSchedule
-from megatron_prefix.rl import batches, loss
+from megatron_prefix.rl import batches, loss, passes
 from megatron_prefix.router.observed import take_auxiliary
 from megatron_prefix.verdict import (
     ADAM_EPS,
@@ -42,8 +42,8 @@ GATHERED = "stock schedule, its local attention over gathered keys"
 """The baseline where Megatron's local attention refuses context parallelism (models/local.py)."""
 
 __all__ = [
-    "Alignment", "Trace", "align", "call_schedule", "data_rank", "microbatches", "over_ranks",
-    "run_logprobs", "run_step", "with_old_logprobs",
+    "Alignment", "Trace", "align", "data_rank", "microbatches", "over_ranks",
+    "run_step", "with_old_logprobs",
 ]  # fmt: skip
 
 Microbatch = dict[str, Any]
@@ -69,20 +69,6 @@ def on_this_cp_rank(items: Sequence[Microbatch]) -> list[Microbatch]:
     rank = parallel_state.get_context_parallel_rank()
     size = parallel_state.get_context_parallel_world_size()
     return [batches.on_cp_rank(item, rank, size) for item in items]
-
-
-def run_logprobs(
-    schedule: Schedule, chunks: list[Any], items: Sequence[Microbatch]
-) -> list[np.ndarray]:
-    """Log-probs of the trained tokens of every microbatch, by a pass with forward_only."""
-    with torch.no_grad():
-        logs = call_schedule(schedule, loss.logprob_step(), chunks, items, forward_only=True)
-    if not logs:
-        return []  # not the last pipeline stage
-    return [
-        batches.trained_logprobs(item, log["logprobs"])
-        for item, log in zip(items, logs, strict=True)
-    ]
 
 
 def with_old_logprobs(
@@ -112,7 +98,7 @@ def run_step(schedule: Schedule, chunks: list[Any], items: Sequence[Microbatch])
     optimizer.zero_grad()
     # No clipping: at its edge a rounding difference would switch a token's gradient on or off.
     step = _recording(loss.forward_step(loss.GrpoConfig(clip_low=1.0, clip_high=1e9)))
-    logs = call_schedule(schedule, step, chunks, items)
+    logs = passes.run(schedule, step, chunks, items)
     gradients = {name: p.main_grad.detach().cpu().clone() for name, p in _parameters(chunks)}
     optimizer.step()
     after = {name: p.detach().cpu().clone() for name, p in _parameters(chunks)}
@@ -154,9 +140,9 @@ def align(
         install(chunk, prefix_config.kernel)  # what cannot run is refused before anything runs
     stock, ours = get_forward_backward_func(), PrefixSchedule(replace(prefix_config, mode="on"))
     items = on_this_cp_rank(microbatches(groups, seed, multiple))
-    expected_logprobs = run_logprobs(stock, chunks, items)
-    forward_diff = _largest_difference(expected_logprobs, run_logprobs(ours, chunks, items))
-    items = with_old_logprobs(items, expected_logprobs, seed + 1)
+    logprobs, ours_logprobs = (passes.logprobs(s, chunks, items) or [] for s in (stock, ours))
+    forward_diff = _largest_difference(logprobs, ours_logprobs)
+    items = with_old_logprobs(items, logprobs, seed + 1)
     expected = run_step(stock, chunks, items)
     found = run_step(ours, chunks, items)
     if ours.report is None:
@@ -204,24 +190,3 @@ def _recording(step: loss.ForwardStep) -> loss.ForwardStep:
         return output, with_logprobs
 
     return recorded
-
-
-def call_schedule(
-    schedule: Schedule,
-    step: loss.ForwardStep,
-    chunks: list[Any],
-    items: Sequence[Microbatch],
-    forward_only: bool = False,
-) -> list[Any]:
-    """Runs a schedule on microbatches of their own lengths."""
-    longest = max(item["tokens"].shape[1] for item in items)
-    many = len(chunks) > 1
-    return schedule(
-        forward_step_func=step,
-        data_iterator=[iter(items) for _ in chunks] if many else iter(items),
-        model=chunks if many else chunks[0],
-        num_microbatches=len(items),
-        seq_length=longest,
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )

@@ -27,7 +27,7 @@ from megatron_prefix.jobs import ModelOptions
 from megatron_prefix.models.presets import ModelSpec
 from megatron_prefix.pipeline.cost import CostModel
 from megatron_prefix.pipeline.entry import PrefixSchedule
-from megatron_prefix.rl import loss
+from megatron_prefix.rl import loss, passes
 from megatron_prefix.runtime.layout import Layout
 
 GIB = float(1 << 30)
@@ -177,7 +177,7 @@ def _timed(
             torch.cuda.reset_peak_memory_stats()
         wait()
         begin = time.perf_counter()
-        alignment.call_schedule(schedule, step, chunks, items)
+        passes.run(schedule, step, chunks, items)
         wait()
         times.append(1e3 * (time.perf_counter() - begin))
     peak = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0

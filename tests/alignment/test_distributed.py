@@ -21,6 +21,7 @@ from megatron_prefix.jobs import place_groups
 from megatron_prefix.models.build import build_model, build_optimizer
 from megatron_prefix.models.presets import resolve
 from megatron_prefix.numerics import assert_close, tolerance
+from megatron_prefix.rl import passes
 from megatron_prefix.runtime import Layout
 from tests.harness.ranks import run_ranks
 
@@ -103,7 +104,7 @@ def take_steps(
         chunk.zero_grad_buffer()
         optimizer.zero_grad()
         watch.begin()
-        logs = alignment.call_schedule(schedules[turn], step, [chunk], items)
+        logs = passes.run(schedules[turn], step, [chunk], items)
         losses.append(float(sum(log["loss"][0] for log in logs)))
         success, norm, _ = optimizer.step()
         assert success
