@@ -20,10 +20,13 @@ read -r -d '' -a tests <<<"${TESTS:-$tests}" || true
 versions=("$@")
 [[ $# -gt 0 ]] || versions=(0.16.1 0.17.1 0.18.1 0.19.2)
 
+# Since 0.18 Megatron-Core imports it, and CPU builds of torch come without.
+triton=$(grep -E '^triton==' "$pins")
+
 # run VERSION: the line about it; the status is pytest's, 100 where the release is not for here.
 run() {
     local log=$VENV/megatron-core-$1.log
-    if ! python -m pip install --quiet --no-deps "megatron-core==$1" &>"$log"; then
+    if ! python -m pip install --quiet --no-deps "megatron-core==$1" "$triton" &>"$log"; then
         printf 'megatron-core %s: not for %s here (%s)\n' "$1" "$(python --version)" "$(tail -n 1 "$log")"
         return 100
     fi
