@@ -137,10 +137,10 @@ def _step(name: str, schedule: Any, chunks: list[Any], items: Sequence[Any]) -> 
     from megatron_prefix.pipeline import entry
     from megatron_prefix.rl import loss, passes
 
-    links = barrier_links if name == BARRIERS else entry.make_links
+    links = barrier_links if name == BARRIERS else entry.Links
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    with mock.patch.object(entry, "make_links", links):
+    with mock.patch.object(entry, "Links", links):
         dist.barrier()
         begin = time.perf_counter()
         passes.run(schedule, loss.forward_step(loss.GrpoConfig()), chunks, items)
@@ -155,10 +155,12 @@ def barrier_links(channels: Any, plan: Plan, *arguments: Any, **options: Any) ->
     from megatron_prefix.pipeline.p2p import Links
 
     phases = [phase(plan, action) for action in plan.programs[channels.rank]]
-    ends = iter([*map(tuple.__ne__, phases, phases[1:]), False])
+    # The first look is before the first action.
+    ends = iter([False, *map(tuple.__ne__, phases, phases[1:]), False])
 
     class BarrierLinks(Links):
-        def pace(self) -> None:
+        def advance(self) -> None:
+            super().advance()
             if next(ends):
                 dist.barrier()
 

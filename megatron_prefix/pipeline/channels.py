@@ -11,7 +11,6 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,15 +26,11 @@ class Channels:
         rank: this rank's place among them.
         groups: by direction ("F": to the next rank, "B": to the previous) and the colour of the
             sender, see `colour`.
-        timeout: of the pipeline's own process group, and so of these.
-        control: a gloo group for the notes that go with messages on a GPU (gated.py), else None.
     """
 
     ranks: tuple[int, ...]
     rank: int
     groups: dict[tuple[str, int], Any]
-    timeout: timedelta
-    control: Any = None
 
     @property
     def size(self) -> int:
@@ -82,10 +77,7 @@ def channels_of(group: Any, device: torch.device) -> Channels:
         colours = sorted({colour(sender, len(ranks)) for sender in range(len(ranks))})
         for key in itertools.product("FB", colours):
             groups[key] = dist.new_subgroups_by_enumeration(every, timeout=timeout)[0]
-    control = None
-    if groups and device.type == "cuda":
-        control, _ = dist.new_subgroups_by_enumeration(every, backend="gloo", timeout=timeout)
-    made = Channels(ranks, rank, groups, timeout, control)
+    made = Channels(ranks, rank, groups)
     for kind, sender in itertools.product("FB" if groups else "", range(len(ranks))):
         _first_use(made, kind, sender, device)
     _made[group] = made

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from megatron_prefix.pipeline.actions import Plan
 from megatron_prefix.pipeline.beside import Beside
 from megatron_prefix.pipeline.cost import CostModel, Decision, decide
 from megatron_prefix.pipeline.executor import Executor, Stage
-from megatron_prefix.pipeline.gated import make_links
+from megatron_prefix.pipeline.p2p import Links, message_dtype, message_shape
 from megatron_prefix.pipeline.scoring import LossContract, Scorer
 from megatron_prefix.pipeline.step import Builder, Step, read_step
 from megatron_prefix.pipeline.step_planner import StepPlanner
@@ -55,6 +55,7 @@ class StepReport:
         decision: which schedule ran and why.
         fallback_count: steps so far in which the stock schedule ran although sharing was wanted.
         plan: what the prefix schedule runs or would have run.
+        joint: the same actions on the segments of all pipelines that run side by side.
         stopwatch: times of this rank's actions, in a step that was measured.
     """
 
@@ -62,6 +63,7 @@ class StepReport:
     decision: Decision
     fallback_count: int
     plan: Plan
+    joint: Plan
     stopwatch: Stopwatch | None = None
 
 
@@ -150,7 +152,8 @@ class PrefixSchedule:
         if decision.fallback:
             logger.warning("stock schedule for this step: %s", decision.reason)
         before = self.report.fallback_count if self.report else 0
-        return StepReport(step.forest, decision, before + bool(decision.fallback), plan)
+        joint = replace(plan, segments=beside.union.segments)
+        return StepReport(step.forest, decision, before + bool(decision.fallback), plan, joint)
 
     def _unplanned(self, num_microbatches: int, rank: int) -> Sequence[Any] | None:
         """Actions of a rank that were not planned together with those of other pipelines."""
@@ -188,9 +191,9 @@ class PrefixSchedule:
             step.forest, step.rollouts, device, groups.cp.rank(), groups.cp.size()
         )
         with _timed(config), channels.closing_on_failure(groups.pp):
-            links = make_links(
-                channels.channels_of(groups.pp, device), plan, _message_shape(config, plan),
-                _message_dtype(config), device, backward=not forward_only,
+            links = Links(
+                channels.channels_of(groups.pp, device), report.joint,
+                message_shape(config, plan), message_dtype(config), device, not forward_only,
             )  # fmt: skip
             executor = Executor(
                 plan, stages, inputs, self.adapter, links, forward_only,
@@ -270,17 +273,6 @@ def _alignment(config: Any) -> int:
     """Segment boundaries are multiples of it: tp under sequence parallelism, times 2*cp."""
     tp = config.tensor_model_parallel_size if config.sequence_parallel else 1
     return tp * (2 * config.context_parallel_size if config.context_parallel_size > 1 else 1)
-
-
-def _message_shape(config: Any, plan: Plan) -> Callable[[int], tuple[int, ...]]:
-    """Shape of the activations of a segment between two stages (and of their gradients)."""
-    parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    parts *= config.context_parallel_size
-    return lambda index: (plan.segments[index].num_rows // parts, 1, config.hidden_size)
-
-
-def _message_dtype(config: Any) -> torch.dtype:
-    return torch.float32 if config.fp32_residual_connection else config.pipeline_dtype
 
 
 def _device(models: list[Any]) -> torch.device:

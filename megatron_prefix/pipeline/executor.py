@@ -109,7 +109,7 @@ class Executor:
                     self._prefetch(program[place + 1 : place + 1 + ACTIONS_AHEAD])
                     with _annotated(action):
                         self._handlers[action.kind](action, self._stages[action.chunk])
-                    self._links.pace()
+                    self._links.advance()
             self._links.finish()
         finally:
             for stage in self._stages:

@@ -1,16 +1,14 @@
-"""Messages between pipeline stages: one FIFO a neighbour and direction.
+"""Messages between pipeline stages, issued in the order of the plan's timetable.
 
-Every rank knows the whole plan, so it knows what its neighbour sends and in which order: receives
-follow that order, and whatever order the actions use the messages in, each finds its own.
-
-Here the host moves the messages (gloo): receives are posted ahead and sends never wait.  On a GPU
-messages are kernels, which ask for more care: gated.py.
+Both ends of a link and the whole pipeline keep to one order (timetable.py, which says why nothing
+can wait for ever), so the host never waits for a neighbour on a GPU: a receive is issued between
+two actions and only the action that uses it waits, on the device; a send is issued behind its
+action and nothing waits for it.  Over gloo the host moves the messages, in the same order.
 """
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,23 +17,21 @@ from torch import Tensor
 
 from megatron_prefix.pipeline.actions import Action, Plan
 from megatron_prefix.pipeline.channels import Channels, colour
-
-AHEAD = 2
-"""Receives posted before they are needed; each holds one message's memory."""
+from megatron_prefix.pipeline.timetable import Message, exchanges
 
 Shape = Callable[[int], tuple[int, ...]]
-Queue = collections.deque[Any]
 
 
-def messages(plan: Plan, sender: int, kind: str) -> Iterator[Action]:
-    """What a rank sends in one direction, in order, as the actions that receive it."""
-    size, last = plan.num_ranks, plan.num_stages - 1
-    for action in plan.programs[sender]:
-        stage = plan.stage(sender, action.chunk)
-        if action.kind != kind or stage == (last if kind == "F" else 0):
-            continue
-        next_stage = stage + (1 if kind == "F" else -1)
-        yield Action(kind, action.segment, next_stage // size)
+def message_shape(config: Any, plan: Plan) -> Shape:
+    """Shape of a segment's activations between two stages (and of their gradients)."""
+    parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    parts *= config.context_parallel_size
+    return lambda index: (plan.segments[index].num_rows // parts, 1, config.hidden_size)
+
+
+def message_dtype(config: Any) -> torch.dtype:
+    """Dtype of all messages."""
+    return torch.float32 if config.fp32_residual_connection else config.pipeline_dtype
 
 
 class Links:
@@ -43,7 +39,7 @@ class Links:
 
     Args:
         channels: the pipeline's channels.
-        plan: the step's plan.
+        plan: the step's plan; pipelines that run side by side give the same.
         shape: of a segment's message.
         dtype: of all messages.
         device: where they arrive.
@@ -60,64 +56,53 @@ class Links:
         backward: bool,
     ) -> None:
         self._channels, self._shape, self._dtype, self._device = channels, shape, dtype, device
-        self._kinds = (("F", "B") if backward else ("F",)) if channels.size > 1 else ()
-        self._expected = {
-            kind: collections.deque(messages(plan, channels.source(kind), kind))
-            for kind in self._kinds
-        }
-        self._sent: dict[str, Queue] = {kind: collections.deque() for kind in self._kinds}
-        self._posted: dict[str, Queue] = {kind: collections.deque() for kind in self._kinds}
-        self._arrived: dict[Action, Tensor] = {}
+        self._kinds = ("F", "B") if backward else ("F",)
+        self._gaps = iter(exchanges(plan, channels.rank) if channels.size > 1 else ())
+        self._made: dict[Action, Tensor] = {}
+        self._sent: list[tuple[Any, Tensor]] = []
+        self._coming: dict[Action, tuple[Any, int, Tensor]] = {}
+        self.advance()
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Sends what `action` made to the stage that waits for it; returns at once."""
-        self._issue_send(action.kind, tensor.detach().contiguous())
+        """Hands over what `action` made for the stage that waits for it; it leaves in its turn."""
+        self._made[action] = tensor.detach().contiguous()
 
     def receive(self, action: Action) -> Tensor:
-        """What `action` needs from its neighbour; the host waits until it is there.
+        """What `action` needs from its neighbour; whoever reads it waits until it is there.
 
         Raises:
             RuntimeError: the neighbour is gone or silent for the process group's timeout.
         """
-        kind = action.kind
-        while action not in self._arrived:
-            self._post_ahead(kind)
-            self._take(kind, f"waiting for {action} of pipeline rank {self._channels.source(kind)}")
-        self._post_ahead(kind)
-        return self._arrived.pop(action)
+        if action not in self._coming:
+            raise RuntimeError(f"{action} is to receive a message that the plan does not have")
+        work, sender, tensor = self._coming.pop(action)
+        self._wait(work, f"waiting for {action} of pipeline rank {sender}")
+        return tensor
 
-    def pace(self) -> None:
-        """Called after every action."""
+    def advance(self) -> None:
+        """Issues the messages up to the rank's next action; called behind every action."""
+        self._sent = [sent for sent in self._sent if not sent[0].is_completed()]
+        for message in next(self._gaps, ()):
+            if message.used_by.kind in self._kinds:
+                self._issue(message)
 
     def finish(self) -> None:
         """Waits until everything sent has left."""
-        for kind, queue in self._sent.items():
-            while queue:
-                self._wait(queue.popleft()[0], f"sending the last {kind} messages of the step")
+        while self._sent:
+            self._wait(self._sent.pop()[0], "sending the last messages of the step")
 
-    def _post_ahead(self, kind: str) -> None:
-        while self._expected[kind] and len(self._posted[kind]) < AHEAD:
-            self._issue_receive(kind)
-
-    def _issue_send(self, kind: str, tensor: Tensor) -> None:
-        target = self._channels.ranks[self._channels.target(kind)]
-        group = self._channels.groups[kind, colour(self._channels.rank, self._channels.size)]
-        self._sent[kind].append((dist.isend(tensor, target, group=group), tensor))
-
-    def _issue_receive(self, kind: str) -> None:
-        action, source = self._expected[kind].popleft(), self._channels.source(kind)
-        tensor = torch.empty(self._shape(action.segment), dtype=self._dtype, device=self._device)
-        group = self._channels.groups[kind, colour(source, self._channels.size)]
-        work = dist.irecv(tensor, self._channels.ranks[source], group=group)
-        self._posted[kind].append((work, action, tensor))
-
-    def _take(self, kind: str, doing: str) -> None:
-        """Waits for the receive posted first."""
-        if not self._posted[kind]:
-            raise RuntimeError(f"{doing}: the plan has no such message")
-        work, action, tensor = self._posted[kind].popleft()
-        self._wait(work, doing)
-        self._arrived[action] = tensor
+    def _issue(self, message: Message) -> None:
+        kind, sends = message.used_by.kind, message.sender == self._channels.rank
+        group = self._channels.groups[kind, colour(message.sender, self._channels.size)]
+        if sends:
+            tensor = self._made.pop(message.made_by)
+            work = dist.isend(tensor, self._channels.ranks[message.receiver], group=group)
+            self._sent.append((work, tensor))  # it lives until it has left
+            return
+        shape = self._shape(message.used_by.segment)
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        work = dist.irecv(tensor, self._channels.ranks[message.sender], group=group)
+        self._coming[message.used_by] = work, message.sender, tensor
 
     def _wait(self, work: Any, doing: str) -> None:
         try:

@@ -45,7 +45,7 @@ def test_ranks_wait_between_phases_and_nowhere_else(rank, monkeypatch) -> None:
     links = barrier_links(SimpleNamespace(rank=rank, size=1), plan, None, None, None, True)
     for action in plan.programs[rank]:
         done.append(action)
-        links.pace()
+        links.advance()
     phases = [phase(plan, action) for action in plan.programs[rank]]
     changes = [place for place, (a, b) in enumerate(itertools.pairwise(phases)) if a != b]
     assert waits == changes
