@@ -25,6 +25,7 @@ from megatron_prefix.pipeline.executor import Executor
 from megatron_prefix.pipeline.p2p import Links
 from megatron_prefix.runtime import Layout, RankError
 from megatron_prefix.runtime.groups import RENDEZVOUS
+from megatron_prefix.tree import Row, Segment
 from tests.harness.data import BUNDLED, REPOSITORY
 from tests.harness.pipelines import Case, build_chunks, microbatches, rollouts_of, run_step
 from tests.harness.ranks import run_ranks
@@ -127,8 +128,11 @@ def wait_for_a_silent_neighbour() -> tuple[str, float]:
         time.sleep(3 * TIMEOUT.total_seconds())
         return "", 0.0
     action = Action("B", 0)
-    plan = Plan((), ((Action("F", 0), action), (Action("F", 0), action)))
+    segment = Segment(-1, 0, (Row(0, 4, 4, (0,)),), inner=False, extends=False, scored=True)
+    plan = Plan((segment,), ((Action("F", 0), action), (Action("F", 0), action)))
     links = Links(channels, plan, lambda _: (4,), torch.float32, torch.device("cpu"), True)
+    links.send(Action("F", 0), torch.zeros(4))
+    links.advance()
     begin = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         links.receive(action)
