@@ -8,7 +8,6 @@ optimizer step not.  The FLOP bound is the ratio of matrix FLOPs with and withou
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from megatron_prefix.jobs import ModelOptions
 from megatron_prefix.models.presets import ModelSpec
 from megatron_prefix.pipeline.cost import CostModel
 from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.pipeline.memory_control import free_memory
 from megatron_prefix.rl import loss, passes
 from megatron_prefix.runtime.layout import Layout
 
@@ -197,10 +197,3 @@ def aligned(
     finally:
         del chunks, exact
         free_memory()
-
-
-def free_memory() -> None:
-    """Returns what is no longer used to the device; models and their hooks refer to one another."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

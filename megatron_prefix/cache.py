@@ -46,6 +46,9 @@ class SidecarCache:
         segments: the step's segments.
         num_layers: attention layers of the model chunk.
         parts: ranks that share every segment's rows equally; this cache holds one rank's.
+
+    Attributes:
+        peak_bytes: the most that K/V and gK/gV have taken at once.
     """
 
     def __init__(self, segments: Sequence[Segment], num_layers: int, parts: int = 1) -> None:
@@ -55,6 +58,7 @@ class SidecarCache:
         self._num_layers = num_layers
         self._buffers: dict[tuple[int, int], _Buffer] = {}
         self._states: dict[tuple[int, int], State] = {}
+        self._held = self.peak_bytes = 0
 
     def state(self, layer: int, index: int) -> State:
         """Where segment `index` stands in `layer`."""
@@ -63,10 +67,7 @@ class SidecarCache:
     @property
     def num_bytes(self) -> int:
         """Bytes held now."""
-        tensors = [
-            t for b in self._buffers.values() for t in (b.key, b.value, b.key_grad, b.value_grad)
-        ]
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        return self._held
 
     def capture(self, layer: int, index: int, key: Tensor, value: Tensor) -> None:
         """Copies a segment's K [rows, kv_heads, dim] and V [rows, kv_heads, value_dim] into its
@@ -87,6 +88,7 @@ class SidecarCache:
                 key.new_empty((rows, *key.shape[1:])), value.new_empty((rows, *value.shape[1:]))
             )
             self._buffers[layer, head] = buffer
+            self._take_bytes(buffer.key, buffer.value)
         span = self._span(index)
         buffer.key[span].copy_(key)
         buffer.value[span].copy_(value)
@@ -113,8 +115,11 @@ class SidecarCache:
     def add_gradient(self, layer: int, block: Block, key_grad: Tensor, value_grad: Tensor) -> None:
         """Adds a wave's gK, gV of a dense block (shapes of `read`) in fp32 or wider."""
         buffer = self._open(layer, block)
+        is_first = buffer.key_grad is None
         buffer.key_grad = _accumulated(buffer.key_grad, key_grad, buffer.key)
         buffer.value_grad = _accumulated(buffer.value_grad, value_grad, buffer.value)
+        if is_first:
+            self._take_bytes(buffer.key_grad, buffer.value_grad)
 
     def take_gradient(self, layer: int, index: int) -> tuple[Tensor, Tensor] | None:
         """The accumulated gK, gV of a segment, once; None when nothing was sent."""
@@ -138,12 +143,19 @@ class SidecarCache:
             self._states[layer, index] = State.FREED
             self._buffers[layer, self.map.head[index]].num_open = self.map.offset[index]
             if self.map.head[index] == index:
-                del self._buffers[layer, index]
+                buffer = self._buffers.pop((layer, index))
+                gone = (buffer.key, buffer.value, buffer.key_grad, buffer.value_grad)
+                self._held -= sum(tensor.nbytes for tensor in gone if tensor is not None)
 
     def clear(self) -> None:
         """Drops everything, whatever its state: the end of a step or of a failed one."""
         self._buffers.clear()
         self._states.clear()
+        self._held = 0
+
+    def _take_bytes(self, *tensors: Tensor) -> None:
+        self._held += sum(tensor.nbytes for tensor in tensors)
+        self.peak_bytes = max(self.peak_bytes, self._held)
 
     def _open(self, layer: int, block: Block) -> _Buffer:
         buffer = self._buffers.get((layer, block.head))

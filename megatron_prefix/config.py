@@ -9,7 +9,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.tree import TreeOptions
 
 MODES = ("off", "observe", "auto", "on")
-MEMORY_POLICIES = ("retain", "offload", "recompute")
+MEMORY_POLICIES = ("retain", "offload", "recompute", "auto")
 CP_REDUCE = ("wave", "segment")
 
 
@@ -30,7 +30,8 @@ class PrefixConfig:
         kernel: name of the attention kernel, or "auto" (megatron_prefix/attention/kernels.py).
         memory: what an inner segment keeps between its forward and its backward: "retain": all
             saved tensors; "offload": the same, on the host; "recompute": its K/V and its input,
-            and its forward runs again.
+            and its forward runs again; "auto": for every step and segment the cheapest of these
+            with which the predicted peak fits in the memory that is free.
         memory_budget_gb: GiB of device memory that a step may use besides what is in use when it
             begins; 0: what is free. Prefetches of "offload" and the choices of "auto" keep to it.
         cp_reduce: with context parallelism, when gK/gV go to the ranks that own the keys: after

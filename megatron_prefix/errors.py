@@ -9,3 +9,12 @@ class UserError(ValueError):
     The message is one line that names what is wrong (file, row and field for data; the option for
     usage) and how to mend it. The command line prints it on stderr and exits with code 2.
     """
+
+
+class StepOutOfMemory(UserError):
+    """A step does not fit in device memory.
+
+    The first line says what was tried and what to change; a table of what every rank of the
+    pipeline was predicted to hold follows. Weights and optimizer are as before the step; gradient
+    buffers are not, so zero them before the next one.
+    """

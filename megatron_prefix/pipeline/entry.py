@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
@@ -25,46 +25,34 @@ from megatron_prefix.attention.context_parallel import Exchange, ShardedCache
 from megatron_prefix.cache import SidecarCache
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.batch import BatchAdapter, SegmentInputs, TensorBatchAdapter
-from megatron_prefix.errors import UserError
-from megatron_prefix.features import has_global_loss, offload_refusal
+from megatron_prefix.features import has_global_loss
 from megatron_prefix.install import install
-from megatron_prefix.offload.segment import Offloader
-from megatron_prefix.offload.transfers import transfers_of
 from megatron_prefix.pipeline import channels, gradients, lockstep, ordering
 from megatron_prefix.pipeline.actions import Plan
 from megatron_prefix.pipeline.beside import Beside
-from megatron_prefix.pipeline.cost import CostModel, Decision, decide
+from megatron_prefix.pipeline.cost import CostModel, decide
 from megatron_prefix.pipeline.executor import Executor, Stage
+from megatron_prefix.pipeline.memory_control import MemoryControl
 from megatron_prefix.pipeline.p2p import Links, message_dtype, message_shape
+from megatron_prefix.pipeline.report import StepReport
 from megatron_prefix.pipeline.scoring import LossContract, Scorer
 from megatron_prefix.pipeline.step import Builder, Step, read_step
 from megatron_prefix.pipeline.step_planner import StepPlanner
 from megatron_prefix.pipeline.timing import Stopwatch
 from megatron_prefix.router.begin import set_ledgers
-from megatron_prefix.tree import Forest
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class StepReport:
-    """What the last step did; the numbers behind the `prefix_sharing/` metrics.
+class _Call(NamedTuple):
+    """What a step's forward-backward call is about."""
 
-    Attributes:
-        forest: the step's segments.
-        decision: which schedule ran and why.
-        fallback_count: steps so far in which the stock schedule ran although sharing was wanted.
-        plan: what the prefix schedule runs or would have run.
-        joint: the same actions on the segments of all pipelines that run side by side.
-        stopwatch: times of this rank's actions, in a step that was measured.
-    """
-
-    forest: Forest
-    decision: Decision
-    fallback_count: int
-    plan: Plan
-    joint: Plan
-    stopwatch: Stopwatch | None = None
+    models: list[Any]
+    step: Step
+    beside: Beside
+    contract: LossContract
+    groups: ProcessGroupCollection
+    forward_only: bool
 
 
 @dataclass
@@ -83,7 +71,10 @@ class PrefixSchedule:
     report: StepReport | None = None
     measures: bool = False
     _planners: dict[Any, StepPlanner] = field(default_factory=dict, init=False, repr=False)
-    _offloader: Offloader | None = field(default=None, init=False, repr=False)
+    _memory: MemoryControl = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._memory = MemoryControl(self.config)
 
     def __call__(
         self,
@@ -134,9 +125,9 @@ class PrefixSchedule:
         if not report.decision.share:
             return stock_schedule()(data_iterator=step.replay(data_iterator), **arguments)
         lockstep.check_dispatcher(config, beside)
-        step = replace(step, forest=beside.forest)
         contract = LossContract(forward_step_func, config, groups.cp.size(), collect_non_loss_data)
-        return self._run(models, step, report, contract, groups, forward_only, force_all_reduce)
+        call = _Call(models, step, beside, contract, groups, forward_only)
+        return self._run(call, report, force_all_reduce)
 
     def _decided(
         self, models: list[Any], step: Step, beside: Beside, plan: Plan, groups: Any
@@ -169,55 +160,58 @@ class PrefixSchedule:
             self._planners[shape] = StepPlanner(self.config, CostModel.of_config(config), *shape)
         return self._planners[shape]
 
-    def _run(
-        self,
-        models: list[Any],
-        step: Step,
-        report: StepReport,
-        contract: LossContract,
-        groups: ProcessGroupCollection,
-        forward_only: bool,
-        force_all_reduce: bool | None,
-    ) -> list[Any]:
+    def _run(self, call: _Call, report: StepReport, force_all_reduce: bool | None) -> list[Any]:
         """The prefix schedule proper."""
-        config, plan, device = contract.config, report.plan, _device(models)
-        if self.measures:
-            report.stopwatch = Stopwatch(groups.pp, device)
-        stages = self._stages(models, step, plan, contract, groups)
-        scorer = stages[-1].scorer
-        if not forward_only:
-            set_ledgers(stages, step, contract, groups.cp, device)
-        inputs = SegmentInputs(
-            step.forest, step.rollouts, device, groups.cp.rank(), groups.cp.size()
-        )
+        call = call._replace(step=replace(call.step, forest=call.beside.forest))
+        models, groups, config = call.models, call.groups, call.contract.config
+        device, is_last = _device(models), groups.pp.rank() == groups.pp.size() - 1
+        report.stopwatch = Stopwatch(groups.pp, device) if self.measures else None
+        report.base_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        if self.config.memory == "auto" and not call.forward_only:
+            report.plan = self._memory.chosen(report.plan, call.beside, models, groups)
         with _timed(config), channels.closing_on_failure(groups.pp):
-            links = Links(
-                channels.channels_of(groups.pp, device), report.joint,
-                message_shape(config, plan), message_dtype(config), device, not forward_only,
+            (scorer, embedding), plan = self._memory.run(
+                lambda plan: self._attempt(plan, call, report), report.plan, models, groups,
+                call.forward_only,
             )  # fmt: skip
-            executor = Executor(
-                plan, stages, inputs, self.adapter, links, forward_only,
-                report.stopwatch.timing if report.stopwatch else None,
-                self._offloading(models) if "offload" in plan.policies else None,
-            )  # fmt: skip
-            embedding = clear_embedding_activation_buffer(config, models, scorer is not None)
-            with contextlib.nullcontext() if forward_only else gradients.no_sync(models, config):
-                executor.run(groups.pp.rank())
-            if not forward_only:
-                finish_embedding_wgrad_compute(config, embedding, scorer is not None, groups.tp)
+            report.retried, report.plan = plan is not report.plan, plan
+            if not call.forward_only:
+                report.memory = self._memory.predicted(plan, models, groups.pp.rank())
+                finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
                 num_tokens = scorer.num_tokens if scorer is not None else 0
                 gradients.finish(models, config, num_tokens, groups, force_all_reduce)
         return scorer.forward_data_store if scorer is not None else []
 
-    def _stages(
-        self,
-        models: list[Any],
-        step: Step,
-        plan: Plan,
-        contract: LossContract,
-        groups: ProcessGroupCollection,
-    ) -> list[Stage]:
+    def _attempt(self, plan: Plan, call: _Call, report: StepReport) -> tuple[Scorer | None, Any]:
+        """Runs a plan on this rank, but for what follows its last backward."""
+        models, step, _, contract, groups, forward_only = call
+        config, device = contract.config, _device(models)
+        stages = self._stages(call, plan)
+        if not forward_only:
+            set_ledgers(stages, step, contract, groups.cp, device)
+        if report.stopwatch is not None:
+            report.stopwatch.forget()
+        links = Links(
+            channels.channels_of(groups.pp, device), report.joint, message_shape(config, plan),
+            message_dtype(config), device, not forward_only,
+        )  # fmt: skip
+        executor = Executor(
+            plan, stages,
+            SegmentInputs(step.forest, step.rollouts, device, groups.cp.rank(), groups.cp.size()),
+            self.adapter, links, forward_only,
+            report.stopwatch.timing if report.stopwatch else None,
+            None if forward_only else self._memory.offloader(plan, models),
+        )  # fmt: skip
+        is_last = stages[-1].scorer is not None
+        embedding = clear_embedding_activation_buffer(config, models, is_last)
+        with contextlib.nullcontext() if forward_only else gradients.no_sync(models, config):
+            executor.run(groups.pp.rank())
+        report.cache_bytes = sum(stage.cache.peak_bytes for stage in stages)
+        return stages[-1].scorer, embedding
+
+    def _stages(self, call: _Call, plan: Plan) -> list[Stage]:
         """The rank's model chunks with hooks and sidecars; the last stage's has the losses."""
+        models, step, _, contract, groups, _ = call
         exchange = Exchange(groups.cp) if groups.cp.size() > 1 else None
         stages = []
         for chunk, model in enumerate(models):
@@ -228,15 +222,6 @@ class PrefixSchedule:
                 stage.scorer = Scorer(step, contract, self.adapter, model, hooks, exchange)
             stages.append(stage)
         return stages
-
-    def _offloading(self, models: list[Any]) -> Offloader:
-        """What takes offloaded tensors, at the beginning of a step."""
-        for refusal in filter(None, map(offload_refusal, models)):
-            raise UserError(refusal)
-        if self._offloader is None:
-            self._offloader = Offloader(transfers_of(_device(models), self.config.memory_budget))
-        self._offloader.begin_step()
-        return self._offloader
 
     def _cache(self, plan: Plan, num_layers: int, exchange: Exchange | None) -> SidecarCache:
         """The sidecar of one model chunk on this rank."""

@@ -33,6 +33,10 @@ class Stopwatch:
             torch.cuda.synchronize(device)
         self._zero = self._now()
 
+    def forget(self) -> None:
+        """Drops what has been timed: the step is made again."""
+        self._marks.clear()
+
     @contextlib.contextmanager
     def timing(self, action: Action) -> Iterator[None]:
         """Times what runs inside; an action may be timed in several parts."""

@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_prefix.pipeline.entry import StepReport
+from megatron_prefix.pipeline.report import StepReport
 from megatron_prefix.rl.updates import Update
 
 logger = logging.getLogger(__name__)
 
 FILE = "metrics.jsonl"
+GIB = float(1 << 30)
 Metrics = dict[str, float | int | str | None]
 
 
@@ -27,7 +28,8 @@ def of_report(report: StepReport | None) -> Metrics:
     """`prefix_sharing/...` of one rank's last update; empty in mode "off", where nothing is known.
 
     `active` is 1 when the prefix schedule ran; the ratio and the speedup are those of sharing, also
-    where the stock schedule ran (mode "observe").
+    where the stock schedule ran (mode "observe"). Memory is in GiB of this rank: what K/V and gK/gV
+    took at most, and the peak as predicted and, on a GPU, as measured.
     """
     if report is None:
         return {}
@@ -39,6 +41,16 @@ def of_report(report: StepReport | None) -> Metrics:
         "fallback_count": report.fallback_count,
         "predicted_speedup": decision.predicted_speedup,
     }
+    if decision.share:
+        values["kv_cache_gb"] = report.cache_bytes / GIB
+        values["bubble_fraction"] = report.bubble_fraction
+        values["out_of_memory_retried"] = int(report.retried)
+    for name, num_bytes in (
+        ("predicted_peak_gb", report.predicted_peak),
+        ("measured_peak_gb", report.measured_peak),
+    ):
+        if decision.share and num_bytes is not None:
+            values[name] = num_bytes / GIB
     if decision.fallback:
         values["fallback_reason"] = decision.reason
     return {f"prefix_sharing/{name}": value for name, value in values.items()}

@@ -1,0 +1,256 @@
+"""Bytes of device memory that a row of a segment takes on one rank.  Pure.
+
+Counted from what the layers of Megatron-Core save for backward: with transformer-engine's layers a
+norm saves its input and its output, the gated activation its input, every matrix product its input;
+Megatron's local layers, unfused, save more.  A storage that several operators save counts once.
+("Reducing Activation Recomputation in Large Transformer Models", section 4.1, counts likewise for
+another layer.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_prefix.models.presets import ModelSpec
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes per row on one rank; `layer` means one layer.
+
+    Attributes:
+        inner: what a layer keeps of an inner segment between its forward and its backward.
+        wave: the same of a wave, whose K/V are not in the sidecar.
+        again: what Megatron's own recomputation holds for a moment in backward.
+        kv: K/V in the sidecar, a layer.
+        kv_grad: gK/gV in the sidecar, a layer.
+        norm: what follows the last layer where there is no loss.
+        head: what follows the last layer where there is loss: norm, logits, cross entropy.
+        stage_input: what a stage receives, and what it sends.
+        temporary: what is neither saved nor kept, at the moment when it is most.
+        head_temporary: the same in the output layer.
+        num_layers: of a model chunk.
+        parts: ranks that share the rows (context parallelism).
+        sums: copies of gK/gV of all ranks' rows that a rank adds up (cp_reduce "segment").
+        keeps_outputs: whether a stage's output stays until its backward.
+    """
+
+    inner: float
+    wave: float
+    again: float
+    kv: float
+    kv_grad: float
+    norm: float
+    head: float
+    stage_input: float
+    temporary: float
+    head_temporary: float
+    num_layers: int
+    parts: int = 1
+    sums: int = 0
+    keeps_outputs: bool = True
+
+    @classmethod
+    def of_config(cls, config: Any, vocab_size: int, cp_reduce: str = "wave") -> Footprint:
+        """Of a Megatron TransformerConfig.
+
+        Args:
+            config: the model's.
+            vocab_size: rows of the whole output layer.
+            cp_reduce: see PrefixConfig.
+        """
+        tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+        heads = config.num_attention_heads
+        stages = config.pipeline_model_parallel_size * (
+            config.virtual_pipeline_model_parallel_size or 1
+        )
+        experts = config.num_moe_experts or 0
+        return _count(
+            _Shape(
+                config.hidden_size, heads, config.num_query_groups or heads, config.kv_channels,
+                config.ffn_hidden_size, vocab_size, config.gated_linear_unit,
+                bool(config.qk_layernorm), experts, config.moe_ffn_hidden_size or 0,
+                config.moe_router_topk if experts else 0,
+            ),
+            _Form(
+                config.params_dtype.itemsize, tp, bool(config.sequence_parallel),
+                config.transformer_impl == "transformer_engine",
+                bool(config.bias_activation_fusion), bool(config.apply_rope_fusion),
+                bool(config.cross_entropy_loss_fusion),
+                config.recompute_granularity or "none", config.recompute_method or "",
+                config.recompute_num_layers or 1, tuple(config.recompute_modules or ()),
+            ),
+            max(1, config.num_layers // stages), cp, cp if cp_reduce == "segment" else 0,
+            not config.deallocate_pipeline_outputs,
+        )  # fmt: skip
+
+    @classmethod
+    def of_spec(
+        cls,
+        spec: ModelSpec,
+        *,
+        num_stages: int = 1,
+        tp: int = 1,
+        cp: int = 1,
+        sequence_parallel: bool = False,
+        recompute: str = "none",
+        itemsize: int = 2,
+        fused: bool = True,
+    ) -> Footprint:
+        """Of a model of ours, as `models/config.py` builds it.
+
+        Args:
+            spec: the model.
+            num_stages: pipeline size times virtual stages.
+            tp, cp, sequence_parallel: the layout.
+            recompute: "none", "full" or "selective".
+            itemsize: bytes of a number.
+            fused: transformer-engine's layers in bf16, else Megatron's local ones, unfused.
+        """
+        shape = _Shape(
+            spec.hidden_size, spec.num_attention_heads, spec.num_query_groups, spec.kv_channels,
+            spec.ffn_hidden_size, spec.vocab_size or 0, True, spec.qk_layernorm,
+            spec.num_experts or 0, spec.moe_ffn_hidden_size or 0,
+            spec.moe_top_k if spec.is_moe else 0,
+        )  # fmt: skip
+        form = _Form(
+            itemsize, tp, sequence_parallel, fused, fused, fused, fused, recompute, "uniform", 1,
+            ("core_attn",),
+        )  # fmt: skip
+        return _count(shape, form, max(1, spec.num_layers // num_stages), cp, 0, True)
+
+    def kept(self, policy: str, inner: bool, scored: bool, first: bool, last: bool) -> float:
+        """Bytes of a row that stay on the device between a segment's forward and its backward.
+
+        Args:
+            policy: of the segment.
+            inner: whether it is an inner segment.
+            scored: whether it carries loss.
+            first, last: whether the stage is.
+        """
+        received = 0.0 if first else self.stage_input
+        if policy == "recompute":
+            return received
+        sent = self.stage_input if self.keeps_outputs and not last else 0.0
+        after = (self.head if scored else self.norm) if last else sent
+        if policy == "offload":  # what follows the decoder stays
+            return received + (self.head - self.norm if last and scored else sent)
+        return self.num_layers * (self.inner if inner else self.wave) + after
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A model."""
+
+    hidden: int
+    heads: int
+    groups: int
+    channels: int
+    ffn: int
+    vocab: int
+    gated: bool
+    qk_norm: bool
+    experts: int
+    expert_ffn: int
+    topk: int
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How it is computed."""
+
+    itemsize: int
+    tp: int
+    sequence_parallel: bool
+    fused_layers: bool
+    fused_activation: bool
+    fused_rope: bool
+    fused_loss: bool
+    recompute: str
+    method: str
+    num_layers: int
+    modules: tuple[str, ...]
+
+
+def _count(
+    shape: _Shape, form: _Form, num_layers: int, parts: int, sums: int, keeps_outputs: bool
+) -> Footprint:
+    """Numbers of a row, times their bytes."""
+    size, tp = form.itemsize, form.tp
+    hidden = shape.hidden / (tp if form.sequence_parallel else 1)
+    wide = max(4, size)  # of what is computed in fp32 or wider
+    queries = shape.heads * shape.channels / tp
+    keys = max(1, shape.groups / tp) * shape.channels
+    projected = queries + 2 * keys  # of which K and V of a wave, and of a checkpoint, are views
+    norm = 2 * hidden if form.fused_layers else 3 * hidden + 1
+    mlp = _mlp(shape, form)
+    ends = queries * size + shape.heads / tp * wide  # attention's output and log-sum-exp
+    qk = (2 * queries + keys + projected) * size if shape.qk_norm else 0.0
+    rope = 0 if form.fused_rope else 4 * shape.channels
+    common = (2 * norm + mlp + queries + rope) * size + qk + ends
+    extra = keys * size + (0 if shape.qk_norm else projected * size)
+    inner, wave = common, common + extra
+    again = 0.0
+    if form.recompute == "full":
+        inner, wave, again = _checkpointed(form, hidden * size, inner, wave, num_layers)
+    elif form.recompute == "selective":
+        inner, wave, again = _selected(shape, form, hidden, norm, mlp, common, extra)
+    logits = shape.vocab / tp
+    loss = logits * (size if form.fused_loss else wide)
+    last_norm = (hidden if form.fused_layers else 2 * hidden + 1) * size
+    return Footprint(
+        inner=inner, wave=wave, again=again, kv=2 * keys * size, kv_grad=2 * keys * wide,
+        norm=last_norm, head=last_norm + hidden * size + loss, stage_input=hidden * size,
+        temporary=(mlp + 2 * hidden) * size,
+        head_temporary=0.0 if form.fused_loss else logits * (size + wide),
+        num_layers=num_layers, parts=parts, sums=sums, keeps_outputs=keeps_outputs,
+    )  # fmt: skip
+
+
+def _mlp(shape: _Shape, form: _Form) -> float:
+    """Numbers that a row's MLP saves, beside its norm."""
+    ffn = shape.expert_ffn if shape.topk else shape.ffn
+    inputs = 2 if shape.gated else 1
+    kept = ffn * (inputs + 1 if form.fused_activation else inputs + (3 if shape.gated else 1))
+    if not shape.topk:
+        return kept / form.tp
+    # A copy of the row for every expert it is sent to, each weighed; and what routers keep.
+    return shape.topk * (shape.hidden + kept + ffn) + 3 * shape.experts
+
+
+def _checkpointed(
+    form: _Form, given: float, inner: float, wave: float, num_layers: int
+) -> tuple[float, float, float]:
+    """Full recomputation: a layer's (or a few layers') input is kept."""
+    if form.method == "block":
+        share = min(1.0, form.num_layers / num_layers)
+        kept = share * given
+        return kept + (1 - share) * inner, kept + (1 - share) * wave, wave - given
+    kept = given / form.num_layers
+    return kept, kept, wave * form.num_layers - given
+
+
+def _selected(
+    shape: _Shape,
+    form: _Form,
+    hidden: float,
+    norm: float,
+    mlp: float,
+    common: float,
+    extra: float,
+) -> tuple[float, float, float]:
+    """Selective recomputation: attention's inputs are kept, which are what a wave keeps."""
+    size, wide = form.itemsize, max(4, form.itemsize)
+    inner, wave, again = common, common + extra, 0.0
+    if "core_attn" in form.modules:
+        lse = shape.heads / form.tp * wide
+        inner = wave = common + extra - lse
+        again = (shape.heads * shape.channels / form.tp) * size + lse
+    if "mlp" in form.modules:
+        saved = (mlp - hidden) * size
+        inner, wave, again = inner - saved, wave - saved, max(again, saved)
+    if "layernorm" in form.modules:
+        inner, wave = inner - 2 * hidden * size, wave - 2 * hidden * size
+        again += 2 * norm * size
+    return inner, wave, again
