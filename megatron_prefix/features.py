@@ -97,7 +97,6 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("moe_router_load_balancing_type sinkhorn", _balances("sinkhorn"), _BALANCE.format("every token's experts depend on the others")),
     ("moe_router_load_balancing_type quantile_balancing", _balances("quantile_balancing"), _BALANCE.format("every token's experts depend on the others")),
     ("moe_router_load_balancing_type of another name", _balances(*_KNOWN_BALANCING, others=True), _BALANCE.format("it is not known here")),
-    ("moe_enable_routing_replay", _with_experts("moe_enable_routing_replay"), "turn it off: it replays routes in the stock order of forward passes"),
     ("moe_paged_stash", _with_experts("moe_paged_stash"), "turn it off: it assumes the stock order of backward passes"),
     ("multimodal rope", lambda config: getattr(config, "position_embedding_type", "") == "mrope", "use the stock schedule"),
 )  # fmt: skip
@@ -160,6 +159,12 @@ def has_global_loss(config: Any) -> bool:
     experts = bool(getattr(config, "num_moe_experts", None))
     pairs = zip(kinds, coefficients, strict=True)
     return experts and any(kind == "global_aux_loss" and coeff > 0 for kind, coeff in pairs)
+
+
+def replays_routes(config: Any) -> bool:
+    """Whether routers can follow given routes: Megatron's RouterReplay, or verl's before it."""
+    names = ("moe_enable_routing_replay", "enable_routing_replay")
+    return any(bool(getattr(config, name, False)) for name in names)
 
 
 def global_loss_is_whole(router: Any) -> dict[str, bool]:

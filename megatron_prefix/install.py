@@ -31,6 +31,7 @@ from megatron_prefix.attention.core import SegmentContext, segment_attention
 from megatron_prefix.attention.kernels import Kernel, choose
 from megatron_prefix.errors import UserError
 from megatron_prefix.router.overrides import overrides
+from megatron_prefix.router.replay import Replay, check_unchanged
 
 logger = logging.getLogger(__name__)
 _INSTALLED = "_megatron_prefix_hooks"
@@ -45,6 +46,7 @@ class Hooks:
         routers: its mixture-of-experts routers by layer.
         kernel: runs the attention blocks.
         current: the segment that runs, or None.
+        replay: makes the routers follow routes in this step; None where they choose themselves.
     """
 
     def __init__(self, model: nn.Module, kernel: str = "auto") -> None:
@@ -55,6 +57,7 @@ class Hooks:
         self.routers: dict[int, Any] = features.routers(self.model)
         self.use(kernel)
         self.current: SegmentContext | None = None
+        self.replay: Replay | None = None
         self._answer: Tensor | None = None
         self._rope: Tensor | None = None
         self._undo: list[Callable[[], None]] = []
@@ -75,7 +78,7 @@ class Hooks:
             core = attention.core_attention
             self._override(core, "forward", self._attention(layer, attention))
         for layer, router in self.routers.items():
-            for name, method in overrides(router, layer, lambda: self.current).items():
+            for name, method in overrides(router, layer, self).items():
                 self._override(router, name, method)
         self._override(self.model, "forward", self._answering(self.model.forward))
         setattr(self.model, _INSTALLED, self)
@@ -179,6 +182,7 @@ class Hooks:
                     "the forward step gives the model a padding_mask, which keeps padding out of"
                     " the routers' losses: leave it out, or use the stock schedule"
                 )
+            check_unchanged(self.routers.values(), self.replay)
             return self._answer
 
         return forward

@@ -16,6 +16,9 @@ import numpy as np
 
 from megatron_prefix.errors import UserError
 
+MOST_EXPERTS = 1 << 15
+"""Experts of a layer that routes can tell apart."""
+
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
@@ -25,11 +28,15 @@ class Pairs:
         inputs: input token ids, int [num_positions].
         labels: label token ids, int [num_positions].
         trained: whether the position carries loss, bool [num_positions].
+        routes: experts that every layer of the model sends the input token to, int
+            [num_positions, layers, topk]; positions that differ in it are not shared. None where
+            routers choose themselves.
     """
 
     inputs: np.ndarray
     labels: np.ndarray
     trained: np.ndarray
+    routes: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -39,6 +46,42 @@ class Pairs:
         """First position with loss; the last position when there is none."""
         hits = np.flatnonzero(self.trained)
         return int(hits[0]) if len(hits) else len(self) - 1
+
+    def codes(self) -> np.ndarray:
+        """A row a position, equal exactly where all but the loss is, uint64 [num_positions, n]."""
+        low = self.labels.astype(np.int64) & 0xFFFFFFFF
+        pairs = (self.inputs.astype(np.int64) << 32 | low).astype(np.uint64)[:, None]
+        if self.routes is None:
+            return pairs
+        routes = self.routes.reshape(len(self), -1).astype(np.uint16)
+        padded = np.pad(routes, ((0, 0), (0, -routes.shape[1] % 4)))  # to whole 64 bits
+        return np.hstack([pairs, padded.view(np.uint64)])
+
+
+def check_routes(rollouts: Sequence[Pairs]) -> None:
+    """Refuses routes that no model can follow.
+
+    Raises:
+        UserError: only some rollouts have routes, or other shapes, or experts that cannot be.
+    """
+    shapes = {None if r.routes is None else r.routes.shape[1:] for r in rollouts}
+    if len(shapes) > 1:
+        found = ", ".join("none" if shape is None else str(list(shape)) for shape in shapes)
+        raise UserError(f"rollouts with routes of several shapes ({found}): give all or none")
+    for index, rollout in enumerate(rollouts):
+        routes = rollout.routes
+        if routes is None:
+            return
+        if routes.ndim != 3 or len(routes) != len(rollout):
+            raise UserError(
+                f"rollout {index}: routes {list(routes.shape)} for {len(rollout)} positions: give"
+                " [positions, layers, topk]"
+            )
+        if routes.size and not 0 <= routes.min() <= routes.max() < MOST_EXPERTS:
+            raise UserError(
+                f"rollout {index}: routes from {routes.min()} to {routes.max()}: give the number of"
+                f" an expert, 0 to {MOST_EXPERTS - 1}, for every position, layer and choice"
+            )
 
 
 @dataclass(frozen=True)
@@ -139,6 +182,7 @@ class Forest:
         first_trained: first trained position of each rollout.
         align: the alignment the segments were made for.
         ordered: whether a microbatch's losses need all microbatches before it (global_aux_loss).
+        unshared_by_routes: positions computed more than without routes to follow.
     """
 
     segments: tuple[Segment, ...]
@@ -146,6 +190,7 @@ class Forest:
     first_trained: tuple[int, ...]
     align: int = 1
     ordered: bool = False
+    unshared_by_routes: int = 0
 
     @property
     def raw_tokens(self) -> int:
@@ -185,7 +230,7 @@ class Forest:
 
     def to_ints(self) -> list[int]:
         """The forest as numbers, for the ranks that read no data; `from_ints` is the inverse."""
-        numbers = [self.align, int(self.ordered), len(self.num_positions)]
+        numbers = [self.align, int(self.ordered), self.unshared_by_routes, len(self.num_positions)]
         numbers += [*self.num_positions, *self.first_trained]
         for segment in self.segments:
             flags = segment.inner + 2 * segment.extends + 4 * segment.scored
@@ -202,7 +247,7 @@ class Forest:
         def take(count: int) -> tuple[int, ...]:
             return tuple(itertools.islice(stream, count))
 
-        align, ordered, num_rollouts = take(3)
+        align, ordered, unshared, num_rollouts = take(4)
         num_positions, first_trained = take(num_rollouts), take(num_rollouts)
         segments = []
         while head := take(4):
@@ -213,7 +258,7 @@ class Forest:
                 rows.append(Row(start, length, padded, take(members)))
             inner, extends, scored = (bool(flags & bit) for bit in (1, 2, 4))
             segments.append(Segment(parent, tree, tuple(rows), inner, extends, scored))
-        return cls(tuple(segments), num_positions, first_trained, align, bool(ordered))
+        return cls(tuple(segments), num_positions, first_trained, align, bool(ordered), unshared)
 
     def ancestors(self, index: int) -> list[int]:
         """Segments whose K/V segment `index` reads, root first."""

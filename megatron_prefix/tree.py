@@ -6,6 +6,8 @@ into the branches by itself.  Two rollouts share what their sorted neighbours sh
 whole construction a sort, one comparison of neighbours and one pass with a stack: linear in tokens
 but for the sort.  Trees of rollouts as in "AReaL-DTA", section 3 (prefix tree); the flat group of
 "Schedule-Level Shared-Prefix Reuse for LLM RL Training", section 2.1, is the tree of depth one.
+
+Where routers follow given routes, where a position is sent to is a part of its pair.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.segments import Forest, Pairs, Row, Segment, TreeOptions
+from megatron_prefix.segments import Forest, Pairs, Row, Segment, TreeOptions, check_routes
 
 __all__ = ["Forest", "Pairs", "Row", "Segment", "TreeOptions", "Tries", "build", "find_shared"]
 
@@ -49,6 +51,12 @@ class Tries:
     num_positions: tuple[int, ...]
     first_trained: tuple[int, ...]
     options: TreeOptions
+    unshared_by_routes: int = 0
+
+    @property
+    def executed_tokens(self) -> int:
+        """Positions that the prefix schedule computes, however they are cut."""
+        return sum(node.end - node.start for roots in self.trees for node in _preorder(roots))
 
     def forest(self, chunk_tokens: int | None = None) -> Forest:
         """The segments, with chunks of at most `chunk_tokens` (default: the options')."""
@@ -59,7 +67,10 @@ class Tries:
         for number, roots in enumerate(self.trees):
             cut = _chunked(_copied(roots), first, options)
             segments.extend(_flatten(cut, number, len(segments), first, options))
-        return Forest(tuple(segments), self.num_positions, first, options.align)
+        return Forest(
+            tuple(segments), self.num_positions, first, options.align,
+            unshared_by_routes=self.unshared_by_routes,
+        )  # fmt: skip
 
 
 def build(
@@ -84,7 +95,8 @@ def find_shared(
         options: see TreeOptions.
 
     Raises:
-        UserError: a rollout without a position, or `groups` of another length.
+        UserError: a rollout without a position, `groups` of another length, or routes that do not
+            fit (`segments.check_routes`).
     """
     options = options or TreeOptions()
     groups = [0] * len(rollouts) if groups is None else list(groups)
@@ -96,30 +108,35 @@ def find_shared(
                 f"rollout {index}: {len(rollout)} inputs, {len(rollout.labels)} labels,"
                 f" {len(rollout.trained)} loss flags: give equally many, at least one"
             )
+    check_routes(rollouts)
     first = tuple(rollout.first_trained for rollout in rollouts)
     trees: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         trees.setdefault(group if options.share == "group" else 0, []).append(index)
     roots = (_trie(rollouts, members, first, options) for members in trees.values())
     found = tuple(_dissolved(nodes, options.min_gain) for nodes in roots)
-    return Tries(found, tuple(len(r) for r in rollouts), first, options)
+    tries = Tries(found, tuple(len(r) for r in rollouts), first, options)
+    if not any(rollout.routes is not None for rollout in rollouts):
+        return tries
+    free = find_shared([replace(r, routes=None) for r in rollouts], groups, options)
+    return replace(tries, unshared_by_routes=tries.executed_tokens - free.executed_tokens)
 
 
 def _trie(
     rollouts: Sequence[Pairs], members: list[int], first: Sequence[int], options: TreeOptions
 ) -> list[_Node]:
     """The compressed trie of `members`, with boundaries rounded down to the alignment."""
-    pairs = {m: _pair_codes(rollouts[m]) for m in members}
+    codes = {m: rollouts[m].codes() for m in members}
     same: dict[bytes, list[int]] = {}
     for m in members:
-        same.setdefault(pairs[m].astype(">u8").tobytes(), []).append(m)
+        same.setdefault(codes[m].astype(">u8").tobytes(), []).append(m)
     # Copies have one node, which keeps the loss of each in leaves.
     earliest = {copies[0]: min(first[m] for m in copies) for copies in same.values()}
     top = _Node(0, 0, [])
     stack, before = [top], -1
     for _, copies in sorted(same.items()):
         rollout = copies[0]
-        shared = _shared(pairs, earliest, before, rollout, options) if before >= 0 else 0
+        shared = _shared(codes, earliest, before, rollout, options) if before >= 0 else 0
         lower = None
         while stack[-1].end > shared:
             lower = stack.pop()
@@ -130,7 +147,7 @@ def _trie(
             stack[-1].children[-1] = middle
             lower.start = shared
             stack.append(middle)
-        leaf = _Node(shared, len(pairs[rollout]), copies)
+        leaf = _Node(shared, len(codes[rollout]), copies)
         stack[-1].children.append(leaf)
         stack.append(leaf)
         before = rollout
@@ -138,18 +155,12 @@ def _trie(
     return top.children
 
 
-def _pair_codes(rollout: Pairs) -> np.ndarray:
-    """One unsigned 64-bit code a position, equal exactly where the (input, label) pairs are."""
-    low = rollout.labels.astype(np.int64) & 0xFFFFFFFF
-    return (rollout.inputs.astype(np.int64) << 32 | low).astype(np.uint64)
-
-
 def _shared(
-    pairs: dict[int, np.ndarray], first: dict[int, int], a: int, b: int, options: TreeOptions
+    codes: dict[int, np.ndarray], first: dict[int, int], a: int, b: int, options: TreeOptions
 ) -> int:
     """Positions that two different rollouts share, rounded toward the root."""
-    num = min(len(pairs[a]), len(pairs[b]))
-    differs = pairs[a][:num] != pairs[b][:num]
+    num = min(len(codes[a]), len(codes[b]))
+    differs = (codes[a][:num] != codes[b][:num]).any(axis=1)
     shared = int(differs.argmax()) if differs.any() else num
     if options.loss_in_leaves:
         shared = min(shared, first[a], first[b])

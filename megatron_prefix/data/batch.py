@@ -26,7 +26,7 @@ class BatchAdapter(Protocol):
     """What the schedule must know of a trainer's microbatches."""
 
     def pairs(self, microbatch: Any) -> Sequence[Pairs]:
-        """The samples of a microbatch, on the host."""
+        """The samples of a microbatch, on the host; with routes, where routers follow them."""
 
     def group(self, microbatch: Any) -> Hashable:
         """Name of the group that the samples share a prompt with; None: compare with all others."""
@@ -51,7 +51,8 @@ class BatchAdapter(Protocol):
 class TensorBatchAdapter:
     """Microbatches as Megatron's own loops make them: a mapping of tensors.
 
-    `tokens`, `labels` and `loss_mask` are [batch, positions]; every other tensor with that second
+    `tokens`, `labels` and `loss_mask` are [batch, positions]; `routes`, where routers follow them,
+    [batch, positions, layers, topk]; every other tensor with that second
     dimension is per position and cut along; everything else is passed on.  `group` names the group.
     The model is called with labels (its output is the loss of every position), or, with
     `output="logits"`, without.
@@ -70,7 +71,9 @@ class TensorBatchAdapter:
                 f"the microbatch has no {', '.join(missing)}: pass an adapter that knows its form"
             )
         columns = [microbatch[name].cpu().numpy() for name in ("tokens", "labels", "loss_mask")]
-        return [Pairs(i, o, m != 0) for i, o, m in zip(*columns, strict=True)]
+        routes = microbatch.get("routes")
+        columns.append([None] * len(columns[0]) if routes is None else routes.cpu().numpy())
+        return [Pairs(i, o, m != 0, r) for i, o, m, r in zip(*columns, strict=True)]
 
     def group(self, microbatch: Mapping[str, Any]) -> Hashable:
         """See BatchAdapter."""

@@ -36,10 +36,10 @@ from megatron_prefix.pipeline.memory_control import MemoryControl
 from megatron_prefix.pipeline.p2p import Links, message_dtype, message_shape
 from megatron_prefix.pipeline.report import StepReport
 from megatron_prefix.pipeline.scoring import LossContract, Scorer
-from megatron_prefix.pipeline.step import Builder, Step, read_step
+from megatron_prefix.pipeline.step import Step, read_step
 from megatron_prefix.pipeline.step_planner import StepPlanner
 from megatron_prefix.pipeline.timing import Stopwatch
-from megatron_prefix.router.begin import set_ledgers
+from megatron_prefix.router import begin as router
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class PrefixSchedule:
         planner = self._planner(config, groups.pp.size(), len(models))
         step = read_step(
             data_iterator, num_microbatches, self.adapter, groups.pp, groups.cp,
-            _builder(planner, config), _device(models),
+            router.builder(planner.build, config), _device(models),
         )  # fmt: skip
         experts = lockstep.expert_group(groups)
         beside = lockstep.meet(step.forest, step.owner, experts)
@@ -187,8 +187,7 @@ class PrefixSchedule:
         models, step, _, contract, groups, forward_only = call
         config, device = contract.config, _device(models)
         stages = self._stages(call, plan)
-        if not forward_only:
-            set_ledgers(stages, step, contract, groups.cp, device)
+        router.begin(stages, step, contract, groups, device, forward_only)
         if report.stopwatch is not None:
             report.stopwatch.forget()
         links = Links(
@@ -246,12 +245,6 @@ def get_forward_backward_func(
     not needed.
     """
     return PrefixSchedule(prefix_config or PrefixConfig(), adapter or TensorBatchAdapter())
-
-
-def _builder(planner: StepPlanner, config: Any) -> Builder:
-    """The planner's, with what the model asks of the microbatches' order."""
-    ordered = has_global_loss(config)
-    return lambda *rollouts: replace(planner.build(*rollouts), ordered=ordered)
 
 
 def _alignment(config: Any) -> int:

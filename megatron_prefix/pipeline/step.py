@@ -11,7 +11,7 @@ rollouts, the same on all ranks of the group, so they gather tokens, labels and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron_prefix.attention import zigzag
 from megatron_prefix.data.batch import BatchAdapter
 from megatron_prefix.errors import UserError
+from megatron_prefix.segments import check_routes
 from megatron_prefix.tree import Forest, Pairs
 
 Builder = Callable[[Sequence[Pairs], Sequence[int], Sequence[int]], Forest]
@@ -35,13 +36,15 @@ class Step:
         forest: the step's segments.
         owner: the trainer's microbatch of each rollout.
         items: the trainer's microbatches, in its order; empty where none are read.
-        rollouts: their samples, whole; None where none are read.
+        rollouts: their samples, whole; None where none are read. Routes are on the first stage.
+        routed: whether the samples have routes.
     """
 
     forest: Forest
     owner: tuple[int, ...]
     items: Sequence[Any]
     rollouts: Sequence[Pairs] | None
+    routed: bool = False
 
     @property
     def num_microbatches(self) -> int:
@@ -88,13 +91,16 @@ def read_step(
         many = isinstance(data_iterator, list)
         source = data_iterator[0 if first else -1] if many else data_iterator
         items, rollouts, owner, groups = _read(source, num_microbatches, adapter)
+        if not first:
+            rollouts = [replace(rollout, routes=None) for rollout in rollouts]
         rollouts = _whole(rollouts, context_group, device)
         if first:
             forest = build(rollouts, groups, owner)
-            numbers = [len(owner), *owner, *forest.to_ints()]
-    numbers = _broadcast(numbers, group, device)
-    after = 1 + numbers[0]
-    return Step(Forest.from_ints(numbers[after:]), tuple(numbers[1:after]), items, rollouts)
+            routed = any(rollout.routes is not None for rollout in rollouts)
+            numbers = [int(routed), len(owner), *owner, *forest.to_ints()]
+    is_routed, num_rollouts, *numbers = _broadcast(numbers, group, device)
+    owners, ints = tuple(numbers[:num_rollouts]), numbers[num_rollouts:]
+    return Step(Forest.from_ints(ints), owners, items, rollouts, bool(is_routed))
 
 
 def _read(
@@ -142,7 +148,29 @@ def _whole(rollouts: list[Pairs], group: Any, device: torch.device) -> list[Pair
     lengths = [size * len(rollout) for rollout in rollouts]
     table = view[:, zigzag.order(lengths, size)]
     samples = np.split(table, np.cumsum(lengths)[:-1], axis=1)
-    return [Pairs(inputs, labels, trained != 0) for inputs, labels, trained in samples]
+    routes = _whole_routes(rollouts, group, device)
+    return [
+        Pairs(inputs, labels, trained != 0, of_one)
+        for (inputs, labels, trained), of_one in zip(samples, routes, strict=True)
+    ]
+
+
+def _whole_routes(
+    rollouts: list[Pairs], group: Any, device: torch.device
+) -> Sequence[np.ndarray | None]:
+    """Routes of whole samples, or as many None."""
+    check_routes(rollouts)
+    routes = [rollout.routes for rollout in rollouts if rollout.routes is not None]
+    if not routes:
+        return [None] * len(rollouts)
+    mine = torch.from_numpy(np.concatenate(routes).astype(np.int32)).to(device)
+    slices = mine.new_empty((group.size() * len(mine), *mine.shape[1:]))
+    dist.all_gather_into_tensor(slices, mine, group)
+    lengths = [group.size() * len(rollout) for rollout in rollouts]
+    whole = slices.cpu().numpy()
+    # `order` counts along each rank's slices of all samples, as in `_whole`.
+    whole = whole[zigzag.order(lengths, group.size())]
+    return np.split(whole, np.cumsum(lengths)[:-1])
 
 
 def _broadcast(numbers: list[int], group: Any, device: torch.device) -> list[int]:

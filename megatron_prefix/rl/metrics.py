@@ -51,6 +51,8 @@ def of_report(report: StepReport | None) -> Metrics:
     ):
         if decision.share and num_bytes is not None:
             values[name] = num_bytes / GIB
+    if forest.unshared_by_routes:
+        values["unshared_by_routes"] = forest.unshared_by_routes
     if decision.fallback:
         values["fallback_reason"] = decision.reason
     return {f"prefix_sharing/{name}": value for name, value in values.items()}

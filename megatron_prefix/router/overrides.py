@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,10 @@ from torch.autograd.function import once_differentiable
 from megatron_prefix.router.ledger import RouterLedger
 
 if TYPE_CHECKING:
-    from megatron_prefix.attention.core import SegmentContext
+    from megatron_prefix.install import Hooks
 
 
-def overrides(
-    router: Any, layer: int, current: Callable[[], SegmentContext | None]
-) -> dict[str, Callable[..., Any]]:
+def overrides(router: Any, layer: int, hooks: Hooks) -> dict[str, Callable[..., Any]]:
     # long: six short functions over the same three names
     """Methods of one router, by name; while no segment runs they are Megatron's.
 
@@ -28,20 +27,24 @@ def overrides(
     Args:
         router: a TopKRouter.
         layer: its layer in the model chunk.
-        current: the segment that runs, or None.
+        hooks: of the model chunk; they know the segment that runs.
     """
     routing, apply_z_loss = router.routing, router.apply_z_loss
     is_enabled, apply_bias = router.is_aux_loss_enabled, router._apply_expert_bias
 
     def running() -> tuple[RouterLedger, int] | None:
-        context = current()
+        context = hooks.current
         if context is None or context.ledger is None:
             return None
         return context.ledger, context.index
 
     def routing_of_segment(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        probs, routing_map = routing(logits, *args, **kwargs)
-        found = running()
+        found, replay = running(), contextlib.nullcontext()
+        if hooks.current is not None and hooks.replay is not None:
+            num_tokens = logits.shape[:-1].numel()
+            replay = hooks.replay.around(router, hooks.current.index, num_tokens)
+        with replay:
+            probs, routing_map = routing(logits, *args, **kwargs)
         if found is not None and router.training:
             flat = logits.flatten(0, -2)
             probs = _accounted(router, flat, probs, is_enabled(), layer, *found)
