@@ -113,6 +113,7 @@ class Executor:
             self._links.finish()
         finally:
             for stage in self._stages:
+                stage.hooks.replay = None
                 stage.live.clear()
                 stage.offloads.clear()
                 stage.cache.clear()

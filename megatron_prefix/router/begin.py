@@ -21,7 +21,7 @@ from megatron_prefix.tree import Forest, Pairs
 
 
 def builder(build: Builder, config: Any) -> Builder:
-    """A forest's builder, with what routers ask: an order of microbatches, routes to follow or none.
+    """A builder of what routers ask for: ordered microbatches, routes to follow or none.
 
     Args:
         build: makes segments of rollouts.

@@ -39,11 +39,11 @@ def overrides(router: Any, layer: int, hooks: Hooks) -> dict[str, Callable[..., 
         return context.ledger, context.index
 
     def routing_of_segment(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        found, replay = running(), contextlib.nullcontext()
-        if hooks.current is not None and hooks.replay is not None:
-            num_tokens = logits.shape[:-1].numel()
-            replay = hooks.replay.around(router, hooks.current.index, num_tokens)
-        with replay:
+        found = running()
+        with contextlib.ExitStack() as stack:
+            if hooks.current is not None and hooks.replay is not None:
+                num_tokens = logits.shape[:-1].numel()
+                stack.enter_context(hooks.replay.around(router, hooks.current.index, num_tokens))
             probs, routing_map = routing(logits, *args, **kwargs)
         if found is not None and router.training:
             flat = logits.flatten(0, -2)

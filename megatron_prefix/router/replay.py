@@ -73,7 +73,7 @@ class SegmentRoutes:
 
 
 def _fill(
-    table: np.ndarray, forest: Forest, rollouts: Sequence[Pairs], offsets: Sequence[int]
+    table: np.ndarray, forest: Forest, rollouts: Sequence[Pairs], offsets: np.ndarray
 ) -> None:
     """Writes the routes of all segments' rows."""
     table[:] = np.arange(table.shape[2])  # of padding: any experts, each once
@@ -156,7 +156,6 @@ def check_unchanged(routers: Iterable[Any], replay: Replay | None) -> None:
 
 
 def _actions(routers: Iterable[Any]) -> list[Any]:
-    found = (
-        getattr(getattr(r, "router_replay", None), "router_replay_action", None) for r in routers
-    )
-    return [action for action in found if action is not None]
+    replays = (getattr(router, "router_replay", None) for router in routers)
+    actions = (getattr(replay, "router_replay_action", None) for replay in replays)
+    return [action for action in actions if action is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
 from megatron_prefix import features
@@ -25,18 +26,20 @@ from megatron_prefix.tree import TreeOptions
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract, Microbatch
-from tests.harness.trees import rollout_sets, tree_options
+from tests.harness.trees import rollout_sets, tree_options, with_routes
 
 LOSSES = {
     "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
     "moe_aux_loss_coeff": [1.0, 0.7, 1.3],
     "moe_z_loss_coeff": 0.5,
 }
+LAYERS, EXPERTS = 2, 8
 BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 MODELS = {
     "losses": LOSSES,
     "biased": {**BIAS, "moe_aux_loss_coeff": 1.0},
     "recomputed": {**LOSSES, **BIAS},
+    "replayed": {**LOSSES, **BIAS, "moe_enable_routing_replay": True},
 }
 
 
@@ -47,7 +50,7 @@ def models() -> Iterator[dict[str, Any]]:
         made = {
             name: small_model(
                 "tiny-moe",
-                recompute="full" if name == "recomputed" else "none",
+                recompute="full" if name in ("recomputed", "replayed") else "none",
                 config_overrides=overrides,
                 wrap_ddp=False,
             )
@@ -70,6 +73,8 @@ contracts = st.builds(
 def step_inputs(draw: Any) -> list[Microbatch]:
     """Rollouts in microbatches of one to three samples of one group, in any order."""
     rollouts, members = draw(rollout_sets())
+    parts = [draw(st.integers(0, 2 * len(rollout))) for rollout in rollouts]
+    rollouts = with_routes(rollouts, LAYERS, EXPERTS, parts)
     items: list[Microbatch] = []
     for group in dict.fromkeys(members):
         left = [rollout for rollout, g in zip(rollouts, members, strict=True) if g == group]
@@ -78,6 +83,15 @@ def step_inputs(draw: Any) -> list[Microbatch]:
             items.append(steps.microbatch(left[:num], f"group {group}", len(items)))
             left = left[num:]
     return draw(st.permutations(items))
+
+
+@dataclass(frozen=True)
+class Replaying(Contract):
+    """A trainer that has routers follow the routes of its microbatches."""
+
+    def step(self, data_iterator: Iterator[Microbatch], model: Any) -> Any:
+        routers = features.routers(unwrap(model))
+        return steps.replaying(super().step, routers)(data_iterator, model)
 
 
 def configure(model: Any, contract: Contract, num_microbatches: int) -> None:
@@ -119,6 +133,10 @@ def check(
     model: Any, items: Sequence[Microbatch], contract: Contract, schedule: entry.PrefixSchedule
 ) -> None:
     configure(model, contract, len(items))
+    if features.replays_routes(unwrap(model).config):
+        contract = Replaying(**vars(contract))
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        RouterReplay.clear_global_indices()
     num_positions = sum(item["tokens"].numel() for item in items)
     # Without DDP nothing divides by the number of tokens: then losses are sums.
     summed = contract.triple and contract.per_token
@@ -151,7 +169,7 @@ def check(
 
 
 # Shrinking takes minutes, and a failing example is small as it is.
-@settings(max_examples=25, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=30, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     name=st.sampled_from(list(MODELS)),
     items=step_inputs(),

@@ -7,7 +7,7 @@ megatron/core/pipeline_parallel/schedules.py), and `.backward()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -95,7 +95,15 @@ def microbatch(rollouts: Sequence[Pairs], group: Any, uid: int, vocab: int = 64)
         return torch.from_numpy(np.stack(padded))
 
     advantages = draw.choice([-1.0, 1.0], (len(rollouts), 1)) * draw.uniform(0.5, 1.5, (1, longest))
+    routes = {}
+    if rollouts[0].routes is not None:  # padding goes to any experts, each once
+        some = np.arange(rollouts[0].routes.shape[2])
+        padded = np.tile(some, (len(rollouts), longest, rollouts[0].routes.shape[1], 1))
+        for whole, rollout in zip(padded, rollouts, strict=True):
+            whole[: len(rollout)] = rollout.routes
+        routes["routes"] = torch.from_numpy(padded)
     return {
+        **routes,
         "tokens": rows("inputs") % vocab,
         "labels": rows("labels") % vocab,
         "loss_mask": rows("trained").double(),
@@ -104,6 +112,20 @@ def microbatch(rollouts: Sequence[Pairs], group: Any, uid: int, vocab: int = 64)
         "group": group,
         "uid": uid,
     }
+
+
+def replaying(step: Callable[..., Any], routers: Mapping[int, Any]) -> Callable[..., Any]:
+    """A `forward_step_func` that gives Megatron's routers the routes of its microbatch first."""
+
+    def replay(data_iterator: Iterator[Microbatch], model: Any) -> Any:
+        batch = next(data_iterator)
+        for router in routers.values():
+            experts = batch["routes"][:, :, router.layer_number - 1].transpose(0, 1).flatten(0, 1)
+            parts = experts.chunk(router.tp_group.size())
+            router.router_replay.set_target_indices(parts[router.tp_group.rank()])
+        return step(iter([batch]), model)
+
+    return replay
 
 
 def call(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,25 @@ def rollout_sets(draw: Any) -> tuple[list[Pairs], list[int]]:
     return rollouts, groups
 
 
+def with_routes(
+    rollouts: Sequence[Pairs], layers: int, experts: int, parts: Sequence[int]
+) -> list[Pairs]:
+    """The rollouts with routes to two experts that come from position and pair.
+
+    From its position in `parts` on, a rollout's are others than those of rollouts with the same
+    pairs.
+    """
+    found = []
+    for rollout, part in zip(rollouts, parts, strict=True):
+        positions, layer = np.arange(len(rollout))[:, None], np.arange(layers)
+        away = (positions >= part) & (layer == positions % layers)  # in one layer only
+        first = rollout.inputs[:, None] + 3 * rollout.labels[:, None] + positions * (layer + 1)
+        first = (first + away) % experts
+        second = (first + 1 + positions % (experts - 1)) % experts
+        found.append(replace(rollout, routes=np.stack([first, second], 2).astype(np.uint8)))
+    return found
+
+
 @st.composite
 def tree_options(draw: Any) -> TreeOptions:
     align = draw(st.sampled_from([1, 1, 2, 3, 4, 8, 16]))
@@ -80,7 +100,7 @@ def tree_options(draw: Any) -> TreeOptions:
 
 
 def trie_size(rollouts: Sequence[Pairs], align: int = 1) -> int:
-    """Positions of the trie of one tree, counted one by one.
+    """Positions of the trie of one tree, counted one by one; routes are a part of the pairs.
 
     A block of `align` positions is shared by those that agree up to its end; an incomplete last
     block only by copies of the whole rollout.
@@ -88,6 +108,9 @@ def trie_size(rollouts: Sequence[Pairs], align: int = 1) -> int:
     seen = set()
     for rollout in rollouts:
         pairs = tuple(zip(rollout.inputs.tolist(), rollout.labels.tolist(), strict=True))
+        if rollout.routes is not None:
+            routes = map(np.ndarray.tobytes, rollout.routes.astype(int))
+            pairs = tuple(zip(pairs, routes, strict=True))
         for position in range(len(pairs)):
             end = (position // align + 1) * align
             seen.add((position, pairs[:end] if end <= len(pairs) else (pairs, "whole")))

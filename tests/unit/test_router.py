@@ -262,7 +262,6 @@ def test_a_padding_mask_is_refused(model):
         ("moe_router_load_balancing_type", "sinkhorn", "sinkhorn: use aux_loss"),
         ("moe_router_load_balancing_type", "quantile_balancing", "quantile_balancing"),
         ("moe_router_load_balancing_type", "expert_choice", "not known here"),
-        ("moe_enable_routing_replay", True, "moe_enable_routing_replay"),
     ],
 )
 def test_routers_that_cannot_be_accounted_for_are_refused_by_name(

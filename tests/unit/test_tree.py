@@ -6,6 +6,7 @@ import itertools
 import random
 import time
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,9 +15,17 @@ from hypothesis import strategies as st
 
 from megatron_prefix.data.pairs import pairs_of, pairs_of_groups
 from megatron_prefix.errors import UserError
+from megatron_prefix.segments import MOST_EXPERTS
 from megatron_prefix.tree import Forest, Pairs, Row, Segment, TreeOptions, build
 from tests.harness import data
-from tests.harness.trees import as_pairs, flat_rollouts, rollout_sets, tree_options, trie_size
+from tests.harness.trees import (
+    as_pairs,
+    flat_rollouts,
+    rollout_sets,
+    tree_options,
+    trie_size,
+    with_routes,
+)
 
 
 def exact(**changes) -> TreeOptions:
@@ -73,6 +82,45 @@ def test_shared_rows_hold_the_same_pairs_and_one_tree_each(sets, options) -> Non
                     assert np.array_equal(mine, getattr(first, name)[row.start : row.end])
                 if options.share == "group":
                     assert tree_of_group.setdefault(segment.tree, groups[member]) == groups[member]
+
+
+@given(rollout_sets(), tree_options(), st.data())
+@settings(max_examples=60)
+def test_positions_are_shared_as_far_as_their_routes_agree(sets, options, data) -> None:
+    rollouts, groups = sets
+    options = replace(options, min_gain=0, loss_in_leaves=False)
+    parts = [data.draw(st.integers(0, 2 * len(rollout))) for rollout in rollouts]
+    routed = with_routes(rollouts, layers=2, experts=8, parts=parts)
+    forest = build(routed, groups, options)
+    trees = trees_of(routed, groups, options.share)
+    assert forest.executed_tokens == sum(trie_size(tree, options.align) for tree in trees)
+    free = build(rollouts, groups, options)
+    assert forest.unshared_by_routes == forest.executed_tokens - free.executed_tokens
+    assert free.unshared_by_routes == 0
+    assert Forest.from_ints(forest.to_ints()) == forest
+    for segment in forest.segments:
+        for row in segment.rows:
+            taken = [routed[member].routes[row.start : row.end] for member in row.rollouts]
+            assert all(np.array_equal(taken[0], other) for other in taken)
+
+
+def test_routes_that_no_model_can_follow_are_refused() -> None:
+    rollout = as_pairs([1, 2, 3], [2, 3, 4], [True] * 3)
+
+    def routed(*values: int, shape: tuple[int, ...] = (3, 1, 1)) -> Pairs:
+        return replace(rollout, routes=np.resize(values, shape))
+
+    build([routed(0, MOST_EXPERTS - 1)] * 2)
+    for bad, words in (
+        ([routed(0), rollout], r"several shapes \(.*\): give all or none"),
+        ([routed(0), routed(0, shape=(3, 2, 1))], "several shapes"),
+        ([routed(0, shape=(2, 1, 1))], r"rollout 0: routes \[2, 1, 1\] for 3 positions"),
+        ([routed(0, shape=(3, 1))], r"give \[positions, layers, topk\]"),
+        ([routed(0), routed(-1)], "rollout 1: routes from -1 to -1"),
+        ([routed(MOST_EXPERTS)], f"0 to {MOST_EXPERTS - 1}"),
+    ):
+        with pytest.raises(UserError, match=words):
+            build(bad)
 
 
 @given(rollout_sets(), tree_options())
