@@ -108,10 +108,9 @@ def _results(
 
 def _tell(result: Result) -> None:
     """A line on stderr, above the bar, so that a long run can be followed."""
-    why = f" ({result.reason})" if result.reason else ""
-    print(
-        f"{result.seconds:6.1f} s  {result.row}: {result.status}{why}", file=sys.stderr, flush=True
-    )
+    found = result.reason or f"{result.cell}, {result.run}"
+    line = f"{result.seconds:6.1f} s  {result.row}: {result.status} ({found})"
+    print(line, file=sys.stderr, flush=True)
 
 
 # One row ------------------------------------------------------------------------------------------
@@ -134,6 +133,7 @@ def _run_row(args: argparse.Namespace, row: Row, world: int | None) -> Result:
     except UserError as error:
         return ended("refused", str(error).partition("\n")[0])
     except runtime.RankError as error:
+        print(f"{row.name}: {error}", file=sys.stderr, flush=True)
         return ended("failed", str(error).strip().splitlines()[-1])
     found = ended("aligned" if verdict.passed else "different", "; ".join(verdict.failures[:1]))
     return Result(

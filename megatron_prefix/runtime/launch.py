@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -29,7 +30,8 @@ T = TypeVar("T")
 GRACE_S = 5.0
 """How long a rank may take to leave, after its result or after being told to, before the kill."""
 NOTICE_S = 1.0
-"""How long to look, after a rank's failure, for another that a signal has ended."""
+"""How long to look, after a rank's failure, for another that a signal has ended, and how long ranks
+have to write down where they are."""
 
 
 class RankError(RuntimeError):
@@ -92,7 +94,8 @@ def run_ranks(
 
     Args:
         threads: of torch, in each rank.
-        timeout_s: after this many seconds the ranks are ended and RankError is raised.
+        timeout_s: after this many seconds the ranks are ended and RankError is raised, which says
+            where each of them was.
 
     Raises:
         UserError, RankError: as `launch`.
@@ -160,7 +163,7 @@ def _start(
     sys.stderr.flush()
     process = context.Process(  # type: ignore[attr-defined]
         target=_rank_main,
-        args=(fn, args, writer, environment, log if rank else None, threads),
+        args=(fn, args, writer, environment, log, threads),
         name=f"rank{rank}",
         daemon=False,
     )
@@ -174,15 +177,16 @@ def _rank_main(
     args: Sequence[Any],
     results: Connection,
     environment: dict[str, str],
-    log: Path | None,
+    log: Path,
     threads: int,
 ) -> None:
     """The life of one rank: run `fn`, send ("done", result) or how it failed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends the ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(environment)
-    if log is not None:
+    if environment["RANK"] != "0":
         _redirect_output(log)
+    faulthandler.register(signal.SIGUSR1, open(_stacks(log), "w"))  # noqa: SIM115
     try:
         import torch
 
@@ -217,7 +221,9 @@ def _collect(ranks: list[_Rank], timeout_s: float | None) -> list[Any]:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready = wait(list(waiting), left)
         if not ready:
-            raise RankError(f"ranks {sorted(waiting.values())} did not finish in {timeout_s} s")
+            late = sorted(waiting.values())
+            places = _places({number: ranks[number] for number in late})
+            raise RankError(f"{places}ranks {late} did not finish in {timeout_s} s")
         for connection in ready:
             number = waiting.pop(connection)
             try:
@@ -254,6 +260,21 @@ def _deaths(ranks: list[_Rank], failed: int) -> str:
         for number, code in codes.items()
         if number != failed and code is not None and code < 0
     )
+
+
+def _stacks(log: Path) -> Path:
+    """Where a rank writes down where it is."""
+    return log.with_suffix(".stacks")
+
+
+def _places(ranks: dict[int, _Rank]) -> str:
+    """Where ranks that do not finish are, all threads; a rank that is not up yet is ended."""
+    for rank in ranks.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.process.pid, signal.SIGUSR1)
+    wait([rank.process.sentinel for rank in ranks.values()], NOTICE_S)
+    stacks = {n: _stacks(r.log).read_text() for n, r in ranks.items() if _stacks(r.log).exists()}
+    return "".join(f"rank {number} is here:\n{stack}" for number, stack in stacks.items())
 
 
 def _tail(log: Path, lines: int = 20) -> str:

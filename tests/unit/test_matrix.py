@@ -134,7 +134,10 @@ def test_what_is_not_aligned_does_not_pass(monkeypatch, capsys, answer, status, 
         assert told["rows"][0]["row"] == row
         assert told["rows"][0]["reason"] == reason
     assert main(["matrix", "--only", row]) == codes[0]
-    assert f"{status}: {reason}" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert f"{status}: {reason}" in told.out
+    assert f" s  {row}: {status} ({reason})" in told.err
+    assert ("rank 1 failed:" in told.err) == (status == "failed")  # all of it, beside the line
 
 
 def test_continue_runs_what_is_not_aligned_yet(monkeypatch, capsys, tmp_path):

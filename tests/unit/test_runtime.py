@@ -254,9 +254,13 @@ def alive(pid):
         return False
 
 
-def test_a_set_that_takes_too_long_is_ended(tmp_path):
-    with pytest.raises(RankError, match=r"ranks \[0, 1\] did not finish in 1.5 s"):
+def test_a_set_that_takes_too_long_is_ended_and_tells_where_it_was(tmp_path):
+    with pytest.raises(RankError) as caught:
         run_ranks(2, sleep_and_tell, tmp_path, timeout_s=1.5)
+    first, *lines, last = str(caught.value).splitlines()
+    assert first == "rank 0 is here:" and "rank 1 is here:" in lines
+    assert sum("in sleep_and_tell" in line for line in lines) == 2
+    assert last == "ranks [0, 1] did not finish in 1.5 s"
     assert not any(alive(int(path.read_text())) for path in tmp_path.iterdir())
 
 

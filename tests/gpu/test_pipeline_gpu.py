@@ -1,0 +1,32 @@
+"""Pipelines over NCCL: both schedules agree, in fp32 and in bf16 by the numerics policy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_prefix.cli.matrix import align_row
+from megatron_prefix.matrix import Row
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices"),
+]
+ROWS = """
+dense/PP2/tree/none
+dense/PP2/chunked/full
+dense/PP2xVPP2/tree/none
+dense/PP4/chunked/none
+""".split()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ROWS)
+def test_row(name: str, dtype: str) -> None:
+    row = Row(*name.split("/"))
+    num_ranks = row.layout_in().world_size
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} CUDA devices")
+    verdict = align_row(row, "cuda", dtype, timeout_s=120)
+    assert verdict.passed, verdict.failures
+    assert 0 < verdict.executed_tokens < verdict.raw_tokens

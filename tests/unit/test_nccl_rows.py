@@ -1,0 +1,61 @@
+"""The script of the rows over NCCL, with an interpreter that only notes what it is asked to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_prefix.cli.main import make_parser
+from megatron_prefix.matrix import rows
+from tests.harness.data import REPOSITORY
+
+SCRIPT = REPOSITORY / "benchmarks" / "nccl_rows.sh"
+
+
+def run(folder: Path, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The script; what it asked of Python is in `folder/notes`."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >>{folder}/notes\nexit {status}\n')
+    python.chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", str(SCRIPT), str(folder / "out"), "--allow-refused"],
+        env={"PATH": path, **environment}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("gpus", "num"), [(2, 7), (4, 6)])
+def test_rows_fill_the_gpus_in_both_dtypes(tmp_path: Path, gpus: int, num: int) -> None:
+    done = run(tmp_path, NGPU=str(gpus))
+    assert done.returncode == 0, done.stderr
+    known = {row.name: row for row in rows()}
+    dtypes = []
+    for line in (tmp_path / "notes").read_text().splitlines():
+        module, *arguments = line.removeprefix("-m ").split()
+        args = make_parser("matrix").parse_args(arguments)
+        assert (module, args.device, args.timeout) == ("megatron_prefix", "cuda", 90)
+        assert args.allow_refused and args.record == str(tmp_path / "out" / "rows.jsonl")
+        assert len(args.only) == num
+        assert all(known[name].layout_in().world_size == gpus for name in args.only)
+        dtypes.append(args.dtype)
+    assert dtypes == ["bfloat16", "float32"]
+
+
+def test_a_failed_row_fails_the_script_and_the_other_dtype_runs(tmp_path: Path) -> None:
+    assert run(tmp_path, status=1, NGPU="2").returncode == 1
+    assert len((tmp_path / "notes").read_text().splitlines()) == 2
+
+
+def test_other_numbers_of_gpus_are_refused(tmp_path: Path) -> None:
+    done = run(tmp_path, NGPU="3")
+    assert done.returncode == 2 and "not 3; set NGPU" in done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
+def test_shellcheck_finds_nothing() -> None:
+    done = subprocess.run(["shellcheck", str(SCRIPT)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
