@@ -209,3 +209,36 @@ def test_the_version_is_checked_at_install(model: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(features.megatron.core, "__version__", "0.15.3")
     with pytest.raises(UserError, match=r"0\.15\.3 is too old"):
         install(model)
+
+
+def test_the_global_loss_is_told_from_other_losses() -> None:
+    def config(kinds, coefficients, experts=4):
+        return SimpleNamespace(
+            num_moe_experts=experts, moe_router_load_balancing_type=kinds,
+            moe_aux_loss_coeff=coefficients,
+        )  # fmt: skip
+
+    assert features.has_global_loss(config("global_aux_loss", 0.1))
+    assert features.has_global_loss(config(["aux_loss", "global_aux_loss"], [0.0, 0.1]))
+    assert not features.has_global_loss(config(["aux_loss", "global_aux_loss"], [0.1, 0.0]))
+    assert not features.has_global_loss(config("aux_loss", 0.1))
+    assert not features.has_global_loss(config("global_aux_loss", 0.1, experts=None))
+    assert not features.has_global_loss(SimpleNamespace())
+
+
+def test_the_global_losses_log_is_not_averaged_over_ranks_in_any_release() -> None:
+    def router(attach):
+        return SimpleNamespace(attach_and_log_load_balancing_loss=attach)
+
+    def before(activation, reduce_group_has_dp=False): ...
+
+    def since(activation, needs_dp_avg=True): ...
+
+    assert features.global_loss_is_whole(router(before)) == {"reduce_group_has_dp": True}
+    assert features.global_loss_is_whole(router(since)) == {"needs_dp_avg": False}
+
+
+def test_routes_are_followed_where_a_config_says_so() -> None:
+    assert features.replays_routes(SimpleNamespace(moe_enable_routing_replay=True))
+    assert features.replays_routes(SimpleNamespace(enable_routing_replay=True))
+    assert not features.replays_routes(SimpleNamespace(moe_enable_routing_replay=False))
