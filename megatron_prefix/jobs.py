@@ -90,14 +90,16 @@ def place_groups(
 
     Raises:
         UserError: the layout wants equally many rollouts on every rank (where ranks meet in every
-            microbatch's expert layers and Megatron's own schedule may run), or multiples of the
-            pipeline's size (where Megatron's interleaved schedule runs them), and these cannot be
-            placed so.
+            microbatch's expert layers and Megatron's own schedule may run, or sum up counts of
+            every microbatch for global_aux_loss), or multiples of the pipeline's size (where
+            Megatron's interleaved schedule runs them), and these cannot be placed so.
     """
     options = config.tree_options(layout.alignment)
     interleaved = stock and layout.vpp > 1
     method = "auto" if config.mode in ("auto", "on") else "tokens"
-    if layout.dp > 1 and (interleaved or (layout.ep > 1 and (stock or config.mode != "on"))):
+    side_by_side = layout.ep > 1 and (stock or config.mode != "on")
+    counted_together = spec.moe_load_balancing == "global_aux_loss" and spec.moe_aux_loss_coeff > 0
+    if layout.dp > 1 and (interleaved or side_by_side or counted_together):
         method = "equal"
     placed = place(groups, layout.dp, CostModel.of_spec(spec), options, method)
     first = groups[0].rollouts[0]

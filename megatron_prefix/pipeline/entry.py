@@ -25,7 +25,6 @@ from megatron_prefix.attention.context_parallel import Exchange, ShardedCache
 from megatron_prefix.cache import SidecarCache
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.batch import BatchAdapter, SegmentInputs, TensorBatchAdapter
-from megatron_prefix.features import has_global_loss
 from megatron_prefix.install import install
 from megatron_prefix.pipeline import channels, gradients, lockstep, ordering
 from megatron_prefix.pipeline.actions import Plan
@@ -116,7 +115,7 @@ class PrefixSchedule:
         planner = self._planner(config, groups.pp.size(), len(models))
         step = read_step(
             data_iterator, num_microbatches, self.adapter, groups.pp, groups.cp,
-            router.builder(planner.build, config), _device(models),
+            router.builder(planner.build, config, forward_only), _device(models),
         )  # fmt: skip
         experts = lockstep.expert_group(groups)
         beside = lockstep.meet(step.forest, step.owner, experts)
@@ -135,7 +134,7 @@ class PrefixSchedule:
         """Which schedule runs, and the count of fallbacks."""
         config = get_model_config(models[0])
         decision = decide(self.config, beside.union, CostModel.of_config(config))
-        if has_global_loss(config):
+        if step.forest.ordered:
             decision = ordering.together(
                 decision, step.num_microbatches, groups.dp_cp, _device(models)
             )

@@ -20,14 +20,15 @@ from megatron_prefix.router.tokens import LogicalTokens
 from megatron_prefix.tree import Forest, Pairs
 
 
-def builder(build: Builder, config: Any) -> Builder:
+def builder(build: Builder, config: Any, forward_only: bool) -> Builder:
     """A builder of what routers ask for: ordered microbatches, routes to follow or none.
 
     Args:
         build: makes segments of rollouts.
         config: Megatron's, of the model.
+        forward_only: see Megatron's schedules; then there are no losses of routers.
     """
-    ordered, replays = has_global_loss(config), replays_routes(config)
+    ordered, replays = has_global_loss(config) and not forward_only, replays_routes(config)
 
     def built(rollouts: Sequence[Pairs], groups: Sequence[int], owner: Sequence[int]) -> Forest:
         if not replays:

@@ -20,9 +20,12 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron_prefix import alignment, runtime
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.rollouts import Group, Rollout
+from megatron_prefix.errors import UserError
+from megatron_prefix.jobs import place_groups
 from megatron_prefix.models.build import build_model
 from megatron_prefix.models.presets import resolve
 from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.rl import passes
 from megatron_prefix.router import tokens
 from megatron_prefix.router.group_counts import GroupCounts
 from megatron_prefix.router.ledger import RouterLedger
@@ -265,7 +268,10 @@ def test_one_schedule_on_all_data_parallel_ranks():
         ours = PrefixSchedule(
             PrefixConfig(min_gain=1, wave_tokens=16, mode="auto", min_speedup=1.2)
         )
-        alignment.run_step(ours, chunks, alignment.microbatches(mine, 0))
+        items = alignment.microbatches(mine, 0)
+        # Without gradients nothing is counted, so ranks need not go together.
+        assert len(passes.logprobs(ours, chunks, items[: 3 + number])) == 3 + number
+        alignment.run_step(ours, chunks, items)
         decision = ours.report.decision
         return decision.share, decision.fallback, decision.reason, decision.predicted_speedup
 
@@ -274,3 +280,14 @@ def test_one_schedule_on_all_data_parallel_ranks():
     assert not first[0] and not second[0] and first[1] and second[1]
     assert "another data-parallel rank" in first[2]
     assert "below min_speedup" in second[2]
+
+
+def test_ranks_that_count_together_get_equally_many_rollouts():
+    mine = [
+        replace(group, rollouts=group.rollouts[: 2 + n]) for n, group in enumerate(groups(True, 0))
+    ]
+    config, layout = PrefixConfig(mode="on"), Layout(dp=2)
+    apart = place_groups(mine, resolve("tiny-moe", **AUX), layout, config, stock=False)
+    assert sorted(sum(len(group.rollouts) for group in rank) for rank in apart) == [2, 3]
+    with pytest.raises(UserError, match="5 rollouts"):
+        place_groups(mine, resolve("tiny-moe", **GLOBAL), layout, config, stock=False)
