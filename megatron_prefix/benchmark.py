@@ -88,6 +88,8 @@ class Timing:
         raw_tokens, executed_tokens: positions without and with sharing.
         stock_ms, prefix_ms: median time of a forward-backward call.
         stock_gib, prefix_gib: peak of allocated device memory; 0 on the CPU.
+        predicted_gib: what the memory model says of `prefix_gib`; on the CPU without weights and
+            gradients.
         speedup: stock over prefix.
         bound: what the FLOP count allows.
         of_bound: speedup / bound.
@@ -102,6 +104,7 @@ class Timing:
     prefix_ms: float
     stock_gib: float
     prefix_gib: float
+    predicted_gib: float
     speedup: float
     bound: float
     of_bound: float
@@ -153,9 +156,10 @@ def time_groups(
     forest = ours.report.forest
     bound = cost_model(spec).speedup(forest)
     speedup = stock_ms / prefix_ms
+    predicted = (ours.report.predicted_peak or 0.0) / GIB
     return Timing(
         name, len(items), config.wave_tokens, forest.raw_tokens, forest.executed_tokens,
-        stock_ms, prefix_ms, stock_gib, prefix_gib, speedup, bound, speedup / bound,
+        stock_ms, prefix_ms, stock_gib, prefix_gib, predicted, speedup, bound, speedup / bound,
     )  # fmt: skip
 
 

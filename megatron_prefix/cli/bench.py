@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_prefix.cli import report
+from megatron_prefix.cli import bench_memory, report
 from megatron_prefix.cli.arguments import add_lengths, config_of
-from megatron_prefix.cli.modelling import add_model, model_options
-from megatron_prefix.errors import UserError
+from megatron_prefix.cli.modelling import add_model, machine, model_options
+from megatron_prefix.errors import StepOutOfMemory, UserError
 
 HELP = """\
 Times Megatron-Core's stock schedule and the prefix schedule on synthetic flat groups, in one
 process and one run, and compares the speedup with what the FLOP count allows. First both schedules
 are aligned on a small group and a model of the same kind with few layers; where that fails, no
-speedup is reported and the exit code is 1."""
+speedup is reported and the exit code is 1. `bench memory` measures what a step takes of device
+memory under each memory policy, beside the stock schedule and the memory model's prediction."""
 EPILOG = """\
 examples:
   megatron-prefix bench --shapes 1024:64:8 --set hidden_size=512 --set num_attention_heads=8
   megatron-prefix bench --model llama3-8b --dtype bfloat16 --device cuda \\
       --shapes 10240:2048:8 16384:64:9 --bench-json bench.json --plot bench.png
+  megatron-prefix bench memory --shapes 512:64:4 --frontier 64 --capacity-gb 1
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
+    parser.add_argument(
+        "what",
+        nargs="?",
+        choices=("speed", "memory"),
+        default="speed",
+        help="time both schedules (default), or what a step takes of device memory by policy",
+    )
     group = parser.add_argument_group("sweep")
     group.add_argument(
         "--shapes",
@@ -51,12 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--align-layers", type=int, default=2, help="layers of the aligned model")
     group.add_argument("--bench-json", metavar="FILE", help="write the result as JSON to FILE too")
     group.add_argument("--plot", metavar="FILE", help="draw speedups and bounds (png, svg, pdf)")
+    bench_memory.add_arguments(parser)
     add_model(parser, model="tiny-llama", dtype="float32")
     add_lengths(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Aligns, times, reports."""
+    if args.what == "memory":
+        return bench_memory.run(args)
     from megatron_prefix.benchmark import Shape
 
     texts = args.shapes or ([] if args.rollouts else ["1024:64:8"])
@@ -67,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--chunk-tokens auto: give a number; `plan --chunk-tokens auto` finds one")
     verdict, rows, failures = _measure(args, shapes)
     result = {
-        **_machine(args),
+        **machine(args),
         "alignment": verdict.as_json(),
         "rows": [row.as_json() for row in rows],
         "failures": failures,
@@ -114,7 +125,7 @@ def _measure(args: argparse.Namespace, shapes: list[Any]) -> tuple[Any, list[Any
                         repeats=args.repeats, seed=args.seed, stock_times=known,
                     )
                 )  # fmt: skip
-            except torch.OutOfMemoryError as error:
+            except (torch.OutOfMemoryError, StepOutOfMemory) as error:
                 failures.append(f"{name}: {str(error).partition('.')[0]}")
                 benchmark.free_memory()
         return verdict, rows, failures
@@ -138,39 +149,29 @@ def _work(
         yield Path(path).name, groups, config
 
 
-def _machine(args: argparse.Namespace) -> dict[str, Any]:
-    import megatron.core
-    import torch
-
-    from megatron_prefix.models.build import has_transformer_engine
-
-    cuda = args.device == "cuda"
-    te = cuda and args.layer_spec != "local" and has_transformer_engine()
-    return {
-        "model": args.model,
-        "set": list(args.set),
-        "dtype": args.dtype,
-        "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
-        "layer_spec": "transformer-engine" if te else "local",
-        "torch": torch.__version__,
-        "megatron_core": megatron.core.__version__,
-        "python": platform.python_version(),
-    }
-
-
 def _print(args: argparse.Namespace, verdict: Any, rows: list[Any]) -> None:
     if not verdict.passed:
         print("NOT aligned, so nothing was timed:", *verdict.failures, sep="\n  ")
         return
     table = report.new_table(f"{args.model}, {args.dtype}, {args.device}: a step of one group")
-    columns = ("P:R:n", "wave", "stock ms", "prefix ms", "speedup", "bound", "of it", "peak GiB")
+    columns = (
+        "P:R:n",
+        "wave",
+        "stock ms",
+        "prefix ms",
+        "speedup",
+        "bound",
+        "of it",
+        "peak GiB",
+        "predicted",
+    )
     for name in columns:
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
             row.name, str(row.wave_tokens), f"{row.stock_ms:.1f}", f"{row.prefix_ms:.1f}",
             f"{row.speedup:.2f}x", f"{row.bound:.2f}x", f"{row.of_bound:.3f}",
-            f"{row.stock_gib:.1f}, {row.prefix_gib:.1f}",
+            f"{row.stock_gib:.1f}, {row.prefix_gib:.1f}", f"{row.predicted_gib:.1f}",
         )  # fmt: skip
     report.print_rich(table)
 

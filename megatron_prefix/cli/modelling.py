@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import platform
 from typing import Any
 
 from megatron_prefix.config import CP_REDUCE, MEMORY_POLICIES
@@ -51,8 +52,17 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         "--memory",
         choices=MEMORY_POLICIES,
         default="retain",
-        help="what an inner segment keeps until its backward: its saved tensors, or only K/V and"
-        " its input, to run its forward again (default retain)",
+        help="what an inner segment keeps until its backward: its saved tensors (retain, default),"
+        " the same on the host (offload), only K/V and its input, to run its forward again"
+        " (recompute); auto: the cheapest that fits, by step and segment",
+    )
+    group.add_argument(
+        "--memory-budget-gb",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="GiB of device memory that a step may use, for --memory auto and offload (default 0:"
+        " what is free)",
     )
     group.add_argument(
         "--cp-reduce",
@@ -78,6 +88,27 @@ def model_options(args: argparse.Namespace) -> Any:
         args.model, args.dtype, args.device, args.recompute, args.layer_spec, args.seed,
         overrides_of(args.set),
     )  # fmt: skip
+
+
+def machine(args: argparse.Namespace) -> dict[str, Any]:
+    """What a benchmark says of where it ran; imports torch."""
+    import megatron.core
+    import torch
+
+    from megatron_prefix.models.build import has_transformer_engine
+
+    cuda = args.device == "cuda"
+    te = cuda and args.layer_spec != "local" and has_transformer_engine()
+    return {
+        "model": args.model,
+        "set": list(args.set),
+        "dtype": args.dtype,
+        "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
+        "layer_spec": "transformer-engine" if te else "local",
+        "torch": torch.__version__,
+        "megatron_core": megatron.core.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def overrides_of(settings: list[str]) -> tuple[tuple[str, Any], ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.batch import BatchAdapter, SegmentInputs, TensorBatchAdapter
 from megatron_prefix.install import install
 from megatron_prefix.pipeline import channels, gradients, lockstep, ordering
-from megatron_prefix.pipeline.actions import Plan
+from megatron_prefix.pipeline.actions import Action, Plan
 from megatron_prefix.pipeline.beside import Beside
 from megatron_prefix.pipeline.cost import CostModel, decide
 from megatron_prefix.pipeline.executor import Executor, Stage
@@ -63,12 +63,14 @@ class PrefixSchedule:
         adapter: knows the form of the trainer's microbatches.
         report: what the last step did; None before the first.
         measures: times every action of the next steps (`report.stopwatch`); costs a barrier a step.
+        watch: runs around the computation of every action, in the place of `measures`.
     """
 
     config: PrefixConfig = field(default_factory=PrefixConfig)
     adapter: BatchAdapter = field(default_factory=TensorBatchAdapter)
     report: StepReport | None = None
     measures: bool = False
+    watch: Callable[[Action], contextlib.AbstractContextManager] | None = None
     _planners: dict[Any, StepPlanner] = field(default_factory=dict, init=False, repr=False)
     _memory: MemoryControl = field(init=False, repr=False)
 
@@ -197,7 +199,7 @@ class PrefixSchedule:
             plan, stages,
             SegmentInputs(step.forest, step.rollouts, device, groups.cp.rank(), groups.cp.size()),
             self.adapter, links, forward_only,
-            report.stopwatch.timing if report.stopwatch else None,
+            self.watch or (report.stopwatch.timing if report.stopwatch else None),
             None if forward_only else self._memory.offloader(plan, models),
         )  # fmt: skip
         is_last = stages[-1].scorer is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_prefix.attention.blocks import buffer_map
 from megatron_prefix.pipeline.actions import Action, Plan
@@ -33,6 +33,7 @@ class RankMemory:
         activations, kv, kv_grad, messages: what `peak` consists of, with temporaries.
         temporary: of the action at the peak: temporaries, and what it recomputes or loads.
         cache_peak: the most that K/V and gK/gV take at once.
+        wave_peak: the most that is in use while a wave runs (0 without waves).
         held: at the peak, segments between forward and backward and the bytes that each keeps.
     """
 
@@ -45,6 +46,7 @@ class RankMemory:
     messages: float
     temporary: float
     cache_peak: float
+    wave_peak: float
     held: tuple[tuple[int, float], ...]
 
 
@@ -84,8 +86,8 @@ class _Play:
         held: dict[tuple[int, int], float] = {}
         chains: dict[tuple[int, int], float] = {}
         gradients: dict[tuple[int, int], float] = {}
-        activations = kv = kv_grad = saved = cache = 0.0
-        found = RankMemory(0.0, 0.0, Action("F", 0), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ())
+        activations = kv = kv_grad = saved = cache = wave = 0.0
+        found = RankMemory(0.0, 0.0, Action("F", 0), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ())
         for action in self.plan.programs[rank]:
             key, head = (action.chunk, action.segment), self.map.head[action.segment]
             if action.kind == "F":
@@ -104,20 +106,20 @@ class _Play:
             again, temporary = self._moment(rank, action)
             total = activations + kv + kv_grad
             saved, cache = max(saved, total + again), max(cache, kv + kv_grad)
-            if total + again + temporary + self.messages > found.peak:
+            used = total + again + temporary + self.messages
+            if not self.plan.segments[action.segment].inner:
+                wave = max(wave, used)
+            if used > found.peak:
                 found = RankMemory(
-                    total + again + temporary + self.messages, 0.0, action, activations, kv,
-                    kv_grad, self.messages, again + temporary, 0.0,
+                    used, 0.0, action, activations, kv, kv_grad, self.messages,
+                    again + temporary, 0.0, 0.0,
                     tuple((index, size) for (_, index), size in held.items()),
                 )  # fmt: skip
             if action.kind == "B":
                 activations -= held.pop(key)
                 kv -= chains.pop(key, 0.0)
                 kv_grad -= gradients.pop(key, 0.0)
-        return RankMemory(
-            found.peak, saved, found.action, found.activations, found.kv, found.kv_grad,
-            found.messages, found.temporary, cache, found.held,
-        )  # fmt: skip
+        return replace(found, saved=saved, cache_peak=cache, wave_peak=wave)
 
     def _ends(self, rank: int, action: Action) -> tuple[bool, bool]:
         stage = self.plan.stage(rank, action.chunk)

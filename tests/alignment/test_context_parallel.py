@@ -68,6 +68,7 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("long prompt", {"chunk_tokens": 16, "cp_reduce": "segment"}),
         ("tree", {"memory": "recompute"}),
         ("tree", {"memory": "offload"}),
+        ("tree", {"memory": "auto", "memory_budget_gb": 1e-4, "chunk_tokens": 16}),
     ],
     "full": [
         ("flat", {"chunk_tokens": 16}),

@@ -92,6 +92,9 @@ CASES = {
         config={"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False}
     ),
     "chunks": Case(prefix=CHUNKED, config=BOTH),
+    "memory as it fits": Case(
+        prefix=replace(CHUNKED, memory="auto", memory_budget_gb=1e-4), config=BOTH
+    ),
     "offload of segments": Case(prefix=replace(CHUNKED, memory="offload"), config=BOTH),
     "recompute of segments": Case(prefix=replace(CHUNKED, memory="recompute"), config=BOTH),
     "full recompute": Case(AUX_Z, prefix=CHUNKED, config=BIAS, recompute="full"),

@@ -28,6 +28,9 @@ CASES = {
             "two-level-tree", "tiny-qwen3", recompute="full", overrides=FREED
         ),
         "selective": Case("flat-group", recompute="selective"),
+        "memory auto": Case(
+            "chunked-prefix", prefix={"memory": "auto", "memory_budget_gb": 1e-4}, overrides=FREED
+        ),
         "memory offload": Case("two-level-tree", prefix={"memory": "offload"}, overrides=FREED),
         "memory recompute": Case("uneven-groups", prefix={"memory": "recompute"}, overrides=FREED),
         "chunks auto": Case("chunked-prefix", prefix={"chunk_tokens": "auto"}),

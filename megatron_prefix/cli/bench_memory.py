@@ -1,0 +1,181 @@
+"""`bench memory`: what a step takes of device memory, by policy."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megatron_prefix.cli import report
+from megatron_prefix.cli.arguments import config_of, whole
+from megatron_prefix.cli.modelling import machine, model_options
+from megatron_prefix.errors import UserError
+
+WAYS = ("stock", "retain", "offload", "recompute")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that only `bench memory` reads."""
+    group = parser.add_argument_group("bench memory")
+    ways = "stock, or a memory policy, and +full with Megatron's full recomputation"
+    for name, usual, text in (
+        ("--ways", list(WAYS), f"{ways} (default {' '.join(WAYS)})"),
+        ("--frontier-ways", None, "ways of which to find the longest sequence (default: --ways)"),
+    ):
+        group.add_argument(name, nargs="+", default=usual, metavar="POLICY[+full]", help=text)
+    for name, least, default, metavar, text in (
+        ("--frontier", 1, None, "R", "also find the longest sequence that trains, responses of R"),
+        ("--frontier-step", 1, 256, "N", "lengths are multiples of N (default 256)"),
+        ("--tries", 0, 0, "N", "steps really run to find it, around what the memory model says"
+         " (default 0: only the model is asked)"),
+    ):  # fmt: skip
+        group.add_argument(name, type=whole(least), default=default, metavar=metavar, help=text)
+    group.add_argument(
+        "--capacity-gb",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="GiB besides weights and gradients that may be used (default 0: what is free)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Aligns, measures, reports."""
+    from megatron_prefix.memory_bench import Way
+
+    ways = [Way.parse(text) for text in args.ways]
+    farther = [Way.parse(text) for text in args.frontier_ways or args.ways]
+    if args.chunk_tokens == "auto":
+        raise UserError("--chunk-tokens auto: give a number; `plan --chunk-tokens auto` finds one")
+    if args.rollouts:
+        raise UserError("bench memory runs synthetic shapes: give --shapes, not --rollouts")
+    if not args.capacity_gb >= 0 or args.repeats < 0:
+        raise UserError(f"--capacity-gb {args.capacity_gb}, --repeats {args.repeats}: from 0")
+    failures, rows, frontiers = _measure(args, ways, farther)
+    result = {
+        **machine(args),
+        "aligned": not failures,
+        "failures": failures,
+        "peaks": "allocated" if args.device == "cuda" else "counted",
+        "rows": [row.as_json() for row in rows],
+        "frontier": [one.as_json() for one in frontiers],
+    }
+    if args.bench_json:
+        import json
+
+        report.write_text(args.bench_json, json.dumps(result, indent=2) + "\n")
+    if args.plot and rows:
+        _plot(args.plot, rows)
+    if args.json:
+        report.print_json(result)
+    else:
+        _print(args, rows, frontiers)
+        print(*failures, sep="\n", end="\n" if failures else "")
+    return 1 if failures else 0
+
+
+def _measure(
+    args: argparse.Namespace, ways: list[Any], farther: list[Any]
+) -> tuple[list[str], list[Any], list[Any]]:
+    from dataclasses import replace
+
+    from megatron_prefix import benchmark, frontier, memory_bench, runtime
+    from megatron_prefix.models import presets
+
+    options = model_options(args)
+    config = config_of(args, kernel=args.kernel, cp_reduce=args.cp_reduce)
+    spec = presets.resolve(options.model, **dict(options.overrides))
+    spec = spec if spec.vocab_size else spec.with_vocab(2048)
+    shapes = [benchmark.Shape.parse(text) for text in args.shapes or ["512:64:4"]]
+    layout = runtime.Layout()
+    runtime.initialize(layout, options.device, options.seed)
+    try:
+        failures = []
+        for policy in sorted({way.policy for way in ways} - {memory_bench.STOCK}):
+            one = replace(config, memory=policy)
+            verdict = benchmark.aligned(options, spec, layout, one, args.align_layers)
+            failures += [f"{policy}: {failure}" for failure in verdict.failures]
+        if failures:
+            return failures, [], []
+        chunks = options.build(spec, layout)
+        work = [(shape, way) for shape in shapes for way in ways]
+        rows = [
+            memory_bench.measure(shape, way, chunks, config, repeats=args.repeats, seed=args.seed)
+            for shape, way in report.watched(args, work, "rows measured", len(work))
+        ]
+        found = [
+            frontier.frontier(
+                args.frontier, way, chunks, config, capacity=args.capacity_gb * benchmark.GIB,
+                step=args.frontier_step, num_tries=args.tries, seed=args.seed,
+            )
+            for way in (farther if args.frontier else [])
+        ]  # fmt: skip
+        return [], rows, found
+    finally:
+        runtime.shutdown()
+
+
+def _print(args: argparse.Namespace, rows: list[Any], frontiers: list[Any]) -> None:
+    kind = "allocated" if args.device == "cuda" else "counted"
+    for name in dict.fromkeys(row.name for row in rows):
+        mine = [row for row in rows if row.name == name]
+        table = report.new_table(f"{name}, GiB besides weights and gradients: predicted / {kind}")
+        for column in ("way", "step", "Phase B", "less", "less of all", "ms"):
+            table.add_column(column, justify="right")
+        stock = next((row for row in mine if row.way == "stock"), None)
+        for row in mine:
+            table.add_row(*_cells(row, stock))
+        report.print_rich(table)
+        print(*(f"{row.way}: {row.problem}" for row in mine if row.problem), sep="\n", end="")
+    if frontiers:
+        table = report.new_table(f"longest sequence that trains, responses of {args.frontier}")
+        for column in ("way", "predicted", "trained", "did not"):
+            table.add_column(column, justify="right")
+        for one in frontiers:
+            tried = (report.number(n) if n else "" for n in (one.trained, one.failed))
+            table.add_row(one.way, report.number(one.predicted), *tried)
+        report.print_rich(table)
+
+
+def _cells(row: Any, stock: Any) -> list[str]:
+    """A row of the table; how much less than the stock schedule Phase B takes, without weights and
+    gradients and with them."""
+    less = of_all = ""
+    if stock is not None and stock is not row:
+        ours, theirs = row.wave_gib, stock.wave_gib
+        if ours is None or theirs is None:
+            ours, theirs = row.predicted_wave_gib, stock.predicted_wave_gib
+        less = report.percent(1 - ours / theirs)
+        of_all = report.percent(1 - (ours + row.base_gib) / (theirs + stock.base_gib))
+    return [
+        row.way, _pair(row.predicted_gib, row.peak_gib),
+        _pair(row.predicted_wave_gib, row.wave_gib), less, of_all,
+        "" if row.ms is None else f"{row.ms:.0f}",
+    ]  # fmt: skip
+
+
+def _pair(predicted: float, measured: float | None) -> str:
+    return f"{predicted:.3g} / " + ("-" if measured is None else f"{measured:.3g}")
+
+
+def _plot(path: str, rows: list[Any]) -> None:
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise UserError("--plot needs matplotlib: pip install megatron_prefix[plot]") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(row.name for row in rows))
+    ways = list(dict.fromkeys(row.way for row in rows))
+    figure, axes = pyplot.subplots(figsize=(max(5, 1.6 * len(names)), 4), layout="constrained")
+    width = 0.8 / len(ways)
+    for place, way in enumerate(ways):
+        mine = [row for row in rows if row.way == way]
+        at = [names.index(row.name) + place * width for row in mine]
+        axes.bar(at, [row.peak_gib or 0.0 for row in mine], width, label=way)
+        axes.scatter(at, [row.predicted_gib for row in mine], color="black", marker="_", zorder=2)
+    axes.set_xticks([number + 0.4 - width / 2 for number in range(len(names))], names)
+    axes.set_ylabel("GiB besides weights and gradients (dash: predicted)")
+    axes.set_xlabel("prompt tokens : response tokens : rollouts")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
