@@ -549,6 +549,12 @@ OF_SHARING = {
     "prefix_sharing/fallback_count": int,
     "prefix_sharing/predicted_speedup": float,
 }
+WHEN_SHARING = {
+    "prefix_sharing/bubble_fraction": float,
+    "prefix_sharing/kv_cache_gb": float,
+    "prefix_sharing/out_of_memory_retried": int,
+    "prefix_sharing/predicted_peak_gb": float,
+}
 FALLBACK = {"prefix_sharing/fallback_reason": str}
 
 
@@ -557,8 +563,8 @@ FALLBACK = {"prefix_sharing/fallback_reason": str}
     [
         (PrefixConfig(mode="off"), {}, None, None),
         (PrefixConfig(mode="observe"), OF_SHARING, 0, 0),
-        (PrefixConfig(mode="on"), OF_SHARING, 1, 0),
-        (PrefixConfig(mode="auto"), OF_SHARING, 1, 0),
+        (PrefixConfig(mode="on"), OF_SHARING | WHEN_SHARING, 1, 0),
+        (PrefixConfig(mode="auto"), OF_SHARING | WHEN_SHARING, 1, 0),
         (PrefixConfig(mode="auto", min_speedup=99.0), OF_SHARING | FALLBACK, 0, 2),
     ],
     ids=["off", "observe", "on", "auto", "auto, falling back"],
@@ -579,3 +585,6 @@ def test_metrics_of_every_mode(
     if more:
         assert 0 < row["prefix_sharing/shared_ratio"] < 1
         assert row["prefix_sharing/predicted_speedup"] > 1
+    if active:
+        assert row["prefix_sharing/predicted_peak_gb"] > row["prefix_sharing/kv_cache_gb"] > 0
+        assert row["prefix_sharing/bubble_fraction"] == 0

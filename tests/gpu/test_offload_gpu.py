@@ -1,0 +1,58 @@
+"""Offloaded tensors on a GPU: the same gradients, less memory, page-locked staging."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_prefix.offload.rates import measured
+from megatron_prefix.offload.segment import Offloader, addresses
+from megatron_prefix.offload.transfers import CudaTransfers, free_bytes
+from tests.unit.test_offload import expected_gradient, layers
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+NUM = 1 << 20
+
+
+def active() -> int:
+    return torch.cuda.memory_stats()["active_bytes.all.current"]
+
+
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_the_same_gradients_with_and_without_room(limit: float | None) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    owner = Offloader(CudaTransfers(device, limit))
+    for _ in range(3):
+        owner.begin_step()
+        for _ in range(4):
+            x = torch.randn(NUM, device=device, requires_grad=True)
+            segment = owner.segment(addresses(x))
+            y = layers(segment, x)
+            segment.prefetch(early=True)
+            y.sum().backward()
+            assert torch.equal(x.grad, expected_gradient(x))
+        assert owner.pool.used_bytes == 0
+        assert (owner.counts.prefetched == 0) == (limit is not None)
+    assert all(slab.memory.is_pinned() for slab in owner.pool._slabs) and owner.pool._slabs
+
+
+def test_memory_is_given_back_when_the_copies_have_ended() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    owner = Offloader(CudaTransfers(device))
+    x = torch.randn(NUM, device=device, requires_grad=True)
+    before = active()
+    y = layers(owner.segment(addresses(x)), x)
+    torch.cuda.synchronize()
+    torch.empty(1, device=device)  # the allocator looks for ended copies when it is asked
+    assert owner.counts.stored == (4 * 2 + 3) * x.nbytes
+    assert active() - before <= 2 * y.nbytes + (1 << 20)
+
+
+def test_what_is_measured_is_possible() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    rates = measured(device, torch.bfloat16)
+    assert 1e12 < rates.flops < 1e16 and 1e9 < rates.link < 1e12
+    assert 0 < free_bytes(device, 1e6) <= 1e6 < free_bytes(device)
