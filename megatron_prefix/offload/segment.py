@@ -76,10 +76,14 @@ class Offloader:
     def __post_init__(self) -> None:
         self.pool = StagingPool(self.transfers.pinned)
 
-    def begin_step(self) -> None:
-        """Before the first segment of a step."""
+    def begin_step(self, expected: float = 0.0) -> None:
+        """Before the first segment of a step.
+
+        Args:
+            expected: the most bytes that the step is predicted to take.
+        """
         self.counts = Counts()
-        self.transfers.begin_step()
+        self.transfers.begin_step(expected)
         self.pool.begin_step()
 
     def segment(self, resident: set[int]) -> OffloadedSegment:

@@ -24,8 +24,8 @@ class Transfers(Protocol):
     pinned: bool
     least_bytes: int
 
-    def begin_step(self) -> None:
-        """Notes what is in use before a step."""
+    def begin_step(self, expected: float) -> None:
+        """Notes what is in use before a step, which is `expected` to take so many bytes more."""
 
     def store(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
         """Copies (device, host) pairs to the host; the device's side may be dropped at once.
@@ -48,8 +48,8 @@ class Transfers(Protocol):
         """Bytes that can still be allocated.
 
         Args:
-            below_peak: leave alone what the computation has needed at its peak so far, since it
-                may need it again.
+            below_peak: leave alone what the computation is expected to need at its peak, and what
+                it has needed so far.
         """
 
 
@@ -66,7 +66,7 @@ class HostTransfers:
     def __init__(self, limit: float | None = None) -> None:
         self.limit = limit
 
-    def begin_step(self) -> None:
+    def begin_step(self, expected: float) -> None:
         """See `Transfers.begin_step`."""
 
     def store(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -102,12 +102,14 @@ class CudaTransfers:
     least_bytes = 1 << 18  # below, a copy costs more than it brings
 
     def __init__(self, device: torch.device, limit: float | None = None) -> None:
-        self._device, self._limit, self._base = device, limit, 0.0
+        self._device, self._limit = device, limit
+        self._base = self._expected = 0.0
         self._storing, self._loading = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def begin_step(self) -> None:
+    def begin_step(self, expected: float) -> None:
         """See `Transfers.begin_step`."""
         self._base = _cuda_memory(self._device)[2]["current"]
+        self._expected = expected
 
     def store(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
         """See `Transfers.store`."""
@@ -142,7 +144,9 @@ class CudaTransfers:
         room = most - MARGIN * total
         if self._limit is not None:
             room = min(room, self._base + self._limit)
-        return room - used["peak" if below_peak else "current"]
+        if not below_peak:
+            return room - used["current"]
+        return room - max(used["peak"], self._base + self._expected)
 
 
 def transfers_of(device: torch.device, limit: float | None = None) -> Transfers:

@@ -200,7 +200,7 @@ class PrefixSchedule:
             SegmentInputs(step.forest, step.rollouts, device, groups.cp.rank(), groups.cp.size()),
             self.adapter, links, forward_only,
             self.watch or (report.stopwatch.timing if report.stopwatch else None),
-            None if forward_only else self._memory.offloader(plan, models),
+            None if forward_only else self._memory.offloader(plan, models, groups.pp.rank()),
         )  # fmt: skip
         is_last = stages[-1].scorer is not None
         embedding = clear_embedding_activation_buffer(config, models, is_last)

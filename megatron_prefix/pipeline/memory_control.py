@@ -87,7 +87,7 @@ class MemoryControl:
         """What one rank of the pipeline is predicted to hold."""
         return predict(plan, self.footprint(models))[rank]
 
-    def offloader(self, plan: Plan, models: list[Any]) -> Offloader | None:
+    def offloader(self, plan: Plan, models: list[Any], rank: int) -> Offloader | None:
         """What takes offloaded tensors in a step that begins; None where nothing is offloaded.
 
         Raises:
@@ -100,7 +100,7 @@ class MemoryControl:
         if self._offloader is None:
             transfers = transfers_of(_device(models), self._config.memory_budget)
             self._offloader = Offloader(transfers)
-        self._offloader.begin_step()
+        self._offloader.begin_step(self.predicted(plan, models, rank).peak)
         return self._offloader
 
     def run(

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_prefix import runtime
+from megatron_prefix.errors import StepOutOfMemory
 from megatron_prefix.pipeline.actions import Action, Plan
 from megatron_prefix.pipeline.channels import channels_of
 from megatron_prefix.pipeline.entry import PrefixSchedule
@@ -89,6 +90,36 @@ def test_the_other_ranks_end_by_themselves(tmp_path: Path, layout: Layout) -> No
         error = (tmp_path / f"rank{rank}").read_text()
         assert re.match(rf"pipeline rank {rank}, (waiting for|sending)", error), error
         assert "A neighbour has failed" in error
+
+
+def run_out_of_memory(layout: Layout) -> str:
+    """A rank's part: memory runs out on one of them, and what each of them says of it."""
+    runtime.initialize(layout)
+    if dist.get_rank() == DEAD:
+        Executor._backward = no_memory  # type: ignore[method-assign]
+    case = Case("several-groups")
+    groups, vocab = rollouts_of(case.shape)
+    chunks, items = build_chunks(case, layout, vocab), microbatches(groups)
+    try:
+        run_step(PrefixSchedule(case.config(layout)), Contract(), chunks, items)
+    except (StepOutOfMemory, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def no_memory(self: Executor, action: Action, stage: Any) -> None:
+    """Stands in for the handler of backwards."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+
+
+def test_a_rank_without_memory_ends_the_step_of_all() -> None:
+    """It does not go back alone: the others wait for its messages."""
+    said = run_ranks(3, run_out_of_memory, Layout(pp=3))
+    assert said[DEAD].startswith("StepOutOfMemory: out of device memory: CUDA out of memory;")
+    assert "other ranks wait in this step" in said[DEAD]
+    assert [len(said[DEAD].splitlines()), said[DEAD].splitlines()[1].split()[0]] == [5, "rank"]
+    for rank in (0, 2):
+        assert "A neighbour has failed" in said[rank]
 
 
 def test_a_job_tells_which_rank_died() -> None:

@@ -171,10 +171,12 @@ def test_a_limit_counts_from_what_is_in_use_when_the_step_begins(
     used = {"current": 30.0, "peak": 40.0}
     monkeypatch.setattr(module, "_cuda_memory", lambda device: (100.0, 100.0, used))
     free = module.CudaTransfers(DEVICE)
-    free.begin_step()
+    free.begin_step(expected=25.0)
+    assert free.room(below_peak=True) == 100 - 5 - 30 - 25  # more than any peak so far
+    free.begin_step(expected=5.0)
     assert free.room() == 100 - 5 - 30 and free.room(below_peak=True) == 100 - 5 - 40
     limited = module.CudaTransfers(DEVICE, limit=20.0)
-    limited.begin_step()
+    limited.begin_step(expected=0.0)
     used.update(current=35.0, peak=48.0)
     assert limited.room() == 30 + 20 - 35 and limited.room(below_peak=True) == 30 + 20 - 48
     assert module.free_bytes(torch.device("cuda"), None) == 100 - 35 - 5
