@@ -70,7 +70,9 @@ class _Float64Kept(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            if func is torch.Tensor.float:
+            # 0.17 casts logits so; the experts' biases, of one dimension, are float32 everywhere.
+            is_cast = func is torch.Tensor.to and args[1:] == (torch.float32,) and args[0].dim() > 1
+            if func is torch.Tensor.float or is_cast:
                 return args[0]
             if func is torch.softmax and kwargs.get("dtype") == torch.float32:
                 kwargs = {**kwargs, "dtype": torch.float64}

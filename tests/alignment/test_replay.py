@@ -53,6 +53,7 @@ class Case:
 CASES = {
     "PP2": Case(Layout(pp=2)),
     "CP2": Case(Layout(cp=2)),
+    "EP2": Case(Layout(dp=2, ep=2)),
     "TP2, full recompute": Case(Layout(tp=2, sequence_parallel=True), recompute="full"),
 }
 
@@ -70,11 +71,14 @@ def rollouts() -> list[Pairs]:
 
 
 def items() -> list[Microbatch]:
-    """Every rollout a microbatch, on this context-parallel rank."""
+    """This rank's microbatches, one a rollout: every other one of two data-parallel ranks."""
     rank = parallel_state.get_context_parallel_rank()
     size = parallel_state.get_context_parallel_world_size()
     made = [steps.microbatch([pairs], "group", uid) for uid, pairs in enumerate(rollouts())]
-    return [batches.on_cp_rank(item, rank, size) for item in made]
+    mine = made[
+        parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()
+    ]
+    return [batches.on_cp_rank(item, rank, size) for item in mine]
 
 
 def set_action(action: RouterReplayAction | None) -> None:
