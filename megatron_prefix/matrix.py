@@ -19,6 +19,20 @@ from megatron_prefix.runtime.layout import Layout
 
 MODELS = {"dense": "tiny-qwen3", "moe": "tiny-moe"}
 RECOMPUTES = ("none", "full")
+# 16 bit is judged by the ratio of two errors, parameter by parameter, which says something where
+# many roundings add up: wider layers, more tokens, and weights that do not saturate them. A token
+# that goes to another expert than in fp32 would outweigh all roundings, so tokens go to all.
+SIXTEEN_BIT = {
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_query_groups": 2,
+    "kv_channels": 64,
+    "init_std": 0.03,
+}
+SIXTEEN_BIT_OF = {
+    "dense": {"ffn_hidden_size": 1408},
+    "moe": {"moe_ffn_hidden_size": 256, "moe_top_k": 8},
+}
 
 # name: layout, models that can run it. Experts under tensor parallelism want sequence parallelism
 # (Megatron-Core refuses them without), so TP2 is +SP for them in every row.
@@ -42,6 +56,11 @@ LAYOUTS: dict[str, tuple[Layout, tuple[str, ...]]] = {
 }
 
 
+def is_sixteen_bit(dtype: str) -> bool:
+    """Whether rows in this dtype are judged against an fp32 reference."""
+    return dtype in ("bfloat16", "float16")
+
+
 @dataclass(frozen=True)
 class Shape:
     """What the rollouts of a row look like, and how they are cut.
@@ -54,17 +73,21 @@ class Shape:
     tree: str
     chunk_tokens: int = 0
 
-    def groups(self, dp: int) -> list[Group]:
+    def groups(self, dp: int, dtype: str) -> list[Group]:
         """At least four groups of four uneven rollouts; their number is a multiple of `dp`."""
+        prompt, response, vocab = (768, 512, 1000) if is_sixteen_bit(dtype) else (32, 24, 96)
         made = generate(
-            dp * -(-4 // dp), 32, 24, 4, tree=self.tree, depth=3, vocab_size=96, uneven=True
-        )
+            dp * -(-4 // dp), prompt, response, 4, tree=self.tree, depth=3, vocab_size=vocab,
+            uneven=True,
+        )  # fmt: skip
         return list(made)
 
-    @property
-    def config(self) -> PrefixConfig:
+    def config(self, dtype: str) -> PrefixConfig:
         """Waves of two or three rollouts, and nothing dissolved."""
-        return PrefixConfig(chunk_tokens=self.chunk_tokens, wave_tokens=64, min_gain=0)
+        scale = 16 if is_sixteen_bit(dtype) else 1
+        return PrefixConfig(
+            chunk_tokens=scale * self.chunk_tokens, wave_tokens=scale * 64, min_gain=0
+        )
 
 
 SHAPES = {
@@ -94,6 +117,10 @@ class Row:
     def name(self) -> str:
         """As `--only` matches it: MODEL/LAYOUT/SHAPE/RECOMPUTE."""
         return f"{self.model}/{self.layout}/{self.shape}/{self.recompute}"
+
+    def overrides(self, dtype: str) -> dict[str, Any]:
+        """What changes in the row's model, fields of ModelSpec."""
+        return {**SIXTEEN_BIT, **SIXTEEN_BIT_OF[self.model]} if is_sixteen_bit(dtype) else {}
 
     def layout_in(self, world_size: int | None = None) -> Layout:
         """The row's layout; data parallelism fills a world that is larger.

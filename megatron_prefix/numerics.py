@@ -24,6 +24,9 @@ SLACK = 4.0
 """The policy's one constant: several roundings in a row (logits, weights, output) instead of one,
 and a worst element instead of a typical one. Never change it for one test."""
 
+ERROR_RATIO = 1.1
+"""In 16 bit: error of a gradient against fp32, over that of the stock schedule."""
+
 _ACCUMULATOR = {
     torch.float64: torch.float64,
     torch.float32: torch.float32,
@@ -53,6 +56,17 @@ def tolerance(dtype: torch.dtype, reduction_length: int) -> float:
         raise ValueError(f"reduction_length is {reduction_length}: a sum has at least one term")
     accumulated = torch.finfo(accumulator_dtype(dtype)).eps * math.sqrt(reduction_length)
     return SLACK * (torch.finfo(dtype).eps + accumulated)
+
+
+def error_ratio(num_elements: int) -> float:
+    """Largest accepted ratio of two errors of a gradient in 16 bit, as 2-norms against fp32.
+
+    Norms of n independent roundings have a relative spread of 1/sqrt(2n), their ratio of 1/sqrt(n):
+    for a norm weight of 64 elements chance alone makes 1.1 of 1, of a matrix's ratio nothing.
+    """
+    if num_elements < 1:
+        raise ValueError(f"num_elements is {num_elements}: a gradient has at least one")
+    return ERROR_RATIO * (1 + SLACK / math.sqrt(num_elements))
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -168,9 +168,12 @@ def align_row(
     from megatron_prefix.jobs import ModelOptions, fit_vocabulary
 
     layout, shape = row.layout_in(world), matrix.SHAPES[row.shape]
-    model = ModelOptions(matrix.MODELS[row.model], dtype, device, row.recompute)
-    spec, groups = fit_vocabulary(model, shape.groups(layout.dp))
-    job = (model, spec, layout, groups, shape.config)
+    overrides = tuple(row.overrides(dtype).items())
+    model = ModelOptions(
+        matrix.MODELS[row.model], dtype, device, row.recompute, overrides=overrides
+    )
+    spec, groups = fit_vocabulary(model, shape.groups(layout.dp, dtype))
+    job = (model, spec, layout, groups, shape.config(dtype))
     if world is not None:
         return align_rank(*job)
     fork = device == "cpu" and sys.platform == "linux"

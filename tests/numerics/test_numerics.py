@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_prefix.numerics import accumulator_dtype, assert_close, relative_error, tolerance
+from megatron_prefix.numerics import (
+    ERROR_RATIO,
+    accumulator_dtype,
+    assert_close,
+    error_ratio,
+    relative_error,
+    tolerance,
+)
 
 
 def test_tolerance_follows_dtype_and_length() -> None:
@@ -28,6 +35,16 @@ def test_a_long_sum_of_rounded_terms_fits_and_a_wrong_term_does_not() -> None:
         assert_close(total, wanted, 4096)
         with pytest.raises(AssertionError, match="relative error"):
             assert_close(total * 1.1, wanted, 4096)
+
+
+@pytest.mark.parametrize("num", [16, 64, 4096, 262144])
+def test_chance_does_not_exceed_the_error_ratio_and_twice_the_error_does(num: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    pairs = torch.randn(min(500, 10**7 // num), 2, num, generator=generator).norm(dim=-1)
+    ratios = pairs[:, 0] / pairs[:, 1]
+    assert ratios.max() < error_ratio(num) / ERROR_RATIO
+    assert num < 64 or (2 * ratios).min() > error_ratio(num) / 1.5
+    assert error_ratio(num) < 2.3 and error_ratio(10**8) == pytest.approx(ERROR_RATIO, rel=1e-3)
 
 
 def test_relative_error_is_relative_to_the_largest_element() -> None:

@@ -59,12 +59,12 @@ def test_names_of_layouts_are_true():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_rank_has_rollouts_and_something_to_share(shape):
     for layout, _ in LAYOUTS.values():
-        groups = SHAPES[shape].groups(layout.dp)
+        groups = SHAPES[shape].groups(layout.dp, "float64")
         num = sum(len(group.rollouts) for group in groups)
         assert num % layout.dp == 0
         assert num // layout.dp >= 4
         assert num // layout.dp % layout.pp == 0, "Megatron's interleaved schedule wants that"
-    options = SHAPES[shape].config.tree_options(align=8)  # the most that any row needs
+    options = SHAPES[shape].config("float64").tree_options(align=8)  # the most that any row needs
     assert isinstance(options, TreeOptions)
     assert max(layout.alignment for layout, _ in LAYOUTS.values()) == 8
 
