@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,9 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.models.presets import ModelSpec, resolve
 from megatron_prefix.pipeline.actions import Plan
 from megatron_prefix.pipeline.cost import CostModel
+from megatron_prefix.pipeline.footprint import Footprint
+from megatron_prefix.pipeline.memory import policies
+from megatron_prefix.pipeline.memory_model import predict
 from megatron_prefix.pipeline.planner import best_plan, closings
 from megatron_prefix.pipeline.simulator import Timeline, simulate
 from megatron_prefix.pipeline.tuning import ChunkChooser
@@ -129,7 +133,7 @@ def _result(step: _Step) -> dict[str, Any]:
     forest, timeline = step.forest, step.timeline
     rollouts = [rollout for group in step.groups for rollout in group.rollouts]
     ratios = [rollout.prompt_len / len(rollout) for rollout in rollouts]
-    bytes_per_row = activation_bytes(step.model, step.layout)
+    found = {name: round(size) for name, size in peaks(step.plan, step.model, step.layout).items()}
     return {
         "rollouts": len(rollouts),
         "groups": len(step.groups),
@@ -150,7 +154,8 @@ def _result(step: _Step) -> dict[str, Any]:
         "makespan": timeline.makespan,
         "bubble_fraction": timeline.bubble_fraction,
         "peak_live_tokens": timeline.peak_live_rows,
-        "peak_live_bytes": round(max(timeline.peak_bytes(bytes_per_row))),
+        "peak_live_bytes": found["retain"],
+        "peak_bytes": found,
     }
 
 
@@ -172,7 +177,9 @@ def _facts(step: _Step, result: dict[str, Any]) -> dict[str, str]:
         "makespan": f"{number(result['makespan'])} tokens of forward work",
         "bubble": percent(result["bubble_fraction"]),
         "peak of live tokens": number(result["peak_live_tokens"]),
-        "their activations, bf16": f"about {result['peak_live_bytes'] / 2**30:.1f} GiB a stage",
+        "memory a stage, bf16, GiB": ", ".join(
+            f"{name} {size / 2**30:.1f}" for name, size in result["peak_bytes"].items()
+        ),
     }
     if step.dropped:
         facts["dropped, no trained token left"] = number(step.dropped)
@@ -193,15 +200,15 @@ def cost_model(spec: ModelSpec) -> CostModel:
     return CostModel.of_spec(spec)
 
 
-def activation_bytes(spec: ModelSpec, layout: Layout) -> float:
-    """About how many bytes a token keeps for its backward on one stage, bf16, nothing recomputed.
-
-    Per layer the inputs of both norms, of the attention and of the MLP; query, key, value and the
-    attention's output; gate, up and their product ("Reducing Activation Recomputation in Large
-    Transformer Models", section 4.1, counts so; flash attention and a gated MLP here).
-    """
-    heads = 2 * spec.num_attention_heads + 2 * spec.num_query_groups
-    split = heads * spec.kv_channels + 3 * spec.ffn_hidden_size
-    whole = 4 * spec.hidden_size
-    kept = split / layout.tp + whole / (layout.tp if layout.sequence_parallel else 1)
-    return 2 * kept * spec.num_layers / layout.pp / layout.cp
+def peaks(plan: Plan, spec: ModelSpec, layout: Layout) -> dict[str, float]:
+    """Per memory policy the predicted peak of the fullest rank, in bytes, besides weights and
+    gradients: bf16, transformer-engine's layers, nothing recomputed by Megatron."""
+    footprint = Footprint.of_spec(
+        spec, num_stages=plan.num_stages, tp=layout.tp, cp=layout.cp,
+        sequence_parallel=layout.sequence_parallel,
+    )  # fmt: skip
+    found = {}
+    for policy in ("retain", "offload", "recompute"):
+        one = replace(plan, policies=policies(plan.segments, policy))
+        found[policy] = max(memory.peak for memory in predict(one, footprint))
+    return found

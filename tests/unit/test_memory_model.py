@@ -114,6 +114,21 @@ def test_peaks_of_a_gpu(shape: tuple[int, ...], options: dict[str, int], measure
     assert 0.98 <= (44.9 + memory.peak / GIB) / measured <= 1.05
 
 
+def test_activations_of_llama3_8b() -> None:
+    """Per layer and token: 4 h + (q and the attention's output) + 3 ffn, in bf16, and lse."""
+    spec = resolve("llama3-8b")
+    whole = Footprint.of_spec(spec)
+    assert whole.inner == 2 * (4 * 4096 + 2 * 32 * 128 + 3 * 14336) + 4 * 32
+    assert whole.kv == 2 * whole.kv_grad / 4 == 2 * 2 * 8 * 128
+    halves = Footprint.of_spec(spec, tp=2, sequence_parallel=True)
+    assert 2 * halves.inner == whole.inner and 2 * halves.kv == whole.kv
+    assert whole.inner / 2 < Footprint.of_spec(spec, tp=2).inner < whole.inner
+    assert Footprint.of_spec(spec, num_stages=4).num_layers == 8
+    plan = plan_of(1024, 256, 4, 256)
+    spread = predict(plan, Footprint.of_spec(spec, cp=2))[0]
+    assert 2 * spread.activations == predict(plan, whole)[0].activations
+
+
 def test_phase_b_of_the_issue() -> None:
     """Suffix retained, the prefix's saved tensors gone: K/V, gK/gV and one rollout are left."""
     footprint = Footprint.of_spec(resolve("llama3-8b"))
