@@ -54,18 +54,17 @@ def out_of_memory(monkeypatch: pytest.MonkeyPatch, model: Any, place: str, *at: 
 
 
 @pytest.mark.parametrize(
-    "place",
+    ("place", "memory"),
     [
-        "a later forward of a layer",
-        "a dense block",
-        "the backward of a dense block",
-        "sending gK/gV",
-        "taking gK/gV",
-        "the last backward of the step",
-        "the backward of the loss",
+        ("a later forward of a layer", "retain"),
+        ("a dense block", "offload"),
+        ("the backward of a dense block", "retain"),
+        ("sending gK/gV", "auto"),
+        ("taking gK/gV", "retain"),
+        ("the last backward of the step", "offload"),
+        ("the backward of the loss", "retain"),
     ],
 )
-@pytest.mark.parametrize("memory", ["retain", "offload", "auto"])
 def test_the_step_is_made_again_and_is_exact(
     place: str, memory: str, caplog: pytest.LogCaptureFixture
 ) -> None:
