@@ -1,0 +1,67 @@
+"""What a step offloads of a real model, and what never."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megatron_prefix import cache as cache_module
+from megatron_prefix.models.build import unwrap
+from megatron_prefix.offload.segment import OffloadedSegment, addresses
+from megatron_prefix.offload.transfers import HostTransfers
+from megatron_prefix.pipeline.entry import PrefixSchedule
+from tests.alignment.test_failures import CONFIG, run
+from tests.harness.one_rank import one_rank, small_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_neither_weights_nor_cached_keys_and_nothing_twice(
+    recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached: set[int] = set()
+    held: list[Any] = []  # an address names a tensor only as long as that lives
+    stored: list[int] = []
+    num_layers: dict[int, int] = {}
+
+    class Buffer(cache_module._Buffer):
+        def __init__(self, key: Tensor, value: Tensor) -> None:
+            super().__init__(key, value)
+            held.extend((key, value))
+            cached.update(addresses(key, value))
+
+    def store(self: HostTransfers, pairs: Any) -> None:
+        for device, host in pairs:
+            held.append(device)
+            stored.append(device.untyped_storage().data_ptr())
+            host.copy_(device)
+
+    done = OffloadedSegment.layer_done
+
+    def layer_done(self: OffloadedSegment) -> None:
+        done(self)
+        num_layers[id(self)] = len(self._layers)
+        held.append(self)
+
+    monkeypatch.setattr(cache_module, "_Buffer", Buffer)
+    monkeypatch.setattr(HostTransfers, "store", store)
+    monkeypatch.setattr(OffloadedSegment, "layer_done", layer_done)
+    model = small_model(recompute=recompute)
+    run(PrefixSchedule(replace(CONFIG, memory="offload")), model)
+    inner = unwrap(model)
+    weights = addresses(*inner.parameters(), *inner.buffers())
+    assert len(cached) == 2 * 2 * 4 and len(stored) > 10
+    assert len(stored) == len(set(stored))
+    assert not set(stored) & (cached | weights)
+    # Five inner segments in each of two trees; two layers each, and what follows the last.
+    assert len(num_layers) == 10
+    assert set(num_layers.values()) <= {2, 3}
