@@ -8,7 +8,8 @@ action and nothing waits for it.  Over gloo the host moves the messages, in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ class Links:
         if action not in self._coming:
             raise RuntimeError(f"{action} is to receive a message that the plan does not have")
         work, sender, tensor = self._coming.pop(action)
-        self._wait(work, f"waiting for {action} of pipeline rank {sender}")
+        with self._named(f"waiting for {action} of pipeline rank {sender}"):
+            work.wait()
         return tensor
 
     def advance(self) -> None:
@@ -84,12 +86,15 @@ class Links:
         self._sent = [sent for sent in self._sent if not sent[0].is_completed()]
         for message in next(self._gaps, ()):
             if message.used_by.kind in self._kinds:
-                self._issue(message)
+                # A neighbour that is gone may show here already.
+                with self._named(f"sending or waiting for {message.used_by}"):
+                    self._issue(message)
 
     def finish(self) -> None:
         """Waits until everything sent has left."""
         while self._sent:
-            self._wait(self._sent.pop()[0], "sending the last messages of the step")
+            with self._named("sending the last messages of the step"):
+                self._sent.pop()[0].wait()
 
     def _issue(self, message: Message) -> None:
         kind, sends = message.used_by.kind, message.sender == self._channels.rank
@@ -104,9 +109,11 @@ class Links:
         work = dist.irecv(tensor, self._channels.ranks[message.sender], group=group)
         self._coming[message.used_by] = work, message.sender, tensor
 
-    def _wait(self, work: Any, doing: str) -> None:
+    @contextlib.contextmanager
+    def _named(self, doing: str) -> Iterator[None]:
+        """Says in an error what this rank was doing."""
         try:
-            work.wait()
+            yield
         except RuntimeError as error:
             raise RuntimeError(
                 f"pipeline rank {self._channels.rank}, {doing}: {error}. A neighbour has failed or"
