@@ -354,9 +354,12 @@ def test_torchruns_world_is_used(tmp_path, ranks):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_job_leaves_no_rank_behind(tmp_path, number):
     code = """
+        import signal
         import sys
         from megatron_prefix import runtime
         from tests.unit.test_runtime import sleep_and_tell
+        # A shell's background jobs are started with SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         runtime.launch(sleep_and_tell, 2, sys.argv[1])
     """
     pids = tmp_path / "pids"
