@@ -83,17 +83,9 @@ def run(args: argparse.Namespace) -> int:
         "rows": [row.as_json() for row in rows],
         "failures": failures,
     }
-    if args.bench_json:
-        import json
-
-        report.write_text(args.bench_json, json.dumps(result, indent=2) + "\n")
-    if args.plot and rows:
-        _plot(args.plot, rows)
-    if args.json:
-        report.print_json(result)
-    else:
-        _print(args, verdict, rows)
-        print(*failures, sep="\n", end="\n" if failures else "")
+    report.deliver(
+        args, result, lambda: _plot(args.plot, rows), lambda: _print(args, verdict, rows)
+    )
     return 0 if verdict.passed and not failures else 1
 
 

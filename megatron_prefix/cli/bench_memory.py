@@ -59,17 +59,9 @@ def run(args: argparse.Namespace) -> int:
         "rows": [row.as_json() for row in rows],
         "frontier": [one.as_json() for one in frontiers],
     }
-    if args.bench_json:
-        import json
-
-        report.write_text(args.bench_json, json.dumps(result, indent=2) + "\n")
-    if args.plot and rows:
-        _plot(args.plot, rows)
-    if args.json:
-        report.print_json(result)
-    else:
-        _print(args, rows, frontiers)
-        print(*failures, sep="\n", end="\n" if failures else "")
+    report.deliver(
+        args, result, lambda: _plot(args.plot, rows), lambda: _print(args, rows, frontiers)
+    )
     return 1 if failures else 0
 
 

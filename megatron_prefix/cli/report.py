@@ -187,3 +187,29 @@ def write_text(path: str, text: str) -> None:
     finally:
         with contextlib.suppress(OSError):
             part.unlink()
+
+
+def deliver(
+    args: argparse.Namespace,
+    result: dict[str, Any],
+    draw: Callable[[], None],
+    show: Callable[[], None],
+) -> None:
+    """Writes a benchmark's result where it was asked for, and prints it.
+
+    Args:
+        args: with `bench_json`, `plot` and `json`.
+        result: with `rows` and `failures`.
+        draw: writes the plot.
+        show: prints for people.
+    """
+    if args.bench_json:
+        write_text(args.bench_json, json.dumps(result, indent=2) + "\n")
+    if args.plot and result["rows"]:
+        draw()
+    if args.json:
+        print_json(result)
+        return
+    show()
+    failures = result["failures"]
+    print(*failures, sep="\n", end="\n" if failures else "")

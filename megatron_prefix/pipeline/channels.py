@@ -37,14 +37,6 @@ class Channels:
         """Pipeline size."""
         return len(self.ranks)
 
-    def target(self, kind: str) -> int:
-        """Pipeline rank that messages of this direction go to."""
-        return (self.rank + (1 if kind == "F" else -1)) % self.size
-
-    def source(self, kind: str) -> int:
-        """Pipeline rank that messages of this direction come from."""
-        return (self.rank + (-1 if kind == "F" else 1)) % self.size
-
 
 _made: weakref.WeakKeyDictionary[Any, Channels] = weakref.WeakKeyDictionary()
 

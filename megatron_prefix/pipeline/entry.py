@@ -31,7 +31,7 @@ from megatron_prefix.pipeline.actions import Action, Plan
 from megatron_prefix.pipeline.beside import Beside
 from megatron_prefix.pipeline.cost import CostModel, decide
 from megatron_prefix.pipeline.executor import Executor, Stage
-from megatron_prefix.pipeline.memory_control import MemoryControl
+from megatron_prefix.pipeline.memory_control import MemoryControl, device_of
 from megatron_prefix.pipeline.p2p import Links, message_dtype, message_shape
 from megatron_prefix.pipeline.report import StepReport
 from megatron_prefix.pipeline.scoring import LossContract, Scorer
@@ -113,11 +113,11 @@ class PrefixSchedule:
         config = get_model_config(models[0])
         groups = pg_collection or gradients.default_groups()
         if self.config.mode != "observe":  # by all ranks, whichever schedule each of them takes
-            channels.channels_of(groups.pp, _device(models))
+            channels.channels_of(groups.pp, device_of(models))
         planner = self._planner(config, groups.pp.size(), len(models))
         step = read_step(
             data_iterator, num_microbatches, self.adapter, groups.pp, groups.cp,
-            router.builder(planner.build, config, forward_only), _device(models),
+            router.builder(planner.build, config, forward_only), device_of(models),
         )  # fmt: skip
         experts = lockstep.expert_group(groups)
         beside = lockstep.meet(step.forest, step.owner, experts)
@@ -138,7 +138,7 @@ class PrefixSchedule:
         decision = decide(self.config, beside.union, CostModel.of_config(config))
         if step.forest.ordered:
             decision = ordering.together(
-                decision, step.num_microbatches, groups.dp_cp, _device(models)
+                decision, step.num_microbatches, groups.dp_cp, device_of(models)
             )
             ordering.prove(plan, beside, groups.pp.rank())
         if decision.fallback:
@@ -165,7 +165,7 @@ class PrefixSchedule:
         """The prefix schedule proper."""
         call = call._replace(step=replace(call.step, forest=call.beside.forest))
         models, groups, config = call.models, call.groups, call.contract.config
-        device, is_last = _device(models), groups.pp.rank() == groups.pp.size() - 1
+        device, is_last = device_of(models), groups.pp.rank() == groups.pp.size() - 1
         report.stopwatch = Stopwatch(groups.pp, device) if self.measures else None
         report.base_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         if self.config.memory == "auto" and not call.forward_only:
@@ -186,7 +186,7 @@ class PrefixSchedule:
     def _attempt(self, plan: Plan, call: _Call, report: StepReport) -> tuple[Scorer | None, Any]:
         """Runs a plan on this rank, but for what follows its last backward."""
         models, step, _, contract, groups, forward_only = call
-        config, device = contract.config, _device(models)
+        config, device = contract.config, device_of(models)
         stages = self._stages(call, plan)
         router.begin(stages, step, contract, groups, device, forward_only)
         if report.stopwatch is not None:
@@ -252,10 +252,6 @@ def _alignment(config: Any) -> int:
     """Segment boundaries are multiples of it: tp under sequence parallelism, times 2*cp."""
     tp = config.tensor_model_parallel_size if config.sequence_parallel else 1
     return tp * (2 * config.context_parallel_size if config.context_parallel_size > 1 else 1)
-
-
-def _device(models: list[Any]) -> torch.device:
-    return next(models[0].parameters()).device
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ class MemoryControl:
             models: the rank's model chunks.
             groups: process groups.
         """
-        config, device = get_model_config(models[0]), _device(models)
+        config, device = get_model_config(models[0]), device_of(models)
         found = rates.measured(device, config.params_dtype)
         numbers = _least(
             [free_bytes(device, self._config.memory_budget), found.flops, found.link],
@@ -98,7 +98,7 @@ class MemoryControl:
         for refusal in filter(None, map(offload_refusal, models)):
             raise UserError(refusal)
         if self._offloader is None:
-            transfers = transfers_of(_device(models), self._config.memory_budget)
+            transfers = transfers_of(device_of(models), self._config.memory_budget)
             self._offloader = Offloader(transfers)
         self._offloader.begin_step(self.predicted(plan, models, rank).peak)
         return self._offloader
@@ -129,7 +129,7 @@ class MemoryControl:
         companions = _companions(groups, get_model_config(models[0]))
         alone = all(group.size() == 1 for group in companions)
         lean = leaner(plan) if alone and not forward_only else None
-        before = Rewind(models, _device(models)) if lean is not None else None
+        before = Rewind(models, device_of(models)) if lean is not None else None
         try:
             return attempt(plan), plan
         except torch.OutOfMemoryError as error:
@@ -205,7 +205,8 @@ def _longest(beside: Beside) -> tuple[Segment, ...]:
     )
 
 
-def _device(models: list[Any]) -> torch.device:
+def device_of(models: list[Any]) -> torch.device:
+    """Where a rank's model chunks are."""
     return next(models[0].parameters()).device
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -16,7 +15,6 @@ from megatron_prefix.models.build import build_optimizer, unwrap
 from megatron_prefix.numerics import assert_close
 from megatron_prefix.pipeline.entry import PrefixSchedule
 from megatron_prefix.runtime import Layout
-from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.one_rank import small_model
 from tests.harness.ranks import run_ranks
@@ -27,14 +25,7 @@ CONFIG = PrefixConfig(min_gain=0, kernel="math")
 
 def items(seed: int, num: int) -> list[Microbatch]:
     """One group of rollouts with a common prompt."""
-    draw = np.random.default_rng(seed)
-    prompt = draw.integers(0, 60, 12)
-    found = []
-    for uid in range(num):
-        tokens = np.r_[prompt, draw.integers(0, 60, 6)]
-        pairs = Pairs(tokens[:-1], tokens[1:], np.arange(len(tokens) - 1) >= 9)
-        found.append(steps.microbatch([pairs], 0, uid))
-    return found
+    return steps.group(seed, num)
 
 
 def train(

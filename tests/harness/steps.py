@@ -128,6 +128,18 @@ def replaying(step: Callable[..., Any], routers: Mapping[int, Any]) -> Callable[
     return replay
 
 
+def group(seed: int, num: int) -> list[Microbatch]:
+    """One group of rollouts with a common prompt, one a microbatch."""
+    draw = np.random.default_rng(seed)
+    prompt = draw.integers(0, 60, 12)
+    found = []
+    for uid in range(num):
+        tokens = np.r_[prompt, draw.integers(0, 60, 6)]
+        pairs = Pairs(tokens[:-1], tokens[1:], np.arange(len(tokens) - 1) >= 9)
+        found.append(microbatch([pairs], 0, uid))
+    return found
+
+
 def call(
     schedule: Callable[..., Any],
     step: Callable[..., Any],

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -20,7 +19,7 @@ from megatron_prefix.install import Hooks, install, uninstall
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.numerics import assert_close
 from megatron_prefix.pipeline.entry import PrefixSchedule
-from megatron_prefix.tree import Pairs, Row, Segment
+from megatron_prefix.tree import Row, Segment
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract, Microbatch
@@ -36,14 +35,7 @@ def _rank() -> Iterator[None]:
 
 def items(seed: int = 0, num: int = 4) -> list[Microbatch]:
     """One group of rollouts with a common prompt."""
-    draw = np.random.default_rng(seed)
-    prompt = draw.integers(0, 60, 12)
-    found = []
-    for uid in range(num):
-        tokens = np.r_[prompt, draw.integers(0, 60, 6)]
-        pairs = Pairs(tokens[:-1], tokens[1:], np.arange(len(tokens) - 1) >= 9)
-        found.append(steps.microbatch([pairs], 0, uid))
-    return found
+    return steps.group(seed, num)
 
 
 def run(schedule: Any, model: Any, data: list[Microbatch] | None = None) -> Any:
