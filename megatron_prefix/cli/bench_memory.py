@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from typing import Any
 
 from megatron_prefix.cli import report
@@ -70,14 +72,13 @@ def _measure(
 ) -> tuple[list[str], list[Any], list[Any]]:
     from dataclasses import replace
 
-    from megatron_prefix import benchmark, frontier, memory_bench, runtime
+    from megatron_prefix import benchmark, memory_bench, runtime
     from megatron_prefix.models import presets
 
     options = model_options(args)
     config = config_of(args, kernel=args.kernel, cp_reduce=args.cp_reduce)
     spec = presets.resolve(options.model, **dict(options.overrides))
     spec = spec if spec.vocab_size else spec.with_vocab(2048)
-    shapes = [benchmark.Shape.parse(text) for text in args.shapes or ["512:64:4"]]
     layout = runtime.Layout()
     runtime.initialize(layout, options.device, options.seed)
     try:
@@ -89,21 +90,37 @@ def _measure(
         if failures:
             return failures, [], []
         chunks = options.build(spec, layout)
-        work = [(shape, way) for shape in shapes for way in ways]
-        rows = [
-            memory_bench.measure(shape, way, chunks, config, repeats=args.repeats, seed=args.seed)
-            for shape, way in report.watched(args, work, "rows measured", len(work))
-        ]
-        found = [
-            frontier.frontier(
-                args.frontier, way, chunks, config, capacity=args.capacity_gb * benchmark.GIB,
-                step=args.frontier_step, num_tries=args.tries, seed=args.seed,
-            )
-            for way in (farther if args.frontier else [])
-        ]  # fmt: skip
-        return [], rows, found
+        rows = [_told(args, row) for row in _rows(args, ways, chunks, config)]
+        return [], rows, [_told(args, one) for one in _frontiers(args, farther, chunks, config)]
     finally:
         runtime.shutdown()
+
+
+def _rows(args: argparse.Namespace, ways: list[Any], chunks: list[Any], config: Any) -> Any:
+    from megatron_prefix import benchmark, memory_bench
+
+    shapes = [benchmark.Shape.parse(text) for text in args.shapes or ["512:64:4"]]
+    work = [(shape, way) for shape in shapes for way in ways]
+    for shape, way in report.watched(args, work, "rows measured", len(work)):
+        yield memory_bench.measure(shape, way, chunks, config, repeats=args.repeats, seed=args.seed)
+
+
+def _frontiers(args: argparse.Namespace, ways: list[Any], chunks: list[Any], config: Any) -> Any:
+    from megatron_prefix import benchmark, frontier
+
+    for way in ways if args.frontier else ():
+        yield frontier.frontier(
+            args.frontier, way, chunks, config, capacity=args.capacity_gb * benchmark.GIB,
+            step=args.frontier_step, num_tries=args.tries, seed=args.seed,
+        )  # fmt: skip
+
+
+def _told(args: argparse.Namespace, one: Any) -> Any:
+    """What was found, as one line of JSON on stderr too: a long run can be followed, and what it
+    found before it was ended is not lost."""
+    if not args.json:
+        print(json.dumps(one.as_json()), file=sys.stderr, flush=True)
+    return one
 
 
 def _print(args: argparse.Namespace, rows: list[Any], frontiers: list[Any]) -> None:

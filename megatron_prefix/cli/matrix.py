@@ -58,6 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="(default: float64 on the CPU, bfloat16 on a GPU)",
     )
     group.add_argument(
+        "--layer-spec",
+        choices=("auto", "local", "te"),
+        default="auto",
+        help="transformer-engine's layers or Megatron's own (auto: te on a GPU in bfloat16)",
+    )
+    group.add_argument(
         "--timeout", type=whole(), default=120, metavar="S", help="seconds of a row (default 120)"
     )
     group.add_argument("--markdown", metavar="FILE", help="write the table as Markdown")
@@ -85,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
 def _run_name(args: argparse.Namespace, world: int | None) -> str:
     """What rows must have in common to be shown together."""
     ranks = "" if world is None else f", {world} ranks"
-    return f"{args.dtype} on {args.device}{ranks}"
+    layers = "" if args.layer_spec == "auto" else f", {args.layer_spec} layers"
+    return f"{args.dtype} on {args.device}{ranks}{layers}"
 
 
 def _results(
@@ -129,12 +136,16 @@ def _run_row(args: argparse.Namespace, row: Row, world: int | None) -> Result:
 
     try:
         ranks = row.layout_in(world).world_size
-        verdict = align_row(row, args.device, args.dtype, world, timeout_s=args.timeout)
+        verdict = align_row(
+            row, args.device, args.dtype, world, args.layer_spec, timeout_s=args.timeout
+        )
     except UserError as error:
         return ended("refused", str(error).partition("\n")[0])
     except runtime.RankError as error:
         print(f"{row.name}: {error}", file=sys.stderr, flush=True)
         return ended("failed", str(error).strip().splitlines()[-1])
+    for failure in verdict.failures:
+        print(f"{row.name}: {failure}", file=sys.stderr, flush=True)
     found = ended("aligned" if verdict.passed else "different", "; ".join(verdict.failures[:1]))
     return Result(
         **{
@@ -148,7 +159,12 @@ def _run_row(args: argparse.Namespace, row: Row, world: int | None) -> Result:
 
 
 def align_row(
-    row: Row, device: str = "cpu", dtype: str = "float64", world: int | None = None, **options: Any
+    row: Row,
+    device: str = "cpu",
+    dtype: str = "float64",
+    world: int | None = None,
+    layer_spec: str = "auto",
+    **options: Any,
 ) -> Any:
     """The `Alignment` of a row, in a fresh set of ranks, or in torchrun's world.
 
@@ -157,6 +173,7 @@ def align_row(
         device: "cpu" or "cuda".
         dtype: of the model.
         world: size of torchrun's world, of which this process is a rank; None starts the ranks.
+        layer_spec: see ModelOptions.
         options: of `runtime.run_ranks`.
 
     Raises:
@@ -170,7 +187,7 @@ def align_row(
     layout, shape = row.layout_in(world), matrix.SHAPES[row.shape]
     overrides = tuple(row.overrides(dtype).items())
     model = ModelOptions(
-        matrix.MODELS[row.model], dtype, device, row.recompute, overrides=overrides
+        matrix.MODELS[row.model], dtype, device, row.recompute, layer_spec, overrides=overrides
     )
     spec, groups = fit_vocabulary(model, shape.groups(layout.dp, dtype))
     job = (model, spec, layout, groups, shape.config(dtype))

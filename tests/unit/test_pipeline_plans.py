@@ -1,4 +1,4 @@
-"""The benchmark of three plans on two CPU ranks: its form at a tiny size, not its times."""
+"""The benchmark of three plans on two ranks: its form at a tiny size, not its times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.barriers import barrier_plan, phase
-from benchmarks.pipeline_cpu import NAMES, barrier_links, main
+from benchmarks.pipeline_plans import NAMES, barrier_links, main
 from megatron_prefix.pipeline.actions import Action
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness import ranks  # noqa: F401  # ranks are forked from here
@@ -22,7 +22,8 @@ def test_it_runs_and_compares_orders(capsys: pytest.CaptureFixture[str]) -> None
     options = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
     code = main([*options, "--chunk-tokens", "16", "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert found["setting"] == {**sizes, "chunk_tokens": 16}
+    assert found["setting"] == {**sizes, "chunk_tokens": 16, "device": "cpu", "model": ""}
+    assert found["stock_ms"] > 0
     assert [row["plan"] for row in found["plans"]] == list(NAMES)
     for row in found["plans"]:
         assert 0 < row["fastest_ms"] <= row["measured_ms"] <= row["slowest_ms"]

@@ -1,10 +1,14 @@
-"""Three plans of one step, timed on two CPU ranks: python -m benchmarks.pipeline_cpu [--json].
+"""Three plans of one step, timed on two ranks: python -m benchmarks.pipeline_plans [--json].
 
-A pipeline of two stages, one thread each, runs flat groups by phases with barriers, by the
-planner's plan with the prompts whole, and by the planner's plan with the prompts in chunks. The
-plans take turns, and medians are compared with what the simulator says of them, for which the time
-of an action is fitted to the actions of a measured step of each plan. Exit code 1 when the measured
-order is not the simulated one. It wants two idle cores.
+A pipeline of two stages runs flat groups by phases with barriers, by the planner's plan with the
+prompts whole, and by the planner's plan with the prompts in chunks. The plans take turns, and
+medians are compared with what the simulator says of them, for which the time of an action is fitted
+to the actions of a measured step of each plan; Megatron-Core's stock schedule on the same rollouts
+is timed beside them. Exit code 1 when the measured order is not the simulated one.
+
+On the CPU the stages share the cores, which should be idle. On two GPUs, NCCL:
+    python -m benchmarks.pipeline_plans --device cuda --model llama3-8b --prompt 10240 \
+        --response 2048 --rollouts 8 --chunk-tokens 2048
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from megatron_prefix.tree import Segment, build
 
 LAYOUT = Layout(pp=2)
 VOCAB = 128
+STOCK = "stock schedule, nothing shared"
 BARRIERS, WHOLE, CHUNKED = NAMES = ("barriers", "prompts whole", "prompts in chunks")
 
 
@@ -48,8 +53,10 @@ class Setting:
         groups, rollouts: groups of the step and rollouts of each.
         prompt, response: positions shared by a group, and of each rollout's own.
         chunk_tokens: of the chunked plan.
-        hidden, layers: of the model.
+        hidden, layers: of the tiny model.
         repeats: timed steps of each plan.
+        device: "cpu" (fp32) or "cuda" (bf16).
+        model: a preset instead of the tiny model.
     """
 
     groups: int = 2
@@ -60,10 +67,14 @@ class Setting:
     hidden: int = 512
     layers: int = 4
     repeats: int = 5
+    device: str = "cpu"
+    model: str = ""
 
     @property
     def spec(self) -> ModelSpec:
         """The model's shape: matrix products dominate."""
+        if self.model:
+            return resolve(self.model)
         return resolve(
             "tiny-llama", num_layers=self.layers, hidden_size=self.hidden, init_std=0.03,
             kv_channels=self.hidden // 4, ffn_hidden_size=3 * self.hidden, vocab_size=VOCAB,
@@ -102,18 +113,27 @@ class Run:
 # On a rank ----------------------------------------------------------------------------------------
 
 
-def run_rank(setting: Setting, plan_file: str) -> dict[str, Run]:
-    """Runs all plans by turns; every rank returns the same plans and timelines."""
+def run_rank(setting: Setting, plan_file: str) -> tuple[dict[str, Run], float]:
+    """Runs all plans by turns, and the stock schedule, whose seconds are returned too.
+
+    Every rank returns the same plans and timelines.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
     from megatron_prefix import alignment, runtime
     from megatron_prefix.models.build import build_model
     from megatron_prefix.pipeline.entry import PrefixSchedule
 
-    runtime.initialize(LAYOUT)
-    chunks = build_model(setting.spec, layout=LAYOUT)
+    runtime.initialize(LAYOUT, setting.device)
+    dtype = "bfloat16" if setting.device == "cuda" else "float32"
+    chunks = build_model(setting.spec, layout=LAYOUT, dtype=dtype, device=setting.device)
     items = alignment.microbatches(setting.made(), seed=0)
-    schedules = {name: PrefixSchedule(c) for name, c in setting.configs(plan_file).items()}
+    configs = setting.configs(plan_file)
+    schedules: dict[str, Any] = {name: PrefixSchedule(configs[name]) for name in NAMES}
     measured: dict[str, tuple[Plan, Timeline]] = {}
     for name, schedule in schedules.items():
+        # Twice: kernels choose by the shapes that they have met, then make their plans.
+        _step(name, schedule, chunks, items)
         _step(name, schedule, chunks, items)
         schedule.measures = True
         _step(name, schedule, chunks, items)
@@ -122,18 +142,19 @@ def run_rank(setting: Setting, plan_file: str) -> dict[str, Run]:
         if report is None or report.stopwatch is None:
             raise RuntimeError("a measured step left no times")
         measured[name] = report.plan, report.stopwatch.timeline(report.plan)
+    schedules[STOCK] = get_forward_backward_func()
+    _step(STOCK, schedules[STOCK], chunks, items)
     times: dict[str, list[float]] = {name: [] for name in schedules}
     for _ in range(setting.repeats):
         for name, schedule in schedules.items():
             times[name].append(_step(name, schedule, chunks, items))
     runtime.shutdown()
-    return {name: Run(*measured[name], tuple(times[name])) for name in schedules}
+    runs = {name: Run(*measured[name], tuple(times[name])) for name in NAMES}
+    return runs, statistics.median(times[STOCK])
 
 
 def _step(name: str, schedule: Any, chunks: list[Any], items: Sequence[Any]) -> float:
     """Seconds of a forward-backward call, from one barrier to another."""
-    import torch.distributed as dist
-
     from megatron_prefix.pipeline import entry
     from megatron_prefix.rl import loss, passes
 
@@ -141,11 +162,20 @@ def _step(name: str, schedule: Any, chunks: list[Any], items: Sequence[Any]) -> 
     for chunk in chunks:
         chunk.zero_grad_buffer()
     with mock.patch.object(entry, "Links", links):
-        dist.barrier()
+        _meet()
         begin = time.perf_counter()
         passes.run(schedule, loss.forward_step(loss.GrpoConfig()), chunks, items)
-        dist.barrier()
+        _meet()
         return time.perf_counter() - begin
+
+
+def _meet() -> None:
+    """Wait for this rank's device, then for the other rank."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    torch.distributed.barrier()
 
 
 def barrier_links(channels: Any, plan: Plan, *arguments: Any, **options: Any) -> Any:
@@ -194,14 +224,14 @@ def compare(setting: Setting) -> dict[str, Any]:
     """Runs everything; per plan the simulated and the measured time, and whether orders agree."""
     from megatron_prefix import platforms, runtime
 
-    platforms.select("cpu")
+    platforms.select(setting.device)
     whole = build(
         *pairs_of_groups(setting.made()), setting.configs("")[WHOLE].tree_options(align=1)
     )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "barriers.csv"
         path.write_text(barrier_plan(whole, LAYOUT.pp).to_csv(), encoding="utf-8")
-        runs = runtime.run_ranks(run_rank, LAYOUT.pp, (setting, str(path)))[0]
+        runs, stock = runtime.launch(run_rank, LAYOUT.pp, setting, str(path), device=setting.device)
     cost = fitted_cost(list(runs.values()), setting.spec)
     rows: list[dict[str, Any]] = []
     for name, run in runs.items():
@@ -221,15 +251,24 @@ def compare(setting: Setting) -> dict[str, Any]:
         [row["plan"] for row in sorted(rows, key=lambda row: row[column])]
         for column in ("simulated_ms", "measured_ms")
     )
-    return {"setting": asdict(setting), "plans": rows, "orders_agree": simulated == measured}
+    return {
+        "setting": asdict(setting),
+        "plans": rows,
+        "orders_agree": simulated == measured,
+        "stock_ms": 1e3 * stock,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a Markdown table or JSON; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline_cpu", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pipeline_plans", description=__doc__
+    )
     for field in fields(Setting):
         option = "--" + field.name.replace("_", "-")
-        parser.add_argument(option, type=int, default=field.default, metavar="N")
+        kind = type(field.default)
+        metavar = "N" if kind is int else "NAME"
+        parser.add_argument(option, type=kind, default=field.default, metavar=metavar)
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = vars(parser.parse_args(arguments))
     as_json = options.pop("json")
@@ -248,6 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     **row
                 )
             )
+        print(f"{STOCK}: {found['stock_ms']:,.0f} ms")
         print(f"measured order {'as' if found['orders_agree'] else 'NOT as'} simulated")
     return 0 if found["orders_agree"] else 1
 
