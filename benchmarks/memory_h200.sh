@@ -1,26 +1,32 @@
 #!/usr/bin/env bash
-# The README's figures of memory on the Llama3-8B shape, one GPU of 141 GB: `peaks` of a step under
-# each policy beside the stock schedule's, or how long a sequence trains (`frontier`).
-#   bash benchmarks/memory_h200.sh peaks|frontier [RESULT.json] [ARGUMENTS OF bench memory]
+# The README's figures of memory on the Llama3-8B shape, one GPU of 141 GB:
+#   peaks     of a step under each policy, beside the stock schedule's, 12,288 tokens a rollout
+#   cost      time of a step under each policy, 16 rollouts of 10k/2k
+#   frontier  a step of two rollouts of 235,520 tokens, 2,048 of them a response
+#   bash benchmarks/memory_h200.sh peaks|cost|frontier [RESULT.json] [ARGUMENTS OF bench memory]
 set -euo pipefail
 
 part=${1:-}
 case $part in
 peaks)
-    arguments=(--shapes 2048:10240:8 6144:6144:8 8192:4096:8 10240:2048:8 10240:2048:16
-        --ways stock retain offload recompute auto --repeats 1)
+    arguments=(--shapes 10240:2048:8 8192:4096:8 6144:6144:8 2048:10240:8
+        --ways retain offload recompute stock --repeats 1 --kernel "${KERNEL:-cudnn}")
+    ;;
+cost)
+    arguments=(--shapes 10240:2048:16
+        --ways retain offload recompute auto stock --repeats 2 --kernel "${KERNEL:-cudnn}")
     ;;
 frontier)
-    arguments=(--shapes 2048:2048:2 --ways recompute --repeats 0 --chunk-tokens 2048
-        --frontier 2048 --frontier-ways recompute+full recompute --frontier-step 1024 --tries 2)
+    # Every chunk sees keys of another length, and cuDNN would make a plan for each.
+    arguments=(--shapes 233472:2048:2 --ways recompute --repeats 0 --chunk-tokens 1024
+        --kernel "${KERNEL:-flash}")
     ;;
 *)
-    echo "say which: peaks or frontier" >&2
+    echo "say which: peaks, cost or frontier" >&2
     exit 2
     ;;
 esac
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
-exec python -m megatron_prefix bench memory --model llama3-8b --dtype bfloat16 --device cuda \
-    --kernel "${KERNEL:-cudnn}" --align-layers 2 \
-    "${arguments[@]}" --bench-json "${2:-memory-$part.json}" "${@:3}"
+exec python3 -m megatron_prefix bench memory --model llama3-8b --dtype bfloat16 --device cuda \
+    --align-layers 2 "${arguments[@]}" --bench-json "${2:-memory-$part.json}" "${@:3}"
