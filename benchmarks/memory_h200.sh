@@ -17,9 +17,8 @@ cost)
         --ways retain offload recompute auto stock --repeats 2 --kernel "${KERNEL:-cudnn}")
     ;;
 frontier)
-    # Every chunk sees keys of another length, and cuDNN would make a plan for each.
     arguments=(--shapes 233472:2048:2 --ways recompute --repeats 0 --chunk-tokens 1024
-        --kernel "${KERNEL:-flash}")
+        --kernel "${KERNEL:-auto}")
     ;;
 *)
     echo "say which: peaks, cost or frontier" >&2
