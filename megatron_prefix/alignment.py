@@ -24,6 +24,7 @@ from megatron_prefix.models.build import unwrap
 from megatron_prefix.models.local import ContextParallelAttention
 from megatron_prefix.models.optimizer import build_optimizer
 from megatron_prefix.models.weights import global_parameters
+from megatron_prefix.numerics import DRAWS
 from megatron_prefix.pipeline.entry import PrefixSchedule
 from megatron_prefix.rl import batches, loss, passes
 from megatron_prefix.router.observed import take_auxiliary
@@ -32,6 +33,7 @@ from megatron_prefix.verdict import (
     LR,
     STOCK,
     Alignment,
+    Errors,
     Trace,
     data_rank,
     judge,
@@ -88,29 +90,38 @@ def with_old_logprobs(
     return found
 
 
-def run_step(schedule: Schedule, chunks: list[Any], items: Sequence[Microbatch]) -> Trace:
-    """Forward, backward and one AdamW step; the weights are put back afterwards."""
-    before = {name: p.detach().clone() for name, p in _parameters(chunks)}
+def run_step(
+    schedule: Schedule, chunks: list[Any], items: Sequence[Microbatch], *, optimize: bool = True
+) -> Trace:
+    """Forward, backward and, to `optimize`, one AdamW step; the weights are put back afterwards."""
     buffers = [(b, b.clone()) for chunk in chunks for b in unwrap(chunk).buffers()]
-    optimizer = build_optimizer(chunks, lr=LR, eps=ADAM_EPS, clip_grad=0.0)
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    optimizer.zero_grad()
     # No clipping: at its edge a rounding difference would switch a token's gradient on or off.
     step = _recording(loss.forward_step(loss.GrpoConfig(clip_low=1.0, clip_high=1e9)))
     logs = passes.run(schedule, step, chunks, items)
-    gradients = {name: p.main_grad.detach().cpu().clone() for name, p in _parameters(chunks)}
-    optimizer.step()
-    after = {name: p.detach().cpu().clone() for name, p in _parameters(chunks)}
+    gradients = {name: p.main_grad.detach().clone() for name, p in _parameters(chunks)}
+    after = _after_adamw(chunks) if optimize else {}
     auxiliary = take_auxiliary([unwrap(chunk) for chunk in chunks])
     with torch.no_grad():
-        for name, parameter in _parameters(chunks):
-            parameter.copy_(before[name])
         for buffer, value in buffers:
             buffer.copy_(value)
     losses = [(log["loss"][0] / log["loss"][1].clamp(min=1)).double().cpu() for log in logs]
     logprobs = [log["logprobs"].double().cpu() for log in logs]
     return Trace(_joined(losses), _joined(logprobs), gradients, after, auxiliary)
+
+
+def _after_adamw(chunks: list[Any]) -> dict[str, Tensor]:
+    """Every parameter after a step with the gradients that are there; the parameters stay."""
+    before = {name: p.detach().clone() for name, p in _parameters(chunks)}
+    optimizer = build_optimizer(chunks, lr=LR, eps=ADAM_EPS, clip_grad=0.0)
+    optimizer.step()
+    optimizer.zero_grad()  # it has set p.grad, where a backward would add to it
+    after = {name: p.detach().clone() for name, p in _parameters(chunks)}
+    with torch.no_grad():
+        for name, parameter in _parameters(chunks):
+            parameter.copy_(before[name])
+    return after
 
 
 def align(
@@ -132,26 +143,50 @@ def align(
         seed: of advantages and old log-probs.
         multiple: positions of a rollout are padded to it (tp under sequence parallelism, times 2*cp
             with context parallelism).
-        reference: builds fp32 chunks with the same weights; needed for 16 bit.
+        reference: builds fp32 chunks with the same weights; needed for 16 bit, where errors are
+            pooled over several draws.
         num_tokens: positions of all data-parallel ranks' rollouts, which a gradient sums up; None:
             this rank's are all.
     """
     for chunk in chunks:
         install(chunk, prefix_config.kernel)  # what cannot run is refused before anything runs
     stock, ours = get_forward_backward_func(), PrefixSchedule(replace(prefix_config, mode="on"))
-    items = on_this_cp_rank(microbatches(groups, seed, multiple))
-    logprobs, ours_logprobs = (passes.logprobs(s, chunks, items) or [] for s in (stock, ours))
-    forward_diff = _largest_difference(logprobs, ours_logprobs)
-    items = with_old_logprobs(items, logprobs, seed + 1)
-    expected = run_step(stock, chunks, items)
-    found = run_step(ours, chunks, items)
+    raw = sum(len(rollout) - 1 for group in groups for rollout in group.rollouts)
+    exact = reference() if reference is not None else None
+
+    def run(draw: int) -> tuple[list[Microbatch], Trace, Trace, float]:
+        """Items, what stock and prefix schedule make of them, and by what log-probs differ."""
+        vocab, first = unwrap(chunks[0]).vocab_size, seed + 2 * draw
+        drawn = _relabelled(groups, vocab, first) if draw else groups
+        items = on_this_cp_rank(microbatches(drawn, first, multiple))
+        values = passes.logprobs(stock, chunks, items) or []
+        ours_values = values if draw else passes.logprobs(ours, chunks, items) or []
+        items = with_old_logprobs(items, values, first + 1)
+        expected, found = (run_step(s, chunks, items, optimize=not draw) for s in (stock, ours))
+        return items, expected, found, _largest_difference(values, ours_values)
+
+    items, expected, found, forward_diff = run(0)
     if ours.report is None:
         raise RuntimeError("the prefix schedule left no report")
-    exact = run_step(stock, reference(), items) if reference is not None else None
-    raw = sum(len(rollout) - 1 for group in groups for rollout in group.rollouts)
     executed = ours.report.forest.executed_tokens
-    verdict = judge(expected, found, exact, forward_diff, (num_tokens or raw, raw, executed))
+    verdict = judge(expected, found, forward_diff, (num_tokens or raw, raw, executed))
+    if exact is not None:
+        errors = Errors()
+        errors.add(expected, found, run_step(stock, exact, items, optimize=False))
+        for draw in range(1, DRAWS):
+            items, expected, found, _ = run(draw)
+            errors.add(expected, found, run_step(stock, exact, items, optimize=False))
+        verdict = errors.judged(verdict)
     return replace(verdict, baseline=_baseline(chunks))
+
+
+def _relabelled(groups: Sequence[Group], vocab_size: int, seed: int) -> list[Group]:
+    """The same rollouts in other tokens: what is shared stays shared."""
+    other = np.random.default_rng(seed).permutation(vocab_size).astype(np.int32)
+    return [
+        replace(group, rollouts=tuple(replace(r, tokens=other[r.tokens]) for r in group.rollouts))
+        for group in groups
+    ]
 
 
 def _baseline(chunks: list[Any]) -> str:

@@ -8,6 +8,7 @@ optimizer step not.  The FLOP bound is the ratio of matrix FLOPs with and withou
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -189,15 +190,25 @@ def _timed(
 
 
 def aligned(
-    options: ModelOptions, spec: ModelSpec, layout: Layout, config: PrefixConfig, num_layers: int
-) -> alignment.Alignment:
-    """Aligns the two schedules on a small group with a model of the same kind and few layers."""
+    options: ModelOptions,
+    spec: ModelSpec,
+    layout: Layout,
+    configs: Sequence[PrefixConfig],
+    num_layers: int,
+) -> list[alignment.Alignment]:
+    """Aligns the two schedules on a small group with a model of the same kind and few layers, with
+    each of several configurations."""
     small = replace(spec, num_layers=min(num_layers, spec.num_layers))
     chunks = options.build(small, layout)
-    exact = options.reference(small, layout, chunks) if options.dtype == "bfloat16" else None
+    exact = None
+    if options.dtype == "bfloat16":
+        exact = functools.cache(options.reference(small, layout, chunks))
     group = Shape(512, 128, 4).group(spec.vocab_size or 0, options.seed)
     try:
-        return alignment.align(chunks, [group], config, seed=options.seed, reference=exact)
+        return [
+            alignment.align(chunks, [group], config, seed=options.seed, reference=exact)
+            for config in configs
+        ]
     finally:
         del chunks, exact
         free_memory()

@@ -74,10 +74,14 @@ class Shape:
     chunk_tokens: int = 0
 
     def groups(self, dp: int, dtype: str) -> list[Group]:
-        """At least four groups of four uneven rollouts; their number is a multiple of `dp`."""
+        """At least four groups of four uneven rollouts; their number is a multiple of `dp`.
+
+        In 16 bit, where every draw has others, at least two.
+        """
         prompt, response, vocab = (768, 512, 1000) if is_sixteen_bit(dtype) else (32, 24, 96)
+        least = 2 if is_sixteen_bit(dtype) else 4
         made = generate(
-            dp * -(-4 // dp), prompt, response, 4, tree=self.tree, depth=3, vocab_size=vocab,
+            dp * -(-least // dp), prompt, response, 4, tree=self.tree, depth=3, vocab_size=vocab,
             uneven=True,
         )  # fmt: skip
         return list(made)

@@ -109,7 +109,8 @@ def _print(args: argparse.Namespace, result: Any, dropped: int) -> None:
     }
     if result.grad_error_ratio_max is not None:
         facts["gradient error against fp32, of stock's"] = (
-            f"{result.grad_error_ratio_p50:.3f} median, {result.grad_error_ratio_max:.3f} most"
+            f"{result.grad_error_ratio_p50:.3f} median, {result.grad_error_ratio_max:.3f} most,"
+            f" over {result.draws} draws"
         )
     if dropped:
         facts["rollouts dropped by --max-tokens"] = str(dropped)

@@ -102,7 +102,7 @@ def _measure(args: argparse.Namespace, shapes: list[Any]) -> tuple[Any, list[Any
     layout = runtime.Layout()
     runtime.initialize(layout, options.device, options.seed)
     try:
-        verdict = benchmark.aligned(options, spec, layout, config, args.align_layers)
+        [verdict] = benchmark.aligned(options, spec, layout, [config], args.align_layers)
         if not verdict.passed:
             return verdict, [], []
         chunks = options.build(spec, layout)

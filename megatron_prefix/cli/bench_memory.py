@@ -82,11 +82,14 @@ def _measure(
     layout = runtime.Layout()
     runtime.initialize(layout, options.device, options.seed)
     try:
-        failures = []
-        for policy in sorted({way.policy for way in ways} - {memory_bench.STOCK}):
-            one = replace(config, memory=policy)
-            verdict = benchmark.aligned(options, spec, layout, one, args.align_layers)
-            failures += [f"{policy}: {failure}" for failure in verdict.failures]
+        policies = sorted({way.policy for way in ways} - {memory_bench.STOCK})
+        configs = [replace(config, memory=policy) for policy in policies]
+        verdicts = benchmark.aligned(options, spec, layout, configs, args.align_layers)
+        failures = [
+            f"{policy}: {failure}"
+            for policy, verdict in zip(policies, verdicts, strict=True)
+            for failure in verdict.failures
+        ]
         if failures:
             return failures, [], []
         chunks = options.build(spec, layout)
