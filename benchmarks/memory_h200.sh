@@ -14,7 +14,7 @@ peaks)
     ;;
 cost)
     arguments=(--shapes 10240:2048:16
-        --ways retain offload recompute auto stock --repeats 2 --kernel "${KERNEL:-cudnn}")
+        --ways retain offload recompute auto --repeats 2 --kernel "${KERNEL:-cudnn}")
     ;;
 frontier)
     arguments=(--shapes 233472:2048:2 --ways recompute --repeats 0 --chunk-tokens 1024
