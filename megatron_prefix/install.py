@@ -165,10 +165,15 @@ class Hooks:
     def _attention(self, layer: int, attention: Any) -> Callable[..., Tensor]:
         core = attention.core_attention
         stock, scale = core.forward, _softmax_scale(attention, core)
+        norms = attention.config.qk_layernorm
 
         def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if self.current is None:
                 return stock(query, key, value, *args, **kwargs)
+            if not (self.current.inner or norms):
+                # A wave saves its values, and a view of them would hold the whole projection, which
+                # only norms of queries and keys hold anyway.
+                value = value.contiguous()
             return segment_attention(query, key, value, self.current, layer, scale, self.kernel)
 
         return forward

@@ -12,6 +12,7 @@ segment's own attention spans ranks (megatron_prefix/attention/own.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,8 @@ class SegmentContext:
         backward: whether its backward runs: a forward inside it is recomputation, and goes from
             the last layer to the first.
         offload: takes what its forward saves; None where that stays.
+        ahead: saved tensors on the host that the backwards after the one that runs, whichever it
+            is, want back; the executor changes it.
     """
 
     index: int
@@ -56,6 +59,7 @@ class SegmentContext:
     ledger: RouterLedger | None = None
     backward: bool = False
     offload: OffloadedSegment | None = None
+    ahead: Sequence[OffloadedSegment] = ()
 
 
 def segment_attention(
@@ -135,6 +139,8 @@ class _SegmentAttention(torch.autograd.Function):
             query_grad = query_grad.add_(more)
             cache.add_gradient(layer, block, block_key_grad, block_value_grad)
         cache.release(layer)
+        for waiting in context.ahead:
+            waiting.prefetch(early=True)
         key_grad, value_grad = own.gradients()
         if context.inner and (sent := cache.take_gradient(layer, context.index)):
             key_grad, value_grad = sent[0] + key_grad, sent[1] + value_grad

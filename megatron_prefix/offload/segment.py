@@ -2,8 +2,8 @@
 
 Autograd's saved-tensor hooks see everything that the decoder saves.  A storage is packed once,
 however many views of it are saved.  When a layer has run, what it saved is copied to the host and
-let go; in the segment's backward the layers are loaded back one ahead of the one that runs, where
-the device has room for them, and otherwise when they are asked for.
+let go; in the segment's backward the layers are loaded back ahead of the one that runs, the first
+of them into memory that the backward before it releases; without room, when they are asked for.
 
 Never offloaded: parameters and buffers; the stage's input, which the schedule holds anyway; tensors
 too small to be worth a copy; and what Megatron's selective recomputation discards and fills again
@@ -156,8 +156,8 @@ class OffloadedSegment:
         """Loads layers from the last one on, as far as there is room.
 
         Args:
-            early: another segment computes until this one's backward: load into memory that the
-                computation has never needed, and as many layers as fit.
+            early: the backward before this one runs, and releases memory: load as many layers as
+                fit what the step is expected to take.
         """
         self._load_before(len(self._layers), early)
 
@@ -224,7 +224,7 @@ class OffloadedSegment:
             size = sum(entry.num_bytes for entry in waiting)
             if not size:
                 continue
-            if size > self._owner.transfers.room(below_peak=early):
+            if size > self._owner.transfers.room(as_planned=early):
                 counts.num_delayed += 1
                 return
             for entry in waiting:

@@ -44,12 +44,11 @@ class Transfers(Protocol):
     def wait(self, loaded: Any) -> None:
         """Lets what is computed from here on see a loaded tensor; the host does not wait."""
 
-    def room(self, *, below_peak: bool = False) -> float:
+    def room(self, *, as_planned: bool = False) -> float:
         """Bytes that can still be allocated.
 
         Args:
-            below_peak: leave alone what the computation is expected to need at its peak, and what
-                it has needed so far.
+            as_planned: without taking more than the step is expected to.
         """
 
 
@@ -81,7 +80,7 @@ class HostTransfers:
     def wait(self, loaded: None) -> None:
         """See `Transfers.wait`."""
 
-    def room(self, *, below_peak: bool = False) -> float:
+    def room(self, *, as_planned: bool = False) -> float:
         """See `Transfers.room`."""
         return _free_host_bytes() if self.limit is None else self.limit
 
@@ -108,7 +107,7 @@ class CudaTransfers:
 
     def begin_step(self, expected: float) -> None:
         """See `Transfers.begin_step`."""
-        self._base = _cuda_memory(self._device)[2]["current"]
+        self._base = _cuda_memory(self._device)[2]
         self._expected = expected
 
     def store(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
@@ -138,15 +137,15 @@ class CudaTransfers:
         """See `Transfers.wait`."""
         torch.cuda.current_stream(self._device).wait_event(loaded)
 
-    def room(self, *, below_peak: bool = False) -> float:
+    def room(self, *, as_planned: bool = False) -> float:
         """See `Transfers.room`."""
         most, total, used = _cuda_memory(self._device)
         room = most - MARGIN * total
         if self._limit is not None:
             room = min(room, self._base + self._limit)
-        if not below_peak:
-            return room - used["current"]
-        return room - max(used["peak"], self._base + self._expected)
+        if as_planned:
+            room = min(room, self._base + self._expected)
+        return room - used
 
 
 def transfers_of(device: torch.device, limit: float | None = None) -> Transfers:
@@ -164,11 +163,11 @@ def free_bytes(device: torch.device, limit: float | None = None) -> float:
     if device.type != "cuda":
         return _free_host_bytes() * (1 - MARGIN) if limit is None else limit
     free, total, used = _cuda_memory(device)
-    room = free - used["current"] - MARGIN * total
+    room = free - used - MARGIN * total
     return room if limit is None else min(room, limit)
 
 
-def _cuda_memory(device: torch.device) -> tuple[float, float, dict[str, float]]:
+def _cuda_memory(device: torch.device) -> tuple[float, float, float]:
     """What the process can have, the device's size, and what is in use ("current", "peak").
 
     The process can have what the driver calls free and what the allocator has. Memory that waits
@@ -176,7 +175,7 @@ def _cuda_memory(device: torch.device) -> tuple[float, float, dict[str, float]]:
     """
     free, total = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)
-    used = {name: stats.get(f"active_bytes.all.{name}", 0) for name in ("current", "peak")}
+    used = stats.get("active_bytes.all.current", 0)
     return free + stats.get("reserved_bytes.all.current", 0), total, used
 
 

@@ -10,6 +10,7 @@ on its way.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,8 +30,8 @@ from megatron_prefix.pipeline.p2p import Links
 from megatron_prefix.pipeline.scoring import Scorer
 from megatron_prefix.router.ledger import RouterLedger
 
-ACTIONS_AHEAD = 4
-"""Actions before an offloaded segment's backward from which on its tensors may be loaded."""
+BACKWARDS_AHEAD = 4
+"""Backwards in a row before an offloaded segment's own in which its tensors may be loaded."""
 
 
 @dataclass
@@ -46,6 +47,7 @@ class Stage:
         scorer: the losses, on the last stage only.
         ledger: accounts for the routers' losses; None without routers and without gradients.
         offloads: saved tensors of segments that wait on the host for their backward.
+        ahead: those of them that the backwards after the one that runs want back.
         live: input and output of segments whose backward is still to come; the output with its
             graph, or None where the forward will run again.
     """
@@ -58,6 +60,7 @@ class Stage:
     scorer: Scorer | None = None
     ledger: RouterLedger | None = None
     offloads: dict[int, OffloadedSegment] = field(default_factory=dict)
+    ahead: list[OffloadedSegment] = field(default_factory=list)
     live: dict[int, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
 
 
@@ -106,9 +109,10 @@ class Executor:
             with gradients:
                 program = self._plan.programs[rank]
                 for place, action in enumerate(program):
-                    self._prefetch(program[place + 1 : place + 1 + ACTIONS_AHEAD])
+                    stage = self._stages[action.chunk]
+                    stage.ahead[:] = self._wanted(program[place : place + 1 + BACKWARDS_AHEAD])
                     with _annotated(action):
-                        self._handlers[action.kind](action, self._stages[action.chunk])
+                        self._handlers[action.kind](action, stage)
                     self._links.advance()
             self._links.finish()
         finally:
@@ -116,6 +120,7 @@ class Executor:
                 stage.hooks.replay = None
                 stage.live.clear()
                 stage.offloads.clear()
+                stage.ahead.clear()
                 stage.cache.clear()
 
     def _context(self, index: int, stage: Stage, backward: bool = False) -> SegmentContext:
@@ -125,7 +130,7 @@ class Executor:
         positions = self._inputs[index][2]
         return SegmentContext(
             index, segment.inner, lengths, blocks, positions, stage.cache, stage.ledger, backward,
-            None if backward else stage.offloads.get(index),
+            None if backward else stage.offloads.get(index), stage.ahead,
         )  # fmt: skip
 
     def _forward(self, action: Action, stage: Stage) -> None:
@@ -195,11 +200,11 @@ class Executor:
         model = stage.hooks.model
         return self._offloader.segment(addresses(received, *model.parameters(), *model.buffers()))
 
-    def _prefetch(self, actions: Sequence[Action]) -> None:
-        """Loads what backwards of offloaded segments among the next actions will need."""
-        for kind, index, chunk in actions:
-            if kind == "B" and index in self._stages[chunk].offloads:
-                self._stages[chunk].offloads[index].prefetch(early=True)
+    def _wanted(self, actions: Sequence[Action]) -> list[OffloadedSegment]:
+        """What the backwards right after the first action, a backward too, want back."""
+        backwards = itertools.takewhile(lambda action: action.kind == "B", actions)
+        stages = ((index, self._stages[chunk]) for _, index, chunk in [*backwards][1:])
+        return [stage.offloads[index] for index, stage in stages if index in stage.offloads]
 
     def _release(self, action: Action, stage: Stage) -> None:
         if stage.scorer is not None:

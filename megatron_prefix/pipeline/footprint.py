@@ -30,6 +30,7 @@ class Footprint:
         stage_input: what a stage receives, and what it sends.
         temporary: what is neither saved nor kept, at the moment when it is most.
         head_temporary: the same in the output layer.
+        head_weight: bytes, not per row: the gradient of the output layer's weight, for a moment.
         num_layers: of a model chunk.
         parts: ranks that share the rows (context parallelism).
         sums: copies of gK/gV of all ranks' rows that a rank adds up (cp_reduce "segment").
@@ -47,6 +48,7 @@ class Footprint:
     temporary: float
     head_temporary: float
     num_layers: int
+    head_weight: float = 0.0
     parts: int = 1
     sums: int = 0
     keeps_outputs: bool = True
@@ -182,19 +184,19 @@ def _count(
     wide = max(4, size)  # of what is computed in fp32 or wider
     queries = shape.heads * shape.channels / tp
     keys = max(1, shape.groups / tp) * shape.channels
-    projected = queries + 2 * keys  # of which K and V of a wave, and of a checkpoint, are views
+    projected = queries + 2 * keys  # held whole by norms of Q and K, and by a checkpoint's views
     norm = 2 * hidden if form.fused_layers else 3 * hidden + 1
     mlp = _mlp(shape, form)
     ends = queries * size + shape.heads / tp * wide  # attention's output and log-sum-exp
     qk = (2 * queries + keys + projected) * size if shape.qk_norm else 0.0
     rope = 0 if form.fused_rope else 4 * shape.channels
     common = (2 * norm + mlp + queries + rope) * size + qk + ends
-    extra = keys * size + (0 if shape.qk_norm else projected * size)
-    inner, wave = common, common + extra
+    inner, wave = common, common + (1 if shape.qk_norm else 2) * keys * size
     again = 0.0
     if form.recompute == "full":
         inner, wave, again = _checkpointed(form, hidden * size, inner, wave, num_layers)
     elif form.recompute == "selective":
+        extra = keys * size + (0 if shape.qk_norm else projected * size)
         inner, wave, again = _selected(shape, form, hidden, norm, mlp, common, extra)
     logits = shape.vocab / tp
     loss = logits * (size if form.fused_loss else wide)
@@ -204,7 +206,8 @@ def _count(
         norm=last_norm, head=last_norm + hidden * size + loss, stage_input=hidden * size,
         temporary=(mlp + 2 * hidden) * size,
         head_temporary=0.0 if form.fused_loss else logits * (size + wide),
-        num_layers=num_layers, parts=parts, sums=sums, keeps_outputs=keeps_outputs,
+        num_layers=num_layers, head_weight=logits * shape.hidden * size, parts=parts, sums=sums,
+        keeps_outputs=keeps_outputs,
     )  # fmt: skip
 
 

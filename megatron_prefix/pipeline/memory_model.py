@@ -154,4 +154,5 @@ class _Play:
             if policy == "recompute":
                 whole = one.kept("retain", segment.inner, segment.scored, first, last)
                 again += whole - (0.0 if first else one.stage_input)
-        return rows * again, rows * temporary
+        weight = one.head_weight if last and segment.scored and action.kind == "B" else 0.0
+        return rows * again, rows * temporary + weight

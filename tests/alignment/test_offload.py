@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from megatron_prefix import alignment
 from megatron_prefix import cache as cache_module
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.data.generate import generate
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.offload.segment import OffloadedSegment, addresses
 from megatron_prefix.offload.transfers import HostTransfers
+from megatron_prefix.pipeline import executor
 from megatron_prefix.pipeline.entry import PrefixSchedule
 from tests.alignment.test_failures import CONFIG, run
 from tests.harness.one_rank import one_rank, small_model
@@ -65,3 +70,36 @@ def test_neither_weights_nor_cached_keys_and_nothing_twice(
     # Five inner segments in each of two trees; two layers each, and what follows the last.
     assert len(num_layers) == 10
     assert set(num_layers.values()) <= {2, 3}
+
+
+def test_a_segment_is_loaded_in_the_backward_before_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not while other segments' forwards still want the memory."""
+    running: list[str] = []
+    loads: list[tuple[str, bool]] = []
+
+    def annotated(action: Any) -> contextlib.AbstractContextManager:
+        running.append(str(action))
+        return contextlib.nullcontext()
+
+    load_before = OffloadedSegment._load_before
+
+    def recorded(self: OffloadedSegment, layer: int, early: bool) -> None:
+        before = self._owner.counts.prefetched
+        load_before(self, layer, early)
+        if self._owner.counts.prefetched > before:
+            loads.append((running[-1], early))
+
+    monkeypatch.setattr(executor, "_annotated", annotated)
+    monkeypatch.setattr(OffloadedSegment, "_load_before", recorded)
+    groups = list(generate(2, 9, 4, 3, vocab_size=64))
+    config = PrefixConfig(memory="offload", kernel="math", min_gain=0, wave_tokens=4, mode="on")
+    schedule = PrefixSchedule(config)
+    alignment.run_step(schedule, [small_model()], alignment.microbatches(groups, 0))
+    program = [str(action) for action in schedule.report.plan.programs[0]]
+    early = {action for action, is_early in loads if is_early}
+    prompts = [f"B{n}" for n, s in enumerate(schedule.report.plan.segments) if s.inner]
+    assert len(prompts) == 2
+    assert early == {program[program.index(prompt) - 1] for prompt in prompts}
+    assert all(action.startswith("B") for action in early)

@@ -26,7 +26,7 @@ def test_the_same_gradients_with_and_without_room(limit: float | None) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     owner = Offloader(CudaTransfers(device, limit))
     for _ in range(3):
-        owner.begin_step()
+        owner.begin_step(float(1 << 33))
         for _ in range(4):
             x = torch.randn(NUM, device=device, requires_grad=True)
             segment = owner.segment(addresses(x))

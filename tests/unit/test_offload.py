@@ -35,9 +35,9 @@ class Recorded(HostTransfers):
         self.num_loaded += 1
         return super().load(host, stored)
 
-    def room(self, *, below_peak: bool = False) -> float:
-        self.asked.append(below_peak)
-        return super().room(below_peak=below_peak)
+    def room(self, *, as_planned: bool = False) -> float:
+        self.asked.append(as_planned)
+        return super().room(as_planned=as_planned)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_layers_are_loaded_ahead_of_their_backward(transfers: Recorded) -> None:
     assert owner.counts.on_demand == 0
 
 
-def test_early_prefetch_takes_all_there_is_room_for_below_the_peak(transfers: Recorded) -> None:
+def test_early_prefetch_takes_all_that_the_plan_has_room_for(transfers: Recorded) -> None:
     x = torch.randn(5, requires_grad=True)
     owner, segment = segment_of(transfers)
     y = layers(segment, x)

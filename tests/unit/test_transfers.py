@@ -111,9 +111,7 @@ def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module.CudaTransfers, "pinned", False)
     monkeypatch.setattr(module.CudaTransfers, "least_bytes", 1)
     monkeypatch.setitem(pools.SLAB_BYTES, False, 1 << 12)
-    monkeypatch.setattr(
-        module, "_cuda_memory", lambda device: (seen["room"], 0, {"current": 0, "peak": 0})
-    )
+    monkeypatch.setattr(module, "_cuda_memory", lambda device: (seen["room"], 0, 0))
     return seen
 
 
@@ -126,7 +124,7 @@ def test_nothing_is_read_before_it_is_there(
     streams["room"] = room
     owner = Offloader(module.CudaTransfers(DEVICE))
     for _ in range(3):
-        owner.begin_step()
+        owner.begin_step(room)
         for _ in range(3):
             x = torch.randn(40, dtype=torch.float64, requires_grad=True)
             segment = owner.segment(addresses(x))
@@ -154,7 +152,7 @@ def test_two_segments_under_way_at_once(streams: dict[str, Any]) -> None:
 def test_host_memory_given_on_while_its_loads_are_still_to_come(streams: dict[str, Any]) -> None:
     owner = Offloader(module.CudaTransfers(DEVICE))
     for _ in range(3):
-        owner.begin_step()
+        owner.begin_step(1 << 30)
         first, second = (torch.randn(40, dtype=torch.float64, requires_grad=True) for _ in "ab")
         segment = owner.segment(addresses(first))
         y = layers(segment, first)
@@ -168,16 +166,18 @@ def test_host_memory_given_on_while_its_loads_are_still_to_come(streams: dict[st
 def test_a_limit_counts_from_what_is_in_use_when_the_step_begins(
     monkeypatch: pytest.MonkeyPatch, streams: dict[str, Any]
 ) -> None:
-    used = {"current": 30.0, "peak": 40.0}
+    used = 30.0
     monkeypatch.setattr(module, "_cuda_memory", lambda device: (100.0, 100.0, used))
     free = module.CudaTransfers(DEVICE)
     free.begin_step(expected=25.0)
-    assert free.room(below_peak=True) == 100 - 5 - 30 - 25  # more than any peak so far
-    free.begin_step(expected=5.0)
-    assert free.room() == 100 - 5 - 30 and free.room(below_peak=True) == 100 - 5 - 40
+    used = 35.0
+    assert free.room() == 100 - 5 - 35 and free.room(as_planned=True) == 30 + 25 - 35
+    used = 30.0
+    free.begin_step(expected=90.0)
+    assert free.room(as_planned=True) == free.room() == 100 - 5 - 30
     limited = module.CudaTransfers(DEVICE, limit=20.0)
-    limited.begin_step(expected=0.0)
-    used.update(current=35.0, peak=48.0)
-    assert limited.room() == 30 + 20 - 35 and limited.room(below_peak=True) == 30 + 20 - 48
+    limited.begin_step(expected=25.0)
+    used = 35.0
+    assert limited.room() == limited.room(as_planned=True) == 30 + 20 - 35
     assert module.free_bytes(torch.device("cuda"), None) == 100 - 35 - 5
     assert module.free_bytes(torch.device("cuda"), 10.0) == 10
