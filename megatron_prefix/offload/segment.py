@@ -76,15 +76,16 @@ class Offloader:
     def __post_init__(self) -> None:
         self.pool = StagingPool(self.transfers.pinned)
 
-    def begin_step(self, expected: float = 0.0) -> None:
+    def begin_step(self, expected: float = 0.0, staged: float = 0.0) -> None:
         """Before the first segment of a step.
 
         Args:
             expected: the most bytes that the step is predicted to take.
+            staged: the most that it is predicted to have on the host.
         """
         self.counts = Counts()
         self.transfers.begin_step(expected)
-        self.pool.begin_step()
+        self.pool.begin_step(staged)
 
     def segment(self, resident: set[int]) -> OffloadedSegment:
         """A segment's tensors.

@@ -100,7 +100,8 @@ class MemoryControl:
         if self._offloader is None:
             transfers = transfers_of(device_of(models), self._config.memory_budget)
             self._offloader = Offloader(transfers)
-        self._offloader.begin_step(self.predicted(plan, models, rank).peak)
+        predicted = self.predicted(plan, models, rank)
+        self._offloader.begin_step(predicted.peak, predicted.staged)
         return self._offloader
 
     def run(

@@ -9,7 +9,8 @@ gradients and the optimizer are not in it: they are there before the step and af
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_prefix.attention.blocks import buffer_map
@@ -34,6 +35,7 @@ class RankMemory:
         temporary: of the action at the peak: temporaries, and what it recomputes or loads.
         cache_peak: the most that K/V and gK/gV take at once.
         wave_peak: the most that is in use while a wave runs (0 without waves).
+        staged: the most that offloaded segments hold on the host.
         held: at the peak, segments between forward and backward and the bytes that each keeps.
     """
 
@@ -47,6 +49,7 @@ class RankMemory:
     temporary: float
     cache_peak: float
     wave_peak: float
+    staged: float
     held: tuple[tuple[int, float], ...]
 
 
@@ -87,7 +90,7 @@ class _Play:
         chains: dict[tuple[int, int], float] = {}
         gradients: dict[tuple[int, int], float] = {}
         activations = kv = kv_grad = saved = cache = wave = 0.0
-        found = RankMemory(0.0, 0.0, Action("F", 0), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ())
+        found = RankMemory(0.0, 0.0, Action("F", 0), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ())
         for action in self.plan.programs[rank]:
             key, head = (action.chunk, action.segment), self.map.head[action.segment]
             if action.kind == "F":
@@ -112,14 +115,15 @@ class _Play:
             if used > found.peak:
                 found = RankMemory(
                     used, 0.0, action, activations, kv, kv_grad, self.messages,
-                    again + temporary, 0.0, 0.0,
+                    again + temporary, 0.0, 0.0, 0.0,
                     tuple((index, size) for (_, index), size in held.items()),
                 )  # fmt: skip
             if action.kind == "B":
                 activations -= held.pop(key)
                 kv -= chains.pop(key, 0.0)
                 kv_grad -= gradients.pop(key, 0.0)
-        return replace(found, saved=saved, cache_peak=cache, wave_peak=wave)
+        staged = max(itertools.accumulate(self._staged(rank)), default=0.0)
+        return replace(found, saved=saved, cache_peak=cache, wave_peak=wave, staged=staged)
 
     def _ends(self, rank: int, action: Action) -> tuple[bool, bool]:
         stage = self.plan.stage(rank, action.chunk)
@@ -130,6 +134,16 @@ class _Play:
         first, last = self._ends(rank, action)
         one = self.one.kept(policy, segment.inner, segment.scored, first, last)
         return self.rows[action.segment] * one
+
+    def _staged(self, rank: int) -> Iterator[float]:
+        """What every action of an offloaded segment adds to the host, or takes away."""
+        for action in self.plan.programs[rank]:
+            segment = self.plan.segments[action.segment]
+            if self.plan.policy(action.segment) == "offload":
+                ends = (segment.inner, segment.scored, *self._ends(rank, action))
+                away = self.one.kept("retain", *ends) - self.one.kept("offload", *ends)
+                sign = 1 if action.kind == "F" else -1
+                yield sign * self.rows[action.segment] * away
 
     def _chain(self, head: int, row: float) -> float:
         return self.map.length[head] * row * self.one.num_layers

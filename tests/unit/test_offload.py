@@ -254,6 +254,16 @@ def test_the_pool_has_room_in_the_second_step_for_what_the_first_needed(
     assert caplog.text.count("staged tensor by tensor") == 1
 
 
+def test_what_is_expected_has_room_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(pools.SLAB_BYTES, False, 4096)
+    pool = StagingPool(pinned=False)
+    pool.begin_step(9000)
+    leases = [pool.take(size) for size in (3000, 4000, 2000)]
+    assert pool.outside_bytes == 0 and pool.num_bytes == 3 * 4096
+    pool.begin_step(90_000)  # what was staged says more than what was expected
+    assert pool.num_bytes == 3 * 4096 and len(leases) == 3
+
+
 def test_the_pool_never_hands_out_bytes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(pools.SLAB_BYTES, False, 8192)
     generator = torch.Generator().manual_seed(0)
