@@ -15,7 +15,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from megatron_prefix.attention.blocks import Block, BufferMap, buffer_map
+from megatron_prefix.attention.blocks import PIECE_ROWS, Block, BufferMap, buffer_map
 from megatron_prefix.tree import Segment
 
 
@@ -112,12 +112,26 @@ class SidecarCache:
         buffer = self._open(layer, block)
         return buffer.key[: block.stop], buffer.value[: block.stop]
 
-    def add_gradient(self, layer: int, block: Block, key_grad: Tensor, value_grad: Tensor) -> None:
-        """Adds a wave's gK, gV of a dense block (shapes of `read`) in fp32 or wider."""
+    def pieces(self, block: Block) -> list[slice]:
+        """Rows of `read` by which attention to a block is computed, in order.
+
+        A long block in one piece would take memory for all its gradients beside where they are
+        summed up, and a kernel's plan for every length of a growing chain.
+        """
+        return [
+            slice(start, min(start + PIECE_ROWS, block.stop))
+            for start in range(0, block.stop, PIECE_ROWS)
+        ]
+
+    def add_gradient(
+        self, layer: int, block: Block, key_grad: Tensor, value_grad: Tensor, start: int = 0
+    ) -> None:
+        """Adds a wave's gK, gV of a dense block, or of a piece from row `start` on, in fp32 or
+        wider."""
         buffer = self._open(layer, block)
         is_first = buffer.key_grad is None
-        buffer.key_grad = _accumulated(buffer.key_grad, key_grad, buffer.key)
-        buffer.value_grad = _accumulated(buffer.value_grad, value_grad, buffer.value)
+        buffer.key_grad = _accumulated(buffer.key_grad, key_grad, start, buffer.key)
+        buffer.value_grad = _accumulated(buffer.value_grad, value_grad, start, buffer.value)
         if is_first:
             self._take_bytes(buffer.key_grad, buffer.value_grad)
 
@@ -178,11 +192,11 @@ class SidecarCache:
             )
 
 
-def _accumulated(total: Tensor | None, part: Tensor, like: Tensor) -> Tensor:
+def _accumulated(total: Tensor | None, part: Tensor, start: int, like: Tensor) -> Tensor:
     if total is None:
         dtype = torch.promote_types(like.dtype, torch.float32)
         if part.shape == like.shape:
             return part.to(dtype, copy=True)
         total = torch.zeros_like(like, dtype=dtype)
-    total[: part.shape[0]].add_(part)
+    total[start : start + len(part)].add_(part)
     return total

@@ -134,7 +134,9 @@ def measure(
             return replace(row, problem=str(error).partition("\n")[0].partition(". ")[0])
         finally:
             free_memory()
-        return _filled(row, schedule, results[1:] or results, base)
+        # What the first call has left behind, workspaces of libraries, stays for good.
+        base = _base(chunks)
+        return _filled(replace(row, base_gib=base / GIB), schedule, results[1:] or results, base)
 
 
 def _filled(row: Row, schedule: Any, results: Sequence[_Peaks], base: float) -> Row:
@@ -155,7 +157,9 @@ def _filled(row: Row, schedule: Any, results: Sequence[_Peaks], base: float) -> 
     if report is not None and report.memory is not None:  # of the policies that really ran
         memory = report.memory
         row = replace(
-            row, predicted_gib=memory.peak / GIB, predicted_wave_gib=memory.wave_peak / GIB
+            row,
+            predicted_gib=memory.within(report.room_bytes) / GIB,
+            predicted_wave_gib=memory.wave_peak / GIB,
         )
     offloader = schedule._memory._offloader if report is not None else None
     return replace(

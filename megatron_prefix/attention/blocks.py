@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 from megatron_prefix.tree import Segment
 
+PIECE_ROWS = 1 << 15
+"""Most keys that one call of a kernel sees without a mask, on one rank (cache.py)."""
+
 
 class Block(NamedTuple):
     """Keys [0, stop) of the buffer whose chain begins at segment `head`, seen without a mask."""

@@ -144,8 +144,14 @@ class ShardedCache(SidecarCache):
         self._views[layer, block] = Pending((), (key, value))
         return key, value
 
-    def add_gradient(self, layer: int, block: Block, key_grad: Tensor, value_grad: Tensor) -> None:
-        """Adds a wave's gK, gV of a view (shapes of `read`)."""
+    def pieces(self, block: Block) -> list[slice]:
+        """One: a whole view, whose gradients leave in one message."""
+        return [slice(0, self.parts * block.stop)]
+
+    def add_gradient(
+        self, layer: int, block: Block, key_grad: Tensor, value_grad: Tensor, start: int = 0
+    ) -> None:
+        """Adds a wave's gK, gV of a view (shapes of `read`), which is one piece."""
         self._open(layer, block)
         if not self._once:
             self._settle(layer, block.head)

@@ -91,6 +91,11 @@ def segment_attention(
     return out.flatten(1).unsqueeze(1)
 
 
+def _pieces(context: SegmentContext) -> list[tuple[Block, slice]]:
+    """What a segment's queries see without a mask, kernel call by kernel call."""
+    return [(block, rows) for block in context.blocks for rows in context.cache.pieces(block)]
+
+
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
@@ -110,7 +115,10 @@ class _SegmentAttention(torch.autograd.Function):
         own = own_rows(cache, kernel, query, key, value, scale, context.lengths)
         cache.prefetch(layer, context.blocks)
         cache.prefetch(layer - 1 if context.backward else layer + 1, context.blocks)
-        dense = [kernel.dense(query, *cache.read(layer, b), scale) for b in context.blocks]
+        dense = []
+        for block, rows in _pieces(context):
+            seen, values = cache.read(layer, block)
+            dense.append(kernel.dense(query, seen[rows], values[rows], scale))
         parts = [*own.forward(), *dense]
         out, lse = merge(parts)
         if not context.backward:  # else this is recomputation, and the layer's backward is next
@@ -130,14 +138,16 @@ class _SegmentAttention(torch.autograd.Function):
         own = own_rows(cache, kernel, query, key, value, scale, context.lengths)
         cache.prefetch(layer, context.blocks)
         cache.prefetch(layer - 1, context.blocks)
-        num_own = len(aux) - len(context.blocks)
+        pieces = _pieces(context)
+        num_own = len(aux) - len(pieces)
         query_grad = own.backward(out_grad, out, lse, aux[:num_own])
-        for block, block_aux in zip(context.blocks, aux[num_own:], strict=True):
-            more, block_key_grad, block_value_grad = kernel.dense_backward(
-                out_grad, query, *cache.read(layer, block), out, lse, block_aux, scale
+        for (block, rows), piece_aux in zip(pieces, aux[num_own:], strict=True):
+            seen, values = cache.read(layer, block)
+            more, seen_grad, values_grad = kernel.dense_backward(
+                out_grad, query, seen[rows], values[rows], out, lse, piece_aux, scale
             )
             query_grad = query_grad.add_(more)
-            cache.add_gradient(layer, block, block_key_grad, block_value_grad)
+            cache.add_gradient(layer, block, seen_grad, values_grad, rows.start)
         cache.release(layer)
         for waiting in context.ahead:
             waiting.prefetch(early=True)

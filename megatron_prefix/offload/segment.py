@@ -87,6 +87,10 @@ class Offloader:
         self.transfers.begin_step(expected)
         self.pool.begin_step(staged)
 
+    def end_step(self) -> None:
+        """After a step, also after one that failed."""
+        self.transfers.end_step()
+
     def segment(self, resident: set[int]) -> OffloadedSegment:
         """A segment's tensors.
 
@@ -152,6 +156,8 @@ class OffloadedSegment:
             entry.become(State.OFFLOADED)
             entry.mark, entry.tensor = mark, None
             self._owner.counts.stored += entry.num_bytes
+        del pairs, device
+        self._owner.transfers.keep_limit()
 
     def prefetch(self, *, early: bool = False) -> None:
         """Loads layers from the last one on, as far as there is room.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -34,6 +35,9 @@ class Transfers(Protocol):
             A mark for `load`.
         """
 
+    def keep_limit(self) -> None:
+        """Waits for copies to the host while more is in use than a limit allows."""
+
     def load(self, host: Tensor, stored: Any) -> tuple[Tensor, Any]:
         """Copies to the device what `store` has brought away.
 
@@ -43,6 +47,9 @@ class Transfers(Protocol):
 
     def wait(self, loaded: Any) -> None:
         """Lets what is computed from here on see a loaded tensor; the host does not wait."""
+
+    def end_step(self) -> None:
+        """Lets go of what was loaded and not waited for."""
 
     def room(self, *, as_planned: bool = False) -> float:
         """Bytes that can still be allocated.
@@ -73,12 +80,18 @@ class HostTransfers:
         for device, host in pairs:
             host.copy_(device)
 
+    def keep_limit(self) -> None:
+        """See `Transfers.keep_limit`."""
+
     def load(self, host: Tensor, stored: None) -> tuple[Tensor, None]:
         """See `Transfers.load`."""
         return host.clone(), None
 
     def wait(self, loaded: None) -> None:
         """See `Transfers.wait`."""
+
+    def end_step(self) -> None:
+        """See `Transfers.end_step`."""
 
     def room(self, *, as_planned: bool = False) -> float:
         """See `Transfers.room`."""
@@ -88,9 +101,11 @@ class HostTransfers:
 class CudaTransfers:
     """Side streams, one for each direction, beside the stream that computes.
 
-    Device memory on both ways belongs to the computing stream's pool and is marked as used by the
-    side stream, so the allocator hands it out again only when the copy has ended; where it runs
-    out of memory it waits for such copies before it gives up.
+    Device memory on both ways belongs to the computing stream's pool.  What is stored is marked as
+    used by the side stream, so the allocator hands it out again only when the copy has ended; where
+    it runs out of memory, and here where a limit is exceeded, such copies are waited for.  What is
+    loaded is held until the computing stream waits for it, and is free after its last use without
+    a mark: the host runs ahead of the device, and with one no layer's memory would serve the next.
 
     Args:
         device: a CUDA device.
@@ -104,6 +119,8 @@ class CudaTransfers:
         self._device, self._limit = device, limit
         self._base = self._expected = 0.0
         self._storing, self._loading = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._stored: collections.deque[torch.cuda.Event] = collections.deque()
+        self._loaded: dict[int, tuple[torch.cuda.Event, Tensor]] = {}
 
     def begin_step(self, expected: float) -> None:
         """See `Transfers.begin_step`."""
@@ -120,7 +137,16 @@ class CudaTransfers:
             for device, host in pairs:
                 host.copy_(device, non_blocking=True)
                 device.record_stream(self._storing)
-        return self._storing.record_event()
+        mark = self._storing.record_event()
+        if self._limit is not None:
+            self._stored.append(mark)
+        return mark
+
+    def keep_limit(self) -> None:
+        """See `Transfers.keep_limit`."""
+        while self._stored and self.room() < 0:
+            self._stored.popleft().synchronize()
+            torch.empty(1, device=self._device)  # the allocator looks for ended copies when asked
 
     def load(self, host: Tensor, stored: torch.cuda.Event) -> tuple[Tensor, torch.cuda.Event]:
         """See `Transfers.load`."""
@@ -130,12 +156,20 @@ class CudaTransfers:
         self._loading.wait_event(stored)
         with torch.cuda.stream(self._loading):
             device.copy_(host, non_blocking=True)
-            device.record_stream(self._loading)
-        return device, self._loading.record_event()
+        mark = self._loading.record_event()
+        self._loaded[id(mark)] = mark, device
+        return device, mark
 
     def wait(self, loaded: torch.cuda.Event) -> None:
         """See `Transfers.wait`."""
         torch.cuda.current_stream(self._device).wait_event(loaded)
+        self._loaded.pop(id(loaded), None)
+
+    def end_step(self) -> None:
+        """See `Transfers.end_step`."""
+        for mark, _ in list(self._loaded.values()):
+            self.wait(mark)
+        self._stored.clear()
 
     def room(self, *, as_planned: bool = False) -> float:
         """See `Transfers.room`."""

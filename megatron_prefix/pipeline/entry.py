@@ -26,6 +26,7 @@ from megatron_prefix.cache import SidecarCache
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.batch import BatchAdapter, SegmentInputs, TensorBatchAdapter
 from megatron_prefix.install import install
+from megatron_prefix.offload.transfers import free_bytes
 from megatron_prefix.pipeline import channels, gradients, lockstep, ordering
 from megatron_prefix.pipeline.actions import Action, Plan
 from megatron_prefix.pipeline.beside import Beside
@@ -167,7 +168,9 @@ class PrefixSchedule:
         models, groups, config = call.models, call.groups, call.contract.config
         device, is_last = device_of(models), groups.pp.rank() == groups.pp.size() - 1
         report.stopwatch = Stopwatch(groups.pp, device) if self.measures else None
-        report.base_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        if device.type == "cuda":
+            report.base_bytes = torch.cuda.memory_allocated(device)
+            report.room_bytes = free_bytes(device, self.config.memory_budget)
         if self.config.memory == "auto" and not call.forward_only:
             report.plan = self._memory.chosen(report.plan, call.beside, models, groups)
         with _timed(config), channels.closing_on_failure(groups.pp):

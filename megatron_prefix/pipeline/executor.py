@@ -122,6 +122,8 @@ class Executor:
                 stage.offloads.clear()
                 stage.ahead.clear()
                 stage.cache.clear()
+            if self._offloader is not None:
+                self._offloader.end_step()
 
     def _context(self, index: int, stage: Stage, backward: bool = False) -> SegmentContext:
         segment = self._plan.segments[index]

@@ -29,6 +29,7 @@ class Footprint:
         head: what follows the last layer where there is loss: norm, logits, cross entropy.
         stage_input: what a stage receives, and what it sends.
         temporary: what is neither saved nor kept, at the moment when it is most.
+        seen: what a key of an ancestor takes while its gradients are computed, in one layer.
         head_temporary: the same in the output layer.
         head_weight: bytes, not per row: the gradient of the output layer's weight, for a moment.
         num_layers: of a model chunk.
@@ -46,6 +47,7 @@ class Footprint:
     head: float
     stage_input: float
     temporary: float
+    seen: float
     head_temporary: float
     num_layers: int
     head_weight: float = 0.0
@@ -204,7 +206,7 @@ def _count(
     return Footprint(
         inner=inner, wave=wave, again=again, kv=2 * keys * size, kv_grad=2 * keys * wide,
         norm=last_norm, head=last_norm + hidden * size + loss, stage_input=hidden * size,
-        temporary=(mlp + 2 * hidden) * size,
+        temporary=(mlp + 2 * hidden) * size, seen=2 * (queries + keys) * size,
         head_temporary=0.0 if form.fused_loss else logits * (size + wide),
         num_layers=num_layers, head_weight=logits * shape.hidden * size, parts=parts, sums=sums,
         keeps_outputs=keeps_outputs,

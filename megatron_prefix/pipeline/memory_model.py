@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_prefix.attention.blocks import buffer_map
+from megatron_prefix.attention.blocks import PIECE_ROWS, buffer_map
 from megatron_prefix.pipeline.actions import Action, Plan
 from megatron_prefix.pipeline.footprint import Footprint
 
@@ -51,6 +51,11 @@ class RankMemory:
     wave_peak: float
     staged: float
     held: tuple[tuple[int, float], ...]
+
+    def within(self, room: float) -> float:
+        """What the peak will be where `room` bytes may be used: nobody waits for copies to the host
+        before memory is short, so at most all that is offloaded is on the device a while longer."""
+        return max(self.peak, min(room, self.cache_peak + self.staged))
 
 
 @functools.lru_cache(maxsize=16)
@@ -153,10 +158,16 @@ class _Play:
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
         first, last = self._ends(rank, action)
         rows, one = self.rows[action.segment], self.one
-        temporary = one.temporary + (one.head_temporary if last and segment.scored else 0.0)
+        seen = [block.stop * one.parts for block in self.map.blocks[action.segment]]
+        piece = max(seen, default=0) if one.parts > 1 else min(max(seen, default=0), PIECE_ROWS)
+        temporary = rows * one.temporary + one.seen * piece
         if one.parts > 1:  # views of two layers' ancestors, gathered
-            seen = sum(block.stop for block in self.map.blocks[action.segment])
-            temporary += 2 * one.parts * one.kv * seen / max(rows, 1)
+            temporary += 2 * one.kv * sum(seen)
+        if last and segment.scored:
+            head = rows * one.head_temporary
+            if action.kind == "B":  # the layers' turn comes when the head is through
+                head, temporary = head + one.head_weight, temporary - rows * one.head
+            temporary = max(head, temporary)
         layer = one.inner if segment.inner else one.wave
         again = 0.0
         if policy == "offload":
@@ -168,5 +179,4 @@ class _Play:
             if policy == "recompute":
                 whole = one.kept("retain", segment.inner, segment.scored, first, last)
                 again += whole - (0.0 if first else one.stage_input)
-        weight = one.head_weight if last and segment.scored and action.kind == "B" else 0.0
-        return rows * again, rows * temporary + weight
+        return rows * again, temporary

@@ -28,6 +28,7 @@ class StepReport:
         stopwatch: times of this rank's actions, in a step that was measured.
         memory: predicted of this rank, where the prefix schedule ran with gradients.
         base_bytes: allocated on the device when the step began.
+        room_bytes: what the step could still use then; 0 where nobody knows.
         cache_bytes: the most that K/V and gK/gV took at once.
         retried: memory ran out, and the step was made once more.
     """
@@ -40,13 +41,16 @@ class StepReport:
     stopwatch: Stopwatch | None = None
     memory: RankMemory | None = None
     base_bytes: int = 0
+    room_bytes: float = 0.0
     cache_bytes: int = 0
     retried: bool = False
 
     @property
     def predicted_peak(self) -> float | None:
         """Predicted peak of device memory in bytes, with what was there when the step began."""
-        return None if self.memory is None else self.base_bytes + self.memory.peak
+        return (
+            None if self.memory is None else self.base_bytes + self.memory.within(self.room_bytes)
+        )
 
     @property
     def measured_peak(self) -> int | None:

@@ -8,7 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from megatron_prefix import cache
+from megatron_prefix.attention.interface import Partial
+from megatron_prefix.attention.operators import MathKernel
 from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.models.presets import RopeScaling
@@ -74,6 +78,20 @@ def check(options: dict[str, Any], name: str = "tiny-llama") -> None:
         schedule = PrefixSchedule(PrefixConfig(**{**vars(config), "memory": memory}))
         steps.call(schedule, Contract().step, model, items())
         steps.assert_gradients(steps.gradients(model), wanted, 100)
+
+
+def test_long_blocks_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "PIECE_ROWS", 4)
+    keys: list[int] = []
+    dense = MathKernel.dense
+
+    def counted(self: MathKernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
+        keys.append(len(k))
+        return dense(self, q, k, v, scale)
+
+    monkeypatch.setattr(MathKernel, "dense", counted)
+    check({})
+    assert max(keys) == 4 and min(keys) < 4
 
 
 @pytest.mark.parametrize("name", OPTIONS)

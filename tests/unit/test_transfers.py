@@ -8,6 +8,7 @@ was read.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,6 +40,7 @@ class Stream:
         while self.done < position:
             self.done += 1
             self.work[self.done - 1]()
+            self.work[self.done - 1] = lambda: None  # what is done refers to nothing
 
     def wait_stream(self, other: Stream | None) -> None:
         if other is not None:
@@ -59,6 +61,8 @@ class Event:
 
     def happen(self) -> None:
         self.stream.catch_up(self.position)
+
+    synchronize = happen
 
 
 class Computing:
@@ -134,7 +138,7 @@ def test_nothing_is_read_before_it_is_there(
             assert torch.equal(x.grad, expected_gradient(x))
         assert owner.pool.used_bytes == 0
     assert owner.pool.num_bytes > 0 == owner.pool.outside_bytes
-    assert streams["recorded"] == 2 * 9 * 7  # every storage, on both ways
+    assert streams["recorded"] == 9 * 7  # every storage, on its way to the host
 
 
 def test_two_segments_under_way_at_once(streams: dict[str, Any]) -> None:
@@ -161,6 +165,47 @@ def test_host_memory_given_on_while_its_loads_are_still_to_come(streams: dict[st
         for x, output in ((first, y), (second, z)):
             output.sum().backward()
             assert torch.equal(x.grad, expected_gradient(x))
+
+
+def test_what_is_loaded_lives_until_it_is_waited_for(streams: dict[str, Any]) -> None:
+    transfers = module.CudaTransfers(DEVICE)
+    host = torch.ones(4, dtype=torch.uint8)
+    stored = transfers.store([(host.clone(), torch.empty_like(host))])
+    loaded, mark = transfers.load(host, stored)
+    alive = weakref.ref(loaded)
+    del loaded
+    assert alive() is not None  # the copy into it is still to come
+    transfers.wait(mark)
+    assert alive() is None
+    alive = weakref.ref(transfers.load(host, stored)[0])
+    transfers.end_step()  # after a step that failed
+    assert alive() is None
+
+
+def test_stores_are_waited_for_where_a_limit_is_exceeded(
+    monkeypatch: pytest.MonkeyPatch, streams: dict[str, Any]
+) -> None:
+    used = {"bytes": 0.0}
+    monkeypatch.setattr(module, "_cuda_memory", lambda device: (100.0, 0.0, used["bytes"]))
+    transfers = module.CudaTransfers(DEVICE, limit=40.0)
+    transfers.begin_step(expected=0.0)
+    waited: list[float] = []
+
+    def synchronize(event: Event) -> None:
+        event.happen()
+        used["bytes"] -= 10
+        waited.append(used["bytes"])
+
+    monkeypatch.setattr(Event, "synchronize", synchronize)
+    for number in range(8):
+        used["bytes"] += 10  # each waits for its copy
+        transfers.store([(torch.ones(1), torch.empty(1))])
+        transfers.keep_limit()
+        assert len(waited) == max(0, number - 3)
+    transfers.end_step()
+    used["bytes"] = 200.0
+    transfers.keep_limit()  # nothing is left to wait for
+    assert len(waited) == 4
 
 
 def test_a_limit_counts_from_what_is_in_use_when_the_step_begins(
