@@ -1,4 +1,4 @@
-"""The script of the rows over NCCL, with an interpreter that only notes what it is asked to do."""
+"""The script of the rows over NCCL, with a torchrun that only notes what it is asked to do."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SCRIPT = REPOSITORY / "benchmarks" / "nccl_rows.sh"
 
 
 def run(folder: Path, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The script; what it asked of Python is in `folder/notes`."""
-    python = folder / "python"
-    python.write_text(f'#!/bin/sh\necho "$@" >>{folder}/notes\nexit {status}\n')
-    python.chmod(0o755)
+    """The script; what it asked of torchrun is in `folder/notes`."""
+    torchrun = folder / "torchrun"
+    torchrun.write_text(f'#!/bin/sh\necho "$@" >>{folder}/notes\nexit {status}\n')
+    torchrun.chmod(0o755)
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         ["bash", str(SCRIPT), str(folder / "out"), "--allow-refused"],
@@ -28,17 +28,18 @@ def run(folder: Path, status: int = 0, **environment: str) -> subprocess.Complet
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("gpus", "num"), [(2, 7), (4, 6)])
+@pytest.mark.parametrize(("gpus", "num"), [(2, 16), (4, 13)])
 def test_rows_fill_the_gpus_in_both_dtypes(tmp_path: Path, gpus: int, num: int) -> None:
     done = run(tmp_path, NGPU=str(gpus))
     assert done.returncode == 0, done.stderr
     known = {row.name: row for row in rows()}
     dtypes = []
     for line in (tmp_path / "notes").read_text().splitlines():
-        module, *arguments = line.removeprefix("-m ").split()
+        option, ranks, _, module, *arguments = line.split()
+        assert (option, ranks, module) == ("--nproc-per-node", str(gpus), "megatron_prefix")
         args = make_parser("matrix").parse_args(arguments)
-        assert (module, args.device, args.timeout) == ("megatron_prefix", "cuda", 90)
-        assert args.allow_refused and args.record == str(tmp_path / "out" / "rows.jsonl")
+        assert args.device == "cuda" and args.allow_refused
+        assert args.record == str(tmp_path / "out" / f"{args.dtype}.jsonl")
         assert len(args.only) == num
         assert all(known[name].layout_in().world_size == gpus for name in args.only)
         dtypes.append(args.dtype)
@@ -48,6 +49,14 @@ def test_rows_fill_the_gpus_in_both_dtypes(tmp_path: Path, gpus: int, num: int) 
 def test_a_failed_row_fails_the_script_and_the_other_dtype_runs(tmp_path: Path) -> None:
     assert run(tmp_path, status=1, NGPU="2").returncode == 1
     assert len((tmp_path / "notes").read_text().splitlines()) == 2
+
+
+def test_one_dtype_alone(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "float32.jsonl").write_text("of an earlier run")
+    assert run(tmp_path, NGPU="2", DTYPES="float32").returncode == 0
+    assert "--dtype float32" in (tmp_path / "notes").read_text()
+    assert not (tmp_path / "out" / "float32.jsonl").exists()
 
 
 def test_other_numbers_of_gpus_are_refused(tmp_path: Path) -> None:
