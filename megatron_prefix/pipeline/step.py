@@ -24,6 +24,9 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.segments import check_routes
 from megatron_prefix.tree import Forest, Pairs
 
+MESSAGE_NUMBERS = 1 << 13
+"""Of the one broadcast, 64 KiB: some 500 segments, more than a usual step has."""
+
 Builder = Callable[[Sequence[Pairs], Sequence[int], Sequence[int]], Forest]
 """(rollouts, their groups, their microbatches) -> the step's segments."""
 
@@ -174,12 +177,16 @@ def _whole_routes(
 
 
 def _broadcast(numbers: list[int], group: Any, device: torch.device) -> list[int]:
-    """The first stage's numbers on every stage."""
+    """The first stage's numbers on every stage: in one message, and a second for what is over."""
     if group.size() == 1:
         return numbers
     source = dist.get_process_group_ranks(group)[0]
-    count = torch.tensor([len(numbers)], device=device)
-    dist.broadcast(count, source, group=group)
-    values = torch.tensor(numbers or [0] * int(count), device=device)
-    dist.broadcast(values, source, group=group)
-    return values.tolist()
+    said = [len(numbers), *numbers[: MESSAGE_NUMBERS - 1]]
+    message = torch.tensor(said + [0] * (MESSAGE_NUMBERS - len(said)), device=device)
+    dist.broadcast(message, source, group=group)
+    count, *found = message.tolist()
+    if count < MESSAGE_NUMBERS:
+        return found[:count]
+    rest = torch.tensor(numbers[len(found) :] or [0] * (count - len(found)), device=device)
+    dist.broadcast(rest, source, group=group)
+    return found + rest.tolist()
