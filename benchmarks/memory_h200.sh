@@ -17,7 +17,7 @@ cost)
         --ways retain offload recompute auto --repeats 2 --kernel "${KERNEL:-cudnn}")
     ;;
 frontier)
-    arguments=(--shapes 233472:2048:2 --ways recompute --repeats 0 --chunk-tokens 1024
+    arguments=(--shapes 233472:2048:2 --ways recompute --repeats 0 --chunk-tokens 512
         --kernel "${KERNEL:-auto}")
     ;;
 *)

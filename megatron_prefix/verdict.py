@@ -159,7 +159,9 @@ class Errors:
 
 def _norms(values: Sequence[Tensor], truth: Tensor) -> tuple[float, float]:
     """How far the stock and the prefix schedule's values are from the truth."""
-    stock, ours = (float((value.double() - truth.double()).norm()) for value in values)
+    stock, ours = (
+        float(torch.linalg.vector_norm(value - truth, dtype=torch.float64)) for value in values
+    )
     return stock, ours
 
 
