@@ -51,6 +51,10 @@ def print_facts(title: str, facts: Mapping[str, str], *, stderr: bool = False) -
     print_rich(table, stderr=stderr)
 
 
+FILE_COLUMNS = 120
+"""Width of tables that go to a file."""
+
+
 def new_table(title: str) -> Table:
     """An empty table in the one style of all verbs."""
     from rich import box
@@ -67,7 +71,10 @@ def print_rich(*things: Any, stderr: bool = False) -> None:
         def on_broken_pipe(self) -> None:  # rich would exit with 1, our code for a failed check
             raise BrokenPipeError
 
-    Quiet(stderr=stderr, highlight=False).print(*things)
+    stream = sys.stderr if stderr else sys.stdout
+    # rich takes 80 columns for a file, and would cut numbers of our wider tables.
+    width = None if stream.isatty() or "COLUMNS" in os.environ else FILE_COLUMNS
+    Quiet(stderr=stderr, highlight=False, width=width).print(*things)
 
 
 def number(value: float) -> str:
