@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_prefix.pipeline.actions import Action, Plan
 from megatron_prefix.pipeline.planner import backward_order, closings
-from megatron_prefix.tree import Forest, Pairs, Row, Segment, TreeOptions
+from megatron_prefix.tree import Forest, Pairs, Row, Segment, TreeOptions, build
 
 
 def as_pairs(inputs: Sequence[int], labels: Sequence[int], trained: Sequence[bool]) -> Pairs:
@@ -99,6 +100,36 @@ def tree_options(draw: Any) -> TreeOptions:
     )
 
 
+def exact(**changes) -> TreeOptions:
+    """Nothing dissolved, nothing cut."""
+    return TreeOptions(**{"min_gain": 0, "wave_tokens": 0, **changes})
+
+
+def trees_of(rollouts: list[Pairs], groups: list[int], share: str) -> list[list[Pairs]]:
+    found = defaultdict(list)
+    for rollout, group in zip(rollouts, groups, strict=True):
+        found[group if share == "group" else 0].append(rollout)
+    return list(found.values())
+
+
+def is_prefix_tree(forest: Forest) -> None:
+    """F-order is a preorder, and every path runs through it from position 0 to the end."""
+    open_path: list[int] = []
+    for index, segment in enumerate(forest.segments):
+        while open_path and open_path[-1] != segment.parent:
+            open_path.pop()
+        assert segment.parent == (open_path[-1] if open_path else -1)
+        open_path.append(index)
+    for rollout, path in enumerate(forest.paths):
+        rows = [forest.segments[index].rows[number] for index, number in path]
+        ends = [0, *(row.end for row in rows)]
+        assert [row.start for row in rows] == ends[:-1]
+        assert ends[-1] == forest.num_positions[rollout]
+        assert all(row.length > 0 for row in rows)
+        parents = [forest.segments[index].parent for index, _ in path]
+        assert parents == [-1, *(index for index, _ in path[:-1])]
+
+
 def trie_size(rollouts: Sequence[Pairs], align: int = 1) -> int:
     """Positions of the trie of one tree, counted one by one; routes are a part of the pairs.
 
@@ -115,6 +146,13 @@ def trie_size(rollouts: Sequence[Pairs], align: int = 1) -> int:
             end = (position // align + 1) * align
             seen.add((position, pairs[:end] if end <= len(pairs) else (pairs, "whole")))
     return len(seen)
+
+
+def flat_forest(prefix=4, suffix=2, num=2, num_groups=1, **options) -> Forest:
+    """Flat groups, one rollout a wave."""
+    rollouts, groups = flat_rollouts(prefix, suffix, num, num_groups)
+    given = {"min_gain": 0, "wave_tokens": suffix, **options}
+    return build(rollouts, groups, TreeOptions(**given))
 
 
 def random_forest(rng: random.Random, depth: int = 3) -> Forest:
@@ -181,6 +219,16 @@ def ruled_plan(
             program.append(Action("B", index))
         programs.append(tuple(program))
     return Plan(forest.segments, tuple(programs))
+
+
+def interleaved(forest: Forest, num_ranks: int, num_chunks: int) -> Plan:
+    """All forwards, then all backwards: a valid plan for virtual stages."""
+    backwards = [a.segment for a in ruled_plan(forest).programs[0] if a.kind == "B"]
+    program = [
+        Action("F", i, chunk) for chunk in range(num_chunks) for i in range(len(forest.segments))
+    ]
+    program += [Action("B", i, chunk) for chunk in reversed(range(num_chunks)) for i in backwards]
+    return Plan(forest.segments, (tuple(program),) * num_ranks, num_chunks)
 
 
 def with_programs(plan: Plan, programs: Sequence[Sequence[str]]) -> Plan:

@@ -1,0 +1,228 @@
+"""What holds for every forest: coverage, alignment, chunks, waves, loss, and what is shared."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.segments import MOST_EXPERTS
+from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
+from tests.harness.trees import (
+    as_pairs,
+    exact,
+    is_prefix_tree,
+    rollout_sets,
+    tree_options,
+    trees_of,
+    trie_size,
+    with_routes,
+)
+
+# Invariants of every forest -----------------------------------------------------------------------
+
+
+@given(rollout_sets(), tree_options())
+@settings(max_examples=150)
+def test_every_rollout_is_covered_once_in_order(sets, options) -> None:
+    is_prefix_tree(build(*sets, options))
+
+
+@given(rollout_sets(), tree_options())
+@settings(max_examples=100)
+def test_shared_rows_hold_the_same_pairs_and_one_tree_each(sets, options) -> None:
+    rollouts, groups = sets
+    forest = build(rollouts, groups, options)
+    tree_of_group = {}
+    for segment in forest.segments:
+        for row in segment.rows:
+            first = rollouts[row.rollouts[0]]
+            for member in row.rollouts:
+                for name in ("inputs", "labels"):
+                    mine = getattr(rollouts[member], name)[row.start : row.end]
+                    assert np.array_equal(mine, getattr(first, name)[row.start : row.end])
+                if options.share == "group":
+                    assert tree_of_group.setdefault(segment.tree, groups[member]) == groups[member]
+
+
+@given(rollout_sets(), tree_options(), st.data())
+@settings(max_examples=60)
+def test_positions_are_shared_as_far_as_their_routes_agree(sets, options, data) -> None:
+    rollouts, groups = sets
+    options = replace(options, min_gain=0, loss_in_leaves=False)
+    parts = [data.draw(st.integers(0, 2 * len(rollout))) for rollout in rollouts]
+    routed = with_routes(rollouts, layers=2, experts=8, parts=parts)
+    forest = build(routed, groups, options)
+    trees = trees_of(routed, groups, options.share)
+    assert forest.executed_tokens == sum(trie_size(tree, options.align) for tree in trees)
+    free = build(rollouts, groups, options)
+    assert forest.unshared_by_routes == forest.executed_tokens - free.executed_tokens
+    assert free.unshared_by_routes == 0
+    assert Forest.from_ints(forest.to_ints()) == forest
+    for segment in forest.segments:
+        for row in segment.rows:
+            taken = [routed[member].routes[row.start : row.end] for member in row.rollouts]
+            assert all(np.array_equal(taken[0], other) for other in taken)
+
+
+def test_routes_that_no_model_can_follow_are_refused() -> None:
+    rollout = as_pairs([1, 2, 3], [2, 3, 4], [True] * 3)
+
+    def routed(*values: int, shape: tuple[int, ...] = (3, 1, 1)) -> Pairs:
+        return replace(rollout, routes=np.resize(values, shape))
+
+    build([routed(0, MOST_EXPERTS - 1)] * 2)
+    for bad, words in (
+        ([routed(0), rollout], r"several shapes \(.*\): give all or none"),
+        ([routed(0), routed(0, shape=(3, 2, 1))], "several shapes"),
+        ([routed(0, shape=(2, 1, 1))], r"rollout 0: routes \[2, 1, 1\] for 3 positions"),
+        ([routed(0, shape=(3, 1))], r"give \[positions, layers, topk\]"),
+        ([routed(0), routed(-1)], "rollout 1: routes from -1 to -1"),
+        ([routed(MOST_EXPERTS)], f"0 to {MOST_EXPERTS - 1}"),
+    ):
+        with pytest.raises(UserError, match=words):
+            build(bad)
+
+
+@given(rollout_sets(), tree_options())
+@settings(max_examples=100)
+def test_boundaries_are_aligned_and_inner_segments_are_not_padded(sets, options) -> None:
+    forest = build(*sets, options)
+    assert forest.align == options.align
+    for segment in forest.segments:
+        for row in segment.rows:
+            assert row.start % options.align == 0
+            assert row.padded % options.align == 0
+            assert 0 <= row.padded - row.length < options.align
+        if segment.inner:
+            (row,) = segment.rows
+            assert row.padded == row.length
+        assert segment.inner == any(
+            other.parent == index
+            for index, mine in enumerate(forest.segments)
+            if mine is segment
+            for other in forest.segments
+        )
+
+
+@given(rollout_sets(), tree_options())
+@settings(max_examples=100)
+def test_chunks_keep_the_limit_and_extend_their_parent(sets, options) -> None:
+    forest = build(*sets, options)
+    limit = options.chunk_tokens // options.align * options.align
+    for segment in forest.segments:
+        for row in segment.rows if limit else ():
+            first = min(forest.first_trained[member] for member in row.rollouts)
+            # Only a leaf kept whole for its loss may be longer, and it starts where the loss does.
+            whole = options.loss_in_leaves and not segment.inner and first < row.end
+            assert row.length <= limit or (
+                whole and row.start // options.align == first // options.align
+            )
+        if segment.extends:
+            parent = forest.segments[segment.parent]
+            assert segment.inner and parent.inner and limit
+            assert parent.rows[0].rollouts == segment.rows[0].rollouts
+            assert sum(other.parent == segment.parent for other in forest.segments) == 1
+
+
+@given(rollout_sets(), tree_options())
+@settings(max_examples=100)
+def test_waves_hold_siblings_within_the_budget(sets, options) -> None:
+    forest = build(*sets, options)
+    for segment in forest.segments:
+        assert len({row.start for row in segment.rows}) == 1
+        if len(segment.rows) > 1 and options.wave_tokens:
+            assert segment.num_rows <= options.wave_tokens
+        if not options.wave_tokens and not segment.inner:
+            waves = [s for s in forest.segments if not s.inner and s.parent == segment.parent]
+            assert len([s for s in waves if s.tree == segment.tree]) == 1
+
+
+@given(rollout_sets(), tree_options())
+@settings(max_examples=100)
+def test_scored_segments_reach_a_trained_position(sets, options) -> None:
+    rollouts, groups = sets
+    forest = build(rollouts, groups, options)
+    for segment in forest.segments:
+        reached = [
+            row.end > rollouts[m].first_trained for row in segment.rows for m in row.rollouts
+        ]
+        assert segment.scored == any(reached)
+    for rollout, path in enumerate(forest.paths):
+        rows = [forest.segments[index].rows[number] for index, number in path]
+        first = rollouts[rollout].first_trained
+        assert forest.cut(rollout) == next(row.start for row in rows if row.end > first)
+
+
+@given(rollout_sets(), tree_options())
+@settings(max_examples=150)
+def test_loss_in_leaves_shares_trained_positions_with_copies_only(sets, options) -> None:
+    rollouts, groups = sets
+    options = TreeOptions(**{**vars(options), "loss_in_leaves": True})
+    forest = build(rollouts, groups, options)
+    for segment in forest.segments:
+        for row in segment.rows:
+            if any(row.end > rollouts[member].first_trained for member in row.rollouts):
+                assert not segment.inner
+                assert len({rollouts[member].inputs.tobytes() for member in row.rollouts}) == 1
+
+
+# What is shared -----------------------------------------------------------------------------------
+
+
+@given(rollout_sets(), st.sampled_from([1, 1, 2, 3, 4, 8, 16]), st.sampled_from(["group", "batch"]))
+@settings(max_examples=150)
+def test_executed_tokens_are_those_of_the_trie(sets, align, share) -> None:
+    rollouts, groups = sets
+    forest = build(rollouts, groups, exact(align=align, share=share))
+    trees = trees_of(rollouts, groups, share)
+    assert forest.executed_tokens == sum(trie_size(tree, align) for tree in trees)
+    assert forest.raw_tokens == sum(map(len, rollouts))
+
+
+@given(rollout_sets(), tree_options())
+@settings(max_examples=100)
+def test_cutting_chunks_and_waves_changes_no_sharing(sets, options) -> None:
+    uncut = TreeOptions(**{**vars(options), "chunk_tokens": 0, "wave_tokens": 0})
+    assert build(*sets, options).executed_tokens == build(*sets, uncut).executed_tokens
+
+
+@given(rollout_sets(), st.integers(0, 40), st.sampled_from([1, 2, 4]))
+@settings(max_examples=100)
+def test_dissolving_leaves_only_segments_that_save_enough(sets, min_gain, align) -> None:
+    rollouts, groups = sets
+    forest = build(rollouts, groups, exact(min_gain=min_gain, align=align))
+    least = build(rollouts, groups, exact(align=align)).executed_tokens
+    # Copies share their leaf whatever the gain; nothing else may fall back to more than that.
+    most = sum(len({(r.inputs.tobytes(), r.labels.tobytes()) for r in tree} and tree) and sum(
+        len(one) for one in {(r.inputs.tobytes(), r.labels.tobytes()): r for r in tree}.values()
+    ) for tree in trees_of(rollouts, groups, "group"))  # fmt: skip
+    assert least <= forest.executed_tokens <= most
+    for index, segment in enumerate(forest.segments):
+        if segment.inner:
+            below = [s for s in forest.segments if s.parent == index]
+            children = [row for s in below for row in s.rows]
+            carried = {member for row in children for member in row.rollouts}
+            branches = len(children) + (carried != set(segment.rows[0].rollouts))
+            assert (branches - 1) * segment.rows[0].length >= min_gain
+    if min_gain > 40 * len(rollouts):
+        assert not any(segment.inner for segment in forest.segments)
+
+
+@given(rollout_sets(), tree_options(), st.randoms(use_true_random=False))
+@settings(max_examples=100)
+def test_sharing_does_not_depend_on_the_order_of_rollouts(
+    sets, options, rng: random.Random
+) -> None:
+    rollouts, groups = sets
+    order = list(range(len(rollouts)))
+    rng.shuffle(order)
+    shuffled = build([rollouts[i] for i in order], [groups[i] for i in order], options)
+    straight = build(rollouts, groups, options)
+    assert shuffled.executed_tokens == straight.executed_tokens
+    assert shuffled.max_depth == straight.max_depth
