@@ -26,12 +26,10 @@ from megatron_prefix.data.batch import BatchAdapter, SegmentInputs
 from megatron_prefix.install import Hooks
 from megatron_prefix.offload.segment import OffloadedSegment, Offloader, addresses
 from megatron_prefix.pipeline.actions import Action, Plan
+from megatron_prefix.pipeline.memory import BACKWARDS_AHEAD
 from megatron_prefix.pipeline.p2p import Links
 from megatron_prefix.pipeline.scoring import Scorer
 from megatron_prefix.router.ledger import RouterLedger
-
-BACKWARDS_AHEAD = 4
-"""Backwards in a row before an offloaded segment's own in which its tensors may be loaded."""
 
 
 @dataclass

@@ -13,6 +13,9 @@ from megatron_prefix.pipeline.footprint import Footprint
 from megatron_prefix.pipeline.memory_model import RankMemory, predict
 from megatron_prefix.tree import Segment
 
+BACKWARDS_AHEAD = 4
+"""Backwards in a row before an offloaded segment's own in which its tensors may be loaded."""
+
 
 def policies(segments: Sequence[Segment], memory: str) -> tuple[str, ...]:
     """The policy of every segment of a step, or () where all retain.
@@ -60,8 +63,9 @@ def automatic(
 
     While a rank's predicted peak is above `free`, inner segments that it holds at that moment give
     way, those first whose bytes are cheapest: "recompute" costs a forward; "offload" costs what of
-    its transfers does not hide behind the computation between the segment's forward and the end of
-    its backward. All ranks of a pipeline get the same answer, since all of it is in the arguments.
+    its stores does not hide behind the computation between the segment's forward and its backward,
+    and of its loads behind that backward and those right before it. All ranks of a pipeline get the
+    same answer, since all of it is in the arguments.
 
     Args:
         plan: whose own policies do not count.
@@ -98,8 +102,8 @@ class _Choice:
         self._options = ("recompute", "offload") if may_offload else ("recompute",)
         share = 1 / (plan.num_ranks * footprint.parts * rates.flops)
         self._seconds = [cost.segment(segment) * share for segment in plan.segments]
-        self._hidden = {rank: self._between(rank) for rank in range(plan.num_ranks)}
-        self._on_link = 0.0  # seconds that the link is busy for segments chosen so far
+        self._hidden = {rank: self._windows(rank) for rank in range(plan.num_ranks)}
+        self._on_link = 0.0  # seconds that stores of segments chosen so far take
 
     def give(self, rank: int, memory: RankMemory, excess: float) -> bool:
         """Changes policies of segments that a rank holds at its peak; whether any was left."""
@@ -119,7 +123,7 @@ class _Choice:
             size = self._size(index)
             self._set(index, policy)
             if policy == "offload":
-                self._on_link += 2 * size / self._rates.link
+                self._on_link += size / self._rates.link
             excess -= size
             if excess <= 0:
                 break
@@ -130,8 +134,10 @@ class _Choice:
         size = max(self._size(index), 1.0)
         prices = {"recompute": self._seconds[index]}
         if "offload" in self._options:
-            busy = self._on_link + 2 * size / self._rates.link
-            prices["offload"] = max(0.0, busy - self._hidden[rank].get(index, 0.0))
+            copy = size / self._rates.link
+            between, loading = self._hidden[rank].get(index, (0.0, 0.0))
+            waits = max(0.0, self._on_link + copy - between), max(0.0, copy - loading)
+            prices["offload"] = sum(waits)
         policy = min(prices, key=prices.__getitem__)
         return prices[policy] / size, index, policy
 
@@ -146,16 +152,20 @@ class _Choice:
         found[index] = policy
         self.plan = replace(self.plan, policies=tuple(found))
 
-    def _between(self, rank: int) -> dict[int, float]:
-        """Per inner segment what a rank computes from its forward to the end of its backward."""
+    def _windows(self, rank: int) -> dict[int, tuple[float, float]]:
+        """Per inner segment what a rank computes from its forward to its backward, and while the
+        segment may be loaded: in its backward and those right before it."""
         program, share = self.plan.programs[rank], 1 / self.plan.num_chunks
-        lengths = (
+        lengths = [
             self._seconds[action.segment] * share * (1 if action.kind == "F" else 2)
             for action in program
-        )
+        ]
         ends = dict(zip(program, itertools.accumulate(lengths), strict=True))
-        return {
-            action.segment: ends[action._replace(kind="B")] - end
-            for action, end in ends.items()
-            if action.kind == "F" and self.plan.segments[action.segment].inner
-        }
+        found = {}
+        for place, action in enumerate(program):
+            if action.kind == "B" and self.plan.segments[action.segment].inner:
+                before = program[max(0, place - BACKWARDS_AHEAD) : place]
+                row = len([*itertools.takewhile(lambda a: a.kind == "B", reversed(before))])
+                between = ends[action] - lengths[place] - ends[action._replace(kind="F")]
+                found[action.segment] = between, sum(lengths[place - row : place + 1])
+        return found

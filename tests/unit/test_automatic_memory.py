@@ -59,16 +59,16 @@ def test_the_cheaper_way_is_taken() -> None:
 
 
 def test_a_link_hides_only_what_fits_behind_the_computation() -> None:
-    """Between what one segment hides and what all of them would need."""
+    """Stores behind all waves, loads behind the last wave's backward and the prompt's own."""
     plan = plan_of(num_groups=1, num=16)
     size = 10240 * FOOTPRINT.inner * 32
-    waves = sum(COST.segment(segment) for segment in plan.segments[1:]) * 3 / FAST.flops
-    own = 2 * COST.segment(plan.segments[0]) / FAST.flops
-    link = 2 * size / (waves + own)
+    prompt, *waves = (COST.segment(segment) / FAST.flops for segment in plan.segments)
     free = peak(plan, ()) - 1
-    assert chosen(plan, free, Rates(FAST.flops, 1.01 * link))[0] == "offload"
-    half = 2 * size / (waves + own + 2 * COST.segment(plan.segments[0]) / FAST.flops)
-    assert chosen(plan, free, Rates(FAST.flops, half))[0] == "recompute"
+    loading = 2 * (prompt + waves[-1])
+    assert chosen(plan, free, Rates(FAST.flops, 1.01 * size / loading))[0] == "offload"
+    # Up to the time of the forward that "recompute" would run again, waiting is cheaper.
+    assert chosen(plan, free, Rates(FAST.flops, 1.01 * size / (loading + prompt)))[0] == "offload"
+    assert chosen(plan, free, Rates(FAST.flops, 0.99 * size / (loading + prompt)))[0] == "recompute"
 
 
 def test_only_as_many_segments_give_way_as_must() -> None:
