@@ -1,0 +1,64 @@
+"""The command line, called in the test's process or in one of its own, and rows to feed it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_prefix.cli.main import main
+from tests.harness import data
+
+BUNDLED = str(data.BUNDLED)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command line."""
+    try:
+        code = main(list(arguments))
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def result(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    """What a verb prints with --json, which is all that it prints."""
+    code, out, err = run(capsys, *arguments, "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def failure(capsys: pytest.CaptureFixture[str], *arguments: str, out: str = "") -> str:
+    """The one line on stderr with which a command line fails."""
+    code, printed, err = run(capsys, *arguments)
+    assert (code, printed) == (2, out)
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    return err[:-1]
+
+
+def command(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_prefix", *arguments],
+        cwd=data.REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        **options,
+    )
+
+
+def row(**changes) -> str:
+    fields = {
+        "group": "g",
+        "uid": "0",
+        "tokens": [1, 2, 3],
+        "prompt_len": 1,
+        "loss": [[1, 3]],
+        "reward": 1.0,
+    }
+    return json.dumps({key: v for key, v in {**fields, **changes}.items() if v is not None}) + "\n"

@@ -1,0 +1,123 @@
+"""The command line: the verb `show`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron_prefix.pipeline.actions import Plan
+from tests.harness import data
+from tests.harness.command_line import BUNDLED, failure, result, run
+from tests.harness.trees import cells, with_programs
+
+
+@pytest.fixture
+def plan_file(capsys, tmp_path) -> Path:
+    path = tmp_path / "plan.csv"
+    run(capsys, "plan", BUNDLED, "--pp", "2", "--csv", str(path))
+    return path
+
+
+def edited(path: Path, rank: int, edit) -> None:
+    """Rewrites a plan file with one rank's cells changed."""
+    plan = Plan.from_csv(path.read_text())
+    programs = cells(plan)
+    edit(programs[rank])
+    path.write_text(with_programs(plan, programs).to_csv())
+
+
+def test_show_json_agrees_with_plan(capsys, plan_file) -> None:
+    shown = result(capsys, "show", str(plan_file))
+    planned = result(capsys, "plan", BUNDLED, "--pp", "2")
+    for key in (
+        "makespan",
+        "bubble_fraction",
+        "peak_live_tokens",
+        "num_actions",
+        "segments",
+        "rollouts",
+        "raw_tokens",
+        "executed_tokens",
+        "max_depth",
+    ):
+        assert shown[key] == planned[key], key
+    assert (shown["num_ranks"], shown["num_chunks"], shown["trees"]) == (2, 1, 8)
+    assert len(shown["bubble_fractions"]) == len(shown["peak_live_tokens_per_rank"]) == 2
+
+
+def test_show_cuts_the_grid_to_the_terminal(capsys, plan_file, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    code, out, err = run(capsys, "show", str(plan_file))
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("stage 0  F0  F1")
+    assert all(len(line) <= 60 for line in lines)
+    program = Plan.from_csv(plan_file.read_text()).programs[0]
+    shown = [word for word in lines[0].split() if word[0] in "FB"]
+    assert shown == [str(action) for action in program[: len(shown)]]
+    assert lines[0].endswith(f"... {len(program) - len(shown)} more")
+    assert "bubble" in out
+
+
+def test_show_full_prints_every_action(capsys, plan_file, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    _, out, _ = run(capsys, "show", str(plan_file), "--full")
+    plan = Plan.from_csv(plan_file.read_text())
+    for rank, program in enumerate(plan.programs):
+        rows = [line.split()[2:] for line in out.splitlines() if line.startswith(f"stage {rank} ")]
+        assert [cell for row in rows for cell in row] == [str(action) for action in program]
+
+
+def test_show_draws(capsys, plan_file, tmp_path) -> None:
+    svg = tmp_path / "shown.svg"
+    assert run(capsys, "show", str(plan_file), "--svg", str(svg))[0] == 0
+    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+    assert "plan.csv" in svg.read_text()
+
+
+def test_show_marks_the_bad_cell_of_an_invalid_plan(capsys, plan_file, tmp_path) -> None:
+    edited(plan_file, 1, lambda cells: cells.insert(0, cells.pop(1)))
+    svg = tmp_path / "shown.svg"
+    code, out, err = run(capsys, "show", str(plan_file), "--svg", str(svg))
+    assert code == 2
+    assert err == (
+        f"megatron-prefix show: {plan_file}: rank 1, place 0: F1 runs before the forward of its"
+        " parent 0\n"
+    )
+    marked = [line for line in out.splitlines() if ">F1<" in line]
+    assert [line[-8:] for line in marked] == ["<-- here"]
+    assert not svg.exists()
+    assert failure(capsys, "show", str(plan_file), "--json") == err[:-1]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("\n1,0,0,", "\n1,-1,0,", "segment 1: a row starts at"),
+        ("rank 0,F0", "rank 0,X0", "'X0' is not an action"),
+        ("plan,1,2,1", "plan,1,3,1", "expected 'rank 0', found"),
+    ],
+)
+def test_show_refuses_broken_files(capsys, plan_file, old, new, message) -> None:
+    text = plan_file.read_text()
+    assert old in text
+    plan_file.write_text(text.replace(old, new, 1))
+    assert message in failure(capsys, "show", str(plan_file))
+
+
+def test_a_reader_that_goes_away_is_met_quietly(plan_file) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "megatron_prefix", "show", str(plan_file), "--full"],
+        cwd=data.REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        err = process.stderr.read()
+    assert (process.returncode, err) == (141, b"")
