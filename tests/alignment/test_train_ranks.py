@@ -1,0 +1,124 @@
+"""Training runs on several ranks make the same updates as on one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_prefix.data.rollouts import Group
+from megatron_prefix.errors import UserError
+from megatron_prefix.jobs import ModelOptions
+from megatron_prefix.numerics import assert_close
+from megatron_prefix.rl import compare
+from megatron_prefix.runtime import Layout
+from tests.harness.training import bundled, metrics_of, settings, train
+
+
+@pytest.mark.parametrize("loss_mean", ["token", "rollout"])
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_data_parallel_ranks_make_the_same_update(
+    tmp_path: Path, loss_mean: str, mode: str
+) -> None:
+    """Groups of different sizes: ranks have different numbers of rollouts and of tokens."""
+    groups = bundled()[:2]
+    assert len({len(group.rollouts) for group in groups}) == 2
+    job = settings(mode=mode, loss_mean=loss_mean, clip_grad=0.0)
+    found = [
+        train(
+            tmp_path / f"dp{dp}",
+            1,
+            job,
+            groups,
+            layout=Layout(dp=dp),
+            look=lambda trainer: compare.gradients(trainer.chunks),
+        )
+        for dp in (1, 2)
+    ]
+    num_tokens = found[0][0][0].raw_tokens
+    for _, gradients in found[1]:
+        for name, wanted in found[0][0][1].items():
+            assert_close(gradients[name], wanted, num_tokens, what=name)
+    rows = [metrics_of(tmp_path / f"dp{dp}")[0] for dp in (1, 2)]
+    for name in ("prefix_sharing/raw_tokens", "prefix_sharing/executed_tokens"):
+        assert rows[0][name] == rows[1][name]
+    for name in ("train/loss", "train/kl", "train/ratio"):
+        assert rows[0][name] == pytest.approx(rows[1][name], abs=1e-5)
+
+
+def test_context_parallel_ranks_train_as_one(tmp_path: Path) -> None:
+    """Two steps, compared with the stock schedule; old log-probs are the model's and given ones."""
+    first, second = bundled()[:2]
+    given = tuple(
+        replace(rollout, old_logprobs=np.full(rollout.num_trained, -3.0))
+        for rollout in second.rollouts
+    )
+    groups = [first, Group(second.name, given)]
+    job = settings(compare=True)
+    for cp in (1, 2):
+        for summary, _ in train(tmp_path / f"cp{cp}", 2, job, groups, layout=Layout(cp=cp)):
+            assert summary.passed is True
+    rows = [metrics_of(tmp_path / f"cp{cp}")[-1] for cp in (1, 2)]
+    for name in ("train/loss", "train/kl", "train/ratio", "train/grad_norm"):
+        assert rows[0][name] == pytest.approx(rows[1][name], abs=1e-4), name
+    for name in ("prefix_sharing/raw_tokens", "prefix_sharing/executed_tokens"):
+        padding = rows[1][name] - rows[0][name]
+        assert 0 <= padding < 4 * sum(len(group.rollouts) for group in groups), name
+
+
+@pytest.mark.parametrize("loss_mean", ["token", "rollout"])
+@pytest.mark.parametrize("case", ["cut", "idle"])
+def test_a_cut_group_and_an_idle_rank_change_no_update(
+    tmp_path: Path, loss_mean: str, case: str
+) -> None:
+    """One group on two ranks: a part each, or all on one where cutting it would gain nothing."""
+    (group, *_) = bundled()
+    rollouts = group.rollouts if case == "cut" else (group.rollouts[0],)
+    groups = [Group(group.name, tuple(replace(r, reward=float(i)) for i, r in enumerate(rollouts)))]
+    if case == "idle":  # alone in its group it would have no advantage
+        groups[0] = Group(group.name, (replace(rollouts[0], advantage=1.5),))
+    job = settings(loss_mean=loss_mean, clip_grad=0.0, groups_per_step=1)
+    found = [
+        train(
+            tmp_path / f"dp{dp}",
+            1,
+            job,
+            groups,
+            layout=Layout(dp=dp),
+            look=lambda trainer: compare.gradients(trainer.chunks),
+        )
+        for dp in (1, 2)
+    ]
+    ((alone, gradients),) = found[0]
+    for summary, others in found[1]:
+        more = summary.executed_tokens - alone.executed_tokens
+        assert (more > 10) == (case == "cut"), "both parts compute the prompt"
+        for name, wanted in gradients.items():
+            assert_close(others[name], wanted, alone.raw_tokens, what=name)
+    rows = [metrics_of(tmp_path / f"dp{dp}")[0] for dp in (1, 2)]
+    for name in ("train/loss", "train/reward_mean", "train/grad_norm"):
+        assert rows[0][name] == pytest.approx(rows[1][name], rel=1e-4, abs=1e-5)
+
+
+def test_what_a_layout_cannot_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no multiple of --minibatches 2"):
+        train(tmp_path, 1, settings(groups_per_step=3, num_minibatches=2))
+    with pytest.raises(UserError, match="groups-per-step 100 exceeds"):
+        train(tmp_path, 1, settings(groups_per_step=100))
+    with pytest.raises(
+        UserError, match=r"--cp 2 with --loss-mean rollout: .* use --loss-mean token"
+    ):
+        train(tmp_path, 1, settings(loss_mean="rollout"), layout=Layout(cp=2))
+    odd = settings(mode="off", groups_per_step=1)
+    copies = bundled()[0].rollouts[:3]
+    with pytest.raises(UserError, match="multiples of --pp 2, and there are 3"):
+        train(
+            tmp_path,
+            1,
+            odd,
+            [Group(copies[0].group, copies)],
+            layout=Layout(pp=2, vpp=2),
+            options=ModelOptions("tiny-llama"),
+        )

@@ -1,0 +1,102 @@
+"""Small training runs in fresh processes, and what is compared of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_prefix import runtime
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.data.rollouts import Group, read_groups
+from megatron_prefix.data.shorten import shorten
+from megatron_prefix.jobs import ModelOptions, fit_vocabulary
+from megatron_prefix.rl import compare
+from megatron_prefix.rl.checkpoint import Identity
+from megatron_prefix.rl.dataset import RolloutSet
+from megatron_prefix.rl.loss import GrpoConfig
+from megatron_prefix.rl.run import run
+from megatron_prefix.rl.settings import RunOptions, TrainSettings
+from megatron_prefix.rl.trainer import Trainer
+from megatron_prefix.runtime import Layout
+from tests.harness.data import BUNDLED
+from tests.harness.ranks import run_ranks
+
+SMALL = ModelOptions("tiny-llama", overrides=(("num_layers", 2),))
+TIMES = ("train/updates_s", "train/logprobs_s", "train/step_s", "prefix_sharing/stock_updates_s")
+
+
+def bundled() -> list[Group]:
+    """The first bundled groups, cut short; five, so that two steps of two end in the middle."""
+    groups = itertools.islice(read_groups(BUNDLED), 5)
+    return [kept for group in groups if (kept := shorten(group, 120)[0])]
+
+
+def settings(**fields: Any) -> TrainSettings:
+    """A run whose every part has something to do."""
+    mode = fields.pop("mode", "on")
+    values: dict[str, Any] = dict(
+        groups_per_step=2,
+        lr=1e-2,
+        warmup_steps=3,
+        grpo=GrpoConfig(kl_coeff=0.05),
+        prefix=PrefixConfig(mode=mode, min_gain=8),
+    )
+    return TrainSettings(**{**values, **fields})
+
+
+def train(
+    folder: Path,
+    steps: int,
+    train_settings: TrainSettings,
+    groups: list[Group] | None = None,
+    *,
+    layout: Layout = Layout(),  # noqa: B008  # frozen
+    options: ModelOptions = SMALL,
+    look: Callable[[Trainer], Any] = lambda trainer: compare.parameters(trainer.chunks),
+    **more: Any,
+) -> list[tuple[Any, Any]]:
+    """Runs a job in fresh processes; per rank the summary, and what `look` found at the end."""
+    spec, fitted = fit_vocabulary(options, groups or bundled())
+
+    def on_rank() -> tuple[Any, Any]:
+        world = runtime.initialize(layout, "cpu", options.seed)
+        rollouts = RolloutSet(tuple(fitted))
+        trainer = Trainer(train_settings, rollouts, options, spec, world)
+        distributed = train_settings.distributed_optimizer
+        identity = Identity(
+            asdict(spec), options.dtype, options.seed, rollouts.fingerprint, distributed
+        )
+        summary = run(trainer, RunOptions(steps, folder, **more), identity, lambda step: None)
+        return summary, look(trainer)
+
+    return run_ranks(layout.world_size, on_rank)
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rates = [name for name in rows[0] if name.endswith("_per_s")]
+    return [{n: v for n, v in row.items() if n not in (*TIMES, *rates)} for row in rows]
+
+
+def whole_state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state."""
+    found = compare.parameters(trainer.chunks)
+    for chained in trainer.optimizer.chained_optimizers:
+        parameters = [p for group in chained.optimizer.param_groups for p in group["params"]]
+        for number, parameter in enumerate(parameters):
+            for name, value in chained.optimizer.state[parameter].items():
+                found[f"{number}.{name}"] = value.clone()
+    return found
+
+
+def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    """Bit by bit."""
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
