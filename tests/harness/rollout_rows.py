@@ -1,0 +1,48 @@
+"""Rows of rollout files, good unless changed, and rollouts as plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+
+from megatron_prefix.data.rollouts import Group, Rollout
+
+VOCAB = 32
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    good = {
+        "group": "a",
+        "uid": 0,
+        "tokens": [1, 2, 3, 4, 5, 6],
+        "prompt_len": 2,
+        "loss": [[2, 4], [5, 6]],
+        "reward": 1.0,
+    }
+    return {name: value for name, value in (good | changes).items() if value is not Ellipsis}
+
+
+def second(**changes: Any) -> bytes:
+    """A file whose second row is `row(uid=1)` with `changes`; `...` takes a field away."""
+    return b"\n".join(json.dumps(r).encode() for r in (row(), row(**({"uid": 1} | changes))))
+
+
+def rows(*names: tuple[Any, Any]) -> bytes:
+    return b"\n".join(json.dumps(row(group=group, uid=uid)).encode() for group, uid in names)
+
+
+def fields(rollout: Rollout) -> dict[str, Any]:
+    """The rollout as plain values, exact and comparable."""
+    values = dataclasses.asdict(rollout)
+    assert values["tokens"].dtype == np.int32
+    for name in ("tokens", "old_logprobs"):
+        if values[name] is not None:
+            values[name] = [repr(value) for value in values[name].tolist()]
+    return values
+
+
+def all_fields(groups: list[Group]) -> list[tuple[str, list[dict[str, Any]]]]:
+    return [(group.name, [fields(rollout) for rollout in group.rollouts]) for group in groups]
