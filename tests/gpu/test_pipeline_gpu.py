@@ -27,6 +27,6 @@ def test_row(name: str, dtype: str) -> None:
     num_ranks = row.layout_in().world_size
     if torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} CUDA devices")
-    verdict = align_row(row, "cuda", dtype, timeout_s=120)
+    verdict = align_row(row, "cuda", dtype, timeout_s=300)
     assert verdict.passed, verdict.failures
     assert 0 < verdict.executed_tokens < verdict.raw_tokens
