@@ -1,0 +1,95 @@
+"""Ranks of context parallelism played by threads of this process, which wait for one another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_prefix.attention.context_parallel import Exchange
+from megatron_prefix.tree import Forest, TreeOptions, build
+from tests.harness.trees import flat_rollouts
+
+T = TypeVar("T")
+
+
+class World:
+    """What played ranks have sent: per call, in each rank's order, what every rank gave."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._given: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._news = threading.Condition()
+
+    def give(self, number: int, rank: int, tensors: tuple[Tensor, ...]) -> None:
+        with self._news:
+            self._given[number, rank] = tensors
+            self._news.notify_all()
+
+    def of_all(self, number: int) -> list[tuple[Tensor, ...]]:
+        keys = [(number, rank) for rank in range(self.size)]
+        with self._news:
+            if not self._news.wait_for(lambda: all(key in self._given for key in keys), 10):
+                raise TimeoutError(f"call {number}: a rank has not come")
+            return [self._given[key] for key in keys]
+
+
+@dataclass
+class Later:
+    """In the place of Pending."""
+
+    make: Callable[[], tuple[Tensor, ...]]
+    tensors: tuple[Tensor, ...] = ()
+
+    def wait(self) -> tuple[Tensor, ...]:
+        self.tensors = self.make()
+        return self.tensors
+
+
+class PlayedRank(Exchange):
+    """One of several ranks in this process; `sent` is what it has sent, call by call."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self._world, self.rank, self.size = world, rank, world.size
+        self.sent: list[tuple[Tensor, ...]] = []
+
+    def _give(self, *tensors: Tensor) -> int:
+        self._world.give(len(self.sent), self.rank, tensors)
+        self.sent.append(tensors)
+        return len(self.sent) - 1
+
+    def gather(self, *slices: Tensor) -> Any:
+        number = self._give(*slices)
+        return Later(lambda: tuple(map(torch.cat, zip(*self._world.of_all(number), strict=True))))
+
+    def reduce_scatter(self, view: Tensor) -> Any:
+        number = self._give(view)
+
+        def mine() -> tuple[Tensor, ...]:
+            total = sum(given for (given,) in self._world.of_all(number))
+            return (total.chunk(self.size)[self.rank],)  # type: ignore[union-attr]
+
+        return Later(mine)
+
+
+def play(size: int, part: Callable[[PlayedRank], T]) -> list[T]:
+    """What `part` returns on every rank."""
+    world = World(size)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(part, [PlayedRank(world, rank) for rank in range(size)]))
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def forest(align: int = 4) -> Forest:
+    """A prompt in a chain of two chunks, and two waves of two rollouts."""
+    rollouts, groups = flat_rollouts(16, 8, 4, 1)
+    options = TreeOptions(align=align, chunk_tokens=8, wave_tokens=16, min_gain=0)
+    return build(rollouts, groups, options)
