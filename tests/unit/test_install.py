@@ -1,25 +1,21 @@
-"""Hooks on a model: what they change while a segment runs, and that nothing else changes."""
+"""Hooks on a model: installing and taking them back, and that nothing else changes."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor, nn
+from torch import nn
 
-from megatron_prefix.attention.core import SegmentContext
 from megatron_prefix.attention.kernels import KERNELS
-from megatron_prefix.cache import SidecarCache
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.install import Hooks, install, uninstall
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.numerics import assert_close
 from megatron_prefix.pipeline.entry import PrefixSchedule
-from megatron_prefix.tree import Row, Segment
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract, Microbatch
@@ -226,72 +222,7 @@ def test_wrapped_models(wrap_ddp: bool, dtype: torch.dtype) -> None:
             assert error < 0.05, name
 
 
-# --- While a segment runs -------------------------------------------------------------------------
-
-
-def context(positions: list[int]) -> SegmentContext:
-    """A wave of one rollout without ancestors, at any positions."""
-    num = len(positions)
-    segment = Segment(-1, 0, (Row(0, num, num, (0,)),), False, False, True)
-    cache = SidecarCache([segment], 2)
-    return SegmentContext(0, False, (num,), (), torch.tensor(positions), cache)
-
-
-def test_what_runs_is_taken_back_after_an_exception() -> None:
-    model = small_model()
-    hooks = install(model)
-    with contextlib.suppress(KeyboardInterrupt), hooks.running(context([0]), scored=False):
-        assert hooks.current is not None and unwrap(model).post_process is False
-        raise KeyboardInterrupt
-    assert hooks.current is None and unwrap(model).post_process is True
-    with contextlib.suppress(KeyboardInterrupt), hooks.answering(torch.ones(2)):
-        assert torch.equal(model(None), torch.ones(2))
-        raise KeyboardInterrupt
-    assert model(*[torch.arange(4)[None]] * 2, None).shape == (1, 4, 128)
-
-
-def test_a_segment_without_loss_stops_in_front_of_the_output_layer() -> None:
-    model = small_model()
-    hooks = install(model, "math")
-    hooks.prepare(3)
-    tokens = torch.arange(4)[None]
-    with hooks.running(context([0, 1, 2, 3]), scored=False):
-        assert model(tokens, tokens, None, labels=tokens).shape == (4, 1, 64)
-    with hooks.running(context([0, 1, 2, 3]), scored=True):
-        assert model(tokens, tokens, None, labels=tokens).shape == (1, 4)
-
-
-@pytest.mark.parametrize("positions", [[5, 6, 7, 8], [0, 1, 5, 6], [100, 3, 3, 64]])
-def test_every_row_gets_the_rotary_embedding_of_its_position(positions: list[int]) -> None:
-    model = small_model()
-    hooks = install(model, "math")
-    hooks.prepare(max(positions))
-    seen: dict[str, Tensor] = {}
-    gpt = unwrap(model)
-    gpt.decoder.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True
-    )
-    tokens = torch.arange(4)[None]
-    with hooks.running(context(positions)):
-        model(tokens, torch.tensor([positions]), None, labels=tokens)
-    whole = gpt.rotary_pos_emb.get_emb(101)
-    assert torch.equal(seen["rotary_pos_emb"], whole[positions])
-    model(tokens, torch.arange(4)[None], None, labels=tokens)
-    assert torch.equal(seen["rotary_pos_emb"], whole[:4])
-
-
-def test_packed_sequences_of_a_trainer_do_not_reach_a_segment() -> None:
-    model = small_model()
-    hooks = install(model, "math")
-    hooks.prepare(3)
-    seen: dict[str, Any] = {}
-    unwrap(model).decoder.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True
-    )
-    tokens = torch.arange(4)[None]
-    with hooks.running(context([0, 1, 2, 3])):
-        model(tokens, tokens, None, labels=tokens)
-    assert seen["packed_seq_params"] is None
+# --- Transformer engine ---------------------------------------------------------------------------
 
 
 def test_transformer_engine_is_told_that_no_backward_is_the_first() -> None:
