@@ -1,0 +1,50 @@
+"""Steps of one group on one rank: by our schedule, by Megatron's, and what must agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.pipeline.entry import PrefixSchedule, get_forward_backward_func
+from megatron_prefix.tree import Pairs
+from tests.harness import steps
+from tests.harness.one_rank import small_model
+from tests.harness.steps import Contract, Microbatch
+
+
+def items(num: int = 5, prompt: int = 14) -> list[Microbatch]:
+    """One group of rollouts with a common prompt."""
+    draw = np.random.default_rng(1)
+    start = draw.integers(0, 60, prompt)
+    found = []
+    for uid in range(num):
+        tokens = np.r_[start, draw.integers(0, 60, 4)]
+        pairs = Pairs(tokens[:-1], tokens[1:], np.arange(len(tokens) - 1) >= prompt - 1)
+        found.append(steps.microbatch([pairs], 0, uid))
+    return found
+
+
+def schedule_with(**fields: Any) -> PrefixSchedule:
+    config = PrefixConfig(**{"min_gain": 0, "kernel": "math", **fields})
+    return get_forward_backward_func(prefix_config=config)
+
+
+def run(schedule: Any, model: Any, contract: Contract | None = None, **options: Any) -> Any:
+    """A step's logs and gradients."""
+    steps.zero_gradients(model)
+    logs = steps.call(schedule, (contract or Contract()).step, model, items(), **options)
+    return logs, steps.gradients(model)
+
+
+def assert_bitwise(found: Any, expected: Any) -> None:
+    assert [log["loss"].item() for log in found[0]] == [log["loss"].item() for log in expected[0]]
+    assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())
+
+
+def assert_aligned(found: Any, model: Any, contract: Contract | None = None) -> None:
+    """Against plain autograd on a twin of `model`, as tests/alignment/test_random_trees.py does."""
+    wanted = steps.plain(small_model(wrap_ddp=False), contract or Contract(), items())
+    steps.assert_gradients(found[1], wanted, sum(item["tokens"].numel() for item in items()))
