@@ -8,22 +8,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from megatron.core.timers import Timers
 from torch import Tensor
 
 from megatron_prefix import cache as cache_module
-from megatron_prefix.attention.kernels import KERNELS
-from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
+from megatron_prefix.config import MEMORY_POLICIES
 from megatron_prefix.data.batch import TensorBatchAdapter
 from megatron_prefix.errors import UserError
 from megatron_prefix.install import Hooks, install
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.pipeline.entry import PrefixSchedule
-from megatron_prefix.tree import Pairs
 from tests.harness import steps
+from tests.harness.failures import CONFIG, PLACES, Countdown, Fault, assert_same, items, raised, run
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract, Microbatch
 
@@ -35,27 +33,6 @@ def _rank() -> Iterator[None]:
         gc.freeze()  # what is here already is no business of the collector in these tests
         yield
         gc.unfreeze()
-
-
-class Fault(Exception):
-    """Raised in the middle of a step."""
-
-
-def items() -> list[Microbatch]:
-    """Two trees with inner loss, of five inner segments (two chains) and three waves each."""
-    draw = np.random.default_rng(3)
-    found: list[Microbatch] = []
-    for group in range(2):
-        prompt, turn = draw.integers(0, 60, 20), draw.integers(0, 60, 12)
-        for start in (np.r_[prompt, turn], np.r_[prompt, turn], prompt):
-            tokens = np.r_[start, draw.integers(0, 60, 6)]
-            trained = np.arange(len(tokens) - 1) >= 19
-            pairs = Pairs(tokens[:-1], tokens[1:], trained)
-            found.append(steps.microbatch([pairs], group, len(found)))
-    return found
-
-
-CONFIG = PrefixConfig(min_gain=0, chunk_tokens=8, wave_tokens=8, kernel="math")
 
 
 class Watched(TensorBatchAdapter):
@@ -104,128 +81,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     return found
 
 
-class Countdown:
-    """Raises when it has been called `after` times."""
-
-    def __init__(self, error: type[BaseException], after: int) -> None:
-        self.error, self.left = error, after
-
-    def __call__(self) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise self.error("injected")
-
-
-def run(schedule: PrefixSchedule, model: Any, contract: Contract | None = None) -> Any:
-    """A step; its logs and gradients."""
-    contract = contract or Contract()
-    steps.zero_gradients(model)
-    logs = steps.call(schedule, contract.step, model, items())
-    return logs, steps.gradients(model)
-
-
-def raised(error: type[BaseException], function: Callable[..., Any], *args: Any) -> str:
-    """The message with which `function` fails; its traceback, which holds every local, is gone."""
-    try:
-        function(*args)
-    except error as caught:
-        return str(caught)
-    raise AssertionError(f"no {error.__name__}")
-
-
 # --- Where a step can fail ------------------------------------------------------------------------
-
-Inject = Callable[[pytest.MonkeyPatch, Any, Callable[[], None]], None]
-
-
-def before_call(owner: Any, name: str) -> Inject:
-    """Fails when `owner.name` is called; `owner` may be a function of the model."""
-
-    def inject(monkeypatch: pytest.MonkeyPatch, model: Any, tick: Callable[[], None]) -> None:
-        target = owner(model) if callable(owner) and not isinstance(owner, type) else owner
-        stock = getattr(target, name)
-
-        def failing(*args: Any, **kwargs: Any) -> Any:
-            tick()
-            return stock(*args, **kwargs)
-
-        monkeypatch.setattr(target, name, failing)
-
-    return inject
-
-
-def in_backward_of(name: str) -> Inject:
-    """Fails in a hook on the gradient of a module's output, in the middle of a backward."""
-
-    def inject(monkeypatch: pytest.MonkeyPatch, model: Any, tick: Callable[[], None]) -> None:
-        module = unwrap(model).get_submodule(name)
-        stock = module.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            result = stock(*args, **kwargs)
-            output = result[0] if isinstance(result, tuple) else result
-            if output.requires_grad:
-                output.register_hook(lambda gradient: tick())
-            return result
-
-        monkeypatch.setattr(module, "forward", forward)
-
-    return inject
-
-
-def in_loss(*, backward: bool) -> Inject:
-    """Fails in the trainer's loss function, or in the loss's backward."""
-
-    def inject(monkeypatch: pytest.MonkeyPatch, model: Any, tick: Callable[[], None]) -> None:
-        stock = Contract.loss_func
-
-        def loss_func(contract: Contract, batch: Microbatch) -> Callable[..., Any]:
-            function = stock(contract, batch)
-
-            def failing(output: Tensor) -> Any:
-                if backward:
-                    output = output * 1.0
-                    output.register_hook(lambda gradient: tick())
-                else:
-                    tick()
-                return function(output)
-
-            return failing
-
-        monkeypatch.setattr(Contract, "loss_func", loss_func)
-
-    return inject
-
-
-def mlp(model: Any) -> Any:
-    return unwrap(model).decoder.layers[1].mlp
-
-
-def config_of(model: Any) -> Any:
-    return unwrap(model).config
-
-
-# name: (where, at which call)
-PLACES: dict[str, tuple[Inject, int]] = {
-    "the first forward of a layer": (before_call(mlp, "forward"), 1),
-    "a later forward of a layer": (before_call(mlp, "forward"), 9),
-    "the decoder's forward": (before_call(lambda m: unwrap(m).decoder, "forward"), 4),
-    "the output layer": (before_call(lambda m: unwrap(m).output_layer, "forward"), 3),
-    "a dense block": (before_call(KERNELS["math"], "dense"), 11),
-    "a causal block": (before_call(KERNELS["math"], "causal"), 7),
-    "the backward of a dense block": (before_call(KERNELS["math"], "dense_backward"), 7),
-    "the backward of a causal block": (before_call(KERNELS["math"], "causal_backward"), 9),
-    "capture of K/V": (before_call(cache_module.SidecarCache, "capture"), 4),
-    "sending gK/gV": (before_call(cache_module.SidecarCache, "add_gradient"), 5),
-    "taking gK/gV": (before_call(cache_module.SidecarCache, "take_gradient"), 2),
-    "a backward hook in a layer": (in_backward_of("decoder.layers.0.mlp"), 5),
-    "the last backward of the step": (in_backward_of("decoder.layers.0.mlp"), 16),
-    "the loss function": (in_loss(backward=False), 3),
-    "the backward of the loss": (in_loss(backward=True), 4),
-    "the trainer's forward step": (before_call(TensorBatchAdapter, "cut"), 4),
-    "reading microbatches": (before_call(TensorBatchAdapter, "pairs"), 4),
-    "finalize_model_grads": (before_call(config_of, "finalize_model_grads_func"), 1),
-}
 
 
 def assert_clean(hooks: Hooks, model: Any, watch: Watch) -> None:
@@ -263,17 +119,6 @@ def fresh() -> dict[str, tuple[Any, dict[str, Tensor]]]:
         recompute: run(PrefixSchedule(CONFIG), small_model(recompute=recompute))
         for recompute in ("none", "full")
     }
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    """Logs and gradients bit for bit."""
-    for log, wanted in zip(found[0], expected[0], strict=True):
-        assert log["uid"] == wanted["uid"]
-        assert torch.equal(log["loss"], wanted["loss"]) and torch.equal(log["sum"], wanted["sum"])
-    assert found[1].keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
-        assert torch.equal(found[1][name], gradient), name
-        assert gradient.isfinite().all() and gradient.abs().max() > 0
 
 
 @pytest.mark.usefixtures("no_collector")

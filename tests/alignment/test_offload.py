@@ -19,7 +19,7 @@ from megatron_prefix.offload.segment import OffloadedSegment, addresses
 from megatron_prefix.offload.transfers import HostTransfers
 from megatron_prefix.pipeline import executor
 from megatron_prefix.pipeline.entry import PrefixSchedule
-from tests.alignment.test_failures import CONFIG, run
+from tests.harness.failures import CONFIG, run
 from tests.harness.one_rank import one_rank, small_model
 
 

@@ -16,16 +16,8 @@ from megatron_prefix.errors import StepOutOfMemory
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.pipeline import memory_control
 from megatron_prefix.pipeline.entry import PrefixSchedule
-from tests.alignment.test_failures import (
-    CONFIG,
-    PLACES,
-    Countdown,
-    assert_same,
-    items,
-    raised,
-    run,
-)
 from tests.harness import steps
+from tests.harness.failures import CONFIG, PLACES, Countdown, assert_same, items, raised, run
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract
 

@@ -20,8 +20,10 @@ from megatron_prefix.pipeline.memory import Rates, automatic, leaner, policies
 from megatron_prefix.pipeline.memory_model import predict
 from megatron_prefix.pipeline.planner import make_plan
 from megatron_prefix.tree import TreeOptions, build
-from tests.alignment.test_failures import CONFIG, assert_same, run
+from tests.harness import steps
+from tests.harness.failures import CONFIG, assert_same, items, run
 from tests.harness.one_rank import one_rank, small_model
+from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts, random_forest
 
 SPEC = resolve("llama3-8b")
@@ -150,9 +152,6 @@ def test_without_a_budget_it_is_what_the_machine_has_free() -> None:
 
 
 def test_without_gradients_nothing_is_chosen() -> None:
-    from tests.alignment.test_failures import Contract, items
-    from tests.harness import steps
-
     config = PrefixConfig(**{**vars(CONFIG), "memory": "auto", "memory_budget_gb": 1e-9})
     schedule, model = PrefixSchedule(config), small_model()
     with torch.no_grad():
