@@ -1,4 +1,4 @@
-"""Context parallelism on real ranks: against the stock schedule, against one rank; what is sent.
+"""Context parallelism on real ranks: against the stock schedule and against one rank.
 
 The stock schedule's attention under context parallelism is here that of models/local.py, over
 gathered keys; so that this is no circle, both schedules are also held against one rank's.
@@ -6,54 +6,33 @@ gathered keys; so that this is no circle, both schedules are also held against o
 
 from __future__ import annotations
 
-import collections
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_prefix import alignment, runtime
 from megatron_prefix.attention import zigzag
-from megatron_prefix.attention.blocks import buffer_map
 from megatron_prefix.cli.main import main
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.batch import TensorBatchAdapter
-from megatron_prefix.data.generate import generate
-from megatron_prefix.data.rollouts import Group
 from megatron_prefix.models.build import build_model
-from megatron_prefix.models.presets import ModelSpec, resolve
 from megatron_prefix.numerics import assert_close
 from megatron_prefix.pipeline.entry import PrefixSchedule
 from megatron_prefix.rl.batches import on_cp_rank
 from megatron_prefix.runtime import Layout
-from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
+from megatron_prefix.tree import Pairs, TreeOptions, build
 from tests.harness import steps
+from tests.harness.context_parallel import DATA, VOCAB, spec
 from tests.harness.data import BUNDLED
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract
 
-VOCAB = 64
-
-
-def groups(*shape: int, **options: Any) -> list[Group]:
-    return list(generate(2, *shape, vocab_size=VOCAB, uneven=True, **options))
-
-
-# Groups of four uneven rollouts. Under the long prompt the second of two ranks, which holds the
-# middle of every rollout, has no trained token; agents' turns are trained and shared.
-DATA = {
-    "flat": groups(22, 20, 4),
-    "long prompt": groups(52, 9, 4),
-    "tree": groups(15, 34, 4, tree="turns", depth=2),
-}
 LAYOUTS = {
     "cp2": Layout(cp=2),
     "cp4": Layout(cp=4),
@@ -75,10 +54,6 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("tree", {"cp_reduce": "segment", "wave_tokens": 48}),
     ],
 }
-
-
-def spec(model: str = "tiny-llama") -> ModelSpec:
-    return resolve(model, num_layers=2).with_vocab(VOCAB)
 
 
 def verdicts(layout: Layout, recompute: str, model: str) -> list[alignment.Alignment]:
@@ -227,104 +202,6 @@ def test_losses_and_microbatches_of_other_trainers() -> None:
         for contract, pairs in zip(CONTRACTS, found, strict=True):
             for name, ours, expected in pairs:
                 assert_close(ours, expected, 3 * 24, what=f"{name}, {contract}")
-
-
-# What is sent -------------------------------------------------------------------------------------
-
-
-class Traffic(TorchDispatchMode):
-    """Counts what this rank gives to the collectives of one group: by kind and elements."""
-
-    def __init__(self, group: Any) -> None:
-        super().__init__()
-        self._name = group.group_name
-        self.seen: collections.Counter[tuple[str, torch.dtype, int]] = collections.Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and self._name in _groups(args):
-            kind = str(func)
-            given = (
-                args[1]
-                if kind in ("c10d._allgather_base_.default", "c10d._reduce_scatter_base_.default")
-                else args[0]
-            )
-            for tensor in given if isinstance(given, Sequence) else [given]:
-                self.seen[kind.split(".")[1].strip("_"), tensor.dtype, tensor.numel()] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def _groups(args: Any) -> list[str]:
-    found = []
-    for argument in args:
-        if isinstance(argument, torch.ScriptObject):
-            try:
-                found.append(dist.ProcessGroup.unbox(argument).group_name)
-            except RuntimeError:
-                continue  # a reduce operation
-    return found
-
-
-def expected_traffic(
-    forest: Forest, num_layers: int, width: int, recompute: bool, reduce: str, num_local: int
-) -> collections.Counter[tuple[str, torch.dtype, int]]:
-    """K/V there and gK/gV back, a number a token of a scored segment, and the tokens once.
-
-    Args:
-        width: elements of a token's K, and of its V, in one layer.
-        num_local: positions of this rank's microbatches.
-    """
-    size, layout = 2, buffer_map(forest.segments, 2)
-    seen: collections.Counter[tuple[str, torch.dtype, int]] = collections.Counter()
-
-    def gather(rows: int, times: int) -> None:
-        seen["allgather_base", torch.float64, rows * width] += 2 * times
-
-    def scatter(rows: int) -> None:
-        seen["reduce_scatter_base", torch.float64, size * rows * 2 * width] += num_layers
-
-    for index, segment in enumerate(forest.segments):
-        rows = segment.num_rows // size
-        gather(rows, num_layers * (3 if recompute else 2))
-        scatter(rows)
-        for block in layout.blocks[index]:
-            gather(block.stop, num_layers * 2)  # recomputation shares the backward's
-            if reduce == "wave":
-                scatter(block.stop)
-        if segment.inner and reduce == "segment":
-            scatter(rows)
-        if segment.scored:
-            seen["allgather_base", torch.float64, rows] += 1
-            seen["reduce_scatter_base", torch.float64, size * rows] += 1
-    seen["allgather_base", torch.int64, 3 * num_local] += 1
-    return seen
-
-
-def traffic(recompute: str, reduce: str) -> tuple[Any, Any]:
-    layout, model = Layout(cp=2), spec()
-    runtime.initialize(layout)
-    chunks = build_model(model, layout=layout, dtype="float64", recompute=recompute)
-    items = alignment.microbatches(DATA["tree"], 7, layout.alignment)
-    items = alignment.on_this_cp_rank(items)
-    schedule = PrefixSchedule(PrefixConfig(min_gain=0, chunk_tokens=16, cp_reduce=reduce))
-    with Traffic(parallel_state.get_context_parallel_group()) as counted:
-        alignment.run_step(schedule, chunks, items)
-    assert schedule.report is not None
-    forest = schedule.report.forest
-    assert any(segment.inner and segment.scored for segment in forest.segments)
-    num_local = sum(item["tokens"].numel() for item in items)
-    width = model.num_query_groups * model.kv_channels
-    expected = expected_traffic(
-        forest, model.num_layers, width, recompute == "full", reduce, num_local
-    )
-    return counted.seen, expected
-
-
-@pytest.mark.parametrize(
-    ("recompute", "reduce"), [("none", "wave"), ("none", "segment"), ("full", "wave")]
-)
-def test_only_keys_values_and_their_gradients_cross_ranks(recompute: str, reduce: str) -> None:
-    for seen, expected in run_ranks(2, traffic, recompute, reduce):
-        assert seen == expected
 
 
 # The command --------------------------------------------------------------------------------------

@@ -1,0 +1,118 @@
+"""What ranks of context parallelism send one another in a step, counted."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_prefix import alignment, runtime
+from megatron_prefix.attention.blocks import buffer_map
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.models.build import build_model
+from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.runtime import Layout
+from megatron_prefix.tree import Forest
+from tests.harness.context_parallel import DATA, spec
+from tests.harness.ranks import run_ranks
+
+
+class Traffic(TorchDispatchMode):
+    """Counts what this rank gives to the collectives of one group: by kind and elements."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self._name = group.group_name
+        self.seen: collections.Counter[tuple[str, torch.dtype, int]] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and self._name in _groups(args):
+            kind = str(func)
+            given = (
+                args[1]
+                if kind in ("c10d._allgather_base_.default", "c10d._reduce_scatter_base_.default")
+                else args[0]
+            )
+            for tensor in given if isinstance(given, Sequence) else [given]:
+                self.seen[kind.split(".")[1].strip("_"), tensor.dtype, tensor.numel()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _groups(args: Any) -> list[str]:
+    found = []
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            try:
+                found.append(dist.ProcessGroup.unbox(argument).group_name)
+            except RuntimeError:
+                continue  # a reduce operation
+    return found
+
+
+def expected_traffic(
+    forest: Forest, num_layers: int, width: int, recompute: bool, reduce: str, num_local: int
+) -> collections.Counter[tuple[str, torch.dtype, int]]:
+    """K/V there and gK/gV back, a number a token of a scored segment, and the tokens once.
+
+    Args:
+        width: elements of a token's K, and of its V, in one layer.
+        num_local: positions of this rank's microbatches.
+    """
+    size, layout = 2, buffer_map(forest.segments, 2)
+    seen: collections.Counter[tuple[str, torch.dtype, int]] = collections.Counter()
+
+    def gather(rows: int, times: int) -> None:
+        seen["allgather_base", torch.float64, rows * width] += 2 * times
+
+    def scatter(rows: int) -> None:
+        seen["reduce_scatter_base", torch.float64, size * rows * 2 * width] += num_layers
+
+    for index, segment in enumerate(forest.segments):
+        rows = segment.num_rows // size
+        gather(rows, num_layers * (3 if recompute else 2))
+        scatter(rows)
+        for block in layout.blocks[index]:
+            gather(block.stop, num_layers * 2)  # recomputation shares the backward's
+            if reduce == "wave":
+                scatter(block.stop)
+        if segment.inner and reduce == "segment":
+            scatter(rows)
+        if segment.scored:
+            seen["allgather_base", torch.float64, rows] += 1
+            seen["reduce_scatter_base", torch.float64, size * rows] += 1
+    seen["allgather_base", torch.int64, 3 * num_local] += 1
+    return seen
+
+
+def traffic(recompute: str, reduce: str) -> tuple[Any, Any]:
+    layout, model = Layout(cp=2), spec()
+    runtime.initialize(layout)
+    chunks = build_model(model, layout=layout, dtype="float64", recompute=recompute)
+    items = alignment.microbatches(DATA["tree"], 7, layout.alignment)
+    items = alignment.on_this_cp_rank(items)
+    schedule = PrefixSchedule(PrefixConfig(min_gain=0, chunk_tokens=16, cp_reduce=reduce))
+    with Traffic(parallel_state.get_context_parallel_group()) as counted:
+        alignment.run_step(schedule, chunks, items)
+    assert schedule.report is not None
+    forest = schedule.report.forest
+    assert any(segment.inner and segment.scored for segment in forest.segments)
+    num_local = sum(item["tokens"].numel() for item in items)
+    width = model.num_query_groups * model.kv_channels
+    expected = expected_traffic(
+        forest, model.num_layers, width, recompute == "full", reduce, num_local
+    )
+    return counted.seen, expected
+
+
+@pytest.mark.parametrize(
+    ("recompute", "reduce"), [("none", "wave"), ("none", "segment"), ("full", "wave")]
+)
+def test_only_keys_values_and_their_gradients_cross_ranks(recompute: str, reduce: str) -> None:
+    for seen, expected in run_ranks(2, traffic, recompute, reduce):
+        assert seen == expected

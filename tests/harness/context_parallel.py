@@ -1,0 +1,28 @@
+"""Rollouts and a model for context parallelism on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_prefix.data.generate import generate
+from megatron_prefix.data.rollouts import Group
+from megatron_prefix.models.presets import ModelSpec, resolve
+
+VOCAB = 64
+
+
+def groups(*shape: int, **options: Any) -> list[Group]:
+    return list(generate(2, *shape, vocab_size=VOCAB, uneven=True, **options))
+
+
+# Groups of four uneven rollouts. Under the long prompt the second of two ranks, which holds the
+# middle of every rollout, has no trained token; agents' turns are trained and shared.
+DATA = {
+    "flat": groups(22, 20, 4),
+    "long prompt": groups(52, 9, 4),
+    "tree": groups(15, 34, 4, tree="turns", depth=2),
+}
+
+
+def spec(model: str = "tiny-llama") -> ModelSpec:
+    return resolve(model, num_layers=2).with_vocab(VOCAB)
