@@ -1,0 +1,67 @@
+"""Files to import, a tokenizer that needs no package, and what comes out of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_prefix.data.importers import import_file
+from megatron_prefix.data.rollouts import Group
+from megatron_prefix.errors import UserError
+
+BOS = 7
+
+
+class Characters:
+    """A tokenizer with one id a character and a ChatML-like template, `<` and `>` for its marks."""
+
+    def __init__(self, *, forgets: bool = False, end: str = ">\n") -> None:
+        self.forgets = forgets
+        self.end = end
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return [BOS] * add_special_tokens + [ord(character) for character in text]
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+    ) -> str:
+        parts = [f"[{tool['name']}]" for tool in tools or []]
+        for index, message in enumerate(messages):
+            if message["role"] == "robot":
+                raise KeyError("robot")
+            body = message["content"] or ""
+            if self.forgets and message["role"] == "assistant" and index < len(messages) - 1:
+                body = body.split("THINK")[-1]
+            for call in message.get("tool_calls", []):
+                body += repr(call["function"]["arguments"])
+            parts.append(f"<{message['role']} {body}{self.end}")
+        return "".join(parts) + ("<assistant " if add_generation_prompt else "")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return tmp_path / "in.jsonl"
+
+
+def write(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
+def names(groups: list[Group]) -> dict[str, list[str]]:
+    return {group.name: [rollout.uid for rollout in group.rollouts] for group in groups}
+
+
+def refused(path: Path, kind: str, tokenizer: Any = None, **options: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        list(import_file(path, kind, tokenizer, **options))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message.removeprefix(f"{path}:")
