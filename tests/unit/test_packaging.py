@@ -199,8 +199,7 @@ def test_files_are_short_or_say_why_not():
         text = path.read_text()
         num = len(text.splitlines())
         head = text[: text.find("\nimport ")]
-        is_test = path.name.startswith("test_")  # a list of cases, as long as it must be
-        if num > MAX_LINES["file"] and not is_test and not WHY_LONG.search(head):
+        if num > MAX_LINES["file"] and not WHY_LONG.search(head):
             found.append(f"{path}: {num} lines")
     assert found == []
 
