@@ -102,6 +102,7 @@ class StagingPool:
             )  # fmt: skip
         elif not self._slabs:
             missing = int(SCRAPS * expected)
+            logger.info("offload: makes %.1f GiB of host memory, once", missing / 2**30)
         if not missing:
             return
         size = max(SLAB_BYTES[self._pinned], 1 << (self._largest - 1).bit_length())
