@@ -172,9 +172,9 @@ def _timed(
     cuda = torch.cuda.is_available() and next(chunks[0].parameters()).is_cuda
     wait: Callable[[], None] = torch.cuda.synchronize if cuda else (lambda: None)
     times = []
-    # The prefix schedule gets two calls before the timed ones: its kernels choose by the shapes
-    # that they have met, then make their plans.
-    warm = 2 if isinstance(schedule, PrefixSchedule) else 1
+    # The prefix schedule gets three calls before the timed ones: its kernels choose by the shapes
+    # that they have met, and make plans for some in the first and for others in the third.
+    warm = 3 if isinstance(schedule, PrefixSchedule) else 1
     for repeat in range(-warm, repeats):
         for chunk in chunks:
             chunk.zero_grad_buffer()
