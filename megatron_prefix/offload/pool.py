@@ -100,7 +100,7 @@ class StagingPool:
                 " tensor by tensor; the pool grows",
                 missing / 2**20, self.num_bytes / 2**20,
             )  # fmt: skip
-        elif not self._slabs:
+        elif expected and not self._slabs:
             missing = int(SCRAPS * expected)
             logger.info("offload: makes %.1f GiB of host memory, once", missing / 2**30)
         if not missing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,21 @@ from megatron_prefix.runtime import Layout
 from tests.harness.training import bundled, metrics_of, settings, train
 
 
+def on_one_rank_and_two(folder: Path, job: Any, groups: list[Group]) -> list[list[Any]]:
+    """A step on one rank and on two: every rank's summary and gradients."""
+    return [
+        train(
+            folder / f"dp{dp}",
+            1,
+            job,
+            groups,
+            layout=Layout(dp=dp),
+            look=lambda trainer: compare.gradients(trainer.chunks),
+        )
+        for dp in (1, 2)
+    ]
+
+
 @pytest.mark.parametrize("loss_mean", ["token", "rollout"])
 @pytest.mark.parametrize("mode", ["off", "on"])
 def test_data_parallel_ranks_make_the_same_update(
@@ -26,17 +42,7 @@ def test_data_parallel_ranks_make_the_same_update(
     groups = bundled()[:2]
     assert len({len(group.rollouts) for group in groups}) == 2
     job = settings(mode=mode, loss_mean=loss_mean, clip_grad=0.0)
-    found = [
-        train(
-            tmp_path / f"dp{dp}",
-            1,
-            job,
-            groups,
-            layout=Layout(dp=dp),
-            look=lambda trainer: compare.gradients(trainer.chunks),
-        )
-        for dp in (1, 2)
-    ]
+    found = on_one_rank_and_two(tmp_path, job, groups)
     num_tokens = found[0][0][0].raw_tokens
     for _, gradients in found[1]:
         for name, wanted in found[0][0][1].items():
@@ -80,17 +86,7 @@ def test_a_cut_group_and_an_idle_rank_change_no_update(
     if case == "idle":  # alone in its group it would have no advantage
         groups[0] = Group(group.name, (replace(rollouts[0], advantage=1.5),))
     job = settings(loss_mean=loss_mean, clip_grad=0.0, groups_per_step=1)
-    found = [
-        train(
-            tmp_path / f"dp{dp}",
-            1,
-            job,
-            groups,
-            layout=Layout(dp=dp),
-            look=lambda trainer: compare.gradients(trainer.chunks),
-        )
-        for dp in (1, 2)
-    ]
+    found = on_one_rank_and_two(tmp_path, job, groups)
     ((alone, gradients),) = found[0]
     for summary, others in found[1]:
         more = summary.executed_tokens - alone.executed_tokens
