@@ -2,8 +2,9 @@
 # The README's figures of memory on the Llama3-8B shape, one GPU of 141 GB:
 #   peaks     of a step under each policy, beside the stock schedule's, 12,288 tokens a rollout
 #   cost      time of a step under each policy, 16 rollouts of 10k/2k
+#   short     the same in chunks where a step may use 30 GiB: `auto` beside what fits
 #   frontier  a step of two rollouts of 235,520 tokens, 2,048 of them a response
-#   bash benchmarks/memory_h200.sh peaks|cost|frontier [RESULT.json] [ARGUMENTS OF bench memory]
+#   bash benchmarks/memory_h200.sh peaks|cost|short|frontier [RESULT.json] [ARGUMENTS OF bench memory]
 set -euo pipefail
 
 part=${1:-}
@@ -16,12 +17,16 @@ cost)
     arguments=(--shapes 10240:2048:16
         --ways retain offload recompute auto --repeats 2 --kernel "${KERNEL:-cudnn}")
     ;;
+short)
+    arguments=(--shapes 10240:2048:16 --chunk-tokens 2048 --memory-budget-gb 30
+        --ways offload recompute auto --repeats 2 --kernel "${KERNEL:-cudnn}")
+    ;;
 frontier)
-    arguments=(--shapes 233472:2048:2 --ways recompute --repeats 0 --chunk-tokens 512
-        --kernel "${KERNEL:-auto}")
+    arguments=(--shapes 233472:2048:2 --ways recompute+full --repeats 0 --chunk-tokens 2048
+        --kernel "${KERNEL:-cudnn}")
     ;;
 *)
-    echo "say which: peaks, cost or frontier" >&2
+    echo "say which: peaks, cost, short or frontier" >&2
     exit 2
     ;;
 esac
