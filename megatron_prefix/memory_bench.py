@@ -155,11 +155,9 @@ def _filled(row: Row, schedule: Any, results: Sequence[_Peaks], base: float) -> 
     elif report is None:
         wave = max(result.peak for result in results)
     if report is not None and report.memory is not None:  # of the policies that really ran
-        memory = report.memory
+        memory = report.memory.within(report.room_bytes)
         row = replace(
-            row,
-            predicted_gib=memory.within(report.room_bytes) / GIB,
-            predicted_wave_gib=memory.wave_peak / GIB,
+            row, predicted_gib=memory.peak / GIB, predicted_wave_gib=memory.wave_peak / GIB
         )
     offloader = schedule._memory._offloader if report is not None else None
     return replace(

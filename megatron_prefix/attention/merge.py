@@ -23,7 +23,11 @@ from megatron_prefix.attention.interface import Partial
 logger = logging.getLogger(__name__)
 
 Merged = tuple[Tensor, Tensor]
-_Merge = Callable[[list[Tensor], list[Tensor]], Merged]
+_Merge = Callable[[list[Tensor], list[Tensor], torch.dtype], Merged]
+
+MOST_PARTS = 3
+"""Merged in one pass; the fused pass is compiled anew for every number of parts, and torch gives up
+after eight versions of a function."""
 
 
 def merge(parts: Sequence[Partial]) -> Merged:
@@ -31,7 +35,7 @@ def merge(parts: Sequence[Partial]) -> Merged:
 
     Every part covers all rows; where it sees no key its lse is -inf and its out, whatever it holds,
     counts for exactly 0 (`spread` makes such parts). A single part is returned as it is. Sums are
-    taken in lse's dtype and rounded once to out's: on CUDA in one fused pass.
+    taken in lse's dtype and rounded once to out's: on CUDA in one fused pass for `MOST_PARTS`.
 
     Raises ValueError for no parts or parts of different shapes.
     """
@@ -43,7 +47,11 @@ def merge(parts: Sequence[Partial]) -> Merged:
         raise ValueError(f"parts of different shapes: {sorted(map(str, shapes))}")
     if len(parts) == 1:
         return parts[0].out, parts[0].lse
-    return _implementation(outs[0].device.type)(outs, lses)
+    combine, dtype = _implementation(outs[0].device.type), outs[0].dtype
+    while len(outs) > MOST_PARTS:
+        out, lse = combine(outs[:MOST_PARTS], lses[:MOST_PARTS], lses[0].dtype)
+        outs, lses = [out, *outs[MOST_PARTS:]], [lse, *lses[MOST_PARTS:]]
+    return combine(outs, lses, dtype)
 
 
 def spread(part: Partial, start: int, num_rows: int) -> Partial:
@@ -78,8 +86,8 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tenso
     return -(weight.transpose(0, 1) * d).sum(0).to(sink.dtype)
 
 
-def _merge(outs: list[Tensor], lses: list[Tensor]) -> Merged:
-    """The formula with the largest lse taken out, so that no exponential overflows."""
+def _merge(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype) -> Merged:
+    """The formula, rounded to `dtype`; the largest lse is taken out, so no exp overflows."""
     largest = lses[0]
     for lse in lses[1:]:
         largest = torch.maximum(largest, lse)
@@ -94,7 +102,7 @@ def _merge(outs: list[Tensor], lses: list[Tensor]) -> Merged:
         # is not equal to 0 and comes through.
         factor = _by_row(weight * share)
         out = out + torch.where(factor == 0, 0.0, part.to(out.dtype) * factor)
-    return out.to(outs[0].dtype).contiguous(), origin + torch.log(total)
+    return out.to(dtype).contiguous(), origin + torch.log(total)
 
 
 def _by_row(x: Tensor) -> Tensor:
@@ -110,11 +118,11 @@ def _implementation(device_type: str) -> _Merge:
     compiled = torch.compile(_merge, dynamic=True)
     failed = False
 
-    def fused(outs: list[Tensor], lses: list[Tensor]) -> Merged:
+    def fused(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype) -> Merged:
         nonlocal failed
         if not failed:
             try:
-                return compiled(outs, lses)
+                return compiled(outs, lses, dtype)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 - no compiler, no Triton, ...
@@ -126,6 +134,6 @@ def _implementation(device_type: str) -> _Merge:
                     type(error).__name__,
                     reason,
                 )
-        return _merge(outs, lses)
+        return _merge(outs, lses, dtype)
 
     return fused

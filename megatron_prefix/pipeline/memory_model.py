@@ -52,10 +52,13 @@ class RankMemory:
     staged: float
     held: tuple[tuple[int, float], ...]
 
-    def within(self, room: float) -> float:
-        """What the peak will be where `room` bytes may be used: nobody waits for copies to the host
-        before memory is short, so at most all that is offloaded is on the device a while longer."""
-        return max(self.peak, min(room, self.cache_peak + self.staged))
+    def within(self, room: float) -> RankMemory:
+        """What the peaks will be at most where `room` bytes may be used: nobody waits for copies to
+        the host before memory is short, so all that is offloaded may be on the device a while
+        longer."""
+        lingering = min(room, self.cache_peak + self.staged) if self.staged else 0.0
+        wave = max(self.wave_peak, lingering) if self.wave_peak else 0.0
+        return replace(self, peak=max(self.peak, lingering), wave_peak=wave)
 
 
 @functools.lru_cache(maxsize=16)

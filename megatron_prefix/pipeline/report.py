@@ -48,9 +48,9 @@ class StepReport:
     @property
     def predicted_peak(self) -> float | None:
         """Predicted peak of device memory in bytes, with what was there when the step began."""
-        return (
-            None if self.memory is None else self.base_bytes + self.memory.within(self.room_bytes)
-        )
+        if self.memory is None:
+            return None
+        return self.base_bytes + self.memory.within(self.room_bytes).peak
 
     @property
     def measured_peak(self) -> int | None:

@@ -122,7 +122,7 @@ def test_fp32_is_refused_by_the_fused_kernels() -> None:
     assert "float32" in (reasons["flash"] or "") and "float32" in (reasons["cudnn"] or "")
 
 
-@pytest.mark.parametrize("num", [2, 3, 5])
+@pytest.mark.parametrize("num", [2, 3, 5, 9])
 def test_the_fused_merge_is_the_eager_one(num: int, caplog: pytest.LogCaptureFixture) -> None:
     """Rows without keys included, and with no warning of a fallback."""
     for rows in (64, 193, 1):
@@ -133,7 +133,8 @@ def test_the_fused_merge_is_the_eager_one(num: int, caplog: pytest.LogCaptureFix
         parts[0].lse[:, :1] = -float("inf")
         parts[0].out[:1] = float("nan")
         got, got_lse = merge(parts)
-        wanted, lse = merging._merge([part.out for part in parts], [part.lse for part in parts])
+        outs, lses = [part.out for part in parts], [part.lse for part in parts]
+        wanted, lse = merging._merge(outs, lses, torch.bfloat16)
         assert got.is_contiguous() and got_lse.is_contiguous()
         assert_close(got, wanted, num, what="out")
         assert_close(got_lse, lse, num, what="lse")

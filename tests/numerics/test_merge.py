@@ -170,9 +170,25 @@ def test_the_merge_is_one_graph() -> None:
     captured = torch.compile(merging._merge, dynamic=True, fullgraph=True, backend="eager")
     for rows, num in ((5, 2), (9, 2), (6, 3), (1, 2)):
         parts = [random_part(i, torch.bfloat16, rows) for i in range(num)]
-        arguments = [part.out for part in parts], [part.lse for part in parts]
+        outs, lses = [part.out for part in parts], [part.lse for part in parts]
+        arguments = outs, lses, torch.bfloat16
         for got, wanted in zip(captured(*arguments), merging._merge(*arguments), strict=True):
             assert torch.equal(got, wanted)
+
+
+def test_any_number_of_parts_is_merged_by_few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile gives a function up after so many versions of it."""
+    torch._dynamo.reset()
+    captured = torch.compile(merging._merge, dynamic=True, fullgraph=True, backend="eager")
+    monkeypatch.setattr(merging, "_implementation", lambda _: captured)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for num in (2, 9, 4, 8, 3, 5, 12, 6, 7):
+            parts = [random_part(i, torch.bfloat16) for i in range(num)]
+            out, lse = merge(parts)
+            outs, lses = [part.out.double() for part in parts], [part.lse for part in parts]
+            wanted, wanted_lse = merging._merge(outs, lses, torch.float64)
+            assert_close(out, wanted, num, torch.bfloat16)
+            assert_close(lse, wanted_lse, num)
 
 
 def test_a_failed_compilation_is_logged_once(
@@ -189,7 +205,7 @@ def test_a_failed_compilation_is_logged_once(
 
     monkeypatch.setattr(torch, "compile", failing)
     fused = merging._implementation.__wrapped__("cuda")
-    arguments = [random_part(0).out] * 2, [random_part(0).lse] * 2
+    arguments = [random_part(0).out] * 2, [random_part(0).lse] * 2, torch.float64
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert torch.equal(fused(*arguments)[0], merging._merge(*arguments)[0])
@@ -209,4 +225,4 @@ def test_out_of_memory_is_not_taken_for_a_failed_compilation(
 
     monkeypatch.setattr(torch, "compile", failing)
     with pytest.raises(torch.OutOfMemoryError):
-        merging._implementation.__wrapped__("cuda")([], [])
+        merging._implementation.__wrapped__("cuda")([], [], torch.float32)

@@ -141,6 +141,31 @@ def test_peaks_of_waves_of_a_gpu(
     assert 1 - memory.wave_peak / stock.peak >= asked / 100
 
 
+def test_peak_of_the_longest_sequence_of_a_gpu() -> None:
+    """235,520 tokens in chunks, every layer recomputed: 87.52 GiB in Phase B, the step's peak."""
+    plan = plan_of(233_472, 2048, 2, 1, 2048)
+    plan = replace(plan, policies=policies(plan.segments, "recompute"))
+    (memory,) = predict(plan, Footprint.of_spec(resolve("llama3-8b"), recompute="full"))
+    assert memory.peak == memory.wave_peak
+    assert 0.98 <= memory.peak / GIB / 87.52 <= 1.02
+
+
+def test_what_is_offloaded_may_linger() -> None:
+    """16 rollouts of 10k/2k: Phase B took 14.0 GiB in one run and 30.9 in another, for the copies
+    to the host were still under way; with 30 GiB to use and chunks, 16.2."""
+    footprint = Footprint.of_spec(resolve("llama3-8b"))
+    for chunk, room, measured in ((0, 90, (14.02, 30.95)), (2048, 30, (16.16,))):
+        plan = plan_of(10240, 2048, 16, 1, chunk)
+        plan = replace(plan, policies=policies(plan.segments, "offload"))
+        (memory,) = predict(plan, footprint)
+        most = memory.within(room * GIB)
+        assert most.wave_peak <= most.peak <= max(memory.peak, room * GIB)
+        for peak in measured:
+            assert 0.98 * memory.wave_peak <= peak * GIB <= 1.02 * most.wave_peak
+        lean = replace(plan, policies=policies(plan.segments, "recompute"))
+        assert predict(lean, footprint)[0].within(room * GIB) == predict(lean, footprint)[0]
+
+
 def test_activations_of_llama3_8b() -> None:
     """Per layer and token: 4 h + (q and the attention's output) + 3 ffn, in bf16, and lse."""
     spec = resolve("llama3-8b")
