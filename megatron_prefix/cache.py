@@ -9,14 +9,17 @@ capture after release raises instead of training on wrong numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from megatron_prefix.attention.blocks import PIECE_ROWS, Block, BufferMap, buffer_map
+from megatron_prefix.chain import Chain
 from megatron_prefix.tree import Segment
+
+if TYPE_CHECKING:
+    from megatron_prefix.offload.chains import HostLayers
 
 
 class State(Enum):
@@ -28,17 +31,6 @@ class State(Enum):
     FREED = "freed"
 
 
-@dataclass
-class _Buffer:
-    """One chain in one layer: K, V [rows, kv_heads, dim], and gK, gV in fp32 or wider."""
-
-    key: Tensor
-    value: Tensor
-    key_grad: Tensor | None = None
-    value_grad: Tensor | None = None
-    num_open: int = 0  # the first rows, captured and not consumed: what may be read
-
-
 class SidecarCache:
     """K/V and gK/gV of one model chunk for one step.
 
@@ -46,17 +38,25 @@ class SidecarCache:
         segments: the step's segments.
         num_layers: attention layers of the model chunk.
         parts: ranks that share every segment's rows equally; this cache holds one rank's.
+        host: layers whose chains are on the host and come to the device when they are used.
 
     Attributes:
-        peak_bytes: the most that K/V and gK/gV have taken at once.
+        peak_bytes: the most that K/V and gK/gV have taken of the device at once.
     """
 
-    def __init__(self, segments: Sequence[Segment], num_layers: int, parts: int = 1) -> None:
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        num_layers: int,
+        parts: int = 1,
+        host: HostLayers | None = None,
+    ) -> None:
         self.map: BufferMap = buffer_map(segments, parts)
         self.parts = parts
         self._rows = [segment.num_rows // parts for segment in segments]
-        self._num_layers = num_layers
-        self._buffers: dict[tuple[int, int], _Buffer] = {}
+        self._inner = [segment.inner for segment in segments]
+        self._num_layers, self._host = num_layers, host
+        self._chains: dict[tuple[int, int], Chain] = {}
         self._states: dict[tuple[int, int], State] = {}
         self._held = self.peak_bytes = 0
 
@@ -66,7 +66,7 @@ class SidecarCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held now."""
+        """Bytes held on the device now."""
         return self._held
 
     def capture(self, layer: int, index: int, key: Tensor, value: Tensor) -> None:
@@ -80,37 +80,52 @@ class SidecarCache:
         if self.state(layer, index) is State.CAPTURED:
             return
         self._expect(layer, index, State.EMPTY)
-        head = self.map.head[index]
-        buffer = self._buffers.get((layer, head))
-        if buffer is None:
-            rows = self.map.length[head]
-            buffer = _Buffer(
-                key.new_empty((rows, *key.shape[1:])), value.new_empty((rows, *value.shape[1:]))
-            )
-            self._buffers[layer, head] = buffer
-            self._take_bytes(buffer.key, buffer.value)
-        span = self._span(index)
-        buffer.key[span].copy_(key)
-        buffer.value[span].copy_(value)
-        buffer.num_open = span.stop
+        head, span = self.map.head[index], self._span(index)
+        chain = self._chains.get((layer, head))
+        if chain is None:
+            host = self._host if self._host is not None and layer in self._host else None
+            made = Chain if host is None else host.chain
+            chain = made(self.map.length[head], key, value, self._count)
+            self._chains[layer, head] = chain
+        chain.write(span, key, value)
+        chain.num_open = span.stop
         self._states[layer, index] = State.CAPTURED
 
     def own(self, layer: int, index: int) -> tuple[Tensor, Tensor]:
-        """K and V of the segment itself, views of the chain's buffer."""
+        """K and V of the segment itself, views."""
         self._expect(layer, index, State.CAPTURED)
-        buffer, span = self._buffers[layer, self.map.head[index]], self._span(index)
-        return buffer.key[span], buffer.value[span]
+        span = self._span(index)
+        key, value = self._chains[layer, self.map.head[index]].read(span.stop)
+        return key[span], value[span]
 
-    def prefetch(self, layer: int, blocks: Sequence[Block]) -> None:
-        """Announces reads; here everything is at hand already."""
+    def prefetch(self, layer: int, index: int, *, backward: bool = False) -> None:
+        """Announces that a segment's attention will run in a layer.
+
+        Args:
+            layer: local index; one that is not there is no error.
+            index: the segment.
+            backward: whether its gK/gV are wanted too, and layers run from the last to the first.
+        """
+        if self._host is None or (near := self._host.near(layer, backward)) is None:
+            return
+        wanted = {block.head: (block.stop, block.stop) for block in self.map.blocks[index]}
+        if self._inner[index]:
+            span, there = self._span(index), self.state(near, index) is State.CAPTURED
+            wanted[self.map.head[index]] = (span.stop if there else span.start, span.stop)
+        for head, (loaded, rows) in wanted.items():
+            if (near, head) in self._chains:
+                self._chains[near, head].fetch(loaded, rows, gradients=backward)
 
     def release(self, layer: int) -> None:
-        """Ends the reads of a layer; here nothing was made for them."""
+        """Ends what one segment does in a layer."""
+        if self._host is not None and layer in self._host:
+            for (number, _), chain in self._chains.items():
+                if number == layer:
+                    chain.leave()
 
     def read(self, layer: int, block: Block) -> tuple[Tensor, Tensor]:
-        """K and V of a dense block, views of the chain's buffer."""
-        buffer = self._open(layer, block)
-        return buffer.key[: block.stop], buffer.value[: block.stop]
+        """K and V of a dense block, views."""
+        return self._open(layer, block).read(block.stop)
 
     def pieces(self, block: Block) -> list[slice]:
         """Rows of `read` by which attention to a block is computed, in order.
@@ -128,22 +143,15 @@ class SidecarCache:
     ) -> None:
         """Adds a wave's gK, gV of a dense block, or of a piece from row `start` on, in fp32 or
         wider."""
-        buffer = self._open(layer, block)
-        is_first = buffer.key_grad is None
-        buffer.key_grad = _accumulated(buffer.key_grad, key_grad, start, buffer.key)
-        buffer.value_grad = _accumulated(buffer.value_grad, value_grad, start, buffer.value)
-        if is_first:
-            self._take_bytes(buffer.key_grad, buffer.value_grad)
+        self._open(layer, block).add(block.stop, start, key_grad, value_grad)
 
     def take_gradient(self, layer: int, index: int) -> tuple[Tensor, Tensor] | None:
         """The accumulated gK, gV of a segment, once; None when nothing was sent."""
         self._expect(layer, index, State.CAPTURED)
         self._states[layer, index] = State.CONSUMED
-        buffer, span = self._buffers[layer, self.map.head[index]], self._span(index)
-        buffer.num_open = span.start
-        if buffer.key_grad is None or buffer.value_grad is None:
-            return None
-        return buffer.key_grad[span], buffer.value_grad[span]
+        chain, span = self._chains[layer, self.map.head[index]], self._span(index)
+        chain.num_open = span.start
+        return chain.sent(span)
 
     def free(self, index: int, *, consumed: bool) -> None:
         """Releases a segment after its backward; the chain's memory goes with the chain's head.
@@ -155,31 +163,32 @@ class SidecarCache:
         for layer in range(self._num_layers):
             self._expect(layer, index, State.CONSUMED if consumed else State.CAPTURED)
             self._states[layer, index] = State.FREED
-            self._buffers[layer, self.map.head[index]].num_open = self.map.offset[index]
+            self._chains[layer, self.map.head[index]].num_open = self.map.offset[index]
             if self.map.head[index] == index:
-                buffer = self._buffers.pop((layer, index))
-                gone = (buffer.key, buffer.value, buffer.key_grad, buffer.value_grad)
-                self._held -= sum(tensor.nbytes for tensor in gone if tensor is not None)
+                self._chains.pop((layer, index)).drop()
 
     def clear(self) -> None:
         """Drops everything, whatever its state: the end of a step or of a failed one."""
-        self._buffers.clear()
+        for chain in self._chains.values():
+            chain.drop()
+        if self._host is not None:
+            self._host.clear()
+        self._chains.clear()
         self._states.clear()
-        self._held = 0
 
-    def _take_bytes(self, *tensors: Tensor) -> None:
-        self._held += sum(tensor.nbytes for tensor in tensors)
+    def _count(self, num_bytes: int) -> None:
+        self._held += num_bytes
         self.peak_bytes = max(self.peak_bytes, self._held)
 
-    def _open(self, layer: int, block: Block) -> _Buffer:
-        buffer = self._buffers.get((layer, block.head))
-        num_open = 0 if buffer is None else buffer.num_open
-        if buffer is None or block.stop > num_open:
+    def _open(self, layer: int, block: Block) -> Chain:
+        chain = self._chains.get((layer, block.head))
+        num_open = 0 if chain is None else chain.num_open
+        if chain is None or block.stop > num_open:
             raise RuntimeError(
                 f"layer {layer}: rows up to {block.stop} of the chain of segment {block.head} asked"
                 f" for, {num_open} there: before their forward or after their backward"
             )
-        return buffer
+        return chain
 
     def _span(self, index: int) -> slice:
         return slice(self.map.offset[index], self.map.offset[index] + self._rows[index])
@@ -190,13 +199,3 @@ class SidecarCache:
             raise RuntimeError(
                 f"layer {layer}, segment {index}: {found.value}, expected {wanted.value}"
             )
-
-
-def _accumulated(total: Tensor | None, part: Tensor, start: int, like: Tensor) -> Tensor:
-    if total is None:
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        if part.shape == like.shape:
-            return part.to(dtype, copy=True)
-        total = torch.zeros_like(like, dtype=dtype)
-    total[start : start + len(part)].add_(part)
-    return total

@@ -34,6 +34,8 @@ class PrefixConfig:
             with which the predicted peak fits in the memory that is free.
         memory_budget_gb: GiB of device memory that a step may use besides what is in use when it
             begins; 0: what is free. Prefetches of "offload" and the choices of "auto" keep to it.
+        cache_host_layers: attention layers of every model chunk whose sidecar, K/V and gK/gV, is in
+            host memory and comes to the device when the layer runs.
         cp_reduce: with context parallelism, when gK/gV go to the ranks that own the keys: after
             every "wave", or once a "segment", which sends less and holds cp times as much gK/gV.
         extra: forwards that a pipeline stage runs ahead of its successor (1 or 2).
@@ -50,6 +52,7 @@ class PrefixConfig:
     kernel: str = "auto"
     memory: str = "retain"
     memory_budget_gb: float = 0.0
+    cache_host_layers: int = 0
     cp_reduce: str = "wave"
     extra: int = 2
     min_speedup: float = 1.05
@@ -69,6 +72,8 @@ class PrefixConfig:
                 raise UserError(f"{name} is {value!r}: give one of {', '.join(map(str, known))}")
         if not 0 <= self.memory_budget_gb < math.inf:
             raise UserError(f"memory_budget_gb is {self.memory_budget_gb}: give a number from 0")
+        if self.cache_host_layers < 0:
+            raise UserError(f"cache_host_layers is {self.cache_host_layers}: give a number from 0")
         if not self.min_speedup > 0:
             raise UserError(f"min_speedup is {self.min_speedup}: give a number above 0")
 

@@ -256,7 +256,8 @@ def recomputing(chunks: list[Any], recompute: str) -> Iterator[None]:
 def predicted(shape: Shape, way: Way, chunks: list[Any], config: PrefixConfig) -> RankMemory:
     """What the memory model says of a shape (memory "auto": as if all were retained)."""
     model = unwrap(chunks[0])
-    footprint = Footprint.of_config(model.config, model.vocab_size, config.cp_reduce)
+    host_layers = config.cache_host_layers if way.policy != STOCK else 0
+    footprint = Footprint.of_config(model.config, model.vocab_size, config.cp_reduce, host_layers)
     return predict(_plan(shape, way, config), footprint)[0]
 
 

@@ -125,12 +125,15 @@ class ShardedCache(SidecarCache):
         tensors = [*self._sums.values(), *(t for p in pending for t in p.tensors)]
         return super().num_bytes + sum(t.numel() * t.element_size() for t in tensors)
 
-    def prefetch(self, layer: int, blocks: Sequence[Block]) -> None:
+    def prefetch(self, layer: int, index: int, *, backward: bool = False) -> None:
         """Starts to gather what a layer will read; nothing for a layer that is not there."""
         if 0 <= layer < self._num_layers:
-            for block in blocks:
-                if (layer, block) not in self._views:
-                    self._views[layer, block] = self.exchange.gather(*super().read(layer, block))
+            for block in self.map.blocks[index]:
+                self._gather(layer, block)
+
+    def _gather(self, layer: int, block: Block) -> None:
+        if (layer, block) not in self._views:
+            self._views[layer, block] = self.exchange.gather(*super().read(layer, block))
 
     def release(self, layer: int) -> None:
         """Drops the views of a layer."""
@@ -139,7 +142,7 @@ class ShardedCache(SidecarCache):
 
     def read(self, layer: int, block: Block) -> tuple[Tensor, Tensor]:
         """K and V of a dense block as views [size * rows, kv_heads, dim] of all ranks' rows."""
-        self.prefetch(layer, (block,))
+        self._gather(layer, block)
         key, value = self._views[layer, block].wait()
         self._views[layer, block] = Pending((), (key, value))
         return key, value

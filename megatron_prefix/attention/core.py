@@ -113,8 +113,9 @@ class _SegmentAttention(torch.autograd.Function):
             cache.capture(layer, context.index, key, value)
             key, value = cache.own(layer, context.index)
         own = own_rows(cache, kernel, query, key, value, scale, context.lengths)
-        cache.prefetch(layer, context.blocks)
-        cache.prefetch(layer - 1 if context.backward else layer + 1, context.blocks)
+        cache.prefetch(layer, context.index, backward=context.backward)
+        after = layer - 1 if context.backward else layer + 1
+        cache.prefetch(after, context.index, backward=context.backward)
         dense = []
         for block, rows in _pieces(context):
             seen, values = cache.read(layer, block)
@@ -136,8 +137,8 @@ class _SegmentAttention(torch.autograd.Function):
         cache: SidecarCache = context.cache
         key, value = cache.own(layer, context.index) if context.inner else saved
         own = own_rows(cache, kernel, query, key, value, scale, context.lengths)
-        cache.prefetch(layer, context.blocks)
-        cache.prefetch(layer - 1, context.blocks)
+        cache.prefetch(layer, context.index, backward=True)
+        cache.prefetch(layer - 1, context.index, backward=True)
         pieces = _pieces(context)
         num_own = len(aux) - len(pieces)
         query_grad = own.backward(out_grad, out, lse, aux[:num_own])
@@ -148,10 +149,10 @@ class _SegmentAttention(torch.autograd.Function):
             )
             query_grad = query_grad.add_(more)
             cache.add_gradient(layer, block, seen_grad, values_grad, rows.start)
-        cache.release(layer)
-        for waiting in context.ahead:
-            waiting.prefetch(early=True)
         key_grad, value_grad = own.gradients()
         if context.inner and (sent := cache.take_gradient(layer, context.index)):
             key_grad, value_grad = sent[0] + key_grad, sent[1] + value_grad
+        cache.release(layer)
+        for waiting in context.ahead:
+            waiting.prefetch(early=True)
         return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), *(None,) * 4

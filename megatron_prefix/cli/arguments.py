@@ -188,6 +188,7 @@ def config_of(args: argparse.Namespace, **more: Any) -> PrefixConfig:
         extra=args.extra,
         plan_file=getattr(args, "prefix_plan", None),
         memory_budget_gb=getattr(args, "memory_budget_gb", 0.0),
+        cache_host_layers=getattr(args, "cache_host_layers", 0),
     )
     if values["plan_file"]:
         PlanFile(values["plan_file"])  # here, and not first on every rank

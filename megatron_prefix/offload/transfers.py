@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+Pairs = Sequence[tuple[Tensor, Tensor]]
+
 MARGIN = 0.05
 """Share of a device's memory that no plan and no prefetch counts on: fragments, other libraries."""
 
@@ -28,11 +30,16 @@ class Transfers(Protocol):
     def begin_step(self, expected: float) -> None:
         """Notes what is in use before a step, which is `expected` to take so many bytes more."""
 
-    def store(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        """Copies (device, host) pairs to the host; the device's side may be dropped at once.
+    def store(self, pairs: Pairs, *, held: bool = False) -> Any:
+        """Copies (device, host) pairs to the host.
+
+        Args:
+            pairs: tensors.
+            held: the device's side lives until after a `wait` for the mark; else it may be dropped
+                at once.
 
         Returns:
-            A mark for `load`.
+            A mark for `load`, `fill` and `wait`.
         """
 
     def keep_limit(self) -> None:
@@ -45,8 +52,12 @@ class Transfers(Protocol):
             The tensor, which nobody may read before `wait`, and a mark for `wait`.
         """
 
-    def wait(self, loaded: Any) -> None:
-        """Lets what is computed from here on see a loaded tensor; the host does not wait."""
+    def fill(self, pairs: Pairs, stored: Any) -> Any:
+        """Copies (device, host) pairs, stored before the mark, to the device; its side lives until
+        after a `wait` for what this returns."""
+
+    def wait(self, mark: Any) -> None:
+        """Lets what is computed from here on see what copies have done; the host does not wait."""
 
     def end_step(self) -> None:
         """Lets go of what was loaded and not waited for."""
@@ -75,10 +86,15 @@ class HostTransfers:
     def begin_step(self, expected: float) -> None:
         """See `Transfers.begin_step`."""
 
-    def store(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def store(self, pairs: Pairs, *, held: bool = False) -> None:
         """See `Transfers.store`."""
         for device, host in pairs:
             host.copy_(device)
+
+    def fill(self, pairs: Pairs, stored: None) -> None:
+        """See `Transfers.fill`."""
+        for device, host in pairs:
+            device.copy_(host)
 
     def keep_limit(self) -> None:
         """See `Transfers.keep_limit`."""
@@ -87,7 +103,7 @@ class HostTransfers:
         """See `Transfers.load`."""
         return host.clone(), None
 
-    def wait(self, loaded: None) -> None:
+    def wait(self, mark: None) -> None:
         """See `Transfers.wait`."""
 
     def end_step(self) -> None:
@@ -127,7 +143,7 @@ class CudaTransfers:
         self._base = _cuda_memory(self._device)[2]
         self._expected = expected
 
-    def store(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
+    def store(self, pairs: Pairs, *, held: bool = False) -> torch.cuda.Event:
         """See `Transfers.store`."""
         # What fills the device's side has been issued; what still reads the host's side of an
         # earlier tensor too.
@@ -136,9 +152,10 @@ class CudaTransfers:
         with torch.cuda.stream(self._storing):
             for device, host in pairs:
                 host.copy_(device, non_blocking=True)
-                device.record_stream(self._storing)
+                if not held:
+                    device.record_stream(self._storing)
         mark = self._storing.record_event()
-        if self._limit is not None:
+        if self._limit is not None and not held:
             self._stored.append(mark)
         return mark
 
@@ -160,10 +177,19 @@ class CudaTransfers:
         self._loaded[id(mark)] = mark, device
         return device, mark
 
-    def wait(self, loaded: torch.cuda.Event) -> None:
+    def fill(self, pairs: Pairs, stored: torch.cuda.Event) -> torch.cuda.Event:
+        """See `Transfers.fill`."""
+        self._loading.wait_stream(torch.cuda.current_stream(self._device))
+        self._loading.wait_event(stored)
+        with torch.cuda.stream(self._loading):
+            for device, host in pairs:
+                device.copy_(host, non_blocking=True)
+        return self._loading.record_event()
+
+    def wait(self, mark: torch.cuda.Event) -> None:
         """See `Transfers.wait`."""
-        torch.cuda.current_stream(self._device).wait_event(loaded)
-        self._loaded.pop(id(loaded), None)
+        torch.cuda.current_stream(self._device).wait_event(mark)
+        self._loaded.pop(id(mark), None)
 
     def end_step(self) -> None:
         """See `Transfers.end_step`."""

@@ -25,7 +25,10 @@ from megatron_prefix.attention.context_parallel import Exchange, ShardedCache
 from megatron_prefix.cache import SidecarCache
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.batch import BatchAdapter, SegmentInputs, TensorBatchAdapter
+from megatron_prefix.errors import UserError
 from megatron_prefix.install import install
+from megatron_prefix.offload.chains import HostLayers
+from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import free_bytes
 from megatron_prefix.pipeline import channels, gradients, lockstep, ordering
 from megatron_prefix.pipeline.actions import Action, Plan
@@ -113,6 +116,11 @@ class PrefixSchedule:
         models = model if isinstance(model, list) else [model]
         config = get_model_config(models[0])
         groups = pg_collection or gradients.default_groups()
+        if self.config.cache_host_layers and groups.cp.size() > 1:
+            raise UserError(
+                "cache_host_layers is for whole sequences: with context parallelism every rank has"
+                " its share of K/V and gK/gV only; set it to 0"
+            )
         if self.config.mode != "observe":  # by all ranks, whichever schedule each of them takes
             channels.channels_of(groups.pp, device_of(models))
         planner = self._planner(config, groups.pp.size(), len(models))
@@ -190,7 +198,8 @@ class PrefixSchedule:
         """Runs a plan on this rank, but for what follows its last backward."""
         models, step, _, contract, groups, forward_only = call
         config, device = contract.config, device_of(models)
-        stages = self._stages(call, plan)
+        offloader = self._memory.offloader(plan, models, groups.pp.rank(), forward_only)
+        stages = self._stages(call, plan, offloader)
         router.begin(stages, step, contract, groups, device, forward_only)
         if report.stopwatch is not None:
             report.stopwatch.forget()
@@ -203,7 +212,7 @@ class PrefixSchedule:
             SegmentInputs(step.forest, step.rollouts, device, groups.cp.rank(), groups.cp.size()),
             self.adapter, links, forward_only,
             self.watch or (report.stopwatch.timing if report.stopwatch else None),
-            None if forward_only else self._memory.offloader(plan, models, groups.pp.rank()),
+            offloader,
         )  # fmt: skip
         is_last = stages[-1].scorer is not None
         embedding = clear_embedding_activation_buffer(config, models, is_last)
@@ -212,24 +221,32 @@ class PrefixSchedule:
         report.cache_bytes = sum(stage.cache.peak_bytes for stage in stages)
         return stages[-1].scorer, embedding
 
-    def _stages(self, call: _Call, plan: Plan) -> list[Stage]:
+    def _stages(self, call: _Call, plan: Plan, offloader: Offloader | None) -> list[Stage]:
         """The rank's model chunks with hooks and sidecars; the last stage's has the losses."""
         models, step, _, contract, groups, _ = call
         exchange = Exchange(groups.cp) if groups.cp.size() > 1 else None
         stages = []
         for chunk, model in enumerate(models):
             hooks, number = install(model, self.config.kernel), plan.stage(groups.pp.rank(), chunk)
-            cache = self._cache(plan, hooks.num_layers, exchange)
+            cache = self._cache(plan, hooks.num_layers, exchange, offloader)
             stage = Stage(model, hooks, cache, number == 0, number == plan.num_stages - 1)
             if stage.is_last:
                 stage.scorer = Scorer(step, contract, self.adapter, model, hooks, exchange)
             stages.append(stage)
         return stages
 
-    def _cache(self, plan: Plan, num_layers: int, exchange: Exchange | None) -> SidecarCache:
+    def _cache(
+        self,
+        plan: Plan,
+        num_layers: int,
+        exchange: Exchange | None,
+        offloader: Offloader | None,
+    ) -> SidecarCache:
         """The sidecar of one model chunk on this rank."""
         if exchange is None:
-            return SidecarCache(plan.segments, num_layers)
+            share = self.config.cache_host_layers
+            host = HostLayers(offloader, num_layers, share) if offloader and share else None
+            return SidecarCache(plan.segments, num_layers, host=host)
         return ShardedCache(plan.segments, num_layers, exchange, self.config.cp_reduce)
 
 

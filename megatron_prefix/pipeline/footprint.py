@@ -9,7 +9,7 @@ another layer.)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_prefix.models.presets import ModelSpec
@@ -34,6 +34,7 @@ class Footprint:
         head_weight: bytes, not per row: the gradient of the output layer's weight, for a moment.
         num_layers: of a model chunk.
         parts: ranks that share the rows (context parallelism).
+        host_layers: of a model chunk, whose K/V and gK/gV are on the host while others run.
         sums: copies of gK/gV of all ranks' rows that a rank adds up (cp_reduce "segment").
         keeps_outputs: whether a stage's output stays until its backward.
     """
@@ -54,15 +55,18 @@ class Footprint:
     parts: int = 1
     sums: int = 0
     keeps_outputs: bool = True
+    host_layers: int = 0
 
     @classmethod
-    def of_config(cls, config: Any, vocab_size: int, cp_reduce: str = "wave") -> Footprint:
+    def of_config(
+        cls, config: Any, vocab_size: int, cp_reduce: str = "wave", host_layers: int = 0
+    ) -> Footprint:
         """Of a Megatron TransformerConfig.
 
         Args:
             config: the model's.
             vocab_size: rows of the whole output layer.
-            cp_reduce: see PrefixConfig.
+            cp_reduce, host_layers: see PrefixConfig.
         """
         tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
         heads = config.num_attention_heads
@@ -70,7 +74,8 @@ class Footprint:
             config.virtual_pipeline_model_parallel_size or 1
         )
         experts = config.num_moe_experts or 0
-        return _count(
+        num_layers = max(1, config.num_layers // stages)
+        found = _count(
             _Shape(
                 config.hidden_size, heads, config.num_query_groups or heads, config.kv_channels,
                 config.ffn_hidden_size, vocab_size, config.gated_linear_unit,
@@ -85,9 +90,10 @@ class Footprint:
                 config.recompute_granularity or "none", config.recompute_method or "",
                 config.recompute_num_layers or 1, tuple(config.recompute_modules or ()),
             ),
-            max(1, config.num_layers // stages), cp, cp if cp_reduce == "segment" else 0,
+            num_layers, cp, cp if cp_reduce == "segment" else 0,
             not config.deallocate_pipeline_outputs,
         )  # fmt: skip
+        return replace(found, host_layers=min(host_layers, num_layers))
 
     @classmethod
     def of_spec(

@@ -81,27 +81,36 @@ class MemoryControl:
         """Bytes per row of the model on this rank."""
         language_model = get_attr_wrapped_model(models[0], "decoder", return_model_obj=True)
         vocab_size = getattr(language_model, "vocab_size", 0)
-        return Footprint.of_config(language_model.config, vocab_size, self._config.cp_reduce)
+        return Footprint.of_config(
+            language_model.config,
+            vocab_size,
+            self._config.cp_reduce,
+            self._config.cache_host_layers,
+        )
 
     def predicted(self, plan: Plan, models: list[Any], rank: int) -> RankMemory:
         """What one rank of the pipeline is predicted to hold."""
         return predict(plan, self.footprint(models))[rank]
 
-    def offloader(self, plan: Plan, models: list[Any], rank: int) -> Offloader | None:
-        """What takes offloaded tensors in a step that begins; None where nothing is offloaded.
+    def offloader(
+        self, plan: Plan, models: list[Any], rank: int, forward_only: bool
+    ) -> Offloader | None:
+        """What takes tensors to the host in a step that begins; None where all stay.
 
         Raises:
             UserError: the model cannot run with "offload".
         """
-        if "offload" not in plan.policies:
+        offloads = "offload" in plan.policies and not forward_only
+        if not (offloads or self._config.cache_host_layers):
             return None
-        for refusal in filter(None, map(offload_refusal, models)):
+        for refusal in filter(None, map(offload_refusal, models)) if offloads else ():
             raise UserError(refusal)
         if self._offloader is None:
             transfers = transfers_of(device_of(models), self._config.memory_budget)
             self._offloader = Offloader(transfers)
         predicted = self.predicted(plan, models, rank)
-        self._offloader.begin_step(predicted.peak, predicted.staged)
+        staged = predicted.staged if offloads else 0.0
+        self._offloader.begin_step(predicted.peak, staged + predicted.cache_staged)
         return self._offloader
 
     def run(

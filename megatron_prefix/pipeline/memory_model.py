@@ -19,6 +19,9 @@ from megatron_prefix.pipeline.footprint import Footprint
 
 MESSAGES = 4
 """Receives posted ahead and sends under way, both directions together (pipeline/p2p.py)."""
+VISITED = {"kv": 2, "kv_grad": 3}
+"""Layers on the host that are on the device at once: the one that runs, the next, and gradients on
+their way back (megatron_prefix/offload/chains.py)."""
 LAYERS_LOADED = 3
 """Layers of an offloaded segment on the device at once (megatron_prefix/offload/segment.py)."""
 
@@ -36,6 +39,7 @@ class RankMemory:
         cache_peak: the most that K/V and gK/gV take at once.
         wave_peak: the most that is in use while a wave runs (0 without waves).
         staged: the most that offloaded segments hold on the host.
+        cache_staged: the most that K/V and gK/gV take of the host.
         held: at the peak, segments between forward and backward and the bytes that each keeps.
     """
 
@@ -50,6 +54,7 @@ class RankMemory:
     cache_peak: float
     wave_peak: float
     staged: float
+    cache_staged: float
     held: tuple[tuple[int, float], ...]
 
     def within(self, room: float) -> RankMemory:
@@ -91,6 +96,7 @@ class _Play:
         self.rows = [segment.num_rows / footprint.parts for segment in plan.segments]
         message = footprint.stage_input * max(self.rows, default=0.0)
         self.messages = MESSAGES * message if plan.num_ranks > 1 else 0.0
+        self.kv_grad = footprint.kv_grad * (1 + footprint.sums)
 
     def rank(self, rank: int) -> RankMemory:
         """Plays one rank's program."""
@@ -98,32 +104,33 @@ class _Play:
         chains: dict[tuple[int, int], float] = {}
         gradients: dict[tuple[int, int], float] = {}
         activations = kv = kv_grad = saved = cache = wave = 0.0
-        found = RankMemory(0.0, 0.0, Action("F", 0), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ())
+        host = self.one.host_layers
+        here = self.one.num_layers - host
+        found = RankMemory(0.0, 0.0, Action("F", 0), *(0.0,) * 9, ())
         for action in self.plan.programs[rank]:
             key, head = (action.chunk, action.segment), self.map.head[action.segment]
             if action.kind == "F":
                 held[key] = self._kept(rank, action)
                 activations += held[key]
                 if head in self.map.length and (action.chunk, head) not in chains:
-                    chains[action.chunk, head] = self._chain(head, self.one.kv)
+                    chains[action.chunk, head] = self.map.length[head] * self.one.kv
                     kv += chains[action.chunk, head]
             else:
                 for block in self.map.blocks[action.segment]:
                     place = action.chunk, block.head
                     if place not in gradients:
-                        sums = self._chain(block.head, self.one.kv_grad)
-                        gradients[place] = sums * (1 + self.one.sums)
+                        gradients[place] = self.map.length[block.head] * self.kv_grad
                         kv_grad += gradients[place]
             again, temporary = self._moment(rank, action)
-            total = activations + kv + kv_grad
+            total = activations + here * (kv + kv_grad)
             saved, cache = max(saved, total + again), max(cache, kv + kv_grad)
             used = total + again + temporary + self.messages
             if not self.plan.segments[action.segment].inner:
                 wave = max(wave, used)
             if used > found.peak:
                 found = RankMemory(
-                    used, 0.0, action, activations, kv, kv_grad, self.messages,
-                    again + temporary, 0.0, 0.0, 0.0,
+                    used, 0.0, action, activations, here * kv, here * kv_grad, self.messages,
+                    again + temporary, 0.0, 0.0, 0.0, 0.0,
                     tuple((index, size) for (_, index), size in held.items()),
                 )  # fmt: skip
             if action.kind == "B":
@@ -131,7 +138,10 @@ class _Play:
                 kv -= chains.pop(key, 0.0)
                 kv_grad -= gradients.pop(key, 0.0)
         staged = max(itertools.accumulate(self._staged(rank)), default=0.0)
-        return replace(found, saved=saved, cache_peak=cache, wave_peak=wave, staged=staged)
+        return replace(
+            found, saved=saved, cache_peak=here * cache, wave_peak=wave, staged=staged,
+            cache_staged=host * cache,
+        )  # fmt: skip
 
     def _ends(self, rank: int, action: Action) -> tuple[bool, bool]:
         stage = self.plan.stage(rank, action.chunk)
@@ -153,9 +163,6 @@ class _Play:
                 sign = 1 if action.kind == "F" else -1
                 yield sign * self.rows[action.segment] * away
 
-    def _chain(self, head: int, row: float) -> float:
-        return self.map.length[head] * row * self.one.num_layers
-
     def _moment(self, rank: int, action: Action) -> tuple[float, float]:
         """Bytes while an action runs: saved ones for a moment, and temporaries."""
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
@@ -166,6 +173,10 @@ class _Play:
         temporary = rows * one.temporary + one.seen * piece
         if one.parts > 1:  # views of two layers' ancestors, gathered
             temporary += 2 * one.kv * sum(seen)
+        visited = sum(seen) + (rows if segment.inner else 0.0)
+        temporary += visited * min(VISITED["kv"], one.host_layers) * one.kv
+        if action.kind == "B":
+            temporary += visited * min(VISITED["kv_grad"], one.host_layers) * one.kv_grad
         if last and segment.scored:
             head = rows * one.head_temporary
             if action.kind == "B":  # the layers' turn comes when the head is through

@@ -213,3 +213,10 @@ def test_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     result = json.loads(capsys.readouterr().out)
     assert code == 0 and result["passed"]
     assert result["baseline"] == alignment.GATHERED
+
+
+def test_a_sidecar_on_the_host_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "--groups 1 --max-tokens 64 --cp 2 --cache-host-layers 1 --set num_layers=1"
+    assert main(["align", "--rollouts", str(BUNDLED), *arguments.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "cache_host_layers is for whole sequences" in captured.err

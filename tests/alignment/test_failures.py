@@ -14,6 +14,7 @@ from megatron.core.timers import Timers
 from torch import Tensor
 
 from megatron_prefix import cache as cache_module
+from megatron_prefix.chain import Chain
 from megatron_prefix.config import MEMORY_POLICIES
 from megatron_prefix.data.batch import TensorBatchAdapter
 from megatron_prefix.errors import UserError
@@ -72,12 +73,12 @@ def num_tensors() -> int:
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     found = Watch([], Watched())
 
-    class Buffer(cache_module._Buffer):
-        def __init__(self, key: Tensor, value: Tensor) -> None:
-            super().__init__(key, value)
-            found.buffers.extend(map(weakref.ref, (key, value)))
+    class WatchedChain(Chain):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            found.buffers.extend(map(weakref.ref, self._keys))
 
-    monkeypatch.setattr(cache_module, "_Buffer", Buffer)
+    monkeypatch.setattr(cache_module, "Chain", WatchedChain)
     return found
 
 

@@ -96,6 +96,7 @@ CASES = {
         prefix=replace(CHUNKED, memory="auto", memory_budget_gb=1e-4), config=BOTH
     ),
     "offload of segments": Case(prefix=replace(CHUNKED, memory="offload"), config=BOTH),
+    "sidecar on the host": Case(prefix=replace(CHUNKED, cache_host_layers=1), config=BOTH),
     "recompute of segments": Case(prefix=replace(CHUNKED, memory="recompute"), config=BOTH),
     "full recompute": Case(AUX_Z, prefix=CHUNKED, config=BIAS, recompute="full"),
     "full recompute, per-token loss": Case(

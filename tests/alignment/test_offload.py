@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from megatron_prefix import alignment
 from megatron_prefix import cache as cache_module
+from megatron_prefix.chain import Chain
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.generate import generate
 from megatron_prefix.models.build import unwrap
@@ -38,11 +38,11 @@ def test_neither_weights_nor_cached_keys_and_nothing_twice(
     stored: list[int] = []
     num_layers: dict[int, int] = {}
 
-    class Buffer(cache_module._Buffer):
-        def __init__(self, key: Tensor, value: Tensor) -> None:
-            super().__init__(key, value)
-            held.extend((key, value))
-            cached.update(addresses(key, value))
+    class WatchedChain(Chain):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            held.extend(self._keys)
+            cached.update(addresses(*self._keys))
 
     def store(self: HostTransfers, pairs: Any) -> None:
         for device, host in pairs:
@@ -57,7 +57,7 @@ def test_neither_weights_nor_cached_keys_and_nothing_twice(
         num_layers[id(self)] = len(self._layers)
         held.append(self)
 
-    monkeypatch.setattr(cache_module, "_Buffer", Buffer)
+    monkeypatch.setattr(cache_module, "Chain", WatchedChain)
     monkeypatch.setattr(HostTransfers, "store", store)
     monkeypatch.setattr(OffloadedSegment, "layer_done", layer_done)
     model = small_model(recompute=recompute)

@@ -33,6 +33,7 @@ CASES = {
         ),
         "memory offload": Case("two-level-tree", prefix={"memory": "offload"}, overrides=FREED),
         "memory recompute": Case("uneven-groups", prefix={"memory": "recompute"}, overrides=FREED),
+        "sidecar on the host": Case("chunked-prefix", prefix={"cache_host_layers": 1}),
         "chunks auto": Case("chunked-prefix", prefix={"chunk_tokens": "auto"}),
         "one tree": Case("several-groups", prefix={"share": "batch"}),
         "equal lengths": Case("several-groups", overrides={"variable_seq_lengths": False}),
@@ -64,6 +65,9 @@ CASES = {
     },
     "pp3-vpp2": {
         "memory offload": Case("several-groups", recompute="full", prefix={"memory": "offload"}),
+        "sidecar on the host": Case(
+            "two-level-tree", prefix={"cache_host_layers": 1, "memory": "recompute"}
+        ),
         "several-groups": Case("several-groups"),
         "tree": Case("two-level-tree"),
     },

@@ -85,6 +85,7 @@ def schedule_with(
     monkeypatch: pytest.MonkeyPatch,
     memory: str = "retain",
     memory_budget_gb: float = 0.0,
+    cache_host_layers: int = 0,
 ) -> entry.PrefixSchedule:
     """The prefix schedule on trees made with `options`, whatever the layout asks for."""
     monkeypatch.setattr(entry, "_alignment", lambda config: options.align)
@@ -97,6 +98,7 @@ def schedule_with(
         kernel="math",
         memory=memory,
         memory_budget_gb=memory_budget_gb,
+        cache_host_layers=cache_host_layers,
     )
     return entry.PrefixSchedule(config, TensorBatchAdapter("logits" if contract.logits else "loss"))
 
@@ -159,6 +161,7 @@ def check(
     memory=st.sampled_from(MEMORY_POLICIES),
     # About what one of these steps takes, so that "offload" now and then has no room.
     memory_budget_gb=st.sampled_from([0.0, 1e-5, 2e-4]),
+    cache_host_layers=st.sampled_from([0, 0, 1, 2]),
 )
 def test_exact_against_plain_autograd(
     models: Models,
@@ -168,9 +171,11 @@ def test_exact_against_plain_autograd(
     options: TreeOptions,
     memory: str,
     memory_budget_gb: float,
+    cache_host_layers: int,
 ) -> None:
+    limits = memory, memory_budget_gb, cache_host_layers
     with pytest.MonkeyPatch.context() as monkeypatch:
-        schedule = schedule_with(options, contract, monkeypatch, memory, memory_budget_gb)
+        schedule = schedule_with(options, contract, monkeypatch, *limits)
         check(models[name], items, contract, schedule)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_prefix.cache import SidecarCache
+from megatron_prefix.offload.chains import HostLayers
 from megatron_prefix.offload.rates import measured
 from megatron_prefix.offload.segment import Offloader, addresses
 from megatron_prefix.offload.transfers import CudaTransfers, free_bytes
+from tests.harness.sidecar import LAYERS, step, tree
 from tests.unit.test_offload import expected_gradient, layers
 
 pytestmark = [
@@ -56,3 +59,23 @@ def test_what_is_measured_is_possible() -> None:
     rates = measured(device, torch.bfloat16)
     assert 1e12 < rates.flops < 1e16 and 1e9 < rates.link < 1e12
     assert 0 < free_bytes(device, 1e6) <= 1e6 < free_bytes(device)
+
+
+def test_a_sidecar_on_the_host_gives_the_same() -> None:
+    """With pieces of 32,768 rows, in several steps with one pool."""
+    device, segments = torch.device("cuda", torch.cuda.current_device()), tree(8192)
+    expected = step(SidecarCache(segments, LAYERS), segments, device="cuda")
+    owner = Offloader(CudaTransfers(device))
+    peaks = []
+    for _ in range(3):
+        owner.begin_step()
+        cache = SidecarCache(segments, LAYERS, host=HostLayers(owner, LAYERS, LAYERS))
+        found = step(cache, segments, device="cuda")
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        peaks.append(cache.peak_bytes)
+        cache.clear()
+        owner.end_step()
+        assert owner.pool.used_bytes == 0
+    whole = SidecarCache(segments, LAYERS)
+    step(whole, segments, device="cuda")
+    assert max(peaks) < 0.8 * whole.peak_bytes

@@ -44,7 +44,9 @@ def plan_of(prompt: int, response: int, num: int, wave: int, chunk: int = 0, **m
     return make_plan(build(rollouts, groups, options))
 
 
-def counted(model: Any, shape: tuple[int, ...], memory: str) -> tuple[int, int, RankMemory]:
+def counted(
+    model: Any, shape: tuple[int, ...], memory: str, host_layers: int = 0
+) -> tuple[int, int, RankMemory]:
     """Peaks of what autograd and the sidecar hold in a step, and the prediction."""
     prompt, response, num, wave, chunk = shape
     rollouts, groups = flat_rollouts(prompt, response, num, 1)
@@ -53,13 +55,14 @@ def counted(model: Any, shape: tuple[int, ...], memory: str) -> tuple[int, int, 
     inner = unwrap(model)
     count = SavedBytes(addresses(*inner.parameters(), *inner.buffers()))
     config = PrefixConfig(wave_tokens=wave, chunk_tokens=chunk, min_gain=0, memory=memory)
+    config = replace(config, cache_host_layers=host_layers)
     schedule = PrefixSchedule(config)
     steps.zero_gradients(model)
     with count.counting():
         steps.call(schedule, Contract().step, model, items)
     report = schedule.report
     assert report is not None and report.memory is not None and count.now == 0
-    assert report.memory.cache_peak == report.cache_bytes
+    assert host_layers or report.memory.cache_peak == report.cache_bytes
     return count.peak, report.cache_bytes, report.memory
 
 
@@ -83,6 +86,17 @@ def test_offloaded_segments_hold_less() -> None:
     assert saved["offload"][0] < 0.3 * saved["retain"][0]
     assert saved["offload"][2].saved < 0.8 * saved["retain"][2].saved
     assert saved["offload"][2].saved >= sum(saved["offload"][:2])  # loaded layers are in it
+
+
+def test_layers_on_the_host_are_on_the_device_for_a_visit() -> None:
+    model = small_model(vocab=VOCAB, spec=dict(num_layers=6), dtype=torch.float32)
+    shape = SHAPES[0]
+    (_, whole, all_here), (_, cache, some) = (counted(model, shape, "retain", n) for n in (0, 4))
+    assert some.cache_peak + some.cache_staged == all_here.cache_peak == whole
+    assert some.cache_peak == whole / 3
+    # At most two layers' K/V and three layers' gK/gV come and go.
+    assert some.cache_peak < cache <= some.cache_peak + whole / 2
+    assert some.peak <= all_here.peak + 1
 
 
 def test_a_stage_counts_its_own_layers() -> None:

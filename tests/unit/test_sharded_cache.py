@@ -46,7 +46,7 @@ def test_reads_are_gathered_ahead_once_and_released() -> None:
         cache = filled(rank, "wave")
         kept = cache.num_bytes
         for layer in (-1, 0, 1, NUM_LAYERS):  # beyond the ends nothing happens
-            cache.prefetch(layer, (PROMPT,))
+            cache.prefetch(layer, 2)
         assert len(rank.sent) == NUM_LAYERS
         for layer in range(NUM_LAYERS):
             for _ in range(2):
@@ -114,7 +114,7 @@ def test_where_nothing_was_sent_nothing_comes(reduce: str) -> None:
 @both_ways
 def test_a_failed_step_leaves_nothing_behind(reduce: str) -> None:
     cache = filled(PlayedRank(World(2), 0), reduce)
-    cache.prefetch(0, (PROMPT,))  # the other rank does not come any more
+    cache.prefetch(0, 2)  # the other rank does not come any more
     cache.add_gradient(1, PROMPT, random(16, 2, 3), random(16, 2, 2))
     cache.clear()
     assert cache.num_bytes == 0

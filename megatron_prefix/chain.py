@@ -1,0 +1,91 @@
+"""K/V and gK/gV of one chunk chain in one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Sent = tuple[Tensor, Tensor]
+
+
+class Chain:
+    """K, V [rows, kv_heads, dim] on the device, and gK, gV of the same shapes in fp32 or wider.
+
+    Args:
+        rows: of the whole chain.
+        key, value: of some of its rows: heads, widths, dtype and device.
+        count: told how many bytes more (or less) are in use on the device.
+
+    Attributes:
+        num_open: the first rows, captured and not consumed: what may be read.
+    """
+
+    def __init__(self, rows: int, key: Tensor, value: Tensor, count: Callable[[int], None]) -> None:
+        self.num_open = 0
+        self._count = count
+        self._keys: list[Tensor] = self._make(rows, key, value)
+        self._gradients: list[Tensor] | None = None
+
+    def write(self, span: slice, key: Tensor, value: Tensor) -> None:
+        """Copies K and V of a segment to its rows."""
+        for whole, part in zip(self._keys, (key, value), strict=True):
+            whole[span].copy_(part)
+
+    def read(self, stop: int) -> Sent:
+        """Views of K and V of the first rows."""
+        key, value = self._keys
+        return key[:stop], value[:stop]
+
+    def add(self, stop: int, start: int, key_grad: Tensor, value_grad: Tensor) -> None:
+        """Adds gK and gV of rows from `start` on, which are among the first `stop` rows."""
+        parts = key_grad, value_grad
+        if self._gradients is None:
+            if all(p.shape == k.shape for p, k in zip(parts, self._keys, strict=True)):
+                self._gradients = [part.to(wide(part), copy=True) for part in parts]
+                self._count(_size(self._gradients))
+                return
+            self._gradients = self._make(
+                len(self._keys[0]), self._keys[0], self._keys[1], sums=True
+            )
+        for total, part in zip(self._gradients, parts, strict=True):
+            total[start : start + len(part)].add_(part)
+
+    def sent(self, span: slice) -> Sent | None:
+        """Views of a segment's gK and gV; None where nothing was sent."""
+        if self._gradients is None:
+            return None
+        key_grad, value_grad = self._gradients
+        return key_grad[span], value_grad[span]
+
+    def fetch(self, loaded: int, rows: int, *, gradients: bool) -> None:
+        """Announces that `rows` rows will be used, the first `loaded` of which are there already;
+        here all are at hand."""
+
+    def leave(self) -> None:
+        """Ends a visit of the chain; here nothing was made for it."""
+
+    def drop(self) -> None:
+        """Lets go of all memory."""
+        self._count(-_size(self._keys) - _size(self._gradients or []))
+        self._keys, self._gradients = [], None
+
+    def _make(self, rows: int, key: Tensor, value: Tensor, sums: bool = False) -> list[Tensor]:
+        """Memory for K and V, or zeros for gK and gV."""
+        made = [
+            like.new_zeros((rows, *like.shape[1:]), dtype=wide(like)) if sums
+            else like.new_empty((rows, *like.shape[1:]))
+            for like in (key, value)
+        ]  # fmt: skip
+        self._count(_size(made))
+        return made
+
+
+def wide(like: Tensor) -> torch.dtype:
+    """The dtype in which gradients add up."""
+    return torch.promote_types(like.dtype, torch.float32)
+
+
+def _size(tensors: list[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
