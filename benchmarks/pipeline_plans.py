@@ -157,18 +157,22 @@ def run_rank(setting: Setting, plan_file: str) -> tuple[dict[str, Run], float]:
 
 def _step(name: str, schedule: Any, chunks: list[Any], items: Sequence[Any]) -> float:
     """Seconds of a forward-backward call, from one barrier to another."""
+    import torch
+
     from megatron_prefix.pipeline import entry
     from megatron_prefix.rl import loss, passes
 
-    links = barrier_links if name == BARRIERS else entry.Links
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    with mock.patch.object(entry, "Links", links):
+    with mock.patch.object(entry, "Links", barrier_links if name == BARRIERS else entry.Links):
         _meet()
         begin = time.perf_counter()
         passes.run(schedule, loss.forward_step(loss.GrpoConfig()), chunks, items)
         _meet()
-        return time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+    if torch.distributed.get_rank() == 0:
+        print(f"{seconds:8.2f} s  {name}", file=sys.stderr, flush=True)
+    return seconds
 
 
 def _meet() -> None:
@@ -267,10 +271,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.pipeline_plans", description=__doc__
     )
     for field in fields(Setting):
-        option = "--" + field.name.replace("_", "-")
-        kind = type(field.default)
-        metavar = "N" if kind is int else "NAME"
-        parser.add_argument(option, type=kind, default=field.default, metavar=metavar)
+        name = field.name.replace("_", "-")
+        parser.add_argument(f"--{name}", type=type(field.default), default=field.default)
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = vars(parser.parse_args(arguments))
     as_json = options.pop("json")
