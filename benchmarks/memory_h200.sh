@@ -4,7 +4,8 @@
 #   cost      time of a step under each policy, 16 rollouts of 10k/2k
 #   short     the same in chunks where a step may use 30 GiB: `auto` beside what fits
 #   frontier  a step of two rollouts of 235,520 tokens, 2,048 of them a response
-#   bash benchmarks/memory_h200.sh peaks|cost|short|frontier [RESULT.json] [ARGUMENTS OF bench memory]
+#   longer    of 360,448 tokens, K/V and gK/gV of half the layers on the host (not run so far)
+#   bash benchmarks/memory_h200.sh PART [RESULT.json] [ARGUMENTS OF bench memory]
 set -euo pipefail
 
 part=${1:-}
@@ -25,8 +26,12 @@ frontier)
     arguments=(--shapes 233472:2048:2 --ways recompute+full --repeats 0 --chunk-tokens 2048
         --kernel "${KERNEL:-cudnn}")
     ;;
+longer)
+    arguments=(--shapes 358400:2048:2 --ways recompute+full --repeats 0 --chunk-tokens 2048
+        --cache-host-layers 16 --kernel "${KERNEL:-cudnn}")
+    ;;
 *)
-    echo "say which: peaks, cost, short or frontier" >&2
+    echo "say which: peaks, cost, short, frontier or longer" >&2
     exit 2
     ;;
 esac

@@ -115,12 +115,7 @@ class PrefixSchedule:
             return stock_schedule()(data_iterator=data_iterator, **arguments)
         models = model if isinstance(model, list) else [model]
         config = get_model_config(models[0])
-        groups = pg_collection or gradients.default_groups()
-        if self.config.cache_host_layers and groups.cp.size() > 1:
-            raise UserError(
-                "cache_host_layers is for whole sequences: with context parallelism every rank has"
-                " its share of K/V and gK/gV only; set it to 0"
-            )
+        groups = self._groups(pg_collection)
         if self.config.mode != "observe":  # by all ranks, whichever schedule each of them takes
             channels.channels_of(groups.pp, device_of(models))
         planner = self._planner(config, groups.pp.size(), len(models))
@@ -138,6 +133,16 @@ class PrefixSchedule:
         contract = LossContract(forward_step_func, config, groups.cp.size(), collect_non_loss_data)
         call = _Call(models, step, beside, contract, groups, forward_only)
         return self._run(call, report, force_all_reduce)
+
+    def _groups(self, given: ProcessGroupCollection | None) -> ProcessGroupCollection:
+        """The process groups, which the configuration has to suit."""
+        groups = given or gradients.default_groups()
+        if self.config.cache_host_layers and groups.cp.size() > 1:
+            raise UserError(
+                "cache_host_layers is for whole sequences: with context parallelism every rank has"
+                " its share of K/V and gK/gV only; set it to 0"
+            )
+        return groups
 
     def _decided(
         self, models: list[Any], step: Step, beside: Beside, plan: Plan, groups: Any

@@ -104,8 +104,7 @@ class _Play:
         chains: dict[tuple[int, int], float] = {}
         gradients: dict[tuple[int, int], float] = {}
         activations = kv = kv_grad = saved = cache = wave = 0.0
-        host = self.one.host_layers
-        here = self.one.num_layers - host
+        host, here = self.one.host_layers, self.one.num_layers - self.one.host_layers
         found = RankMemory(0.0, 0.0, Action("F", 0), *(0.0,) * 9, ())
         for action in self.plan.programs[rank]:
             key, head = (action.chunk, action.segment), self.map.head[action.segment]
@@ -135,13 +134,10 @@ class _Play:
                 )  # fmt: skip
             if action.kind == "B":
                 activations -= held.pop(key)
-                kv -= chains.pop(key, 0.0)
-                kv_grad -= gradients.pop(key, 0.0)
-        staged = max(itertools.accumulate(self._staged(rank)), default=0.0)
-        return replace(
-            found, saved=saved, cache_peak=here * cache, wave_peak=wave, staged=staged,
-            cache_staged=host * cache,
-        )  # fmt: skip
+                kv, kv_grad = kv - chains.pop(key, 0.0), kv_grad - gradients.pop(key, 0.0)
+        found = replace(found, staged=max(itertools.accumulate(self._staged(rank)), default=0.0))
+        found = replace(found, cache_peak=here * cache, cache_staged=host * cache)
+        return replace(found, saved=saved, wave_peak=wave)
 
     def _ends(self, rank: int, action: Action) -> tuple[bool, bool]:
         stage = self.plan.stage(rank, action.chunk)
