@@ -36,6 +36,7 @@ class HostLayers:
 
     def __init__(self, offloader: Offloader, num_layers: int, num_host: int) -> None:
         self.transfers, self.pool = offloader.transfers, offloader.pool
+        self._counts = offloader.counts
         share = min(num_host, num_layers)
         self._layers = [
             layer
@@ -61,6 +62,7 @@ class HostLayers:
 
     def hold(self, mark: Any, tensors: Sequence[Tensor]) -> None:
         """Keeps tensors until their copy to the host has been waited for."""
+        self._counts.stored += sum(tensor.nbytes for tensor in tensors)
         self._leaving.append((mark, tensors))
         self._settle(LEAVING)
 

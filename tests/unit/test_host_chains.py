@@ -109,8 +109,10 @@ def test_only_what_a_layer_uses_is_on_the_device() -> None:
     cache.read(3, Block(0, 9))
     cache.add_gradient(3, Block(0, 9), random(9, DIM, 1), random(9, VALUE_DIM, 1))
     assert cache.num_bytes == 2 * 9 * size
+    before = offloader.counts.stored
     cache.release(3)
     assert cache.num_bytes == 0
+    assert before == (LAYERS * 5 + 4) * size and offloader.counts.stored == before + 9 * size
 
 
 def test_layers_are_spread_and_found_in_both_directions() -> None:
