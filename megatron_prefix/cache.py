@@ -83,8 +83,7 @@ class SidecarCache:
         head, span = self.map.head[index], self._span(index)
         chain = self._chains.get((layer, head))
         if chain is None:
-            host = self._host if self._host is not None and layer in self._host else None
-            made = Chain if host is None else host.chain
+            made = self._host.chain if self._host is not None and layer in self._host else Chain
             chain = made(self.map.length[head], key, value, self._count)
             self._chains[layer, head] = chain
         chain.write(span, key, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class Chain:
     def __init__(self, rows: int, key: Tensor, value: Tensor, count: Callable[[int], None]) -> None:
         self.num_open = 0
         self._count = count
-        self._keys: list[Tensor] = self._make(rows, key, value)
+        self._keys: list[Tensor] = self._make(rows, (key, value))
         self._gradients: list[Tensor] | None = None
 
     def write(self, span: slice, key: Tensor, value: Tensor) -> None:
@@ -46,9 +46,7 @@ class Chain:
                 self._gradients = [part.to(wide(part), copy=True) for part in parts]
                 self._count(_size(self._gradients))
                 return
-            self._gradients = self._make(
-                len(self._keys[0]), self._keys[0], self._keys[1], sums=True
-            )
+            self._gradients = self._make(len(self._keys[0]), self._keys, sums=True)
         for total, part in zip(self._gradients, parts, strict=True):
             total[start : start + len(part)].add_(part)
 
@@ -71,12 +69,12 @@ class Chain:
         self._count(-_size(self._keys) - _size(self._gradients or []))
         self._keys, self._gradients = [], None
 
-    def _make(self, rows: int, key: Tensor, value: Tensor, sums: bool = False) -> list[Tensor]:
+    def _make(self, rows: int, likes: Sequence[Tensor], sums: bool = False) -> list[Tensor]:
         """Memory for K and V, or zeros for gK and gV."""
         made = [
             like.new_zeros((rows, *like.shape[1:]), dtype=wide(like)) if sums
             else like.new_empty((rows, *like.shape[1:]))
-            for like in (key, value)
+            for like in likes
         ]  # fmt: skip
         self._count(_size(made))
         return made

@@ -29,10 +29,9 @@ from megatron_prefix.offload.counted import SavedBytes
 from megatron_prefix.offload.segment import addresses
 from megatron_prefix.pipeline.actions import Action, Plan
 from megatron_prefix.pipeline.entry import PrefixSchedule
-from megatron_prefix.pipeline.footprint import Footprint
 from megatron_prefix.pipeline.memory import policies
-from megatron_prefix.pipeline.memory_control import free_memory
-from megatron_prefix.pipeline.memory_model import RankMemory, predict
+from megatron_prefix.pipeline.memory_control import MemoryControl, free_memory
+from megatron_prefix.pipeline.memory_model import RankMemory
 from megatron_prefix.pipeline.planner import make_plan
 from megatron_prefix.rl import loss, passes
 from megatron_prefix.tree import Pairs, TreeOptions, build
@@ -255,10 +254,7 @@ def recomputing(chunks: list[Any], recompute: str) -> Iterator[None]:
 
 def predicted(shape: Shape, way: Way, chunks: list[Any], config: PrefixConfig) -> RankMemory:
     """What the memory model says of a shape (memory "auto": as if all were retained)."""
-    model = unwrap(chunks[0])
-    host_layers = config.cache_host_layers if way.policy != STOCK else 0
-    footprint = Footprint.of_config(model.config, model.vocab_size, config.cp_reduce, host_layers)
-    return predict(_plan(shape, way, config), footprint)[0]
+    return MemoryControl(config).predicted(_plan(shape, way, config), chunks, 0)
 
 
 def _plan(shape: Shape, way: Way, config: PrefixConfig) -> Plan:

@@ -91,13 +91,13 @@ class HostChain(Chain):
         value: Tensor,
         count: Callable[[int], None],
     ) -> None:
-        self._host = host
-        self._shapes = (key.new_empty((0, *key.shape[1:])), value.new_empty((0, *value.shape[1:])))
-        self._rows, self._loaded, self._summed = rows, 0, 0
-        self._pending: list[Any] = []
-        self._stored: dict[bool, Any] = {}
-        self._on_host = {False: [_HostRows(host.pool, rows, like) for like in (key, value)]}
+        self._host, self._rows = host, rows
+        self._likes = [like.new_empty((0, *like.shape[1:])) for like in (key, value)]
+        self._there = _OnHost(host, rows, self._likes)
+        self._sums_there: _OnHost | None = None
+        self._loaded = self._summed = 0  # first rows: here, of K/V; there, of gK/gV
         self._changed = False
+        self._pending: list[Any] = []
         super().__init__(0, key, value, count)
 
     def write(self, span: slice, key: Tensor, value: Tensor) -> None:
@@ -106,7 +106,7 @@ class HostChain(Chain):
         super().write(span, key, value)
         self._loaded = span.stop
         # Copies, or all rows above would have to stay until these are on the host.
-        self._store(False, [whole[span].clone() for whole in self._keys], span)
+        self._there.store([whole[span].clone() for whole in self._keys], span)
 
     def read(self, stop: int) -> Sent:
         """See `Chain.read`."""
@@ -134,42 +134,40 @@ class HostChain(Chain):
         the host, and of gK/gV if they are wanted."""
         if len(self._keys[0]) < rows:
             self.leave()
-            self._keys = self._make(rows, *self._shapes)
+            self._keys = self._make(rows, self._likes)
         if self._loaded < loaded:
-            self._load(False, self._keys, slice(self._loaded, loaded))
+            self._pending.append(self._there.load(self._keys, slice(self._loaded, loaded)))
             self._loaded = loaded
         if gradients and (self._gradients is None or len(self._gradients[0]) < rows):
             self._end_sums()
-            self._gradients = self._make(
-                len(self._keys[0]), self._shapes[0], self._shapes[1], sums=True
-            )
-            there = min(self._summed, len(self._keys[0]))
-            if there:
-                self._load(True, self._gradients, slice(0, there))
+            self._gradients = self._make(len(self._keys[0]), self._likes, sums=True)
+            if self._sums_there is not None:
+                there = slice(0, min(self._summed, len(self._keys[0])))
+                self._pending.append(self._sums_there.load(self._gradients, there))
 
     def leave(self) -> None:
         """Ends a visit: gK/gV that have changed go to the host, and the device's memory goes."""
         self._arrive()
         self._end_sums()
         self._count(-sum(tensor.nbytes for tensor in self._keys))
-        self._keys = [like[:0] for like in self._shapes]
+        self._keys = self._likes
         self._loaded = 0
 
     def drop(self) -> None:
         """See `Chain.drop`."""
         self._changed = False  # nobody will ask for them
         self.leave()
-        self._on_host.clear()
+        del self._there, self._sums_there
 
     def _end_sums(self) -> None:
         if self._gradients is None:
             return
         rows = min(len(self._gradients[0]), self.num_open)
         if self._changed and rows:
-            if True not in self._on_host:
-                wider = [like.to(wide(like)) for like in self._shapes]
-                self._on_host[True] = [_HostRows(self._host.pool, self._rows, w) for w in wider]
-            self._store(True, [total[:rows] for total in self._gradients], slice(0, rows))
+            if self._sums_there is None:
+                sums = [like.to(wide(like)) for like in self._likes]
+                self._sums_there = _OnHost(self._host, self._rows, sums)
+            self._sums_there.store([total[:rows] for total in self._gradients], slice(0, rows))
             self._summed = max(self._summed, rows)
         self._count(-sum(tensor.nbytes for tensor in self._gradients))
         self._gradients, self._changed = None, False
@@ -180,17 +178,36 @@ class HostChain(Chain):
             self._host.transfers.wait(mark)
         self._pending.clear()
 
-    def _load(self, sums: bool, tensors: list[Tensor], span: slice) -> None:
-        pairs = self._pairs(sums, [tensor[span] for tensor in tensors], span)
-        self._pending.append(self._host.transfers.fill(pairs, self._stored[sums]))
 
-    def _store(self, sums: bool, tensors: list[Tensor], span: slice) -> None:
-        mark = self._host.transfers.store(self._pairs(sums, tensors, span), held=True)
-        self._stored[sums] = mark
-        self._host.hold(mark, tensors)
+class _OnHost:
+    """K and V of a chain on the host, or gK and gV.
 
-    def _pairs(self, sums: bool, tensors: list[Tensor], span: slice) -> Pairs:
-        both = zip(tensors, self._on_host[sums], strict=True)
+    Args:
+        host: the layers on the host.
+        rows: of the chain.
+        likes: two tensors with rows of that shape and dtype.
+    """
+
+    def __init__(self, host: HostLayers, rows: int, likes: Sequence[Tensor]) -> None:
+        self._host, self._stored = host, None
+        self._both = [_HostRows(host.pool, rows, like) for like in likes]
+
+    def store(self, tensors: Sequence[Tensor], span: slice) -> None:
+        """Copies tensors to rows of `span`, and holds them until that is done."""
+        self._stored = self._host.transfers.store(self._pairs(tensors, span), held=True)
+        self._host.hold(self._stored, tensors)
+
+    def load(self, tensors: Sequence[Tensor], span: slice) -> Any:
+        """Copies rows of `span` to the same rows of tensors on the device.
+
+        Returns:
+            A mark to wait for.
+        """
+        pairs = self._pairs([tensor[span] for tensor in tensors], span)
+        return self._host.transfers.fill(pairs, self._stored)
+
+    def _pairs(self, tensors: Sequence[Tensor], span: slice) -> Pairs:
+        both = zip(tensors, self._both, strict=True)
         return [pair for tensor, host in both for pair in host.pairs(tensor, span)]
 
 

@@ -103,8 +103,9 @@ class MemoryControl:
         offloads = "offload" in plan.policies and not forward_only
         if not (offloads or self._config.cache_host_layers):
             return None
-        for refusal in filter(None, map(offload_refusal, models)) if offloads else ():
-            raise UserError(refusal)
+        refused = [refusal for refusal in map(offload_refusal, models) if refusal]
+        if offloads and refused:
+            raise UserError(refused[0])
         if self._offloader is None:
             transfers = transfers_of(device_of(models), self._config.memory_budget)
             self._offloader = Offloader(transfers)

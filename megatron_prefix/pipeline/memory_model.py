@@ -19,9 +19,9 @@ from megatron_prefix.pipeline.footprint import Footprint
 
 MESSAGES = 4
 """Receives posted ahead and sends under way, both directions together (pipeline/p2p.py)."""
-VISITED = {"kv": 2, "kv_grad": 3}
-"""Layers on the host that are on the device at once: the one that runs, the next, and gradients on
-their way back (megatron_prefix/offload/chains.py)."""
+LAYERS_VISITED, GRADIENTS_VISITED = 2, 3
+"""Layers on the host whose K/V, and whose gK/gV, are on the device at once: the one that runs, the
+next, and gradients on their way back (megatron_prefix/offload/chains.py)."""
 LAYERS_LOADED = 3
 """Layers of an offloaded segment on the device at once (megatron_prefix/offload/segment.py)."""
 
@@ -170,9 +170,9 @@ class _Play:
         if one.parts > 1:  # views of two layers' ancestors, gathered
             temporary += 2 * one.kv * sum(seen)
         visited = sum(seen) + (rows if segment.inner else 0.0)
-        temporary += visited * min(VISITED["kv"], one.host_layers) * one.kv
+        temporary += visited * min(LAYERS_VISITED, one.host_layers) * one.kv
         if action.kind == "B":
-            temporary += visited * min(VISITED["kv_grad"], one.host_layers) * one.kv_grad
+            temporary += visited * min(GRADIENTS_VISITED, one.host_layers) * one.kv_grad
         if last and segment.scored:
             head = rows * one.head_temporary
             if action.kind == "B":  # the layers' turn comes when the head is through
