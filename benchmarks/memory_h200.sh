@@ -20,7 +20,7 @@ cost)
     ;;
 short)
     arguments=(--shapes 10240:2048:16 --chunk-tokens 2048 --memory-budget-gb 30
-        --ways offload recompute auto --repeats 2 --kernel "${KERNEL:-cudnn}")
+        --ways offload recompute auto --repeats 1 --kernel "${KERNEL:-cudnn}")
     ;;
 frontier)
     arguments=(--shapes 233472:2048:2 --ways recompute+full --repeats 0 --chunk-tokens 2048
