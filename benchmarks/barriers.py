@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_prefix.pipeline.actions import Action, Plan
-from megatron_prefix.pipeline.planner import backward_order
-from megatron_prefix.pipeline.simulator import Cost, Event, Timeline, simulate, token_cost
+from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.planner import backward_order
+from megatron_prefix.plan.simulator import Cost, Event, Timeline, simulate, token_cost
 from megatron_prefix.tree import Forest
 
 PHASES = "ABC"

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 from benchmarks.barriers import barrier_plan, simulate_with_barriers
 from benchmarks.pipeline_picture import flat_groups
-from megatron_prefix.pipeline.planner import best_plan, closings, make_plan
-from megatron_prefix.pipeline.simulator import Timeline, simulate
+from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
+from megatron_prefix.plan.simulator import Timeline, simulate
 
 CASES = ((10240, 2048, 16, 4), (10240, 2048, 8, 4), (8192, 1024, 16, 4), (10240, 2048, 8, 8))
 COLUMNS = ("barriers", "prefix whole", "in chunks", "in chunks, running ahead (default)")
@@ -26,7 +26,7 @@ def timelines(prompt: int, response: int, rollouts: int, num_ranks: int) -> Iter
     chunked = flat_groups(prompt, response, rollouts, chunk_tokens=response)
     yield simulate_with_barriers(barrier_plan(whole, num_ranks))
     for forest, plan_of in ((whole, make_plan), (chunked, make_plan), (chunked, best_plan)):
-        yield simulate(plan_of(forest, num_ranks), needed=closings(forest))
+        yield simulate(plan_of(forest, num_ranks), ready_after=loss_ready_after(forest))
 
 
 def main() -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.barriers import barrier_plan, simulate_with_barriers
-from megatron_prefix.drawing import comparison_svg
-from megatron_prefix.pipeline.planner import best_plan, closings
-from megatron_prefix.pipeline.simulator import simulate
+from megatron_prefix.plan.planner import best_plan, loss_ready_after
+from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
+from megatron_prefix.view.drawing import comparison_svg
 
 GROUPS, ROLLOUTS, PROMPT, RESPONSE, STAGES = 4, 8, 10240, 2048, 4
 
@@ -47,7 +47,7 @@ def picture() -> str:
         ("stage-local order, prompts in chunks of a wave", chunked),
     ):
         plan = best_plan(forest, STAGES)
-        runs.append((name, simulate(plan, needed=closings(forest)), plan))
+        runs.append((name, simulate(plan, ready_after=loss_ready_after(forest)), plan))
     title = (
         f"{GROUPS} groups of {ROLLOUTS} rollouts on {STAGES} stages, P = {PROMPT}, R = {RESPONSE}"
     )

@@ -33,9 +33,9 @@ from megatron_prefix.data.generate import generate
 from megatron_prefix.data.pairs import pairs_of_groups
 from megatron_prefix.data.rollouts import Group
 from megatron_prefix.models.presets import ModelSpec, resolve
-from megatron_prefix.pipeline.actions import Plan
-from megatron_prefix.pipeline.cost import CostModel
-from megatron_prefix.pipeline.simulator import Cost, Timeline, simulate
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.plan.simulator import Cost, Timeline, simulate
 from megatron_prefix.runtime.layout import Layout
 from megatron_prefix.tree import Segment, build
 
@@ -120,14 +120,15 @@ def run_rank(setting: Setting, plan_file: str) -> tuple[dict[str, Run], float]:
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_prefix import alignment, runtime
+    from megatron_prefix import runtime
     from megatron_prefix.models.build import build_model
-    from megatron_prefix.pipeline.entry import PrefixSchedule
+    from megatron_prefix.run.schedule import PrefixSchedule
+    from megatron_prefix.verify import align
 
     runtime.initialize(LAYOUT, setting.device)
     dtype = "bfloat16" if setting.device == "cuda" else "float32"
     chunks = build_model(setting.spec, layout=LAYOUT, dtype=dtype, device=setting.device)
-    items = alignment.microbatches(setting.made(), seed=0)
+    items = align.microbatches(setting.made(), seed=0)
     configs = setting.configs(plan_file)
     schedules = {name: PrefixSchedule(configs[name]) for name in NAMES}
     measured: dict[str, tuple[Plan, Timeline]] = {}
@@ -159,12 +160,14 @@ def _step(name: str, schedule: Any, chunks: list[Any], items: Sequence[Any]) -> 
     """Seconds of a forward-backward call, from one barrier to another."""
     import torch
 
-    from megatron_prefix.pipeline import entry
     from megatron_prefix.rl import loss, passes
+    from megatron_prefix.run import schedule as schedules
 
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    with mock.patch.object(entry, "Links", barrier_links if name == BARRIERS else entry.Links):
+    with mock.patch.object(
+        schedules, "Links", barrier_links if name == BARRIERS else schedules.Links
+    ):
         _meet()
         begin = time.perf_counter()
         passes.run(schedule, loss.forward_step(loss.GrpoConfig()), chunks, items)
@@ -188,7 +191,7 @@ def barrier_links(channels: Any, plan: Plan, *arguments: Any, **options: Any) ->
     """Messages of a `barrier_plan`: behind the last action of a phase the ranks wait."""
     import torch.distributed as dist
 
-    from megatron_prefix.pipeline.p2p import Links
+    from megatron_prefix.run.messages import Links
 
     phases = [phase(plan, action) for action in plan.programs[channels.rank]]
     # The first look is before the first action.

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_prefix.drawing import timeline_svg
-from megatron_prefix.pipeline.grid import marked_grid
-from megatron_prefix.pipeline.planner import closings, make_plan
-from megatron_prefix.pipeline.simulator import simulate
+from megatron_prefix.plan.grid import marked_grid
+from megatron_prefix.plan.planner import loss_ready_after, make_plan
+from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
+from megatron_prefix.view.drawing import timeline_svg
 
 PROMPT, TURN, ANSWER = 512, 96, 128  # tokens
 NUM_STAGES = 2
@@ -36,11 +36,11 @@ def rollouts(seed: int) -> list[Pairs]:
 def show_tree(forest: Forest) -> None:
     """One line a segment, indented under the segment whose K/V it reads."""
     for index, segment in enumerate(forest.segments):
-        kind = "inner segment" if segment.inner else f"wave of {len(segment.rows)}"
-        first = segment.rows[0]
-        members = sorted({rollout for row in segment.rows for rollout in row.rollouts})
+        kind = "inner segment" if segment.inner else f"wave of {len(segment.spans)}"
+        first = segment.spans[0]
+        members = sorted({rollout for span in segment.spans for rollout in span.rollouts})
         indent = "  " * len(forest.ancestors(index))
-        extent = f"positions {first.start} to {max(row.end for row in segment.rows) - 1}"
+        extent = f"positions {first.start} to {max(span.end for span in segment.spans) - 1}"
         print(f"{indent}{index}: {kind}, {extent}, rollouts {members}")
 
 
@@ -56,7 +56,9 @@ def main() -> None:
 
     plan = make_plan(forest, NUM_STAGES)
     print(f"\n{marked_grid(plan.programs)}")
-    timeline = simulate(plan, needed=closings(forest))  # raises if the plan could not run
+    timeline = simulate(
+        plan, ready_after=loss_ready_after(forest)
+    )  # raises if the plan could not run
     print(f"\nbubble {timeline.bubble_fraction:.0%}, at most {timeline.peak_live_rows} live rows")
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(timeline_svg(timeline, plan, "two groups on two stages"))

@@ -67,7 +67,7 @@ def main() -> None:
     runtime.initialize(Layout(), device="cpu")  # selects the CPU before Megatron is imported
     from megatron.core.pipeline_parallel import get_forward_backward_func as megatron_schedule
 
-    from megatron_prefix.pipeline.entry import get_forward_backward_func as prefix_schedule
+    from megatron_prefix.run.schedule import get_forward_backward_func as prefix_schedule
 
     (model,) = build_model(resolve("tiny-qwen3", vocab_size=VOCAB))
     batches = microbatches()

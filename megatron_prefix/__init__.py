@@ -9,8 +9,8 @@ __version__ = "0.1.0"
 # Imported at first use: the pure modules and half of the command line do without torch.
 _LAZY = {
     "PrefixConfig": "megatron_prefix.config",
-    "PrefixSchedule": "megatron_prefix.pipeline.entry",
-    "get_forward_backward_func": "megatron_prefix.pipeline.entry",
+    "PrefixSchedule": "megatron_prefix.run.schedule",
+    "get_forward_backward_func": "megatron_prefix.run.schedule",
 }
 __all__ = ["__version__", *sorted(_LAZY)]
 

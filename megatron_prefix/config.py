@@ -38,9 +38,9 @@ class PrefixConfig:
             host memory and comes to the device when the layer runs.
         cp_reduce: with context parallelism, when gK/gV go to the ranks that own the keys: after
             every "wave", or once a "segment", which sends less and holds cp times as much gK/gV.
-        extra: forwards that a pipeline stage runs ahead of its successor (1 or 2).
+        run_ahead: forwards that a pipeline stage runs ahead of its successor (1 or 2).
         min_speedup: in mode "auto", the predicted speedup below which the stock schedule runs.
-        plan_file: a plan to run instead of the planner's (megatron_prefix/pipeline/planfile.py).
+        plan_file: a plan to run instead of the planner's (megatron_prefix/plan/planfile.py).
     """
 
     mode: str = "on"
@@ -54,7 +54,7 @@ class PrefixConfig:
     memory_budget_gb: float = 0.0
     cache_host_layers: int = 0
     cp_reduce: str = "wave"
-    extra: int = 2
+    run_ahead: int = 2
     min_speedup: float = 1.05
     plan_file: str | None = None
 
@@ -66,7 +66,7 @@ class PrefixConfig:
             ("mode", self.mode, MODES),
             ("memory", self.memory, MEMORY_POLICIES),
             ("cp_reduce", self.cp_reduce, CP_REDUCE),
-            ("extra", self.extra, (1, 2)),
+            ("run_ahead", self.run_ahead, (1, 2)),
         ):
             if value not in known:
                 raise UserError(f"{name} is {value!r}: give one of {', '.join(map(str, known))}")

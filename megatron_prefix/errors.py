@@ -1,4 +1,4 @@
-"""The one exception that means "the user can mend this"."""
+"""The one exception that means "the user can fix this"."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ class UserError(ValueError):
     """Bad usage or bad input.
 
     The message is one line that names what is wrong (file, row and field for data; the option for
-    usage) and how to mend it. The command line prints it on stderr and exits with code 2.
+    usage) and how to fix it. The command line prints it on stderr and exits with code 2.
     """
 
 

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_prefix.attention.blocks import Block
 from megatron_prefix.attention.kernels import Kernel
 from megatron_prefix.attention.merge import merge
 from megatron_prefix.attention.own import own_rows
-from megatron_prefix.cache import SidecarCache
+from megatron_prefix.sidecar.cache import SidecarCache
+from megatron_prefix.tree.kv_layout import Block
 
 if TYPE_CHECKING:
+    from megatron_prefix.moe.ledger import RouterLedger
     from megatron_prefix.offload.segment import OffloadedSegment
-    from megatron_prefix.router.ledger import RouterLedger
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SegmentContext:
         inner: whether other segments read its K/V.
         lengths: rows of each rollout on this rank, padding included.
         blocks: its dense blocks.
-        positions: true position of every row, int64 [num_rows], on the model's device.
+        positions: true position of every row, int64 [padded_length], on the model's device.
         cache: the sidecar of this model chunk.
         ledger: accounts for its routers' losses; None without routers and without gradients.
         backward: whether its backward runs: a forward inside it is recomputation, and goes from

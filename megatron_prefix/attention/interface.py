@@ -1,6 +1,6 @@
 """What an attention kernel is, and how blocks become batched calls of one operator.
 
-A kernel computes one block of a segment's attention (megatron_prefix/attention/blocks.py) and
+A kernel computes one block of a segment's attention (megatron_prefix/tree/kv_layout.py) and
 returns its output with the log-sum-exp of its scores, so that blocks can be merged
 (megatron_prefix/attention/merge.py). Its backward takes the *merged* output and log-sum-exp and
 returns the block's share of the gradients. No dropout.
@@ -137,12 +137,12 @@ class Run(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def runs(lengths: tuple[int, ...], num_rows: int) -> tuple[Run, ...]:
+def runs(lengths: tuple[int, ...], padded_length: int) -> tuple[Run, ...]:
     """Rollouts of equal length side by side are one run.
 
-    Raises ValueError for a rollout without rows, or if the lengths do not sum to ``num_rows``.
+    Raises ValueError for a rollout without rows, or if the lengths do not sum to ``padded_length``.
     """
-    return tuple(run for run, _ in run_pairs(lengths, lengths, num_rows, num_rows))
+    return tuple(run for run, _ in run_pairs(lengths, lengths, padded_length, padded_length))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -153,9 +153,9 @@ def run_pairs(
 
     Raises ValueError as `runs`, and for unequal numbers of rollouts.
     """
-    for lengths, num_rows in ((q_lengths, num_queries), (k_lengths, num_keys)):
-        if min(lengths, default=0) < 1 or sum(lengths) != num_rows:
-            raise ValueError(f"lengths {lengths} must be positive and sum to {num_rows} rows")
+    for lengths, padded_length in ((q_lengths, num_queries), (k_lengths, num_keys)):
+        if min(lengths, default=0) < 1 or sum(lengths) != padded_length:
+            raise ValueError(f"lengths {lengths} must be positive and sum to {padded_length} rows")
     found, start, key_start = [], 0, 0
     for (length, num_seen), members in groupby(zip(q_lengths, k_lengths, strict=True)):
         num = len(list(members))

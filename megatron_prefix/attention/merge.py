@@ -54,13 +54,13 @@ def merge(parts: Sequence[Partial]) -> Merged:
     return combine(outs, lses, dtype)
 
 
-def spread(part: Partial, start: int, num_rows: int) -> Partial:
-    """``part`` as rows [start, start + s) of ``num_rows`` rows; the others see no key."""
+def spread(part: Partial, start: int, padded_length: int) -> Partial:
+    """``part`` as rows [start, start + s) of ``padded_length`` rows; the others see no key."""
     stop = start + part.out.shape[0]
-    if start < 0 or stop > num_rows:
-        raise ValueError(f"rows {start} to {stop} are not within {num_rows} rows")
-    out = part.out.new_zeros(num_rows, *part.out.shape[1:])
-    lse = part.lse.new_full((part.lse.shape[0], num_rows), float("-inf"))
+    if start < 0 or stop > padded_length:
+        raise ValueError(f"rows {start} to {stop} are not within {padded_length} rows")
+    out = part.out.new_zeros(padded_length, *part.out.shape[1:])
+    lse = part.lse.new_full((part.lse.shape[0], padded_length), float("-inf"))
     out[start:stop], lse[:, start:stop] = part.out, part.lse
     return Partial(out, lse)
 

@@ -2,7 +2,7 @@
 
 On one rank it is one causal block.  Spread over ranks, each has two chunks of every row: they see
 themselves causally, and the row's earlier chunks, whose keys are gathered, without a mask
-(megatron_prefix/attention/zigzag.py).
+(megatron_prefix/tree/cp_layout.py).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_prefix.attention import zigzag
-from megatron_prefix.attention.context_parallel import Exchange, ShardedCache, on, side_by_side
 from megatron_prefix.attention.interface import Aux, Kernel, Partial
-from megatron_prefix.cache import SidecarCache
+from megatron_prefix.sidecar.cache import SidecarCache
+from megatron_prefix.sidecar.context_parallel import Exchange, ShardedCache, on, side_by_side
+from megatron_prefix.tree import cp_layout
 
 
 class OwnRows:
@@ -82,7 +82,7 @@ class SpreadRows:
         self._kernel, self._exchange, self._scale = kernel, exchange, scale
         self._query, self._key, self._value = query, key, value
         whole = tuple(length * exchange.size for length in lengths)
-        blocks = zigzag.own_blocks(whole, exchange.rank, exchange.size)
+        blocks = cp_layout.own_blocks(whole, exchange.rank, exchange.size)
         self._chunks, self._paired = blocks.chunks, blocks.paired
         self._indices = _indices(whole, exchange.rank, exchange.size, query.device)
         self._views = exchange.gather(key, value)
@@ -137,12 +137,12 @@ def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x[rows]
 
 
-def _spread(part: Partial, rows: Tensor | None, num_rows: int) -> Partial:
+def _spread(part: Partial, rows: Tensor | None, padded_length: int) -> Partial:
     """A part of some rows as a part of all; the others see no key."""
     if rows is None:
         return part
-    out = part.out.new_zeros((num_rows, *part.out.shape[1:]))
-    lse = part.lse.new_full((part.lse.shape[0], num_rows), float("-inf"))
+    out = part.out.new_zeros((padded_length, *part.out.shape[1:]))
+    lse = part.lse.new_full((part.lse.shape[0], padded_length), float("-inf"))
     out[rows], lse[:, rows] = part.out, part.lse
     return Partial(out, lse, part.aux)
 
@@ -169,7 +169,7 @@ def _indices(
     """Queries (None: all rows of the rank) and keys of the paired blocks, on the device."""
     local = sum(lengths) // size
     found = []
-    for block in zigzag.own_blocks(lengths, rank, size).paired:
+    for block in cp_layout.own_blocks(lengths, rank, size).paired:
         mine = None if len(block.queries) == local else on(device, block.queries)
         found.append((mine, on(device, block.keys)))
     return tuple(found)

@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the comparison on as many ranks as the layout has."""
     from megatron_prefix import runtime
-    from megatron_prefix.jobs import fit_vocabulary
     from megatron_prefix.models import presets
+    from megatron_prefix.rl.job import fit_vocabulary
 
     options = model_options(args)
     layout = layout_of(args, runtime.env_world_size())
@@ -71,16 +71,17 @@ def run(args: argparse.Namespace) -> int:
 
 def align_rank(options: Any, spec: Any, layout: Any, groups: list, config: Any) -> Any:
     """One rank's part; returns the verdict over all ranks."""
-    from megatron_prefix import alignment, runtime
-    from megatron_prefix.jobs import place_groups
+    from megatron_prefix import runtime
+    from megatron_prefix.rl.job import place_groups
+    from megatron_prefix.verify import align
 
     runtime.initialize(layout, options.device, options.seed)
     try:
         chunks = options.build(spec, layout)
         exact = options.reference(spec, layout, chunks) if options.dtype == "bfloat16" else None
         # Both schedules run the same placement, so they can be compared as they are.
-        mine = place_groups(groups, spec, layout, config, stock=True)[alignment.data_rank()]
-        verdict = alignment.align(
+        mine = place_groups(groups, spec, layout, config, stock=True)[align.data_rank()]
+        verdict = align.align(
             chunks,
             mine,
             config,
@@ -89,7 +90,7 @@ def align_rank(options: Any, spec: Any, layout: Any, groups: list, config: Any) 
             reference=exact,
             num_tokens=sum(len(rollout) - 1 for group in groups for rollout in group.rollouts),
         )
-        return alignment.over_ranks(verdict)
+        return align.over_ranks(verdict)
     finally:
         runtime.shutdown()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.pipeline.planfile import PlanFile
+from megatron_prefix.plan.planfile import PlanFile
 from megatron_prefix.runtime.layout import Layout
 
 _DEFAULTS = PrefixConfig()
@@ -152,13 +152,21 @@ def add_lengths(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="share no trained token (for losses over whole sequences)",
     )
+    _add_run_ahead(group)
+
+
+def _add_run_ahead(group: Any) -> None:
     group.add_argument(
-        "--extra",
+        "--run-ahead",
         type=int,
         choices=(1, 2),
-        default=_DEFAULTS.extra,
+        default=_DEFAULTS.run_ahead,
         help="forwards a pipeline stage runs ahead of the next: 1 holds less memory, 2 waits less"
-        f" (default {_DEFAULTS.extra})",
+        f" (default {_DEFAULTS.run_ahead})",
+    )
+    # The option's name before: scripts that give it go on working.
+    group.add_argument(
+        "--extra", dest="run_ahead", type=int, choices=(1, 2), help=argparse.SUPPRESS
     )
 
 
@@ -185,7 +193,7 @@ def config_of(args: argparse.Namespace, **more: Any) -> PrefixConfig:
         min_gain=args.min_gain,
         share=args.share,
         loss_in_leaves=args.loss_in_leaves,
-        extra=args.extra,
+        run_ahead=args.run_ahead,
         plan_file=getattr(args, "prefix_plan", None),
         memory_budget_gb=getattr(args, "memory_budget_gb", 0.0),
         cache_host_layers=getattr(args, "cache_host_layers", 0),

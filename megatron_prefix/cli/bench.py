@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     """Aligns, times, reports."""
     if args.what == "memory":
         return bench_memory.run(args)
-    from megatron_prefix.benchmark import Shape
+    from megatron_prefix.bench.steps import Shape
 
     texts = args.shapes or ([] if args.rollouts else ["1024:64:8"])
     shapes = [Shape.parse(text) for text in texts]
@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace, shapes: list[Any]) -> tuple[Any, list[Any], list[str]]:
     import torch
 
-    from megatron_prefix import benchmark, runtime
+    from megatron_prefix import runtime
+    from megatron_prefix.bench import steps
     from megatron_prefix.models import presets
 
     options = model_options(args)
@@ -102,7 +103,7 @@ def _measure(args: argparse.Namespace, shapes: list[Any]) -> tuple[Any, list[Any
     layout = runtime.Layout()
     runtime.initialize(layout, options.device, options.seed)
     try:
-        [verdict] = benchmark.aligned(options, spec, layout, [config], args.align_layers)
+        [verdict] = steps.aligned(options, spec, layout, [config], args.align_layers)
         if not verdict.passed:
             return verdict, [], []
         chunks = options.build(spec, layout)
@@ -112,14 +113,14 @@ def _measure(args: argparse.Namespace, shapes: list[Any]) -> tuple[Any, list[Any
         for name, groups, one in report.watched(args, work, "rows timed", len(work)):
             try:
                 rows.append(
-                    benchmark.time_groups(
+                    steps.time_groups(
                         name, groups, spec, chunks, one,
                         repeats=args.repeats, seed=args.seed, stock_times=known,
                     )
                 )  # fmt: skip
             except (torch.OutOfMemoryError, StepOutOfMemory) as error:
                 failures.append(f"{name}: {str(error).partition('.')[0]}")
-                benchmark.free_memory()
+                steps.free_memory()
         return verdict, rows, failures
     finally:
         runtime.shutdown()

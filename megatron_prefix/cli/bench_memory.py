@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Aligns, measures, reports."""
-    from megatron_prefix.memory_bench import Way
+    from megatron_prefix.bench.memory import Way
 
     ways = [Way.parse(text) for text in args.ways]
     farther = [Way.parse(text) for text in args.frontier_ways or args.ways]
@@ -72,7 +72,8 @@ def _measure(
 ) -> tuple[list[str], list[Any], list[Any]]:
     from dataclasses import replace
 
-    from megatron_prefix import benchmark, memory_bench, runtime
+    from megatron_prefix import runtime
+    from megatron_prefix.bench import memory, steps
     from megatron_prefix.models import presets
 
     options = model_options(args)
@@ -82,9 +83,9 @@ def _measure(
     layout = runtime.Layout()
     runtime.initialize(layout, options.device, options.seed)
     try:
-        policies = sorted({way.policy for way in ways} - {memory_bench.STOCK})
+        policies = sorted({way.policy for way in ways} - {memory.STOCK})
         configs = [replace(config, memory=policy) for policy in policies]
-        verdicts = benchmark.aligned(options, spec, layout, configs, args.align_layers)
+        verdicts = steps.aligned(options, spec, layout, configs, args.align_layers)
         failures = [
             f"{policy}: {failure}"
             for policy, verdict in zip(policies, verdicts, strict=True)
@@ -100,20 +101,20 @@ def _measure(
 
 
 def _rows(args: argparse.Namespace, ways: list[Any], chunks: list[Any], config: Any) -> Any:
-    from megatron_prefix import benchmark, memory_bench
+    from megatron_prefix.bench import memory, steps
 
-    shapes = [benchmark.Shape.parse(text) for text in args.shapes or ["512:64:4"]]
+    shapes = [steps.Shape.parse(text) for text in args.shapes or ["512:64:4"]]
     work = [(shape, way) for shape in shapes for way in ways]
     for shape, way in report.watched(args, work, "rows measured", len(work)):
-        yield memory_bench.measure(shape, way, chunks, config, repeats=args.repeats, seed=args.seed)
+        yield memory.measure(shape, way, chunks, config, repeats=args.repeats, seed=args.seed)
 
 
 def _frontiers(args: argparse.Namespace, ways: list[Any], chunks: list[Any], config: Any) -> Any:
-    from megatron_prefix import benchmark, frontier
+    from megatron_prefix.bench import longest, steps
 
     for way in ways if args.frontier else ():
-        yield frontier.frontier(
-            args.frontier, way, chunks, config, capacity=args.capacity_gb * benchmark.GIB,
+        yield longest.frontier(
+            args.frontier, way, chunks, config, capacity=args.capacity_gb * steps.GIB,
             step=args.frontier_step, num_tries=args.tries, seed=args.seed,
         )  # fmt: skip
 

@@ -173,8 +173,8 @@ def _what_runs(device: str, spec: ModelSpec | None) -> dict[str, Any]:
     platforms.select(device)
     import torch
 
-    from megatron_prefix import features
     from megatron_prefix.attention import kernels
+    from megatron_prefix.megatron import features
 
     features.check_version()
     width = spec.kv_channels if spec else HEAD_DIM
@@ -186,7 +186,7 @@ def _what_runs(device: str, spec: ModelSpec | None) -> dict[str, Any]:
     return {
         "kernels": reasons,
         "chosen": chosen,
-        "refused_features": {name: mend for name, _, mend in features.REFUSED},
+        "refused_features": {name: fix for name, _, fix in features.REFUSED},
         "model": _check_model(spec, torch.device(device)) if spec else None,
     }
 
@@ -194,7 +194,7 @@ def _what_runs(device: str, spec: ModelSpec | None) -> dict[str, Any]:
 def _check_model(spec: ModelSpec, device: torch.device) -> dict[str, Any]:
     import torch
 
-    from megatron_prefix import features
+    from megatron_prefix.megatron import features
     from megatron_prefix.models.config import transformer_config
     from megatron_prefix.runtime.layout import Layout
 

@@ -12,11 +12,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megatron_prefix import matrix
 from megatron_prefix.cli import report
 from megatron_prefix.cli.arguments import whole
 from megatron_prefix.errors import UserError
-from megatron_prefix.matrix import Result, Row
+from megatron_prefix.verify import matrix
+from megatron_prefix.verify.matrix import Result, Row
 
 HELP = """\
 Aligns the prefix schedule with Megatron-Core's stock schedule in many layouts: models without and
@@ -182,7 +182,7 @@ def align_row(
     """
     from megatron_prefix import platforms, runtime
     from megatron_prefix.cli.align import align_rank
-    from megatron_prefix.jobs import ModelOptions, fit_vocabulary
+    from megatron_prefix.rl.job import ModelOptions, fit_vocabulary
 
     layout, shape = row.layout_in(world), matrix.SHAPES[row.shape]
     overrides = tuple(row.overrides(dtype).items())
@@ -198,7 +198,7 @@ def align_row(
         platforms.select(device)
         import torch._dynamo  # noqa: F401
 
-        from megatron_prefix import alignment  # noqa: F401
+        from megatron_prefix.verify import align  # noqa: F401
     method = "fork" if fork else "spawn"
     return runtime.run_ranks(align_rank, layout.world_size, job, start_method=method, **options)[0]
 

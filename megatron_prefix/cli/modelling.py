@@ -91,7 +91,7 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
 
 def model_options(args: argparse.Namespace) -> Any:
     """The `jobs.ModelOptions` that `add_model` read; imports torch."""
-    from megatron_prefix.jobs import ModelOptions
+    from megatron_prefix.rl.job import ModelOptions
 
     return ModelOptions(
         args.model, args.dtype, args.device, args.recompute, args.layer_spec, args.seed,

@@ -14,19 +14,19 @@ from megatron_prefix.cli.report import counted, number, percent, print_facts, pr
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.pairs import pairs_of_groups
 from megatron_prefix.data.rollouts import Group
-from megatron_prefix.drawing import timeline_svg
 from megatron_prefix.errors import UserError
 from megatron_prefix.models.presets import ModelSpec, resolve
-from megatron_prefix.pipeline.actions import Plan
-from megatron_prefix.pipeline.cost import CostModel
-from megatron_prefix.pipeline.footprint import Footprint
-from megatron_prefix.pipeline.memory import policies
-from megatron_prefix.pipeline.memory_model import predict
-from megatron_prefix.pipeline.planner import best_plan, closings
-from megatron_prefix.pipeline.simulator import Timeline, simulate
-from megatron_prefix.pipeline.tuning import ChunkChooser
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.chunking import ChunkChooser
+from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.plan.footprint import Footprint
+from megatron_prefix.plan.memory_policy import policies
+from megatron_prefix.plan.peak_memory import predict
+from megatron_prefix.plan.planner import best_plan, loss_ready_after
+from megatron_prefix.plan.simulator import Timeline, simulate
 from megatron_prefix.runtime.layout import Layout
 from megatron_prefix.tree import Forest, TreeOptions, build
+from megatron_prefix.view.drawing import timeline_svg
 
 HELP = """\
 What sharing gives on rollout files: trees, ratios, compression, predicted speedup, and the plan of
@@ -115,13 +115,13 @@ def _planned(args: argparse.Namespace, layout: Layout) -> _Step:
     chunk_tokens = args.chunk_tokens
     if chunk_tokens == "auto":
         options = config.tree_options(align)
-        chooser = ChunkChooser(layout.pp, num_chunks=layout.vpp, extra=config.extra)
+        chooser = ChunkChooser(layout.pp, num_chunks=layout.vpp, run_ahead=config.run_ahead)
         chunk_tokens = chooser.choose(rollouts, numbers, options)
     config = arguments.config_of(args, chunk_tokens=chunk_tokens)
     options = config.tree_options(align)
     forest = build(rollouts, numbers, options)
-    plan = best_plan(forest, layout.pp, num_chunks=layout.vpp, extra=config.extra)
-    timeline = simulate(plan, needed=closings(forest))
+    plan = best_plan(forest, layout.pp, num_chunks=layout.vpp, run_ahead=config.run_ahead)
+    timeline = simulate(plan, ready_after=loss_ready_after(forest))
     largest = max(int(rollout.tokens.max()) for group in groups for rollout in group.rollouts)
     # Rollouts of one model are planned for another's costs; only an open vocabulary needs them.
     model = model if model.vocab_size else model.with_vocab(largest + 1)

@@ -16,12 +16,12 @@ from megatron_prefix.cli.report import (
     print_rich,
     write_text,
 )
-from megatron_prefix.drawing import timeline_svg
 from megatron_prefix.errors import UserError
-from megatron_prefix.pipeline.actions import Action, Plan
-from megatron_prefix.pipeline.check import PlanError
-from megatron_prefix.pipeline.planfile import forest_of, read_plan
-from megatron_prefix.pipeline.simulator import Timeline, simulate
+from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.check import PlanError
+from megatron_prefix.plan.planfile import forest_of, read_plan
+from megatron_prefix.plan.simulator import Timeline, simulate
+from megatron_prefix.view.drawing import timeline_svg
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prefix.cli import report
-from megatron_prefix.drawing import timeline_svg
 from megatron_prefix.errors import UserError
-from megatron_prefix.pipeline.simulator import simulate
-from megatron_prefix.trace import chrome_trace
+from megatron_prefix.plan.simulator import simulate
+from megatron_prefix.view.drawing import timeline_svg
+from megatron_prefix.view.trace import chrome_trace
 
 if TYPE_CHECKING:
     from megatron_prefix.rl.trainer import Trainer

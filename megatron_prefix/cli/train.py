@@ -97,8 +97,8 @@ def run(args: argparse.Namespace) -> int:
 def _job(args: argparse.Namespace) -> tuple[Job, int]:
     """Everything a user can get wrong is found here, before a rank is started."""
     from megatron_prefix import runtime
-    from megatron_prefix.jobs import fit_vocabulary
     from megatron_prefix.models import presets
+    from megatron_prefix.rl.job import fit_vocabulary
 
     schedule = args.prefix_schedule
     if args.plan_svg and schedule == "off":

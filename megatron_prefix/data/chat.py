@@ -32,8 +32,8 @@ def conversation_pieces(row: Row, tokenizer: Tokenizer) -> Iterator[tuple[str, b
         after = _rendered(row, messages[: turn + 1], tokenizer, add_generation_prompt=False)
         if not (before.startswith(done) and after.startswith(before)):
             text = f"message {turn}: the chat template changes what it rendered before it"
-            mend = "use a template that keeps earlier turns, or import kind tokens"
-            raise Fault("messages", f"{text} ({shown(before[-24:])}); {mend}")
+            fix = "use a template that keeps earlier turns, or import kind tokens"
+            raise Fault("messages", f"{text} ({shown(before[-24:])}); {fix}")
         end = max(len(before), len(after.rstrip()))
         yield before[len(done) :], False
         yield after[len(before) : end], messages[turn].get("weight") != 0

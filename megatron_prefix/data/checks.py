@@ -50,8 +50,8 @@ def check_ids(
     where = f"token {offset + index}"
     if value < 0:
         raise Fault(field, f"{where} is negative ({value}); give ids from 0")
-    mend = "give the tokenizer the model was trained with, or a larger vocabulary"
-    raise Fault(field, f"{where} is not in the vocabulary of {bound} ({value}); {mend}")
+    fix = "give the tokenizer the model was trained with, or a larger vocabulary"
+    raise Fault(field, f"{where} is not in the vocabulary of {bound} ({value}); {fix}")
 
 
 def _check_loss(rollout: Rollout) -> None:

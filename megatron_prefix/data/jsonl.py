@@ -2,7 +2,7 @@
 
 A row is a line of the file; rows count from 1 and blank lines count but hold nothing. Whoever looks
 into a row raises `Fault(field, text)`; `at_row` turns it into the `UserError` the user sees:
-`FILE:ROW: FIELD: what is wrong (value); how to mend`.
+`FILE:ROW: FIELD: what is wrong (value); how to fix`.
 """
 
 from __future__ import annotations

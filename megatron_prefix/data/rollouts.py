@@ -74,7 +74,7 @@ class Group:
 def read_rollouts(path: PathLike, *, vocab_size: int | None = None) -> Iterator[Rollout]:
     """Stream the rollouts of one file (JSON lines, plain or gzip).
 
-    Errors: `UserError`, one line `FILE:ROW: FIELD: what is wrong (value); how to mend`, raised when
+    Errors: `UserError`, one line `FILE:ROW: FIELD: what is wrong (value); how to fix`, raised when
     the row is reached. Token ids must be below `vocab_size` when that is given.
     """
     return _read(path, vocab_size, GroupOrder())

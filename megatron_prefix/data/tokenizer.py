@@ -44,8 +44,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     except Exception as error:  # noqa: BLE001  (the packages raise whatever their loaders meet)
         first = str(error).strip().splitlines() or [type(error).__name__]
         text = f"cannot be loaded from {name!r} ({first[0]})"
-        mend = "give a tokenizer.json, or a folder or name that transformers knows"
-        raise user_error(_OPTION, f"{text}; {mend}") from None
+        fix = "give a tokenizer.json, or a folder or name that transformers knows"
+        raise user_error(_OPTION, f"{text}; {fix}") from None
 
 
 class _FileTokenizer:

@@ -32,7 +32,7 @@ def check_layout(spec: ModelSpec, layout: Layout) -> None:
     """Refuse a layout the model cannot be cut into.
 
     Raises:
-        UserError: naming both numbers and the mend.
+        UserError: naming both numbers and the fix.
     """
     stages = layout.pp * layout.vpp
     if spec.num_layers % stages:

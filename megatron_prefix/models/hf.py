@@ -34,21 +34,21 @@ class _Config:
         if value is None:
             raise self.wrong(field, "is missing; take the config.json that came with the model")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.wrong(field, f"is {value!r}, not a number; mend the file")
+            raise self.wrong(field, f"is {value!r}, not a number; fix the file")
         return value
 
     def size(self, field: str, default: int | None = None) -> int:
         """A whole number from 1; without a default the field must be there."""
         value = self.number(field, default)
         if not isinstance(value, int) or value < 1:
-            raise self.wrong(field, f"is {value!r}, not a whole number from 1; mend the file")
+            raise self.wrong(field, f"is {value!r}, not a whole number from 1; fix the file")
         return value
 
     def flag(self, field: str, default: bool = False) -> bool:
         """true or false."""
         value = self.values.get(field, default)
         if not isinstance(value, bool):
-            raise self.wrong(field, f"is {value!r}, not true or false; mend the file")
+            raise self.wrong(field, f"is {value!r}, not true or false; fix the file")
         return value
 
     def only(self, field: str, supported: Any, why: str) -> None:
@@ -63,7 +63,7 @@ def load(path: str | Path) -> ModelSpec:
 
     Raises:
         UserError: no such file, not JSON, an unknown model family, a missing field, or a feature
-            that is not supported; the message names file, field and mend.
+            that is not supported; the message names file, field and fix.
     """
     path = Path(path)
     if path.is_dir():
@@ -161,7 +161,7 @@ def _rope(config: _Config) -> tuple[float, RopeScaling | None]:
     field = "rope_parameters" if config.values.get("rope_parameters") else "rope_scaling"
     values = config.values.get(field) or {}
     if not isinstance(values, dict):
-        raise config.wrong(field, f"is {values!r}, not an object; mend the file")
+        raise config.wrong(field, f"is {values!r}, not an object; fix the file")
     rope = _Config(config.path, values)
     base = rope.number("rope_theta", config.number("rope_theta", 10000.0))
     kind = values.get("rope_type", values.get("type", "default"))

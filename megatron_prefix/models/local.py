@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch.overrides import TorchFunctionMode
 
-from megatron_prefix.attention import zigzag
+from megatron_prefix.tree import cp_layout
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -55,7 +55,7 @@ class ContextParallelAttention(DotProductAttention):
             raise ValueError("with context parallelism local attention is causal: pass no mask")
         group = self.pg_collection.cp
         size, length = group.size(), group.size() * query.shape[0]
-        held = [torch.from_numpy(zigzag.positions(length, rank, size)) for rank in range(size)]
+        held = [torch.from_numpy(cp_layout.positions(length, rank, size)) for rank in range(size)]
         hidden = torch.cat(held) > held[group.rank()][:, None]
         keys, values = (
             gather_from_sequence_parallel_region(x.contiguous(), group=group) for x in (key, value)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_prefix.pipeline.memory import Rates
+from megatron_prefix.plan.memory_policy import Rates
 
 WITHOUT_DEVICE = Rates(flops=1e11, link=1e10)
 """Where there is no GPU there is no link either; any numbers give a choice."""

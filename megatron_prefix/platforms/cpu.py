@@ -3,7 +3,7 @@
 Megatron-Core writes CUDA into its sources in a few places. `enable()` gives each of them a CPU
 counterpart, for the life of the process. Nothing here runs unless it is asked for, and every
 remedy names the lines of megatron-core 0.16.1 (paths below megatron/core/) that need it; where a
-newer version has mended the cause, the remedy finds nothing to do.
+newer version has fixed the cause, the remedy finds nothing to do.
 
 The remedies come in three kinds: `torch.cuda` calls without a device check, things gloo lacks,
 and code paths of Megatron that take transformer-engine for granted. They stay together in one

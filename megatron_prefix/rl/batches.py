@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_prefix.attention import zigzag
 from megatron_prefix.data.rollouts import Group, Rollout
 from megatron_prefix.errors import UserError
+from megatron_prefix.tree import cp_layout
 
 STD_EPS = 1e-6
 """Added to a group's standard deviation, so that nearly equal rewards do not explode."""
@@ -135,7 +135,7 @@ def on_cp_rank(item: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
     the rest is passed on. The same slices as Megatron's get_batch_on_this_cp_rank.
     """
     length = item["tokens"].shape[1]
-    held = torch.from_numpy(zigzag.positions(length, rank, size))
+    held = torch.from_numpy(cp_layout.positions(length, rank, size))
 
     def sliced(value: Any) -> Any:
         per_position = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length

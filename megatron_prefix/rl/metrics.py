@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_prefix.pipeline.report import StepReport
 from megatron_prefix.rl.updates import Update
+from megatron_prefix.run.report import StepReport
 
 logger = logging.getLogger(__name__)
 

@@ -17,17 +17,17 @@ from megatron.core import parallel_state
 
 from megatron_prefix.data.rollouts import Group
 from megatron_prefix.errors import UserError
-from megatron_prefix.jobs import ModelOptions, place_groups
 from megatron_prefix.models.build import build_model
 from megatron_prefix.models.optimizer import build_optimizer
 from megatron_prefix.models.presets import ModelSpec
-from megatron_prefix.pipeline.entry import PrefixSchedule, StepReport
 from megatron_prefix.rl import batches, metrics, passes
 from megatron_prefix.rl.dataset import RolloutSet, minibatches
+from megatron_prefix.rl.job import ModelOptions, place_groups
 from megatron_prefix.rl.metrics import Metrics
 from megatron_prefix.rl.passes import Microbatch
 from megatron_prefix.rl.settings import ADAM_EPS, TrainSettings
 from megatron_prefix.rl.updates import Update, Updater, now
+from megatron_prefix.run.schedule import PrefixSchedule, StepReport
 from megatron_prefix.runtime.groups import World
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megatron_prefix.pipeline.entry import PrefixSchedule
 from megatron_prefix.rl import compare, passes
 from megatron_prefix.rl.loss import forward_step
 from megatron_prefix.rl.passes import Microbatch
 from megatron_prefix.rl.settings import ADAM_EPS, TrainSettings
+from megatron_prefix.run.schedule import PrefixSchedule
 
 logger = logging.getLogger(__name__)
 

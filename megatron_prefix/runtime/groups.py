@@ -122,7 +122,7 @@ def shutdown() -> None:
         return
     from megatron.core import parallel_state
 
-    from megatron_prefix.features import forget_logged_losses
+    from megatron_prefix.moe.versions import forget_logged_losses
 
     forget_logged_losses()
     parallel_state.destroy_model_parallel()

@@ -16,17 +16,17 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from megatron_prefix import alignment, runtime
-from megatron_prefix.attention import zigzag
+from megatron_prefix import runtime
 from megatron_prefix.cli.main import main
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.data.batch import TensorBatchAdapter
 from megatron_prefix.models.build import build_model
 from megatron_prefix.numerics import assert_close
-from megatron_prefix.pipeline.entry import PrefixSchedule
 from megatron_prefix.rl.batches import on_cp_rank
+from megatron_prefix.run.batch import TensorBatchAdapter
+from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout
-from megatron_prefix.tree import Pairs, TreeOptions, build
+from megatron_prefix.tree import Pairs, TreeOptions, build, cp_layout
+from megatron_prefix.verify import align
 from tests.harness import steps
 from tests.harness.context_parallel import DATA, VOCAB, spec
 from tests.harness.data import BUNDLED
@@ -56,16 +56,16 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
 }
 
 
-def verdicts(layout: Layout, recompute: str, model: str) -> list[alignment.Alignment]:
+def verdicts(layout: Layout, recompute: str, model: str) -> list[align.Alignment]:
     """One rank's part of all cases of one set of ranks."""
     runtime.initialize(layout)
     chunks = build_model(spec(model), layout=layout, dtype="float64", recompute=recompute)
     found = []
     for name, options in CASES[recompute]:
-        mine = DATA[name][alignment.data_rank() :: layout.dp]
+        mine = DATA[name][align.data_rank() :: layout.dp]
         config = PrefixConfig(min_gain=0, **options)
-        verdict = alignment.align(chunks, mine, config, multiple=layout.alignment)
-        found.append(alignment.over_ranks(verdict))
+        verdict = align.align(chunks, mine, config, multiple=layout.alignment)
+        found.append(align.over_ranks(verdict))
     return found
 
 
@@ -75,7 +75,7 @@ def check(layout: Layout, recompute: str, model: str = "tiny-llama") -> None:
         for (name, options), verdict in zip(CASES[recompute], found, strict=True):
             assert verdict.passed, (name, options, verdict.failures)
             assert verdict.executed_tokens < 0.8 * verdict.raw_tokens
-            assert verdict.baseline == alignment.GATHERED
+            assert verdict.baseline == align.GATHERED
 
 
 @pytest.mark.parametrize("recompute", CASES)
@@ -94,14 +94,14 @@ def test_the_data_has_what_it_is_for() -> None:
     for name, some in DATA.items():
         rollouts, numbers = [], []
         for number, group in enumerate(some):
-            for item in alignment.microbatches([group], 7, 4):
+            for item in align.microbatches([group], 7, 4):
                 rollouts += TensorBatchAdapter().pairs(item)
                 numbers.append(number)
         forests[name] = build(rollouts, numbers, TreeOptions(4, min_gain=0))
-        middle = [r.trained[zigzag.positions(len(r), 1, 2)].any() for r in rollouts]
+        middle = [r.trained[cp_layout.positions(len(r), 1, 2)].any() for r in rollouts]
         assert any(middle) == (name != "long prompt")
     for forest in forests.values():
-        assert any(len({row.padded for row in s.rows}) > 1 for s in forest.segments), "uneven"
+        assert any(len({span.padded for span in s.spans}) > 1 for s in forest.segments), "uneven"
     assert any(s.inner and s.scored for s in forests["tree"].segments)
     assert forests["tree"].max_depth > forests["flat"].max_depth == 2
 
@@ -109,16 +109,16 @@ def test_the_data_has_what_it_is_for() -> None:
 # Against one rank ---------------------------------------------------------------------------------
 
 
-def traces(layout: Layout, whole: Layout) -> tuple[tuple[int, int], list[alignment.Trace]]:
+def traces(layout: Layout, whole: Layout) -> tuple[tuple[int, int], list[align.Trace]]:
     """A rank's place but for context parallelism, and what both schedules computed there."""
     runtime.initialize(layout)
     overrides = {"calculate_per_token_loss": True}
     model = spec("tiny-qwen3")
     chunks = build_model(model, layout=layout, dtype="float64", config_overrides=overrides)
-    items = alignment.microbatches(DATA["tree"], 7, whole.alignment)
-    items = alignment.on_this_cp_rank(items)
+    items = align.microbatches(DATA["tree"], 7, whole.alignment)
+    items = align.on_this_cp_rank(items)
     schedules = [get_forward_backward_func(), PrefixSchedule(PrefixConfig(min_gain=0))]
-    found = [alignment.run_step(schedule, chunks, items) for schedule in schedules]
+    found = [align.run_step(schedule, chunks, items) for schedule in schedules]
     place = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
@@ -212,7 +212,7 @@ def test_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["align", "--rollouts", str(BUNDLED), *arguments.split()])
     result = json.loads(capsys.readouterr().out)
     assert code == 0 and result["passed"]
-    assert result["baseline"] == alignment.GATHERED
+    assert result["baseline"] == align.GATHERED
 
 
 def test_a_sidecar_on_the_host_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

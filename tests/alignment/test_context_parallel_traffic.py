@@ -12,13 +12,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_prefix import alignment, runtime
-from megatron_prefix.attention.blocks import buffer_map
+from megatron_prefix import runtime
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.models.build import build_model
-from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout
 from megatron_prefix.tree import Forest
+from megatron_prefix.tree.kv_layout import buffer_map
+from megatron_prefix.verify import align
 from tests.harness.context_parallel import DATA, spec
 from tests.harness.ranks import run_ranks
 
@@ -74,7 +75,7 @@ def expected_traffic(
         seen["reduce_scatter_base", torch.float64, size * rows * 2 * width] += num_layers
 
     for index, segment in enumerate(forest.segments):
-        rows = segment.num_rows // size
+        rows = segment.padded_length // size
         gather(rows, num_layers * (3 if recompute else 2))
         scatter(rows)
         for block in layout.blocks[index]:
@@ -94,11 +95,11 @@ def traffic(recompute: str, reduce: str) -> tuple[Any, Any]:
     layout, model = Layout(cp=2), spec()
     runtime.initialize(layout)
     chunks = build_model(model, layout=layout, dtype="float64", recompute=recompute)
-    items = alignment.microbatches(DATA["tree"], 7, layout.alignment)
-    items = alignment.on_this_cp_rank(items)
+    items = align.microbatches(DATA["tree"], 7, layout.alignment)
+    items = align.on_this_cp_rank(items)
     schedule = PrefixSchedule(PrefixConfig(min_gain=0, chunk_tokens=16, cp_reduce=reduce))
     with Traffic(parallel_state.get_context_parallel_group()) as counted:
-        alignment.run_step(schedule, chunks, items)
+        align.run_step(schedule, chunks, items)
     assert schedule.report is not None
     forest = schedule.report.forest
     assert any(segment.inner and segment.scored for segment in forest.segments)

@@ -13,7 +13,7 @@ from megatron_prefix import runtime
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.models.build import build_optimizer, unwrap
 from megatron_prefix.numerics import assert_close
-from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout
 from tests.harness import steps
 from tests.harness.one_rank import small_model

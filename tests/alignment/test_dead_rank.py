@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 from megatron_prefix import runtime
 from megatron_prefix.errors import StepOutOfMemory
-from megatron_prefix.pipeline.actions import Action, Plan
-from megatron_prefix.pipeline.channels import channels_of
-from megatron_prefix.pipeline.entry import PrefixSchedule
-from megatron_prefix.pipeline.executor import Executor
-from megatron_prefix.pipeline.p2p import Links
+from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.run.channels import channels_of
+from megatron_prefix.run.executor import Executor
+from megatron_prefix.run.messages import Links
+from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout, RankError
 from megatron_prefix.runtime.groups import RENDEZVOUS
-from megatron_prefix.tree import Row, Segment
+from megatron_prefix.tree import Segment, Span
 from tests.harness.data import BUNDLED, REPOSITORY
 from tests.harness.pipelines import Case, build_chunks, microbatches, rollouts_of, run_step
 from tests.harness.ranks import run_ranks
@@ -159,7 +159,7 @@ def wait_for_a_silent_neighbour() -> tuple[str, float]:
         time.sleep(3 * TIMEOUT.total_seconds())
         return "", 0.0
     action = Action("B", 0)
-    segment = Segment(-1, 0, (Row(0, 4, 4, (0,)),), inner=False, extends=False, scored=True)
+    segment = Segment(-1, 0, (Span(0, 4, 4, (0,)),), inner=False, extends=False, scored=True)
     plan = Plan((segment,), ((Action("F", 0), action), (Action("F", 0), action)))
     links = Links(channels, plan, lambda _: (4,), torch.float32, torch.device("cpu"), True)
     links.send(Action("F", 0), torch.zeros(4))

@@ -17,11 +17,11 @@ from megatron_prefix import runtime
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.generate import generate
 from megatron_prefix.data.rollouts import Group
-from megatron_prefix.jobs import place_groups
 from megatron_prefix.models.build import build_model, build_optimizer
 from megatron_prefix.models.presets import resolve
 from megatron_prefix.numerics import assert_close, tolerance
 from megatron_prefix.rl import passes
+from megatron_prefix.rl.job import place_groups
 from megatron_prefix.runtime import Layout
 from tests.harness.ranks import run_ranks
 
@@ -85,9 +85,9 @@ def take_steps(
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_prefix import alignment
-    from megatron_prefix.pipeline.entry import PrefixSchedule
     from megatron_prefix.rl import loss
+    from megatron_prefix.run.schedule import PrefixSchedule
+    from megatron_prefix.verify import align
 
     spec = resolve("tiny-qwen3", num_layers=2).with_vocab(VOCAB)
     ranks = place_groups(groups, spec, layout, CONFIG, stock=True)
@@ -100,7 +100,7 @@ def take_steps(
     watch = _Watch(chunk)
     losses, norms = [], []
     for number, turn in enumerate(turns):
-        items = alignment.microbatches(mine, seed=number + 7 * layout.dp * len(mine))
+        items = align.microbatches(mine, seed=number + 7 * layout.dp * len(mine))
         chunk.zero_grad_buffer()
         optimizer.zero_grad()
         watch.begin()

@@ -13,14 +13,14 @@ import torch
 from megatron.core.timers import Timers
 from torch import Tensor
 
-from megatron_prefix import cache as cache_module
-from megatron_prefix.chain import Chain
 from megatron_prefix.config import MEMORY_POLICIES
-from megatron_prefix.data.batch import TensorBatchAdapter
 from megatron_prefix.errors import UserError
-from megatron_prefix.install import Hooks, install
+from megatron_prefix.megatron.install import Hooks, install
 from megatron_prefix.models.build import unwrap
-from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.run.batch import TensorBatchAdapter
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.sidecar import cache as cache_module
+from megatron_prefix.sidecar.chain import Chain
 from tests.harness import steps
 from tests.harness.failures import CONFIG, PLACES, Countdown, Fault, assert_same, items, raised, run
 from tests.harness.one_rank import one_rank, small_model

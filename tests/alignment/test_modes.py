@@ -10,9 +10,9 @@ import pytest
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.data.batch import TensorBatchAdapter
 from megatron_prefix.models.build import unwrap
-from megatron_prefix.pipeline.entry import get_forward_backward_func
+from megatron_prefix.run.batch import TensorBatchAdapter
+from megatron_prefix.run.schedule import get_forward_backward_func
 from tests.harness.one_group import assert_aligned, assert_bitwise, run, schedule_with
 from tests.harness.one_rank import one_rank, small_model
 

@@ -17,19 +17,20 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from megatron_prefix import alignment, runtime
+from megatron_prefix import runtime
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.rollouts import Group, Rollout
 from megatron_prefix.errors import UserError
-from megatron_prefix.jobs import place_groups
 from megatron_prefix.models.build import build_model
 from megatron_prefix.models.presets import resolve
-from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.moe import tokens
+from megatron_prefix.moe.group_counts import GroupCounts
+from megatron_prefix.moe.ledger import RouterLedger
 from megatron_prefix.rl import passes
-from megatron_prefix.router import tokens
-from megatron_prefix.router.group_counts import GroupCounts
-from megatron_prefix.router.ledger import RouterLedger
+from megatron_prefix.rl.job import place_groups
+from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout
+from megatron_prefix.verify import align
 from tests.harness.ranks import run_ranks
 
 VOCAB = 64
@@ -171,10 +172,10 @@ class Forgetful(PrefixSchedule):
         return super().__call__(**arguments)
 
 
-def aligned(case: Case) -> alignment.Alignment:
+def aligned(case: Case) -> align.Alignment:
     """The verdict of fresh processes; every data-parallel rank has groups of its own."""
 
-    def on_rank() -> alignment.Alignment:
+    def on_rank() -> align.Alignment:
         runtime.initialize(case.layout)
         spec = resolve("tiny-moe", **{"num_layers": 2, **case.spec}).with_vocab(VOCAB)
         chunks = build_model(
@@ -184,11 +185,11 @@ def aligned(case: Case) -> alignment.Alignment:
             recompute=case.recompute,
             config_overrides=case.config,
         )
-        alignment.PrefixSchedule = Forgetful  # in this process only
-        number = alignment.data_rank()
+        align.PrefixSchedule = Forgetful  # in this process only
+        number = align.data_rank()
         mine = groups(case.flat or (case.uneven and number % 2 == 1), number)
         multiple = case.layout.alignment
-        return alignment.over_ranks(alignment.align(chunks, mine, case.prefix, multiple=multiple))
+        return align.over_ranks(align.align(chunks, mine, case.prefix, multiple=multiple))
 
     return run_ranks(case.layout.world_size, on_rank)[0]
 
@@ -203,7 +204,7 @@ def test_a_step_is_that_of_the_stock_schedule(name):
 
 def once(rows: Any, *place: int) -> list[np.ndarray]:
     """Every row stands for its first rollout only."""
-    return STOCK_COLUMNS([row._replace(rollouts=row.rollouts[:1]) for row in rows], *place)
+    return STOCK_COLUMNS([span._replace(rollouts=span.rollouts[:1]) for span in rows], *place)
 
 
 def together(self: tokens.LogicalTokens, microbatches: tuple[int, ...]) -> tokens.Closing:
@@ -248,7 +249,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_count_is_seen(mistake, monkeypatch):
     name, where, wrong = MISTAKES[mistake]
-    monkeypatch.setattr(f"megatron_prefix.router.{where}", wrong)
+    monkeypatch.setattr(f"megatron_prefix.moe.{where}", wrong)
     verdict = aligned(CASES[name])
     assert not verdict.passed
     biased = any("expert_bias" in line for line in verdict.failures)
@@ -264,7 +265,7 @@ def test_one_schedule_on_all_data_parallel_ranks():
         runtime.initialize(Layout(dp=2))
         spec = resolve("tiny-moe", **{"num_layers": 1, **GLOBAL}).with_vocab(VOCAB)
         chunks = build_model(spec, layout=Layout(dp=2), dtype="float64")
-        number = alignment.data_rank()
+        number = align.data_rank()
         mine = groups(True, 0)
         if number:  # of other prompts
             others = [groups(True, seed)[0] for seed in range(1, 9)]
@@ -272,10 +273,10 @@ def test_one_schedule_on_all_data_parallel_ranks():
         ours = PrefixSchedule(
             PrefixConfig(min_gain=1, wave_tokens=16, mode="auto", min_speedup=1.2)
         )
-        items = alignment.microbatches(mine, 0)
+        items = align.microbatches(mine, 0)
         # Without gradients nothing is counted, so ranks need not go together.
         assert len(passes.logprobs(ours, chunks, items[: 3 + number])) == 3 + number
-        alignment.run_step(ours, chunks, items)
+        align.run_step(ours, chunks, items)
         decision = ours.report.decision
         return decision.share, decision.fallback, decision.reason, decision.predicted_speedup
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from megatron_prefix import alignment
-from megatron_prefix import cache as cache_module
-from megatron_prefix.chain import Chain
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.generate import generate
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.offload.segment import OffloadedSegment, addresses
 from megatron_prefix.offload.transfers import HostTransfers
-from megatron_prefix.pipeline import executor
-from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.run import executor
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.sidecar import cache as cache_module
+from megatron_prefix.sidecar.chain import Chain
+from megatron_prefix.verify import align
 from tests.harness.failures import CONFIG, run
 from tests.harness.one_rank import one_rank, small_model
 
@@ -96,7 +96,7 @@ def test_a_segment_is_loaded_in_the_backward_before_its_own(
     groups = list(generate(2, 9, 4, 3, vocab_size=64))
     config = PrefixConfig(memory="offload", kernel="math", min_gain=0, wave_tokens=4, mode="on")
     schedule = PrefixSchedule(config)
-    alignment.run_step(schedule, [small_model()], alignment.microbatches(groups, 0))
+    align.run_step(schedule, [small_model()], align.microbatches(groups, 0))
     program = [str(action) for action in schedule.report.plan.programs[0]]
     early = {action for action, is_early in loads if is_early}
     prompts = [f"B{n}" for n, s in enumerate(schedule.report.plan.segments) if s.inner]

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_prefix import features
 from megatron_prefix.errors import StepOutOfMemory
 from megatron_prefix.models.build import unwrap
-from megatron_prefix.pipeline import memory_control
-from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.moe import versions
+from megatron_prefix.run import oom_retry
+from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.failures import CONFIG, PLACES, Countdown, assert_same, items, raised, run
 from tests.harness.one_rank import one_rank, small_model
@@ -90,7 +90,7 @@ def test_what_a_failed_attempt_has_counted_is_taken_back() -> None:
             return Contract.loss_func(self, {**batch, "weight": batch["weight"] * noise})
 
     def step(at: int | None) -> tuple[Any, dict[str, Any]]:
-        features.forget_logged_losses()
+        versions.forget_logged_losses()
         torch.manual_seed(7)
         model = small_model("tiny-moe", config_overrides=options)
         unwrap(model).config.finalize_model_grads_func = None  # else the counts are used up
@@ -105,7 +105,7 @@ def test_what_a_failed_attempt_has_counted_is_taken_back() -> None:
             for name, buffer in unwrap(model).named_buffers()
             if "tokens_per_expert" in name
         }
-        return found, {**counted, **features.logged_losses(), "random": torch.get_rng_state()}
+        return found, {**counted, **versions.logged_losses(), "random": torch.get_rng_state()}
 
     expected, state = step(None)
     found, again = step(16)
@@ -114,7 +114,7 @@ def test_what_a_failed_attempt_has_counted_is_taken_back() -> None:
     for name, value in state.items():
         assert torch.equal(value, again[name]), name
         assert value.double().abs().sum() > 0
-    features.forget_logged_losses()
+    versions.forget_logged_losses()
 
 
 def test_twice_is_an_error_with_a_table(caplog: pytest.LogCaptureFixture) -> None:
@@ -157,9 +157,9 @@ def test_a_rank_that_others_wait_for_does_not_go_back_alone(
     model = small_model()
     schedule = PrefixSchedule(CONFIG)
     run(schedule, model)
-    stock = memory_control._companions
+    stock = oom_retry._companions
     others = [SimpleNamespace(size=lambda: 2)]
-    monkeypatch.setattr(memory_control, "_companions", lambda *args: stock(*args) + others)
+    monkeypatch.setattr(oom_retry, "_companions", lambda *args: stock(*args) + others)
     out_of_memory(monkeypatch, model, "a dense block", 11)
     assert "not tried again: other ranks wait in this step" in raised(
         StepOutOfMemory, run, schedule, model

@@ -12,9 +12,10 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_prefix import runtime
-from megatron_prefix.pipeline import catalogue, timing
-from megatron_prefix.pipeline.actions import Plan
-from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.plan import catalogue
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.run import timing
+from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout
 from tests.harness.data import BUNDLED, REPOSITORY
 from tests.harness.pipelines import FOLDER, Case, build_chunks, microbatches, rollouts_of, run_step

@@ -15,13 +15,13 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
-from megatron_prefix import features
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.data.batch import TensorBatchAdapter
 from megatron_prefix.models.build import unwrap
+from megatron_prefix.moe import versions
+from megatron_prefix.moe.observed import take_auxiliary
 from megatron_prefix.numerics import assert_close
-from megatron_prefix.pipeline import entry
-from megatron_prefix.router.observed import take_auxiliary
+from megatron_prefix.run import schedule
+from megatron_prefix.run.batch import TensorBatchAdapter
 from megatron_prefix.tree import TreeOptions
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
@@ -90,14 +90,14 @@ class Replaying(Contract):
     """A trainer that has routers follow the routes of its microbatches."""
 
     def step(self, data_iterator: Iterator[Microbatch], model: Any) -> Any:
-        routers = features.routers(unwrap(model))
+        routers = versions.routers(unwrap(model))
         return steps.replaying(super().step, routers)(data_iterator, model)
 
 
 def configure(model: Any, contract: Contract, num_microbatches: int) -> None:
     """What the trainer sets, and the weight of auxiliary losses that Megatron derives from it."""
     contract.configure(model)
-    for router in features.routers(unwrap(model)).values():
+    for router in versions.routers(unwrap(model)).values():
         router.calculate_per_token_loss = contract.per_token
     scale = contract.scale or 1.0
     weight = scale if contract.per_token else scale / num_microbatches
@@ -119,7 +119,7 @@ def taken(model: Any) -> Taken:
     steps.zero_gradients(model)
     counts: list[Tensor] = []
     averaged: list[Tensor] = []
-    for router in features.routers(unwrap(model)).values():
+    for router in versions.routers(unwrap(model)).values():
         if router.enable_expert_bias:
             counts.append(router.local_tokens_per_expert.clone())
             router.local_tokens_per_expert.zero_()
@@ -130,10 +130,10 @@ def taken(model: Any) -> Taken:
 
 
 def check(
-    model: Any, items: Sequence[Microbatch], contract: Contract, schedule: entry.PrefixSchedule
+    model: Any, items: Sequence[Microbatch], contract: Contract, schedule: schedule.PrefixSchedule
 ) -> None:
     configure(model, contract, len(items))
-    if features.replays_routes(unwrap(model).config):
+    if versions.replays_routes(unwrap(model).config):
         contract = Replaying(**vars(contract))
         RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         RouterReplay.clear_global_indices()
@@ -178,7 +178,7 @@ def check(
 )
 def test_random_trees(models, name, items, contract, options: TreeOptions):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(entry, "_alignment", lambda config: options.align)
+        patch.setattr(schedule, "_alignment", lambda config: options.align)
         config = PrefixConfig(
             chunk_tokens=options.chunk_tokens,
             wave_tokens=options.wave_tokens,
@@ -187,5 +187,5 @@ def test_random_trees(models, name, items, contract, options: TreeOptions):
             share=options.share,
             kernel="math",
         )
-        schedule = entry.PrefixSchedule(config, TensorBatchAdapter("logits"))
-        check(models[name], items, contract, schedule)
+        prefix = schedule.PrefixSchedule(config, TensorBatchAdapter("logits"))
+        check(models[name], items, contract, prefix)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
-from megatron_prefix.data.batch import TensorBatchAdapter
 from megatron_prefix.numerics import assert_close
-from megatron_prefix.pipeline import entry
+from megatron_prefix.run import schedule
+from megatron_prefix.run.batch import TensorBatchAdapter
 from megatron_prefix.tree import Pairs, TreeOptions
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
@@ -86,9 +86,9 @@ def schedule_with(
     memory: str = "retain",
     memory_budget_gb: float = 0.0,
     cache_host_layers: int = 0,
-) -> entry.PrefixSchedule:
+) -> schedule.PrefixSchedule:
     """The prefix schedule on trees made with `options`, whatever the layout asks for."""
-    monkeypatch.setattr(entry, "_alignment", lambda config: options.align)
+    monkeypatch.setattr(schedule, "_alignment", lambda config: options.align)
     config = PrefixConfig(
         chunk_tokens=options.chunk_tokens,
         wave_tokens=options.wave_tokens,
@@ -100,7 +100,9 @@ def schedule_with(
         memory_budget_gb=memory_budget_gb,
         cache_host_layers=cache_host_layers,
     )
-    return entry.PrefixSchedule(config, TensorBatchAdapter("logits" if contract.logits else "loss"))
+    return schedule.PrefixSchedule(
+        config, TensorBatchAdapter("logits" if contract.logits else "loss")
+    )
 
 
 def assert_logs(found: list[Any], expected: list[Any], num_positions: int) -> None:
@@ -120,7 +122,7 @@ def check(
     pair: Pair,
     items: Sequence[Microbatch],
     contract: Contract,
-    schedule: entry.PrefixSchedule,
+    schedule: schedule.PrefixSchedule,
 ) -> None:
     """Gradients against plain autograd, logs against Megatron's, all three ways to call."""
     model, twin = pair.model, pair.twin
@@ -285,7 +287,7 @@ def test_a_step_without_a_loss_function_returns_outputs(models: Models) -> None:
     def step(data_iterator: Iterator[Microbatch], chunk: Any) -> Any:
         return Contract().step(data_iterator, chunk)[0], None
 
-    ours = entry.PrefixSchedule(PrefixConfig(min_gain=0))
+    ours = schedule.PrefixSchedule(PrefixConfig(min_gain=0))
     found = steps.call(ours, step, model, items, forward_only=True)
     expected = steps.call(get_forward_backward_func(), step, twin, items, forward_only=True)
     for output, whole, item in zip(found, expected, items, strict=True):

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from megatron_prefix.alignment import Alignment, align
-from megatron_prefix.cache import SidecarCache
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.pairs import pairs_of_groups
 from megatron_prefix.data.rollouts import Group, dense_vocabulary, read_groups
 from megatron_prefix.data.shorten import shorten
+from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Pairs, TreeOptions, build
+from megatron_prefix.verify.align import Alignment, align
 from tests.harness import data
 from tests.harness.one_rank import one_rank, small_model
 

@@ -16,16 +16,16 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-from megatron_prefix import features, runtime
+from megatron_prefix import runtime
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.models.build import build_model, unwrap
 from megatron_prefix.models.presets import resolve
+from megatron_prefix.moe import replay, versions
 from megatron_prefix.numerics import assert_close
-from megatron_prefix.pipeline.entry import PrefixSchedule
 from megatron_prefix.rl import batches
 from megatron_prefix.rl.metrics import of_report
-from megatron_prefix.router import replay
+from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
@@ -98,7 +98,7 @@ def compare(case: Case) -> tuple[int, int]:
             config_overrides=ROUTED,
         )  # fmt: skip
         set_action(RouterReplayAction.REPLAY_FORWARD)
-        step = steps.replaying(CONTRACT.step, features.routers(unwrap(model)))
+        step = steps.replaying(CONTRACT.step, versions.routers(unwrap(model)))
         ours, found = PrefixSchedule(case.prefix), []
         for schedule in (get_forward_backward_func(), ours):
             logs = steps.call(schedule, step, model, items(), forward_only=True)
@@ -186,7 +186,7 @@ def test_routes_of_another_model_are_refused(model) -> None:
 
 
 def test_without_an_action_routers_choose_and_nothing_is_left_behind(model) -> None:
-    routers = features.routers(model)
+    routers = versions.routers(model)
 
     def gradients(made: list[Microbatch]) -> dict[str, torch.Tensor]:
         steps.zero_gradients(model)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.jobs import ModelOptions
 from megatron_prefix.numerics import assert_close
 from megatron_prefix.rl import checkpoint
 from megatron_prefix.rl.checkpoint import Identity
+from megatron_prefix.rl.job import ModelOptions
 from megatron_prefix.rl.trainer import Trainer
 from megatron_prefix.runtime import Layout
 from tests.harness.training import (

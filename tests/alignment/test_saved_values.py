@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megatron_prefix import alignment, install
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.generate import generate
-from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.megatron import install
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.verify import align
 from tests.harness.one_rank import one_rank, small_model
 
 
@@ -35,6 +36,6 @@ def test_a_wave_holds_the_projection_only_where_norms_do(
     monkeypatch.setattr(install, "segment_attention", watched)
     groups = list(generate(1, 9, 4, 3, vocab_size=64))
     schedule = PrefixSchedule(PrefixConfig(kernel="math", min_gain=0, wave_tokens=4))
-    alignment.run_step(schedule, [small_model(name)], alignment.microbatches(groups, 0))
+    align.run_step(schedule, [small_model(name)], align.microbatches(groups, 0))
     assert larger[False] == {whole}
     assert larger[True] == {True}  # the sidecar copies them anyway

@@ -14,8 +14,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func as stock_s
 from torch import Tensor
 
 from megatron_prefix.models.build import unwrap
-from megatron_prefix.pipeline import gradients
-from megatron_prefix.pipeline.entry import PrefixSchedule, get_forward_backward_func
+from megatron_prefix.run import gradients
+from megatron_prefix.run.schedule import PrefixSchedule, get_forward_backward_func
 from tests.harness import steps
 from tests.harness.one_group import assert_aligned, assert_bitwise, items, run, schedule_with
 from tests.harness.one_rank import one_rank, small_model

@@ -13,8 +13,8 @@ import torch
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.rollouts import Group, Rollout, read_groups
-from megatron_prefix.jobs import ModelOptions, fit_vocabulary
 from megatron_prefix.rl import compare, updates
+from megatron_prefix.rl.job import ModelOptions, fit_vocabulary
 from megatron_prefix.rl.loss import GrpoConfig
 from megatron_prefix.rl.trainer import Trainer
 from tests.harness.data import BUNDLED

@@ -11,9 +11,9 @@ import pytest
 
 from megatron_prefix.data.rollouts import Group
 from megatron_prefix.errors import UserError
-from megatron_prefix.jobs import ModelOptions
 from megatron_prefix.numerics import assert_close
 from megatron_prefix.rl import compare
+from megatron_prefix.rl.job import ModelOptions
 from megatron_prefix.runtime import Layout
 from tests.harness.training import bundled, metrics_of, settings, train
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_prefix import cache
 from megatron_prefix.attention.interface import Partial
 from megatron_prefix.attention.operators import MathKernel
 from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.models.presets import RopeScaling
-from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.sidecar import cache
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_prefix.cache import SidecarCache
-from megatron_prefix.offload.chains import HostLayers
 from megatron_prefix.offload.rates import measured
 from megatron_prefix.offload.segment import Offloader, addresses
 from megatron_prefix.offload.transfers import CudaTransfers, free_bytes
+from megatron_prefix.sidecar.cache import SidecarCache
+from megatron_prefix.sidecar.host_chains import HostLayers
 from tests.harness.sidecar import LAYERS, step, tree
 from tests.unit.test_offload import expected_gradient, layers
 

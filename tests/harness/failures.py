@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_prefix import cache as cache_module
 from megatron_prefix.attention.kernels import KERNELS
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.data.batch import TensorBatchAdapter
 from megatron_prefix.models.build import unwrap
-from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.run.batch import TensorBatchAdapter
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.sidecar import cache as cache_module
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.steps import Contract, Microbatch

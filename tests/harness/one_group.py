@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.pipeline.entry import PrefixSchedule, get_forward_backward_func
+from megatron_prefix.run.schedule import PrefixSchedule, get_forward_backward_func
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.one_rank import small_model

@@ -15,15 +15,16 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_prefix import alignment, numerics, runtime
+from megatron_prefix import numerics, runtime
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.pairs import pairs_of_groups
 from megatron_prefix.data.rollouts import Group, dense_vocabulary
 from megatron_prefix.models.build import build_model
 from megatron_prefix.models.presets import resolve
-from megatron_prefix.pipeline import catalogue
-from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.plan import catalogue
+from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout
+from megatron_prefix.verify import align
 from tests.harness import steps
 from tests.harness.data import REPOSITORY
 from tests.harness.steps import Contract, Microbatch
@@ -42,7 +43,7 @@ class Case:
         recompute: Megatron's activation recomputation.
         overrides: fields of the model's TransformerConfig.
         prefix: fields of PrefixConfig.
-        contract: a loss of this form; None: GRPO, by `megatron_prefix.alignment`.
+        contract: a loss of this form; None: GRPO, by `megatron_prefix.verify.align`.
         planned: run the catalogue's plan file.
         sparse: our schedule against itself, where only the first and the last stage have data.
     """
@@ -96,7 +97,7 @@ def _run(layout: Layout, case: Case) -> str:
     groups, vocab = rollouts_of(case.shape)
     chunks = build_chunks(case, layout, vocab)
     if case.contract is None:
-        verdict = alignment.over_ranks(alignment.align(chunks, groups, case.config(layout)))
+        verdict = align.over_ranks(align.align(chunks, groups, case.config(layout)))
         shared = verdict.executed_tokens < verdict.raw_tokens
         return "; ".join(verdict.failures) if shared else "nothing was shared"
     items = microbatches(groups)

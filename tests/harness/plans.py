@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_prefix.pipeline.planner import best_plan, closings, make_plan
-from megatron_prefix.pipeline.simulator import Timeline, simulate
+from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
+from megatron_prefix.plan.simulator import Timeline, simulate
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 from tests.harness.trees import random_forest
 
@@ -27,16 +27,16 @@ def random_case(rng: random.Random) -> Case:
     num_ranks = rng.randint(1, 8)
     num_chunks = rng.randint(1, 4) if num_ranks > 1 else 1
     size = rng.randint(1, 4)  # rollouts of a microbatch
-    owner = [rollout // size for rollout in range(len(forest.num_positions))]
+    microbatch_of = [rollout // size for rollout in range(len(forest.num_positions))]
     if rng.random() < 0.2:
-        rng.shuffle(owner)
+        rng.shuffle(microbatch_of)
     return Case(
         forest,
         num_ranks,
         dict(
             num_chunks=num_chunks,
-            microbatches=owner,
-            extra=rng.choice((1, 2, 3, None)),
+            microbatches=microbatch_of,
+            run_ahead=rng.choice((1, 2, 3, None)),
             group_size=rng.choice((None, num_ranks, num_ranks + 1, 2 * num_ranks, 1)),
             max_live_rows=rng.choice((0, 0, 1, 50, 200)),
         ),
@@ -47,9 +47,9 @@ def run(case: Case, best: bool = False) -> Timeline:
     """Plans and simulates; with `best` by the planner's search."""
     options = case.options
     if best:
-        options = {**options, "extra": options["extra"] or 2}
+        options = {**options, "run_ahead": options["run_ahead"] or 2}
     plan = (best_plan if best else make_plan)(case.forest, case.num_ranks, **options)
-    return simulate(plan, needed=closings(case.forest, options["microbatches"]))
+    return simulate(plan, ready_after=loss_ready_after(case.forest, options["microbatches"]))
 
 
 def _built(rng: random.Random) -> Forest:

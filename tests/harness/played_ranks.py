@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_prefix.attention.context_parallel import Exchange
+from megatron_prefix.sidecar.context_parallel import Exchange
 from megatron_prefix.tree import Forest, TreeOptions, build
 from tests.harness.trees import flat_rollouts
 

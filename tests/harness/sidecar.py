@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_prefix.cache import SidecarCache
-from megatron_prefix.tree import Row, Segment
+from megatron_prefix.sidecar.cache import SidecarCache
+from megatron_prefix.tree import Segment, Span
 
 HEADS, DIM, VALUE_DIM, LAYERS = 2, 4, 3, 4
 ORDER = ("F0", "F1", "F2", "F5", "B5", "B2", "F3", "F7", "B7", "F4", "F6", "B6", "B4", "B3", "B1",
@@ -28,7 +28,7 @@ def tree(scale: int = 1) -> tuple[Segment, ...]:
 
 
 def _segment(parent: int, length: int, *, inner: bool, extends: bool = False) -> Segment:
-    return Segment(parent, 0, (Row(0, length, length, (0,)),), inner, extends, not inner)
+    return Segment(parent, 0, (Span(0, length, length, (0,)),), inner, extends, not inner)
 
 
 def random(rows: int, width: int, seed: int, device: str = "cpu") -> Tensor:
@@ -45,7 +45,7 @@ def visit(
     seen: list[Tensor] = []
     if one.inner and not backward:
         widths = (DIM, VALUE_DIM)
-        key, value = (random(one.num_rows, w, 100 * layer + index, device) for w in widths)
+        key, value = (random(one.padded_length, w, 100 * layer + index, device) for w in widths)
         cache.capture(layer, index, key, value)
         key.fill_(torch.nan), value.fill_(torch.nan)  # as Megatron frees storage
     if one.inner:

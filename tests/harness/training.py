@@ -15,10 +15,10 @@ from megatron_prefix import runtime
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.rollouts import Group, read_groups
 from megatron_prefix.data.shorten import shorten
-from megatron_prefix.jobs import ModelOptions, fit_vocabulary
 from megatron_prefix.rl import compare
 from megatron_prefix.rl.checkpoint import Identity
 from megatron_prefix.rl.dataset import RolloutSet
+from megatron_prefix.rl.job import ModelOptions, fit_vocabulary
 from megatron_prefix.rl.loss import GrpoConfig
 from megatron_prefix.rl.run import run
 from megatron_prefix.rl.settings import RunOptions, TrainSettings

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from megatron_prefix.pipeline.actions import Action, Plan
-from megatron_prefix.pipeline.planner import backward_order, closings
-from megatron_prefix.tree import Forest, Pairs, Row, Segment, TreeOptions, build
+from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.planner import backward_order, loss_ready_after
+from megatron_prefix.tree import Forest, Pairs, Segment, Span, TreeOptions, build
 
 
 def as_pairs(inputs: Sequence[int], labels: Sequence[int], trained: Sequence[bool]) -> Pairs:
@@ -121,11 +121,11 @@ def is_prefix_tree(forest: Forest) -> None:
         assert segment.parent == (open_path[-1] if open_path else -1)
         open_path.append(index)
     for rollout, path in enumerate(forest.paths):
-        rows = [forest.segments[index].rows[number] for index, number in path]
-        ends = [0, *(row.end for row in rows)]
-        assert [row.start for row in rows] == ends[:-1]
+        rows = [forest.segments[index].spans[number] for index, number in path]
+        ends = [0, *(span.end for span in rows)]
+        assert [span.start for span in rows] == ends[:-1]
         assert ends[-1] == forest.num_positions[rollout]
-        assert all(row.length > 0 for row in rows)
+        assert all(span.length > 0 for span in rows)
         parents = [forest.segments[index].parent for index, _ in path]
         assert parents == [-1, *(index for index, _ in path[:-1])]
 
@@ -166,16 +166,16 @@ def random_forest(rng: random.Random, depth: int = 3) -> Forest:
     def grow(parent: int, tree: int, level: int, start: int, members: tuple[int, ...]) -> None:
         index, length = len(segments), rng.randint(1, 60)
         if len(members) == 1 or level == 0:
-            rows = tuple(Row(start, n, n, (m,)) for m in members for n in [rng.randint(1, 60)])
+            rows = tuple(Span(start, n, n, (m,)) for m in members for n in [rng.randint(1, 60)])
             segments.append(Segment(parent, tree, rows, False, False, True))
-            for row in rows:
-                lengths[row.rollouts[0]] = row.end
+            for span in rows:
+                lengths[span.rollouts[0]] = span.end
             return
         extends = parent >= 0 and rng.random() < 0.3
-        row = Row(start, length, length, members)
-        segments.append(Segment(parent, tree, (row,), True, extends, rng.random() < 0.3))
+        span = Span(start, length, length, members)
+        segments.append(Segment(parent, tree, (span,), True, extends, rng.random() < 0.3))
         for part in _parts(rng, members):
-            grow(index, tree, level - 1, row.end, part)
+            grow(index, tree, level - 1, span.end, part)
 
     for tree in range(rng.randint(1, 4)):
         members = tuple(range(len(lengths), len(lengths) + rng.randint(1, 8)))
@@ -196,23 +196,23 @@ def ruled_plan(
     forest: Forest,
     num_ranks: int = 1,
     *,
-    extra: int = 2,
+    run_ahead: int = 2,
     microbatches: Sequence[int] | None = None,
 ) -> Plan:
     """The plan by the rule of design section 2, written as plainly as it stands there.
 
-    Before its j-th backward stage s of p has run need(j) + extra * (p - 1 - s) forwards.  The
+    Before its j-th backward stage s of p has run need(j) + run_ahead * (p - 1 - s) forwards.  The
     planner's twin: the simulator is tested on these, and the planner is held against them.
     """
-    order, needed = backward_order(forest.segments), closings(forest, microbatches)
+    order, ready_after = backward_order(forest.segments), loss_ready_after(forest, microbatches)
     programs = []
     for rank in range(num_ranks):
         program: list[Action] = []
-        forwards = iter(range(len(needed)))
+        forwards = iter(range(len(ready_after)))
         need = run = 0
         for index in order:
-            need = max(need, needed[index] + 1)
-            more = max(0, need + extra * (num_ranks - 1 - rank) - run)
+            need = max(need, ready_after[index] + 1)
+            more = max(0, need + run_ahead * (num_ranks - 1 - rank) - run)
             for forward in itertools.islice(forwards, more):
                 program.append(Action("F", forward))
                 run += 1

@@ -107,7 +107,7 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
 
 
 def test_parts_of_some_rows() -> None:
-    """Row ranges that overlap, touch and leave a gap, against each row's own keys."""
+    """Span ranges that overlap, touch and leave a gap, against each row's own keys."""
     q = random_rows(ROWS, HEADS, torch.float64, 0)
     ranges, parts, seen = ((0, 6), (4, 9), (8, 9)), [], []
     for i, (start, stop) in enumerate(ranges):

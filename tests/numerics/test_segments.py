@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_prefix.attention.core import SegmentContext, segment_attention
 from megatron_prefix.attention.kernels import KERNELS
-from megatron_prefix.cache import SidecarCache
 from megatron_prefix.numerics import assert_close
-from megatron_prefix.pipeline.planner import backward_order
+from megatron_prefix.plan.planner import backward_order
+from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 from tests.harness.trees import rollout_sets, tree_options
 
@@ -47,7 +47,9 @@ def random_rows(forest: Forest, heads: Heads, dtype: torch.dtype) -> Results:
     for _ in range(NUM_LAYERS):
         for segment in forest.segments:
             for name, shape in widths.items():
-                x = torch.randn(segment.num_rows, *shape, generator=generator, dtype=torch.float64)
+                x = torch.randn(
+                    segment.padded_length, *shape, generator=generator, dtype=torch.float64
+                )
                 if name == "dout":
                     x[~real_rows(forest, segment)] = 0
                 found[name].append(x.to(dtype))
@@ -55,8 +57,8 @@ def random_rows(forest: Forest, heads: Heads, dtype: torch.dtype) -> Results:
 
 
 def real_rows(forest: Forest, segment) -> Tensor:  # type: ignore[no-untyped-def]
-    """Which rows of a segment are no padding, bool [num_rows]."""
-    flags = [np.arange(row.padded) < row.length for row in segment.rows]
+    """Which rows of a segment are no padding, bool [padded_length]."""
+    flags = [np.arange(span.padded) < span.length for span in segment.spans]
     return torch.from_numpy(np.concatenate(flags))
 
 
@@ -72,7 +74,7 @@ def by_segments(
         context = SegmentContext(
             index,
             segment.inner,
-            tuple(row.padded for row in segment.rows),
+            tuple(span.padded for span in segment.spans),
             cache.map.blocks[index],
             torch.zeros(0),
             cache,
@@ -112,22 +114,22 @@ def by_full_attention(forest: Forest, rows: Results, heads: Heads) -> Results:
             out = attention(q, k, v, heads)
             start = 0
             for i, p in path:
-                row = forest.segments[i].rows[p]
+                span = forest.segments[i].spans[p]
                 if (i, p) not in done:
-                    first = sum(r.padded for r in forest.segments[i].rows[:p])
-                    span = slice(first, first + row.length)
-                    outputs[layer * num + i][span] = out[start : start + row.length].detach()
+                    first = sum(r.padded for r in forest.segments[i].spans[:p])
+                    span = slice(first, first + span.length)
+                    outputs[layer * num + i][span] = out[start : start + span.length].detach()
                     dout = rows["dout"][layer * num + i][span].double()
-                    out[start : start + row.length].backward(dout, retain_graph=True)
-                start += row.length
+                    out[start : start + span.length].backward(dout, retain_graph=True)
+                start += span.length
         done.update(path)
     found = {"out": outputs}
     return found | {f"d{name}": [x.grad for x in leaves[name]] for name in leaves}
 
 
 def row_of(x: Tensor, forest: Forest, index: int, position: int) -> Tensor:
-    rows = forest.segments[index].rows
-    start = sum(row.padded for row in rows[:position])
+    rows = forest.segments[index].spans
+    start = sum(span.padded for span in rows[:position])
     return x[start : start + rows[position].length]
 
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.pipeline.actions import Action, Plan
-from megatron_prefix.pipeline.planner import make_plan
+from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness.trees import flat_rollouts, rollout_sets, tree_options
 

@@ -12,13 +12,13 @@ import torch
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.models.presets import resolve
-from megatron_prefix.pipeline.actions import Plan
-from megatron_prefix.pipeline.cost import CostModel
-from megatron_prefix.pipeline.entry import PrefixSchedule
-from megatron_prefix.pipeline.footprint import Footprint
-from megatron_prefix.pipeline.memory import Rates, automatic, leaner, policies
-from megatron_prefix.pipeline.memory_model import predict
-from megatron_prefix.pipeline.planner import make_plan
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.plan.footprint import Footprint
+from megatron_prefix.plan.memory_policy import Rates, automatic, leaner, policies
+from megatron_prefix.plan.peak_memory import predict
+from megatron_prefix.plan.planner import make_plan
+from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness import steps
 from tests.harness.failures import CONFIG, assert_same, items, run

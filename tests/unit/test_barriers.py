@@ -9,8 +9,8 @@ import pytest
 from benchmarks import pipeline_bubbles
 from benchmarks.barriers import barrier_plan, phase, simulate_with_barriers
 from benchmarks.pipeline_picture import picture
-from megatron_prefix.pipeline.planner import closings
-from megatron_prefix.pipeline.simulator import simulate
+from megatron_prefix.plan.planner import loss_ready_after
+from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness.data import REPOSITORY
 from tests.harness.trees import flat_rollouts
@@ -29,7 +29,7 @@ from tests.harness.trees import flat_rollouts
 def test_bubbles_with_barriers_are_those_of_the_design(p, r, n, stages, bubble) -> None:
     forest = build(*flat_rollouts(p, r, n, 4), TreeOptions(wave_tokens=r))
     plan = barrier_plan(forest, stages)
-    simulate(plan, needed=closings(forest))
+    simulate(plan, ready_after=loss_ready_after(forest))
     assert round(simulate_with_barriers(plan).bubble_fraction, 2) == bubble
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_prefix import frontier, memory_bench
-from megatron_prefix.benchmark import Shape
+from megatron_prefix.bench import longest, memory
+from megatron_prefix.bench.memory import Way
+from megatron_prefix.bench.steps import Shape
 from megatron_prefix.cli.main import main
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import StepOutOfMemory, UserError
-from megatron_prefix.memory_bench import Way
 from megatron_prefix.models.build import unwrap
 from tests.harness.data import REPOSITORY
 from tests.harness.one_rank import one_rank, small_model
@@ -31,9 +31,9 @@ def chunks() -> Iterator[list[Any]]:
         yield [small_model(vocab=128, spec=dict(num_layers=4), dtype=torch.float32)]
 
 
-def measured(chunks: list[Any], way: str) -> memory_bench.Row:
+def measured(chunks: list[Any], way: str) -> memory.Row:
     shape = Shape(160, 32, 3)
-    return memory_bench.measure(shape, Way.parse(way), chunks, CONFIG, repeats=0, seed=1)
+    return memory.measure(shape, Way.parse(way), chunks, CONFIG, repeats=0, seed=1)
 
 
 def test_ways_are_parsed() -> None:
@@ -68,7 +68,7 @@ def test_a_step_that_does_not_fit_is_a_row_too(
     def failing(*_: Any, **__: Any) -> None:
         raise StepOutOfMemory("out of device memory: so and so\na table")
 
-    monkeypatch.setattr(memory_bench, "_call", failing)
+    monkeypatch.setattr(memory, "_call", failing)
     row = measured(chunks, "retain")
     assert row.problem == "out of device memory: so and so" and row.peak_gib is None
 
@@ -76,12 +76,12 @@ def test_a_step_that_does_not_fit_is_a_row_too(
 def test_the_frontier_is_where_the_model_says_that_it_ends(chunks: list[Any]) -> None:
     options: dict[str, Any] = dict(capacity=3e7, step=16, num_tries=0, seed=1)
     found = {
-        way: frontier.frontier(32, Way.parse(way), chunks, CONFIG, **options).predicted
+        way: longest.frontier(32, Way.parse(way), chunks, CONFIG, **options).predicted
         for way in ("stock", "stock+full", "retain")
     }
     assert found["stock"] < found["retain"] and found["stock"] < found["stock+full"]
     for length, fits in ((found["stock"], True), (found["stock"] + 16, False)):
-        peak = memory_bench.predicted(Shape(length - 32, 32, 2), Way("stock"), chunks, CONFIG).peak
+        peak = memory.predicted(Shape(length - 32, 32, 2), Way("stock"), chunks, CONFIG).peak
         assert (peak <= 3e7) == fits
 
 
@@ -93,10 +93,10 @@ def test_the_frontier_is_tried_on_both_sides(
 
     def measure(shape: Shape, *_: Any, **__: Any) -> Any:
         lengths.append(shape.prompt + shape.response)
-        return type("Row", (), {"problem": "no" if lengths[-1] > end else ""})
+        return type("Span", (), {"problem": "no" if lengths[-1] > end else ""})
 
-    monkeypatch.setattr(frontier, "measure", measure)
-    found = frontier.frontier(
+    monkeypatch.setattr(longest, "measure", measure)
+    found = longest.frontier(
         32, Way("retain"), chunks, CONFIG, capacity=3e7, step=16, num_tries=40, seed=1
     )
     assert found.trained is not None and found.failed is not None

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_prefix.attention.blocks import Block
-from megatron_prefix.cache import SidecarCache, State
-from megatron_prefix.tree import Row, Segment
+from megatron_prefix.sidecar.cache import SidecarCache, State
+from megatron_prefix.tree import Segment, Span
+from megatron_prefix.tree.kv_layout import Block
 
 HEADS, DIM, VALUE_DIM = 2, 4, 3
 
 
 def segment(parent: int, length: int, *, inner: bool, extends: bool = False) -> Segment:
-    return Segment(parent, 0, (Row(0, length, length, (0,)),), inner, extends, not inner)
+    return Segment(parent, 0, (Span(0, length, length, (0,)),), inner, extends, not inner)
 
 
 # A chain of two chunks, a branch below it with a wave, and a wave of its own.
@@ -31,7 +31,7 @@ CHAIN, ALL, BRANCH = Block(0, 4), Block(0, 6), Block(2, 3)
 def kv(index: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Random K and V of a segment."""
     generator = torch.Generator().manual_seed(index)
-    rows = SEGMENTS[index].num_rows
+    rows = SEGMENTS[index].padded_length
     key = torch.randn(rows, HEADS, DIM, generator=generator).to(dtype)
     return key, torch.randn(rows, HEADS, VALUE_DIM, generator=generator).to(dtype)
 
@@ -97,7 +97,7 @@ def test_gradients_add_up_over_the_blocks_that_cover_a_row() -> None:
     for index, total in {2: 7.0, 1: 11.0, 0: 111.0}.items():
         sent = found[index]
         assert sent is not None
-        assert [len(x) for x in sent] == [SEGMENTS[index].num_rows] * 2
+        assert [len(x) for x in sent] == [SEGMENTS[index].padded_length] * 2
         assert all((x == total).all() for x in sent)
 
 

@@ -13,12 +13,12 @@ import pytest
 from megatron_prefix.data.pairs import pairs_of_groups
 from megatron_prefix.data.rollouts import read_groups
 from megatron_prefix.errors import UserError
-from megatron_prefix.pipeline import catalogue
-from megatron_prefix.pipeline.actions import Plan
-from megatron_prefix.pipeline.check import check_segments
-from megatron_prefix.pipeline.planfile import PlanFile
-from megatron_prefix.pipeline.planner import best_plan
-from megatron_prefix.pipeline.simulator import simulate
+from megatron_prefix.plan import catalogue
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.check import check_segments
+from megatron_prefix.plan.planfile import PlanFile
+from megatron_prefix.plan.planner import best_plan
+from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import build
 from tests.harness.data import REPOSITORY
 
@@ -68,8 +68,8 @@ def test_shapes_show_what_they_are_there_for() -> None:
     chunks = [segment for segment in segments("chunked-prefix") if segment.inner]
     assert len(chunks) == 16 and all(chunk.extends for chunk in chunks[1:])
     uneven = segments("uneven-groups")
-    assert len({segment.num_rows for segment in uneven}) > 10
-    assert any(len(segment.rows) > 1 for segment in uneven)
+    assert len({segment.padded_length for segment in uneven}) > 10
+    assert any(len(segment.spans) > 1 for segment in uneven)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -95,7 +95,7 @@ def test_the_command_writes_and_compares(tmp_path: Path) -> None:
     )
     assert catalogue.main([str(FOLDER), "--rollouts", "no", "x"]).startswith("no: no such shape")
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_prefix.pipeline.catalogue", str(tmp_path), "--check"],
+        [sys.executable, "-m", "megatron_prefix.plan.catalogue", str(tmp_path), "--check"],
         cwd=REPOSITORY, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (1, "") and "more.csv" in done.stderr

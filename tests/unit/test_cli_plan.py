@@ -11,8 +11,8 @@ import pytest
 
 from megatron_prefix.data.pairs import pairs_of
 from megatron_prefix.data.rollouts import read_groups
-from megatron_prefix.pipeline.actions import Plan
-from megatron_prefix.pipeline.simulator import simulate
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.simulator import simulate
 from tests.harness import data
 from tests.harness.command_line import BUNDLED, failure, result, row, run
 from tests.harness.trees import trie_size

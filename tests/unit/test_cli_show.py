@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_prefix.pipeline.actions import Plan
+from megatron_prefix.plan.actions import Plan
 from tests.harness import data
 from tests.harness.command_line import BUNDLED, failure, result, run
 from tests.harness.trees import cells, with_programs

@@ -1,4 +1,4 @@
-"""What users set is checked once, with both values and the mend."""
+"""What users set is checked once, with both values and the fix."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_defaults_are_valid_and_those_of_the_tree() -> None:
     [
         ({"mode": "maybe"}, "mode is 'maybe': give one of off, observe, auto, on"),
         ({"memory": "forget"}, "memory is 'forget': give one of retain"),
-        ({"extra": 3}, "extra is 3: give one of 1, 2"),
-        ({"extra": 0}, "extra is 0"),
+        ({"run_ahead": 3}, "run_ahead is 3: give one of 1, 2"),
+        ({"run_ahead": 0}, "run_ahead is 0"),
         ({"min_speedup": 0.0}, "min_speedup is 0.0: give a number above 0"),
         ({"min_speedup": float("nan")}, "min_speedup is nan"),
         ({"chunk_tokens": -1}, "chunk_tokens is -1"),

@@ -10,19 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_prefix.attention import zigzag
 from megatron_prefix.attention.adaptive import AdaptiveKernel
 from megatron_prefix.attention.interface import Kernel
 from megatron_prefix.attention.kernels import KERNELS, CompositeKernel
 from megatron_prefix.attention.merge import merge
 from megatron_prefix.attention.own import SpreadRows
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.data.batch import SegmentInputs
 from megatron_prefix.errors import UserError
 from megatron_prefix.numerics import assert_close
-from megatron_prefix.pipeline.step import read_step
 from megatron_prefix.rl.batches import on_cp_rank
-from megatron_prefix.tree import Pairs, TreeOptions
+from megatron_prefix.run.batch import SegmentInputs
+from megatron_prefix.run.step import read_step
+from megatron_prefix.tree import Pairs, TreeOptions, cp_layout
 from tests.harness.played_ranks import PlayedRank, forest, play, random
 from tests.harness.trees import flat_rollouts
 
@@ -92,7 +91,7 @@ def test_spread_rows_compute_what_one_rank_does(
     gradients = exact.causal_backward(dout, q, k, v, *whole, scale, lengths)
 
     def part(rank: PlayedRank) -> list[Tensor]:
-        mine = torch.from_numpy(zigzag.segment_rows(lengths, rank.rank, size))
+        mine = torch.from_numpy(cp_layout.segment_rows(lengths, rank.rank, size))
         local = tuple(length // size for length in lengths)
         rows = SpreadRows(KERNELS[name], rank, q[mine], k[mine], v[mine], scale, local)
         parts = rows.forward()
@@ -100,7 +99,7 @@ def test_spread_rows_compute_what_one_rank_does(
         query_grad = rows.backward(dout[mine], out, lse, [part.aux for part in parts])
         return [out, lse.T, query_grad, *rows.gradients()]
 
-    in_order = torch.from_numpy(zigzag.order(lengths, size))
+    in_order = torch.from_numpy(cp_layout.order(lengths, size))
     wanted = [whole.out, whole.lse.T, *gradients]
     for what, (pieces, expected) in enumerate(
         zip(zip(*play(size, part), strict=True), wanted, strict=True)
@@ -116,7 +115,7 @@ def test_outputs_are_whole_on_every_rank_and_their_gradients_are_added_up() -> N
     whole, grads = random(1, 20, 3), [random(1, 20, 3, seed=rank) for rank in (1, 2)]
 
     def part(rank: PlayedRank) -> None:
-        mine = torch.from_numpy(zigzag.segment_rows(lengths, rank.rank, 2))
+        mine = torch.from_numpy(cp_layout.segment_rows(lengths, rank.rank, 2))
         assert torch.equal(rank.whole(whole[:, mine], lengths), whole)
         share = rank.share(grads[rank.rank], lengths)
         assert torch.equal(share, (grads[0] + grads[1])[:, mine])
@@ -132,7 +131,7 @@ def test_a_rank_runs_its_rows_at_their_true_positions() -> None:
         mine = SegmentInputs(tree, rollouts, cpu, rank, 2)
         assert mine.max_position == whole.max_position == 23
         for index, segment in enumerate(tree.segments):
-            held = zigzag.segment_rows([row.padded for row in segment.rows], rank, 2)
+            held = cp_layout.segment_rows([span.padded for span in segment.spans], rank, 2)
             assert torch.equal(mine[index], whole[index][:, held])
 
 

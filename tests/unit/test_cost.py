@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from megatron_prefix.cli.plan import cost_model
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.models.presets import resolve
-from megatron_prefix.pipeline.cost import CostModel, decide
+from megatron_prefix.plan.cost import CostModel, decide
 from megatron_prefix.tree import Forest, TreeOptions, build
 from tests.harness.trees import flat_rollouts, rollout_sets, tree_options
 
@@ -25,8 +25,8 @@ def counted(forest: Forest) -> tuple[float, float]:
     prefix = 0.0
     for segment in forest.segments:
         prefix += 2000
-        for row in segment.rows:
-            for position in range(row.start, row.start + row.padded):
+        for span in segment.spans:
+            for position in range(span.start, span.start + span.padded):
                 prefix += 1000 + 70 * segment.scored + 3 * (position + 1)
     return stock, prefix
 

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from megatron_prefix import features
 from megatron_prefix.attention.kernels import KERNELS
 from megatron_prefix.cli import doctor, packages
+from megatron_prefix.megatron import features
 from tests.harness.data import REPOSITORY
 
 REQUIREMENTS = [
@@ -58,7 +58,7 @@ def test_kernels_come_with_the_reason_for_each_that_is_missing(report):
 
 
 def test_every_refused_feature_is_listed_with_what_to_do(report):
-    assert report["refused_features"] == {name: mend for name, _, mend in features.REFUSED}
+    assert report["refused_features"] == {name: fix for name, _, fix in features.REFUSED}
 
 
 def test_the_model_is_checked(report):

@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_prefix import svg
-from megatron_prefix.drawing import comparison_svg, timeline_svg
-from megatron_prefix.pipeline.actions import Action, Plan
-from megatron_prefix.pipeline.simulator import Timeline, simulate
+from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.simulator import Timeline, simulate
 from megatron_prefix.tree import Forest, TreeOptions, build
+from megatron_prefix.view import svg
+from megatron_prefix.view.drawing import comparison_svg, timeline_svg
 from tests.harness.trees import flat_rollouts, random_forest, ruled_plan
 
 _NAMESPACE = "{http://www.w3.org/2000/svg}"

@@ -21,12 +21,12 @@ COUNTED = """\
 import runpy, sys
 from megatron_prefix.platforms import cpu
 cpu.enable()
-from megatron_prefix.pipeline import entry
-run, counts = entry.PrefixSchedule._run, []
+from megatron_prefix.run import schedule
+run, counts = schedule.PrefixSchedule._run, []
 def counting(self, models, step, *rest, **more):
     counts.append((step.forest.raw_tokens, step.forest.executed_tokens))
     return run(self, models, step, *rest, **more)
-entry.PrefixSchedule._run = counting
+schedule.PrefixSchedule._run = counting
 runpy.run_path(sys.argv[1], run_name="__main__")
 print("positions", *counts)
 """

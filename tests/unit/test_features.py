@@ -13,12 +13,13 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from megatron_prefix import features
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
-from megatron_prefix.install import install
+from megatron_prefix.megatron import features
+from megatron_prefix.megatron.install import install
 from megatron_prefix.models.build import unwrap
-from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.moe import versions
+from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract
@@ -90,11 +91,11 @@ def test_refused_at_install_with_its_name_and_a_mend(
     if experts:
         monkeypatch.setattr(config, "num_moe_experts", 4)
     monkeypatch.setattr(config, attribute, value, raising=False)
-    _, _, mend = next(line for line in features.REFUSED if line[0] == name)
+    _, _, fix = next(line for line in features.REFUSED if line[0] == name)
     with pytest.raises(UserError) as refused:
         install(model)
-    assert str(refused.value) == f"the prefix schedule cannot run this model with {name}: {mend}"
-    assert "\n" not in str(refused.value) and len(mend) > 10
+    assert str(refused.value) == f"the prefix schedule cannot run this model with {name}: {fix}"
+    assert "\n" not in str(refused.value) and len(fix) > 10
     assert [vars(module) for module in unwrap(model).modules()] == before
 
 
@@ -218,12 +219,12 @@ def test_the_global_loss_is_told_from_other_losses() -> None:
             moe_aux_loss_coeff=coefficients,
         )  # fmt: skip
 
-    assert features.has_global_loss(config("global_aux_loss", 0.1))
-    assert features.has_global_loss(config(["aux_loss", "global_aux_loss"], [0.0, 0.1]))
-    assert not features.has_global_loss(config(["aux_loss", "global_aux_loss"], [0.1, 0.0]))
-    assert not features.has_global_loss(config("aux_loss", 0.1))
-    assert not features.has_global_loss(config("global_aux_loss", 0.1, experts=None))
-    assert not features.has_global_loss(SimpleNamespace())
+    assert versions.has_global_loss(config("global_aux_loss", 0.1))
+    assert versions.has_global_loss(config(["aux_loss", "global_aux_loss"], [0.0, 0.1]))
+    assert not versions.has_global_loss(config(["aux_loss", "global_aux_loss"], [0.1, 0.0]))
+    assert not versions.has_global_loss(config("aux_loss", 0.1))
+    assert not versions.has_global_loss(config("global_aux_loss", 0.1, experts=None))
+    assert not versions.has_global_loss(SimpleNamespace())
 
 
 def test_the_global_losses_log_is_not_averaged_over_ranks_in_any_release() -> None:
@@ -234,11 +235,11 @@ def test_the_global_losses_log_is_not_averaged_over_ranks_in_any_release() -> No
 
     def since(activation, needs_dp_avg=True): ...
 
-    assert features.global_loss_is_whole(router(before)) == {"reduce_group_has_dp": True}
-    assert features.global_loss_is_whole(router(since)) == {"needs_dp_avg": False}
+    assert versions.global_loss_is_whole(router(before)) == {"reduce_group_has_dp": True}
+    assert versions.global_loss_is_whole(router(since)) == {"needs_dp_avg": False}
 
 
 def test_routes_are_followed_where_a_config_says_so() -> None:
-    assert features.replays_routes(SimpleNamespace(moe_enable_routing_replay=True))
-    assert features.replays_routes(SimpleNamespace(enable_routing_replay=True))
-    assert not features.replays_routes(SimpleNamespace(moe_enable_routing_replay=False))
+    assert versions.replays_routes(SimpleNamespace(moe_enable_routing_replay=True))
+    assert versions.replays_routes(SimpleNamespace(enable_routing_replay=True))
+    assert not versions.replays_routes(SimpleNamespace(moe_enable_routing_replay=False))

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_prefix.attention.blocks import Block
-from megatron_prefix.cache import SidecarCache
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
-from megatron_prefix.offload import chains as module
-from megatron_prefix.offload.chains import HostLayers
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import CudaTransfers, HostTransfers
+from megatron_prefix.sidecar import host_chains as module
+from megatron_prefix.sidecar.cache import SidecarCache
+from megatron_prefix.sidecar.host_chains import HostLayers
+from megatron_prefix.tree.kv_layout import Block
 from tests.harness.sidecar import DIM, HEADS, LAYERS, VALUE_DIM, random, step, tree, visit
 from tests.unit.test_transfers import DEVICE, streams
 

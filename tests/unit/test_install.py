@@ -12,10 +12,10 @@ from torch import nn
 
 from megatron_prefix.attention.kernels import KERNELS
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.install import Hooks, install, uninstall
+from megatron_prefix.megatron.install import Hooks, install, uninstall
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.numerics import assert_close
-from megatron_prefix.pipeline.entry import PrefixSchedule
+from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract, Microbatch

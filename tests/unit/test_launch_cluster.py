@@ -238,7 +238,7 @@ def test_train_on_two_nodes(tmp_path):
 
 
 def test_align_on_two_nodes(tmp_path):
-    """Row after row in one world; the second row joins where the first has left."""
+    """Span after row in one world; the second row joins where the first has left."""
     rows = ["dense/DP2/flat/none", "dense/PP2/chunked/none"]
     document = tmp_path / "matrix.md"
     arguments = ["--device", "cpu", "--only", *rows, "--json", "--markdown", str(document)]

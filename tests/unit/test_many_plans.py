@@ -20,5 +20,5 @@ def test_random_plans_run(seed: int) -> None:
         timeline = run(case, best=number % 10 == 0)
         chunks = case.options["num_chunks"]
         assert timeline.num_actions == 2 * len(case.forest.segments) * case.num_ranks * chunks
-        work = 3 * sum(segment.num_rows for segment in case.forest.segments)
+        work = 3 * sum(segment.padded_length for segment in case.forest.segments)
         assert timeline.busy == pytest.approx([work] * case.num_ranks)

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_prefix import matrix, runtime
+from megatron_prefix import runtime
 from megatron_prefix.cli import matrix as verb
 from megatron_prefix.cli.main import main
 from megatron_prefix.errors import UserError
-from megatron_prefix.matrix import LAYOUTS, SHAPES, Result, Row, rows
 from megatron_prefix.runtime.layout import Layout
 from megatron_prefix.tree import TreeOptions
+from megatron_prefix.verify import matrix
+from megatron_prefix.verify.matrix import LAYOUTS, SHAPES, Result, Row, rows
 
 VERDICT = SimpleNamespace(
     passed=True, failures=(), grad_max_rel_diff=3e-15, tolerance=3e-14, grad_error_ratio_max=None,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_prefix.cli.main import make_parser
-from megatron_prefix.matrix import rows
+from megatron_prefix.verify.matrix import rows
 from tests.harness.data import REPOSITORY
 
 SCRIPT = REPOSITORY / "benchmarks" / "nccl_rows.sh"

@@ -193,17 +193,6 @@ def test_functions_are_short_or_say_why_not():
     assert found == []
 
 
-def test_files_are_short_or_say_why_not():
-    found = []
-    for path in sources():
-        text = path.read_text()
-        num = len(text.splitlines())
-        head = text[: text.find("\nimport ")]
-        if num > MAX_LINES["file"] and not WHY_LONG.search(head):
-            found.append(f"{path}: {num} lines")
-    assert found == []
-
-
 @pytest.mark.parametrize(
     "tool",
     [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]],

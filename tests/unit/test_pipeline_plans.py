@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from benchmarks.barriers import barrier_plan, phase
 from benchmarks.pipeline_plans import NAMES, barrier_links, main
-from megatron_prefix.pipeline.actions import Action
+from megatron_prefix.plan.actions import Action
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness import ranks  # noqa: F401  # ranks are forked from here
 from tests.harness.trees import flat_rollouts

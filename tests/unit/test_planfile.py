@@ -9,13 +9,13 @@ import pytest
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
-from megatron_prefix.pipeline.actions import Plan
-from megatron_prefix.pipeline.beside import beside
-from megatron_prefix.pipeline.cost import CostModel
-from megatron_prefix.pipeline.planfile import PlanFile, forest_of, read_plan
-from megatron_prefix.pipeline.planner import best_plan, closings, make_plan
-from megatron_prefix.pipeline.simulator import simulate
-from megatron_prefix.pipeline.step_planner import StepPlanner
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.plan.joint_forest import joint_forest
+from megatron_prefix.plan.planfile import PlanFile, forest_of, read_plan
+from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
+from megatron_prefix.plan.simulator import simulate
+from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.tree import Forest, TreeOptions, build
 from tests.harness.trees import cells, flat_rollouts, with_programs
 
@@ -37,11 +37,11 @@ def each(num: int) -> list[int]:
     return list(range(num))
 
 
-def refused(folder: Path, plan: Plan, step: Forest, ranks=2, chunks=1, owner=None) -> str:
+def refused(folder: Path, plan: Plan, step: Forest, ranks=2, chunks=1, microbatch_of=None) -> str:
     """The one line that refuses a plan for a step."""
     path = saved(folder, plan)
     with pytest.raises(UserError) as caught:
-        PlanFile(path).fitting(step, ranks, chunks, owner or each(len(step.num_positions)))
+        PlanFile(path).fitting(step, ranks, chunks, microbatch_of or each(len(step.num_positions)))
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
     assert "\n" not in message
@@ -51,13 +51,13 @@ def refused(folder: Path, plan: Plan, step: Forest, ranks=2, chunks=1, owner=Non
 @pytest.mark.parametrize(("ranks", "chunks"), [(1, 1), (2, 1), (3, 2)])
 def test_a_plan_of_the_step_is_run_as_it_is(tmp_path, ranks, chunks) -> None:
     step = forest()
-    plan = make_plan(step, ranks, num_chunks=chunks, extra=1)
+    plan = make_plan(step, ranks, num_chunks=chunks, run_ahead=1)
     assert plan != best_plan(step, ranks, num_chunks=chunks) or ranks == 1
     file = PlanFile(saved(tmp_path, plan))
     for _ in range(2):
         assert file.fitting(step, ranks, chunks, each(6)) == plan
     planner = StepPlanner(PrefixConfig(plan_file=file.path), COST, 1, ranks, chunks, None)
-    assert planner.plan(beside([step], [each(6)])) == plan
+    assert planner.plan(joint_forest([step], [each(6)])) == plan
 
 
 def test_another_pipeline_is_refused(tmp_path) -> None:
@@ -89,7 +89,9 @@ def test_losses_that_come_too_late_are_refused(tmp_path) -> None:
     """Two rollouts a microbatch: the plan is one for each on its own."""
     step = forest()
     plan = make_plan(step, 2)
-    assert refused(tmp_path, plan, step, owner=[0, 0, 1, 1, 2, 2]).startswith("rank 1, place 2: B1")
+    assert refused(tmp_path, plan, step, microbatch_of=[0, 0, 1, 1, 2, 2]).startswith(
+        "rank 1, place 2: B1"
+    )
     PlanFile(saved(tmp_path, plan)).fitting(step, 2, 1, each(6))
 
 
@@ -125,7 +127,7 @@ def test_the_forest_of_a_plan_is_the_step_but_for_what_is_trained(tmp_path) -> N
     plan = read_plan(saved(tmp_path, make_plan(step, 2)))
     found = forest_of(plan)
     assert (found.segments, found.num_positions) == (step.segments, step.num_positions)
-    simulate(plan, needed=closings(found))
+    simulate(plan, ready_after=loss_ready_after(found))
 
 
 # The planner of every step ------------------------------------------------------------------------
@@ -133,15 +135,17 @@ def test_the_forest_of_a_plan_is_the_step_but_for_what_is_trained(tmp_path) -> N
 
 def test_steps_are_planned_as_the_user_set() -> None:
     rollouts, groups = flat_rollouts(1024, 256, 4, 2)
-    owner = [0, 0, 1, 1, 2, 2, 3, 3]
-    config = PrefixConfig(chunk_tokens=200, wave_tokens=256, extra=1)
+    microbatch_of = [0, 0, 1, 1, 2, 2, 3, 3]
+    config = PrefixConfig(chunk_tokens=200, wave_tokens=256, run_ahead=1)
     planner = StepPlanner(config, COST, 8, 4, 2, None)
-    step = planner.build(rollouts, groups, owner)
+    step = planner.build(rollouts, groups, microbatch_of)
     assert step == build(rollouts, groups, TreeOptions(8, 200, 256))
-    plan = planner.plan(beside([step], [owner]))
-    assert plan == best_plan(step, 4, num_chunks=2, microbatches=owner, extra=1)
-    assert planner.plan(beside([step], [owner])).programs is plan.programs  # from memory
-    assert planner.plan(beside([step], [each(8)])) is not plan
+    plan = planner.plan(joint_forest([step], [microbatch_of]))
+    assert plan == best_plan(step, 4, num_chunks=2, microbatches=microbatch_of, run_ahead=1)
+    assert (
+        planner.plan(joint_forest([step], [microbatch_of])).programs is plan.programs
+    )  # from memory
+    assert planner.plan(joint_forest([step], [each(8)])) is not plan
 
 
 def test_chunks_are_chosen_by_the_cost_of_the_model() -> None:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_prefix.pipeline.actions import Action
-from megatron_prefix.pipeline.planner import backward_order, best_plan, closings, make_plan
-from megatron_prefix.pipeline.simulator import Timeline, simulate
+from megatron_prefix.plan.actions import Action
+from megatron_prefix.plan.planner import backward_order, best_plan, loss_ready_after, make_plan
+from megatron_prefix.plan.simulator import Timeline, simulate
 from megatron_prefix.tree import Forest, TreeOptions, build
 from tests.harness.trees import (
     flat_rollouts,
@@ -45,11 +45,11 @@ def test_b_order_keeps_groups_together() -> None:
     assert backward_order(flat_forest().segments) == [1, 2, 0, 4, 5, 3]
 
 
-def losses(forest: Forest, owner: list[int]) -> list[set[int]]:
+def losses(forest: Forest, microbatch_of: list[int]) -> list[set[int]]:
     """Per segment the segments whose outputs its losses are made of, by the definition."""
     needs: list[set[int]] = [set() for _ in forest.segments]
-    for microbatch in set(owner):
-        members = [r for r, mine in enumerate(owner) if mine == microbatch]
+    for microbatch in set(microbatch_of):
+        members = [r for r, mine in enumerate(microbatch_of) if mine == microbatch]
         parts = {index for r in members for index, _ in forest.paths[r]}
         for index in parts:
             if forest.segments[index].scored:
@@ -60,27 +60,27 @@ def losses(forest: Forest, owner: list[int]) -> list[set[int]]:
 @given(forests, st.integers(1, 4), st.randoms(use_true_random=False))
 @settings(max_examples=100)
 def test_closings_wait_for_the_whole_microbatch(forest, size, rng: random.Random) -> None:
-    owner = [rollout // size for rollout in range(len(forest.num_positions))]
-    rng.shuffle(owner)
-    wanted = [max({i} | need) for i, need in enumerate(losses(forest, owner))]
-    assert closings(forest, owner) == wanted
+    microbatch_of = [rollout // size for rollout in range(len(forest.num_positions))]
+    rng.shuffle(microbatch_of)
+    wanted = [max({i} | need) for i, need in enumerate(losses(forest, microbatch_of))]
+    assert loss_ready_after(forest, microbatch_of) == wanted
 
 
 @given(forests)
 @settings(max_examples=50)
 def test_by_default_a_rollout_is_a_microbatch(forest) -> None:
-    assert closings(forest) == closings(forest, range(len(forest.num_positions)))
+    assert loss_ready_after(forest) == loss_ready_after(forest, range(len(forest.num_positions)))
 
 
 def test_a_leaf_waits_for_nothing_but_itself() -> None:
-    assert closings(flat_forest()) == [0, 1, 2, 3, 4, 5]
-    assert closings(flat_forest(), [0, 0, 1, 1]) == [0, 2, 2, 3, 5, 5]
+    assert loss_ready_after(flat_forest()) == [0, 1, 2, 3, 4, 5]
+    assert loss_ready_after(flat_forest(), [0, 0, 1, 1]) == [0, 2, 2, 3, 5, 5]
 
 
 @given(forests, st.integers(1, 8), st.sampled_from([1, 2]))
 @settings(max_examples=100)
-def test_all_ranks_follow_the_same_two_orders(forest, num_ranks, extra) -> None:
-    plan = make_plan(forest, num_ranks, extra=extra)
+def test_all_ranks_follow_the_same_two_orders(forest, num_ranks, run_ahead) -> None:
+    plan = make_plan(forest, num_ranks, run_ahead=run_ahead)
     order, num = backward_order(forest.segments), len(forest.segments)
     assert (plan.num_ranks, plan.num_chunks, plan.segments) == (num_ranks, 1, forest.segments)
     for program in plan.programs:
@@ -90,20 +90,20 @@ def test_all_ranks_follow_the_same_two_orders(forest, num_ranks, extra) -> None:
 
 @given(forests, st.integers(1, 8), st.sampled_from([1, 2]))
 @settings(max_examples=100)
-def test_a_stage_runs_no_further_ahead_than_allowed(forest, num_ranks, extra) -> None:
-    """At most what its next backward needs, and `extra` more for each stage behind it."""
-    plan = make_plan(forest, num_ranks, extra=extra)
-    needed = closings(forest)
+def test_a_stage_runs_no_further_ahead_than_allowed(forest, num_ranks, run_ahead) -> None:
+    """At most what its next backward needs, and `run_ahead` more for each stage behind it."""
+    plan = make_plan(forest, num_ranks, run_ahead=run_ahead)
+    ready_after = loss_ready_after(forest)
     for rank, program in enumerate(plan.programs):
         forwards = least = 0
         for action in program:
             if action.kind == "F":
                 forwards += 1
                 continue
-            least = max(least, needed[action.segment] + 1)
+            least = max(least, ready_after[action.segment] + 1)
             if rank == num_ranks - 1:
                 assert forwards >= least
-            assert forwards <= least + extra * (num_ranks - 1 - rank)
+            assert forwards <= least + run_ahead * (num_ranks - 1 - rank)
 
 
 def test_one_rank_runs_depth_first() -> None:
@@ -112,7 +112,7 @@ def test_one_rank_runs_depth_first() -> None:
 
 
 # Four groups, one rollout a wave, prefixes in chunks of a wave: the bubbles that the design's
-# rule reaches with extra 2 (design section 2; pipeline_sim.py), and its peak, are bounds.
+# rule reaches with run_ahead 2 (design section 2; pipeline_sim.py), and its peak, are bounds.
 @pytest.mark.parametrize(
     ("p", "r", "n", "stages", "bubble", "peak"),
     [
@@ -126,7 +126,7 @@ def test_bubbles_are_those_of_the_design_or_less(p, r, n, stages, bubble, peak) 
     rollouts, groups = flat_rollouts(p, r, n, 4)
     forest = build(rollouts, groups, TreeOptions(chunk_tokens=r, wave_tokens=r))
     for planned in (make_plan(forest, stages), best_plan(forest, stages)):
-        timeline = simulate(planned, needed=closings(forest))
+        timeline = simulate(planned, ready_after=loss_ready_after(forest))
         assert round(timeline.bubble_fraction, 3) <= bubble
         assert timeline.peak_live_rows <= peak
 
@@ -150,7 +150,9 @@ def test_no_stage_waits_for_a_prompt_sixteen_times_a_wave(stages, num_groups) ->
     waits = []
     for chunk_tokens in (0, wave):
         forest = build(rollouts, groups, TreeOptions(chunk_tokens=chunk_tokens, wave_tokens=wave))
-        waits.append(longest_wait(simulate(best_plan(forest, stages), needed=closings(forest))))
+        waits.append(
+            longest_wait(simulate(best_plan(forest, stages), ready_after=loss_ready_after(forest)))
+        )
     whole, chunked = waits
     assert chunked <= 3 * wave * (stages - 1)  # forward and backward through the others
     assert whole > prompt
@@ -162,10 +164,10 @@ def test_an_empty_step_has_empty_programs() -> None:
 
 @given(forests, st.integers(1, 8), st.sampled_from([1, 2]))
 @settings(max_examples=60)
-def test_the_best_plan_is_no_longer_and_holds_no_more(forest, num_ranks, extra) -> None:
-    needed = closings(forest)
-    plain = simulate(make_plan(forest, num_ranks, extra=extra), needed=needed)
-    best = simulate(best_plan(forest, num_ranks, extra=extra), needed=needed)
+def test_the_best_plan_is_no_longer_and_holds_no_more(forest, num_ranks, run_ahead) -> None:
+    ready_after = loss_ready_after(forest)
+    plain = simulate(make_plan(forest, num_ranks, run_ahead=run_ahead), ready_after=ready_after)
+    best = simulate(best_plan(forest, num_ranks, run_ahead=run_ahead), ready_after=ready_after)
     assert best.makespan <= plain.makespan
     assert best.peak_live_rows <= plain.peak_live_rows
 
@@ -212,13 +214,15 @@ def test_virtual_stages_follow_megatron_order_and_run(
         ]
         for program in plan.programs:
             assert [action for action in program if action.kind == kind] == wanted
-    simulate(plan, needed=closings(forest))
+    simulate(plan, ready_after=loss_ready_after(forest))
 
 
 @given(forests, st.integers(1, 4), st.integers(1, 60))
 @settings(max_examples=60)
 def test_a_bound_on_live_rows_is_kept_but_for_what_must_be_held(forest, num_ranks, rows) -> None:
-    bounded = simulate(make_plan(forest, num_ranks, max_live_rows=rows), needed=closings(forest))
+    bounded = simulate(
+        make_plan(forest, num_ranks, max_live_rows=rows), ready_after=loss_ready_after(forest)
+    )
     # One rank runs just the forwards that its next backward cannot do without.
     least = simulate(ruled_plan(forest, 1)).peak_live_rows
     assert bounded.peak_live_rows <= max(rows, least)
@@ -230,15 +234,15 @@ def test_a_bound_on_live_rows_never_stops_virtual_stages(
     forest, num_ranks, num_chunks, rows
 ) -> None:
     plan = make_plan(forest, num_ranks, num_chunks=num_chunks, max_live_rows=rows)
-    simulate(plan, needed=closings(forest))
+    simulate(plan, ready_after=loss_ready_after(forest))
 
 
 @given(forests, st.integers(1, 8), st.sampled_from([1, 2]), st.integers(1, 5))
 @settings(max_examples=150)
-def test_plans_of_rollouts_run(forest, num_ranks, extra, size) -> None:
-    owner = [rollout // size for rollout in range(len(forest.num_positions))]
-    plan = make_plan(forest, num_ranks, microbatches=owner, extra=extra)
-    timeline = simulate(plan, needed=closings(forest, owner))
+def test_plans_of_rollouts_run(forest, num_ranks, run_ahead, size) -> None:
+    microbatch_of = [rollout // size for rollout in range(len(forest.num_positions))]
+    plan = make_plan(forest, num_ranks, microbatches=microbatch_of, run_ahead=run_ahead)
+    timeline = simulate(plan, ready_after=loss_ready_after(forest, microbatch_of))
     assert timeline.num_actions == 2 * num_ranks * len(forest.segments)
 
 
@@ -247,7 +251,9 @@ def test_plans_of_random_trees_run(num_ranks) -> None:
     rng = random.Random(num_ranks)
     for _ in range(60):
         forest = random_forest(rng, depth=4)
-        owner = [rng.randrange(4) for _ in forest.num_positions]
-        for microbatches in (None, owner):
-            plan = make_plan(forest, num_ranks, microbatches=microbatches, extra=rng.choice((1, 2)))
-            simulate(plan, needed=closings(forest, microbatches))
+        microbatch_of = [rng.randrange(4) for _ in forest.num_positions]
+        for microbatches in (None, microbatch_of):
+            plan = make_plan(
+                forest, num_ranks, microbatches=microbatches, run_ahead=rng.choice((1, 2))
+            )
+            simulate(plan, ready_after=loss_ready_after(forest, microbatches))

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.pipeline.actions import Action, Plan
-from megatron_prefix.pipeline.check import PlanError, check, check_segments
-from megatron_prefix.pipeline.grid import marked_grid
-from megatron_prefix.pipeline.planner import closings
-from megatron_prefix.pipeline.simulator import simulate
-from megatron_prefix.tree import Row, Segment, build
+from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.check import PlanError, check, check_segments
+from megatron_prefix.plan.grid import marked_grid
+from megatron_prefix.plan.planner import loss_ready_after
+from megatron_prefix.plan.simulator import simulate
+from megatron_prefix.tree import Segment, Span, build
 from tests.harness.trees import (
     cells,
     flat_forest,
@@ -30,9 +30,9 @@ from tests.harness.trees import (
 # What is refused ----------------------------------------------------------------------------------
 
 
-def refused(plan: Plan, needed=None) -> PlanError:
+def refused(plan: Plan, ready_after=None) -> PlanError:
     with pytest.raises(PlanError) as caught:
-        simulate(plan, needed=needed)
+        simulate(plan, ready_after=ready_after)
     error = caught.value
     assert isinstance(error, UserError)
     lines = str(error).splitlines()
@@ -55,7 +55,7 @@ def marked_cells(error: PlanError) -> list[str]:
 
 def changed(rank: int, edit, num_ranks: int = 2) -> Plan:
     """A valid plan with one rank's cells edited; rank 1's begin F0 F1 B1 F2 B2 B0."""
-    plan = ruled_plan(flat_forest(), num_ranks, extra=1)
+    plan = ruled_plan(flat_forest(), num_ranks, run_ahead=1)
     programs = cells(plan)
     edit(programs[rank])
     return with_programs(plan, programs)
@@ -114,7 +114,7 @@ def test_what_does_not_exist() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_neighbours_that_disagree_on_the_order(rank) -> None:
-    plan = ruled_plan(flat_forest(num=4), 3, extra=1)
+    plan = ruled_plan(flat_forest(num=4), 3, run_ahead=1)
     programs = cells(plan)
     a, b = programs[rank].index("F2"), programs[rank].index("F3")
     programs[rank][a], programs[rank][b] = "F3", "F2"
@@ -152,12 +152,12 @@ def test_a_deadlock() -> None:
 def test_a_loss_that_does_not_exist_yet() -> None:
     """Both rollouts are one microbatch: no backward of a wave before the forwards of both."""
     forest = flat_forest()
-    plan = ruled_plan(forest, 2, extra=1)
-    simulate(plan, needed=closings(forest))
-    needed = closings(forest, [0, 0])
-    error = refused(plan, needed)
+    plan = ruled_plan(forest, 2, run_ahead=1)
+    simulate(plan, ready_after=loss_ready_after(forest))
+    ready_after = loss_ready_after(forest, [0, 0])
+    error = refused(plan, ready_after)
     assert headline(error) == "rank 1, place 2: B1 needs a loss that takes all forwards up to F2"
-    simulate(ruled_plan(forest, 2, microbatches=[0, 0]), needed=needed)
+    simulate(ruled_plan(forest, 2, microbatches=[0, 0]), ready_after=ready_after)
 
 
 def test_virtual_stages_that_disagree() -> None:
@@ -216,14 +216,14 @@ def test_forests_have_good_tables(sets, options) -> None:
         (0, {"parent": 0}, "its parent 0 is no inner segment before it"),
         (2, {"parent": 1}, "its parent 1 is no inner segment before it"),
         (1, {"parent": -1}, "a row starts at 4, not at 0"),
-        (1, {"rows": (Row(3, 2, 2, (0,)),)}, "a row starts at 3, not at 4"),
-        (1, {"rows": ()}, "a row has no positions"),
-        (1, {"rows": (Row(4, 0, 0, (0,)),)}, "a row has no positions"),
-        (1, {"rows": (Row(4, 3, 2, (0,)),)}, "a row has no positions"),
-        (1, {"rows": (Row(4, 2, 2, (0,)), Row(4, 2, 2, (0,)))}, "has a rollout twice"),
-        (2, {"rows": (Row(4, 2, 2, (0,)),)}, "rollout 0 comes from segment 1, not from 0"),
-        (2, {"rows": (Row(4, 2, 2, (7,)),)}, "rollout 7 comes from segment -1, not from 0"),
-        (0, {"rows": (Row(0, 4, 8, (0, 1)),)}, "an inner segment is one row without padding"),
+        (1, {"spans": (Span(3, 2, 2, (0,)),)}, "a row starts at 3, not at 4"),
+        (1, {"spans": ()}, "a row has no positions"),
+        (1, {"spans": (Span(4, 0, 0, (0,)),)}, "a row has no positions"),
+        (1, {"spans": (Span(4, 3, 2, (0,)),)}, "a row has no positions"),
+        (1, {"spans": (Span(4, 2, 2, (0,)), Span(4, 2, 2, (0,)))}, "has a rollout twice"),
+        (2, {"spans": (Span(4, 2, 2, (0,)),)}, "rollout 0 comes from segment 1, not from 0"),
+        (2, {"spans": (Span(4, 2, 2, (7,)),)}, "rollout 7 comes from segment -1, not from 0"),
+        (0, {"spans": (Span(0, 4, 8, (0, 1)),)}, "an inner segment is one row without padding"),
         (1, {"extends": True}, "only an inner segment extends its parent"),
         (0, {"extends": True}, "only an inner segment extends its parent"),
     ],
@@ -236,6 +236,6 @@ def test_tables_that_are_no_forest_are_refused(index, change, message) -> None:
 
 
 def test_rollouts_without_a_segment_are_refused() -> None:
-    segment = Segment(-1, 0, (Row(0, 2, 2, (1,)),), False, False, True)
+    segment = Segment(-1, 0, (Span(0, 2, 2, (1,)),), False, False, True)
     with pytest.raises(UserError, match="rollout 0 is in no segment"):
         check_segments([segment])

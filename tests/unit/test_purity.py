@@ -72,7 +72,7 @@ def test_a_pure_module_needs_neither_torch_nor_megatron(module) -> None:
 
 
 def test_marks_are_found() -> None:
-    assert {"tree", "pipeline.simulator", "runtime.layout", "svg"} <= set(_marked())
+    assert {"tree.build", "plan.simulator", "runtime.layout", "view.svg"} <= set(_marked())
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_bad_input_names_file_row_and_field(tmp_path: Path, name: str) -> None:
         assert place[2] == field
         assert int(place[1]) == number or number is None
         assert said in message
-        assert ";" in message, "the message says how to mend"
+        assert ";" in message, "the message says how to fix"
         assert "\n" not in message
         assert len(message) < len(str(path)) + 250
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.attention.core import SegmentContext
-from megatron_prefix.cache import SidecarCache
-from megatron_prefix.install import install
+from megatron_prefix.megatron.install import install
 from megatron_prefix.models.build import unwrap
-from megatron_prefix.tree import Row, Segment
+from megatron_prefix.sidecar.cache import SidecarCache
+from megatron_prefix.tree import Segment, Span
 from tests.harness.one_rank import one_rank, small_model
 
 
@@ -27,7 +27,7 @@ def _rank() -> Iterator[None]:
 def context(positions: list[int]) -> SegmentContext:
     """A wave of one rollout without ancestors, at any positions."""
     num = len(positions)
-    segment = Segment(-1, 0, (Row(0, num, num, (0,)),), False, False, True)
+    segment = Segment(-1, 0, (Span(0, num, num, (0,)),), False, False, True)
     cache = SidecarCache([segment], 2)
     return SegmentContext(0, False, (num,), (), torch.tensor(positions), cache)
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_prefix.attention import zigzag
-from megatron_prefix.attention.blocks import Block
-from megatron_prefix.attention.context_parallel import ShardedCache
-from megatron_prefix.cache import State
 from megatron_prefix.numerics import assert_close
+from megatron_prefix.sidecar.cache import State
+from megatron_prefix.sidecar.context_parallel import ShardedCache
+from megatron_prefix.tree import cp_layout
+from megatron_prefix.tree.kv_layout import Block
 from tests.harness.played_ranks import PlayedRank, World, forest, play, random
 
 NUM_LAYERS = 2
@@ -23,7 +23,7 @@ def filled(rank: PlayedRank, reduce: str) -> ShardedCache:
     cache = ShardedCache(tree.segments, NUM_LAYERS, rank, reduce)
     for layer in range(NUM_LAYERS):
         for index in (0, 1):
-            held = torch.from_numpy(zigzag.positions(8, rank.rank, 2) + 8 * index)
+            held = torch.from_numpy(cp_layout.positions(8, rank.rank, 2) + 8 * index)
             key = (100.0 * layer + held).double().view(-1, 1, 1).expand(-1, 2, 3)
             cache.capture(layer, index, key, -key[..., :2])
     return cache
@@ -65,7 +65,9 @@ def test_reads_are_gathered_ahead_once_and_released() -> None:
 
 @both_ways
 def test_gradients_reach_the_owners_of_the_keys(reduce: str) -> None:
-    held = [np.concatenate([zigzag.positions(8, rank, 2) + c for c in (0, 8)]) for rank in (0, 1)]
+    held = [
+        np.concatenate([cp_layout.positions(8, rank, 2) + c for c in (0, 8)]) for rank in (0, 1)
+    ]
     parts = [[random(16, 2, 5, seed=10 * wave + rank) for wave in (0, 1)] for rank in (0, 1)]
     total = torch.zeros(16, 2, 5, dtype=torch.float64)
     total[np.concatenate(held)] = sum(parts[0] + parts[1])
@@ -77,7 +79,7 @@ def test_gradients_reach_the_owners_of_the_keys(reduce: str) -> None:
         for index in (1, 0):
             taken = cache.take_gradient(0, index)
             assert taken is not None and cache.state(0, index) is State.CONSUMED
-            mine = total[8 * index + zigzag.positions(8, rank.rank, 2)]
+            mine = total[8 * index + cp_layout.positions(8, rank.rank, 2)]
             assert_close(torch.cat(taken, -1), mine, 4)
         # Two waves of the whole chain, or the two chunks once each.
         rows = {"wave": [16, 16], "segment": [8, 8]}[reduce]

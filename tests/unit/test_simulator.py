@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_prefix.pipeline.actions import Plan
-from megatron_prefix.pipeline.planner import closings
-from megatron_prefix.pipeline.simulator import simulate, token_cost
-from megatron_prefix.tree import Forest, Row, Segment, build
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.planner import loss_ready_after
+from megatron_prefix.plan.simulator import simulate, token_cost
+from megatron_prefix.tree import Forest, Segment, Span, build
 from tests.harness.trees import (
     flat_forest,
     interleaved,
@@ -20,8 +20,10 @@ from tests.harness.trees import (
 )
 
 
-def timeline_of(forest: Forest, num_ranks: int, extra: int = 2):
-    return simulate(ruled_plan(forest, num_ranks, extra=extra), needed=closings(forest))
+def timeline_of(forest: Forest, num_ranks: int, run_ahead: int = 2):
+    return simulate(
+        ruled_plan(forest, num_ranks, run_ahead=run_ahead), ready_after=loss_ready_after(forest)
+    )
 
 
 # What a plan costs --------------------------------------------------------------------------------
@@ -31,7 +33,7 @@ def timeline_of(forest: Forest, num_ranks: int, extra: int = 2):
 # that), with the digits of the design's own simulation, which that table rounds further: bubbles to
 # a thousandth, peaks exact.
 TABLE = [
-    # P, R, n, stages, chunk tokens, (bubble, peak) of extra 1, of extra 2
+    # P, R, n, stages, chunk tokens, (bubble, peak) of run_ahead 1, of run_ahead 2
     (10240, 2048, 16, 4, 0, (0.328, 26624), (0.272, 32768)),
     (10240, 2048, 16, 4, 2048, (0.097, 18432), (0.056, 24576)),
     (10240, 2048, 8, 4, 0, (0.441, 26624), (0.376, 32768)),
@@ -46,15 +48,15 @@ TABLE = [
 @pytest.mark.parametrize(("p", "r", "n", "stages", "chunk", "one", "two"), TABLE)
 def test_bubbles_of_the_design(p, r, n, stages, chunk, one, two) -> None:
     forest = flat_forest(p, r, n, 4, chunk_tokens=chunk)
-    for extra, (bubble, peak) in ((1, one), (2, two)):
-        timeline = timeline_of(forest, stages, extra)
+    for run_ahead, (bubble, peak) in ((1, one), (2, two)):
+        timeline = timeline_of(forest, stages, run_ahead)
         assert round(timeline.bubble_fraction, 3) == bubble
         assert timeline.peak_live_rows == peak
 
 
 def test_a_timeline_by_hand() -> None:
     """Two stages; F0 4, F1 2, F2 2 tokens, backwards twice that."""
-    plan = ruled_plan(flat_forest(), 2, extra=1)
+    plan = ruled_plan(flat_forest(), 2, run_ahead=1)
     timeline = simulate(plan)
     wanted = [
         [("F0", 0, 4), ("F1", 4, 6), ("F2", 6, 8), ("B1", 10, 14), ("B2", 16, 20), ("B0", 28, 36)],
@@ -91,7 +93,7 @@ def test_one_rank_never_waits() -> None:
 
 def test_half_rows_are_rounded_up() -> None:
     """Three halves: two segments of one row on the first of two model chunks, one on the second."""
-    rows = tuple((Row(0, 1, 1, (rollout,)),) for rollout in (0, 1))
+    rows = tuple((Span(0, 1, 1, (rollout,)),) for rollout in (0, 1))
     segments = tuple(Segment(-1, 0, row, False, False, True) for row in rows)
     program = ["F0", "F0.1", "F1", "B0.1", "B0", "F1.1", "B1.1", "B1"]
     assert simulate(with_programs(Plan(segments, (), 2), [program])).peak_rows == (2,)
@@ -104,7 +106,7 @@ def test_an_empty_plan_takes_no_time() -> None:
 
 def test_padding_costs_and_another_cost_may_be_given() -> None:
     forest = flat_forest(prefix=4, suffix=3, align=4, wave_tokens=0)
-    assert [s.num_rows for s in forest.segments] == [4, 8]
+    assert [s.padded_length for s in forest.segments] == [4, 8]
     assert simulate(ruled_plan(forest)).makespan == 3 * 12
     timeline = simulate(ruled_plan(forest), cost=lambda segment, kind: 1.5, unit="ms")
     assert (timeline.makespan, timeline.unit) == (6.0, "ms")
@@ -113,21 +115,23 @@ def test_padding_costs_and_another_cost_may_be_given() -> None:
 @pytest.mark.parametrize(("num_ranks", "num_chunks"), [(2, 2), (4, 3), (1, 2)])
 def test_virtual_stages(num_ranks, num_chunks) -> None:
     forest = flat_forest(num=4, num_groups=2)
-    timeline = simulate(interleaved(forest, num_ranks, num_chunks), needed=closings(forest))
+    timeline = simulate(
+        interleaved(forest, num_ranks, num_chunks), ready_after=loss_ready_after(forest)
+    )
     work = 3 * forest.executed_tokens
     assert timeline.busy == pytest.approx([work] * num_ranks)
     # Everything is live before the first backward; a row on one of v chunks counts 1/v.
     assert timeline.peak_rows == (forest.executed_tokens,) * num_ranks
     first = {e.rank: e for e in reversed(timeline.events)}
-    shares = [forest.segments[0].num_rows / num_chunks * rank for rank in range(num_ranks)]
+    shares = [forest.segments[0].padded_length / num_chunks * rank for rank in range(num_ranks)]
     assert [first[rank].start for rank in range(num_ranks)] == pytest.approx(shares)
 
 
 @given(rollout_sets(), tree_options(), st.integers(1, 6), st.sampled_from([1, 2]))
 @settings(max_examples=100)
-def test_a_timeline_keeps_every_dependency(sets, options, num_ranks, extra) -> None:
+def test_a_timeline_keeps_every_dependency(sets, options, num_ranks, run_ahead) -> None:
     forest = build(*sets, options)
-    plan = ruled_plan(forest, num_ranks, extra=extra)
+    plan = ruled_plan(forest, num_ranks, run_ahead=run_ahead)
     timeline = simulate(plan)
     at = {(e.rank, str(e.action)): e for e in timeline.events}
     clock = [0.0] * num_ranks
@@ -143,6 +147,8 @@ def test_a_timeline_keeps_every_dependency(sets, options, num_ranks, extra) -> N
     for rank in range(num_ranks):
         live = peak = 0
         for action in plan.programs[rank]:
-            live += forest.segments[action.segment].num_rows * (1 if action.kind == "F" else -1)
+            live += forest.segments[action.segment].padded_length * (
+                1 if action.kind == "F" else -1
+            )
             peak = max(peak, live)
         assert (timeline.peak_rows[rank], live) == (peak, 0)

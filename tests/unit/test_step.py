@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_prefix import runtime
-from megatron_prefix.pipeline import step
+from megatron_prefix.run import step
 from megatron_prefix.runtime.layout import Layout
 from tests.harness.ranks import run_ranks
 

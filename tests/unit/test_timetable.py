@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron_prefix.pipeline import p2p
-from megatron_prefix.pipeline.actions import Plan
-from megatron_prefix.pipeline.beside import beside
-from megatron_prefix.pipeline.channels import Channels
-from megatron_prefix.pipeline.planner import best_plan, make_plan
-from megatron_prefix.pipeline.simulator import Event, simulate
-from megatron_prefix.pipeline.timetable import Message, exchanges, timetable
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.joint_forest import joint_forest
+from megatron_prefix.plan.planner import best_plan, make_plan
+from megatron_prefix.plan.simulator import Event, simulate
+from megatron_prefix.plan.timetable import Message, exchanges, timetable
+from megatron_prefix.run import messages
+from megatron_prefix.run.channels import Channels
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness.plans import random_case
 from tests.harness.trees import flat_rollouts, random_forest
@@ -85,11 +85,13 @@ def recorded(
         def receive(tensor: Any, sender: int, group: Any, me: int = rank) -> _Sent:
             return note(tensor, sender, me, group)
 
-        monkeypatch.setattr(p2p.dist, "isend", send)
-        monkeypatch.setattr(p2p.dist, "irecv", receive)
+        monkeypatch.setattr(messages.dist, "isend", send)
+        monkeypatch.setattr(messages.dist, "irecv", receive)
         channels = Channels(tuple(range(size)), rank, groups)
-        shape = [(segment.num_rows, 0, index) for index, segment in enumerate(plan.segments)]
-        links = p2p.Links(channels, joint, shape.__getitem__, torch.float32, CPU, backward=True)
+        shape = [(segment.padded_length, 0, index) for index, segment in enumerate(plan.segments)]
+        links = messages.Links(
+            channels, joint, shape.__getitem__, torch.float32, CPU, backward=True
+        )
         for place, action in enumerate(plan.programs[rank]):
             stage, last = plan.stage(rank, action.chunk), plan.num_stages - 1
             before, after = (0, last) if action.kind == "F" else (last, 0)
@@ -123,13 +125,13 @@ def side_by_side(rng: random.Random, together: bool, monkeypatch: pytest.MonkeyP
         monkeypatch: for `recorded`.
     """
     forests = [random_forest(rng) for _ in range(2)]
-    owners = [range(len(forest.num_positions)) for forest in forests]
+    microbatches_of = [range(len(forest.num_positions)) for forest in forests]
     num_ranks, num_chunks = rng.choice(((2, 1), (3, 1), (4, 1), (2, 2)))
     programs = {}
     for pipeline in range(2):
-        mine = beside(forests, owners, pipeline)
+        mine = joint_forest(forests, microbatches_of, pipeline)
         plan = make_plan(
-            mine.union, num_ranks, num_chunks=num_chunks, microbatches=mine.microbatches
+            mine.union, num_ranks, num_chunks=num_chunks, microbatches=mine.union_microbatch_of
         )
         own = replace(plan, segments=mine.forest.segments)
         programs |= recorded(own, plan if together else own, monkeypatch, 2, pipeline)

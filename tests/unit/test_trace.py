@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from megatron_prefix.pipeline.planner import make_plan
-from megatron_prefix.pipeline.simulator import Event, Timeline, simulate
-from megatron_prefix.trace import chrome_trace
+from megatron_prefix.plan.planner import make_plan
+from megatron_prefix.plan.simulator import Event, Timeline, simulate
 from megatron_prefix.tree import TreeOptions, build
+from megatron_prefix.view.trace import chrome_trace
 from tests.harness.trees import flat_rollouts
 
 
@@ -32,7 +32,7 @@ def test_every_action_is_one_event() -> None:
             "segment": action.segment,
             "chunk": action.chunk,
             "tree": segment.tree,
-            "rows": segment.num_rows,
+            "rows": segment.padded_length,
         }
 
 

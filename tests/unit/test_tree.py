@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_prefix.data.pairs import pairs_of, pairs_of_groups
 from megatron_prefix.errors import UserError
-from megatron_prefix.tree import Forest, Pairs, Row, Segment, TreeOptions, build
+from megatron_prefix.tree import Forest, Pairs, Segment, Span, TreeOptions, build
 from tests.harness import data
 from tests.harness.trees import as_pairs, exact, flat_rollouts, is_prefix_tree, trees_of, trie_size
 
@@ -22,7 +22,7 @@ from tests.harness.trees import as_pairs, exact, flat_rollouts, is_prefix_tree, 
 def shape(forest: Forest) -> list[tuple]:
     """Segments as (parent, [(start, length, rollouts)])."""
     return [
-        (s.parent, [(row.start, row.length, row.rollouts) for row in s.rows])
+        (s.parent, [(span.start, span.length, span.rollouts) for span in s.spans])
         for s in forest.segments
     ]
 
@@ -59,15 +59,15 @@ def test_boundaries_round_toward_the_root() -> None:
         (0, [(8, 5, (0,)), (8, 5, (1,))]),
     ]
     wave = build(rollouts, groups, exact(align=4)).segments[1]
-    assert [row.padded for row in wave.rows] == [8, 8]
-    assert wave.num_rows == 16
+    assert [span.padded for span in wave.spans] == [8, 8]
+    assert wave.padded_length == 16
     assert wave.start == 8
 
 
 def test_chunks_are_nearly_equal() -> None:
     rollouts, groups = flat_rollouts(prefix=10, suffix=3, num=2, num_groups=1)
     forest = build(rollouts, groups, exact(chunk_tokens=4))
-    assert [row.length for s in forest.segments for row in s.rows] == [3, 3, 4, 3, 3]
+    assert [span.length for s in forest.segments for span in s.spans] == [3, 3, 4, 3, 3]
     assert [s.extends for s in forest.segments] == [False, True, True, False]
 
 
@@ -101,7 +101,7 @@ def test_a_rollout_that_ends_inside_counts_as_a_branch() -> None:
     kept = build([long, short], None, exact(min_gain=5))
     assert shape(kept) == [(-1, [(0, 5, (0, 1))]), (0, [(5, 3, (0,))])]
     dissolved = build([long, short], None, exact(min_gain=6))
-    assert sorted(dissolved.segments[0].rows) == [(0, 5, 5, (1,)), (0, 8, 8, (0,))]
+    assert sorted(dissolved.segments[0].spans) == [(0, 5, 5, (1,)), (0, 8, 8, (0,))]
 
 
 def test_dissolving_hands_the_positions_to_the_children() -> None:
@@ -153,7 +153,7 @@ def test_no_rollouts_make_no_segments() -> None:
 
 
 def test_the_cut_of_a_rollout_without_its_loss_is_an_error() -> None:
-    row = Row(0, 2, 2, (0,))
+    row = Span(0, 2, 2, (0,))
     forest = Forest((Segment(-1, 0, (row,), False, False, True),), (2,), (5,))
     with pytest.raises(RuntimeError, match="ends before its first trained position"):
         forest.cut(0)
@@ -268,4 +268,4 @@ def test_padding_is_counted_in_rows_and_not_in_tokens(lengths) -> None:
     ]
     forest = build(rollouts, None, exact(align=4))
     assert forest.executed_tokens == sum(lengths)
-    assert sum(s.num_rows for s in forest.segments) == sum(-(-n // 4) * 4 for n in lengths)
+    assert sum(s.padded_length for s in forest.segments) == sum(-(-n // 4) * 4 for n in lengths)

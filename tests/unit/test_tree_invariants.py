@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.segments import MOST_EXPERTS
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
+from megatron_prefix.tree.forest import MOST_EXPERTS
 from tests.harness.trees import (
     as_pairs,
     exact,
@@ -40,12 +40,12 @@ def test_shared_rows_hold_the_same_pairs_and_one_tree_each(sets, options) -> Non
     forest = build(rollouts, groups, options)
     tree_of_group = {}
     for segment in forest.segments:
-        for row in segment.rows:
-            first = rollouts[row.rollouts[0]]
-            for member in row.rollouts:
+        for span in segment.spans:
+            first = rollouts[span.rollouts[0]]
+            for member in span.rollouts:
                 for name in ("inputs", "labels"):
-                    mine = getattr(rollouts[member], name)[row.start : row.end]
-                    assert np.array_equal(mine, getattr(first, name)[row.start : row.end])
+                    mine = getattr(rollouts[member], name)[span.start : span.end]
+                    assert np.array_equal(mine, getattr(first, name)[span.start : span.end])
                 if options.share == "group":
                     assert tree_of_group.setdefault(segment.tree, groups[member]) == groups[member]
 
@@ -65,8 +65,8 @@ def test_positions_are_shared_as_far_as_their_routes_agree(sets, options, data) 
     assert free.unshared_by_routes == 0
     assert Forest.from_ints(forest.to_ints()) == forest
     for segment in forest.segments:
-        for row in segment.rows:
-            taken = [routed[member].routes[row.start : row.end] for member in row.rollouts]
+        for span in segment.spans:
+            taken = [routed[member].routes[span.start : span.end] for member in span.rollouts]
             assert all(np.array_equal(taken[0], other) for other in taken)
 
 
@@ -95,13 +95,13 @@ def test_boundaries_are_aligned_and_inner_segments_are_not_padded(sets, options)
     forest = build(*sets, options)
     assert forest.align == options.align
     for segment in forest.segments:
-        for row in segment.rows:
-            assert row.start % options.align == 0
-            assert row.padded % options.align == 0
-            assert 0 <= row.padded - row.length < options.align
+        for span in segment.spans:
+            assert span.start % options.align == 0
+            assert span.padded % options.align == 0
+            assert 0 <= span.padded - span.length < options.align
         if segment.inner:
-            (row,) = segment.rows
-            assert row.padded == row.length
+            (span,) = segment.spans
+            assert span.padded == span.length
         assert segment.inner == any(
             other.parent == index
             for index, mine in enumerate(forest.segments)
@@ -116,17 +116,17 @@ def test_chunks_keep_the_limit_and_extend_their_parent(sets, options) -> None:
     forest = build(*sets, options)
     limit = options.chunk_tokens // options.align * options.align
     for segment in forest.segments:
-        for row in segment.rows if limit else ():
-            first = min(forest.first_trained[member] for member in row.rollouts)
+        for span in segment.spans if limit else ():
+            first = min(forest.first_trained[member] for member in span.rollouts)
             # Only a leaf kept whole for its loss may be longer, and it starts where the loss does.
-            whole = options.loss_in_leaves and not segment.inner and first < row.end
-            assert row.length <= limit or (
-                whole and row.start // options.align == first // options.align
+            whole = options.loss_in_leaves and not segment.inner and first < span.end
+            assert span.length <= limit or (
+                whole and span.start // options.align == first // options.align
             )
         if segment.extends:
             parent = forest.segments[segment.parent]
             assert segment.inner and parent.inner and limit
-            assert parent.rows[0].rollouts == segment.rows[0].rollouts
+            assert parent.spans[0].rollouts == segment.spans[0].rollouts
             assert sum(other.parent == segment.parent for other in forest.segments) == 1
 
 
@@ -135,9 +135,9 @@ def test_chunks_keep_the_limit_and_extend_their_parent(sets, options) -> None:
 def test_waves_hold_siblings_within_the_budget(sets, options) -> None:
     forest = build(*sets, options)
     for segment in forest.segments:
-        assert len({row.start for row in segment.rows}) == 1
-        if len(segment.rows) > 1 and options.wave_tokens:
-            assert segment.num_rows <= options.wave_tokens
+        assert len({span.start for span in segment.spans}) == 1
+        if len(segment.spans) > 1 and options.wave_tokens:
+            assert segment.padded_length <= options.wave_tokens
         if not options.wave_tokens and not segment.inner:
             waves = [s for s in forest.segments if not s.inner and s.parent == segment.parent]
             assert len([s for s in waves if s.tree == segment.tree]) == 1
@@ -150,13 +150,13 @@ def test_scored_segments_reach_a_trained_position(sets, options) -> None:
     forest = build(rollouts, groups, options)
     for segment in forest.segments:
         reached = [
-            row.end > rollouts[m].first_trained for row in segment.rows for m in row.rollouts
+            span.end > rollouts[m].first_trained for span in segment.spans for m in span.rollouts
         ]
         assert segment.scored == any(reached)
     for rollout, path in enumerate(forest.paths):
-        rows = [forest.segments[index].rows[number] for index, number in path]
+        rows = [forest.segments[index].spans[number] for index, number in path]
         first = rollouts[rollout].first_trained
-        assert forest.cut(rollout) == next(row.start for row in rows if row.end > first)
+        assert forest.cut(rollout) == next(span.start for span in rows if span.end > first)
 
 
 @given(rollout_sets(), tree_options())
@@ -166,10 +166,10 @@ def test_loss_in_leaves_shares_trained_positions_with_copies_only(sets, options)
     options = TreeOptions(**{**vars(options), "loss_in_leaves": True})
     forest = build(rollouts, groups, options)
     for segment in forest.segments:
-        for row in segment.rows:
-            if any(row.end > rollouts[member].first_trained for member in row.rollouts):
+        for span in segment.spans:
+            if any(span.end > rollouts[member].first_trained for member in span.rollouts):
                 assert not segment.inner
-                assert len({rollouts[member].inputs.tobytes() for member in row.rollouts}) == 1
+                assert len({rollouts[member].inputs.tobytes() for member in span.rollouts}) == 1
 
 
 # What is shared -----------------------------------------------------------------------------------
@@ -206,10 +206,10 @@ def test_dissolving_leaves_only_segments_that_save_enough(sets, min_gain, align)
     for index, segment in enumerate(forest.segments):
         if segment.inner:
             below = [s for s in forest.segments if s.parent == index]
-            children = [row for s in below for row in s.rows]
-            carried = {member for row in children for member in row.rollouts}
-            branches = len(children) + (carried != set(segment.rows[0].rollouts))
-            assert (branches - 1) * segment.rows[0].length >= min_gain
+            children = [span for s in below for span in s.spans]
+            carried = {member for span in children for member in span.rollouts}
+            branches = len(children) + (carried != set(segment.spans[0].rollouts))
+            assert (branches - 1) * segment.spans[0].length >= min_gain
     if min_gain > 40 * len(rollouts):
         assert not any(segment.inner for segment in forest.segments)
 

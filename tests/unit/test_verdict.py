@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.numerics import DRAWS, ERROR_RATIO
-from megatron_prefix.verdict import Alignment, Errors, Trace, judge
+from megatron_prefix.verify.verdict import Alignment, Errors, Trace, judge
 
 SIZE = 2000
 

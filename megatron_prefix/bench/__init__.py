@@ -1,0 +1,1 @@
+"""Both schedules timed and measured side by side."""

@@ -1,0 +1,1 @@
+"""Which Megatron versions and features run, and the one file that hooks a model."""

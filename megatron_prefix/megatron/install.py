@@ -1,0 +1,255 @@
+"""The only file that hooks Megatron.
+
+Hooks on a built model, none of which replaces a module or touches a checkpoint key:
+
+1. a pre-hook on the decoder gives every row its true position's rotary embedding;
+2. the *instance's* `core_attention.forward` runs the segment's blocks;
+3. the *instances'* methods of routers count what a token stands for (moe/overrides.py);
+4. the *instance's* `forward` of the decoder lets an offloaded segment take what it saves, and a
+hook on every layer says where one ends;
+5. the *instance's* `forward` of the language model answers a trainer's model call from the
+segments.
+
+Each does nothing while no segment runs, so the stock schedule works on an installed model.  The
+running segment is an attribute and not thread-local state: on CUDA backward runs on another thread,
+and activation recompute enters the forward from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor, nn
+
+from megatron_prefix.attention.core import SegmentContext, segment_attention
+from megatron_prefix.attention.kernels import Kernel, choose
+from megatron_prefix.errors import UserError
+from megatron_prefix.megatron import features
+from megatron_prefix.moe import versions
+from megatron_prefix.moe.overrides import overrides
+from megatron_prefix.moe.replay import Replay, check_unchanged
+
+logger = logging.getLogger(__name__)
+_INSTALLED = "_megatron_prefix_hooks"
+
+
+class Hooks:
+    """The hooks of one model chunk.
+
+    Attributes:
+        model: the language model, without its wrappers.
+        num_layers: its attention layers.
+        routers: its mixture-of-experts routers by layer.
+        kernel: runs the attention blocks.
+        current: the segment that runs, or None.
+        replay: makes the routers follow routes in this step; None where they choose themselves.
+    """
+
+    def __init__(self, model: nn.Module, kernel: str = "auto") -> None:
+        self.model: Any = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+        features.check(self.model, model)
+        self.layers = [layer.self_attention for layer in self.model.decoder.layers]
+        self.num_layers = len(self.layers)
+        self.routers: dict[int, Any] = versions.routers(self.model)
+        self.use(kernel)
+        self.current: SegmentContext | None = None
+        self.replay: Replay | None = None
+        self._answer: Tensor | None = None
+        self._rope: Tensor | None = None
+        self._undo: list[Callable[[], None]] = []
+        try:
+            self._install()
+        except BaseException:
+            self.uninstall()
+            raise
+
+    def _install(self) -> None:
+        decoder = self.model.decoder
+        handle = decoder.register_forward_pre_hook(self._rotary, with_kwargs=True)
+        self._undo.append(handle.remove)
+        self._override(decoder, "forward", self._saving(decoder.forward))
+        for one in decoder.layers:
+            self._undo.append(one.register_forward_hook(self._layer_done).remove)
+        for layer, attention in enumerate(self.layers):
+            core = attention.core_attention
+            self._override(core, "forward", self._attention(layer, attention))
+        for layer, router in self.routers.items():
+            for name, method in overrides(router, layer, self).items():
+                self._override(router, name, method)
+        self._override(self.model, "forward", self._answering(self.model.forward))
+        setattr(self.model, _INSTALLED, self)
+        self._undo.append(lambda: delattr(self.model, _INSTALLED))
+
+    def use(self, kernel: str) -> None:
+        """Chooses the kernel by name; see megatron_prefix/attention/kernels.py."""
+        self._kernel_name = kernel
+        self.kernel = _choose_kernel(kernel, self.model, self.num_layers)
+
+    def uninstall(self) -> None:
+        """Takes every hook off again; the model is as it was."""
+        while self._undo:
+            self._undo.pop()()
+
+    @contextlib.contextmanager
+    def running(self, context: SegmentContext, *, scored: bool = True) -> Iterator[None]:
+        """Makes `context` the running segment; around its forward and around its backward.
+
+        Args:
+            context: the segment.
+            scored: False stops the last stage's forward after the decoder: no logits.
+        """
+        head = self.model.post_process
+        self.current = context
+        self.model.post_process = head and scored
+        try:
+            yield
+        finally:
+            self.current = None
+            self.model.post_process = head
+
+    @contextlib.contextmanager
+    def answering(self, output: Tensor) -> Iterator[None]:
+        """Makes `output` the answer to every call of the model."""
+        self._answer = output
+        try:
+            yield
+        finally:
+            self._answer = None
+
+    def prepare(self, max_position: int) -> None:
+        """Begins a step: tells the kernel, and makes the rotary table long enough."""
+        self.kernel.begin_step()
+        rope = getattr(self.model, "rotary_pos_emb", None)
+        if rope is None or (self._rope is not None and len(self._rope) > max_position):
+            return
+        # get_emb and not forward: forward is memoised for the whole class and slices by CP rank.
+        table = rope.get_emb(1 << max_position.bit_length())
+        self._rope = table[0] if isinstance(table, tuple) else table
+
+    def accumulate_weight_gradients(self) -> None:
+        """Tells transformer-engine that no backward of this step is the first to write main_grad.
+
+        The first forward is an inner segment's, and its backward comes last: with the flag True at
+        that forward it would overwrite what every wave has accumulated (reference: extensions/
+        transformer_engine.py, `is_first_microbatch`).
+        """
+        for module in self.model.modules():
+            if getattr(module, "is_first_microbatch", False):
+                module.is_first_microbatch = False
+
+    def _rotary(self, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if self.current is None:
+            return None
+        kwargs = {**kwargs, "packed_seq_params": None}
+        if self._rope is not None:
+            kwargs["rotary_pos_emb"] = self._rope.index_select(0, self.current.positions)
+        return args, kwargs
+
+    def _saving(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.current is None or self.current.offload is None:
+                return stock(*args, **kwargs)
+            with self.current.offload.saving():
+                return stock(*args, **kwargs)
+
+        return forward
+
+    def _layer_done(self, *_: Any) -> None:
+        if self.current is not None and self.current.offload is not None:
+            self.current.offload.layer_done()
+
+    def _attention(self, layer: int, attention: Any) -> Callable[..., Tensor]:
+        core = attention.core_attention
+        stock, scale = core.forward, _softmax_scale(attention, core)
+        norms = attention.config.qk_layernorm
+
+        def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if self.current is None:
+                return stock(query, key, value, *args, **kwargs)
+            if not (self.current.inner or norms):
+                # A wave saves its values, and a view of them would hold the whole projection, which
+                # only norms of queries and keys hold anyway.
+                value = value.contiguous()
+            return segment_attention(query, key, value, self.current, layer, scale, self.kernel)
+
+        return forward
+
+    def _answering(self, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            if self._answer is None:
+                return stock(*args, **kwargs)
+            if kwargs.get("padding_mask") is not None:
+                raise UserError(
+                    "the forward step gives the model a padding_mask, which keeps padding out of"
+                    " the routers' losses: leave it out, or use the stock schedule"
+                )
+            check_unchanged(self.routers.values(), self.replay)
+            return self._answer
+
+        return forward
+
+    def _override(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
+        before = module.__dict__.get(name)
+        setattr(module, name, method)
+
+        def undo() -> None:
+            delattr(module, name)
+            if before is not None:
+                setattr(module, name, before)
+
+        self._undo.append(undo)
+
+
+def install(model: nn.Module, kernel: str = "auto") -> Hooks:
+    """Installs the hooks on a model chunk, once: a second call only changes the kernel.
+
+    Args:
+        model: a GPTModel, wrapped or not.
+        kernel: see megatron_prefix/attention/kernels.py.
+
+    Raises:
+        UserError: the model uses a feature that the schedule cannot run; the message names it.
+    """
+    inner = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+    found = getattr(inner, _INSTALLED, None)
+    if found is None:
+        return Hooks(model, kernel)
+    if kernel != found._kernel_name:
+        found.use(kernel)
+    return found
+
+
+def uninstall(model: nn.Module) -> None:
+    """Takes the hooks off a model chunk; nothing happens where there are none."""
+    inner = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+    found = getattr(inner, _INSTALLED, None)
+    if found is not None:
+        found.uninstall()
+
+
+def _softmax_scale(attention: Any, core: Any) -> float:
+    """What the stock core attention uses: its own scale, the layer's, the config's, 1/sqrt(dim).
+
+    With apply_query_key_layer_scaling Megatron's own core attention divides by the layer's number
+    before the product and multiplies after it (megatron/core/transformer/dot_product_attention.py).
+    """
+    config = attention.config
+    for owner in (core, attention, config):
+        scale = getattr(owner, "softmax_scale", None)
+        if isinstance(scale, int | float):
+            softmax = getattr(core, "scale_mask_softmax", None)
+            return scale * (getattr(softmax, "scale", None) or 1.0)
+    return 1.0 / math.sqrt(config.kv_channels)
+
+
+def _choose_kernel(name: str, model: Any, num_layers: int) -> Kernel:
+    parameter = next(model.parameters())
+    dim = model.config.kv_channels
+    kernel = choose(name, parameter.device, parameter.dtype, dim, dim, num_layers)
+    logger.info("attention blocks run on kernel %s", kernel.name)
+    return kernel

@@ -1,0 +1,49 @@
+"""What a step leaves behind in the routers: logged losses, biases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_prefix.moe import versions
+from megatron_prefix.moe.ledger import LOGGED_AS
+
+
+def take_auxiliary(models: Sequence[Any]) -> dict[str, Tensor]:
+    """The auxiliary losses that Megatron has logged, and its experts' biases; clears the log.
+
+    Args:
+        models: the rank's language models, without wrappers.
+
+    Returns:
+        By name, float32 on the CPU: losses [layers of the whole model], summed over microbatches
+        and over the ranks that share them; biases [experts].  Empty without routers.
+    """
+    routers = list(_routers(models))
+    if not routers:
+        return {}
+    group = routers[0][1].tp_cp_group
+    found: dict[str, Tensor] = {}
+    for name, values in versions.logged_losses().items():
+        total = values.clone()
+        values.zero_()
+        whole = routers[0][1].tp_dp_cp_group if name == LOGGED_AS["global_aux_loss"] else group
+        if whole.size() > 1:
+            dist.all_reduce(total, group=whole)
+        # Of this one every rank logs a mean, of the others its part of a sum.
+        found[name] = total / group.size() if name == "z_loss" else total
+    for number, router in routers:
+        if router.enable_expert_bias:
+            found[f"layer {number}: expert_bias"] = router.expert_bias.detach().clone()
+    return {name: value.to("cpu", torch.float32) for name, value in found.items()}
+
+
+def _routers(models: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    """(number of the layer in the whole model from 1, router)."""
+    for model in models:
+        for router in versions.routers(model).values():
+            yield router.layer_number, router

@@ -1,0 +1,160 @@
+"""Routers that follow given routes: each segment's rows are sent where their rollouts were.
+
+Megatron's RouterReplay hands a router the experts of one microbatch at a time, in the order of
+forwards and, for activation recompute, once more in the order of backwards (megatron/core/
+transformer/moe/router_replay.py).  Segments come in neither order.  So the routes of a segment are
+set around every forward of its router, the one inside a backward too, and what the trainer has set
+is there again afterwards.  Whether a pass replays at all is the trainer's to say, by the action
+that it sets before the schedule is called, as for the stock schedule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.tree import Forest, Pairs, cp_layout
+
+
+class SegmentRoutes:
+    """Where the rows of a step's segments are sent, on the device in one copy.
+
+    The first pipeline stage knows it from the rollouts and tells the others, which may read none.
+
+    Args:
+        forest: the step's segments.
+        rollouts: what the forest was built from; looked at on the first stage only.
+        shape: layers of the whole model, and experts that a token is sent to.
+        groups: process groups: of the pipeline, and of context parallelism, whose ranks share the
+            rows of every segment.
+        device: where the model is.
+
+    Raises:
+        UserError: routes of another model.
+    """
+
+    def __init__(
+        self,
+        forest: Forest,
+        rollouts: Sequence[Pairs] | None,
+        shape: tuple[int, int],
+        groups: Any,
+        device: torch.device,
+    ) -> None:
+        self._offsets = np.cumsum([0, *(segment.padded_length for segment in forest.segments)])
+        table = np.empty((self._offsets[-1], *shape), np.int16)
+        if groups.pp.rank() == 0:
+            _fill(table, forest, rollouts or (), self._offsets)
+        routes = torch.from_numpy(table).to(device)
+        if groups.pp.size() > 1:
+            source = dist.get_process_group_ranks(groups.pp)[0]
+            dist.broadcast(routes.view(torch.uint8), source, group=groups.pp)  # NCCL has no int16
+        if (size := groups.cp.size()) > 1:
+            lengths = [span.padded for segment in forest.segments for span in segment.spans]
+            mine = torch.from_numpy(cp_layout.segment_rows(lengths, groups.cp.rank(), size))
+            routes = routes.index_select(0, mine.to(device))
+            self._offsets //= size
+        self._routes = routes
+
+    def of(self, router: Any, index: int, num_tokens: int) -> Tensor:
+        """Experts of those tokens of a segment that this rank's router sees, [num_tokens, topk]."""
+        rows = self._routes[self._offsets[index] : self._offsets[index + 1]]
+        parts = len(rows) // num_tokens  # above 1 under sequence parallelism
+        mine = rows if parts == 1 else rows.chunk(parts)[router.tp_group.rank()]
+        return mine[:, router.layer_number - 1].long()
+
+
+def _fill(
+    table: np.ndarray, forest: Forest, rollouts: Sequence[Pairs], offsets: np.ndarray
+) -> None:
+    """Writes the routes of all segments' rows."""
+    table[:] = np.arange(table.shape[2])  # of padding: any experts, each once
+    for segment, offset in zip(forest.segments, offsets, strict=False):
+        for span in segment.spans:
+            for rollout in span.rollouts[:1]:  # a filler has none
+                routes = rollouts[rollout].routes
+                if routes is None or routes.shape[1:] != table.shape[1:]:
+                    found = None if routes is None else list(routes.shape[1:])
+                    raise UserError(
+                        f"rollout {rollout} has routes of [layers, topk] {found}, the model"
+                        f" {list(table.shape[1:])}: give those of all layers, also of dense ones"
+                    )
+                table[offset : offset + span.length] = routes[span.start : span.end]
+            offset += span.padded
+
+
+class Replay:
+    """Makes the routers of a model chunk follow the routes of a step.
+
+    Args:
+        routes: the step's.
+        action: RouterReplay's REPLAY_FORWARD.
+    """
+
+    def __init__(self, routes: SegmentRoutes, action: Any) -> None:
+        self._routes, self._action = routes, action
+
+    @contextlib.contextmanager
+    def around(self, router: Any, index: int, num_tokens: int) -> Iterator[None]:
+        """A router's forward on that many of a segment's tokens goes inside."""
+        replay = router.router_replay
+        saved = dict(vars(replay))
+        replay.replay_backward_list = []
+        replay.set_target_indices(self._routes.of(router, index, num_tokens))
+        replay.set_router_replay_action(self._action)
+        try:
+            yield
+        finally:
+            vars(replay).update(saved)
+
+
+def forward_action(routers: Iterable[Any], routed: bool) -> Any:
+    """RouterReplay's REPLAY_FORWARD where these routers follow routes in this pass, else None.
+
+    Args:
+        routers: Megatron's, of one model chunk.
+        routed: whether the microbatches have routes.
+
+    Raises:
+        UserError: they want to and there are no routes, or they record theirs.
+    """
+    actions = _actions(routers)
+    if any(action.name == "RECORD" for action in actions):
+        raise UserError(
+            "RouterReplay records routes, and segments run in another order than microbatches: run"
+            " this pass with the stock schedule (mode off)"
+        )
+    if actions and not routed:
+        raise UserError(
+            f"RouterReplay's action is {actions[0].name}, and the microbatches have no routes: let"
+            " the adapter's `pairs` give `routes`; what `set_replay_data` was given is of whole"
+            " microbatches"
+        )
+    # Of the trainer's own kind: some bring a RouterReplay of theirs.
+    return type(actions[0]).REPLAY_FORWARD if actions else None
+
+
+def check_unchanged(routers: Iterable[Any], replay: Replay | None) -> None:
+    """Refuses a forward step that begins to replay when segments have already run.
+
+    Raises:
+        UserError: with the fix.
+    """
+    if replay is None and (actions := _actions(routers)):
+        raise UserError(
+            f"the forward step sets RouterReplay's action {actions[0].name}: set it before the"
+            " schedule is called, since segments run before the forward step does"
+        )
+
+
+def _actions(routers: Iterable[Any]) -> list[Any]:
+    replays = (getattr(router, "router_replay", None) for router in routers)
+    actions = (getattr(replay, "router_replay_action", None) for replay in replays)
+    return [action for action in actions if action is not None]

@@ -1,0 +1,139 @@
+"""What the rows of segments stand for, as numbers on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_prefix.tree import Forest, Span, cp_layout
+
+
+class SegmentTokens(NamedTuple):
+    """The rows of a segment.
+
+    Attributes:
+        row_of: row of every position of this rank, int64 [padded_length]; padding belongs to
+            one row more.
+        row: row of every pair of a row and a rollout through it, int64 [pairs].
+        rollout: the rollout of every such pair, int64 [pairs].
+        copies: rollouts through every row, int64 [rows + 1]; 0 for padding.
+        tokens: by microbatch of the trainer, how many of its tokens the segment stands for.
+    """
+
+    row_of: Tensor
+    row: Tensor
+    rollout: Tensor
+    copies: Tensor
+    tokens: dict[int, int]
+
+
+class Closing(NamedTuple):
+    """The rollouts of some of the trainer's microbatches, microbatch by microbatch.
+
+    Attributes:
+        rollout: int64 [n].
+        place: place of each one's microbatch among these microbatches, int64 [n].
+        samples: rollouts of its microbatch, int64 [n].
+        tokens: tokens of its microbatch, int64 [n].
+    """
+
+    rollout: Tensor
+    place: Tensor
+    samples: Tensor
+    tokens: Tensor
+
+
+class LogicalTokens:
+    """The tokens of the trainer's microbatches, and the rows that compute them.
+
+    Args:
+        forest: the step's segments.
+        microbatch_of: the trainer's microbatch of each rollout.
+        device: where the model is.
+        rank: place in the context-parallel group, whose ranks share the positions of every row.
+        size: of that group.
+    """
+
+    def __init__(
+        self,
+        forest: Forest,
+        microbatch_of: Sequence[int],
+        device: torch.device,
+        rank: int = 0,
+        size: int = 1,
+    ) -> None:
+        self._lengths, self._microbatch_of, self._device = (
+            forest.num_positions,
+            tuple(microbatch_of),
+            device,
+        )
+        self._members: list[list[int]] = [[] for _ in range(max(microbatch_of, default=-1) + 1)]
+        for rollout, microbatch in enumerate(microbatch_of):
+            self._members[microbatch].append(rollout)
+        self._closings: dict[tuple[int, ...], Closing] = {}
+        columns = [c for segment in forest.segments for c in _columns(segment.spans, rank, size)]
+        table = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *columns])).to(device)
+        pieces = iter(table.split([len(column) for column in columns]))
+        fours = zip(pieces, pieces, pieces, pieces, strict=True)
+        self._segments = [
+            SegmentTokens(*four, self._tokens(segment.spans))
+            for four, segment in zip(fours, forest.segments, strict=True)
+        ]
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts of the step."""
+        return len(self._microbatch_of)
+
+    @property
+    def num_tokens(self) -> list[int]:
+        """Tokens of each of the trainer's microbatches, the trainer's own padding included."""
+        return [sum(self._lengths[r] for r in members) for members in self._members]
+
+    @property
+    def has_even_samples(self) -> bool:
+        """Whether the samples of every microbatch are equally long."""
+        return all(len({self._lengths[r] for r in members}) == 1 for members in self._members)
+
+    def __getitem__(self, index: int) -> SegmentTokens:
+        """The rows of segment `index`."""
+        return self._segments[index]
+
+    def closing(self, microbatches: tuple[int, ...]) -> Closing:
+        """The rollouts of `microbatches`; kept, since every layer asks for the same ones."""
+        found = self._closings.get(microbatches)
+        if found is None:
+            members = [self._members[m] for m in microbatches]
+            columns = [
+                (rollout, place, len(rollouts), sum(self._lengths[r] for r in rollouts))
+                for place, rollouts in enumerate(members)
+                for rollout in rollouts
+            ]
+            found = Closing(*torch.tensor(columns, device=self._device).unbind(1))
+            self._closings[microbatches] = found
+        return found
+
+    def _tokens(self, rows: Sequence[Span]) -> dict[int, int]:
+        tokens: dict[int, int] = {}
+        for span in rows:
+            for rollout in span.rollouts:
+                microbatch = self._microbatch_of[rollout]
+                tokens[microbatch] = tokens.get(microbatch, 0) + span.length
+        return tokens
+
+
+def _columns(rows: Sequence[Span], rank: int, size: int) -> list[np.ndarray]:
+    """The first four fields of SegmentTokens."""
+    numbers, copies = np.arange(len(rows)), [len(span.rollouts) for span in rows]
+    lengths = [n for span in rows for n in (span.length, span.padded - span.length)]
+    row_of = np.repeat([x for number in numbers for x in (number, len(rows))], lengths)
+    return [
+        row_of[cp_layout.segment_rows([span.padded for span in rows], rank, size)],
+        np.repeat(numbers, copies),
+        np.array([rollout for span in rows for rollout in span.rollouts], np.int64),
+        np.array([*copies, 0]),
+    ]

@@ -1,0 +1,74 @@
+"""What Megatron's releases call the parts of their routers, and how they count."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import megatron.core
+from packaging.version import Version
+from torch import Tensor
+
+
+def routers(model: Any) -> dict[int, Any]:
+    """The mixture-of-experts routers of a language model by layer of this chunk."""
+    mlps: list[Any] = [getattr(layer, "mlp", None) for layer in model.decoder.layers]
+    return {i: mlp.router for i, mlp in enumerate(mlps) if hasattr(mlp, "router")}
+
+
+def _log_of_losses() -> dict[str, Any]:
+    """Megatron's own log of auxiliary losses by name."""
+    try:  # since 0.18
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        return get_moe_layer_wise_logging_tracker()
+    return get_moe_metrics_tracker().metrics
+
+
+def logged_losses() -> dict[str, Tensor]:
+    """Megatron's log of auxiliary losses: by name a value a layer, the log's own tensors."""
+    return {
+        name: entry["values"] if isinstance(entry, dict) else entry.values
+        for name, entry in _log_of_losses().items()
+    }
+
+
+def forget_logged_losses() -> None:
+    """Empties the log, which has the layers and the process groups of the model that wrote it."""
+    _log_of_losses().clear()
+
+
+def has_global_loss(config: Any) -> bool:
+    """Whether routers balance the global batch: counts of all data-parallel ranks, in order."""
+    kinds = getattr(config, "moe_router_load_balancing_type", "none")
+    coefficients: Any = getattr(config, "moe_aux_loss_coeff", 0.0)
+    if isinstance(kinds, str):
+        kinds, coefficients = [kinds], [coefficients]
+    experts = bool(getattr(config, "num_moe_experts", None))
+    pairs = zip(kinds, coefficients, strict=True)
+    return experts and any(kind == "global_aux_loss" and coeff > 0 for kind, coeff in pairs)
+
+
+def replays_routes(config: Any) -> bool:
+    """Whether routers can follow given routes: Megatron's RouterReplay, or verl's before it."""
+    names = ("moe_enable_routing_replay", "enable_routing_replay")
+    return any(bool(getattr(config, name, False)) for name in names)
+
+
+def global_loss_is_whole(router: Any) -> dict[str, bool]:
+    """The argument that tells a router's log not to average over data-parallel ranks."""
+    known = inspect.signature(router.attach_and_log_load_balancing_loss).parameters
+    if "needs_dp_avg" in known:  # since 0.18
+        return {"needs_dp_avg": False}
+    return {"reduce_group_has_dp": True}
+
+
+def sample_losses_weigh_batch() -> bool:
+    """Whether, with calculate_per_token_loss, seq_aux_loss counts all samples of a microbatch.
+
+    Before 0.19 Megatron weighs it with the tokens of one sample
+    (megatron/core/transformer/moe/router.py, `_apply_seq_aux_loss`).
+    """
+    return Version(Version(megatron.core.__version__).base_version) >= Version("0.19")

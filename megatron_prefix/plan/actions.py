@@ -1,0 +1,187 @@
+"""The vocabulary of a plan: actions, the table of segments, and the CSV both travel in.  Pure.
+
+A plan is data.  One row a rank and one cell an action: `F3` runs the forward of segment 3, `B3` its
+backward; with virtual stages `F3.1` names model chunk 1 of that rank.  Nothing else is needed: a
+receive belongs in front of the action that uses it and a send behind the one that made it, and both
+follow from the stage.  The grid is read the way torch.distributed.pipelining prints its schedules.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.tree import Segment, Span
+
+VERSION = 1
+_CELL = re.compile(r"([FB])(\d+)(?:\.(\d+))?")
+_HEADER = ["megatron_prefix plan", "version", "ranks", "chunks"]
+_COLUMNS = ["segment", "parent", "tree", "kind", "rows (start+length/padded:rollouts)"]
+# How a segment stands in the table: `kind` says what other segments and the loss do with it.
+_KINDS = {
+    (inner, extends, scored): ("inner" if inner else "wave")
+    + ("+extends" if extends else "")
+    + ("+scored" if scored else "")
+    for inner in (True, False)
+    for extends in (True, False)
+    for scored in (True, False)
+}
+
+
+class Action(NamedTuple):
+    """One cell of a plan.
+
+    Attributes:
+        kind: "F" or "B".
+        segment: index in F-order.
+        chunk: model chunk of the rank (0 without virtual stages).
+    """
+
+    kind: str
+    segment: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.segment}" + (f".{self.chunk}" if self.chunk else "")
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The inverse of str().
+
+        Raises:
+            UserError: the text is not an action.
+        """
+        match = _CELL.fullmatch(text.strip())
+        if not match:
+            raise UserError(f"{text!r} is not an action: write F3, B3, or F3.1 for model chunk 1")
+        return cls(match[1], int(match[2]), int(match[3] or 0))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank of a pipeline does in one step.
+
+    Attributes:
+        segments: the step's segments in F-order.
+        programs: per pipeline rank its actions in order.
+        num_chunks: model chunks a rank (virtual stages), 1 without interleaving.
+        policies: per segment what it keeps between its forward and its backward (see
+            PrefixConfig.memory); empty: every segment retains all.
+    """
+
+    segments: tuple[Segment, ...]
+    programs: tuple[tuple[Action, ...], ...]
+    num_chunks: int = 1
+    policies: tuple[str, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline size."""
+        return len(self.programs)
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline size times virtual stages."""
+        return self.num_ranks * self.num_chunks
+
+    def stage(self, rank: int, chunk: int) -> int:
+        """Stage that model chunk `chunk` of a pipeline rank holds, counted from the embedding."""
+        return chunk * self.num_ranks + rank
+
+    def policy(self, index: int) -> str:
+        """What a segment keeps between its forward and its backward."""
+        return self.policies[index] if self.policies else "retain"
+
+    def to_csv(self) -> str:
+        """The whole plan as CSV: a header, the segment table, one row of actions a rank."""
+        out = io.StringIO()
+        write = csv.writer(out, lineterminator="\n").writerow
+        write(_HEADER)
+        write([_HEADER[0], VERSION, self.num_ranks, self.num_chunks])
+        write(_COLUMNS)
+        for index, segment in enumerate(self.segments):
+            kind = _KINDS[segment.inner, segment.extends, segment.scored]
+            write([index, segment.parent, segment.tree, kind, *map(_span_text, segment.spans)])
+        for rank, program in enumerate(self.programs):
+            write([f"rank {rank}", *map(str, program)])
+        return out.getvalue()
+
+    @classmethod
+    def from_csv(cls, text: str, name: str = "plan") -> Plan:
+        """Reads `to_csv` back; `name` is what errors call the file.
+
+        Raises:
+            UserError: not a plan of this version; the line and the cell are named.
+        """
+        try:
+            lines = [line for line in csv.reader(io.StringIO(text)) if line]
+        except csv.Error as error:
+            raise UserError(f"{name}: not a plan: it is no CSV ({error})") from None
+        if len(lines) < 3 or lines[0] != _HEADER or lines[2] != _COLUMNS:
+            raise UserError(f"{name}: not a plan: make one with `megatron-prefix plan … --csv`")
+        ranks, chunks = _sizes(lines[1], name)
+        body = lines[3:]
+        if len(body) <= ranks:
+            raise UserError(f"{name}: {len(body)} lines after the header, {ranks} ranks announced")
+        segments = tuple(_read_lines(body[:-ranks], _segment_from, name, 4))
+        programs = tuple(_read_lines(body[-ranks:], _program_from, name, 4 + len(segments)))
+        return cls(segments, programs, chunks)
+
+
+def _sizes(line: Sequence[str], name: str) -> tuple[int, int]:
+    try:
+        version, ranks, chunks = (int(cell) for cell in line[1:4])
+    except ValueError:
+        raise UserError(f"{name}:2: version, ranks and chunks must be whole numbers") from None
+    if version != VERSION or ranks < 1 or chunks < 1:
+        raise UserError(
+            f"{name}:2: version {version}, ranks {ranks}, chunks {chunks}: this release reads"
+            f" version {VERSION} with at least one of each"
+        )
+    return ranks, chunks
+
+
+def _read_lines(
+    lines: Sequence[list[str]], parse: Callable[[int, list[str]], Any], name: str, first: int
+) -> Iterator[Any]:
+    for number, line in enumerate(lines):
+        try:
+            yield parse(number, line)
+        except (UserError, ValueError, IndexError) as error:
+            raise UserError(f"{name}:{first + number}: {error}") from None
+
+
+def _span_text(span: Span) -> str:
+    members = " ".join(map(str, span.rollouts))
+    return f"{span.start}+{span.length}/{span.padded}:{members}"
+
+
+def _segment_from(number: int, line: Sequence[str]) -> Segment:
+    index, parent, tree, kind, *rows = line
+    if int(index) != number or not -1 <= int(parent) < number or not rows:
+        raise UserError(
+            f"segment {index} with parent {parent}: number from 0, parents first, with rows"
+        )
+    flags = {text: key for key, text in _KINDS.items()}.get(kind)
+    if flags is None:
+        raise UserError(f"kind {kind!r}: give one of {', '.join(_KINDS.values())}")
+    return Segment(int(parent), int(tree), tuple(map(_row_from, rows)), *flags)
+
+
+def _row_from(text: str) -> Span:
+    match = re.fullmatch(r"(\d+)\+(\d+)/(\d+):((?:\d+(?: \d+)*)?)", text)
+    if not match:
+        raise UserError(f"{text!r} is not a row: write start+length/padded:rollouts")
+    start, length, padded = (int(match[k]) for k in (1, 2, 3))
+    return Span(start, length, padded, tuple(map(int, match[4].split())))
+
+
+def _program_from(number: int, line: Sequence[str]) -> tuple[Action, ...]:
+    if line[0] != f"rank {number}":
+        raise UserError(f"expected 'rank {number}', found {line[0]!r}")
+    return tuple(Action.parse(cell) for cell in line[1:])

@@ -1,0 +1,119 @@
+"""`--chunk-tokens auto`: the chunk length whose simulated step is shortest.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
+from megatron_prefix.plan.simulator import Cost, simulate, token_cost
+from megatron_prefix.tree import Forest, Pairs, Segment, TreeOptions, Tries, find_shared
+
+_SHARES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+_LEAST = 128  # shorter chunks are all overhead
+_MOST_ROLLOUTS = 64  # of a step are looked at: whole groups, the first ones
+_FINALISTS = 3  # lengths for which the planner takes pains
+_MOST_KNOWN = 64  # answers that a chooser remembers
+
+
+def action_cost(segment: Segment, kind: str) -> float:
+    """Tokens, and an action's overhead: without it the shortest chunks always look best."""
+    return token_cost(segment, kind) + CostModel.action_tokens * (1 if kind == "F" else 2)
+
+
+class ChunkChooser:
+    """Chooses the chunk length of a pipeline's steps, and remembers it for steps of equal shape.
+
+    Tried are 0, simple multiples and shares of a wave, and shares of the longest segment: each
+    planned and simulated, the best few once more with the planner's full search.  A large step's
+    first groups stand for all of it.  One rank never waits, so there chunks would only cost.
+
+    Args:
+        num_ranks: pipeline size.
+        num_chunks: model chunks a rank.
+        run_ahead: see `planner.best_plan`.
+        group_size: see `planner.make_plan`.
+        cost: time of a segment's F or B on one rank.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        num_chunks: int = 1,
+        run_ahead: int = 2,
+        group_size: int | None = None,
+        cost: Cost = action_cost,
+    ) -> None:
+        self._num_ranks, self._cost = num_ranks, cost
+        self._options: dict[str, Any] = dict(
+            num_chunks=num_chunks, run_ahead=run_ahead, group_size=group_size
+        )
+        self._known: dict[tuple[Forest, tuple[int, ...]], int] = {}
+
+    def choose(
+        self,
+        rollouts: Sequence[Pairs],
+        groups: Sequence[int] | None,
+        options: TreeOptions,
+        microbatches: Sequence[int] | None = None,
+    ) -> int:
+        """The best of some chunk lengths for a step, 0 where cutting does not pay.
+
+        Args:
+            rollouts: see `tree.build`.
+            groups: see `tree.build`.
+            options: all but `chunk_tokens` counts.
+            microbatches: see `planner.loss_ready_after`.
+        """
+        if self._num_ranks == 1 or not rollouts:
+            return 0
+        groups = [0] * len(rollouts) if groups is None else groups
+        kept = _first_groups(groups)
+        microbatch_of = range(len(rollouts)) if microbatches is None else microbatches
+        names: dict[int, int] = {}  # microbatches are counted from 0 again
+        numbers = tuple(names.setdefault(microbatch_of[rollout], len(names)) for rollout in kept)
+        shared = find_shared([rollouts[r] for r in kept], [groups[r] for r in kept], options)
+        whole = shared.forest(0)
+        if (whole, numbers) not in self._known:
+            if len(self._known) == _MOST_KNOWN:
+                self._known.clear()
+            lengths = {0, *_lengths(whole, options)}
+            self._known[whole, numbers] = self._best(shared, lengths, numbers)
+        return self._known[whole, numbers]
+
+    def _best(self, shared: Tries, lengths: set[int], microbatch_of: Sequence[int]) -> int:
+        forests = {chunk_tokens: shared.forest(chunk_tokens) for chunk_tokens in lengths}
+
+        def tried(planner: Callable[..., Plan], chunk_tokens: int) -> tuple[float, int, int]:
+            forest = forests[chunk_tokens]
+            plan = planner(forest, self._num_ranks, microbatches=microbatch_of, **self._options)
+            timeline = simulate(
+                plan, cost=self._cost, ready_after=loss_ready_after(forest, microbatch_of)
+            )
+            return timeline.makespan, len(forest.segments), chunk_tokens
+
+        first = sorted(tried(make_plan, chunk_tokens) for chunk_tokens in lengths)
+        return min(tried(best_plan, chunk_tokens) for *_, chunk_tokens in first[:_FINALISTS])[2]
+
+
+def _first_groups(groups: Sequence[int]) -> list[int]:
+    """The rollouts of the first whole groups, `_MOST_ROLLOUTS` or one group."""
+    taken: set[int] = set()
+    count = 0
+    for group in dict.fromkeys(groups):
+        count += sum(other == group for other in groups)
+        if taken and count > _MOST_ROLLOUTS:
+            break
+        taken.add(group)
+    return [rollout for rollout, group in enumerate(groups) if group in taken]
+
+
+def _lengths(whole: Forest, options: TreeOptions) -> set[int]:
+    """Chunk lengths worth a try."""
+    longest = max(span.length for segment in whole.segments for span in segment.spans)
+    wave = min(options.wave_tokens or longest, longest)
+    lengths = {longest // share for share in _SHARES} | {2 * wave, wave, wave // 2, wave // 4}
+    return {n for n in lengths if max(_LEAST, options.align) <= n < longest}

@@ -1,0 +1,192 @@
+"""Predicted memory of every rank of a pipeline in one step.  Pure.
+
+A rank's program is played action by action: a forward adds what the segment's policy keeps and, for
+the head of a chain, room for the chain's K/V; the first backward that sees a chain adds gK/gV; a
+backward takes a moment what it recomputes or loads, and then releases its segment.  Weights, their
+gradients and the optimizer are not in it: they are there before the step and after it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.footprint import Footprint
+from megatron_prefix.tree.kv_layout import PIECE_ROWS, buffer_map
+
+MESSAGES = 4
+"""Receives posted ahead and sends under way, both directions together (pipeline/p2p.py)."""
+LAYERS_VISITED, GRADIENTS_VISITED = 2, 3
+"""Layers on the host whose K/V, and whose gK/gV, are on the device at once: the one that runs, the
+next, and gradients on their way back (megatron_prefix/sidecar/host_chains.py)."""
+LAYERS_LOADED = 3
+"""Layers of an offloaded segment on the device at once (megatron_prefix/offload/segment.py)."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank's peak, in bytes, besides weights and gradients.
+
+    Attributes:
+        peak: the most that is in use at once.
+        saved: the most that autograd and the sidecar hold at once; temporaries are not in it.
+        action: which runs at the peak.
+        activations, kv, kv_grad, messages: what `peak` consists of, with temporaries.
+        temporary: of the action at the peak: temporaries, and what it recomputes or loads.
+        cache_peak: the most that K/V and gK/gV take at once.
+        wave_peak: the most that is in use while a wave runs (0 without waves).
+        staged: the most that offloaded segments hold on the host.
+        cache_staged: the most that K/V and gK/gV take of the host.
+        held: at the peak, segments between forward and backward and the bytes that each keeps.
+    """
+
+    peak: float
+    saved: float
+    action: Action
+    activations: float
+    kv: float
+    kv_grad: float
+    messages: float
+    temporary: float
+    cache_peak: float
+    wave_peak: float
+    staged: float
+    cache_staged: float
+    held: tuple[tuple[int, float], ...]
+
+    def within(self, room: float) -> RankMemory:
+        """What the peaks will be at most where `room` bytes may be used: nobody waits for copies to
+        the host before memory is short, so all that is offloaded may be on the device a while
+        longer."""
+        lingering = min(room, self.cache_peak + self.staged) if self.staged else 0.0
+        wave = max(self.wave_peak, lingering) if self.wave_peak else 0.0
+        return replace(self, peak=max(self.peak, lingering), wave_peak=wave)
+
+
+@functools.lru_cache(maxsize=16)
+def predict(plan: Plan, footprint: Footprint) -> tuple[RankMemory, ...]:
+    """The memory of every rank of a plan's pipeline."""
+    play = _Play(plan, footprint)
+    return tuple(play.rank(rank) for rank in range(plan.num_ranks))
+
+
+def table(plan: Plan, memory: Sequence[RankMemory]) -> str:
+    """A few lines for people: what every rank holds at its peak, in GiB."""
+    lines = ["rank   peak  activations    K/V  gK/gV  temporary  at    segments held"]
+    for rank, one in enumerate(memory):
+        policies = sorted({plan.policy(index) for index, _ in one.held})
+        held = f"{len(one.held)} ({', '.join(policies)})" if one.held else "none"
+        numbers = (one.peak, one.activations, one.kv, one.kv_grad, one.temporary)
+        cells = (f"{number / 2**30:.2f}" for number in numbers)
+        widths = (6, 12, 6, 6, 10)
+        row = " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        lines.append(f"{rank:4d} {row}  {one.action!s:5s} {held}")
+    return "\n".join(lines)
+
+
+class _Play:
+    """What all ranks have in common."""
+
+    def __init__(self, plan: Plan, footprint: Footprint) -> None:
+        self.plan, self.one = plan, footprint
+        self.map = buffer_map(plan.segments, footprint.parts)
+        self.rows = [segment.padded_length / footprint.parts for segment in plan.segments]
+        message = footprint.stage_input * max(self.rows, default=0.0)
+        self.messages = MESSAGES * message if plan.num_ranks > 1 else 0.0
+        self.kv_grad = footprint.kv_grad * (1 + footprint.sums)
+
+    def rank(self, rank: int) -> RankMemory:
+        """Plays one rank's program."""
+        held: dict[tuple[int, int], float] = {}
+        chains: dict[tuple[int, int], float] = {}
+        gradients: dict[tuple[int, int], float] = {}
+        activations = kv = kv_grad = saved = cache = wave = 0.0
+        host, here = self.one.host_layers, self.one.num_layers - self.one.host_layers
+        found = RankMemory(0.0, 0.0, Action("F", 0), *(0.0,) * 9, ())
+        for action in self.plan.programs[rank]:
+            key, head = (action.chunk, action.segment), self.map.head[action.segment]
+            if action.kind == "F":
+                held[key] = self._kept(rank, action)
+                activations += held[key]
+                if head in self.map.length and (action.chunk, head) not in chains:
+                    chains[action.chunk, head] = self.map.length[head] * self.one.kv
+                    kv += chains[action.chunk, head]
+            else:
+                for block in self.map.blocks[action.segment]:
+                    place = action.chunk, block.head
+                    if place not in gradients:
+                        gradients[place] = self.map.length[block.head] * self.kv_grad
+                        kv_grad += gradients[place]
+            again, temporary = self._moment(rank, action)
+            total = activations + here * (kv + kv_grad)
+            saved, cache = max(saved, total + again), max(cache, kv + kv_grad)
+            used = total + again + temporary + self.messages
+            if not self.plan.segments[action.segment].inner:
+                wave = max(wave, used)
+            if used > found.peak:
+                found = RankMemory(
+                    used, 0.0, action, activations, here * kv, here * kv_grad, self.messages,
+                    again + temporary, 0.0, 0.0, 0.0, 0.0,
+                    tuple((index, size) for (_, index), size in held.items()),
+                )  # fmt: skip
+            if action.kind == "B":
+                activations -= held.pop(key)
+                kv, kv_grad = kv - chains.pop(key, 0.0), kv_grad - gradients.pop(key, 0.0)
+        found = replace(found, staged=max(itertools.accumulate(self._staged(rank)), default=0.0))
+        found = replace(found, cache_peak=here * cache, cache_staged=host * cache)
+        return replace(found, saved=saved, wave_peak=wave)
+
+    def _ends(self, rank: int, action: Action) -> tuple[bool, bool]:
+        stage = self.plan.stage(rank, action.chunk)
+        return stage == 0, stage == self.plan.num_stages - 1
+
+    def _kept(self, rank: int, action: Action) -> float:
+        segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
+        first, last = self._ends(rank, action)
+        one = self.one.kept(policy, segment.inner, segment.scored, first, last)
+        return self.rows[action.segment] * one
+
+    def _staged(self, rank: int) -> Iterator[float]:
+        """What every action of an offloaded segment adds to the host, or takes away."""
+        for action in self.plan.programs[rank]:
+            segment = self.plan.segments[action.segment]
+            if self.plan.policy(action.segment) == "offload":
+                ends = (segment.inner, segment.scored, *self._ends(rank, action))
+                away = self.one.kept("retain", *ends) - self.one.kept("offload", *ends)
+                sign = 1 if action.kind == "F" else -1
+                yield sign * self.rows[action.segment] * away
+
+    def _moment(self, rank: int, action: Action) -> tuple[float, float]:
+        """Bytes while an action runs: saved ones for a moment, and temporaries."""
+        segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
+        first, last = self._ends(rank, action)
+        rows, one = self.rows[action.segment], self.one
+        seen = [block.stop * one.parts for block in self.map.blocks[action.segment]]
+        piece = max(seen, default=0) if one.parts > 1 else min(max(seen, default=0), PIECE_ROWS)
+        temporary = rows * one.temporary + one.seen * piece
+        if one.parts > 1:  # views of two layers' ancestors, gathered
+            temporary += 2 * one.kv * sum(seen)
+        visited = sum(seen) + (rows if segment.inner else 0.0)
+        temporary += visited * min(LAYERS_VISITED, one.host_layers) * one.kv
+        if action.kind == "B":
+            temporary += visited * min(GRADIENTS_VISITED, one.host_layers) * one.kv_grad
+        if last and segment.scored:
+            head = rows * one.head_temporary
+            if action.kind == "B":  # the layers' turn comes when the head is through
+                head, temporary = head + one.head_weight, temporary - rows * one.head
+            temporary = max(head, temporary)
+        layer = one.inner if segment.inner else one.wave
+        again = 0.0
+        if policy == "offload":
+            again = min(LAYERS_LOADED, one.num_layers) * layer
+        if action.kind == "B":
+            # What follows the last layer has been released when the layers' turn comes.
+            after = (one.head if segment.scored else one.norm) if last else 0.0
+            again += max(0.0, one.again - after)
+            if policy == "recompute":
+                whole = one.kept("retain", segment.inner, segment.scored, first, last)
+                again += whole - (0.0 if first else one.stage_input)
+        return rows * again, temporary

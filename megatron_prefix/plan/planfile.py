@@ -1,0 +1,109 @@
+"""Plans from files: `--prefix-plan FILE` runs one, `show` prints one.  Pure."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.check import PlanError, check_segments
+from megatron_prefix.plan.planner import loss_ready_after
+from megatron_prefix.plan.simulator import simulate
+from megatron_prefix.tree import Forest
+
+
+def read_plan(path: str) -> Plan:
+    """A plan from a file, its segments checked, its programs not.
+
+    Raises:
+        UserError: unreadable, not a plan, or segments that are no trees.
+    """
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            text = file.read()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not a plan: it is no text in UTF-8") from None
+    plan = Plan.from_csv(text, path)
+    try:
+        check_segments(plan.segments)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return plan
+
+
+def forest_of(plan: Plan) -> Forest:
+    """As much of the forest as a plan holds: not which positions are trained."""
+    lengths: dict[int, int] = {}
+    for segment in plan.segments:
+        for span in segment.spans:
+            lengths.update(dict.fromkeys(span.rollouts, span.end))
+    ends = tuple(lengths[rollout] for rollout in sorted(lengths))
+    return Forest(plan.segments, ends, tuple(end - 1 for end in ends))
+
+
+class PlanFile:
+    """A plan that a user wants to run.
+
+    Args:
+        path: a file that `plan --csv` wrote, or one edited by hand.
+
+    Raises:
+        UserError: see `read_plan`; or no rank could run it.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path, self.plan = path, read_plan(path)
+        self._prove(None)
+        self._fits = functools.lru_cache(maxsize=4)(self._check_fit)
+
+    def fitting(
+        self, forest: Forest, num_ranks: int, num_chunks: int, microbatch_of: Sequence[int]
+    ) -> Plan:
+        """The plan, when it is one of this step.
+
+        Args:
+            forest: the step's segments.
+            num_ranks: pipeline size.
+            num_chunks: model chunks a rank.
+            microbatch_of: the trainer's microbatch of each rollout.
+
+        Raises:
+            UserError: the pipeline or the segments are others, or the losses come too late.
+        """
+        self._fits(forest, num_ranks, num_chunks, tuple(microbatch_of))
+        return self.plan
+
+    def _check_fit(
+        self, forest: Forest, num_ranks: int, num_chunks: int, microbatch_of: tuple[int, ...]
+    ) -> None:
+        plan = self.plan
+        if (plan.num_ranks, plan.num_chunks) != (num_ranks, num_chunks):
+            raise UserError(
+                f"{self.path}: a plan of {plan.num_ranks} ranks with {plan.num_chunks} model"
+                f" chunks each, and the pipeline has {num_ranks} with {num_chunks}; change --pp and"
+                " --vpp, or make another plan"
+            )
+        ours, theirs = (_lines(segments) for segments in (forest.segments, plan.segments))
+        for number in range(max(len(ours), len(theirs))):
+            found, wanted = ("".join(lines[number : number + 1]) for lines in (theirs, ours))
+            if found != wanted:
+                raise UserError(
+                    f"{self.path}: segment {number} is {found or 'not there'}, in this step it is"
+                    f" {wanted or 'not there'}; plan the same rollouts with the same lengths"
+                )
+        self._prove(loss_ready_after(forest, microbatch_of))
+
+    def _prove(self, ready_after: Sequence[int] | None) -> None:
+        try:
+            simulate(self.plan, ready_after=ready_after)
+        except PlanError as error:
+            line = str(error).partition("\n")[0]
+            raise UserError(f"{self.path}: {line}; `megatron-prefix show` marks it") from None
+
+
+def _lines(segments: Sequence) -> list[str]:
+    """The segment table's lines as a plan file has them."""
+    return Plan(tuple(segments), ((),)).to_csv().splitlines()[3:-1]

@@ -1,0 +1,259 @@
+"""Segments -> two orders -> one program a rank.  Pure.
+
+F-order is depth first over all trees of the step; in B-order a segment comes after all its
+descendants.  Both are the same on every stage, so the messages between two neighbours in one
+direction are a FIFO, and no plan made here can deadlock ("Schedule-Level Shared-Prefix Reuse for
+LLM RL Training", section 4.5, reorders phases stage by stage for flat groups; here for any tree).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.simulator import simulate
+from megatron_prefix.tree import Forest, Segment
+
+
+def backward_order(segments: Sequence[Segment]) -> list[int]:
+    """B-order: the postorder of the trees whose preorder is F-order."""
+    order: list[int] = []
+    path: list[int] = []
+    for index, segment in enumerate(segments):
+        while path and path[-1] != segment.parent:
+            order.append(path.pop())
+        path.append(index)
+    return order + path[::-1]
+
+
+def loss_ready_after(forest: Forest, microbatches: Sequence[int] | None = None) -> list[int]:
+    """Per segment the last forward (in F-order) without which its backward cannot run.
+
+    A microbatch of the trainer can be scored only when the last of its rollouts has been through
+    its last segment, and every scored segment on the way waits for that; where the forest is
+    `ordered`, also for the rollouts of all microbatches before it.  The others need no rule of
+    their own: every rollout ends in a scored segment, and a backward comes after those below it.
+
+    Args:
+        forest: the step's segments.
+        microbatches: the trainer's microbatch of each rollout (default: one rollout each).
+    """
+    microbatch_of = range(len(forest.num_positions)) if microbatches is None else microbatches
+    last: dict[int, int] = {}
+    for rollout, path in enumerate(forest.paths):
+        last[microbatch_of[rollout]] = max(last.get(microbatch_of[rollout], 0), path[-1][0])
+    if forest.ordered:
+        running = itertools.accumulate((last[m] for m in sorted(last)), max)
+        last = dict(zip(sorted(last), running, strict=True))
+    return [
+        max([index, *(last[microbatch_of[r]] for span in segment.spans for r in span.rollouts)])
+        if segment.scored
+        else index
+        for index, segment in enumerate(forest.segments)
+    ]
+
+
+def forward_items(num_segments: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:
+    """F-order over model chunks: (segment, chunk), `group_size` segments a turn of each chunk.
+
+    Megatron's order with virtual stages (megatron/core/pipeline_parallel/schedules.py,
+    get_schedule_table); with one chunk it is F-order.
+    """
+    return _turns(range(num_segments), range(num_chunks), group_size)
+
+
+def backward_items(order: Sequence[int], num_chunks: int, group_size: int) -> list[tuple[int, int]]:
+    """B-order over model chunks, the last chunk first."""
+    return _turns(order, range(num_chunks - 1, -1, -1), group_size)
+
+
+def _turns(order: Sequence[int], chunks: Sequence[int], group_size: int) -> list[tuple[int, int]]:
+    return [
+        (segment, chunk)
+        for begin in range(0, len(order), group_size)
+        for chunk in chunks
+        for segment in order[begin : begin + group_size]
+    ]
+
+
+def make_plan(
+    forest: Forest,
+    num_ranks: int = 1,
+    *,
+    num_chunks: int = 1,
+    microbatches: Sequence[int] | None = None,
+    run_ahead: int | None = 2,
+    group_size: int | None = None,
+    max_live_rows: int = 0,
+) -> Plan:
+    """The program of every rank: warm-up, one backward one forward, drain.
+
+    The programs are what the ranks would do in a run in which a forward takes its rows and a
+    backward twice that: each takes the next of its forwards or of its backwards, whichever can
+    start first, forwards first, but runs no further ahead of its backwards than `run_ahead` and
+    `max_live_rows` allow.  A program that some run has followed has no circle of waiting ranks, so
+    it ends whatever the actions really take.  Some rank can always go on: the rank furthest behind
+    in its backwards may run all forwards that its next backward needs, anywhere in the pipeline.
+
+    Args:
+        forest: the step's segments.
+        num_ranks: pipeline size.
+        num_chunks: model chunks a rank (virtual stages).
+        microbatches: see `loss_ready_after`.
+        run_ahead: forwards that a stage runs ahead of its successor, beyond those that its next
+            backward cannot do without; more hides uneven segments, less holds less memory. None: as
+            many as `max_live_rows` allows.
+        group_size: Megatron's microbatch_group_size_per_vp_stage; default: the pipeline size.
+        max_live_rows: a rank runs no forward ahead that would make it hold more rows for backward
+            than this (on all its model chunks; a row on one of v counts 1/v). 0: no limit.
+    """
+    size = (group_size or num_ranks) if num_chunks > 1 else 1
+    ready_after = loss_ready_after(forest, microbatches)
+    forwards = forward_items(len(forest.segments), num_chunks, size)
+    backwards = backward_items(backward_order(forest.segments), num_chunks, size)
+    place = {item: position for position, item in enumerate(forwards)}
+    # Forwards that the j-th backward cannot do without; never fewer than Megatron's own warm-up.
+    demands = (
+        max(place[ready_after[segment], num_chunks - 1] + 1, (num_chunks - 1) * size + 1 + j)
+        for j, (segment, _) in enumerate(backwards)
+    )
+    orders = _Orders(
+        forwards, backwards, list(itertools.accumulate(demands, max)),
+        [place[index, num_chunks - 1] for index in ready_after],
+        [segment.padded_length for segment in forest.segments], num_ranks, num_chunks,
+    )  # fmt: skip
+    programs = _Merge(orders, run_ahead, max_live_rows).run()
+    return Plan(forest.segments, programs, num_chunks)
+
+
+def best_plan(
+    forest: Forest,
+    num_ranks: int = 1,
+    *,
+    num_chunks: int = 1,
+    microbatches: Sequence[int] | None = None,
+    run_ahead: int = 2,
+    group_size: int | None = None,
+    max_live_rows: int = 0,
+) -> Plan:
+    """The shortest of a few plans that hold no more rows than `make_plan` with `run_ahead` does.
+
+    Running further ahead where the memory that `run_ahead` costs anyway is not yet in use shortens
+    most steps, those with virtual stages most of all; which bound on running ahead is best depends
+    on the trees, so three are tried.
+    """
+    options: dict[str, Any] = dict(
+        num_chunks=num_chunks, microbatches=microbatches, group_size=group_size
+    )
+    first = make_plan(
+        forest, num_ranks, run_ahead=run_ahead, max_live_rows=max_live_rows, **options
+    )
+    if num_ranks == 1:
+        return first
+    ready_after = loss_ready_after(forest, microbatches)
+    base = simulate(first, ready_after=ready_after)
+    tried = [(base.makespan, 0, first)]
+    for number, ahead in enumerate((run_ahead + 4, None), start=1):
+        plan = make_plan(
+            forest, num_ranks, run_ahead=ahead, max_live_rows=base.peak_live_rows, **options
+        )
+        timeline = simulate(plan, ready_after=ready_after)
+        if timeline.peak_live_rows <= base.peak_live_rows:
+            tried.append((timeline.makespan, number, plan))
+    return min(tried, key=lambda item: item[:2])[2]
+
+
+class _Orders(NamedTuple):
+    """What all ranks of a plan agree on.
+
+    Attributes:
+        forwards, backwards: (segment, chunk) in F-order and B-order.
+        least: per backward the forwards that a rank must have run before.
+        scored_at: per segment the forward, on the last stage, before which it has no loss.
+        rows: per segment.
+        num_ranks, num_chunks: the pipeline.
+    """
+
+    forwards: list[tuple[int, int]]
+    backwards: list[tuple[int, int]]
+    least: list[int]
+    scored_at: list[int]
+    rows: list[int]
+    num_ranks: int
+    num_chunks: int
+
+
+class _Merge:
+    """A run of all ranks in simulated time that writes their programs down."""
+
+    def __init__(self, orders: _Orders, run_ahead: int | None, max_live_rows: int) -> None:
+        # A row on one of v model chunks counts 1/v, as in the simulator.
+        self.orders, self.max_live_rows = orders, max_live_rows * orders.num_chunks
+        ranks = range(orders.num_ranks)
+        behind = range(orders.num_ranks - 1, -1, -1)  # stages behind each rank's own
+        most = len(orders.forwards)
+        self.ahead = [most if run_ahead is None else run_ahead * stages for stages in behind]
+        self.clock = [0.0] * orders.num_ranks
+        self.live = [0] * orders.num_ranks
+        self.done = {kind: [0] * orders.num_ranks for kind in "FB"}
+        # When a stage has finished a segment; its neighbour can start then.
+        self.finished: dict[tuple[str, int, int], float] = {}
+        self.programs: list[list[Action]] = [[] for _ in ranks]
+
+    def run(self) -> tuple[tuple[Action, ...], ...]:
+        """Lets the rank that can start first go first, until all backwards are done."""
+        choices = [self._choice(rank) for rank in range(self.orders.num_ranks)]
+        for _ in range(2 * self.orders.num_ranks * len(self.orders.forwards)):
+            ready = [(choice, rank) for rank, choice in enumerate(choices) if choice is not None]
+            if not ready:
+                raise RuntimeError("no rank can go on: the planner's rule is broken")
+            (start, _, kind), rank = min(ready)
+            self._take(rank, kind, start)
+            neighbour = (rank + (1 if kind == "F" else -1)) % self.orders.num_ranks
+            for changed in {rank, neighbour}:
+                choices[changed] = self._choice(changed)
+        return tuple(map(tuple, self.programs))
+
+    def _choice(self, rank: int) -> tuple[float, int, str] | None:
+        """(start, preference, kind) of what the rank would do next, None if it has to wait."""
+        now = self.clock[rank]
+        forward, backward = self._forward_ready(rank), self._backward_ready(rank)
+        if forward is not None and (backward is None or forward <= max(now, backward)):
+            return max(now, forward), 0, "F"
+        return None if backward is None else (max(now, backward), 1, "B")
+
+    def _forward_ready(self, rank: int) -> float | None:
+        orders, position = self.orders, self.done["F"][rank]
+        if position == len(orders.forwards):
+            return None
+        index, chunk = orders.forwards[position]
+        must = orders.least[self.done["B"][rank]]
+        too_many = 0 < self.max_live_rows < self.live[rank] + orders.rows[index]
+        if position >= must and (position >= must + self.ahead[rank] or too_many):
+            return None
+        stage = chunk * orders.num_ranks + rank
+        return 0.0 if stage == 0 else self.finished.get(("F", stage - 1, index))
+
+    def _backward_ready(self, rank: int) -> float | None:
+        orders, position = self.orders, self.done["B"][rank]
+        if position == len(orders.backwards):
+            return None
+        index, chunk = orders.backwards[position]
+        stage = chunk * orders.num_ranks + rank
+        if stage < orders.num_ranks * orders.num_chunks - 1:
+            return self.finished.get(("B", stage + 1, index))
+        return 0.0 if self.done["F"][rank] > orders.scored_at[index] else None
+
+    def _take(self, rank: int, kind: str, start: float) -> None:
+        orders = self.orders
+        items = orders.forwards if kind == "F" else orders.backwards
+        index, chunk = items[self.done[kind][rank]]
+        self.done[kind][rank] += 1
+        rows = orders.rows[index]
+        self.live[rank] += rows if kind == "F" else -rows
+        end = start + rows * (1 if kind == "F" else 2) / orders.num_chunks
+        self.clock[rank] = end
+        self.finished[kind, chunk * orders.num_ranks + rank, index] = end
+        self.programs[rank].append(Action(kind, index, chunk))

@@ -1,0 +1,199 @@
+"""Discrete-event simulation of a plan: proves it, and says what it costs.  Pure.
+
+A plan is checked first (check.py), then played: a rank runs its actions in order, each as soon as
+what it receives is there; sends never block.  Each link is a FIFO whose two ends agree, so the only
+way left to hang is a circle of waiting ranks, and the play finds it.
+
+Time counts in tokens of forward work unless a cost is given: a forward costs its rows, a backward
+twice that, communication nothing ("Efficient Large-Scale Language Model Training on GPU Clusters
+Using Megatron-LM", section 2.2, counts bubbles so).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, NoReturn
+
+from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.check import PlanError, check
+from megatron_prefix.tree import Segment
+
+Cost = Callable[[Segment, str], float]
+"""Time of a segment's "F" or "B" on all model chunks of one rank."""
+
+
+class Event(NamedTuple):
+    """One action of one rank in time."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every action of a plan runs.
+
+    Attributes:
+        events: rank by rank, each rank's in order of time.
+        makespan: end of the last action.
+        busy: time each rank computes.
+        peak_rows: per rank the most rows whose forward has run and whose backward has not ended;
+            a row on one of v model chunks counts 1/v (rounded up).
+        unit: what times count, "tokens" of forward work or "ms".
+    """
+
+    events: tuple[Event, ...]
+    makespan: float
+    busy: tuple[float, ...]
+    peak_rows: tuple[int, ...]
+    unit: str = "tokens"
+
+    @property
+    def num_actions(self) -> int:
+        """Actions of all ranks."""
+        return len(self.events)
+
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline size."""
+        return len(self.busy)
+
+    @cached_property
+    def bubble_fractions(self) -> tuple[float, ...]:
+        """Per rank the share of the makespan in which it waits."""
+        return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of all ranks' time in which they wait."""
+        return sum(self.bubble_fractions) / self.num_ranks
+
+    @property
+    def peak_live_rows(self) -> int:
+        """`peak_rows` of the rank that holds most."""
+        return max(self.peak_rows)
+
+    def peak_bytes(self, bytes_per_row: float) -> tuple[float, ...]:
+        """Per rank the most bytes kept for backward, `bytes_per_row` on all layers of a rank."""
+        return tuple(rows * bytes_per_row for rows in self.peak_rows)
+
+
+def token_cost(segment: Segment, kind: str) -> float:
+    """The default cost: a forward counts its rows, a backward twice."""
+    return segment.padded_length * (1 if kind == "F" else 2)
+
+
+def simulate(
+    plan: Plan,
+    *,
+    cost: Cost = token_cost,
+    ready_after: Sequence[int] | None = None,
+    unit: str = "tokens",
+) -> Timeline:
+    """Checks a plan and plays it.
+
+    Args:
+        plan: any plan.
+        cost: time of a segment's F or B on one rank.
+        ready_after: see `planner.loss_ready_after`.
+        unit: what `cost` counts in.
+
+    Raises:
+        PlanError: the plan cannot run.
+    """
+    check(plan, ready_after)
+    return _Play(plan, cost).run(unit)
+
+
+# The play -----------------------------------------------------------------------------------------
+
+
+class _Play:
+    """The state of one simulation of a plan that passed `check`."""
+
+    def __init__(self, plan: Plan, cost: Cost) -> None:
+        self.plan = plan
+        num, stages, share = len(plan.segments), plan.num_stages, 1 / plan.num_chunks
+        self.rows = [segment.padded_length for segment in plan.segments]
+        self.durations = {
+            kind: [cost(segment, kind) * share for segment in plan.segments] for kind in "FB"
+        }
+        # Per kind and stage when the segment's message is there, None while it is not; row -1 and
+        # row `stages` stand for what comes from outside and is there from the start.
+        self.arrivals: dict[str, list[list[float | None]]] = {
+            kind: [[None] * num for _ in range(stages)] for kind in "FB"
+        }
+        self.arrivals["F"][0] = [0.0] * num
+        self.arrivals["B"][stages - 1] = [0.0] * num
+        self.events: list[list[Event]] = [[] for _ in plan.programs]
+        self.clock = [0.0] * plan.num_ranks
+        self.live = [0] * plan.num_ranks
+        self.peak = [0] * plan.num_ranks
+
+    def run(self, unit: str) -> Timeline:
+        """Lets every rank run as far as it can, and again whenever a neighbour has got further."""
+        plan, num_ranks = self.plan, self.plan.num_ranks
+        ready = deque(range(num_ranks))
+        queued = [True] * num_ranks
+        while ready:
+            rank = ready.popleft()
+            queued[rank] = False
+            if self._advance(rank):
+                for neighbour in ((rank + 1) % num_ranks, (rank - 1) % num_ranks):
+                    if not queued[neighbour]:
+                        queued[neighbour] = True
+                        ready.append(neighbour)
+        stuck = [r for r in range(num_ranks) if len(self.events[r]) < len(plan.programs[r])]
+        if stuck:
+            self._deadlock(stuck)
+        busy = tuple(sum(event.end - event.start for event in events) for events in self.events)
+        return Timeline(
+            events=tuple(event for events in self.events for event in events),
+            makespan=max(self.clock),
+            busy=busy,
+            peak_rows=tuple(-(-rows // plan.num_chunks) for rows in self.peak),
+            unit=unit,
+        )
+
+    def _advance(self, rank: int) -> bool:
+        """Runs a rank until it must wait; whether it ran anything."""
+        plan, events = self.plan, self.events[rank]
+        program, num_ranks, num_stages = plan.programs[rank], plan.num_ranks, plan.num_stages
+        begun, clock, live, peak = len(events), self.clock[rank], self.live[rank], self.peak[rank]
+        for place in range(begun, len(program)):
+            action = program[place]
+            kind, index, chunk = action
+            stage = chunk * num_ranks + rank
+            arrivals = self.arrivals[kind]
+            arrival = arrivals[stage][index]
+            if arrival is None:
+                break
+            start = arrival if arrival > clock else clock
+            clock = start + self.durations[kind][index]
+            events.append(Event(rank, action, start, clock))
+            if kind == "F":
+                live += self.rows[index]
+                peak = live if live > peak else peak
+                target = stage + 1
+            else:
+                live -= self.rows[index]
+                target = stage - 1
+            if 0 <= target < num_stages:
+                arrivals[target][index] = clock
+        self.clock[rank], self.live[rank], self.peak[rank] = clock, live, peak
+        return len(events) > begun
+
+    def _deadlock(self, stuck: Sequence[int]) -> NoReturn:
+        plan, waits, marked = self.plan, [], []
+        for rank in stuck:
+            place = len(self.events[rank])
+            action = plan.programs[rank][place]
+            source = (rank + (-1 if action.kind == "F" else 1)) % plan.num_ranks
+            waits.append(f"rank {rank} at {action} for rank {source}")
+            marked.append((rank, place))
+        raise PlanError(f"deadlock: {', '.join(waits)} wait in a circle", plan, marked)

@@ -1,0 +1,105 @@
+"""Segments and plan of every step of one pipeline.  Pure.
+
+Planning a step takes milliseconds, choosing its chunk length tenths of a second; passes over the
+same rollouts (log-probs, several epochs) ask again, and are answered from memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.chunking import ChunkChooser
+from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.plan.joint_forest import JointForest
+from megatron_prefix.plan.memory_policy import policies
+from megatron_prefix.plan.planfile import PlanFile
+from megatron_prefix.plan.planner import best_plan
+from megatron_prefix.plan.simulator import Cost
+from megatron_prefix.tree import Forest, Pairs, Segment, build
+
+
+class StepPlanner:
+    """Plans the steps of one pipeline.
+
+    Args:
+        config: what the user set.
+        cost: of the model, for choosing chunk lengths.
+        align: alignment of segment boundaries.
+        num_ranks: pipeline size.
+        num_chunks: model chunks a rank.
+        group_size: Megatron's microbatch_group_size_per_vp_stage.
+
+    Raises:
+        UserError: the user's plan file cannot run.
+    """
+
+    def __init__(
+        self,
+        config: PrefixConfig,
+        cost: CostModel,
+        align: int,
+        num_ranks: int,
+        num_chunks: int,
+        group_size: int | None,
+    ) -> None:
+        self._options, self._shape = config.tree_options(align), (num_ranks, num_chunks)
+        self._memory = config.memory
+        self._file = PlanFile(config.plan_file) if config.plan_file else None
+        self._chooser: ChunkChooser | None = None
+        if config.chunk_tokens == "auto":
+            self._chooser = ChunkChooser(
+                num_ranks, num_chunks=num_chunks, run_ahead=config.run_ahead, group_size=group_size,
+                cost=_in_tokens(cost),
+            )  # fmt: skip
+        self._best = functools.lru_cache(maxsize=8)(
+            functools.partial(
+                best_plan, num_ranks=num_ranks, num_chunks=num_chunks, run_ahead=config.run_ahead,
+                group_size=group_size,
+            )
+        )  # fmt: skip
+
+    def build(
+        self, rollouts: Sequence[Pairs], groups: Sequence[int], microbatch_of: Sequence[int]
+    ) -> Forest:
+        """The step's segments.
+
+        Args:
+            rollouts: of the step.
+            groups: see `tree.build`.
+            microbatch_of: the trainer's microbatch of each rollout.
+        """
+        options = self._options
+        if self._chooser is not None:
+            chunk_tokens = self._chooser.choose(rollouts, groups, options, microbatch_of)
+            options = replace(options, chunk_tokens=chunk_tokens)
+        return build(rollouts, groups, options)
+
+    def plan(self, joint: JointForest) -> Plan:
+        """The rank's plan: the user's, where there is one, else the planner's.
+
+        Args:
+            joint: the rank's pipeline, and those it runs beside.
+
+        Raises:
+            UserError: the user's is of another step or pipeline.
+        """
+        if self._file is not None:
+            plan = self._file.fitting(joint.forest, *self._shape, joint.microbatch_of)
+        else:
+            plan = self._best(joint.union, microbatches=joint.union_microbatch_of)
+        # Whatever recomputes runs the layers forward once more, and so must all that is beside it.
+        kept = policies(joint.union.segments, self._memory)
+        return replace(plan, segments=joint.forest.segments, policies=kept)
+
+
+def _in_tokens(model: CostModel) -> Cost:
+    """The model's cost of a segment, in positions of linear work; a backward is two forwards."""
+
+    def cost(segment: Segment, kind: str) -> float:
+        return model.segment(segment) / model.linear * (1 if kind == "F" else 2)
+
+    return cost

@@ -1,0 +1,236 @@
+"""Runs one rank's program, one handler a kind of action.
+
+A segment's forward on a stage begins with the previous stage's output and ends with handing its
+own on; its backward begins with the next stage's gradient, or with the losses' on the last stage,
+or with zeros there when no loss reaches the segment.  Zeros are no trick: gK/gV enter inside the
+layers, and a backward that starts at the stage's output passes every hook and every recomputation
+on its way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from megatron_prefix.attention.core import SegmentContext
+from megatron_prefix.megatron.install import Hooks
+from megatron_prefix.moe.ledger import RouterLedger
+from megatron_prefix.offload.segment import OffloadedSegment, Offloader, addresses
+from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.memory_policy import BACKWARDS_AHEAD
+from megatron_prefix.run.batch import BatchAdapter, SegmentInputs
+from megatron_prefix.run.losses import Scorer
+from megatron_prefix.run.messages import Links
+from megatron_prefix.sidecar.cache import SidecarCache
+
+
+@dataclass
+class Stage:
+    """One model chunk during one step.
+
+    Attributes:
+        model: the chunk as the trainer knows it, wrappers included.
+        hooks: its hooks.
+        cache: its sidecar.
+        is_first: whether it holds the embedding and so receives no activations.
+        is_last: whether it holds the output layer and so sends none.
+        scorer: the losses, on the last stage only.
+        ledger: accounts for the routers' losses; None without routers and without gradients.
+        offloads: saved tensors of segments that wait on the host for their backward.
+        ahead: those of them that the backwards after the one that runs want back.
+        live: input and output of segments whose backward is still to come; the output with its
+            graph, or None where the forward will run again.
+    """
+
+    model: Any
+    hooks: Hooks
+    cache: SidecarCache
+    is_first: bool
+    is_last: bool
+    scorer: Scorer | None = None
+    ledger: RouterLedger | None = None
+    offloads: dict[int, OffloadedSegment] = field(default_factory=dict)
+    ahead: list[OffloadedSegment] = field(default_factory=list)
+    live: dict[int, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
+
+
+class Executor:
+    """Runs a plan on one rank.
+
+    Args:
+        plan: the step's plan.
+        stages: the rank's model chunks.
+        inputs: tokens, labels and positions of the segments.
+        adapter: knows how to call the model.
+        links: messages to and from the neighbours.
+        forward_only: run without gradients; a backward then only releases its segment.
+        timing: what times the computation of an action, if anything does.
+        offloader: takes what segments with policy "offload" save.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        stages: Sequence[Stage],
+        inputs: SegmentInputs,
+        adapter: BatchAdapter,
+        links: Links,
+        forward_only: bool,
+        timing: Callable[[Action], contextlib.AbstractContextManager] | None = None,
+        offloader: Offloader | None = None,
+    ) -> None:
+        self._offloader = offloader
+        self._timing = timing or _untimed
+        self._plan, self._stages, self._inputs = plan, stages, inputs
+        self._adapter, self._links = adapter, links
+        self._forward_only = forward_only
+        self._handlers: dict[str, Callable[[Action, Stage], None]] = {
+            "F": self._forward,
+            "B": self._release if forward_only else self._backward,
+        }
+
+    def run(self, rank: int) -> None:
+        """Runs the rank's program; whatever happens, nothing of the step is left behind."""
+        gradients = torch.no_grad() if self._forward_only else contextlib.nullcontext()
+        try:
+            for stage in self._stages:
+                stage.hooks.prepare(self._inputs.max_position)
+                stage.hooks.accumulate_weight_gradients()
+            with gradients:
+                program = self._plan.programs[rank]
+                for place, action in enumerate(program):
+                    stage = self._stages[action.chunk]
+                    stage.ahead[:] = self._wanted(program[place : place + 1 + BACKWARDS_AHEAD])
+                    with _annotated(action):
+                        self._handlers[action.kind](action, stage)
+                    self._links.advance()
+            self._links.finish()
+        finally:
+            for stage in self._stages:
+                stage.hooks.replay = None
+                stage.live.clear()
+                stage.offloads.clear()
+                stage.ahead.clear()
+                stage.cache.clear()
+            if self._offloader is not None:
+                self._offloader.end_step()
+
+    def _context(self, index: int, stage: Stage, backward: bool = False) -> SegmentContext:
+        segment = self._plan.segments[index]
+        lengths = tuple(span.padded // stage.cache.parts for span in segment.spans)
+        blocks = stage.cache.map.blocks[index]
+        positions = self._inputs[index][2]
+        return SegmentContext(
+            index, segment.inner, lengths, blocks, positions, stage.cache, stage.ledger, backward,
+            None if backward else stage.offloads.get(index), stage.ahead,
+        )  # fmt: skip
+
+    def _forward(self, action: Action, stage: Stage) -> None:
+        index = action.segment
+        received = None if stage.is_first else self._links.receive(action)
+        if received is not None and not self._forward_only:
+            received.requires_grad_()
+        again = self._plan.policy(index) == "recompute"
+        if self._plan.policy(index) == "offload" and not self._forward_only:
+            stage.offloads[index] = self._offloaded(stage, received)
+        with self._timing(action):
+            with torch.no_grad() if again else contextlib.nullcontext():
+                output = self._call(index, stage, received)
+            if self._scored(index, stage):
+                stage.scorer.take(index, output, differentiable=not self._forward_only)  # type: ignore[union-attr]
+        if not self._forward_only:
+            stage.live[index] = received, None if again else output
+        if not stage.is_last:
+            self._links.send(action, output)
+            if self._frees_outputs(stage) and not again:
+                deallocate_output_tensor(output, True)
+
+    def _call(self, index: int, stage: Stage, received: Tensor | None) -> Tensor:
+        """Runs the model chunk on a segment: its forward, or its forward again."""
+        tokens, labels, positions = self._inputs[index].unsqueeze(1)
+        get_attr_wrapped_model(stage.model, "set_input_tensor")(received)
+        scored = self._scored(index, stage)
+        with stage.hooks.running(self._context(index, stage), scored=scored), _autocast(stage):
+            return self._adapter.call(stage.model, tokens, positions, labels)
+
+    def _backward(self, action: Action, stage: Stage) -> None:
+        index = action.segment
+        scored = self._scored(index, stage)
+        received, output = stage.live.pop(index)
+        freed = self._frees_outputs(stage) and output is not None
+        if output is None:  # while the gradient is on its way
+            with self._timing(action):
+                output = self._call(index, stage, received)
+        gradient = None if stage.is_last else self._links.receive(action)
+        if index in stage.offloads:
+            stage.offloads[index].prefetch()
+        with (
+            self._timing(action),
+            stage.hooks.running(self._context(index, stage, backward=True), scored=scored),
+        ):
+            if scored:
+                gradient = stage.scorer.cotangent(index)  # type: ignore[union-attr]
+            elif gradient is None:
+                gradient = torch.zeros_like(output)
+            if freed:
+                custom_backward(output, gradient)
+            else:
+                torch.autograd.backward(output, gradient)
+        if received is not None:
+            if received.grad is None:
+                raise RuntimeError(f"{action}: no gradient has reached the stage's input")
+            self._links.send(action, received.grad)
+        stage.offloads.pop(index, None)
+        self._release(action, stage)
+
+    def _scored(self, index: int, stage: Stage) -> bool:
+        return stage.scorer is not None and self._plan.segments[index].scored
+
+    def _offloaded(self, stage: Stage, received: Tensor | None) -> OffloadedSegment:
+        if self._offloader is None:
+            raise RuntimeError("the plan offloads, and nothing is there to do it")
+        model = stage.hooks.model
+        return self._offloader.segment(addresses(received, *model.parameters(), *model.buffers()))
+
+    def _wanted(self, actions: Sequence[Action]) -> list[OffloadedSegment]:
+        """What the backwards right after the first action, a backward too, want back."""
+        backwards = itertools.takewhile(lambda action: action.kind == "B", actions)
+        stages = ((index, self._stages[chunk]) for _, index, chunk in [*backwards][1:])
+        return [stage.offloads[index] for index, stage in stages if index in stage.offloads]
+
+    def _release(self, action: Action, stage: Stage) -> None:
+        if stage.scorer is not None:
+            stage.scorer.release(action.segment)
+        if self._plan.segments[action.segment].inner:
+            stage.cache.free(action.segment, consumed=not self._forward_only)
+
+    def _frees_outputs(self, stage: Stage) -> bool:
+        """Whether outputs that were sent keep their graph only (Megatron's option)."""
+        config = stage.hooks.model.config
+        return config.deallocate_pipeline_outputs and not (stage.is_last or self._forward_only)
+
+
+def _autocast(stage: Stage) -> contextlib.AbstractContextManager:
+    config = stage.hooks.model.config
+    if config.enable_autocast:
+        return torch.autocast("cuda", dtype=config.autocast_dtype)
+    return contextlib.nullcontext()
+
+
+def _untimed(_: Action) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext()
+
+
+def _annotated(action: Action) -> contextlib.AbstractContextManager:
+    """An NVTX range with the action's name, as the trainers' profilers show them."""
+    if torch.cuda.is_available():
+        return torch.cuda.nvtx.range(str(action))
+    return contextlib.nullcontext()

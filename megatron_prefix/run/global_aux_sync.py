@@ -1,0 +1,104 @@
+"""What data-parallel ranks owe each other when routers balance the global batch.
+
+Their backwards then wait for counts of all of them (moe/group_counts.py), so they take one
+schedule, and no plan may have a backward wait for what it counts later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.cost import Decision
+from megatron_prefix.plan.joint_forest import JointForest
+
+
+def together(
+    decision: Decision, num_microbatches: int, group: Any, device: torch.device
+) -> Decision:
+    """The stock schedule on every data-parallel rank, where one of them takes it.
+
+    Every rank calls this; a rank that shares would wait for other sums than one that does not.
+
+    Args:
+        decision: this rank's.
+        num_microbatches: of the trainer on this rank.
+        group: the data-parallel process group, context parallelism included.
+        device: where its tensors live.
+
+    Raises:
+        UserError: the ranks have different numbers of microbatches; on every rank of the group.
+    """
+    mine = torch.tensor([int(decision.share), num_microbatches, -num_microbatches], device=device)
+    dist.all_reduce(mine, op=dist.ReduceOp.MIN, group=group)
+    share, fewest, most = mine.tolist()
+    if fewest != -most:
+        raise UserError(
+            f"global_aux_loss, and data-parallel ranks with {fewest} to {-most} microbatches: give"
+            " all equally many, or use aux_loss"
+        )
+    if not decision.share or share:
+        return decision
+    reason = "another data-parallel rank takes the stock schedule, and global_aux_loss needs one"
+    return replace(decision, share=False, fallback=True, reason=reason)
+
+
+def progress(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[tuple[int, int]]:
+    """Per action of a rank how far its counting is before it, and how far it must be.
+
+    Args:
+        plan: the step's plan.
+        rank: in the pipeline.
+        microbatch_of: the trainer's microbatch of each rollout.
+
+    Returns:
+        (microbatches 0, 1, ... that all forwards before the action have counted, microbatches whose
+        sums it waits for).
+    """
+    through = [
+        {microbatch_of[rollout] for span in segment.spans for rollout in span.rollouts}
+        for segment in plan.segments
+    ]
+    left = [0] * (max(microbatch_of, default=-1) + 1)
+    for microbatches in through:
+        for microbatch in microbatches:
+            left[microbatch] += plan.num_chunks
+    found, done = [], 0
+    for action in plan.programs[rank]:
+        backward = action.kind == "B"
+        found.append((done, 1 + max(through[action.segment], default=-1) if backward else 0))
+        if not backward:
+            for microbatch in through[action.segment]:
+                left[microbatch] -= 1
+            while done < len(left) and not left[done]:
+                done += 1
+    return found
+
+
+def prove(plan: Plan, joint: JointForest, rank: int) -> None:
+    """Refuses a plan, a user's own, whose backwards would wait for sums that come after them.
+
+    Ranks that share experts run side by side, so what one of them waits for all must have started.
+
+    Args:
+        plan: the step's plan.
+        joint: the rank's pipeline, and those it runs joint.
+        rank: in the pipeline.
+
+    Raises:
+        UserError: naming the action.
+    """
+    union = replace(plan, segments=joint.union.segments)
+    steps = zip(plan.programs[rank], progress(union, rank, joint.union_microbatch_of), strict=True)
+    for action, (counted, needed) in steps:
+        if counted < needed:
+            raise UserError(
+                f"rank {rank}: {action} waits for the global_aux_loss of {needed} microbatches"
+                f" and the plan has counted {counted} by then: run it later, or give no plan file"
+            )

@@ -1,0 +1,226 @@
+"""Device memory of one schedule: which policies a step runs with, and what if it does not fit.
+
+When memory runs out in the middle of a step, the step is undone and made once more with every inner
+segment recomputed.  That takes a rank that nobody waits for: alone in its pipeline, its tensor-,
+context- and expert-parallel groups.  Where others wait for it in a collective it cannot go back
+alone, and to ask them first would cost every step a collective; then the step ends with an error,
+and so do the other ranks, which lose a neighbour.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import StepOutOfMemory, UserError
+from megatron_prefix.megatron.features import offload_refusal
+from megatron_prefix.moe.versions import has_global_loss
+from megatron_prefix.offload import rates
+from megatron_prefix.offload.segment import Offloader
+from megatron_prefix.offload.transfers import free_bytes, transfers_of
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.plan.footprint import Footprint
+from megatron_prefix.plan.joint_forest import JointForest
+from megatron_prefix.plan.memory_policy import Rates, automatic, leaner
+from megatron_prefix.plan.peak_memory import RankMemory, predict, table
+from megatron_prefix.run import expert_sync
+from megatron_prefix.run.rewind import Rewind
+from megatron_prefix.tree import Segment, Span
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class MemoryControl:
+    """Device memory of one schedule.
+
+    Args:
+        config: what the user set.
+    """
+
+    def __init__(self, config: PrefixConfig) -> None:
+        self._config = config
+        self._offloader: Offloader | None = None
+
+    def chosen(
+        self, plan: Plan, joint: JointForest, models: list[Any], groups: ProcessGroupCollection
+    ) -> Plan:
+        """The plan with policies that fit, by memory "auto"; all ranks of `groups` call this.
+
+        Args:
+            plan: of the step.
+            joint: its segments among those of ranks that share experts.
+            models: the rank's model chunks.
+            groups: process groups.
+        """
+        config, device = get_model_config(models[0]), device_of(models)
+        found = rates.measured(device, config.params_dtype)
+        numbers = _least(
+            [free_bytes(device, self._config.memory_budget), found.flops, found.link],
+            _companions(groups, config), device,
+        )  # fmt: skip
+        free, flops, link = map(_rounded, numbers)
+        policies = automatic(
+            replace(plan, segments=_longest(joint)), self.footprint(models),
+            CostModel.of_config(config), Rates(flops, link), free,
+            not any(map(offload_refusal, models)),
+        )  # fmt: skip
+        return replace(plan, policies=policies)
+
+    def footprint(self, models: list[Any]) -> Footprint:
+        """Bytes per row of the model on this rank."""
+        language_model = get_attr_wrapped_model(models[0], "decoder", return_model_obj=True)
+        vocab_size = getattr(language_model, "vocab_size", 0)
+        return Footprint.of_config(
+            language_model.config,
+            vocab_size,
+            self._config.cp_reduce,
+            self._config.cache_host_layers,
+        )
+
+    def predicted(self, plan: Plan, models: list[Any], rank: int) -> RankMemory:
+        """What one rank of the pipeline is predicted to hold."""
+        return predict(plan, self.footprint(models))[rank]
+
+    def offloader(
+        self, plan: Plan, models: list[Any], rank: int, forward_only: bool
+    ) -> Offloader | None:
+        """What takes tensors to the host in a step that begins; None where all stay.
+
+        Raises:
+            UserError: the model cannot run with "offload".
+        """
+        offloads = "offload" in plan.policies and not forward_only
+        if not (offloads or self._config.cache_host_layers):
+            return None
+        refused = [refusal for refusal in map(offload_refusal, models) if refusal]
+        if offloads and refused:
+            raise UserError(refused[0])
+        if self._offloader is None:
+            transfers = transfers_of(device_of(models), self._config.memory_budget)
+            self._offloader = Offloader(transfers)
+        predicted = self.predicted(plan, models, rank)
+        staged = predicted.staged if offloads else 0.0
+        self._offloader.begin_step(predicted.peak, staged + predicted.cache_staged)
+        return self._offloader
+
+    def run(
+        self,
+        attempt: Callable[[Plan], Result],
+        plan: Plan,
+        models: list[Any],
+        groups: ProcessGroupCollection,
+        forward_only: bool,
+    ) -> tuple[Result, Plan]:
+        """Makes a step; where memory runs out, undoes it and makes it once more with a leaner plan.
+
+        Args:
+            attempt: runs a plan, and leaves nothing behind when it fails.
+            plan: of the step.
+            models: the rank's model chunks.
+            groups: process groups.
+            forward_only: whether the step has no gradients.
+
+        Returns:
+            What `attempt` returned, and the plan that it ran.
+
+        Raises:
+            StepOutOfMemory: the step does not fit.
+        """
+        companions = _companions(groups, get_model_config(models[0]))
+        alone = all(group.size() == 1 for group in companions)
+        lean = leaner(plan) if alone and not forward_only else None
+        before = Rewind(models, device_of(models)) if lean is not None else None
+        try:
+            return attempt(plan), plan
+        except torch.OutOfMemoryError as error:
+            reason = _first_sentence(error)
+        # The frames of the failed step, and all tensors in them, are gone by now.
+        free_memory()
+        if lean is None or before is None:
+            why = "nothing leaner is left" if alone else "other ranks wait in this step"
+            raise self._failure(f"{reason}; not tried again: {why}", plan, models)
+        if not before.possible():
+            why = "gradients were not zero when the step began"
+            raise self._failure(f"{reason}; not tried again: {why}", plan, models)
+        before.undo()
+        logger.warning("%s: the step is made again, every inner segment recomputed", reason)
+        try:
+            return attempt(lean), lean
+        except torch.OutOfMemoryError as error:
+            reason = _first_sentence(error)
+        free_memory()
+        raise self._failure(f"{reason}; with all inner segments recomputed, too", lean, models)
+
+    def _failure(self, reason: str, plan: Plan, models: list[Any]) -> StepOutOfMemory:
+        rows = table(plan, predict(plan, self.footprint(models)))
+        logger.error("predicted besides weights and gradients, GiB:\n%s", rows)
+        return StepOutOfMemory(
+            f"{reason}. Give fewer wave_tokens, chunk_tokens, Megatron's recompute_granularity, or"
+            f" more ranks\n{rows}"
+        )
+
+
+def free_memory() -> None:
+    """Returns what is no longer used to the device; models and their hooks refer to one another."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _companions(groups: ProcessGroupCollection, config: Any) -> list[Any]:
+    """Groups whose ranks wait for one another in the middle of a step."""
+    found = [groups.tp, groups.cp, groups.pp, expert_sync.expert_group(groups)]
+    if has_global_loss(config):
+        found.append(groups.dp_cp)
+    return [group for group in found if group is not None]
+
+
+def _least(numbers: list[float], groups: Sequence[Any], device: torch.device) -> list[float]:
+    """The smallest of each number over ranks that meet; every rank of the groups calls this."""
+    groups = [group for group in groups if group.size() > 1]
+    if not groups:
+        return numbers
+    values = torch.tensor(numbers, dtype=torch.float64, device=device)
+    for group in groups:  # of a grid: after the last one it is the smallest of all of them
+        dist.all_reduce(values, dist.ReduceOp.MIN, group=group)
+    return values.tolist()
+
+
+def _rounded(number: float) -> float:
+    """Down to six binary digits, so that choices do not change with every byte."""
+    if number <= 0:
+        return 0.0
+    mantissa, exponent = math.frexp(number)
+    return math.ldexp(math.floor(mantissa * 64) / 64, exponent)
+
+
+def _longest(joint: JointForest) -> tuple[Segment, ...]:
+    """The segments of the rank that has most rows, place by place."""
+    if len(joint.lengths[0]) == 1:
+        return joint.forest.segments
+    return tuple(
+        segment._replace(spans=(Span(segment.spans[0].start, n, n, segment.spans[0].rollouts),))
+        for segment, lengths in zip(joint.union.segments, joint.lengths, strict=True)
+        for n in [max(lengths)]
+    )
+
+
+def device_of(models: list[Any]) -> torch.device:
+    """Where a rank's model chunks are."""
+    return next(models[0].parameters()).device
+
+
+def _first_sentence(error: BaseException) -> str:
+    return "out of device memory: " + str(error).partition(". ")[0]

@@ -1,0 +1,69 @@
+"""What a step did, for metrics and benchmarks."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.cost import Decision
+from megatron_prefix.plan.peak_memory import RankMemory
+from megatron_prefix.plan.simulator import simulate
+from megatron_prefix.run.timing import Stopwatch
+from megatron_prefix.tree import Forest
+
+
+@dataclass
+class StepReport:
+    """What the last step did; the numbers behind the `prefix_sharing/` metrics.
+
+    Attributes:
+        forest: the step's segments.
+        decision: which schedule ran and why.
+        fallback_count: steps so far in which the stock schedule ran although sharing was wanted.
+        plan: what the prefix schedule runs or would have run.
+        joint: the same actions on the segments of all pipelines that run side by side.
+        stopwatch: times of this rank's actions, in a step that was measured.
+        memory: predicted of this rank, where the prefix schedule ran with gradients.
+        base_bytes: allocated on the device when the step began.
+        room_bytes: what the step could still use then; 0 where nobody knows.
+        cache_bytes: the most that K/V and gK/gV took at once.
+        retried: memory ran out, and the step was made once more.
+    """
+
+    forest: Forest
+    decision: Decision
+    fallback_count: int
+    plan: Plan
+    joint: Plan
+    stopwatch: Stopwatch | None = None
+    memory: RankMemory | None = None
+    base_bytes: int = 0
+    room_bytes: float = 0.0
+    cache_bytes: int = 0
+    retried: bool = False
+
+    @property
+    def predicted_peak(self) -> float | None:
+        """Predicted peak of device memory in bytes, with what was there when the step began."""
+        if self.memory is None:
+            return None
+        return self.base_bytes + self.memory.within(self.room_bytes).peak
+
+    @property
+    def measured_peak(self) -> int | None:
+        """Peak of allocated device memory in bytes, over all that has run since the process's
+        statistics were last reset; None without a GPU."""
+        return torch.cuda.max_memory_allocated() if self.base_bytes else None
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of all ranks' time in which they wait, simulated."""
+        return _bubble_fraction(self.plan)
+
+
+@functools.lru_cache(maxsize=16)
+def _bubble_fraction(plan: Plan) -> float:
+    return simulate(plan).bubble_fraction

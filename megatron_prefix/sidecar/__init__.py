@@ -1,0 +1,1 @@
+"""What spans leave for their children, and what they get back."""

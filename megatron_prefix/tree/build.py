@@ -1,0 +1,287 @@
+"""Rollouts -> segment tree.  Pure: numpy only, neither torch nor megatron.
+
+A *position* of a rollout is one (input token, label token) pair; a rollout of n tokens has n-1.
+The tree is a trie over those pairs, so the last prompt token, whose label differs by rollout, falls
+into the branches by itself.  Two rollouts share what their sorted neighbours share, which makes the
+whole construction a sort, one comparison of neighbours and one pass with a stack: linear in tokens
+but for the sort.  Trees of rollouts as in "AReaL-DTA", section 3 (prefix tree); the flat group of
+"Schedule-Level Shared-Prefix Reuse for LLM RL Training", section 2.1, is the tree of depth one.
+
+Where routers follow given routes, where a position is sent to is a part of its pair.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.tree.forest import Forest, Pairs, Segment, Span, TreeOptions, check_routes
+
+__all__ = ["Forest", "Pairs", "Segment", "Span", "TreeOptions", "Tries", "build", "find_shared"]
+
+
+@dataclass
+class _Node:
+    """A trie node while the tree is built: positions [start, end) of `members`."""
+
+    start: int
+    end: int
+    members: list[int]
+    children: list[_Node] = field(default_factory=list)
+    chained: bool = False  # continues its parent: the next chunk of one segment
+
+    def ending(self) -> list[int]:
+        """Members that no child carries on."""
+        below = {member for child in self.children for member in child.members}
+        return [member for member in self.members if member not in below]
+
+
+@dataclass(frozen=True)
+class Tries:
+    """A step's rollouts with what they share found, and nothing cut or batched yet.
+
+    Finding it reads every token; all chunk lengths can then be tried for next to nothing.
+    """
+
+    trees: tuple[list[_Node], ...]
+    num_positions: tuple[int, ...]
+    first_trained: tuple[int, ...]
+    options: TreeOptions
+    unshared_by_routes: int = 0
+
+    @property
+    def executed_tokens(self) -> int:
+        """Positions that the prefix schedule computes, however they are cut."""
+        return sum(node.end - node.start for roots in self.trees for node in _preorder(roots))
+
+    def forest(self, chunk_tokens: int | None = None) -> Forest:
+        """The segments, with chunks of at most `chunk_tokens` (default: the options')."""
+        options, first = self.options, self.first_trained
+        if chunk_tokens is not None:
+            options = replace(options, chunk_tokens=chunk_tokens)
+        segments: list[Segment] = []
+        for number, roots in enumerate(self.trees):
+            cut = _chunked(_copied(roots), first, options)
+            segments.extend(_flatten(cut, number, len(segments), first, options))
+        return Forest(
+            tuple(segments), self.num_positions, first, options.align,
+            unshared_by_routes=self.unshared_by_routes,
+        )  # fmt: skip
+
+
+def build(
+    rollouts: Sequence[Pairs],
+    groups: Sequence[int] | None = None,
+    options: TreeOptions | None = None,
+) -> Forest:
+    """Makes the forest of a step; see `find_shared` for the arguments and errors."""
+    return find_shared(rollouts, groups, options).forest()
+
+
+def find_shared(
+    rollouts: Sequence[Pairs],
+    groups: Sequence[int] | None = None,
+    options: TreeOptions | None = None,
+) -> Tries:
+    """Finds what the rollouts of a step share.
+
+    Args:
+        rollouts: the step's rollouts; indices into this sequence name them everywhere.
+        groups: group number of each rollout (default: all in one group).
+        options: see TreeOptions.
+
+    Raises:
+        UserError: a rollout without a position, `groups` of another length, or routes that do not
+            fit (`segments.check_routes`).
+    """
+    options = options or TreeOptions()
+    groups = [0] * len(rollouts) if groups is None else list(groups)
+    if len(groups) != len(rollouts):
+        raise UserError(f"{len(groups)} group numbers for {len(rollouts)} rollouts: give one each")
+    for index, rollout in enumerate(rollouts):
+        if not len(rollout) == len(rollout.labels) == len(rollout.trained) or not len(rollout):
+            raise UserError(
+                f"rollout {index}: {len(rollout)} inputs, {len(rollout.labels)} labels,"
+                f" {len(rollout.trained)} loss flags: give equally many, at least one"
+            )
+    check_routes(rollouts)
+    first = tuple(rollout.first_trained for rollout in rollouts)
+    trees: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        trees.setdefault(group if options.share == "group" else 0, []).append(index)
+    roots = (_trie(rollouts, members, first, options) for members in trees.values())
+    found = tuple(_dissolved(nodes, options.min_gain) for nodes in roots)
+    tries = Tries(found, tuple(len(r) for r in rollouts), first, options)
+    if not any(rollout.routes is not None for rollout in rollouts):
+        return tries
+    free = find_shared([replace(r, routes=None) for r in rollouts], groups, options)
+    return replace(tries, unshared_by_routes=tries.executed_tokens - free.executed_tokens)
+
+
+def _trie(
+    rollouts: Sequence[Pairs], members: list[int], first: Sequence[int], options: TreeOptions
+) -> list[_Node]:
+    """The compressed trie of `members`, with boundaries rounded down to the alignment."""
+    codes = {m: rollouts[m].codes() for m in members}
+    same: dict[bytes, list[int]] = {}
+    for m in members:
+        same.setdefault(codes[m].astype(">u8").tobytes(), []).append(m)
+    # Copies have one node, which keeps the loss of each in leaves.
+    earliest = {copies[0]: min(first[m] for m in copies) for copies in same.values()}
+    top = _Node(0, 0, [])
+    stack, before = [top], -1
+    for _, copies in sorted(same.items()):
+        rollout = copies[0]
+        shared = _shared(codes, earliest, before, rollout, options) if before >= 0 else 0
+        lower = None
+        while stack[-1].end > shared:
+            lower = stack.pop()
+        if stack[-1].end < shared:
+            if lower is None:
+                raise RuntimeError("a shared run without a node below it")
+            middle = _Node(stack[-1].end, shared, [], [lower])
+            stack[-1].children[-1] = middle
+            lower.start = shared
+            stack.append(middle)
+        leaf = _Node(shared, len(codes[rollout]), copies)
+        stack[-1].children.append(leaf)
+        stack.append(leaf)
+        before = rollout
+    _gather_members(top)
+    return top.children
+
+
+def _shared(
+    codes: dict[int, np.ndarray], first: dict[int, int], a: int, b: int, options: TreeOptions
+) -> int:
+    """Positions that two different rollouts share, rounded toward the root."""
+    num = min(len(codes[a]), len(codes[b]))
+    differs = (codes[a][:num] != codes[b][:num]).any(axis=1)
+    shared = int(differs.argmax()) if differs.any() else num
+    if options.loss_in_leaves:
+        shared = min(shared, first[a], first[b])
+    return shared // options.align * options.align
+
+
+def _preorder(roots: Sequence[_Node]) -> Iterator[_Node]:
+    """Parents before children; reads `children` only after the caller has seen the parent."""
+    todo = list(reversed(roots))
+    while todo:
+        node = todo.pop()
+        yield node
+        todo.extend(reversed(node.children))
+
+
+def _gather_members(top: _Node) -> None:
+    """Fills `members` of the inner nodes and puts children in the order of their first rollout."""
+    for node in reversed(list(_preorder([top]))):
+        node.members = sorted({*node.members, *(m for c in node.children for m in c.members)})
+        node.children.sort(key=lambda child: child.members[0])
+
+
+def _dissolved(roots: list[_Node], min_gain: int) -> list[_Node]:
+    """Gives a segment that saves fewer than `min_gain` positions to its children, parents first."""
+    top = _Node(0, 0, [], roots)
+    for node in _preorder([top]):
+        kept: list[_Node] = []
+        todo = list(reversed(node.children))
+        while todo:
+            child = todo.pop()
+            copies = len(child.children) + bool(child.ending())
+            if not child.children or (copies - 1) * (child.end - child.start) >= min_gain:
+                kept.append(child)
+                continue
+            for grandchild in child.children:
+                grandchild.start = child.start
+            ends_here = [_Node(child.start, child.end, child.ending())] if child.ending() else []
+            todo.extend(reversed([*ends_here, *child.children]))
+        node.children = kept
+    return top.children
+
+
+def _copied(roots: list[_Node]) -> list[_Node]:
+    top = _Node(0, 0, [], roots)
+    for node in _preorder([top]):
+        node.children = [replace(child) for child in node.children]
+    return top.children
+
+
+def _chunked(roots: list[_Node], first: Sequence[int], options: TreeOptions) -> list[_Node]:
+    """Cuts every node longer than `chunk_tokens` into a chain of nearly equal chunks."""
+    longest = options.chunk_tokens // options.align * options.align
+    if not longest:
+        return roots
+    for node in list(_preorder(roots)):
+        # Loss kept in leaves stays whole: only the part before it may be cut.
+        end = node.end
+        if options.loss_in_leaves:
+            end = min(end, *(first[m] for m in node.members))
+        end = node.end if end == node.end else end // options.align * options.align
+        bounds = _equal_bounds(node.start, end, longest, options.align)
+        if end < node.end:
+            bounds.append(node.end)
+        tail, last = _Node(bounds[-2], bounds[-1], node.members, node.children), node
+        if len(bounds) == 2:
+            continue
+        node.end = bounds[1]
+        for start, stop in itertools.pairwise(bounds[1:-1]):
+            chunk = _Node(start, stop, node.members, chained=True)
+            last.children, last = [chunk], chunk
+        tail.chained = True
+        last.children = [tail]
+    return roots
+
+
+def _equal_bounds(start: int, end: int, longest: int, align: int) -> list[int]:
+    """Bounds of the fewest nearly equal chunks, each at most `longest`, multiples of `align`."""
+    if end <= start:
+        return [start]
+    num = -(-(end - start) // longest)
+    units = -(-(end - start) // align)
+    bounds = [start + align * (units * i // num) for i in range(num)]
+    return [*bounds, end]
+
+
+def _flatten(
+    roots: list[_Node], tree: int, offset: int, first: Sequence[int], options: TreeOptions
+) -> list[Segment]:
+    """Segments of one tree in F-order, leaves of one parent batched into waves."""
+    found: list[Segment] = []
+    todo = [(-1, batch) for batch in reversed(_batched(roots, options))]
+    while todo:
+        parent, nodes = todo.pop()
+        index, inner = offset + len(found), bool(nodes[0].children)
+        rows = tuple(_row(node, options.align) for node in nodes)
+        scored = any(first[m] < span.end for span in rows for m in span.rollouts)
+        found.append(Segment(parent, tree, rows, inner, inner and nodes[0].chained, scored))
+        if inner:
+            todo.extend((index, batch) for batch in reversed(_batched(nodes[0].children, options)))
+    return found
+
+
+def _row(node: _Node, align: int) -> Span:
+    length = node.end - node.start
+    return Span(node.start, length, -(-length // align) * align, tuple(node.members))
+
+
+def _batched(nodes: Sequence[_Node], options: TreeOptions) -> list[list[_Node]]:
+    """Siblings as microbatches: an inner node alone, leaves greedily up to `wave_tokens`."""
+    batches: list[list[_Node]] = []
+    room = -1
+    wave: list[_Node] | None = None
+    for node in nodes:
+        padded = _row(node, options.align).padded
+        if node.children:
+            batches.append([node])
+        elif wave is not None and (padded <= room or not options.wave_tokens):
+            wave.append(node)
+            room -= padded
+        else:
+            wave = [node]
+            batches.append(wave)
+            room = options.wave_tokens - padded
+    return batches

@@ -1,0 +1,1 @@
+"""Both schedules run on the same rollouts and are compared."""

@@ -1,0 +1,227 @@
+"""Stock schedule against prefix schedule: same weights, same rollouts, one optimizer step each.
+
+What is compared is what training sees: every microbatch's loss, the log-prob of every trained
+token, every parameter's gradient and every parameter after the step; verdict.py judges.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.data.rollouts import Group
+from megatron_prefix.megatron.install import install
+from megatron_prefix.models.build import unwrap
+from megatron_prefix.models.local import ContextParallelAttention
+from megatron_prefix.models.optimizer import build_optimizer
+from megatron_prefix.models.weights import global_parameters
+from megatron_prefix.moe.observed import take_auxiliary
+from megatron_prefix.numerics import DRAWS
+from megatron_prefix.rl import batches, loss, passes
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.verify.verdict import (
+    ADAM_EPS,
+    LR,
+    STOCK,
+    Alignment,
+    Errors,
+    Trace,
+    data_rank,
+    judge,
+    over_ranks,
+)
+
+GATHERED = "stock schedule, its local attention over gathered keys"
+"""The baseline where Megatron's local attention refuses context parallelism (models/local.py)."""
+
+__all__ = [
+    "Alignment", "Trace", "align", "data_rank", "microbatches", "over_ranks",
+    "run_step", "with_old_logprobs",
+]  # fmt: skip
+
+Microbatch = dict[str, Any]
+Schedule = Callable[..., list[Any]]
+
+
+def microbatches(groups: Sequence[Group], seed: int, multiple: int = 1) -> list[Microbatch]:
+    """One microbatch a rollout, with advantages that differ by rollout.
+
+    Advantages are drawn by seed: rewards may be equal throughout a group, and comparing zero
+    gradients would prove nothing.
+    """
+    draw = np.random.default_rng(seed)
+    return [
+        batches.microbatch(rollout, float(draw.standard_normal()), multiple=multiple)
+        for group in groups
+        for rollout in group.rollouts
+    ]
+
+
+def on_this_cp_rank(items: Sequence[Microbatch]) -> list[Microbatch]:
+    """This rank's slices of whole microbatches."""
+    rank = parallel_state.get_context_parallel_rank()
+    size = parallel_state.get_context_parallel_world_size()
+    return [batches.on_cp_rank(item, rank, size) for item in items]
+
+
+def with_old_logprobs(
+    items: Sequence[Microbatch], logprobs: Sequence[np.ndarray], seed: int
+) -> list[Microbatch]:
+    """The microbatches with old log-probs near the model's own, so that ratios differ from 1.
+
+    Only the last pipeline stage has log-probs, and only its losses need them.
+    """
+    if not logprobs:
+        return list(items)
+    draw = np.random.default_rng(seed)
+    found = []
+    for item, values in zip(items, logprobs, strict=True):
+        noise = 0.1 * draw.standard_normal(len(values))
+        found.append(batches.with_logprobs(item, "old_logprobs", values + noise))
+    return found
+
+
+def run_step(
+    schedule: Schedule, chunks: list[Any], items: Sequence[Microbatch], *, optimize: bool = True
+) -> Trace:
+    """Forward, backward and, to `optimize`, one AdamW step; the weights are put back afterwards."""
+    buffers = [(b, b.clone()) for chunk in chunks for b in unwrap(chunk).buffers()]
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    # No clipping: at its edge a rounding difference would switch a token's gradient on or off.
+    step = _recording(loss.forward_step(loss.GrpoConfig(clip_low=1.0, clip_high=1e9)))
+    logs = passes.run(schedule, step, chunks, items)
+    gradients = {name: p.main_grad.detach().clone() for name, p in _parameters(chunks)}
+    after = _after_adamw(chunks) if optimize else {}
+    auxiliary = take_auxiliary([unwrap(chunk) for chunk in chunks])
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    losses = [(log["loss"][0] / log["loss"][1].clamp(min=1)).double().cpu() for log in logs]
+    logprobs = [log["logprobs"].double().cpu() for log in logs]
+    return Trace(_joined(losses), _joined(logprobs), gradients, after, auxiliary)
+
+
+def _after_adamw(chunks: list[Any]) -> dict[str, Tensor]:
+    """Every parameter after a step with the gradients that are there; the parameters stay."""
+    before = {name: p.detach().clone() for name, p in _parameters(chunks)}
+    optimizer = build_optimizer(chunks, lr=LR, eps=ADAM_EPS, clip_grad=0.0)
+    optimizer.step()
+    optimizer.zero_grad()  # it has set p.grad, where a backward would add to it
+    after = {name: p.detach().clone() for name, p in _parameters(chunks)}
+    with torch.no_grad():
+        for name, parameter in _parameters(chunks):
+            parameter.copy_(before[name])
+    return after
+
+
+def align(
+    chunks: list[Any],
+    groups: Sequence[Group],
+    prefix_config: PrefixConfig,
+    *,
+    seed: int = 1234,
+    multiple: int = 1,
+    reference: Callable[[], list[Any]] | None = None,
+    num_tokens: int | None = None,
+) -> Alignment:
+    """Compares the two schedules on one rank's rollouts.
+
+    Args:
+        chunks: this rank's model chunks, wrapped in DDP.
+        groups: this rank's rollouts.
+        prefix_config: of the prefix schedule.
+        seed: of advantages and old log-probs.
+        multiple: positions of a rollout are padded to it (tp under sequence parallelism, times 2*cp
+            with context parallelism).
+        reference: builds fp32 chunks with the same weights; needed for 16 bit, where errors are
+            pooled over several draws.
+        num_tokens: positions of all data-parallel ranks' rollouts, which a gradient sums up; None:
+            this rank's are all.
+    """
+    for chunk in chunks:
+        install(chunk, prefix_config.kernel)  # what cannot run is refused before anything runs
+    stock, ours = get_forward_backward_func(), PrefixSchedule(replace(prefix_config, mode="on"))
+    raw = sum(len(rollout) - 1 for group in groups for rollout in group.rollouts)
+    exact = reference() if reference is not None else None
+
+    def run(draw: int) -> tuple[list[Microbatch], Trace, Trace, float]:
+        """Items, what stock and prefix schedule make of them, and by what log-probs differ."""
+        vocab, first = unwrap(chunks[0]).vocab_size, seed + 2 * draw
+        drawn = _relabelled(groups, vocab, first) if draw else groups
+        items = on_this_cp_rank(microbatches(drawn, first, multiple))
+        values = passes.logprobs(stock, chunks, items) or []
+        ours_values = values if draw else passes.logprobs(ours, chunks, items) or []
+        items = with_old_logprobs(items, values, first + 1)
+        expected, found = (run_step(s, chunks, items, optimize=not draw) for s in (stock, ours))
+        return items, expected, found, _largest_difference(values, ours_values)
+
+    items, expected, found, forward_diff = run(0)
+    if ours.report is None:
+        raise RuntimeError("the prefix schedule left no report")
+    executed = ours.report.forest.executed_tokens
+    verdict = judge(expected, found, forward_diff, (num_tokens or raw, raw, executed))
+    if exact is not None:
+        errors = Errors()
+        errors.add(expected, found, run_step(stock, exact, items, optimize=False))
+        for draw in range(1, DRAWS):
+            items, expected, found, _ = run(draw)
+            errors.add(expected, found, run_step(stock, exact, items, optimize=False))
+        verdict = errors.judged(verdict)
+    return replace(verdict, baseline=_baseline(chunks))
+
+
+def _relabelled(groups: Sequence[Group], vocab_size: int, seed: int) -> list[Group]:
+    """The same rollouts in other tokens: what is shared stays shared."""
+    other = np.random.default_rng(seed).permutation(vocab_size).astype(np.int32)
+    return [
+        replace(group, rollouts=tuple(replace(r, tokens=other[r.tokens]) for r in group.rollouts))
+        for group in groups
+    ]
+
+
+def _baseline(chunks: list[Any]) -> str:
+    """What the stock schedule's attention is, in words."""
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    return GATHERED if any(isinstance(m, ContextParallelAttention) for m in modules) else STOCK
+
+
+def _largest_difference(expected: Sequence[np.ndarray], found: Sequence[np.ndarray]) -> float:
+    pairs = zip(expected, found, strict=True)
+    return max((float(np.abs(a - b).max()) for a, b in pairs if len(a)), default=0.0)
+
+
+def _parameters(chunks: list[Any]) -> Iterator[tuple[str, Any]]:
+    for chunk in chunks:
+        yield from global_parameters(unwrap(chunk))
+
+
+def _joined(values: list[Tensor]) -> Tensor:
+    """All values in one row; a single zero on a pipeline stage that has none."""
+    return torch.cat([torch.zeros(1, dtype=torch.float64), *(v.reshape(-1) for v in values)])
+
+
+def _recording(step: loss.ForwardStep) -> loss.ForwardStep:
+    """The forward step with the trained tokens' log-probs among its logs."""
+
+    def recorded(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Tensor, Any]:
+        item = next(data_iterator)
+        output, loss_func = step(itertools.chain([item]), model)
+
+        def with_logprobs(values: Tensor) -> Any:
+            total, num_tokens, logs = loss_func(values)
+            mask = (item["loss_mask"] != 0).to(values.device)
+            return total, num_tokens, {**logs, "logprobs": -values.detach()[mask]}
+
+        return output, with_logprobs
+
+    return recorded

@@ -1,0 +1,1 @@
+"""Plans and timelines as pictures and traces."""

@@ -1,0 +1,114 @@
+"""Chunk lengths that are chosen: short steps, quickly, and the same answer for the same shape."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from megatron_prefix.plan import chunking
+from megatron_prefix.plan.chunking import ChunkChooser, action_cost
+from megatron_prefix.plan.planner import best_plan
+from megatron_prefix.plan.simulator import Cost, simulate, token_cost
+from megatron_prefix.tree import Pairs, TreeOptions, find_shared
+from tests.harness.trees import flat_rollouts
+
+
+@pytest.mark.parametrize(
+    ("p", "r", "n", "stages", "wave", "chunks"),
+    [
+        (10240, 2048, 16, 4, 2048, 1),
+        (10240, 2048, 8, 8, 2048, 1),
+        (16384, 64, 16, 4, 1024, 1),
+        (8192, 1024, 16, 4, 4096, 1),
+        (10240, 2048, 8, 4, 2048, 2),
+        (256, 512, 4, 2, 4096, 1),
+    ],
+)
+def test_auto_is_within_five_percent_of_a_sweep(p, r, n, stages, wave, chunks) -> None:
+    rollouts, groups = flat_rollouts(p, r, n, 4)
+    shared = find_shared(rollouts, groups, TreeOptions(wave_tokens=wave))
+    sweep = (0, *range(p // 20, p + 1, p // 20))
+    plans = {n: best_plan(shared.forest(n), stages, num_chunks=chunks) for n in sweep}
+    chooser = ChunkChooser(stages, num_chunks=chunks)
+    chosen = chooser.choose(rollouts, groups, TreeOptions(wave_tokens=wave))
+    found = best_plan(shared.forest(chosen), stages, num_chunks=chunks)
+
+    def makespan(plan, cost: Cost) -> float:
+        return simulate(plan, cost=cost).makespan
+
+    for cost in (token_cost, action_cost):
+        best = min(makespan(plan, cost) for plan in plans.values())
+        assert makespan(found, cost) <= 1.05 * best
+        assert makespan(found, cost) <= makespan(plans[0], cost)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_auto_is_within_five_percent_on_uneven_trees(seed) -> None:
+    """A sweep of every multiple of 256, prompts that branch once more, one to three groups."""
+    rng = random.Random(seed)
+    rollouts, groups = [], []
+    for group in range(rng.randint(1, 3)):
+        prompt = np.arange(rng.choice((1024, 3000, 8192))) + (group << 15)
+        turn = np.arange(len(prompt) // 4) + (1 << 20) + (group << 15)
+        for number in range(rng.randint(2, 8)):
+            answer = np.arange(rng.randint(64, 1024)) + (2 + len(rollouts) << 21)
+            tokens = np.concatenate([prompt, turn, answer][:: 1 + number % 2])
+            trained = np.arange(len(tokens) - 1) >= len(prompt)
+            rollouts.append(Pairs(tokens[:-1], tokens[1:], trained))
+            groups.append(group)
+    options = TreeOptions(wave_tokens=rng.choice((512, 1024, 2048)))
+    stages, chunks = rng.choice(((2, 1), (4, 1), (4, 2), (8, 1)))
+    shared = find_shared(rollouts, groups, options)
+
+    def makespan(chunk_tokens: int) -> float:
+        plan = best_plan(shared.forest(chunk_tokens), stages, num_chunks=chunks)
+        return simulate(plan, cost=action_cost).makespan
+
+    best = min(map(makespan, range(0, max(map(len, rollouts)), 256)))
+    chosen = ChunkChooser(stages, num_chunks=chunks).choose(rollouts, groups, options)
+    assert makespan(chosen) <= 1.05 * best < makespan(0)
+
+
+def test_auto_cuts_nothing_where_nothing_waits() -> None:
+    rollouts, groups = flat_rollouts(1000, 100, 4, 2)
+    assert ChunkChooser(1).choose(rollouts, groups, TreeOptions()) == 0
+    assert ChunkChooser(4).choose([], [], TreeOptions()) == 0
+    assert ChunkChooser(4).choose(*flat_rollouts(100, 20, 4, 2), TreeOptions()) == 0
+
+
+def test_the_first_groups_stand_for_a_large_step() -> None:
+    """As many as fit, at least one; microbatches_of are of those rollouts only."""
+    few, some = flat_rollouts(2048, 256, 16, 4)
+    many, all_groups = flat_rollouts(2048, 256, 16, 12)
+    options = TreeOptions(wave_tokens=256)
+    microbatch_of = [1000 + rollout // 2 for rollout in range(len(many))]
+    chosen = ChunkChooser(4).choose(many, all_groups, options, microbatch_of)
+    assert chosen == ChunkChooser(4).choose(few, some, options, microbatch_of) > 0
+    assert chunking._first_groups([5] * 100 + [6]) == list(range(100))
+    assert chunking._first_groups([0, 1] * 32 + [2]) == list(range(64))
+
+
+def test_a_shape_is_searched_once(monkeypatch) -> None:
+    searched = []
+    search = ChunkChooser._best
+    monkeypatch.setattr(ChunkChooser, "_best", lambda *args: searched.append(None) or search(*args))
+    chooser = ChunkChooser(4)
+    rollouts, groups = flat_rollouts(1024, 256, 4, 2)
+    answers = {chooser.choose(rollouts, groups, TreeOptions()) for _ in range(3)}
+    assert (len(answers), len(searched)) == (1, 1)
+    chooser.choose(rollouts, groups, TreeOptions(), [r // 2 for r in range(len(rollouts))])
+    chooser.choose(*flat_rollouts(1024, 128, 4, 2), TreeOptions())
+    assert len(searched) == 3
+    monkeypatch.setattr(chunking, "_MOST_KNOWN", 3)
+    assert chooser.choose(*flat_rollouts(1024, 64, 4, 2), TreeOptions()) >= 0
+    assert len(chooser._known) == 1
+
+
+def test_align_is_kept() -> None:
+    rng = random.Random(0)
+    rollouts, groups = flat_rollouts(rng.randrange(3000, 4000), 300, 4, 2)
+    options = TreeOptions(align=1000, wave_tokens=1000)
+    chosen = ChunkChooser(4).choose(rollouts, groups, options)
+    assert chosen == 0 or chosen >= 1000

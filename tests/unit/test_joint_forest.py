@@ -1,0 +1,137 @@
+"""Pipelines side by side: one plan for all, which ends though ranks wait at every action."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.check import check_segments
+from megatron_prefix.plan.joint_forest import JointForest, joint_forest
+from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
+from megatron_prefix.plan.simulator import simulate
+from megatron_prefix.tree import Forest, build
+from tests.harness.trees import flat_rollouts, random_forest
+
+
+def some(rng: random.Random, num: int) -> tuple[list[Forest], list[list[int]]]:
+    """Forests, one of them without a rollout now and then, and microbatches of some rollouts."""
+    forests = [random_forest(rng) if rng.random() < 0.9 else build([]) for _ in range(num)]
+    microbatches_of = []
+    for forest in forests:
+        microbatch_of = [number // rng.randint(1, 3) for number in range(len(forest.num_positions))]
+        microbatches_of.append([sorted(set(microbatch_of)).index(one) for one in microbatch_of])
+    return forests, microbatches_of
+
+
+def all_of(forests: list[Forest], microbatches_of: list[list[int]]) -> list[JointForest]:
+    return [joint_forest(forests, microbatches_of, place) for place in range(len(forests))]
+
+
+def play_in_lockstep(plans: list[Plan], ready_after: list[list[int]]) -> int:
+    """Actions done when no rank of any pipeline can go on.
+
+    A rank runs its next action when it is the same in all pipelines, and each has what its own
+    waits for.
+    """
+    num_ranks, num_stages = plans[0].num_ranks, plans[0].num_stages
+    places, done = [0] * num_ranks, [set() for _ in plans]
+
+    def ready(pipeline: int, rank: int) -> bool:
+        action = plans[pipeline].programs[rank][places[rank]]
+        if action != plans[0].programs[rank][places[rank]]:
+            return False
+        kind, index, chunk = action
+        stage, ran = plans[pipeline].stage(rank, chunk), done[pipeline]
+        if kind == "F":
+            return stage == 0 or ("F", index, stage - 1) in ran
+        if stage < num_stages - 1:
+            return ("B", index, stage + 1) in ran
+        return ("F", ready_after[pipeline][index], stage) in ran
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(num_ranks):
+            while places[rank] < len(plans[0].programs[rank]) and all(
+                ready(pipeline, rank) for pipeline in range(len(plans))
+            ):
+                for pipeline, plan in enumerate(plans):
+                    kind, index, chunk = plan.programs[rank][places[rank]]
+                    done[pipeline].add((kind, index, plan.stage(rank, chunk)))
+                places[rank] += 1
+                moved = True
+    return sum(places)
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(1, 4), st.integers(1, 2))
+@settings(max_examples=60)
+def test_a_plan_of_the_union_is_one_for_all(rng, num, num_ranks, num_chunks) -> None:
+    num_chunks = num_chunks if num_ranks > 1 else 1
+    forests, microbatches_of = some(rng, num)
+    found = all_of(forests, microbatches_of)
+    assert all(each.union == found[0].union for each in found)
+    ready_after = [loss_ready_after(each.forest, each.microbatch_of) for each in found]
+    for make in (make_plan, best_plan):
+        union, microbatches = found[0].union, found[0].union_microbatch_of
+        joint = make(union, num_ranks, num_chunks=num_chunks, microbatches=microbatches)
+        plans = [Plan(each.forest.segments, joint.programs, num_chunks) for each in found]
+        for plan, needs in zip(plans, ready_after, strict=True):
+            simulate(plan, ready_after=needs)
+            check_segments(plan.segments)
+            assert not plan.segments or Plan.from_csv(plan.to_csv()) == plan
+        num_actions = 2 * num_chunks * num_ranks * len(union.segments)
+        assert play_in_lockstep(plans, ready_after) == num_actions
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 4))
+@settings(max_examples=60)
+def test_every_forest_is_in_the_union_and_fillers_are_padding(rng, num) -> None:
+    forests, microbatches_of = some(rng, num)
+    for forest, microbatch_of, found in zip(
+        forests, microbatches_of, all_of(forests, microbatches_of), strict=True
+    ):
+        filled = found.forest
+        real = [index for index, s in enumerate(filled.segments) if s.spans[0].rollouts]
+        place = dict(zip(real, range(len(real)), strict=True)) | {-1: -1}
+        kept = (filled.segments[index] for index in real)
+        assert tuple(s._replace(parent=place[s.parent]) for s in kept) == forest.segments
+        assert filled.executed_tokens == forest.executed_tokens
+        assert found.microbatch_of == tuple(microbatch_of)
+        for index, segment in enumerate(filled.segments):
+            if index not in real:
+                assert segment.padded_length == forest.align and segment.parent == -1
+                assert not (segment.inner or segment.extends or segment.scored)
+        assert Forest.from_ints(filled.to_ints()) == filled
+    assert found.union.raw_tokens == sum(forest.raw_tokens for forest in forests)
+    assert found.union.executed_tokens == sum(forest.executed_tokens for forest in forests)
+    most = max(len(forest.segments) for forest in forests)
+    assert len(found.union.segments) >= most
+    if num == 1:
+        assert found.union == forests[0] == found.forest
+
+
+def test_the_union_of_like_forests_has_no_fillers() -> None:
+    forests = [build(*flat_rollouts(64, length, 4, 2)) for length in (4096, 4100)]
+    found = joint_forest(forests, [range(8)] * 2)
+    assert found.forest == forests[0] and not found.even
+    assert joint_forest(forests[:1] * 2, [range(8)] * 2).even
+
+
+def test_plans_made_apart_hang_in_lockstep() -> None:
+    """What a joint plan is for: the play finds it."""
+    forests = [build(*flat_rollouts(64, 4096, *size)) for size in ((8, 1), (2, 4))]
+    microbatches_of = [range(len(forest.num_positions)) for forest in forests]
+    filled = [each.forest for each in all_of(forests, microbatches_of)]
+    apart = [make_plan(forest, 4) for forest in filled]
+    ready_after = [loss_ready_after(forest) for forest in filled]
+    assert play_in_lockstep(apart, ready_after) < sum(map(len, apart[0].programs))
+
+
+def test_a_wave_is_over_before_the_next_though_another_rank_has_fewer() -> None:
+    forests = [build(*flat_rollouts(1024, 4096, num, 2)) for num in (3, 6)]
+    found = joint_forest(forests, [range(6), range(12)])
+    joint = make_plan(found.union, microbatches=found.union_microbatch_of)
+    assert joint.programs == make_plan(forests[1]).programs

@@ -1,0 +1,82 @@
+"""The folders of the package: which of them import torch, and that none import each other."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness import data
+
+PACKAGE = data.REPOSITORY / "megatron_prefix"
+PURE_ROOMS = ("tree", "plan")
+AT_THE_ROOT = {"__init__.py", "__main__.py", "config.py", "errors.py"}
+
+
+def _imported(source: str) -> Iterator[str]:
+    """Dotted names of all modules that are imported when the code runs, in functions too."""
+    tree = ast.parse(source)
+    hints = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in hints:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _rooms() -> dict[str, set[str]]:
+    """Which rooms each room imports; files at the root are none."""
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    used: dict[str, set[str]] = {folder: set() for folder in folders}
+    for folder in folders:
+        for path in (PACKAGE / folder).rglob("*.py"):
+            for name in _imported(path.read_text(encoding="utf-8")):
+                parts = name.split(".")
+                if parts[0] == "megatron_prefix" and len(parts) > 1 and parts[1] in folders:
+                    used[folder].add(parts[1])
+        used[folder].discard(folder)
+    return used
+
+
+def _circle(used: dict[str, set[str]]) -> list[str]:
+    """Rooms that import one another in a circle; empty where there are none."""
+    left = dict(used)
+    while left:
+        free = [room for room, others in left.items() if not others & left.keys()]
+        if not free:
+            return sorted(left)
+        for room in free:
+            del left[room]
+    return []
+
+
+@pytest.mark.parametrize("room", PURE_ROOMS)
+def test_tree_and_plan_import_neither_torch_nor_megatron(room) -> None:
+    for path in sorted((PACKAGE / room).rglob("*.py")):
+        heavy = {name.partition(".")[0] for name in _imported(path.read_text(encoding="utf-8"))}
+        assert not heavy & {"torch", "megatron"}, path.name
+
+
+def test_no_two_rooms_import_each_other() -> None:
+    assert _circle(_rooms()) == []
+
+
+def test_a_circle_would_be_found() -> None:
+    assert _circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c", "d"]
+    assert _circle({"a": {"b"}, "b": set()}) == []
+    source = "def f():\n    import torch.nn\n    from megatron_prefix import run"
+    assert list(_imported(source)) == ["torch.nn", "megatron_prefix.run"]
+
+
+def test_only_a_handful_of_files_is_at_the_root() -> None:
+    assert {path.name for path in Path(PACKAGE).glob("*.py")} == AT_THE_ROOT
