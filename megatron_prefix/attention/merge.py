@@ -6,7 +6,7 @@ lse_i = log sum exp S_i and out_i = sum softmax(S_i) v. The softmax over all key
     lse = log sum_i exp(lse_i)          out = sum_i exp(lse_i - lse) * out_i
 
 ("FlashInfer: Efficient and Customizable Attention Engine for LLM Inference Serving", section 2.2;
-the same sum in any order). A learned sink is one more term of the sum, with no value.
+the same sum in any order).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def merge(parts: Sequence[Partial]) -> Merged:
     """(out [s, h, dv], lse [h, s]) of query rows that see the keys of all ``parts``.
 
     Every part covers all rows; where it sees no key its lse is -inf and its out, whatever it holds,
-    counts for exactly 0 (`spread` makes such parts). A single part is returned as it is. Sums are
+    counts for exactly 0. A single part is returned as it is. Sums are
     taken in lse's dtype and rounded once to out's: on CUDA in one fused pass for `MOST_PARTS`.
 
     Raises ValueError for no parts or parts of different shapes.
@@ -52,38 +52,6 @@ def merge(parts: Sequence[Partial]) -> Merged:
         out, lse = combine(outs[:MOST_PARTS], lses[:MOST_PARTS], lses[0].dtype)
         outs, lses = [out, *outs[MOST_PARTS:]], [lse, *lses[MOST_PARTS:]]
     return combine(outs, lses, dtype)
-
-
-def spread(part: Partial, start: int, padded_length: int) -> Partial:
-    """``part`` as rows [start, start + s) of ``padded_length`` rows; the others see no key."""
-    stop = start + part.out.shape[0]
-    if start < 0 or stop > padded_length:
-        raise ValueError(f"rows {start} to {stop} are not within {padded_length} rows")
-    out = part.out.new_zeros(padded_length, *part.out.shape[1:])
-    lse = part.lse.new_full((part.lse.shape[0], padded_length), float("-inf"))
-    out[start:stop], lse[:, start:stop] = part.out, part.lse
-    return Partial(out, lse)
-
-
-def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Merged:
-    """Adds a sink to merged attention: a learned logit a head, ``sink`` [h], that has no value.
-
-    lse' = log(exp(lse) + exp(sink)) and out' = out * exp(lse - lse'). Blocks whose backward gets
-    out' and lse' return gradients that are right with the sink; its own is `sink_gradient`.
-    """
-    total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
-    return (out * _by_row(torch.exp(lse - total))).to(out.dtype), total
-
-
-def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Gradient [h] of the sink, from ``out`` and ``lse`` with the sink in them.
-
-    The sink's weight is p = exp(sink - lse) and the gradient of a score is p * (dp - D) with
-    D = rowsum(dout * out); dp is 0, since the sink has no value. Summed over rows.
-    """
-    d = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    weight = torch.exp(sink.to(lse.dtype)[:, None] - lse)
-    return -(weight.transpose(0, 1) * d).sum(0).to(sink.dtype)
 
 
 def _merge(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype) -> Merged:

@@ -32,6 +32,9 @@ from megatron_prefix.runtime.layout import Layout
 from megatron_prefix.verify import align
 
 GIB = float(1 << 30)
+WARM_UP = 3
+"""Calls of each schedule before the timed ones: the prefix schedule's kernels choose by the shapes
+that they have met, and make plans for some in the first call and for others in the third."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,7 @@ def time_groups(
         spec: the model's shape.
         chunks: the model, wrapped in DDP.
         config: of the prefix schedule.
-        repeats: timed calls of each schedule, after one that is not timed.
+        repeats: timed calls of each schedule, after WARM_UP that are not timed.
         seed: of the advantages.
         stock_times: remembers the stock schedule's (ms, GiB) by name, so that two wave lengths of
             one shape time it once.
@@ -172,10 +175,7 @@ def _timed(
     cuda = torch.cuda.is_available() and next(chunks[0].parameters()).is_cuda
     wait: Callable[[], None] = torch.cuda.synchronize if cuda else (lambda: None)
     times = []
-    # The prefix schedule gets three calls before the timed ones: its kernels choose by the shapes
-    # that they have met, and make plans for some in the first and for others in the third.
-    warm = 3 if isinstance(schedule, PrefixSchedule) else 1
-    for repeat in range(-warm, repeats):
+    for repeat in range(-WARM_UP, repeats):
         for chunk in chunks:
             chunk.zero_grad_buffer()
         if cuda and repeat == 0:
@@ -186,7 +186,7 @@ def _timed(
         wait()
         times.append(1e3 * (time.perf_counter() - begin))
     peak = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
-    return statistics.median(times[warm:]), peak
+    return statistics.median(times[WARM_UP:]), peak
 
 
 def aligned(

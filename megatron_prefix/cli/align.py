@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
             "--dtype float64 --device cuda: Megatron's optimizer takes no float64 gradients on a"
             " GPU; give --device cpu, or float32"
         )
-    config = config_of(args, memory=args.memory, kernel=args.kernel, cp_reduce=args.cp_reduce)
+    config = config_of(args)
     spec = presets.resolve(options.model, **dict(options.overrides))
     groups, dropped = load_groups(args, spec.vocab_size)
     spec, groups = fit_vocabulary(options, groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from megatron_prefix.config import PrefixConfig
@@ -11,6 +12,8 @@ from megatron_prefix.plan.planfile import PlanFile
 from megatron_prefix.runtime.layout import Layout
 
 _DEFAULTS = PrefixConfig()
+_OPTIONS = {"mode": "prefix_schedule", "plan_file": "prefix_plan"}
+"""Fields of PrefixConfig whose options have other names."""
 
 
 def whole(least: int = 1) -> Callable[[str], int]:
@@ -114,11 +117,6 @@ def layout_of(args: argparse.Namespace, world_size: int | None = None) -> Layout
     )
 
 
-def alignment_of(layout: Layout) -> int:
-    """See Layout.alignment."""
-    return layout.alignment
-
-
 def add_lengths(parser: argparse.ArgumentParser) -> None:
     """What shapes tree and plan: `--chunk-tokens --wave-tokens --min-gain --share ...`."""
     group = parser.add_argument_group("lengths, in tokens")
@@ -182,22 +180,16 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of(args: argparse.Namespace, **more: Any) -> PrefixConfig:
-    """The configuration that `add_lengths` and `add_plan` read; `more` are further fields, and win.
+    """The configuration that a verb's options say; `more` are further fields, and win.
+
+    Options have the names of their fields; a field whose option the verb lacks keeps its default.
 
     Raises:
         UserError: values that contradict, or a plan that cannot run.
     """
-    values: dict[str, Any] = dict(
-        chunk_tokens=args.chunk_tokens,
-        wave_tokens=args.wave_tokens,
-        min_gain=args.min_gain,
-        share=args.share,
-        loss_in_leaves=args.loss_in_leaves,
-        run_ahead=args.run_ahead,
-        plan_file=getattr(args, "prefix_plan", None),
-        memory_budget_gb=getattr(args, "memory_budget_gb", 0.0),
-        cache_host_layers=getattr(args, "cache_host_layers", 0),
-    )
-    if values["plan_file"]:
+    names = {field.name: _OPTIONS.get(field.name, field.name) for field in fields(PrefixConfig)}
+    given = vars(args)
+    values = {name: given[option] for name, option in names.items() if option in given}
+    if values.get("plan_file"):
         PlanFile(values["plan_file"])  # here, and not first on every rank
     return PrefixConfig(**{**values, **more})

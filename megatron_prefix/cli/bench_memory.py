@@ -77,7 +77,7 @@ def _measure(
     from megatron_prefix.models import presets
 
     options = model_options(args)
-    config = config_of(args, kernel=args.kernel, cp_reduce=args.cp_reduce)
+    config = config_of(args)
     spec = presets.resolve(options.model, **dict(options.overrides))
     spec = spec if spec.vocab_size else spec.with_vocab(2048)
     layout = runtime.Layout()

@@ -108,7 +108,7 @@ def _layout(args: argparse.Namespace) -> Layout:
 
 def _planned(args: argparse.Namespace, layout: Layout) -> _Step:
     model = resolve(args.model)
-    align = args.align or arguments.alignment_of(layout)
+    align = args.align or layout.alignment
     config = arguments.config_of(args, chunk_tokens=0)
     groups, dropped = load_groups(args)
     rollouts, numbers = pairs_of_groups(groups)

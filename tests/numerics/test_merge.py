@@ -11,12 +11,11 @@ from torch import Tensor
 from megatron_prefix.attention import merge as merging
 from megatron_prefix.attention.interface import Partial
 from megatron_prefix.attention.kernels import KERNELS
-from megatron_prefix.attention.merge import add_sink, merge, sink_gradient, spread
+from megatron_prefix.attention.merge import merge
 from megatron_prefix.numerics import assert_close
 
 HEADS, DIM, ROWS = 4, 8, 11
 MATH = KERNELS["math"]
-HALVES = (slice(0, 4), slice(4, 13))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
@@ -31,12 +30,9 @@ def random_part(seed: int, dtype: torch.dtype = torch.float64, rows: int = ROWS)
     return Partial(out, lse if dtype is torch.float64 else lse.float())
 
 
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
-    """One softmax over all keys, and over a sink's logit where there is one."""
-    scores = q.transpose(0, 1) @ k.permute(1, 2, 0)
-    if sink is not None:
-        scores = torch.cat([scores, sink[:, None, None].expand(-1, q.shape[0], 1)], -1)
-    weights = scores.softmax(-1)[..., : k.shape[0]]
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One softmax over all keys."""
+    weights = (q.transpose(0, 1) @ k.permute(1, 2, 0)).softmax(-1)
     return (weights @ v.transpose(0, 1)).transpose(0, 1)
 
 
@@ -106,62 +102,12 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
     assert torch.equal(dominated, parts[0].out)
 
 
-def test_parts_of_some_rows() -> None:
-    """Span ranges that overlap, touch and leave a gap, against each row's own keys."""
-    q = random_rows(ROWS, HEADS, torch.float64, 0)
-    ranges, parts, seen = ((0, 6), (4, 9), (8, 9)), [], []
-    for i, (start, stop) in enumerate(ranges):
-        k, v = (random_rows(5 + i, HEADS, torch.float64, 10 * i + j) for j in (1, 2))
-        parts.append(spread(MATH.dense(q[start:stop], k, v, 1.0), start, ROWS))
-        seen.append((start, stop, k, v))
-    out, _ = merge(parts)
-    for row in range(9):
-        kv = [(k, v) for start, stop, k, v in seen if start <= row < stop]
-        keys, values = (torch.cat(x) for x in zip(*kv, strict=True))
-        wanted = softmax_attention(q[row : row + 1], keys, values)
-        assert_close(out[row : row + 1], wanted, keys.shape[0], what=f"row {row}")
-    assert not out[9:].any()
-
-
 def test_misuse_is_a_value_error() -> None:
     part = random_part(0)
     with pytest.raises(ValueError, match="nothing to merge"):
         merge([])
     with pytest.raises(ValueError, match="different shapes"):
         merge([part, random_part(1, rows=ROWS + 1)])
-    with pytest.raises(ValueError, match="not within 12 rows"):
-        spread(part, 2, 12)
-
-
-def test_sink_is_one_more_logit() -> None:
-    """Output and all gradients, the sink's too, against autograd through one softmax."""
-    q, k, v, dout = (
-        random_rows(n, HEADS, torch.float64, i) for i, n in enumerate((ROWS, 13, 13, ROWS))
-    )
-    sink = torch.linspace(-2.0, 3.0, HEADS, dtype=torch.float64)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v, sink)]
-    wanted = softmax_attention(*leaves)
-    wanted.backward(dout)
-
-    parts = [MATH.dense(q, k[:4], v[:4], 1.0), MATH.dense(q, k[4:], v[4:], 1.0)]
-    out, lse = add_sink(*merge(parts), sink)
-    assert_close(out, wanted, 14)
-    shares = [MATH.dense_backward(dout, q, k[r], v[r], out, lse, (), 1.0) for r in HALVES]
-    assert_close(shares[0][0] + shares[1][0], leaves[0].grad, 14, what="dq")
-    for i, leaf in ((1, leaves[1]), (2, leaves[2])):
-        assert_close(torch.cat([share[i] for share in shares]), leaf.grad, ROWS, what=f"input {i}")
-    assert_close(sink_gradient(dout, out, lse, sink), leaves[3].grad, ROWS * DIM, what="sink")
-
-
-def test_sink_keeps_dtypes_and_empty_rows() -> None:
-    part = random_part(0, torch.bfloat16)
-    empty = Partial(torch.zeros_like(part.out), torch.full_like(part.lse, -float("inf")))
-    sink = torch.ones(HEADS, dtype=torch.bfloat16)
-    out, lse = add_sink(*merge([empty, empty]), sink)
-    assert not out.any() and torch.equal(lse, torch.ones_like(lse))
-    out, lse = add_sink(*merge([part]), sink)
-    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
-    assert sink_gradient(out, out, lse, sink).dtype == torch.bfloat16
 
 
 def test_the_merge_is_one_graph() -> None:

@@ -102,13 +102,16 @@ def test_a_shape_is_searched_once(monkeypatch) -> None:
     chooser.choose(*flat_rollouts(1024, 128, 4, 2), TreeOptions())
     assert len(searched) == 3
     monkeypatch.setattr(chunking, "_MOST_KNOWN", 3)
-    assert chooser.choose(*flat_rollouts(1024, 64, 4, 2), TreeOptions()) >= 0
-    assert len(chooser._known) == 1
+    fourth = *flat_rollouts(1024, 64, 4, 2), TreeOptions()
+    assert chooser.choose(*fourth) == ChunkChooser(4).choose(*fourth) > 0
+    assert len(chooser._known) == 1 and len(searched) == 5
 
 
 def test_align_is_kept() -> None:
-    rng = random.Random(0)
-    rollouts, groups = flat_rollouts(rng.randrange(3000, 4000), 300, 4, 2)
-    options = TreeOptions(align=1000, wave_tokens=1000)
-    chosen = ChunkChooser(4).choose(rollouts, groups, options)
-    assert chosen == 0 or chosen >= 1000
+    """Where a shorter chunk would be chosen without it, and chunks pay all the same."""
+    rollouts, groups = flat_rollouts(3000, 300, 4, 2)
+    chosen = [
+        ChunkChooser(4).choose(rollouts, groups, TreeOptions(align=align, wave_tokens=1000))
+        for align in (1, 1000)
+    ]
+    assert 0 < chosen[0] < 1000 <= chosen[1]

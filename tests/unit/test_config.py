@@ -6,6 +6,8 @@ import dataclasses
 
 import pytest
 
+from megatron_prefix.cli.arguments import config_of
+from megatron_prefix.cli.main import make_parser
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.tree import TreeOptions
@@ -54,3 +56,26 @@ def test_chunks_are_no_shorter_than_the_alignment() -> None:
 def test_a_configuration_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         PrefixConfig().mode = "off"  # type: ignore[misc]
+
+
+ANSWERS = {
+    "mode": "auto", "chunk_tokens": 512, "wave_tokens": 99, "min_gain": 7, "loss_in_leaves": True,
+    "share": "batch", "kernel": "math", "memory": "offload", "memory_budget_gb": 3.0,
+    "cache_host_layers": 2, "cp_reduce": "segment", "run_ahead": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", ["train rollouts", "align --rollouts rollouts", "bench"])
+def test_every_option_of_the_command_line_arrives(verb: str) -> None:
+    """All fields but `min_speedup` and `plan_file`; `mode` only where the verb can say it."""
+    wanted = dict(ANSWERS) if verb.startswith("train") else {**ANSWERS, "mode": "on"}
+    assert {f.name for f in dataclasses.fields(PrefixConfig)} - wanted.keys() == {
+        "min_speedup", "plan_file",
+    }  # fmt: skip
+    name, *arguments = verb.split()
+    for field, value in wanted.items():
+        option = "--prefix-schedule" if field == "mode" else "--" + field.replace("_", "-")
+        if field == "mode" and name != "train":
+            continue
+        arguments += [option] if value is True else [option, str(value)]
+    assert config_of(make_parser(name).parse_args([name, *arguments])) == PrefixConfig(**wanted)

@@ -130,7 +130,7 @@ def test_peaks_of_a_gpu(
     plan = plan_of(*shape, **options)
     plan = replace(plan, policies=policies(plan.segments, policy))
     (memory,) = predict(plan, Footprint.of_spec(resolve("llama3-8b")))
-    assert 0.98 <= (45.0 + memory.peak / GIB) / measured <= 1.02
+    assert 0.98 <= memory.peak / GIB / (measured - 45.0) <= 1.02
 
 
 # Phase B there: (shape, policy), GiB without the 45.0, and asked of the reduction in percent.
@@ -165,17 +165,20 @@ def test_peak_of_the_longest_sequence_of_a_gpu() -> None:
 
 
 def test_what_is_offloaded_may_linger() -> None:
-    """16 rollouts of 10k/2k: Phase B took 14.0 GiB in one run and 30.9 in another, for the copies
-    to the host were still under way; with 30 GiB to use and chunks, 16.2."""
+    """16 rollouts of 10k/2k: Phase B took 14.02 GiB in one run and 30.95 in another, for the copies
+    to the host were still under way; with 30 GiB to use and chunks, 16.16."""
     footprint = Footprint.of_spec(resolve("llama3-8b"))
-    for chunk, room, measured in ((0, 90, (14.02, 30.95)), (2048, 30, (16.16,))):
+    kv = 10240 * 32 * (footprint.kv + footprint.kv_grad)
+    offloaded = 10240 * 32 * footprint.inner
+    for chunk, room, most in ((0, 90, kv + offloaded), (2048, 30, 30 * GIB), (0, 10, None)):
         plan = plan_of(10240, 2048, 16, 1, chunk)
         plan = replace(plan, policies=policies(plan.segments, "offload"))
         (memory,) = predict(plan, footprint)
-        most = memory.within(room * GIB)
-        assert most.wave_peak <= most.peak <= max(memory.peak, room * GIB)
-        for peak in measured:
-            assert 0.98 * memory.wave_peak <= peak * GIB <= 1.02 * most.wave_peak
+        assert memory.peak == memory.wave_peak == pytest.approx(14.02 * GIB, rel=0.02)
+        bound = memory.within(room * GIB)
+        assert bound.peak == bound.wave_peak == pytest.approx(most or memory.peak, rel=0.003)
+        assert memory.wave_peak < {0: 30.95, 2048: 16.16}[chunk] * GIB
+        assert most is None or {0: 30.95, 2048: 16.16}[chunk] * GIB < bound.wave_peak
         lean = replace(plan, policies=policies(plan.segments, "recompute"))
         assert predict(lean, footprint)[0].within(room * GIB) == predict(lean, footprint)[0]
 

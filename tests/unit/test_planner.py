@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -69,7 +70,8 @@ def test_closings_wait_for_the_whole_microbatch(forest, size, rng: random.Random
 @given(forests)
 @settings(max_examples=50)
 def test_by_default_a_rollout_is_a_microbatch(forest) -> None:
-    assert loss_ready_after(forest) == loss_ready_after(forest, range(len(forest.num_positions)))
+    wanted = losses(forest, list(range(len(forest.num_positions))))
+    assert loss_ready_after(forest) == [max({i} | need) for i, need in enumerate(wanted)]
 
 
 def test_a_leaf_waits_for_nothing_but_itself() -> None:
@@ -180,6 +182,26 @@ def test_the_best_plan_shortens_uneven_steps() -> None:
         plain += simulate(make_plan(forest, num_ranks)).makespan
         best += simulate(best_plan(forest, num_ranks)).makespan
     assert best < 0.98 * plain
+
+
+def test_the_best_plan_is_the_shortest_that_holds_no_more() -> None:
+    """Of three bounds on running ahead, each of which is the only best one for some trees."""
+    rng, winners = random.Random(0), set()
+    for _ in range(60):
+        forest, num_ranks = random_forest(rng, depth=4), rng.randint(2, 6)
+        ready_after = loss_ready_after(forest)
+        plain = simulate(make_plan(forest, num_ranks), ready_after=ready_after)
+        times = [plain.makespan]
+        for ahead in (6, None):
+            plan = make_plan(forest, num_ranks, run_ahead=ahead, max_live_rows=plain.peak_live_rows)
+            tried = simulate(plan, ready_after=ready_after)
+            holds_more = tried.peak_live_rows > plain.peak_live_rows
+            times.append(math.inf if holds_more else tried.makespan)
+        best = simulate(best_plan(forest, num_ranks), ready_after=ready_after)
+        assert best.makespan == min(times)
+        if times.count(min(times)) == 1:
+            winners.add(times.index(min(times)))
+    assert winners == {0, 1, 2}
 
 
 @pytest.mark.parametrize("num_chunks", [2, 3])

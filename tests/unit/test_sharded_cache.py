@@ -16,7 +16,7 @@ from tests.harness.played_ranks import PlayedRank, World, forest, play, random
 NUM_LAYERS = 2
 
 
-def filled(rank: PlayedRank, reduce: str) -> ShardedCache:
+def filled(rank: PlayedRank, reduce: str, dtype: torch.dtype = torch.float64) -> ShardedCache:
     """A rank's sidecar with the K/V of the prompt; position p has the key p in layer 0."""
     tree = forest()
     assert [segment.inner for segment in tree.segments] == [True, True, False, False]
@@ -24,7 +24,7 @@ def filled(rank: PlayedRank, reduce: str) -> ShardedCache:
     for layer in range(NUM_LAYERS):
         for index in (0, 1):
             held = torch.from_numpy(cp_layout.positions(8, rank.rank, 2) + 8 * index)
-            key = (100.0 * layer + held).double().view(-1, 1, 1).expand(-1, 2, 3)
+            key = (100.0 * layer + held).to(dtype).view(-1, 1, 1).expand(-1, 2, 3)
             cache.capture(layer, index, key, -key[..., :2])
     return cache
 
@@ -84,6 +84,24 @@ def test_gradients_reach_the_owners_of_the_keys(reduce: str) -> None:
         # Two waves of the whole chain, or the two chunks once each.
         rows = {"wave": [16, 16], "segment": [8, 8]}[reduce]
         assert [given.shape for (given,) in rank.sent] == [(n, 2, 5) for n in rows]
+
+    play(2, part)
+
+
+@both_ways
+def test_gradients_of_16_bit_keys_are_added_up_in_32(reduce: str) -> None:
+    """1 and 1/1024 from each rank and wave: their sums need more than the 8 bits of bfloat16."""
+    wanted = torch.full((8, 2, 5), 2 + 2 / 1024)
+
+    def part(rank: PlayedRank) -> None:
+        cache = filled(rank, reduce, torch.bfloat16)
+        for size in (1.0, 1 / 1024):
+            wave = torch.full((16, 2, 5), size, dtype=torch.bfloat16)
+            cache.add_gradient(0, PROMPT, wave[..., :3], wave[..., 3:])
+        taken = [cache.take_gradient(0, index) for index in (1, 0)]
+        assert {given.dtype for (given,) in rank.sent} == {torch.float32}
+        found = torch.cat([torch.cat(both, -1) for both in taken if both is not None])
+        assert torch.equal(found, wanted)
 
     play(2, part)
 
