@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import logging
 import multiprocessing
@@ -10,7 +11,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from megatron_prefix import platforms
 from megatron_prefix.errors import UserError
+from megatron_prefix.runtime import folders
 from megatron_prefix.runtime.groups import RENDEZVOUS, env_world_size, shutdown
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,15 @@ NOTICE_S = 1.0
 have to write down where they are."""
 
 
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end a job in order; SIGINT does so as KeyboardInterrupt."""
+
+
 class RankError(RuntimeError):
     """A rank failed; the message holds its number and its traceback, or how it died."""
+
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class _Rank(NamedTuple):
@@ -101,13 +109,11 @@ def run_ranks(
         UserError, RankError: as `launch`.
     """
     _refuse_inherited_group()
-    with tempfile.TemporaryDirectory(prefix="megatron_prefix_") as folder, _terminable():
+    with _terminable(), folders.new_folder() as folder:
         ranks: list[_Rank] = []
         try:
             for rank in range(world_size):
-                ranks.append(
-                    _start(fn, args, rank, world_size, Path(folder), start_method, threads)
-                )
+                ranks.append(_start(fn, args, rank, world_size, folder, start_method, threads))
             results = _collect(ranks, timeout_s)
         except BaseException:
             _end(ranks, at_once=True)
@@ -124,7 +130,7 @@ def _refuse_inherited_group() -> None:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit, so that this process ends its ranks before it goes."""
+    """Turn signals into SystemExit, so that this process ends its ranks before it goes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -132,11 +138,16 @@ def _terminable() -> Iterator[None]:
     def leave(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    handlers = {number: signal.getsignal(number) for number in ENDING}
+    # nohup ignores SIGHUP, and then so do we.
+    before = {n: handler for n, handler in handlers.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _start(
@@ -163,7 +174,7 @@ def _start(
     sys.stderr.flush()
     process = context.Process(  # type: ignore[attr-defined]
         target=_rank_main,
-        args=(fn, args, writer, environment, log, threads),
+        args=(fn, args, writer, environment, log, threads, os.getpid()),
         name=f"rank{rank}",
         daemon=False,
     )
@@ -179,14 +190,17 @@ def _rank_main(
     environment: dict[str, str],
     log: Path,
     threads: int,
+    launcher: int,
 ) -> None:
     """The life of one rank: run `fn`, send ("done", result) or how it failed."""
+    _end_with(launcher)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends the ranks
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in ENDING:
+        signal.signal(number, signal.SIG_DFL)
     os.environ.update(environment)
     if environment["RANK"] != "0":
         _redirect_output(log)
-    faulthandler.register(signal.SIGUSR1, open(_stacks(log), "w"))  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, open(_stacks(log), "w", encoding="utf-8"))  # noqa: SIM115
     try:
         import torch
 
@@ -203,6 +217,26 @@ def _rank_main(
         shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
+
+
+def _end_with(launcher: int) -> None:
+    """Let the kernel kill this rank when its launcher has gone, whatever ended that.
+
+    A stopped rank dies too, and so does one in a call that holds Python's lock (`man prctl`,
+    PR_SET_PDEATHSIG).  Where there is no prctl, a thread looks.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != launcher:  # it had gone before
+            os._exit(1)
+        return
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(NOTICE_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _redirect_output(log: Path) -> None:
@@ -273,7 +307,9 @@ def _places(ranks: dict[int, _Rank]) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.process.pid, signal.SIGUSR1)
     wait([rank.process.sentinel for rank in ranks.values()], NOTICE_S)
-    stacks = {n: _stacks(r.log).read_text() for n, r in ranks.items() if _stacks(r.log).exists()}
+    stacks = {
+        n: _stacks(r.log).read_text("utf-8") for n, r in ranks.items() if _stacks(r.log).exists()
+    }
     return "".join(f"rank {number} is here:\n{stack}" for number, stack in stacks.items())
 
 
@@ -281,7 +317,7 @@ def _tail(log: Path, lines: int = 20) -> str:
     """The last lines a rank wrote, for an error message."""
     if not log.exists():
         return ""
-    written = log.read_text(errors="replace").splitlines()[-lines:]
+    written = log.read_text("utf-8", errors="replace").splitlines()[-lines:]
     return "; it wrote:\n" + "\n".join(written) if written else ""
 
 

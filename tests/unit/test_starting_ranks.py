@@ -1,10 +1,12 @@
 """Starting and ending the ranks of a job."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 
 from megatron_prefix import runtime
 from megatron_prefix.errors import UserError
-from megatron_prefix.runtime import Layout, RankError
+from megatron_prefix.runtime import Layout, RankError, folders
 from tests.harness.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -223,21 +225,29 @@ def test_torchruns_world_is_used(tmp_path, ranks):
         assert "the job needs 2 ranks but was started with 3" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_job_leaves_no_rank_behind(tmp_path, number):
-    code = """
-        import signal
-        import sys
-        from megatron_prefix import runtime
-        from tests.unit.test_starting_ranks import sleep_and_tell
+ENDINGS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL]
+WAITING_JOB = """
+    import signal
+    import sys
+    from megatron_prefix import runtime
+    from tests.unit.test_starting_ranks import sleep_and_tell
+
+    if __name__ == "__main__":
         # A shell's background jobs are started with SIGINT ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        runtime.launch(sleep_and_tell, 2, sys.argv[1])
-    """
-    pids = tmp_path / "pids"
+        runtime.run_ranks(sleep_and_tell, 2, sys.argv[1:2], start_method=sys.argv[2])
+"""
+
+
+@contextlib.contextmanager
+def waiting_job(folder, start="fork"):
+    """A launcher in a process of its own, and the processes of its two ranks, which sleep."""
+    pids = folder / "pids"
     pids.mkdir()
     job = subprocess.Popen(
-        [sys.executable, script(tmp_path, code), pids], env=environment(), stderr=subprocess.DEVNULL
+        [sys.executable, script(folder, WAITING_JOB), pids, start],
+        env={**environment(), "TMPDIR": str(folder)},
+        stderr=subprocess.DEVNULL,
     )
     try:
         deadline = time.monotonic() + 60
@@ -245,9 +255,50 @@ def test_an_interrupted_job_leaves_no_rank_behind(tmp_path, number):
             assert job.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        job.send_signal(number)
-        assert job.wait(30) != 0
+        yield job, [int(path.read_text()) for path in pids.iterdir()]
     finally:
         job.kill()
         job.wait()
-    assert not any(alive(int(path.read_text())) for path in pids.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("number", "start"),
+    [*((number, "fork") for number in ENDINGS), (signal.SIGKILL, "spawn")],
+)
+def test_no_rank_outlives_its_launcher(tmp_path, monkeypatch, number, start):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with waiting_job(tmp_path, start) as (job, ranks):
+        if number == signal.SIGKILL:
+            os.kill(ranks[0], signal.SIGSTOP)  # a stopped rank ends too
+        folders.sweep()
+        assert len(list(tmp_path.glob(f"{folders.PREFIX}*"))) == 1  # its owner lives
+        job.send_signal(number)
+        assert job.wait(30) != 0
+    deadline = time.monotonic() + 5
+    while any(map(alive, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, ranks))
+    assert len(list(tmp_path.glob(f"{folders.PREFIX}*"))) == (number == signal.SIGKILL)
+    assert run_ranks(1, os.getpid) != [os.getpid()]
+    assert not list(tmp_path.glob(f"{folders.PREFIX}*"))  # swept at the next start
+
+
+def test_only_folders_of_dead_jobs_are_swept(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, file in (
+        ("megatron_prefix_", "owner"),
+        ("other_", "owner"),
+        ("megatron_prefix_", "x"),
+    ):
+        path = tmp_path / f"{name}{file}"
+        path.mkdir()
+        (path / file).touch()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "owner").touch()
+    (tmp_path / "megatron_prefix_link").symlink_to(tmp_path / "elsewhere")
+    with folders.new_folder() as folder:
+        folders.sweep()
+        left = {path.name for path in tmp_path.iterdir()}
+    kept = {"other_owner", "megatron_prefix_x", "megatron_prefix_link", "elsewhere"}
+    assert left == kept | {folder.name}
+    assert not folder.exists()
