@@ -40,7 +40,8 @@ class PrefixConfig:
             every "wave", or once a "segment", which sends less and holds cp times as much gK/gV.
         run_ahead: forwards that a pipeline stage runs ahead of its successor (1 or 2).
         min_speedup: in mode "auto", the predicted speedup below which the stock schedule runs.
-        plan_file: a plan to run instead of the planner's (megatron_prefix/plan/planfile.py).
+        plan_file: a plan to run instead of the planner's (megatron_prefix/plan/planfile.py), with
+            what it says that each segment keeps.
     """
 
     mode: str = "on"

@@ -190,6 +190,7 @@ def config_of(args: argparse.Namespace, **more: Any) -> PrefixConfig:
     names = {field.name: _OPTIONS.get(field.name, field.name) for field in fields(PrefixConfig)}
     given = vars(args)
     values = {name: given[option] for name, option in names.items() if option in given}
-    if values.get("plan_file"):
-        PlanFile(values["plan_file"])  # here, and not first on every rank
-    return PrefixConfig(**{**values, **more})
+    config = PrefixConfig(**{**values, **more})
+    if config.plan_file:
+        PlanFile(config.plan_file, config.memory)  # here, and not first on every rank
+    return config

@@ -18,10 +18,15 @@ from typing import Any, NamedTuple
 from megatron_prefix.errors import UserError
 from megatron_prefix.tree import Segment, Span
 
-VERSION = 1
-_CELL = re.compile(r"([FB])(\d+)(?:\.(\d+))?")
+VERSION = 2
+POLICIES = ("retain", "offload", "recompute")
+"""What a segment can keep between its forward and its backward; see PrefixConfig.memory."""
+_MAKE = "make one with `megatron-prefix plan … --csv`"
+_CELL = re.compile(r"([FB])(\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
+_SPAN = re.compile(r"(\d{1,9})\+(\d{1,9})/(\d{1,9}):((?:\d{1,9}(?: \d{1,9})*)?)", re.ASCII)
+_NUMBER = re.compile(r"-?\d{1,9}", re.ASCII)
 _HEADER = ["megatron_prefix plan", "version", "ranks", "chunks"]
-_COLUMNS = ["segment", "parent", "tree", "kind", "rows (start+length/padded:rollouts)"]
+_COLUMNS = ["segment", "parent", "tree", "kind", "policy", "spans (start+length/padded:rollouts)"]
 # How a segment stands in the table: `kind` says what other segments and the loss do with it.
 _KINDS = {
     (inner, extends, scored): ("inner" if inner else "wave")
@@ -58,7 +63,9 @@ class Action(NamedTuple):
         """
         match = _CELL.fullmatch(text.strip())
         if not match:
-            raise UserError(f"{text!r} is not an action: write F3, B3, or F3.1 for model chunk 1")
+            raise UserError(
+                f"{_shown(text)} is not an action: write F3, B3, or F3.1 for model chunk 1"
+            )
         return cls(match[1], int(match[2]), int(match[3] or 0))
 
 
@@ -70,8 +77,7 @@ class Plan:
         segments: the step's segments in F-order.
         programs: per pipeline rank its actions in order.
         num_chunks: model chunks a rank (virtual stages), 1 without interleaving.
-        policies: per segment what it keeps between its forward and its backward (see
-            PrefixConfig.memory); empty: every segment retains all.
+        policies: per segment one of POLICIES; empty: every segment retains all.
     """
 
     segments: tuple[Segment, ...]
@@ -105,8 +111,8 @@ class Plan:
         write([_HEADER[0], VERSION, self.num_ranks, self.num_chunks])
         write(_COLUMNS)
         for index, segment in enumerate(self.segments):
-            kind = _KINDS[segment.inner, segment.extends, segment.scored]
-            write([index, segment.parent, segment.tree, kind, *map(_span_text, segment.spans)])
+            cells = segment_cells(index, segment)
+            write([*cells[:4], self.policy(index), *cells[4:]])
         for rank, program in enumerate(self.programs):
             write([f"rank {rank}", *map(str, program)])
         return out.getvalue()
@@ -122,28 +128,48 @@ class Plan:
             lines = [line for line in csv.reader(io.StringIO(text)) if line]
         except csv.Error as error:
             raise UserError(f"{name}: not a plan: it is no CSV ({error})") from None
-        if len(lines) < 3 or lines[0] != _HEADER or lines[2] != _COLUMNS:
-            raise UserError(f"{name}: not a plan: make one with `megatron-prefix plan … --csv`")
+        if len(lines) < 3 or lines[0] != _HEADER:
+            raise UserError(f"{name}: not a plan: {_MAKE}")
         ranks, chunks = _sizes(lines[1], name)
+        if lines[2] != _COLUMNS:
+            raise UserError(f"{name}:3: not the columns of a plan: {_MAKE}")
         body = lines[3:]
         if len(body) <= ranks:
             raise UserError(f"{name}: {len(body)} lines after the header, {ranks} ranks announced")
-        segments = tuple(_read_lines(body[:-ranks], _segment_from, name, 4))
-        programs = tuple(_read_lines(body[-ranks:], _program_from, name, 4 + len(segments)))
-        return cls(segments, programs, chunks)
+        num_segments = len(body) - ranks
+        if num_segments * chunks > sum(map(len, body[-ranks:])):
+            raise UserError(
+                f"{name}:2: {num_segments} segments on {chunks} model chunks a rank are more than"
+                " the file has actions; correct the number of chunks"
+            )
+        rows = list(_read_lines(body[:-ranks], _segment_from, name, 4))
+        programs = tuple(_read_lines(body[-ranks:], _program_from, name, 4 + num_segments))
+        policies = tuple(policy for _, policy in rows)
+        if set(policies) == {POLICIES[0]}:
+            policies = ()
+        return cls(tuple(segment for segment, _ in rows), programs, chunks, policies)
 
 
 def _sizes(line: Sequence[str], name: str) -> tuple[int, int]:
     try:
-        version, ranks, chunks = (int(cell) for cell in line[1:4])
+        version, ranks, chunks = map(_number, line[1:])
     except ValueError:
         raise UserError(f"{name}:2: version, ranks and chunks must be whole numbers") from None
-    if version != VERSION or ranks < 1 or chunks < 1:
+    if version != VERSION:
         raise UserError(
-            f"{name}:2: version {version}, ranks {ranks}, chunks {chunks}: this release reads"
-            f" version {VERSION} with at least one of each"
+            f"{name}:2: a plan of version {version}, and this release reads version {VERSION}:"
+            f" {_MAKE} from the same rollouts"
         )
+    if ranks < 1 or chunks < 1:
+        raise UserError(f"{name}:2: ranks {ranks}, chunks {chunks}: give at least one of each")
     return ranks, chunks
+
+
+def _number(text: str) -> int:
+    """A whole number of at most nine digits: nothing in a plan is larger."""
+    if not _NUMBER.fullmatch(text):
+        raise UserError(f"{_shown(text)} is not a whole number below 10^9")
+    return int(text)
 
 
 def _read_lines(
@@ -156,32 +182,49 @@ def _read_lines(
             raise UserError(f"{name}:{first + number}: {error}") from None
 
 
+def segment_cells(index: int, segment: Segment) -> list[str]:
+    """A segment as it stands in the table, without its policy."""
+    kind = _KINDS[segment.inner, segment.extends, segment.scored]
+    return [*map(str, (index, segment.parent, segment.tree)), kind, *map(_span_text, segment.spans)]
+
+
 def _span_text(span: Span) -> str:
     members = " ".join(map(str, span.rollouts))
     return f"{span.start}+{span.length}/{span.padded}:{members}"
 
 
-def _segment_from(number: int, line: Sequence[str]) -> Segment:
-    index, parent, tree, kind, *rows = line
-    if int(index) != number or not -1 <= int(parent) < number or not rows:
+def _segment_from(number: int, line: Sequence[str]) -> tuple[Segment, str]:
+    """A segment and its policy."""
+    index, parent, tree, kind, policy, *spans = line
+    if _number(index) != number or not -1 <= _number(parent) < number or not spans:
         raise UserError(
-            f"segment {index} with parent {parent}: number from 0, parents first, with rows"
+            f"segment {index} with parent {parent}: number from 0, parents first, with spans"
         )
     flags = {text: key for key, text in _KINDS.items()}.get(kind)
     if flags is None:
-        raise UserError(f"kind {kind!r}: give one of {', '.join(_KINDS.values())}")
-    return Segment(int(parent), int(tree), tuple(map(_row_from, rows)), *flags)
+        raise UserError(f"kind {_shown(kind)}: give one of {', '.join(_KINDS.values())}")
+    known = POLICIES if flags[0] else POLICIES[:1]
+    if policy not in known:
+        raise UserError(f"policy {_shown(policy)}: {kind} can have {' or '.join(known)}")
+    return Segment(int(parent), _number(tree), tuple(map(_span_from, spans)), *flags), policy
 
 
-def _row_from(text: str) -> Span:
-    match = re.fullmatch(r"(\d+)\+(\d+)/(\d+):((?:\d+(?: \d+)*)?)", text)
+def _span_from(text: str) -> Span:
+    match = _SPAN.fullmatch(text)
     if not match:
-        raise UserError(f"{text!r} is not a row: write start+length/padded:rollouts")
+        raise UserError(
+            f"{_shown(text)} is not a span: write start+length/padded:rollouts, below 10^9 each"
+        )
     start, length, padded = (int(match[k]) for k in (1, 2, 3))
     return Span(start, length, padded, tuple(map(int, match[4].split())))
 
 
 def _program_from(number: int, line: Sequence[str]) -> tuple[Action, ...]:
     if line[0] != f"rank {number}":
-        raise UserError(f"expected 'rank {number}', found {line[0]!r}")
+        raise UserError(f"expected 'rank {number}', found {_shown(line[0])}")
     return tuple(Action.parse(cell) for cell in line[1:])
+
+
+def _shown(text: str) -> str:
+    """A cell for a message, cut."""
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")

@@ -6,11 +6,11 @@ import functools
 from collections.abc import Sequence
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.actions import Plan, segment_cells
 from megatron_prefix.plan.check import PlanError, check_segments
 from megatron_prefix.plan.planner import loss_ready_after
 from megatron_prefix.plan.simulator import simulate
-from megatron_prefix.tree import Forest
+from megatron_prefix.tree import Forest, Segment
 
 
 def read_plan(path: str) -> Plan:
@@ -49,13 +49,19 @@ class PlanFile:
 
     Args:
         path: a file that `plan --csv` wrote, or one edited by hand.
+        memory: see PrefixConfig; it decides where the file says "retain" of every segment.
 
     Raises:
-        UserError: see `read_plan`; or no rank could run it.
+        UserError: see `read_plan`; or no rank could run it, or `memory` contradicts the file.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, memory: str = "retain") -> None:
         self.path, self.plan = path, read_plan(path)
+        if self.plan.policies and memory != "retain":
+            raise UserError(
+                f"{path}: says what each segment keeps, and so does memory {memory!r}; leave"
+                " --memory out"
+            )
         self._prove(None)
         self._fits = functools.lru_cache(maxsize=4)(self._check_fit)
 
@@ -104,6 +110,6 @@ class PlanFile:
             raise UserError(f"{self.path}: {line}; `megatron-prefix show` marks it") from None
 
 
-def _lines(segments: Sequence) -> list[str]:
-    """The segment table's lines as a plan file has them."""
-    return Plan(tuple(segments), ((),)).to_csv().splitlines()[3:-1]
+def _lines(segments: Sequence[Segment]) -> list[str]:
+    """The segment table's lines as a plan file has them, but for what each segment keeps."""
+    return [",".join(segment_cells(index, segment)) for index, segment in enumerate(segments)]

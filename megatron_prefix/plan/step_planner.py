@@ -48,7 +48,7 @@ class StepPlanner:
     ) -> None:
         self._options, self._shape = config.tree_options(align), (num_ranks, num_chunks)
         self._memory = config.memory
-        self._file = PlanFile(config.plan_file) if config.plan_file else None
+        self._file = PlanFile(config.plan_file, config.memory) if config.plan_file else None
         self._chooser: ChunkChooser | None = None
         if config.chunk_tokens == "auto":
             self._chooser = ChunkChooser(
@@ -87,12 +87,13 @@ class StepPlanner:
         Raises:
             UserError: the user's is of another step or pipeline.
         """
-        if self._file is not None:
-            plan = self._file.fitting(joint.forest, *self._shape, joint.microbatch_of)
-        else:
-            plan = self._best(joint.union, microbatches=joint.union_microbatch_of)
         # Whatever recomputes runs the layers forward once more, and so must all that is beside it.
         kept = policies(joint.union.segments, self._memory)
+        if self._file is not None:
+            plan = self._file.fitting(joint.forest, *self._shape, joint.microbatch_of)
+            kept = plan.policies or kept
+        else:
+            plan = self._best(joint.union, microbatches=joint.union_microbatch_of)
         return replace(plan, segments=joint.forest.segments, policies=kept)
 
 

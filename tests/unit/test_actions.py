@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_prefix.errors import UserError
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.tree import TreeOptions, build
+from megatron_prefix.tree import Forest, TreeOptions, build
 from tests.harness.trees import flat_rollouts, rollout_sets, tree_options
 
 
@@ -20,11 +22,11 @@ def small_plan() -> Plan:
 
 SMALL_CSV = """\
 megatron_prefix plan,version,ranks,chunks
-megatron_prefix plan,1,2,1
-segment,parent,tree,kind,rows (start+length/padded:rollouts)
-0,-1,0,inner,0+3/3:0 1
-1,0,0,inner+extends,3+3/3:0 1
-2,1,0,wave+scored,6+2/2:0,6+2/2:1
+megatron_prefix plan,2,2,1
+segment,parent,tree,kind,policy,spans (start+length/padded:rollouts)
+0,-1,0,inner,retain,0+3/3:0 1
+1,0,0,inner+extends,retain,3+3/3:0 1
+2,1,0,wave+scored,retain,6+2/2:0,6+2/2:1
 rank 0,F0,F1,F2,B2,B1,B0
 rank 1,F0,F1,F2,B2,B1,B0
 """
@@ -67,9 +69,17 @@ def test_a_plan_is_read_back(sets, options, num_ranks) -> None:
 
 
 def test_virtual_stages_are_read_back() -> None:
-    plan = small_plan()
-    chunked = Plan(plan.segments, ((Action("F", 0), Action("F", 0, 1)), ()), num_chunks=2)
+    chunked = make_plan(Forest(small_plan().segments, (8, 8), (6, 6)), 2, num_chunks=2)
     assert Plan.from_csv(chunked.to_csv()) == chunked
+    assert ",F0.1," in chunked.to_csv()
+
+
+def test_policies_are_read_back() -> None:
+    mixed = replace(small_plan(), policies=("recompute", "offload", "retain"))
+    assert ",inner+extends,offload,3+3/3:0 1\n" in mixed.to_csv()
+    assert Plan.from_csv(mixed.to_csv()) == mixed
+    plain = replace(mixed, policies=("retain",) * 3)
+    assert Plan.from_csv(plain.to_csv()) == small_plan()
 
 
 @pytest.mark.parametrize(
@@ -77,18 +87,33 @@ def test_virtual_stages_are_read_back() -> None:
     [
         (SMALL_CSV, "", "p.csv: not a plan"),
         (SMALL_CSV, "a,b\n", "p.csv: not a plan"),
-        ("segment,parent", "part,parent", "p.csv: not a plan"),
-        ("plan,1,2,1", "plan,2,2,1", "p.csv:2: version 2"),
-        ("plan,1,2,1", "plan,1,0,1", r"p.csv:2: .* ranks 0"),
-        ("plan,1,2,1", "plan,1,x,1", "p.csv:2: .* whole numbers"),
-        ("plan,1,2,1", "plan,1,2", "p.csv:2: .* whole numbers"),
-        ("plan,1,2,1", "plan,1,9,1", "5 lines after the header, 9 ranks announced"),
+        ("segment,parent", "part,parent", "p.csv:3: not the columns of a plan"),
+        ("plan,2,2,1", "plan,1,2,1", "p.csv:2: a plan of version 1, .* make one with `megatron"),
+        ("plan,2,2,1", "plan,3,2,1", "p.csv:2: a plan of version 3"),
+        ("plan,2,2,1", "plan,2,0,1", r"p.csv:2: ranks 0"),
+        ("plan,2,2,1", "plan,2,x,1", "p.csv:2: .* whole numbers"),
+        ("plan,2,2,1", "plan,2,2", "p.csv:2: .* whole numbers"),
+        ("plan,2,2,1", "plan,2,2,1,1", "p.csv:2: .* whole numbers"),
+        ("plan,2,2,1", f"plan,2,{10**300},1", "p.csv:2: .* whole numbers"),
+        ("plan,2,2,1", "plan,2,9,1", "5 lines after the header, 9 ranks announced"),
+        ("plan,2,2,1", "plan,2,2,999999999", "p.csv:2: 3 segments on 999999999 model chunks"),
+        ("plan,2,2,1", "plan,2,2,5", "p.csv:2: 3 segments on 5 model chunks"),
+        (",kind,policy,", ",kind,", "p.csv:3: not the columns of a plan"),
         ("1,0,0,inner+extends", "2,0,0,inner+extends", "p.csv:5: segment 2"),
         ("1,0,0,inner+extends", "1,1,0,inner+extends", "p.csv:5: segment 1 with parent 1"),
         ("inner+extends", "inside", "p.csv:5: kind 'inside'"),
-        ("0+3/3:0 1", "0+3:0 1", r"p.csv:4: '0\+3:0 1' is not a row"),
+        ("inner,retain", "inner,forget", "p.csv:4: policy 'forget': inner can have retain or off"),
+        (
+            "scored,retain",
+            "scored,recompute",
+            r"p.csv:6: policy 'recompute': wave\+scored can have",
+        ),
+        ("0+3/3:0 1", "0+3:0 1", r"p.csv:4: '0\+3:0 1' is not a span"),
+        ("0+3/3:0 1", f"0+{10**300}/{10**300}:0 1", r"p.csv:4: '0\+1000.*\.\.\.' is not a span"),
+        ("0,-1,0,inner", f"0,-1,{10**300},inner", r"p.csv:4: '1000.*\.\.\.' is not a whole number"),
         (",0+3/3:0 1", "", "p.csv:4: segment 0"),
-        ("0,-1,0,inner,0+3/3:0 1", "0,-1", "p.csv:4: "),
+        ("rank 1,F0", f"rank 1,F{10**300}", r"p.csv:8: 'F1000.*\.\.\.' is not an action"),
+        ("0,-1,0,inner,retain,0+3/3:0 1", "0,-1", "p.csv:4: not enough values"),
         ("rank 1,F0", "rank 2,F0", "p.csv:8: expected 'rank 1', found 'rank 2'"),
         ("rank 1,F0", "rank 1,G0", "p.csv:8: 'G0' is not an action"),
         ("rank 1,F0", "rank 1,", "p.csv:8: '' is not an action"),
@@ -98,7 +123,7 @@ def test_a_broken_file_is_refused_with_its_line(old, new, message) -> None:
     assert old in SMALL_CSV
     with pytest.raises(UserError, match=message) as caught:
         Plan.from_csv(SMALL_CSV.replace(old, new, 1), "p.csv")
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
 
 
 def test_a_file_that_csv_cannot_read_is_refused() -> None:

@@ -117,9 +117,28 @@ def test_what_is_no_plan_is_refused(tmp_path) -> None:
     with pytest.raises(UserError, match=r"p\.csv: not a plan: it is no text"):
         PlanFile(str(path))
     text = make_plan(forest(), 1).to_csv()
-    path.write_text(text.replace("1,0,0,wave+scored,8+4/4:0", "1,0,0,wave+scored,7+4/4:0"))
+    path.write_text(text.replace("1,0,0,wave+scored,retain,8+", "1,0,0,wave+scored,retain,7+"))
     with pytest.raises(UserError, match=r"p\.csv: segment 1: a row starts at 7, not at 8"):
         PlanFile(str(path))
+
+
+def test_a_plan_runs_with_the_policies_of_its_file(tmp_path) -> None:
+    step = forest()
+    joint = joint_forest([step], [each(6)])
+    own = ("recompute", *["retain"] * 3, "offload", *["retain"] * 3)
+    path = saved(tmp_path, replace(make_plan(step, 2), policies=own))
+
+    def planned(memory: str) -> tuple[str, ...]:
+        config = PrefixConfig(plan_file=path, memory=memory)
+        return StepPlanner(config, COST, 1, 2, 1, None).plan(joint).policies
+
+    assert planned("retain") == own
+    for memory in ("recompute", "auto"):
+        with pytest.raises(UserError, match=f"plan.csv: .* memory '{memory}'; leave --memory out"):
+            planned(memory)
+    saved(tmp_path, make_plan(step, 2))
+    assert planned("retain") == ()
+    assert planned("offload") == ("offload", *["retain"] * 3) * 2
 
 
 def test_the_forest_of_a_plan_is_the_step_but_for_what_is_trained(tmp_path) -> None:
