@@ -14,7 +14,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare test
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-tests="tests/unit/test_platform.py tests/unit/test_build.py tests/unit/test_router.py
+tests="tests/unit/test_platform.py tests/unit/test_build.py tests/unit/test_moe_router.py
     tests/alignment/test_layouts.py tests/alignment/test_moe.py tests/alignment/test_distributed.py
     tests/alignment/test_replay.py"
 read -r -d '' -a tests <<<"${TESTS:-$tests}" || true

@@ -37,7 +37,7 @@ examples:
   megatron-prefix show plan.csv --svg plan.svg
   megatron-prefix show plan.csv --json
 """
-_STYLES = {  # as in drawing.py: forward blue, backward orange, inner segments strong
+_STYLES = {  # as in view/drawing.py: forward blue, backward orange, inner segments strong
     ("F", True): "bold blue",
     ("F", False): "cyan",
     ("B", False): "yellow",

@@ -135,8 +135,8 @@ class Hooks:
         """Tells transformer-engine that no backward of this step is the first to write main_grad.
 
         The first forward is an inner segment's, and its backward comes last: with the flag True at
-        that forward it would overwrite what every wave has accumulated (reference: extensions/
-        transformer_engine.py, `is_first_microbatch`).
+        that forward it would overwrite what every wave has accumulated (`is_first_microbatch` in
+        megatron/core/extensions/transformer_engine.py).
         """
         for module in self.model.modules():
             if getattr(module, "is_first_microbatch", False):

@@ -1,7 +1,7 @@
 """Hugging Face `config.json` -> ModelSpec, for the Llama and Qwen3 families. [pure]
 
 The formats are those of transformers' LlamaConfig, Qwen3Config and Qwen3MoeConfig
-(src/transformers/models/*/configuration_*.py), where absent fields have the defaults used here.
+(transformers/models/*/configuration_*.py), where absent fields have the defaults used here.
 What Megatron-Core or the prefix schedule would compute otherwise is refused, never ignored.
 """
 

@@ -1,4 +1,4 @@
-"""What install.py puts in the place of a router's methods."""
+"""What megatron/install.py puts in the place of a router's methods."""
 
 from __future__ import annotations
 

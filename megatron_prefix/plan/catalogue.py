@@ -1,4 +1,4 @@
-"""The catalogue of canonical plans: `schedules/`, made anew from its catalogue.toml.  Pure.
+"""The catalogue of canonical plans: `schedules/`, made anew from schedules/catalogue.toml.  Pure.
 
     python -m megatron_prefix.plan.catalogue schedules            # writes every plan
     python -m megatron_prefix.plan.catalogue schedules --check    # fails where one differs
@@ -57,7 +57,7 @@ def file_name(shape: Shape, num_ranks: int, num_chunks: int) -> str:
 
 
 def read_catalogue(folder: Path) -> tuple[list[Shape], list[tuple[int, int]]]:
-    """The shapes of a folder's catalogue.toml, and the pipelines (ranks, chunks) they are for.
+    """The shapes of a folder's catalogue, and the pipelines (ranks, chunks) they are for.
 
     Raises:
         UserError: not a catalogue.
@@ -137,7 +137,7 @@ def _paths(
 def main(arguments: Sequence[str] | None = None) -> str | None:
     """The command; what is wrong, or None."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("folder", type=Path, help="where catalogue.toml is")
+    parser.add_argument("folder", type=Path, help="where the catalogue is")
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     parser.add_argument("--rollouts", nargs=2, metavar=("NAME", "FILE"), help="of one shape")
     args = parser.parse_args(arguments)

@@ -166,7 +166,7 @@ def _error(plan: Plan, rank: int, place: int, text: str) -> PlanError:
 
 
 def check_segments(segments: Sequence[Segment]) -> None:
-    """Whether a table of segments, read from a file, is a forest as tree.py makes it.
+    """Whether a table of segments, read from a file, is a forest as tree/build.py makes it.
 
     Raises:
         UserError: naming the segment, or a rollout that no segment has.

@@ -14,7 +14,7 @@ def marked_grid(programs: Sequence[Sequence[Action]], marked: Sequence[Cell] = (
     """The whole plan, one line a place and one column a rank.
 
     Marked cells read `>B3<`, and their lines end in an arrow, as in the error grid of
-    torch.distributed.pipelining (schedules.py, `_format_pipeline_order`).
+    `_format_pipeline_order` in torch/distributed/pipelining/schedules.py.
     """
     lengths = [len(program) for program in programs] + [place + 1 for _, place in marked]
     num_lines = max(lengths, default=0)

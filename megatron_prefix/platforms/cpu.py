@@ -104,7 +104,7 @@ class _NoStream:
     """A stream or event on a device that runs everything in order: there is nothing to wait for.
 
     The MoE all-to-all dispatcher and the shared experts make some
-    (transformer/moe/token_dispatcher.py:445, 871, shared_experts.py:123).
+    (transformer/moe/token_dispatcher.py:445, 871, transformer/moe/shared_experts.py:123).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -135,8 +135,8 @@ def _stand_in_for_torch_cuda() -> None:
 
     current_device: `device=torch.cuda.current_device()` wherever a buffer is made
     (tensor_parallel/mappings.py:91, pipeline_parallel/p2p_communication.py:313).
-    synchronize: after a batch of sends (p2p_communication.py:398), in timers.py:152 and in
-    dist_checkpointing (strategies/filesystem_async.py:230).
+    synchronize: after a batch of sends (pipeline_parallel/p2p_communication.py:398), in
+    timers.py:152 and in dist_checkpointing/strategies/filesystem_async.py:230.
     """
     only_stream = _NoStream()
     _set(
@@ -328,8 +328,9 @@ def _route_without_transformer_engine() -> None:
     """Let the MoE router and the all-to-all dispatcher run on CPU tensors.
 
     transformer/moe/moe_utils.py:1192 reads `te_general_gemm`, which is never bound when
-    transformer-engine is missing. token_dispatcher.py:879 makes the split sizes a numpy array only
-    for tensors on a GPU (moe_utils.py:1093), and the all-to-all wants numbers.
+    transformer-engine is missing. transformer/moe/token_dispatcher.py:879 makes the split sizes a
+    numpy array only for tensors on a GPU (transformer/moe/moe_utils.py:1093), and the all-to-all
+    wants numbers.
     """
     with _quiet_import():
         from megatron.core.transformer.moe import moe_utils, token_dispatcher

@@ -1,6 +1,6 @@
 """Ranks that share experts tell one another their segments, and refuse programs that differ.
 
-Every rank then computes the same joint plan (joint_forest.py, planner.py), so nothing else travels.
+Every rank then computes the same joint plan (plan/joint_forest.py), so nothing else travels.
 """
 
 from __future__ import annotations

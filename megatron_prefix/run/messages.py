@@ -1,7 +1,7 @@
 """Messages between pipeline stages, issued in the order of the plan's timetable.
 
-Both ends of a link and the whole pipeline keep to one order (timetable.py, which says why nothing
-can wait for ever), so the host never waits for a neighbour on a GPU: a receive is issued between
+Both ends of a link and the whole pipeline keep to one order (plan/timetable.py says why nothing can
+wait for ever), so the host never waits for a neighbour on a GPU: a receive is issued between
 two actions and only the action that uses it waits, on the device; a send is issued behind its
 action and nothing waits for it.  Over gloo the host moves the messages, in the same order.
 """

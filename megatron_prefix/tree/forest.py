@@ -1,7 +1,7 @@
 """What a step is made of: pairs, segments and the forest of them.  Pure: numpy only.
 
 A *position* of a rollout is one (input token, label token) pair; a rollout of n tokens has n-1.
-tree.py makes the forest.
+tree/build.py makes the forest.
 """
 
 from __future__ import annotations

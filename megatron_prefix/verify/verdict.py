@@ -34,7 +34,7 @@ class Trace:
         logprobs: of every trained token, float64 [trained tokens].
         gradients: by parameter name.
         parameters: after one optimizer step, by name; empty where none was asked for.
-        auxiliary: what the step left in the routers (router/observed.py).
+        auxiliary: what the step left in the routers (moe/observed.py).
     """
 
     losses: Tensor

@@ -199,10 +199,9 @@ def ruled_plan(
     run_ahead: int = 2,
     microbatches: Sequence[int] | None = None,
 ) -> Plan:
-    """The plan by the rule of design section 2, written as plainly as it stands there.
+    """The plan by a simple rule: the simulator is tested on it, the planner compared with it.
 
-    Before its j-th backward stage s of p has run need(j) + run_ahead * (p - 1 - s) forwards.  The
-    planner's twin: the simulator is tested on these, and the planner is held against them.
+    Before its j-th backward stage s of p has run need(j) + run_ahead * (p - 1 - s) forwards.
     """
     order, ready_after = backward_order(forest.segments), loss_ready_after(forest, microbatches)
     programs = []

@@ -16,7 +16,6 @@ from tests.harness.data import REPOSITORY
 from tests.harness.trees import flat_rollouts
 
 
-# Design, section 2, the first column of the table.
 @pytest.mark.parametrize(
     ("p", "r", "n", "stages", "bubble"),
     [
@@ -26,7 +25,7 @@ from tests.harness.trees import flat_rollouts
         (8192, 1024, 16, 4, 0.53),
     ],
 )
-def test_bubbles_with_barriers_are_those_of_the_design(p, r, n, stages, bubble) -> None:
+def test_bubbles_with_barriers(p, r, n, stages, bubble) -> None:
     forest = build(*flat_rollouts(p, r, n, 4), TreeOptions(wave_tokens=r))
     plan = barrier_plan(forest, stages)
     simulate(plan, ready_after=loss_ready_after(forest))
@@ -53,6 +52,6 @@ def test_the_picture_is_what_its_command_draws() -> None:
     assert found == picture(), "python -m benchmarks.pipeline_picture docs/schedules.svg"
 
 
-def test_the_table_of_the_readme_is_what_its_command_prints(capsys) -> None:
+def test_the_table_of_the_results_is_what_its_command_prints(capsys) -> None:
     pipeline_bubbles.main()
-    assert capsys.readouterr().out in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out in (REPOSITORY / "docs/results.md").read_text(encoding="utf-8")

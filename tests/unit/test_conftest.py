@@ -1,4 +1,4 @@
-"""What conftest.py promises to every test."""
+"""What tests/conftest.py promises to every test."""
 
 from __future__ import annotations
 

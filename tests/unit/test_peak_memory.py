@@ -110,9 +110,9 @@ def test_a_stage_counts_its_own_layers() -> None:
     assert whole.cache_peak == first.cache_peak + last.cache_peak
 
 
-# `benchmarks/memory_h200.sh peaks` and, the last one, `h200.sh` on one H200: 8B, the layers of
-# transformer-engine, bf16, 45.0 GiB of weights, fp32 main gradients and workspaces; peak of
-# allocated memory in GiB.  The last two are the stock schedule's.
+# `benchmarks/memory_h200.sh peaks` and, the last one, `benchmarks/h200.sh` on one H200: 8B, the
+# layers of transformer-engine, bf16, 45.0 GiB of weights, fp32 main gradients and workspaces; peak
+# of allocated memory in GiB.  The last two are the stock schedule's.
 MEASURED = [
     ((10240, 2048, 8, 1), "recompute", {}, 91.0),
     ((8192, 4096, 8, 1), "recompute", {}, 81.8),

@@ -113,8 +113,8 @@ def test_one_rank_runs_depth_first() -> None:
     assert " ".join(map(str, program)) == "F0 F1 B1 F2 B2 B0 F3 F4 B4 F5 B5 B3"
 
 
-# Four groups, one rollout a wave, prefixes in chunks of a wave: the bubbles that the design's
-# rule reaches with run_ahead 2 (design section 2; pipeline_sim.py), and its peak, are bounds.
+# Four groups, one rollout a wave, prefixes in chunks of a wave. Bubble and peak of the simple rule
+# (`ruled_plan`) with run_ahead 2 are bounds.
 @pytest.mark.parametrize(
     ("p", "r", "n", "stages", "bubble", "peak"),
     [
@@ -124,7 +124,7 @@ def test_one_rank_runs_depth_first() -> None:
         (8192, 1024, 16, 4, 0.059, 15360),
     ],
 )
-def test_bubbles_are_those_of_the_design_or_less(p, r, n, stages, bubble, peak) -> None:
+def test_bubbles_are_those_of_the_simple_rule_or_less(p, r, n, stages, bubble, peak) -> None:
     rollouts, groups = flat_rollouts(p, r, n, 4)
     forest = build(rollouts, groups, TreeOptions(chunk_tokens=r, wave_tokens=r))
     for planned in (make_plan(forest, stages), best_plan(forest, stages)):

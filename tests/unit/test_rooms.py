@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,6 +70,16 @@ def test_tree_and_plan_import_neither_torch_nor_megatron(room) -> None:
 
 def test_no_two_rooms_import_each_other() -> None:
     assert _circle(_rooms()) == []
+
+
+def test_the_map_of_the_folders_is_true() -> None:
+    """Every folder has its line, and imports only folders above it."""
+    text = (data.REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    order = re.findall(r"^\| `(\w+)` \|", text.partition("### Folders")[2], re.M)
+    used = _rooms()
+    assert sorted(order) == sorted(used)
+    for number, folder in enumerate(order):
+        assert used[folder] <= set(order[:number]), folder
 
 
 def test_a_circle_would_be_found() -> None:

@@ -29,9 +29,8 @@ def timeline_of(forest: Forest, num_ranks: int, run_ahead: int = 2):
 # What a plan costs --------------------------------------------------------------------------------
 
 
-# The cases of the table in design section 2 (four groups, one rollout a wave, F = tokens, B = twice
-# that), with the digits of the design's own simulation, which that table rounds further: bubbles to
-# a thousandth, peaks exact.
+# Four groups, one rollout a wave, F = tokens, B = twice that, by the simple rule of `ruled_plan`;
+# the figures come from another simulation: bubbles to a thousandth, peaks exact.
 TABLE = [
     # P, R, n, stages, chunk tokens, (bubble, peak) of run_ahead 1, of run_ahead 2
     (10240, 2048, 16, 4, 0, (0.328, 26624), (0.272, 32768)),
@@ -46,7 +45,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("p", "r", "n", "stages", "chunk", "one", "two"), TABLE)
-def test_bubbles_of_the_design(p, r, n, stages, chunk, one, two) -> None:
+def test_bubbles_of_the_simple_rule(p, r, n, stages, chunk, one, two) -> None:
     forest = flat_forest(p, r, n, 4, chunk_tokens=chunk)
     for run_ahead, (bubble, peak) in ((1, one), (2, two)):
         timeline = timeline_of(forest, stages, run_ahead)
