@@ -62,7 +62,7 @@ def simulate_with_barriers(plan: Plan, cost: Cost = token_cost) -> Timeline:
             events[event.rank].append(event)
         begin = max(rank[-1].end for rank in events)
     played = tuple(event for rank in events for event in rank)
-    return Timeline(played, begin, free.busy, free.peak_rows)
+    return Timeline(played, begin, free.busy, free.peak_positions)
 
 
 def _play(plan: Plan, part: list[list[Action]], cost: Cost, begin: float) -> Iterator[Event]:

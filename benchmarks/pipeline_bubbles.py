@@ -34,7 +34,7 @@ def main() -> None:
     print(f"| P, R, n, stages | {' | '.join(COLUMNS)} |")
     print("|---|---|---|---|---|")
     for case in CASES:
-        cells = [f"{t.bubble_fraction:.3f} ({t.peak_live_rows:,})" for t in timelines(*case)]
+        cells = [f"{t.bubble_fraction:.3f} ({t.peak_live_positions:,})" for t in timelines(*case)]
         print(f"| {', '.join(map(str, case))} | {' | '.join(cells)} |")
 
 

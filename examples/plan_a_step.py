@@ -59,7 +59,9 @@ def main() -> None:
     timeline = simulate(
         plan, ready_after=loss_ready_after(forest)
     )  # raises if the plan could not run
-    print(f"\nbubble {timeline.bubble_fraction:.0%}, at most {timeline.peak_live_rows} live rows")
+    print(
+        f"\nbubble {timeline.bubble_fraction:.0%}, at most {timeline.peak_live_positions} live rows"
+    )
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(timeline_svg(timeline, plan, "two groups on two stages"))
 

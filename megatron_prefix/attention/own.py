@@ -83,7 +83,7 @@ class SpreadRows:
         self._query, self._key, self._value = query, key, value
         whole = tuple(length * exchange.size for length in lengths)
         blocks = cp_layout.own_blocks(whole, exchange.rank, exchange.size)
-        self._chunks, self._paired = blocks.chunks, blocks.paired
+        self._chunks, self._paired = blocks.pieces, blocks.paired
         self._indices = _indices(whole, exchange.rank, exchange.size, query.device)
         self._views = exchange.gather(key, value)
 

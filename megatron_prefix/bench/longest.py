@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_prefix.bench.memory import Way, measure, predicted, recomputing
-from megatron_prefix.bench.steps import Shape
+from megatron_prefix.bench.steps import GroupShape
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.offload.transfers import free_bytes
 
@@ -60,8 +60,8 @@ def frontier(
     capacity = capacity or free_bytes(device)
     config = replace(config, mode="on", wave_tokens=1, min_gain=0)
 
-    def shape(steps: int) -> Shape:
-        return Shape(max(1, steps * step - response), response, 2)
+    def shape(steps: int) -> GroupShape:
+        return GroupShape(max(1, steps * step - response), response, 2)
 
     def fits(steps: int) -> bool:
         return predicted(shape(steps), way, chunks, config).peak <= capacity

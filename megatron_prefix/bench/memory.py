@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_prefix.bench.steps import GIB, Shape
+from megatron_prefix.bench.steps import GIB, GroupShape
 from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
 from megatron_prefix.errors import StepOutOfMemory, UserError
 from megatron_prefix.models.build import unwrap
@@ -100,7 +100,7 @@ class Row:
 
 
 def measure(
-    shape: Shape, way: Way, chunks: list[Any], config: PrefixConfig, *, repeats: int, seed: int
+    shape: GroupShape, way: Way, chunks: list[Any], config: PrefixConfig, *, repeats: int, seed: int
 ) -> Row:
     """Runs a shape one way, `repeats` times after once that does not count.
 
@@ -252,12 +252,12 @@ def recomputing(chunks: list[Any], recompute: str) -> Iterator[None]:
                 setattr(config, name, value)
 
 
-def predicted(shape: Shape, way: Way, chunks: list[Any], config: PrefixConfig) -> RankMemory:
+def predicted(shape: GroupShape, way: Way, chunks: list[Any], config: PrefixConfig) -> RankMemory:
     """What the memory model says of a shape (memory "auto": as if all were retained)."""
     return MemoryControl(config).predicted(_plan(shape, way, config), chunks, 0)
 
 
-def _plan(shape: Shape, way: Way, config: PrefixConfig) -> Plan:
+def _plan(shape: GroupShape, way: Way, config: PrefixConfig) -> Plan:
     """The plan of a flat group; of the stock schedule, rollout after rollout."""
     prompt, tokens = np.zeros(shape.prompt, dtype=np.int64), shape.prompt + shape.response
     rollouts = []

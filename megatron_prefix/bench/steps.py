@@ -38,7 +38,7 @@ that they have met, and make plans for some in the first call and for others in 
 
 
 @dataclass(frozen=True)
-class Shape:
+class GroupShape:
     """What one row of the sweep runs.
 
     Attributes:
@@ -54,7 +54,7 @@ class Shape:
     wave_tokens: int | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Shape:
+    def parse(cls, text: str) -> GroupShape:
         """Reads P:R:n or P:R:n:WAVE_TOKENS.
 
         Raises:
@@ -203,7 +203,7 @@ def aligned(
     exact = None
     if options.dtype == "bfloat16":
         exact = functools.cache(options.reference(small, layout, chunks))
-    group = Shape(512, 128, 4).group(spec.vocab_size or 0, options.seed)
+    group = GroupShape(512, 128, 4).group(spec.vocab_size or 0, options.seed)
     try:
         return [
             align.align(chunks, [group], config, seed=options.seed, reference=exact)

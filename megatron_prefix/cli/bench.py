@@ -68,10 +68,10 @@ def run(args: argparse.Namespace) -> int:
     """Aligns, times, reports."""
     if args.what == "memory":
         return bench_memory.run(args)
-    from megatron_prefix.bench.steps import Shape
+    from megatron_prefix.bench.steps import GroupShape
 
     texts = args.shapes or ([] if args.rollouts else ["1024:64:8"])
-    shapes = [Shape.parse(text) for text in texts]
+    shapes = [GroupShape.parse(text) for text in texts]
     if args.repeats < 1 or args.align_layers < 1:
         raise UserError(f"--repeats {args.repeats}, --align-layers {args.align_layers}: from 1")
     if args.chunk_tokens == "auto":

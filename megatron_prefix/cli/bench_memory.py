@@ -103,7 +103,7 @@ def _measure(
 def _rows(args: argparse.Namespace, ways: list[Any], chunks: list[Any], config: Any) -> Any:
     from megatron_prefix.bench import memory, steps
 
-    shapes = [steps.Shape.parse(text) for text in args.shapes or ["512:64:4"]]
+    shapes = [steps.GroupShape.parse(text) for text in args.shapes or ["512:64:4"]]
     work = [(shape, way) for shape in shapes for way in ways]
     for shape, way in report.watched(args, work, "rows measured", len(work)):
         yield memory.measure(shape, way, chunks, config, repeats=args.repeats, seed=args.seed)

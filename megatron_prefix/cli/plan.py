@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--svg", metavar="FILE", help="draw the simulated timeline")
 
 
-class _Step(NamedTuple):
+class _PlannedStep(NamedTuple):
     """Everything known of the step."""
 
     groups: list[Group]
@@ -106,7 +106,7 @@ def _layout(args: argparse.Namespace) -> Layout:
     return layout
 
 
-def _planned(args: argparse.Namespace, layout: Layout) -> _Step:
+def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
     model = resolve(args.model)
     align = args.align or layout.alignment
     config = arguments.config_of(args, chunk_tokens=0)
@@ -125,10 +125,10 @@ def _planned(args: argparse.Namespace, layout: Layout) -> _Step:
     largest = max(int(rollout.tokens.max()) for group in groups for rollout in group.rollouts)
     # Rollouts of one model are planned for another's costs; only an open vocabulary needs them.
     model = model if model.vocab_size else model.with_vocab(largest + 1)
-    return _Step(groups, dropped, config, options, forest, plan, timeline, model, layout)
+    return _PlannedStep(groups, dropped, config, options, forest, plan, timeline, model, layout)
 
 
-def _result(step: _Step) -> dict[str, Any]:
+def _result(step: _PlannedStep) -> dict[str, Any]:
     """What `--json` prints."""
     forest, timeline = step.forest, step.timeline
     rollouts = [rollout for group in step.groups for rollout in group.rollouts]
@@ -153,13 +153,13 @@ def _result(step: _Step) -> dict[str, Any]:
         "num_actions": timeline.num_actions,
         "makespan": timeline.makespan,
         "bubble_fraction": timeline.bubble_fraction,
-        "peak_live_tokens": timeline.peak_live_rows,
+        "peak_live_tokens": timeline.peak_live_positions,
         "peak_live_bytes": found["retain"],
         "peak_bytes": found,
     }
 
 
-def _facts(step: _Step, result: dict[str, Any]) -> dict[str, str]:
+def _facts(step: _PlannedStep, result: dict[str, Any]) -> dict[str, str]:
     """The same for people."""
     cut = f", chunks of {number(result['chunk_tokens'])}" if result["chunk_tokens"] else ""
     facts = {
@@ -186,7 +186,7 @@ def _facts(step: _Step, result: dict[str, Any]) -> dict[str, str]:
     return facts
 
 
-def _title(args: argparse.Namespace, step: _Step) -> str:
+def _title(args: argparse.Namespace, step: _PlannedStep) -> str:
     names = ", ".join(path.rpartition("/")[2] for path in args.rollouts)
     groups, stages = len(step.groups), step.plan.num_stages
     return f"{names}: {counted(groups, 'group')}, {counted(stages, 'stage')}"

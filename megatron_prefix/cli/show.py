@@ -87,8 +87,8 @@ def _result(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "makespan": timeline.makespan,
         "bubble_fraction": timeline.bubble_fraction,
         "bubble_fractions": timeline.bubble_fractions,
-        "peak_live_tokens": timeline.peak_live_rows,
-        "peak_live_tokens_per_rank": timeline.peak_rows,
+        "peak_live_tokens": timeline.peak_live_positions,
+        "peak_live_tokens_per_rank": timeline.peak_positions,
     }
 
 
@@ -134,6 +134,6 @@ def _print_timeline(plan: Plan, timeline: Timeline) -> None:
     for heading in ("rank", "actions", "bubble", "peak of live tokens"):
         table.add_column(heading, justify="right")
     for rank, program in enumerate(plan.programs):
-        bubble, peak = timeline.bubble_fractions[rank], timeline.peak_rows[rank]
+        bubble, peak = timeline.bubble_fractions[rank], timeline.peak_positions[rank]
         table.add_row(str(rank), number(len(program)), percent(bubble), number(peak))
     print_rich(table)

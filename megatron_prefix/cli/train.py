@@ -35,7 +35,7 @@ from megatron_prefix.errors import UserError
 if TYPE_CHECKING:
     from megatron_prefix.data.rollouts import Group
     from megatron_prefix.rl.run import Summary
-    from megatron_prefix.rl.trainer import Step
+    from megatron_prefix.rl.trainer import CompletedStep
     from megatron_prefix.runtime import Layout
 
 HELP = """\
@@ -182,7 +182,7 @@ def train_rank(job: Job) -> Summary:
 
 
 @contextlib.contextmanager
-def _progress(job: Job, rank: int) -> Iterator[Callable[[Step], None]]:
+def _progress(job: Job, rank: int) -> Iterator[Callable[[CompletedStep], None]]:
     """A bar on stderr with loss and speed; lines where stderr is no terminal, on demand."""
     if rank or not (sys.stderr.isatty() or job.progress):
         yield lambda step: None
@@ -207,7 +207,7 @@ def _progress(job: Job, rank: int) -> Iterator[Callable[[Step], None]]:
             yield lambda step: bar.update(task, completed=step.number, description=_speed(step))
 
 
-def _speed(step: Step) -> str:
+def _speed(step: CompletedStep) -> str:
     metrics: Any = step.metrics
     return (
         f"loss {metrics['train/loss']:+.4f}, "

@@ -36,7 +36,7 @@ _MIN_LEVEL = {"flat": 2, "branch": 2, "turns": 15}  # response tokens a level of
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _TreeShape:
     """What the groups of one call have in common; lengths in tokens."""
 
     prompt: int
@@ -88,7 +88,7 @@ def generate(
     """
     if num_groups < 1:
         raise UserError(f"--groups: too small ({num_groups}); give 1 or more")
-    shape = _Shape(
+    shape = _TreeShape(
         prompt=prompt_tokens,
         response=response_tokens,
         num_rollouts=num_rollouts,
@@ -102,7 +102,7 @@ def generate(
     return (_group(f"{name}-{index:04d}", shape, rng) for index in range(num_groups))
 
 
-def _group(name: str, shape: _Shape, rng: np.random.Generator) -> Group:
+def _group(name: str, shape: _TreeShape, rng: np.random.Generator) -> Group:
     num_different = shape.num_rollouts - shape.num_copies
     prompt = _prompt(shape, rng)
     marks, loss = _layout(shape, rng)
@@ -128,7 +128,7 @@ def _group(name: str, shape: _Shape, rng: np.random.Generator) -> Group:
     return Group(name, tuple(map(rollout, range(shape.num_rollouts))))
 
 
-def _prompt(shape: _Shape, rng: np.random.Generator) -> NDArray[np.int32]:
+def _prompt(shape: _TreeShape, rng: np.random.Generator) -> NDArray[np.int32]:
     """A system turn and the header of the agent's first turn: int32 [prompt]."""
     prompt = rng.integers(FIRST_TEXT, shape.vocab_size, shape.prompt, dtype=np.int32)
     prompt[:2] = BEGIN, SYSTEM
@@ -136,7 +136,7 @@ def _prompt(shape: _Shape, rng: np.random.Generator) -> NDArray[np.int32]:
     return prompt
 
 
-def _layout(shape: _Shape, rng: np.random.Generator) -> tuple[NDArray[np.int32], Spans]:
+def _layout(shape: _TreeShape, rng: np.random.Generator) -> tuple[NDArray[np.int32], Spans]:
     """Where marks stand in a response (int32 [response], -1 for text), and its trained spans.
 
     One layout for all rollouts of a group: wherever they part, their turns stay in step.
@@ -155,7 +155,7 @@ def _layout(shape: _Shape, rng: np.random.Generator) -> tuple[NDArray[np.int32],
 
 
 def _responses(
-    shape: _Shape, num: int, rng: np.random.Generator
+    shape: _TreeShape, num: int, rng: np.random.Generator
 ) -> tuple[NDArray[np.int32], list[int]]:
     """Text of `num` different responses, shared as the tree says, and from where each is alone.
 
@@ -181,7 +181,7 @@ def _responses(
     return text, parted_at.tolist()
 
 
-def _branch_points(shape: _Shape, rng: np.random.Generator) -> list[int]:
+def _branch_points(shape: _TreeShape, rng: np.random.Generator) -> list[int]:
     """Response positions where the levels of the tree begin, and the end: depth + 1 of them."""
     room = shape.response // shape.depth
     points = np.arange(shape.depth) * room
@@ -202,7 +202,7 @@ def _parted(
     return np.split(members, np.sort(rng.permutation(len(members) - 1)[:num_cuts] + 1))
 
 
-def _end(shape: _Shape, loss: Spans, parted_at: int, rng: np.random.Generator) -> int:
+def _end(shape: _TreeShape, loss: Spans, parted_at: int, rng: np.random.Generator) -> int:
     """Length of one response: past where it is alone, so that it stays different; ends trained."""
     if not shape.uneven:
         return shape.response

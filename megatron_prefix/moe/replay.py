@@ -58,7 +58,7 @@ class SegmentRoutes:
             dist.broadcast(routes.view(torch.uint8), source, group=groups.pp)  # NCCL has no int16
         if (size := groups.cp.size()) > 1:
             lengths = [span.padded for segment in forest.segments for span in segment.spans]
-            mine = torch.from_numpy(cp_layout.segment_rows(lengths, groups.cp.rank(), size))
+            mine = torch.from_numpy(cp_layout.held_positions(lengths, groups.cp.rank(), size))
             routes = routes.index_select(0, mine.to(device))
             self._offsets //= size
         self._routes = routes

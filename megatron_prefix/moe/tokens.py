@@ -132,7 +132,7 @@ def _columns(rows: Sequence[Span], rank: int, size: int) -> list[np.ndarray]:
     lengths = [n for span in rows for n in (span.length, span.padded - span.length)]
     row_of = np.repeat([x for number in numbers for x in (number, len(rows))], lengths)
     return [
-        row_of[cp_layout.segment_rows([span.padded for span in rows], rank, size)],
+        row_of[cp_layout.held_positions([span.padded for span in rows], rank, size)],
         np.repeat(numbers, copies),
         np.array([rollout for span in rows for rollout in span.rollouts], np.int64),
         np.array([*copies, 0]),

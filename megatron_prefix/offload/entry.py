@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_prefix.offload.pool import Lease
 
 
-class State(Enum):
+class StorageState(Enum):
     """Life of one packed storage."""
 
     STAGED = "staged"  # on the device, its layer still runs
@@ -22,10 +22,10 @@ class State(Enum):
 
 
 _NEXT = {
-    State.STAGED: {State.OFFLOADED, State.KEPT},
-    State.OFFLOADED: {State.LOADED},
-    State.KEPT: set(),
-    State.LOADED: set(),
+    StorageState.STAGED: {StorageState.OFFLOADED, StorageState.KEPT},
+    StorageState.OFFLOADED: {StorageState.LOADED},
+    StorageState.KEPT: set(),
+    StorageState.LOADED: set(),
 }
 
 
@@ -43,7 +43,7 @@ class Entry:
         mark: of its copy under way, for `Transfers`.
     """
 
-    state: State
+    state: StorageState
     tensor: Tensor | None
     version: int
     num_bytes: int
@@ -51,7 +51,7 @@ class Entry:
     layer: int = 0
     mark: Any = None
 
-    def become(self, state: State) -> None:
+    def become(self, state: StorageState) -> None:
         """Changes the state.
 
         Raises:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_prefix.offload.entry import Entry, State
+from megatron_prefix.offload.entry import Entry, StorageState
 from megatron_prefix.offload.pool import StagingPool
 from megatron_prefix.offload.transfers import Transfers
 
@@ -138,11 +138,11 @@ class OffloadedSegment:
         pairs, stored = [], []
         for entry in self._open:
             entry.layer = len(self._layers)
-            if entry.state is not State.STAGED:  # of an earlier layer, saved again
+            if entry.state is not StorageState.STAGED:  # of an earlier layer, saved again
                 continue
             device = entry.as_bytes()
             if device is None:
-                entry.become(State.KEPT)
+                entry.become(StorageState.KEPT)
                 continue
             entry.lease = self._owner.pool.take(entry.num_bytes)
             pairs.append((device, entry.lease.tensor))
@@ -153,7 +153,7 @@ class OffloadedSegment:
             return
         mark = self._owner.transfers.store(pairs)
         for entry in stored:
-            entry.become(State.OFFLOADED)
+            entry.become(StorageState.OFFLOADED)
             entry.mark, entry.tensor = mark, None
             self._owner.counts.stored += entry.num_bytes
         del pairs, device
@@ -178,7 +178,7 @@ class OffloadedSegment:
         if entry is None:
             source = tensor.detach()
             size = tensor.untyped_storage().nbytes()
-            entry = self._known[key] = Entry(State.STAGED, source, tensor._version, size)
+            entry = self._known[key] = Entry(StorageState.STAGED, source, tensor._version, size)
         if not any(entry is other for other in self._open):
             self._open.append(entry)
         offset = int(tensor.storage_offset())
@@ -197,9 +197,9 @@ class OffloadedSegment:
         if not isinstance(saved, _Handle):
             return saved
         entry = saved.entry
-        if entry.state is State.OFFLOADED:
+        if entry.state is StorageState.OFFLOADED:
             self._demand(entry)
-        if entry.state is State.LOADED:
+        if entry.state is StorageState.LOADED:
             if entry.mark is not None:
                 self._owner.transfers.wait(entry.mark)
                 entry.mark = None
@@ -244,12 +244,12 @@ class OffloadedSegment:
         return [
             entry
             for entry in entries
-            if entry is not None and entry.layer == layer and entry.state is State.OFFLOADED
+            if entry is not None and entry.layer == layer and entry.state is StorageState.OFFLOADED
         ]
 
     def _load(self, entry: Entry) -> None:
         if entry.lease is None:
             raise RuntimeError("an offloaded tensor has no host memory")
         entry.tensor, entry.mark = self._owner.transfers.load(entry.lease.tensor, entry.mark)
-        entry.become(State.LOADED)
+        entry.become(StorageState.LOADED)
         entry.lease = None

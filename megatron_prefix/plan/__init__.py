@@ -1,1 +1,4 @@
-"""Segments become a plan: which rank runs what, when, and what it costs. [pure]"""
+"""Segments become a plan: which rank runs what, in which order, and what it costs. [pure]
+
+Read actions.py, planner.py, simulator.py.
+"""

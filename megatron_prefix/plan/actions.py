@@ -1,9 +1,10 @@
-"""The vocabulary of a plan: actions, the table of segments, and the CSV both travel in.  Pure.
+"""Actions and plans, and the CSV file of a plan.  Pure.
 
-A plan is data.  One row a rank and one cell an action: `F3` runs the forward of segment 3, `B3` its
-backward; with virtual stages `F3.1` names model chunk 1 of that rank.  Nothing else is needed: a
-receive belongs in front of the action that uses it and a send behind the one that made it, and both
-follow from the stage.  The grid is read the way torch.distributed.pipelining prints its schedules.
+A plan is data: one line a rank, one cell an action. `F3` is the forward of segment 3, `B3` its
+backward; with virtual stages `F3.1` is the forward on model chunk 1 of that rank. Sends and
+receives are not written: a stage receives right before the action that needs the message and sends
+right after the action that made it. torch.distributed.pipelining prints its schedules in the same
+way.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _SPAN = re.compile(r"(\d{1,9})\+(\d{1,9})/(\d{1,9}):((?:\d{1,9}(?: \d{1,9})*)?)"
 _NUMBER = re.compile(r"-?\d{1,9}", re.ASCII)
 _HEADER = ["megatron_prefix plan", "version", "ranks", "chunks"]
 _COLUMNS = ["segment", "parent", "tree", "kind", "policy", "spans (start+length/padded:rollouts)"]
-# How a segment stands in the table: `kind` says what other segments and the loss do with it.
+# How a segment's flags are written in the table.
 _KINDS = {
     (inner, extends, scored): ("inner" if inner else "wave")
     + ("+extends" if extends else "")
@@ -77,7 +78,7 @@ class Plan:
         segments: the step's segments in F-order.
         programs: per pipeline rank its actions in order.
         num_chunks: model chunks a rank (virtual stages), 1 without interleaving.
-        policies: per segment one of POLICIES; empty: every segment retains all.
+        policies: per segment one of POLICIES; empty: all retain.
     """
 
     segments: tuple[Segment, ...]
@@ -104,7 +105,7 @@ class Plan:
         return self.policies[index] if self.policies else "retain"
 
     def to_csv(self) -> str:
-        """The whole plan as CSV: a header, the segment table, one row of actions a rank."""
+        """The plan as CSV: a header, the table of segments, one line of actions a rank."""
         out = io.StringIO()
         write = csv.writer(out, lineterminator="\n").writerow
         write(_HEADER)
@@ -119,7 +120,7 @@ class Plan:
 
     @classmethod
     def from_csv(cls, text: str, name: str = "plan") -> Plan:
-        """Reads `to_csv` back; `name` is what errors call the file.
+        """Reads what `to_csv` wrote; errors call the file `name`.
 
         Raises:
             UserError: not a plan of this version; the line and the cell are named.
@@ -226,5 +227,5 @@ def _program_from(number: int, line: Sequence[str]) -> tuple[Action, ...]:
 
 
 def _shown(text: str) -> str:
-    """A cell for a message, cut."""
+    """A cell for a message, shortened."""
     return repr(text if len(text) <= 40 else f"{text[:40]}...")

@@ -1,11 +1,11 @@
-"""The catalogue of canonical plans: `schedules/`, made anew from schedules/catalogue.toml.  Pure.
+"""Makes the canonical plans in `schedules/` from schedules/catalogue.toml.  Pure.
 
     python -m megatron_prefix.plan.catalogue schedules            # writes every plan
     python -m megatron_prefix.plan.catalogue schedules --check    # fails where one differs
     python -m megatron_prefix.plan.catalogue schedules --rollouts NAME FILE
 
-The last writes rollouts of a shape, so that its plans can be run: `align --prefix-plan` and `train
---prefix-plan` take them with the options that the folder's README names.
+The last writes rollouts of one step of the catalogue, so that its plans can be run with
+`align --prefix-plan` or `train --prefix-plan` and the options that the folder's README names.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _NODE = {"tokens", "trained", "leaves", "branches"}
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A step of the catalogue.
+class CanonicalStep:
+    """A step of the catalogue; "shape" in its file.
 
     Attributes:
         name: the first part of its files' names.
@@ -51,13 +51,13 @@ class Shape:
     groups: tuple[Group, ...]
 
 
-def file_name(shape: Shape, num_ranks: int, num_chunks: int) -> str:
+def file_name(shape: CanonicalStep, num_ranks: int, num_chunks: int) -> str:
     """Where a plan of the shape lies in the folder."""
     return f"{shape.name}-pp{num_ranks}{f'-vpp{num_chunks}' if num_chunks > 1 else ''}.csv"
 
 
-def read_catalogue(folder: Path) -> tuple[list[Shape], list[tuple[int, int]]]:
-    """The shapes of a folder's catalogue, and the pipelines (ranks, chunks) they are for.
+def read_catalogue(folder: Path) -> tuple[list[CanonicalStep], list[tuple[int, int]]]:
+    """The steps of a folder's catalogue, and the pipelines (ranks, model chunks) they are for.
 
     Raises:
         UserError: not a catalogue.
@@ -74,7 +74,7 @@ def read_catalogue(folder: Path) -> tuple[list[Shape], list[tuple[int, int]]]:
 
 
 def plans(folder: Path) -> Iterator[tuple[str, str]]:
-    """Name and content of every file that belongs into the folder."""
+    """Name and content of every file that the folder must have."""
     shapes, layouts = read_catalogue(folder)
     for shape in shapes:
         forest = build(*pairs_of_groups(shape.groups), shape.options)
@@ -84,7 +84,7 @@ def plans(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def differing(folder: Path) -> list[str]:
-    """Files that are missing, differ, or are not in the catalogue."""
+    """Files that are missing, different, or not in the catalogue."""
     wanted = dict(plans(folder))
     found = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.csv")}
     return sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
@@ -93,8 +93,8 @@ def differing(folder: Path) -> list[str]:
 # Shapes -------------------------------------------------------------------------------------------
 
 
-def _shape(entry: Mapping[str, Any]) -> Shape:
-    tokens = itertools.count()  # no token comes twice: what is shared is what the tree says
+def _shape(entry: Mapping[str, Any]) -> CanonicalStep:
+    tokens = itertools.count()  # no token comes twice, so rollouts share only what the tree says
     groups = tuple(
         Group(f"g{number}", tuple(_rollouts(f"g{number}", tree, tokens)))
         for number, tree in enumerate(entry["groups"])
@@ -102,7 +102,7 @@ def _shape(entry: Mapping[str, Any]) -> Shape:
     options = TreeOptions(
         chunk_tokens=entry.get("chunk_tokens", 0), wave_tokens=entry["wave_tokens"], min_gain=0
     )
-    return Shape(entry["name"], entry["about"], options, groups)
+    return CanonicalStep(entry["name"], entry["about"], options, groups)
 
 
 def _rollouts(name: str, tree: Mapping[str, Any], tokens: Iterator[int]) -> Iterator[Rollout]:
@@ -135,11 +135,13 @@ def _paths(
 
 
 def main(arguments: Sequence[str] | None = None) -> str | None:
-    """The command; what is wrong, or None."""
+    """The command; returns an error message or None."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, help="where the catalogue is")
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
-    parser.add_argument("--rollouts", nargs=2, metavar=("NAME", "FILE"), help="of one shape")
+    parser.add_argument(
+        "--rollouts", nargs=2, metavar=("NAME", "FILE"), help="write the rollouts of one shape"
+    )
     args = parser.parse_args(arguments)
     try:
         if args.check:

@@ -1,9 +1,9 @@
-"""What a plan must hold before any clock runs, and the error that shows where it does not.  Pure.
+"""The rules that a plan must keep, and the error that marks where it breaks one.  Pure.
 
 Every rank runs one F and one B of every segment on each of its model chunks, parents before
-children forward and children before parents backward; a backward on the last stage waits for the
-forward that completes its losses; and the two ends of a link between neighbours agree on the order
-of its messages, so that each direction is a FIFO.
+children forward, children before parents backward. On the last stage a backward comes after the
+forward that completes its losses. Two neighbours agree on the order of their messages, so that each
+direction is a FIFO. Deadlocks are found by the simulator (plan/simulator.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_prefix.tree import Segment
 class PlanError(UserError):
     """A plan that cannot run.
 
-    The first line says what is wrong; below it stands the whole grid with the bad cells marked.
+    The first line says what is wrong; the whole grid with the bad cells marked follows.
 
     Attributes:
         marked: the bad cells.
@@ -33,7 +33,7 @@ class PlanError(UserError):
 
 
 def check(plan: Plan, ready_after: Sequence[int] | None = None) -> None:
-    """Checks a plan, all but for deadlocks, which `simulate` finds.
+    """Checks everything but deadlocks, which `simulate` finds.
 
     Args:
         plan: any plan.
@@ -55,10 +55,12 @@ def check(plan: Plan, ready_after: Sequence[int] | None = None) -> None:
 
 
 class _Program:
-    """Walks one rank's program: each action once, parents and children in order.
+    """Checks one rank's program: each action once, parents and children in order.
 
-    Attributes are per model chunk and segment but for `reached`: on the last stage, the forwards
-    before this segment have all run.
+    Attributes:
+        forwards, backwards: per model chunk and segment whether it has run.
+        waiting: per model chunk and segment the children whose backward has not run.
+        reached: on the last stage, the forwards of all segments before this one have run.
     """
 
     def __init__(self, plan: Plan, rank: int, children: Sequence[int]) -> None:
@@ -68,7 +70,7 @@ class _Program:
         self.waiting = [list(children) for _ in range(plan.num_chunks)]
 
     def check(self, ready_after: Sequence[int] | None) -> None:
-        """Walks it all."""
+        """Checks every action in order."""
         take = {"F": self._forward, "B": self._backward}
         num, num_chunks = len(self.plan.segments), self.plan.num_chunks
         last = self.plan.num_stages - 1
@@ -132,10 +134,10 @@ class _Program:
 
 
 def _check_link(plan: Plan, kind: str, source: int, target: int) -> None:
-    """Both ends of one link, in one direction, must agree on the order of the messages."""
+    """Sender and receiver must agree on the order of the messages of one direction."""
     step = 1 if kind == "F" else -1
     ends = (0, plan.num_stages - 1)
-    first, last = ends[::step]  # the stages that receive nothing and send nothing
+    first, last = ends[::step]  # `first` receives nothing, `last` sends nothing
     size = plan.num_ranks  # plan.stage() is too slow for thousands of plans
     sent = [
         (index, chunk * size + source + step)
@@ -166,10 +168,10 @@ def _error(plan: Plan, rank: int, place: int, text: str) -> PlanError:
 
 
 def check_segments(segments: Sequence[Segment]) -> None:
-    """Whether a table of segments, read from a file, is a forest as tree/build.py makes it.
+    """Checks that segments read from a file are a forest as tree/build.py makes it.
 
     Raises:
-        UserError: naming the segment, or a rollout that no segment has.
+        UserError: names the segment, or a rollout that is in no segment.
     """
     reached: dict[int, int] = {}  # last segment of each rollout so far
     for index, segment in enumerate(segments):
@@ -190,18 +192,18 @@ def check_segments(segments: Sequence[Segment]) -> None:
 
 
 def _segment_fault(segments: Sequence[Segment], index: int) -> str:
-    """What is wrong with one segment, its rollouts aside."""
+    """What is wrong with one segment, not looking at its rollouts."""
     segment = segments[index]
-    # A row without rollouts is a filler (joint_forest.py): padding only.
+    # A span without rollouts is a filler (plan/joint_forest.py): only padding.
     if not segment.spans or any(
         not bool(span.rollouts) <= span.length <= span.padded or not span.padded
         for span in segment.spans
     ):
-        return "a row has no positions, or more of them than its padded length"
+        return "a span has no positions, or more than its padded length"
     if segment.inner and (
         len(segment.spans) > 1 or segment.spans[0].length < segment.spans[0].padded
     ):
-        return "an inner segment is one row without padding"
+        return "an inner segment is one span without padding"
     begin = 0
     if segment.parent >= 0:
         parent = segments[segment.parent]
@@ -211,5 +213,5 @@ def _segment_fault(segments: Sequence[Segment], index: int) -> str:
     if segment.extends and not (segment.inner and segment.parent >= 0):
         return "only an inner segment extends its parent"
     if any(span.start != begin for span in segment.spans):
-        return f"a row starts at {segment.start}, not at {begin}, where what is above it ends"
+        return f"a span starts at {segment.start}, not at {begin}, where its parent ends"
     return ""

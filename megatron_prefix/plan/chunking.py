@@ -1,4 +1,4 @@
-"""`--chunk-tokens auto`: the chunk length whose simulated step is shortest.  Pure."""
+"""`--chunk-tokens auto`: the chunk length with the shortest simulated step.  Pure."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from megatron_prefix.plan.simulator import Cost, simulate, token_cost
 from megatron_prefix.tree import Forest, Pairs, Segment, TreeOptions, Tries, find_shared
 
 _SHARES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
-_LEAST = 128  # shorter chunks are all overhead
-_MOST_ROLLOUTS = 64  # of a step are looked at: whole groups, the first ones
-_FINALISTS = 3  # lengths for which the planner takes pains
-_MOST_KNOWN = 64  # answers that a chooser remembers
+_LEAST = 128  # shorter chunks cost more overhead than they save
+_MOST_ROLLOUTS = 64  # only the first groups of a step are tried, up to so many rollouts
+_FINALISTS = 3  # lengths tried with the slower planner, best_plan
+_MOST_KNOWN = 64  # answers that are remembered
 
 
 def action_cost(segment: Segment, kind: str) -> float:
-    """Tokens, and an action's overhead: without it the shortest chunks always look best."""
+    """Tokens plus an overhead an action; without it the shortest chunks always look best."""
     return token_cost(segment, kind) + CostModel.action_tokens * (1 if kind == "F" else 2)
 
 
 class ChunkChooser:
-    """Chooses the chunk length of a pipeline's steps, and remembers it for steps of equal shape.
+    """Chooses the chunk length of a step, and remembers it for steps of equal shape.
 
-    Tried are 0, simple multiples and shares of a wave, and shares of the longest segment: each
-    planned and simulated, the best few once more with the planner's full search.  A large step's
-    first groups stand for all of it.  One rank never waits, so there chunks would only cost.
+    Tries 0, multiples and fractions of a wave, and fractions of the longest segment. Each is
+    planned and simulated, the best few again with `best_plan`. Of a large step only the first
+    groups are tried. With one rank there is no waiting, so nothing is cut.
 
     Args:
         num_ranks: pipeline size.
@@ -60,12 +60,12 @@ class ChunkChooser:
         options: TreeOptions,
         microbatches: Sequence[int] | None = None,
     ) -> int:
-        """The best of some chunk lengths for a step, 0 where cutting does not pay.
+        """The best chunk length of those tried; 0 where cutting does not pay.
 
         Args:
             rollouts: see `tree.build`.
             groups: see `tree.build`.
-            options: all but `chunk_tokens` counts.
+            options: see TreeOptions; `chunk_tokens` is ignored.
             microbatches: see `planner.loss_ready_after`.
         """
         if self._num_ranks == 1 or not rollouts:
@@ -73,7 +73,7 @@ class ChunkChooser:
         groups = [0] * len(rollouts) if groups is None else groups
         kept = _first_groups(groups)
         microbatch_of = range(len(rollouts)) if microbatches is None else microbatches
-        names: dict[int, int] = {}  # microbatches are counted from 0 again
+        names: dict[int, int] = {}  # microbatches, renumbered from 0
         numbers = tuple(names.setdefault(microbatch_of[rollout], len(names)) for rollout in kept)
         shared = find_shared([rollouts[r] for r in kept], [groups[r] for r in kept], options)
         whole = shared.forest(0)
@@ -100,7 +100,7 @@ class ChunkChooser:
 
 
 def _first_groups(groups: Sequence[int]) -> list[int]:
-    """The rollouts of the first whole groups, `_MOST_ROLLOUTS` or one group."""
+    """Rollouts of the first groups: at most `_MOST_ROLLOUTS`, at least one group."""
     taken: set[int] = set()
     count = 0
     for group in dict.fromkeys(groups):
@@ -112,7 +112,7 @@ def _first_groups(groups: Sequence[int]) -> list[int]:
 
 
 def _lengths(whole: Forest, options: TreeOptions) -> set[int]:
-    """Chunk lengths worth a try."""
+    """Chunk lengths to try."""
     longest = max(span.length for segment in whole.segments for span in segment.spans)
     wave = min(options.wave_tokens or longest, longest)
     lengths = {longest // share for share in _SHARES} | {2 * wave, wave, wave // 2, wave // 4}

@@ -1,10 +1,10 @@
 """What a step costs with and without sharing, and whether to share.  Pure.
 
-Costs are matrix FLOPs: a linear part per position, the output layer's part per position that is
-scored, attention per visible (query, key) pair, and an overhead per action that stands for kernel
-launches, expressed in positions.  A backward costs two forwards, so only the forward is counted.
-("Schedule-Level Shared-Prefix Reuse for LLM RL Training", section 3.2, cost model; "AReaL-DTA",
-section 4, balances the same quantity.)
+Costs are FLOPs of matrix products: a linear part a position, the output layer a scored position,
+attention a visible (query, key) pair, and for kernel launches an overhead an action, expressed in
+positions. A backward costs two forwards, so only forwards are counted. ("Schedule-Level
+Shared-Prefix Reuse for LLM RL Training", section 3.2; "AReaL-DTA", section 4, balances the same
+quantity.)
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CostModel:
 
     @classmethod
     def of_spec(cls, spec: ModelSpec) -> CostModel:
-        """Counts for a model of ours; of its experts those that a token visits count."""
+        """Counts for a ModelSpec; of the experts only those that a token visits count."""
         widths = [
             (spec.moe_ffn_hidden_size or 0) * spec.moe_top_k
             if spec.is_moe and (spec.moe_layers is None or spec.moe_layers[layer])
@@ -70,7 +70,7 @@ class CostModel:
 
     @classmethod
     def of_config(cls, config: Any, vocab_size: int = 0) -> CostModel:
-        """Counts for a Megatron TransformerConfig (which does not know the vocabulary)."""
+        """Counts for a Megatron TransformerConfig, which has no vocabulary size."""
         heads = config.num_attention_heads
         return cls.of_shape(
             config.num_layers, config.hidden_size, heads, config.num_query_groups or heads,
@@ -86,10 +86,10 @@ class CostModel:
 
     def segment(self, segment: Segment) -> float:
         """Forward FLOPs of one segment."""
-        rows = segment.padded_length
+        positions = segment.padded_length
         pairs = sum(_causal(span.start, span.padded) for span in segment.spans)
         head = self.head if segment.scored else 0.0
-        return (self.linear + head) * rows + self.attention * pairs + self._overhead
+        return (self.linear + head) * positions + self.attention * pairs + self._overhead
 
     def prefix(self, forest: Forest) -> float:
         """Forward FLOPs of the prefix schedule."""
@@ -105,7 +105,7 @@ class CostModel:
 
 
 def _causal(start: int, length: int) -> float:
-    """Visible (query, key) pairs of `length` rows whose first position is `start`."""
+    """Visible (query, key) pairs of `length` positions that begin at position `start`."""
     return length * (start + (length + 1) / 2)
 
 
@@ -127,7 +127,7 @@ class Decision:
 
 
 def decide(config: PrefixConfig, forest: Forest, cost: CostModel) -> Decision:
-    """The gate: "on" always shares, "auto" where it pays, "observe" and "off" never."""
+    """Whether a step shares: mode "on" always, "auto" where it pays, "observe" and "off" never."""
     speedup = cost.speedup(forest)
     if config.mode == "on":
         return Decision(True, "mode on", False, speedup)

@@ -1,10 +1,9 @@
-"""Bytes of device memory that a row of a segment takes on one rank.  Pure.
+"""Bytes of device memory that a position of a segment takes on one rank.  Pure.
 
-Counted from what the layers of Megatron-Core save for backward: with transformer-engine's layers a
-norm saves its input and its output, the gated activation its input, every matrix product its input;
-Megatron's local layers, unfused, save more.  A storage that several operators save counts once.
-("Reducing Activation Recomputation in Large Transformer Models", section 4.1, counts likewise for
-another layer.)
+Counts what Megatron-Core's layers save for backward. With transformer-engine's layers a norm saves
+its input and output, the gated activation its input, every matrix product its input; Megatron's
+local, unfused layers save more. A storage that several operators save counts once. ("Reducing
+Activation Recomputation in Large Transformer Models", section 4.1, counts another layer likewise.)
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from megatron_prefix.models.presets import ModelSpec
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes per row on one rank; `layer` means one layer.
+    """Bytes a position on one rank.
 
     Attributes:
-        inner: what a layer keeps of an inner segment between its forward and its backward.
-        wave: the same of a wave, whose K/V are not in the sidecar.
-        again: what Megatron's own recomputation holds for a moment in backward.
-        kv: K/V in the sidecar, a layer.
-        kv_grad: gK/gV in the sidecar, a layer.
-        norm: what follows the last layer where there is no loss.
-        head: what follows the last layer where there is loss: norm, logits, cross entropy.
-        stage_input: what a stage receives, and what it sends.
-        temporary: what is neither saved nor kept, at the moment when it is most.
-        seen: what a key of an ancestor takes while its gradients are computed, in one layer.
-        head_temporary: the same in the output layer.
-        head_weight: bytes, not per row: the gradient of the output layer's weight, for a moment.
-        num_layers: of a model chunk.
-        parts: ranks that share the rows (context parallelism).
-        host_layers: of a model chunk, whose K/V and gK/gV are on the host while others run.
-        sums: copies of gK/gV of all ranks' rows that a rank adds up (cp_reduce "segment").
+        inner: saved by one layer for the backward of an inner segment.
+        wave: the same for a wave, whose K/V are not in the sidecar.
+        again: recomputed by Megatron's own recomputation during backward.
+        kv: K/V in the sidecar, one layer.
+        kv_grad: gK/gV in the sidecar, one layer.
+        norm: saved after the last layer, without a loss.
+        head: saved after the last layer, with a loss: norm, logits, cross entropy.
+        stage_input: received by a stage; a stage sends as much.
+        temporary: peak transient bytes of one layer.
+        seen: transient bytes a key of an ancestor in one layer's backward.
+        head_temporary: peak transient bytes of the output layer.
+        head_weight: gradient of the output layer's weight, transient; bytes in all, not a position.
+        num_layers: layers of a model chunk.
+        parts: context-parallel ranks, which share the positions.
+        host_layers: layers of a model chunk whose K/V and gK/gV are on the host.
+        sums: copies of gK/gV of all ranks' positions that a rank adds up (cp_reduce "segment").
         keeps_outputs: whether a stage's output stays until its backward.
     """
 
@@ -65,7 +64,7 @@ class Footprint:
 
         Args:
             config: the model's.
-            vocab_size: rows of the whole output layer.
+            vocab_size: of the whole output layer.
             cp_reduce, host_layers: see PrefixConfig.
         """
         tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
@@ -76,13 +75,13 @@ class Footprint:
         experts = config.num_moe_experts or 0
         num_layers = max(1, config.num_layers // stages)
         found = _count(
-            _Shape(
+            _Dimensions(
                 config.hidden_size, heads, config.num_query_groups or heads, config.kv_channels,
                 config.ffn_hidden_size, vocab_size, config.gated_linear_unit,
                 bool(config.qk_layernorm), experts, config.moe_ffn_hidden_size or 0,
                 config.moe_router_topk if experts else 0,
             ),
-            _Form(
+            _Execution(
                 config.params_dtype.itemsize, tp, bool(config.sequence_parallel),
                 config.transformer_impl == "transformer_engine",
                 bool(config.bias_activation_fusion), bool(config.apply_rope_fusion),
@@ -108,7 +107,7 @@ class Footprint:
         itemsize: int = 2,
         fused: bool = True,
     ) -> Footprint:
-        """Of a model of ours, as `models/config.py` builds it.
+        """Of a ModelSpec, as `models/config.py` builds it.
 
         Args:
             spec: the model.
@@ -118,40 +117,40 @@ class Footprint:
             itemsize: bytes of a number.
             fused: transformer-engine's layers in bf16, else Megatron's local ones, unfused.
         """
-        shape = _Shape(
+        shape = _Dimensions(
             spec.hidden_size, spec.num_attention_heads, spec.num_query_groups, spec.kv_channels,
             spec.ffn_hidden_size, spec.vocab_size or 0, True, spec.qk_layernorm,
             spec.num_experts or 0, spec.moe_ffn_hidden_size or 0,
             spec.moe_top_k if spec.is_moe else 0,
         )  # fmt: skip
-        form = _Form(
+        form = _Execution(
             itemsize, tp, sequence_parallel, fused, fused, fused, fused, recompute, "uniform", 1,
             ("core_attn",),
         )  # fmt: skip
         return _count(shape, form, max(1, spec.num_layers // num_stages), cp, 0, True)
 
     def kept(self, policy: str, inner: bool, scored: bool, first: bool, last: bool) -> float:
-        """Bytes of a row that stay on the device between a segment's forward and its backward.
+        """Bytes a position that stay on the device between a segment's forward and backward.
 
         Args:
             policy: of the segment.
             inner: whether it is an inner segment.
             scored: whether it carries loss.
-            first, last: whether the stage is.
+            first, last: whether the stage is the first, the last.
         """
         received = 0.0 if first else self.stage_input
         if policy == "recompute":
             return received
         sent = self.stage_input if self.keeps_outputs and not last else 0.0
         after = (self.head if scored else self.norm) if last else sent
-        if policy == "offload":  # what follows the decoder stays
+        if policy == "offload":  # what the output layer saves stays
             return received + (self.head - self.norm if last and scored else sent)
         return self.num_layers * (self.inner if inner else self.wave) + after
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """A model."""
+class _Dimensions:
+    """The sizes of a model."""
 
     hidden: int
     heads: int
@@ -167,7 +166,7 @@ class _Shape:
 
 
 @dataclass(frozen=True)
-class _Form:
+class _Execution:
     """How it is computed."""
 
     itemsize: int
@@ -184,15 +183,20 @@ class _Form:
 
 
 def _count(
-    shape: _Shape, form: _Form, num_layers: int, parts: int, sums: int, keeps_outputs: bool
+    shape: _Dimensions,
+    form: _Execution,
+    num_layers: int,
+    parts: int,
+    sums: int,
+    keeps_outputs: bool,
 ) -> Footprint:
-    """Numbers of a row, times their bytes."""
+    """Counts numbers a position and multiplies by their bytes."""
     size, tp = form.itemsize, form.tp
     hidden = shape.hidden / (tp if form.sequence_parallel else 1)
     wide = max(4, size)  # of what is computed in fp32 or wider
     queries = shape.heads * shape.channels / tp
     keys = max(1, shape.groups / tp) * shape.channels
-    projected = queries + 2 * keys  # held whole by norms of Q and K, and by a checkpoint's views
+    projected = queries + 2 * keys  # saved whole by norms of Q and K, and by checkpoints
     norm = 2 * hidden if form.fused_layers else 3 * hidden + 1
     mlp = _mlp(shape, form)
     ends = queries * size + shape.heads / tp * wide  # attention's output and log-sum-exp
@@ -219,21 +223,21 @@ def _count(
     )  # fmt: skip
 
 
-def _mlp(shape: _Shape, form: _Form) -> float:
-    """Numbers that a row's MLP saves, beside its norm."""
+def _mlp(shape: _Dimensions, form: _Execution) -> float:
+    """Numbers a position that the MLP saves, without its norm."""
     ffn = shape.expert_ffn if shape.topk else shape.ffn
     inputs = 2 if shape.gated else 1
     kept = ffn * (inputs + 1 if form.fused_activation else inputs + (3 if shape.gated else 1))
     if not shape.topk:
         return kept / form.tp
-    # A copy of the row for every expert it is sent to, each weighed; and what routers keep.
+    # Every expert gets a copy of the input and weighs its output; routers save scores.
     return shape.topk * (shape.hidden + kept + ffn) + 3 * shape.experts
 
 
 def _checkpointed(
-    form: _Form, given: float, inner: float, wave: float, num_layers: int
+    form: _Execution, given: float, inner: float, wave: float, num_layers: int
 ) -> tuple[float, float, float]:
-    """Full recomputation: a layer's (or a few layers') input is kept."""
+    """Full recomputation: only the input of one or a few layers is saved."""
     if form.method == "block":
         share = min(1.0, form.num_layers / num_layers)
         kept = share * given
@@ -243,15 +247,15 @@ def _checkpointed(
 
 
 def _selected(
-    shape: _Shape,
-    form: _Form,
+    shape: _Dimensions,
+    form: _Execution,
     hidden: float,
     norm: float,
     mlp: float,
     common: float,
     extra: float,
 ) -> tuple[float, float, float]:
-    """Selective recomputation: attention's inputs are kept, which are what a wave keeps."""
+    """Selective recomputation: attention's inputs are saved, in inner segments as in waves."""
     size, wide = form.itemsize, max(4, form.itemsize)
     inner, wave, again = common, common + extra, 0.0
     if "core_attn" in form.modules:

@@ -1,4 +1,4 @@
-"""A plan as text, with the cells that are wrong marked.  Pure."""
+"""A plan as text, with bad cells marked.  Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron_prefix.plan.actions import Action
 
 Cell = tuple[int, int]
-"""(rank, place in its program); the place behind the last one stands for a missing action."""
+"""(rank, place in its program); the place after the last one stands for a missing action."""
 
 
 def marked_grid(programs: Sequence[Sequence[Action]], marked: Sequence[Cell] = ()) -> str:

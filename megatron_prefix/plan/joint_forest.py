@@ -1,10 +1,10 @@
-"""Pipelines whose ranks meet in every action: what runs side by side.  [pure]
+"""One plan for pipelines whose ranks share experts.  [pure]
 
-Ranks that share experts exchange tokens in every expert layer, and a backward returns gradients to
-the ranks whose tokens came in the forward.  So the segments that go forward side by side must go
-backward side by side, on every stage.  The forests of such ranks are laid on top of one another,
-tree on tree and child on child: the union is one forest, any plan of it is a plan for all, and
-where a forest has no segment a filler takes its place, which is padding and stands for nothing.
+Ranks that share experts exchange tokens in every expert layer: a backward returns gradients to the
+ranks whose tokens came in the forward. So segments that run forward together must run backward
+together, on every stage. The forests of these ranks are merged, k-th tree with k-th tree, k-th
+child with k-th child. The union is one forest and its plan is a plan for all ranks. Where a rank's
+forest has no segment, it gets a filler, which is only padding.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from dataclasses import dataclass, replace
 from megatron_prefix.tree import Forest, Segment, Span
 
 _Node = tuple[int | None, ...]
-"""Per forest the segment at one place of the union, if it has one there."""
+"""Per forest the segment at one place of the union; None: it has none there."""
 
 
 @dataclass(frozen=True)
 class JointForest:
-    """A rank's segments among those that run beside them.
+    """A rank's forest, and its union with those of ranks that run together with it.
 
     Attributes:
         forest: the rank's own, with fillers.
         microbatch_of: the trainer's microbatch of each of its rollouts.
-        union: all forests as one; rollouts of each are numbered after those of the forests before
-            it, and so are microbatches unless the forests are ordered.
-        union_microbatch_of: of the union, the microbatch of each rollout.
-        lengths: per place the rows of every forest's segment.
+        union: all forests as one; rollouts are numbered on from one forest to the next, and so are
+            microbatches unless the forests are ordered.
+        union_microbatch_of: the microbatch of each rollout of the union.
+        lengths: per place of the union the positions of every forest's segment.
     """
 
     forest: Forest
@@ -40,19 +40,19 @@ class JointForest:
 
     @property
     def even(self) -> bool:
-        """Whether what runs side by side is equally long on all ranks."""
-        return all(len(set(rows)) == 1 for rows in self.lengths)
+        """Whether segments that run together are equally long on all ranks."""
+        return all(len(set(lengths)) == 1 for lengths in self.lengths)
 
 
 def joint_forest(
     forests: Sequence[Forest], microbatches_of: Sequence[Sequence[int]], place: int = 0
 ) -> JointForest:
-    """Lays forests on top of one another; a forest alone is its own union.
+    """Merges forests; a forest alone is its own union.
 
     Args:
-        forests: the segments of every pipeline.
-        microbatches_of: of each the trainer's microbatch of every rollout.
-        place: of the rank's own pipeline among them.
+        forests: one a pipeline.
+        microbatches_of: per forest the trainer's microbatch of every rollout.
+        place: number of the rank's own pipeline.
     """
     nodes, parents = _overlay(forests)
     filled = [_filled(forest, nodes, place) for place, forest in enumerate(forests)]
@@ -60,13 +60,13 @@ def joint_forest(
     rollouts = [0, *itertools.accumulate(len(forest.num_positions) for forest in forests)]
     for index, parent in enumerate(parents):
         here = [forest.segments[index] for forest in filled]
-        rows = [
+        spans = [
             span._replace(rollouts=tuple(first + rollout for rollout in span.rollouts))
             for first, segment in zip(rollouts, here, strict=False)
             for span in segment.spans
         ]
         flags = (any(column) for column in zip(*(s[3:] for s in here), strict=True))
-        union.append(Segment(parent, here[0].tree, tuple(rows), *flags))
+        union.append(Segment(parent, here[0].tree, tuple(spans), *flags))
     ordered = any(forest.ordered for forest in forests)
     return JointForest(
         filled[place],
@@ -86,7 +86,7 @@ def joint_forest(
 
 
 def _numbered(microbatches_of: Sequence[Sequence[int]], ordered: bool) -> Iterator[int]:
-    """Microbatches of the union; where losses need all before them, equal numbers are one."""
+    """Microbatches of the union; in ordered forests equal numbers are the same microbatch."""
     first = 0
     for microbatch_of in microbatches_of:
         yield from (first + microbatch for microbatch in microbatch_of)
@@ -94,7 +94,7 @@ def _numbered(microbatches_of: Sequence[Sequence[int]], ordered: bool) -> Iterat
 
 
 def _overlay(forests: Sequence[Forest]) -> tuple[list[_Node], list[int]]:
-    """Places of the union in F-order, and their parents; the k-th children are one place."""
+    """Places of the union in F-order, and their parents; k-th children share a place."""
     children: list[dict[int, list[int]]] = []
     for forest in forests:
         below: dict[int, list[int]] = {}
@@ -119,10 +119,10 @@ def _overlay(forests: Sequence[Forest]) -> tuple[list[_Node], list[int]]:
 
 
 def _filled(forest: Forest, nodes: Sequence[_Node], place: int) -> Forest:
-    """One of the forests with fillers where it has no segment."""
+    """One of the forests, with fillers where it has no segment."""
     tree = max((segment.tree for segment in forest.segments), default=-1) + 1
-    row = Span(0, 0, forest.align, ())
-    filler = Segment(-1, tree, (row,), inner=False, extends=False, scored=False)
+    padding = Span(0, 0, forest.align, ())
+    filler = Segment(-1, tree, (padding,), inner=False, extends=False, scored=False)
     new = {node[place]: index for index, node in enumerate(nodes)} | {-1: -1}
     segments = []
     for node in nodes:

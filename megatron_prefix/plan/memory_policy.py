@@ -1,4 +1,4 @@
-"""What each segment keeps between its forward and its backward.  Pure."""
+"""Memory policies: what each segment keeps between its forward and its backward.  Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_prefix.plan.peak_memory import RankMemory, predict
 from megatron_prefix.tree import Segment
 
 BACKWARDS_AHEAD = 4
-"""Backwards in a row before an offloaded segment's own in which its tensors may be loaded."""
+"""An offloaded segment is loaded during at most so many backwards before its own."""
 
 
 def policies(segments: Sequence[Segment], memory: str) -> tuple[str, ...]:
@@ -22,8 +22,8 @@ def policies(segments: Sequence[Segment], memory: str) -> tuple[str, ...]:
 
     Args:
         segments: of the step.
-        memory: the policy of inner segments. A wave's backward follows its forward, so there is
-            nothing to win, and it retains. "auto" is `automatic`'s to refine: all retain.
+        memory: the policy of inner segments. Waves retain: their backward follows their forward.
+            "auto" retains here; see `automatic`.
     """
     if memory in ("retain", "auto"):
         return ()
@@ -31,7 +31,7 @@ def policies(segments: Sequence[Segment], memory: str) -> tuple[str, ...]:
 
 
 def leaner(plan: Plan) -> Plan | None:
-    """The plan with every inner segment recomputed; None where that is how it is."""
+    """The plan with every inner segment recomputed; None where it is already."""
     lean = policies(plan.segments, "recompute")
     same = lean == plan.policies or not any(segment.inner for segment in plan.segments)
     return None if same else replace(plan, policies=lean)
@@ -42,7 +42,7 @@ class Rates:
     """How fast a rank computes and copies.
 
     Attributes:
-        flops: matrix FLOPs a second that training reaches.
+        flops: FLOPs a second of matrix products in training.
         link: bytes a second between device and host, in each direction.
     """
 
@@ -61,22 +61,23 @@ def automatic(
 ) -> tuple[str, ...]:
     """The cheapest policies with which a plan's predicted peak fits.
 
-    While a rank's predicted peak is above `free`, inner segments that it holds at that moment give
-    way, those first whose bytes are cheapest: "recompute" costs a forward; "offload" costs what of
-    its stores does not hide behind the computation between the segment's forward and its backward,
-    and of its loads behind that backward and those right before it. All ranks of a pipeline get the
-    same answer, since all of it is in the arguments.
+    While a rank's predicted peak is above `free`, inner segments that it holds at the peak change
+    from "retain" to a cheaper policy, those with the lowest price a byte first. "recompute" costs a
+    forward. "offload" costs the time of its copies that computation does not hide: stores hide
+    behind what runs between the segment's forward and backward, loads behind that backward and
+    those right before it. The answer depends on the arguments only, so all ranks of a pipeline
+    agree.
 
     Args:
-        plan: whose own policies do not count.
+        plan: its own policies are ignored.
         footprint: of the model.
         cost: of the model.
         rates: of the slowest rank.
-        free: bytes of the rank that has least.
+        free: free bytes of the rank with the least.
         may_offload: whether "offload" is allowed.
 
     Returns:
-        A policy a segment, or () where all retain. Where nothing fits, the leanest found.
+        A policy a segment, or () where all retain. If nothing fits, the one with the lowest peak.
     """
     choice = _Choice(plan, footprint, cost, rates, may_offload)
     for _ in range(2 * len(plan.segments)):
@@ -92,7 +93,7 @@ def automatic(
 
 
 class _Choice:
-    """Policies on their way from "retain" for all."""
+    """The search of `automatic`: starts with "retain" for all segments."""
 
     def __init__(
         self, plan: Plan, footprint: Footprint, cost: CostModel, rates: Rates, may_offload: bool
@@ -103,13 +104,14 @@ class _Choice:
         share = 1 / (plan.num_ranks * footprint.parts * rates.flops)
         self._seconds = [cost.segment(segment) * share for segment in plan.segments]
         self._hidden = {rank: self._windows(rank) for rank in range(plan.num_ranks)}
-        self._on_link = 0.0  # seconds that stores of segments chosen so far take
+        self._on_link = 0.0  # seconds of all stores chosen so far
 
     def give(self, rank: int, memory: RankMemory, excess: float) -> bool:
-        """Changes policies of segments that a rank holds at its peak; whether any was left."""
+        """Changes policies of segments that a rank holds at its peak; False where none is left."""
         again = memory.action.segment
         if memory.action.kind == "B" and self.plan.policy(again) == "recompute":
-            # What it recomputes does not fit; of an offloaded segment a few layers come at a time.
+            # Its recomputation does not fit; an offloaded segment comes back a few layers at a
+            # time.
             if "offload" not in self._options:
                 return False
             self._set(again, "offload")
@@ -130,7 +132,7 @@ class _Choice:
         return bool(offers)
 
     def _cheapest(self, rank: int, index: int) -> tuple[float, int, str]:
-        """Seconds a byte of the cheaper policy of an inner segment."""
+        """The cheaper policy of an inner segment: (seconds a byte, segment, policy)."""
         size = max(self._size(index), 1.0)
         prices = {"recompute": self._seconds[index]}
         if "offload" in self._options:
@@ -144,8 +146,8 @@ class _Choice:
     def _size(self, index: int) -> float:
         """Bytes of a segment's saved tensors on one rank."""
         one = self._footprint
-        rows = self.plan.segments[index].padded_length / one.parts
-        return rows * one.inner * one.num_layers * self.plan.num_chunks
+        positions = self.plan.segments[index].padded_length / one.parts
+        return positions * one.inner * one.num_layers * self.plan.num_chunks
 
     def _set(self, index: int, policy: str) -> None:
         found = list(self.plan.policies or ["retain"] * len(self.plan.segments))
@@ -153,8 +155,8 @@ class _Choice:
         self.plan = replace(self.plan, policies=tuple(found))
 
     def _windows(self, rank: int) -> dict[int, tuple[float, float]]:
-        """Per inner segment what a rank computes from its forward to its backward, and while the
-        segment may be loaded: in its backward and those right before it."""
+        """Per inner segment the seconds a rank computes between its forward and its backward, and
+        those during which it may be loaded: its backward and the backwards right before it."""
         program, share = self.plan.programs[rank], 1 / self.plan.num_chunks
         lengths = [
             self._seconds[action.segment] * share * (1 if action.kind == "F" else 2)
@@ -165,7 +167,7 @@ class _Choice:
         for place, action in enumerate(program):
             if action.kind == "B" and self.plan.segments[action.segment].inner:
                 before = program[max(0, place - BACKWARDS_AHEAD) : place]
-                row = len([*itertools.takewhile(lambda a: a.kind == "B", reversed(before))])
+                run = len([*itertools.takewhile(lambda a: a.kind == "B", reversed(before))])
                 between = ends[action] - lengths[place] - ends[action._replace(kind="F")]
-                found[action.segment] = between, sum(lengths[place - row : place + 1])
+                found[action.segment] = between, sum(lengths[place - run : place + 1])
         return found

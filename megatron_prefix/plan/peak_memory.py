@@ -1,9 +1,9 @@
 """Predicted memory of every rank of a pipeline in one step.  Pure.
 
-A rank's program is played action by action: a forward adds what the segment's policy keeps and, for
-the head of a chain, room for the chain's K/V; the first backward that sees a chain adds gK/gV; a
-backward takes a moment what it recomputes or loads, and then releases its segment.  Weights, their
-gradients and the optimizer are not in it: they are there before the step and after it.
+Goes through a rank's program action by action. A forward adds what the segment's policy keeps, and
+at the head of a chain the chain's K/V. The first backward that sees a chain adds its gK/gV. A
+backward adds for its duration what it recomputes or loads, and then releases its segment. Weights,
+their gradients and the optimizer are not counted.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.footprint import Footprint
-from megatron_prefix.tree.kv_layout import PIECE_ROWS, buffer_map
+from megatron_prefix.tree.kv_layout import PIECE_KEYS, buffer_map
 
 MESSAGES = 4
-"""Receives posted ahead and sends under way, both directions together (pipeline/p2p.py)."""
+"""Receives posted ahead and sends under way, both directions together (run/messages.py)."""
 LAYERS_VISITED, GRADIENTS_VISITED = 2, 3
-"""Layers on the host whose K/V, and whose gK/gV, are on the device at once: the one that runs, the
-next, and gradients on their way back (megatron_prefix/sidecar/host_chains.py)."""
+"""With layers on the host, so many of them have K/V, or gK/gV, on the device at once: the one that
+runs, the next, and for gK/gV those on their way back (megatron_prefix/sidecar/host_chains.py)."""
 LAYERS_LOADED = 3
 """Layers of an offloaded segment on the device at once (megatron_prefix/offload/segment.py)."""
 
@@ -32,15 +32,15 @@ class RankMemory:
 
     Attributes:
         peak: the most that is in use at once.
-        saved: the most that autograd and the sidecar hold at once; temporaries are not in it.
-        action: which runs at the peak.
-        activations, kv, kv_grad, messages: what `peak` consists of, with temporaries.
-        temporary: of the action at the peak: temporaries, and what it recomputes or loads.
-        cache_peak: the most that K/V and gK/gV take at once.
-        wave_peak: the most that is in use while a wave runs (0 without waves).
-        staged: the most that offloaded segments hold on the host.
-        cache_staged: the most that K/V and gK/gV take of the host.
-        held: at the peak, segments between forward and backward and the bytes that each keeps.
+        saved: the most that autograd and the sidecar hold at once, without temporaries.
+        action: the one that runs at the peak.
+        activations, kv, kv_grad, messages, temporary: the parts of `peak`; `temporary` includes
+            what the action recomputes or loads.
+        cache_peak: the most that K/V and gK/gV take on the device.
+        wave_peak: the most in use while a wave runs (0 without waves).
+        staged: the most that offloaded segments take on the host.
+        cache_staged: the most that K/V and gK/gV take on the host.
+        held: at the peak, the segments between forward and backward and the bytes of each.
     """
 
     peak: float
@@ -58,9 +58,8 @@ class RankMemory:
     held: tuple[tuple[int, float], ...]
 
     def within(self, room: float) -> RankMemory:
-        """What the peaks will be at most where `room` bytes may be used: nobody waits for copies to
-        the host before memory is short, so all that is offloaded may be on the device a while
-        longer."""
+        """The peaks where `room` bytes may be used: copies to the host are not waited for before
+        memory is short, so offloaded tensors may stay on the device longer."""
         lingering = min(room, self.cache_peak + self.staged) if self.staged else 0.0
         wave = max(self.wave_peak, lingering) if self.wave_peak else 0.0
         return replace(self, peak=max(self.peak, lingering), wave_peak=wave)
@@ -69,12 +68,12 @@ class RankMemory:
 @functools.lru_cache(maxsize=16)
 def predict(plan: Plan, footprint: Footprint) -> tuple[RankMemory, ...]:
     """The memory of every rank of a plan's pipeline."""
-    play = _Play(plan, footprint)
-    return tuple(play.rank(rank) for rank in range(plan.num_ranks))
+    run = _MemoryRun(plan, footprint)
+    return tuple(run.rank(rank) for rank in range(plan.num_ranks))
 
 
 def table(plan: Plan, memory: Sequence[RankMemory]) -> str:
-    """A few lines for people: what every rank holds at its peak, in GiB."""
+    """A table of what every rank holds at its peak, in GiB."""
     lines = ["rank   peak  activations    K/V  gK/gV  temporary  at    segments held"]
     for rank, one in enumerate(memory):
         policies = sorted({plan.policy(index) for index, _ in one.held})
@@ -87,19 +86,19 @@ def table(plan: Plan, memory: Sequence[RankMemory]) -> str:
     return "\n".join(lines)
 
 
-class _Play:
-    """What all ranks have in common."""
+class _MemoryRun:
+    """Goes through the programs of a plan's ranks and adds up memory."""
 
     def __init__(self, plan: Plan, footprint: Footprint) -> None:
         self.plan, self.one = plan, footprint
         self.map = buffer_map(plan.segments, footprint.parts)
-        self.rows = [segment.padded_length / footprint.parts for segment in plan.segments]
-        message = footprint.stage_input * max(self.rows, default=0.0)
+        self.positions = [segment.padded_length / footprint.parts for segment in plan.segments]
+        message = footprint.stage_input * max(self.positions, default=0.0)
         self.messages = MESSAGES * message if plan.num_ranks > 1 else 0.0
         self.kv_grad = footprint.kv_grad * (1 + footprint.sums)
 
     def rank(self, rank: int) -> RankMemory:
-        """Plays one rank's program."""
+        """Goes through one rank's program."""
         held: dict[tuple[int, int], float] = {}
         chains: dict[tuple[int, int], float] = {}
         gradients: dict[tuple[int, int], float] = {}
@@ -147,46 +146,46 @@ class _Play:
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
         first, last = self._ends(rank, action)
         one = self.one.kept(policy, segment.inner, segment.scored, first, last)
-        return self.rows[action.segment] * one
+        return self.positions[action.segment] * one
 
     def _staged(self, rank: int) -> Iterator[float]:
-        """What every action of an offloaded segment adds to the host, or takes away."""
+        """Bytes on the host that every action of an offloaded segment adds or frees."""
         for action in self.plan.programs[rank]:
             segment = self.plan.segments[action.segment]
             if self.plan.policy(action.segment) == "offload":
                 ends = (segment.inner, segment.scored, *self._ends(rank, action))
                 away = self.one.kept("retain", *ends) - self.one.kept("offload", *ends)
                 sign = 1 if action.kind == "F" else -1
-                yield sign * self.rows[action.segment] * away
+                yield sign * self.positions[action.segment] * away
 
     def _moment(self, rank: int, action: Action) -> tuple[float, float]:
-        """Bytes while an action runs: saved ones for a moment, and temporaries."""
+        """Bytes in use only while an action runs: saved ones, and temporaries."""
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
         first, last = self._ends(rank, action)
-        rows, one = self.rows[action.segment], self.one
+        positions, one = self.positions[action.segment], self.one
         seen = [block.stop * one.parts for block in self.map.blocks[action.segment]]
-        piece = max(seen, default=0) if one.parts > 1 else min(max(seen, default=0), PIECE_ROWS)
-        temporary = rows * one.temporary + one.seen * piece
-        if one.parts > 1:  # views of two layers' ancestors, gathered
+        piece = max(seen, default=0) if one.parts > 1 else min(max(seen, default=0), PIECE_KEYS)
+        temporary = positions * one.temporary + one.seen * piece
+        if one.parts > 1:  # gathered K/V of ancestors, of two layers
             temporary += 2 * one.kv * sum(seen)
-        visited = sum(seen) + (rows if segment.inner else 0.0)
+        visited = sum(seen) + (positions if segment.inner else 0.0)
         temporary += visited * min(LAYERS_VISITED, one.host_layers) * one.kv
         if action.kind == "B":
             temporary += visited * min(GRADIENTS_VISITED, one.host_layers) * one.kv_grad
         if last and segment.scored:
-            head = rows * one.head_temporary
-            if action.kind == "B":  # the layers' turn comes when the head is through
-                head, temporary = head + one.head_weight, temporary - rows * one.head
+            head = positions * one.head_temporary
+            if action.kind == "B":  # the layers run backward after the head
+                head, temporary = head + one.head_weight, temporary - positions * one.head
             temporary = max(head, temporary)
         layer = one.inner if segment.inner else one.wave
         again = 0.0
         if policy == "offload":
             again = min(LAYERS_LOADED, one.num_layers) * layer
         if action.kind == "B":
-            # What follows the last layer has been released when the layers' turn comes.
+            # What follows the last layer has been released when the layers run backward.
             after = (one.head if segment.scored else one.norm) if last else 0.0
             again += max(0.0, one.again - after)
             if policy == "recompute":
                 whole = one.kept("retain", segment.inner, segment.scored, first, last)
                 again += whole - (0.0 if first else one.stage_input)
-        return rows * again, temporary
+        return positions * again, temporary

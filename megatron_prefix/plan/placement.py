@@ -1,15 +1,13 @@
 """Which data-parallel rank computes which rollouts. [pure]
 
-A rank's load is what its *trees* cost (plan/cost.py), not the sum of its rollouts: a long
-prompt that sixteen rollouts share counts once.  The ordered partition, a binary search on the
-largest load with a greedy check, is that of "AReaL-DTA", section 4 (load-balanced parallelization)
-and appendix, algorithm 4; its order is the depth-first one of the trees, so neighbours share most,
-and a rollout behind its neighbour costs only the positions that the neighbour does not have.  Here
-it is run over whole groups and over single rollouts, and held against greedy placement of whole
-groups, the costliest first.  Whole groups keep every prompt on one rank; where a group is cut,
-every part computes the prompt again, and is charged for it.
+A rank's load is the cost of its *trees* (plan/cost.py), not the sum of its rollouts: a prompt that
+sixteen rollouts share counts once. Rollouts are put in depth-first order of the trees, in which
+neighbours share most, and are cut into one consecutive part a rank by binary search on the largest
+load ("AReaL-DTA", section 4 and appendix, algorithm 4). This is done over whole groups and over
+single rollouts, and compared with greedy placement of whole groups, the costliest first. Where a
+group is cut, every part computes the prompt again, and its cost counts that.
 
-Everything here is a function of its arguments only, so every rank finds the same placement.
+The result depends on the arguments only, so every rank finds the same placement.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class Placement:
     Attributes:
         ranks: per rank its groups, in the order given; a group that was cut is in several, under
             the same name, each time with a part of its rollouts. A rank may have none.
-        method: what made it; never "auto".
+        method: the one that made it; never "auto".
         cost: the cost model.
         options: how a rank's rollouts become segments.
     """
@@ -52,12 +50,12 @@ class Placement:
 
     @cached_property
     def forests(self) -> tuple[Forest, ...]:
-        """Each rank's segments; made when first asked for."""
+        """Each rank's segments; built on first use."""
         return tuple(build(*pairs_of_groups(groups), self.options) for groups in self.ranks)
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """Forward FLOPs of each rank, its part of every cut group with a prefix of its own."""
+        """Forward FLOPs of each rank; each part of a cut group has its own prefix."""
         return tuple(map(self.cost.prefix, self.forests))
 
     @property
@@ -87,19 +85,21 @@ def place(
 ) -> Placement:
     """Puts every rollout on exactly one rank.
 
-    Methods: "whole" and "cut" partition the depth-first order between groups, or between rollouts,
-    so that the largest load is least; "greedy" gives whole groups, the costliest first, to the rank
-    with least load; "tokens" the same with the tokens of a group's rollouts as its cost, shared or
-    not (what trainers without sharing do); "equal" gives every rank equally many rollouts,
-    neighbours in depth-first order (Megatron's own schedule needs that where ranks meet in every
-    microbatch); "auto" takes the lesser largest load of "whole" and "greedy", or "cut" where it is
-    lower still by more than MIN_GAIN_OF_CUT, so mostly where a group is too large for a rank.
+    Methods:
+        whole: cuts the depth-first order between groups so that the largest load is least.
+        cut: the same between rollouts.
+        greedy: whole groups, the costliest first, each to the rank with the least load.
+        tokens: the same with a group's raw tokens as its cost, as trainers without sharing do.
+        equal: equally many rollouts a rank, neighbours in depth-first order; Megatron's own
+            schedule needs that where ranks meet in every microbatch.
+        auto: the better of "whole" and "greedy"; "cut" where its largest load is lower by more than
+            MIN_GAIN_OF_CUT.
 
     Args:
         groups: of one step, names all different.
         num_ranks: data-parallel size.
         cost: of the model.
-        options: how a rank's rollouts become segments; under share="batch" groups share too.
+        options: how a rank's rollouts become segments; with share="batch" groups share too.
         method: one of METHODS.
 
     Raises:
@@ -132,7 +132,7 @@ class _Leaf(NamedTuple):
         group, rollout: where it is in the groups given.
         length: its positions.
         first_trained: the first of them with loss.
-        shared: leading positions that the leaf before it has too, where they are in one tree.
+        shared: leading positions that the leaf before it has, too, if they are in one tree.
     """
 
     group: int
@@ -146,7 +146,7 @@ Part = Sequence[int]  # numbers of leaves, ascending
 
 
 class _Leaves:
-    """The rollouts of a step in depth-first order, and what any part of them costs in one place."""
+    """The rollouts of a step in depth-first order, and the cost of any part of them on one rank."""
 
     def __init__(self, groups: Sequence[Group], cost: CostModel, options: TreeOptions) -> None:
         self.cost, self.options = cost, options
@@ -156,9 +156,9 @@ class _Leaves:
         self.groups = [range(start, end) for start, end in itertools.pairwise(bounds)]
 
     def added(self, leaf: int, shared: int) -> float:
-        """Cost of a leaf whose first `shared` positions are there already.
+        """Cost of a leaf whose first `shared` positions are computed already.
 
-        The others are in a part without loss, where there is one, and in a part with it.
+        The others are a part without loss (may be empty) and a part with loss.
         """
         _, _, length, first, _ = self.order[leaf]
         cut = min(max(shared, first), length)
@@ -167,11 +167,11 @@ class _Leaves:
     def _piece(self, start: int, end: int, *, scored: bool) -> float:
         if start == end:
             return 0.0
-        row = Span(start, end - start, end - start, (0,))
-        return self.cost.segment(Segment(-1, 0, (row,), False, False, scored))
+        span = Span(start, end - start, end - start, (0,))
+        return self.cost.segment(Segment(-1, 0, (span,), False, False, scored))
 
     def load(self, part: Part) -> float:
-        """Cost of a part's trees; two leaves share what all pairs on the way between them share."""
+        """Cost of a part's trees; two leaves share the least that neighbours between them share."""
         total, before = (self.added(part[0], 0), part[0]) if part else (0.0, 0)
         for leaf in part[1:]:
             between = range(before + 1, leaf + 1)
@@ -240,11 +240,11 @@ def _parts(leaves: _Leaves, num_ranks: int, method: str) -> list[Part]:
 
 
 def _ordered(leaves: _Leaves, units: Sequence[range], num_ranks: int) -> list[Part]:
-    """Consecutive units by rank, the largest load as small as that allows."""
+    """Consecutive units a rank, with the smallest possible largest load."""
     if not units:
         return []
     alone = [leaves.load(unit) for unit in units]
-    # Behind its neighbour only a unit's first leaf costs less than alone.
+    # After its neighbour a unit costs less than alone, but only its first leaf does.
     after = [
         cost - leaves.added(unit[0], 0) + leaves.added(unit[0], leaves.order[unit[0]].shared)
         for unit, cost in zip(units, alone, strict=True)
@@ -264,9 +264,9 @@ def _ordered(leaves: _Leaves, units: Sequence[range], num_ranks: int) -> list[Pa
 def _filled(
     alone: Sequence[float], after: Sequence[float], limit: float, num_ranks: int
 ) -> list[int]:
-    """First unit of every rank where each takes units in order until `limit` would be passed.
+    """First unit of every rank if each takes units in order up to `limit`.
 
-    The last units get a rank each where so many are left; more ranks than there are: no fit.
+    The last units get a rank each where enough ranks are left. More starts than ranks: no fit.
     """
     starts, load = [0], alone[0]
     for unit in range(1, len(alone)):
@@ -279,7 +279,7 @@ def _filled(
 
 
 def _greedy(units: Sequence[Part], costs: Sequence[float], num_ranks: int) -> list[Part]:
-    """Units by falling cost, each to the rank with least so far; ties to the first."""
+    """Units by falling cost, each to the rank with the least load; ties to the first."""
     loads = [(0.0, rank) for rank in range(num_ranks)]
     parts: list[list[int]] = [[] for _ in range(num_ranks)]
     for unit in sorted(range(len(units)), key=lambda number: -costs[number]):

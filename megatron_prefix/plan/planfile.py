@@ -14,10 +14,10 @@ from megatron_prefix.tree import Forest, Segment
 
 
 def read_plan(path: str) -> Plan:
-    """A plan from a file, its segments checked, its programs not.
+    """A plan from a file; its segments are checked, its programs not.
 
     Raises:
-        UserError: unreadable, not a plan, or segments that are no trees.
+        UserError: unreadable, not a plan, or its segments are no forest.
     """
     try:
         with open(path, encoding="utf-8", newline="") as file:
@@ -35,7 +35,7 @@ def read_plan(path: str) -> Plan:
 
 
 def forest_of(plan: Plan) -> Forest:
-    """As much of the forest as a plan holds: not which positions are trained."""
+    """The forest of a plan; it does not know which positions are trained."""
     lengths: dict[int, int] = {}
     for segment in plan.segments:
         for span in segment.spans:
@@ -49,10 +49,10 @@ class PlanFile:
 
     Args:
         path: a file that `plan --csv` wrote, or one edited by hand.
-        memory: see PrefixConfig; it decides where the file says "retain" of every segment.
+        memory: see PrefixConfig; it counts where the file says "retain" of every segment.
 
     Raises:
-        UserError: see `read_plan`; or no rank could run it, or `memory` contradicts the file.
+        UserError: see `read_plan`; the plan cannot run, or `memory` contradicts the file.
     """
 
     def __init__(self, path: str, memory: str = "retain") -> None:
@@ -68,7 +68,7 @@ class PlanFile:
     def fitting(
         self, forest: Forest, num_ranks: int, num_chunks: int, microbatch_of: Sequence[int]
     ) -> Plan:
-        """The plan, when it is one of this step.
+        """The plan, if it is one of this step.
 
         Args:
             forest: the step's segments.
@@ -77,7 +77,7 @@ class PlanFile:
             microbatch_of: the trainer's microbatch of each rollout.
 
         Raises:
-            UserError: the pipeline or the segments are others, or the losses come too late.
+            UserError: pipeline or segments differ, or the losses come too late.
         """
         self._fits(forest, num_ranks, num_chunks, tuple(microbatch_of))
         return self.plan
@@ -111,5 +111,5 @@ class PlanFile:
 
 
 def _lines(segments: Sequence[Segment]) -> list[str]:
-    """The segment table's lines as a plan file has them, but for what each segment keeps."""
+    """The lines of the table of segments, without policies."""
     return [",".join(segment_cells(index, segment)) for index, segment in enumerate(segments)]

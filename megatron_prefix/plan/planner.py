@@ -1,9 +1,9 @@
 """Segments -> two orders -> one program a rank.  Pure.
 
-F-order is depth first over all trees of the step; in B-order a segment comes after all its
-descendants.  Both are the same on every stage, so the messages between two neighbours in one
-direction are a FIFO, and no plan made here can deadlock ("Schedule-Level Shared-Prefix Reuse for
-LLM RL Training", section 4.5, reorders phases stage by stage for flat groups; here for any tree).
+F-order is depth first over all trees of the step; in B-order a segment comes after its descendants.
+Both are the same on every stage, so messages between two neighbours in one direction are a FIFO,
+and no plan made here can deadlock. ("Schedule-Level Shared-Prefix Reuse for LLM RL Training",
+section 4.5, reorders phases stage by stage for flat groups; here for any tree.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_prefix.tree import Forest, Segment
 
 
 def backward_order(segments: Sequence[Segment]) -> list[int]:
-    """B-order: the postorder of the trees whose preorder is F-order."""
+    """B-order: postorder of the trees; F-order is their preorder."""
     order: list[int] = []
     path: list[int] = []
     for index, segment in enumerate(segments):
@@ -29,12 +29,12 @@ def backward_order(segments: Sequence[Segment]) -> list[int]:
 
 
 def loss_ready_after(forest: Forest, microbatches: Sequence[int] | None = None) -> list[int]:
-    """Per segment the last forward (in F-order) without which its backward cannot run.
+    """Per segment the last forward (in F-order) that its backward needs.
 
-    A microbatch of the trainer can be scored only when the last of its rollouts has been through
-    its last segment, and every scored segment on the way waits for that; where the forest is
-    `ordered`, also for the rollouts of all microbatches before it.  The others need no rule of
-    their own: every rollout ends in a scored segment, and a backward comes after those below it.
+    A microbatch has its loss when the last segment of its last rollout has run forward; every
+    scored segment of these rollouts waits for that. In an `ordered` forest it also waits for all
+    microbatches before. Segments without loss need no rule: their backward comes after those of
+    their children, and every rollout ends in a scored segment.
 
     Args:
         forest: the step's segments.
@@ -56,16 +56,16 @@ def loss_ready_after(forest: Forest, microbatches: Sequence[int] | None = None) 
 
 
 def forward_items(num_segments: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:
-    """F-order over model chunks: (segment, chunk), `group_size` segments a turn of each chunk.
+    """F-order over model chunks: (segment, model chunk), `group_size` segments a turn.
 
-    Megatron's order with virtual stages (megatron/core/pipeline_parallel/schedules.py,
-    get_schedule_table); with one chunk it is F-order.
+    Megatron's order with virtual stages (`get_schedule_table` in
+    megatron/core/pipeline_parallel/schedules.py); with one model chunk it is F-order.
     """
     return _turns(range(num_segments), range(num_chunks), group_size)
 
 
 def backward_items(order: Sequence[int], num_chunks: int, group_size: int) -> list[tuple[int, int]]:
-    """B-order over model chunks, the last chunk first."""
+    """B-order over model chunks, the last one first."""
     return _turns(order, range(num_chunks - 1, -1, -1), group_size)
 
 
@@ -86,16 +86,16 @@ def make_plan(
     microbatches: Sequence[int] | None = None,
     run_ahead: int | None = 2,
     group_size: int | None = None,
-    max_live_rows: int = 0,
+    max_live_positions: int = 0,
 ) -> Plan:
     """The program of every rank: warm-up, one backward one forward, drain.
 
-    The programs are what the ranks would do in a run in which a forward takes its rows and a
-    backward twice that: each takes the next of its forwards or of its backwards, whichever can
-    start first, forwards first, but runs no further ahead of its backwards than `run_ahead` and
-    `max_live_rows` allow.  A program that some run has followed has no circle of waiting ranks, so
-    it ends whatever the actions really take.  Some rank can always go on: the rank furthest behind
-    in its backwards may run all forwards that its next backward needs, anywhere in the pipeline.
+    Simulates all ranks and writes down what they do. A forward takes its positions as time, a
+    backward twice that. Each rank takes its next forward or its next backward, whichever can start
+    first, on a tie the forward; it runs ahead of its backwards only as far as `run_ahead` and
+    `max_live_positions` allow. Programs that came out of a run cannot deadlock, however long
+    actions really take. Some rank can always go on: the one furthest behind in its backwards may
+    run all forwards that its next backward needs, on every stage.
 
     Args:
         forest: the step's segments.
@@ -103,18 +103,18 @@ def make_plan(
         num_chunks: model chunks a rank (virtual stages).
         microbatches: see `loss_ready_after`.
         run_ahead: forwards that a stage runs ahead of its successor, beyond those that its next
-            backward cannot do without; more hides uneven segments, less holds less memory. None: as
-            many as `max_live_rows` allows.
+            backward needs. More hides uneven segments, less holds less memory. None: as many as
+            `max_live_positions` allows.
         group_size: Megatron's microbatch_group_size_per_vp_stage; default: the pipeline size.
-        max_live_rows: a rank runs no forward ahead that would make it hold more rows for backward
-            than this (on all its model chunks; a row on one of v counts 1/v). 0: no limit.
+        max_live_positions: a rank runs no forward ahead that would make it hold more positions for
+            backward (over all its model chunks; one on one of v counts 1/v). 0: no limit.
     """
     size = (group_size or num_ranks) if num_chunks > 1 else 1
     ready_after = loss_ready_after(forest, microbatches)
     forwards = forward_items(len(forest.segments), num_chunks, size)
     backwards = backward_items(backward_order(forest.segments), num_chunks, size)
     place = {item: position for position, item in enumerate(forwards)}
-    # Forwards that the j-th backward cannot do without; never fewer than Megatron's own warm-up.
+    # Forwards that the j-th backward needs; never fewer than Megatron's own warm-up.
     demands = (
         max(place[ready_after[segment], num_chunks - 1] + 1, (num_chunks - 1) * size + 1 + j)
         for j, (segment, _) in enumerate(backwards)
@@ -124,7 +124,7 @@ def make_plan(
         [place[index, num_chunks - 1] for index in ready_after],
         [segment.padded_length for segment in forest.segments], num_ranks, num_chunks,
     )  # fmt: skip
-    programs = _Merge(orders, run_ahead, max_live_rows).run()
+    programs = _Merge(orders, run_ahead, max_live_positions).run()
     return Plan(forest.segments, programs, num_chunks)
 
 
@@ -136,19 +136,18 @@ def best_plan(
     microbatches: Sequence[int] | None = None,
     run_ahead: int = 2,
     group_size: int | None = None,
-    max_live_rows: int = 0,
+    max_live_positions: int = 0,
 ) -> Plan:
-    """The shortest of a few plans that hold no more rows than `make_plan` with `run_ahead` does.
+    """The shortest of three plans that hold no more positions than `make_plan` with `run_ahead`.
 
-    Running further ahead where the memory that `run_ahead` costs anyway is not yet in use shortens
-    most steps, those with virtual stages most of all; which bound on running ahead is best depends
-    on the trees, so three are tried.
+    The others run further ahead, but only into the memory that `run_ahead` needs at its peak. That
+    shortens most steps, those with virtual stages most; which one is best depends on the trees.
     """
     options: dict[str, Any] = dict(
         num_chunks=num_chunks, microbatches=microbatches, group_size=group_size
     )
     first = make_plan(
-        forest, num_ranks, run_ahead=run_ahead, max_live_rows=max_live_rows, **options
+        forest, num_ranks, run_ahead=run_ahead, max_live_positions=max_live_positions, **options
     )
     if num_ranks == 1:
         return first
@@ -157,22 +156,26 @@ def best_plan(
     tried = [(base.makespan, 0, first)]
     for number, ahead in enumerate((run_ahead + 4, None), start=1):
         plan = make_plan(
-            forest, num_ranks, run_ahead=ahead, max_live_rows=base.peak_live_rows, **options
+            forest,
+            num_ranks,
+            run_ahead=ahead,
+            max_live_positions=base.peak_live_positions,
+            **options,
         )
         timeline = simulate(plan, ready_after=ready_after)
-        if timeline.peak_live_rows <= base.peak_live_rows:
+        if timeline.peak_live_positions <= base.peak_live_positions:
             tried.append((timeline.makespan, number, plan))
     return min(tried, key=lambda item: item[:2])[2]
 
 
 class _Orders(NamedTuple):
-    """What all ranks of a plan agree on.
+    """What all ranks of a plan have in common.
 
     Attributes:
-        forwards, backwards: (segment, chunk) in F-order and B-order.
-        least: per backward the forwards that a rank must have run before.
-        scored_at: per segment the forward, on the last stage, before which it has no loss.
-        rows: per segment.
+        forwards, backwards: (segment, model chunk) in F-order and B-order.
+        least: per backward the number of forwards that a rank must have run before.
+        scored_at: per segment the forward on the last stage that completes its loss.
+        positions: per segment.
         num_ranks, num_chunks: the pipeline.
     """
 
@@ -180,19 +183,19 @@ class _Orders(NamedTuple):
     backwards: list[tuple[int, int]]
     least: list[int]
     scored_at: list[int]
-    rows: list[int]
+    positions: list[int]
     num_ranks: int
     num_chunks: int
 
 
 class _Merge:
-    """A run of all ranks in simulated time that writes their programs down."""
+    """Simulates all ranks and writes their programs down."""
 
-    def __init__(self, orders: _Orders, run_ahead: int | None, max_live_rows: int) -> None:
-        # A row on one of v model chunks counts 1/v, as in the simulator.
-        self.orders, self.max_live_rows = orders, max_live_rows * orders.num_chunks
+    def __init__(self, orders: _Orders, run_ahead: int | None, max_live_positions: int) -> None:
+        # A position on one of v model chunks counts 1/v, as in the simulator.
+        self.orders, self.max_live_positions = orders, max_live_positions * orders.num_chunks
         ranks = range(orders.num_ranks)
-        behind = range(orders.num_ranks - 1, -1, -1)  # stages behind each rank's own
+        behind = range(orders.num_ranks - 1, -1, -1)  # stages after each rank's own
         most = len(orders.forwards)
         self.ahead = [most if run_ahead is None else run_ahead * stages for stages in behind]
         self.clock = [0.0] * orders.num_ranks
@@ -203,7 +206,7 @@ class _Merge:
         self.programs: list[list[Action]] = [[] for _ in ranks]
 
     def run(self) -> tuple[tuple[Action, ...], ...]:
-        """Lets the rank that can start first go first, until all backwards are done."""
+        """Runs the rank that can start first, until all backwards are done."""
         choices = [self._choice(rank) for rank in range(self.orders.num_ranks)]
         for _ in range(2 * self.orders.num_ranks * len(self.orders.forwards)):
             ready = [(choice, rank) for rank, choice in enumerate(choices) if choice is not None]
@@ -217,7 +220,7 @@ class _Merge:
         return tuple(map(tuple, self.programs))
 
     def _choice(self, rank: int) -> tuple[float, int, str] | None:
-        """(start, preference, kind) of what the rank would do next, None if it has to wait."""
+        """(start, preference, kind) of the rank's next action; None: it has to wait."""
         now = self.clock[rank]
         forward, backward = self._forward_ready(rank), self._backward_ready(rank)
         if forward is not None and (backward is None or forward <= max(now, backward)):
@@ -230,7 +233,7 @@ class _Merge:
             return None
         index, chunk = orders.forwards[position]
         must = orders.least[self.done["B"][rank]]
-        too_many = 0 < self.max_live_rows < self.live[rank] + orders.rows[index]
+        too_many = 0 < self.max_live_positions < self.live[rank] + orders.positions[index]
         if position >= must and (position >= must + self.ahead[rank] or too_many):
             return None
         stage = chunk * orders.num_ranks + rank
@@ -251,9 +254,9 @@ class _Merge:
         items = orders.forwards if kind == "F" else orders.backwards
         index, chunk = items[self.done[kind][rank]]
         self.done[kind][rank] += 1
-        rows = orders.rows[index]
-        self.live[rank] += rows if kind == "F" else -rows
-        end = start + rows * (1 if kind == "F" else 2) / orders.num_chunks
+        positions = orders.positions[index]
+        self.live[rank] += positions if kind == "F" else -positions
+        end = start + positions * (1 if kind == "F" else 2) / orders.num_chunks
         self.clock[rank] = end
         self.finished[kind, chunk * orders.num_ranks + rank, index] = end
         self.programs[rank].append(Action(kind, index, chunk))

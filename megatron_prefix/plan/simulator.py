@@ -1,10 +1,10 @@
-"""Discrete-event simulation of a plan: proves it, and says what it costs.  Pure.
+"""Simulates a plan: proves that it can run, and says how long it takes.  Pure.
 
-A plan is checked first (check.py), then played: a rank runs its actions in order, each as soon as
-what it receives is there; sends never block.  Each link is a FIFO whose two ends agree, so the only
-way left to hang is a circle of waiting ranks, and the play finds it.
+A plan is checked first (plan/check.py), then simulated: a rank runs its actions in order, each as
+soon as its message is there; sends never block. Neighbours agree on the order of their messages, so
+a plan can only hang if ranks wait in a circle, and the simulation finds that.
 
-Time counts in tokens of forward work unless a cost is given: a forward costs its rows, a backward
+Time is in tokens of forward work unless a cost is given: a forward costs its positions, a backward
 twice that, communication nothing ("Efficient Large-Scale Language Model Training on GPU Clusters
 Using Megatron-LM", section 2.2, counts bubbles so).
 """
@@ -42,15 +42,15 @@ class Timeline:
         events: rank by rank, each rank's in order of time.
         makespan: end of the last action.
         busy: time each rank computes.
-        peak_rows: per rank the most rows whose forward has run and whose backward has not ended;
-            a row on one of v model chunks counts 1/v (rounded up).
-        unit: what times count, "tokens" of forward work or "ms".
+        peak_positions: per rank the most positions between forward and end of backward; one on one
+            of v model chunks counts 1/v (rounded up).
+        unit: of times, "tokens" of forward work or "ms".
     """
 
     events: tuple[Event, ...]
     makespan: float
     busy: tuple[float, ...]
-    peak_rows: tuple[int, ...]
+    peak_positions: tuple[int, ...]
     unit: str = "tokens"
 
     @property
@@ -74,17 +74,21 @@ class Timeline:
         return sum(self.bubble_fractions) / self.num_ranks
 
     @property
-    def peak_live_rows(self) -> int:
-        """`peak_rows` of the rank that holds most."""
-        return max(self.peak_rows)
+    def peak_live_positions(self) -> int:
+        """`peak_positions` of the rank with the most."""
+        return max(self.peak_positions)
 
-    def peak_bytes(self, bytes_per_row: float) -> tuple[float, ...]:
-        """Per rank the most bytes kept for backward, `bytes_per_row` on all layers of a rank."""
-        return tuple(rows * bytes_per_row for rows in self.peak_rows)
+    def peak_bytes(self, bytes_per_position: float) -> tuple[float, ...]:
+        """Per rank the most bytes kept for backward.
+
+        Args:
+            bytes_per_position: on all layers of a rank.
+        """
+        return tuple(number * bytes_per_position for number in self.peak_positions)
 
 
 def token_cost(segment: Segment, kind: str) -> float:
-    """The default cost: a forward counts its rows, a backward twice."""
+    """The default cost: a forward costs its positions, a backward twice that."""
     return segment.padded_length * (1 if kind == "F" else 2)
 
 
@@ -95,36 +99,36 @@ def simulate(
     ready_after: Sequence[int] | None = None,
     unit: str = "tokens",
 ) -> Timeline:
-    """Checks a plan and plays it.
+    """Checks a plan and simulates it.
 
     Args:
         plan: any plan.
         cost: time of a segment's F or B on one rank.
         ready_after: see `planner.loss_ready_after`.
-        unit: what `cost` counts in.
+        unit: of `cost`.
 
     Raises:
         PlanError: the plan cannot run.
     """
     check(plan, ready_after)
-    return _Play(plan, cost).run(unit)
+    return _Simulation(plan, cost).run(unit)
 
 
-# The play -----------------------------------------------------------------------------------------
+# The simulation -----------------------------------------------------------------------------------
 
 
-class _Play:
-    """The state of one simulation of a plan that passed `check`."""
+class _Simulation:
+    """One simulation of a plan that passed `check`."""
 
     def __init__(self, plan: Plan, cost: Cost) -> None:
         self.plan = plan
         num, stages, share = len(plan.segments), plan.num_stages, 1 / plan.num_chunks
-        self.rows = [segment.padded_length for segment in plan.segments]
+        self.positions = [segment.padded_length for segment in plan.segments]
         self.durations = {
             kind: [cost(segment, kind) * share for segment in plan.segments] for kind in "FB"
         }
-        # Per kind and stage when the segment's message is there, None while it is not; row -1 and
-        # row `stages` stand for what comes from outside and is there from the start.
+        # Per kind and stage the time at which the segment's message arrives; None: not yet known.
+        # The first stage's forwards and the last stage's backwards wait for no message.
         self.arrivals: dict[str, list[list[float | None]]] = {
             kind: [[None] * num for _ in range(stages)] for kind in "FB"
         }
@@ -136,7 +140,7 @@ class _Play:
         self.peak = [0] * plan.num_ranks
 
     def run(self, unit: str) -> Timeline:
-        """Lets every rank run as far as it can, and again whenever a neighbour has got further."""
+        """Runs every rank as far as it can, and again whenever a neighbour got further."""
         plan, num_ranks = self.plan, self.plan.num_ranks
         ready = deque(range(num_ranks))
         queued = [True] * num_ranks
@@ -156,12 +160,12 @@ class _Play:
             events=tuple(event for events in self.events for event in events),
             makespan=max(self.clock),
             busy=busy,
-            peak_rows=tuple(-(-rows // plan.num_chunks) for rows in self.peak),
+            peak_positions=tuple(-(-number // plan.num_chunks) for number in self.peak),
             unit=unit,
         )
 
     def _advance(self, rank: int) -> bool:
-        """Runs a rank until it must wait; whether it ran anything."""
+        """Runs a rank until it must wait; returns whether it ran anything."""
         plan, events = self.plan, self.events[rank]
         program, num_ranks, num_stages = plan.programs[rank], plan.num_ranks, plan.num_stages
         begun, clock, live, peak = len(events), self.clock[rank], self.live[rank], self.peak[rank]
@@ -177,11 +181,11 @@ class _Play:
             clock = start + self.durations[kind][index]
             events.append(Event(rank, action, start, clock))
             if kind == "F":
-                live += self.rows[index]
+                live += self.positions[index]
                 peak = live if live > peak else peak
                 target = stage + 1
             else:
-                live -= self.rows[index]
+                live -= self.positions[index]
                 target = stage - 1
             if 0 <= target < num_stages:
                 arrivals[target][index] = clock

@@ -1,7 +1,7 @@
 """Segments and plan of every step of one pipeline.  Pure.
 
-Planning a step takes milliseconds, choosing its chunk length tenths of a second; passes over the
-same rollouts (log-probs, several epochs) ask again, and are answered from memory.
+Planning a step takes milliseconds, choosing its chunk length tenths of a second. Results are kept:
+further passes over the same rollouts (log-probs, several epochs) ask for the same plan.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class StepPlanner:
         """The rank's plan: the user's, where there is one, else the planner's.
 
         Args:
-            joint: the rank's pipeline, and those it runs beside.
+            joint: the rank's pipeline, and those that run together with it.
 
         Raises:
-            UserError: the user's is of another step or pipeline.
+            UserError: the user's plan is of another step or pipeline.
         """
-        # Whatever recomputes runs the layers forward once more, and so must all that is beside it.
+        # Recomputing runs the layers forward again, so all pipelines must do it together.
         kept = policies(joint.union.segments, self._memory)
         if self._file is not None:
             plan = self._file.fitting(joint.forest, *self._shape, joint.microbatch_of)

@@ -1,19 +1,19 @@
-"""When messages travel: one order of a pipeline's actions and messages, kept by every rank.  Pure.
+"""One order of all actions and messages of a pipeline, kept by every rank.  Pure.
 
-On a GPU a message is two kernels, one at each end, and neither ends before both have begun.  A
-kernel that waits may hold up whatever its device is given behind it: all of it when streams share
-one queue to the device (CUDA_DEVICE_MAX_CONNECTIONS=1, which trainers set) and two messages of a
-link follow one another, or when a kernel is loaded at its first use, which may wait for all that
-run, or when launches block.  So the worst is assumed: a rank does one thing after another, and a
-message ends when both its ends have come to it.
+On a GPU a message is two kernels, one at each end, and neither ends before both have begun. A
+waiting kernel may hold up everything that its device gets after it: when streams share one queue to
+the device (CUDA_DEVICE_MAX_CONNECTIONS=1, which trainers set) and two messages of a link follow one
+another; when a kernel is loaded at its first use, which may wait for all running kernels; when
+launches block. So the worst is assumed: a rank does one thing after another, and a message ends
+when both its ends have reached it.
 
-Ranks that keep to one common order cannot wait in a circle even so: of what has not happened yet,
-take the first in the order; every rank it concerns has done all that it has before it.  (NCCL's
-user guide, "Using multiple NCCL communicators concurrently", asks for one order, too.)
+Ranks that keep to one order cannot wait in a circle even then. Of all that has not happened yet,
+take the first in the order: every rank it concerns has done everything before it, so it can happen.
+(NCCL's user guide, "Using multiple NCCL communicators concurrently", also asks for one order.)
 
-The order is that of the simulated run: an action stands where it begins, a message where the action
-that makes it ends.  So a send is issued right behind its action and a receive before it is needed,
-and where streams are independent nothing waits for a message but the action that uses it.
+The order is that of a simulated run: an action at the time it begins, a message at the time the
+action that makes it ends. So a send is issued right after its action and a receive before it is
+needed. Where streams are independent, only the action that uses a message waits for it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from megatron_prefix.plan.simulator import Cost, Event, simulate, token_cost
 
 
 class Message(NamedTuple):
-    """What a stage hands to its neighbour.
+    """What a stage sends to its neighbour.
 
     Attributes:
         sender, receiver: pipeline ranks.
-        made_by: the sender's action behind which it leaves.
+        made_by: the sender's action that makes it.
         used_by: the receiver's action that needs it.
     """
 
@@ -46,7 +46,7 @@ def timetable(plan: Plan, cost: Cost = token_cost) -> tuple[Event | Message, ...
 
     Args:
         plan: any plan that can run.
-        cost: above 0; the nearer to what actions take, the less a rank holds up another.
+        cost: above 0; the closer to the real durations, the less ranks wait for one another.
 
     Raises:
         PlanError: the plan cannot run.
@@ -57,12 +57,12 @@ def timetable(plan: Plan, cost: Cost = token_cost) -> tuple[Event | Message, ...
         message = _message(plan, event)
         if message is not None:
             entries.append((event.end, 0, message))  # before the actions that begin then
-    entries.sort(key=lambda entry: entry[:2])  # stable: what is left equal is in one order, too
+    entries.sort(key=lambda entry: entry[:2])  # a stable sort, so ties are in one order, too
     return tuple(entry for _, _, entry in entries)
 
 
 def exchanges(plan: Plan, rank: int, cost: Cost = token_cost) -> list[list[Message]]:
-    """A rank's messages: those before its first action, those between it and the next, and so on.
+    """A rank's messages: those before its first action, between it and the next, and so on.
 
     Args:
         plan: see `timetable`.
@@ -80,7 +80,7 @@ def exchanges(plan: Plan, rank: int, cost: Cost = token_cost) -> list[list[Messa
 
 
 def _message(plan: Plan, event: Event) -> Message | None:
-    """What an action hands on, if anything."""
+    """The message that an action makes, if any."""
     step = 1 if event.action.kind == "F" else -1
     stage = plan.stage(event.rank, event.action.chunk) + step
     if not 0 <= stage < plan.num_stages:

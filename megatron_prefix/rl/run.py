@@ -16,7 +16,7 @@ from megatron_prefix.rl import checkpoint
 from megatron_prefix.rl.checkpoint import Identity
 from megatron_prefix.rl.metrics import FILE, Metrics, MetricsWriter
 from megatron_prefix.rl.settings import RunOptions
-from megatron_prefix.rl.trainer import Step, Trainer
+from megatron_prefix.rl.trainer import CompletedStep, Trainer
 from megatron_prefix.rl.updates import TrainingError
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Summary:
 
 
 def run(
-    trainer: Trainer, options: RunOptions, identity: Identity, show: Callable[[Step], None]
+    trainer: Trainer, options: RunOptions, identity: Identity, show: Callable[[CompletedStep], None]
 ) -> Summary:
     """Train up to `options.steps`; every rank of the job calls this.
 
@@ -90,7 +90,7 @@ def run(
         )
     summary = Summary(first, options.steps, str(options.output), str(options.output / FILE))
     writer = MetricsWriter(options.output, first) if dist.get_rank() == 0 else None
-    steps: list[Step] = []
+    steps: list[CompletedStep] = []
     try:
         while trainer.num_steps < options.steps:
             step = trainer.step()
@@ -133,7 +133,7 @@ def _resume(trainer: Trainer, options: RunOptions, identity: Identity) -> None:
         raise UserError(f"--resume {options.resume}: holds no checkpoint; name one that does")
 
 
-def _fill(summary: Summary, steps: list[Step]) -> None:
+def _fill(summary: Summary, steps: list[CompletedStep]) -> None:
     """Puts what the steps did into the summary."""
     if not steps:
         return

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Step:
+class CompletedStep:
     """What a step did.
 
     Attributes:
@@ -106,7 +106,7 @@ class Trainer:
         """What this rank's last update did; None before it, and in mode "off"."""
         return self.schedule.report
 
-    def step(self) -> Step:
+    def step(self) -> CompletedStep:
         """The next step.
 
         Raises:
@@ -124,7 +124,7 @@ class Trainer:
         self.num_steps += 1
         self.position = (self.position + len(groups)) % len(self.rollouts.groups)
         times = {"train/logprobs_s": prepared - begin, "train/step_s": now(device) - begin}
-        return Step(self.num_steps, {**self._metrics(groups, updates), **times}, updates)
+        return CompletedStep(self.num_steps, {**self._metrics(groups, updates), **times}, updates)
 
     def _minibatch(self, groups: Sequence[Group]) -> tuple[list[Microbatch], float]:
         """This rank's microbatches of a minibatch, and the weight of their losses.

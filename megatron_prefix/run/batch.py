@@ -131,7 +131,7 @@ class SegmentInputs:
         self.max_position = int(table[2].max(initial=0))
         if size > 1:
             lengths = [span.padded for segment in forest.segments for span in segment.spans]
-            table = np.ascontiguousarray(table[:, cp_layout.segment_rows(lengths, rank, size)])
+            table = np.ascontiguousarray(table[:, cp_layout.held_positions(lengths, rank, size)])
             self._offsets //= size
         host = torch.from_numpy(table)
         if device.type == "cuda":

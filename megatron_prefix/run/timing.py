@@ -61,7 +61,7 @@ class Stopwatch:
             events=events,
             makespan=max((event.end for event in events), default=0.0),
             busy=tuple(sum(end - begin for _, begin, end in marks) for marks in ranks),
-            peak_rows=simulate(plan).peak_rows,
+            peak_positions=simulate(plan).peak_positions,
             unit="ms",
         )
 

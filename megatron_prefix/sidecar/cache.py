@@ -16,13 +16,13 @@ from torch import Tensor
 
 from megatron_prefix.sidecar.chain import Chain
 from megatron_prefix.tree import Segment
-from megatron_prefix.tree.kv_layout import PIECE_ROWS, Block, BufferMap, buffer_map
+from megatron_prefix.tree.kv_layout import PIECE_KEYS, Block, BufferMap, buffer_map
 
 if TYPE_CHECKING:
     from megatron_prefix.sidecar.host_chains import HostLayers
 
 
-class State(Enum):
+class SegmentState(Enum):
     """Life of one inner segment in one layer."""
 
     EMPTY = "empty"
@@ -57,12 +57,12 @@ class SidecarCache:
         self._inner = [segment.inner for segment in segments]
         self._num_layers, self._host = num_layers, host
         self._chains: dict[tuple[int, int], Chain] = {}
-        self._states: dict[tuple[int, int], State] = {}
+        self._states: dict[tuple[int, int], SegmentState] = {}
         self._held = self.peak_bytes = 0
 
-    def state(self, layer: int, index: int) -> State:
+    def state(self, layer: int, index: int) -> SegmentState:
         """Where segment `index` stands in `layer`."""
-        return self._states.get((layer, index), State.EMPTY)
+        return self._states.get((layer, index), SegmentState.EMPTY)
 
     @property
     def num_bytes(self) -> int:
@@ -77,9 +77,9 @@ class SidecarCache:
         options. A second call is activation recompute running the forward again: the first copy
         stays.
         """
-        if self.state(layer, index) is State.CAPTURED:
+        if self.state(layer, index) is SegmentState.CAPTURED:
             return
-        self._expect(layer, index, State.EMPTY)
+        self._expect(layer, index, SegmentState.EMPTY)
         head, span = self.map.head[index], self._span(index)
         chain = self._chains.get((layer, head))
         if chain is None:
@@ -88,11 +88,11 @@ class SidecarCache:
             self._chains[layer, head] = chain
         chain.write(span, key, value)
         chain.num_open = span.stop
-        self._states[layer, index] = State.CAPTURED
+        self._states[layer, index] = SegmentState.CAPTURED
 
     def own(self, layer: int, index: int) -> tuple[Tensor, Tensor]:
         """K and V of the segment itself, views."""
-        self._expect(layer, index, State.CAPTURED)
+        self._expect(layer, index, SegmentState.CAPTURED)
         span = self._span(index)
         key, value = self._chains[layer, self.map.head[index]].read(span.stop)
         return key[span], value[span]
@@ -109,7 +109,7 @@ class SidecarCache:
             return
         wanted = {block.head: (block.stop, block.stop) for block in self.map.blocks[index]}
         if self._inner[index]:
-            span, there = self._span(index), self.state(near, index) is State.CAPTURED
+            span, there = self._span(index), self.state(near, index) is SegmentState.CAPTURED
             wanted[self.map.head[index]] = (span.stop if there else span.start, span.stop)
         for head, (loaded, rows) in wanted.items():
             if (near, head) in self._chains:
@@ -133,8 +133,8 @@ class SidecarCache:
         summed up, and a kernel's plan for every length of a growing chain.
         """
         return [
-            slice(start, min(start + PIECE_ROWS, block.stop))
-            for start in range(0, block.stop, PIECE_ROWS)
+            slice(start, min(start + PIECE_KEYS, block.stop))
+            for start in range(0, block.stop, PIECE_KEYS)
         ]
 
     def add_gradient(
@@ -146,8 +146,8 @@ class SidecarCache:
 
     def take_gradient(self, layer: int, index: int) -> tuple[Tensor, Tensor] | None:
         """The accumulated gK, gV of a segment, once; None when nothing was sent."""
-        self._expect(layer, index, State.CAPTURED)
-        self._states[layer, index] = State.CONSUMED
+        self._expect(layer, index, SegmentState.CAPTURED)
+        self._states[layer, index] = SegmentState.CONSUMED
         chain, span = self._chains[layer, self.map.head[index]], self._span(index)
         chain.num_open = span.start
         return chain.sent(span)
@@ -160,8 +160,8 @@ class SidecarCache:
             consumed: whether every layer must have taken the gradients (False for forward_only).
         """
         for layer in range(self._num_layers):
-            self._expect(layer, index, State.CONSUMED if consumed else State.CAPTURED)
-            self._states[layer, index] = State.FREED
+            self._expect(layer, index, SegmentState.CONSUMED if consumed else SegmentState.CAPTURED)
+            self._states[layer, index] = SegmentState.FREED
             self._chains[layer, self.map.head[index]].num_open = self.map.offset[index]
             if self.map.head[index] == index:
                 self._chains.pop((layer, index)).drop()
@@ -192,7 +192,7 @@ class SidecarCache:
     def _span(self, index: int) -> slice:
         return slice(self.map.offset[index], self.map.offset[index] + self._rows[index])
 
-    def _expect(self, layer: int, index: int, wanted: State) -> None:
+    def _expect(self, layer: int, index: int, wanted: SegmentState) -> None:
         found = self.state(layer, index)
         if found is not wanted:
             raise RuntimeError(

@@ -19,7 +19,7 @@ from megatron_prefix.offload.pool import Lease, StagingPool
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import Pairs
 from megatron_prefix.sidecar.chain import Chain, Sent, wide
-from megatron_prefix.tree.kv_layout import PIECE_ROWS
+from megatron_prefix.tree.kv_layout import PIECE_KEYS
 
 LEAVING = 1
 """Visits whose stores nobody has waited for."""
@@ -224,15 +224,15 @@ class _HostRows:
         self._row, self._dtype = like.shape[1:], like.dtype
         size = self._row.numel() * like.element_size()
         self._leases: list[Lease] = [
-            pool.take(min(PIECE_ROWS, rows - start) * size) for start in range(0, rows, PIECE_ROWS)
+            pool.take(min(PIECE_KEYS, rows - start) * size) for start in range(0, rows, PIECE_KEYS)
         ]
 
     def pairs(self, device: Tensor, span: slice) -> Pairs:
         """The rows of a tensor on the device, beside where `span` is on the host."""
         found = []
         for number, lease in enumerate(self._leases):
-            first = number * PIECE_ROWS
-            start, stop = max(span.start, first), min(span.stop, first + PIECE_ROWS)
+            first = number * PIECE_KEYS
+            start, stop = max(span.start, first), min(span.stop, first + PIECE_KEYS)
             if start < stop:
                 host = lease.tensor.view(self._dtype).view(-1, *self._row)
                 there, here = (slice(start - at, stop - at) for at in (first, span.start))

@@ -1,13 +1,13 @@
-"""Rollouts -> segment tree.  Pure: numpy only, neither torch nor megatron.
+"""Rollouts -> prefix tree -> segments.  Pure: numpy only, neither torch nor megatron.
 
 A *position* of a rollout is one (input token, label token) pair; a rollout of n tokens has n-1.
-The tree is a trie over those pairs, so the last prompt token, whose label differs by rollout, falls
-into the branches by itself.  Two rollouts share what their sorted neighbours share, which makes the
-whole construction a sort, one comparison of neighbours and one pass with a stack: linear in tokens
-but for the sort.  Trees of rollouts as in "AReaL-DTA", section 3 (prefix tree); the flat group of
-"Schedule-Level Shared-Prefix Reuse for LLM RL Training", section 2.1, is the tree of depth one.
+The tree is a trie over those pairs. The last prompt token, whose label differs by rollout, is
+therefore in the branches. Construction: sort the rollouts, compare neighbours, build the tree in
+one pass with a stack. Apart from the sort it is linear in tokens.
 
-Where routers follow given routes, where a position is sent to is a part of its pair.
+Prefix trees of rollouts: "AReaL-DTA", section 3. A flat group ("Schedule-Level Shared-Prefix Reuse
+for LLM RL Training", section 2.1) is a tree of depth one. Where routers follow given routes, the
+experts of a position belong to its pair.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ __all__ = ["Forest", "Pairs", "Segment", "Span", "TreeOptions", "Tries", "build"
 
 @dataclass
 class _Node:
-    """A trie node while the tree is built: positions [start, end) of `members`."""
+    """A trie node under construction: positions [start, end) of the rollouts `members`."""
 
     start: int
     end: int
     members: list[int]
     children: list[_Node] = field(default_factory=list)
-    chained: bool = False  # continues its parent: the next chunk of one segment
+    chained: bool = False  # the next chunk of its parent's chain
 
     def ending(self) -> list[int]:
-        """Members that no child carries on."""
+        """Members that end here: no child continues them."""
         below = {member for child in self.children for member in child.members}
         return [member for member in self.members if member not in below]
 
 
 @dataclass(frozen=True)
 class Tries:
-    """A step's rollouts with what they share found, and nothing cut or batched yet.
+    """The prefix trees of a step, before chunks and waves are made.
 
-    Finding it reads every token; all chunk lengths can then be tried for next to nothing.
+    Building them reads every token; trying another chunk length afterwards is cheap.
     """
 
     trees: tuple[list[_Node], ...]
@@ -55,7 +55,7 @@ class Tries:
 
     @property
     def executed_tokens(self) -> int:
-        """Positions that the prefix schedule computes, however they are cut."""
+        """Positions that the prefix schedule computes; chunks do not change it."""
         return sum(node.end - node.start for roots in self.trees for node in _preorder(roots))
 
     def forest(self, chunk_tokens: int | None = None) -> Forest:
@@ -96,7 +96,7 @@ def find_shared(
 
     Raises:
         UserError: a rollout without a position, `groups` of another length, or routes that do not
-            fit (`segments.check_routes`).
+            fit (`forest.check_routes`).
     """
     options = options or TreeOptions()
     groups = [0] * len(rollouts) if groups is None else list(groups)
@@ -130,7 +130,7 @@ def _trie(
     same: dict[bytes, list[int]] = {}
     for m in members:
         same.setdefault(codes[m].astype(">u8").tobytes(), []).append(m)
-    # Copies have one node, which keeps the loss of each in leaves.
+    # Equal rollouts have one node; with loss_in_leaves the earliest trained position counts.
     earliest = {copies[0]: min(first[m] for m in copies) for copies in same.values()}
     top = _Node(0, 0, [])
     stack, before = [top], -1
@@ -142,7 +142,7 @@ def _trie(
             lower = stack.pop()
         if stack[-1].end < shared:
             if lower is None:
-                raise RuntimeError("a shared run without a node below it")
+                raise RuntimeError("shared positions without a node below them")
             middle = _Node(stack[-1].end, shared, [], [lower])
             stack[-1].children[-1] = middle
             lower.start = shared
@@ -168,7 +168,7 @@ def _shared(
 
 
 def _preorder(roots: Sequence[_Node]) -> Iterator[_Node]:
-    """Parents before children; reads `children` only after the caller has seen the parent."""
+    """Parents before children. The caller may change a node's children when it gets the node."""
     todo = list(reversed(roots))
     while todo:
         node = todo.pop()
@@ -177,14 +177,14 @@ def _preorder(roots: Sequence[_Node]) -> Iterator[_Node]:
 
 
 def _gather_members(top: _Node) -> None:
-    """Fills `members` of the inner nodes and puts children in the order of their first rollout."""
+    """Fills `members` of inner nodes and sorts children by their first rollout."""
     for node in reversed(list(_preorder([top]))):
         node.members = sorted({*node.members, *(m for c in node.children for m in c.members)})
         node.children.sort(key=lambda child: child.members[0])
 
 
 def _dissolved(roots: list[_Node], min_gain: int) -> list[_Node]:
-    """Gives a segment that saves fewer than `min_gain` positions to its children, parents first."""
+    """Merges nodes that save fewer than `min_gain` positions into their children, top down."""
     top = _Node(0, 0, [], roots)
     for node in _preorder([top]):
         kept: list[_Node] = []
@@ -216,7 +216,7 @@ def _chunked(roots: list[_Node], first: Sequence[int], options: TreeOptions) -> 
     if not longest:
         return roots
     for node in list(_preorder(roots)):
-        # Loss kept in leaves stays whole: only the part before it may be cut.
+        # With loss_in_leaves only the part before the first trained position may be cut.
         end = node.end
         if options.loss_in_leaves:
             end = min(end, *(first[m] for m in node.members))
@@ -249,32 +249,32 @@ def _equal_bounds(start: int, end: int, longest: int, align: int) -> list[int]:
 def _flatten(
     roots: list[_Node], tree: int, offset: int, first: Sequence[int], options: TreeOptions
 ) -> list[Segment]:
-    """Segments of one tree in F-order, leaves of one parent batched into waves."""
+    """Segments of one tree in F-order; leaves of one parent are packed into waves."""
     found: list[Segment] = []
     todo = [(-1, batch) for batch in reversed(_batched(roots, options))]
     while todo:
         parent, nodes = todo.pop()
         index, inner = offset + len(found), bool(nodes[0].children)
-        rows = tuple(_row(node, options.align) for node in nodes)
-        scored = any(first[m] < span.end for span in rows for m in span.rollouts)
-        found.append(Segment(parent, tree, rows, inner, inner and nodes[0].chained, scored))
+        spans = tuple(_span(node, options.align) for node in nodes)
+        scored = any(first[m] < span.end for span in spans for m in span.rollouts)
+        found.append(Segment(parent, tree, spans, inner, inner and nodes[0].chained, scored))
         if inner:
             todo.extend((index, batch) for batch in reversed(_batched(nodes[0].children, options)))
     return found
 
 
-def _row(node: _Node, align: int) -> Span:
+def _span(node: _Node, align: int) -> Span:
     length = node.end - node.start
     return Span(node.start, length, -(-length // align) * align, tuple(node.members))
 
 
 def _batched(nodes: Sequence[_Node], options: TreeOptions) -> list[list[_Node]]:
-    """Siblings as microbatches: an inner node alone, leaves greedily up to `wave_tokens`."""
+    """Siblings as segments: an inner node alone, leaves packed in order up to `wave_tokens`."""
     batches: list[list[_Node]] = []
     room = -1
     wave: list[_Node] | None = None
     for node in nodes:
-        padded = _row(node, options.align).padded
+        padded = _span(node, options.align).padded
         if node.children:
             batches.append([node])
         elif wave is not None and (padded <= room or not options.wave_tokens):

@@ -1,10 +1,9 @@
-"""Which rows a context-parallel rank holds, and what its queries see of their own segment.  Pure.
+"""Which positions a context-parallel rank holds, and which keys its queries see.  Pure.
 
-A row of n positions is cut into 2*size chunks, and rank r holds chunks r and 2*size-1-r.  Under a
-causal mask every rank then has the same work, and the ranks' slices, laid end to end, are what an
-all-gather returns: the *view*.  It is not in the order of the positions, which attention without a
-mask does not ask for ("The Llama 3 Herd of Models", section 3.3.2, context parallelism: the same
-chunks and the same all-gather).
+A span of n positions is cut into 2*size pieces, and rank r holds pieces r and 2*size-1-r (zig-zag).
+Under a causal mask every rank then has the same work. An all-gather returns the ranks' pieces end
+to end: the *view*. It is not in the order of positions; attention without a mask does not need that
+("The Llama 3 Herd of Models", section 3.3.2: the same pieces and the same all-gather).
 
 Everything here takes plain numbers, so it is tested without processes.
 """
@@ -22,13 +21,13 @@ Index = NDArray[np.int64]
 
 
 class PairedBlocks(NamedTuple):
-    """Dense blocks, one a row: the row's `queries` see all of the row's `keys`.
+    """Dense blocks, one a span: the span's `queries` see all of the span's `keys`.
 
     Attributes:
-        queries: of the rank's own rows.
-        keys: of the view's rows.
-        query_lengths: number of queries of each row.
-        key_lengths: number of keys of each row.
+        queries: indices into the rank's positions.
+        keys: indices into the view.
+        query_lengths: number of queries of each span.
+        key_lengths: number of keys of each span.
     """
 
     queries: Index
@@ -38,40 +37,40 @@ class PairedBlocks(NamedTuple):
 
 
 class OwnBlocks(NamedTuple):
-    """What the queries of a rank see of the segment they belong to.
+    """What the queries of a rank see of their own segment.
 
     Attributes:
-        chunks: lengths of the rank's chunks; each sees itself causally.
-        paired: chunks that come earlier in the same row: at most two kinds.
+        pieces: lengths of the rank's pieces; each sees itself causally.
+        paired: earlier pieces of the same span that they see whole: at most two sets.
     """
 
-    chunks: tuple[int, ...]
+    pieces: tuple[int, ...]
     paired: tuple[PairedBlocks, ...]
 
 
 def positions(length: int, rank: int, size: int) -> Index:
-    """Positions that a rank holds of a row of `length`, ascending.
+    """Positions that a rank holds of a span of `length`, ascending.
 
     Raises:
-        ValueError: 2*size chunks do not divide the row.
+        ValueError: `length` is no multiple of 2*size.
     """
     if size == 1:
         return np.arange(length)
-    chunk = _chunk(length, size)
-    first = np.arange(chunk)
-    return np.concatenate([first + rank * chunk, first + (2 * size - 1 - rank) * chunk])
+    piece = _piece(length, size)
+    first = np.arange(piece)
+    return np.concatenate([first + rank * piece, first + (2 * size - 1 - rank) * piece])
 
 
-def segment_rows(lengths: Sequence[int], rank: int, size: int) -> Index:
-    """Rows that a rank holds of a segment whose rows have these lengths, each cut by itself."""
+def held_positions(lengths: Sequence[int], rank: int, size: int) -> Index:
+    """Positions that a rank holds of a segment with spans of these lengths, each cut by itself."""
     starts = np.cumsum([0, *lengths])[:-1]
     held = [positions(n, rank, size) + start for n, start in zip(lengths, starts, strict=True)]
     return np.concatenate(held) if held else np.zeros(0, np.int64)
 
 
 def order(lengths: Sequence[int], size: int) -> Index:
-    """Rows of the view in the order of the segment: `view[order]` is the segment."""
-    view = np.concatenate([segment_rows(lengths, rank, size) for rank in range(size)])
+    """Where the segment's positions are in the view: `view[order]` is the segment."""
+    view = np.concatenate([held_positions(lengths, rank, size) for rank in range(size)])
     found = np.empty_like(view)
     found[view] = np.arange(len(view))
     return found
@@ -79,16 +78,17 @@ def order(lengths: Sequence[int], size: int) -> Index:
 
 @functools.lru_cache(maxsize=1024)
 def own_blocks(lengths: tuple[int, ...], rank: int, size: int) -> OwnBlocks:
-    """A segment's own attention on one rank, for rows of these (whole) lengths.
+    """A segment's own attention on one rank, for spans of these (whole) lengths.
 
-    Both of the rank's chunks see the chunks in front of the first one, and the second also sees
-    those from the first one on: on every rank 2*size-1 pairs of chunks a row, and two causal ones.
+    Both of the rank's pieces see all pieces before the first one; the second also sees those from
+    the first one up to itself. So every rank computes 2*size-1 pairs of pieces a span, and two
+    causal blocks.
     """
     in_order = order(lengths, size)
     starts = np.cumsum([0, *lengths])[:-1]
-    chunks = [_chunk(length, size) for length in lengths]
-    local = np.cumsum([0, *(2 * chunk for chunk in chunks)])
-    late = [start + chunk + np.arange(chunk) for start, chunk in zip(local, chunks, strict=False)]
+    pieces = [_piece(length, size) for length in lengths]
+    local = np.cumsum([0, *(2 * piece for piece in pieces)])
+    late = [start + piece + np.arange(piece) for start, piece in zip(local, pieces, strict=False)]
     paired = []
     for queries, first, stop in (
         ([np.arange(local[-1])], 0, rank),
@@ -97,25 +97,25 @@ def own_blocks(lengths: tuple[int, ...], rank: int, size: int) -> OwnBlocks:
         if first == stop:
             continue
         seen = [
-            in_order[start + first * chunk : start + stop * chunk]
-            for start, chunk in zip(starts, chunks, strict=True)
+            in_order[start + first * piece : start + stop * piece]
+            for start, piece in zip(starts, pieces, strict=True)
         ]
-        per_row = 1 if queries is late else 2
+        per_span = 1 if queries is late else 2
         paired.append(
             PairedBlocks(
                 np.concatenate(queries),
                 np.concatenate(seen),
-                tuple(per_row * chunk for chunk in chunks),
+                tuple(per_span * piece for piece in pieces),
                 tuple(len(keys) for keys in seen),
             )
         )
-    return OwnBlocks(tuple(chunk for chunk in chunks for _ in range(2)), tuple(paired))
+    return OwnBlocks(tuple(piece for piece in pieces for _ in range(2)), tuple(paired))
 
 
-def _chunk(length: int, size: int) -> int:
+def _piece(length: int, size: int) -> int:
     if length % (2 * size):
         raise ValueError(
-            f"a row of {length} positions is not cut into 2*{size} chunks: pad it to a multiple of"
-            f" {2 * size}"
+            f"a span of {length} positions cannot be cut into 2*{size} pieces: pad it to a multiple"
+            f" of {2 * size}"
         )
     return length // (2 * size)

@@ -1,4 +1,4 @@
-"""What a step is made of: pairs, segments and the forest of them.  Pure: numpy only.
+"""The data of a step: rollouts as pairs, spans, segments and their forest.  Pure: numpy only.
 
 A *position* of a rollout is one (input token, label token) pair; a rollout of n tokens has n-1.
 tree/build.py makes the forest.
@@ -17,7 +17,7 @@ import numpy as np
 from megatron_prefix.errors import UserError
 
 MOST_EXPERTS = 1 << 15
-"""Experts of a layer that routes can tell apart."""
+"""Experts of a layer that routes can name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,9 +28,8 @@ class Pairs:
         inputs: input token ids, int [num_positions].
         labels: label token ids, int [num_positions].
         trained: whether the position carries loss, bool [num_positions].
-        routes: experts that every layer of the model sends the input token to, int
-            [num_positions, layers, topk]; positions that differ in it are not shared. None where
-            routers choose themselves.
+        routes: experts that every layer sends the input token to, int [num_positions, layers,
+            topk]; positions with different routes are not shared. None: routers choose.
     """
 
     inputs: np.ndarray
@@ -43,12 +42,12 @@ class Pairs:
 
     @property
     def first_trained(self) -> int:
-        """First position with loss; the last position when there is none."""
+        """First position with loss; the last position if there is none."""
         hits = np.flatnonzero(self.trained)
         return int(hits[0]) if len(hits) else len(self) - 1
 
     def codes(self) -> np.ndarray:
-        """A row a position, equal exactly where all but the loss is, uint64 [num_positions, n]."""
+        """A code a position: equal where input, label and routes are, uint64 [num_positions, n]."""
         low = self.labels.astype(np.int64) & 0xFFFFFFFF
         pairs = (self.inputs.astype(np.int64) << 32 | low).astype(np.uint64)[:, None]
         if self.routes is None:
@@ -62,7 +61,8 @@ def check_routes(rollouts: Sequence[Pairs]) -> None:
     """Refuses routes that no model can follow.
 
     Raises:
-        UserError: only some rollouts have routes, or other shapes, or experts that cannot be.
+        UserError: only some rollouts have routes, their shapes differ, or an expert's number is out
+            of range.
     """
     shapes = {None if r.routes is None else r.routes.shape[1:] for r in rollouts}
     if len(shapes) > 1:
@@ -90,12 +90,11 @@ class TreeOptions:
 
     Attributes:
         align: segment boundaries are multiples of it (1, or tp when sequence-parallel, times 2*cp).
-        chunk_tokens: longest segment; longer ones become a chain of chunks. 0: no limit.
+        chunk_tokens: longest span; longer ones become a chain of chunks. 0: no limit.
         wave_tokens: most positions in a wave; a single leaf may exceed it. 0: no limit.
-        min_gain: a shared segment that saves fewer positions than this is dissolved into its
+        min_gain: a shared span that saves fewer positions than this is dissolved into its
             children. 0 dissolves nothing.
-        loss_in_leaves: positions from a rollout's first trained one on are in leaves, which only
-            its copies share.
+        loss_in_leaves: positions from the first trained one on are shared only by equal rollouts.
         share: "group": one tree a group; "batch": one tree over all rollouts of the step.
     """
 
@@ -127,7 +126,7 @@ class Span(NamedTuple):
     Attributes:
         start: first position in the rollout.
         length: number of positions.
-        padded: rows taken in the segment, a multiple of the alignment, at least `length`.
+        padded: positions with padding, a multiple of the alignment, at least `length`.
         rollouts: indices of all rollouts that pass through these positions.
     """
 
@@ -143,7 +142,7 @@ class Span(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """One microbatch of the plan: an inner segment (one row) or a wave (one row a leaf).
+    """What one action runs: an inner segment (one span) or a wave (one span a leaf).
 
     Attributes:
         parent: index of the parent segment, -1 for a root.
@@ -163,12 +162,12 @@ class Segment(NamedTuple):
 
     @property
     def padded_length(self) -> int:
-        """Length of the microbatch, padding included."""
+        """Number of positions, padding included."""
         return sum(span.padded for span in self.spans)
 
     @property
     def start(self) -> int:
-        """Position at which every row begins."""
+        """Position at which every span begins."""
         return self.spans[0].start
 
 
@@ -182,7 +181,7 @@ class Forest:
         first_trained: first trained position of each rollout.
         align: the alignment the segments were made for.
         ordered: whether a microbatch's losses need all microbatches before it (global_aux_loss).
-        unshared_by_routes: positions computed more than without routes to follow.
+        unshared_by_routes: positions computed again because routes differ.
     """
 
     segments: tuple[Segment, ...]
@@ -212,24 +211,24 @@ class Forest:
 
     @cached_property
     def paths(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Per rollout its (segment, row of the segment) pairs, root first."""
+        """Per rollout its (segment, number of the span in it) pairs, root first."""
         paths: list[list[tuple[int, int]]] = [[] for _ in self.num_positions]
         for index, segment in enumerate(self.segments):
-            for position, span in enumerate(segment.spans):
+            for number, span in enumerate(segment.spans):
                 for rollout in span.rollouts:
-                    paths[rollout].append((index, position))
+                    paths[rollout].append((index, number))
         return tuple(tuple(path) for path in paths)
 
     def cut(self, rollout: int) -> int:
-        """First position of the segment that holds the rollout's first trained position."""
-        for index, position in self.paths[rollout]:
-            span = self.segments[index].spans[position]
+        """First position of the span that holds the rollout's first trained position."""
+        for index, number in self.paths[rollout]:
+            span = self.segments[index].spans[number]
             if self.first_trained[rollout] < span.end:
                 return span.start
         raise RuntimeError(f"rollout {rollout} ends before its first trained position")
 
     def to_ints(self) -> list[int]:
-        """The forest as numbers, for the ranks that read no data; `from_ints` is the inverse."""
+        """The forest as numbers, to send to ranks that read no data; `from_ints` reads them."""
         numbers = [self.align, int(self.ordered), self.unshared_by_routes, len(self.num_positions)]
         numbers += [*self.num_positions, *self.first_trained]
         for segment in self.segments:
@@ -258,12 +257,12 @@ class Forest:
         segments = []
         while head := take(4):
             parent, tree, flags, num_spans = head
-            rows = []
+            spans = []
             for _ in range(num_spans):
                 start, length, padded, members = take(4)
-                rows.append(Span(start, length, padded, take(members)))
+                spans.append(Span(start, length, padded, take(members)))
             inner, extends, scored = (bool(flags & bit) for bit in (1, 2, 4))
-            segments.append(Segment(parent, tree, tuple(rows), inner, extends, scored))
+            segments.append(Segment(parent, tree, tuple(spans), inner, extends, scored))
         return cls(tuple(segments), num_positions, first_trained, align, bool(ordered), unshared)
 
     def ancestors(self, index: int) -> list[int]:

@@ -1,9 +1,8 @@
-"""What a segment's queries see, as a short list of dense blocks.  Pure.
+"""Where the K/V of inner segments lie, and which of them a segment's queries see.  Pure.
 
-The K/V of inner segments lie in buffers, one a chunk chain, so all chunks of a chain are one dense
-block to whatever comes below them.  A segment's own keys are its causal block and need no entry
-here.  (The two key regions of a shared-prompt microbatch in "DualKV", section 3, are the case of
-one dense block and one causal block.)
+Every chain of chunks has one buffer, so all its chunks are one dense block to the segments below. A
+segment's own keys are its causal block and have no entry here. ("DualKV", section 3, is the case of
+one dense and one causal block.)
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from typing import NamedTuple
 
 from megatron_prefix.tree import Segment
 
-PIECE_ROWS = 1 << 15
-"""Most keys that one call of a kernel sees without a mask, on one rank (cache.py)."""
+PIECE_KEYS = 1 << 15
+"""Most keys of a dense block in one call of a kernel (sidecar/cache.py)."""
 
 
 class Block(NamedTuple):
-    """Keys [0, stop) of the buffer whose chain begins at segment `head`, seen without a mask."""
+    """Keys [0, stop) of the buffer of the chain that begins at segment `head`; no mask."""
 
     head: int
     stop: int
@@ -31,8 +30,8 @@ class BufferMap:
 
     Attributes:
         head: per segment the first segment of its chain (itself for a wave).
-        offset: per segment its first row in the chain's buffer.
-        length: per chain head the rows of its buffer.
+        offset: per segment its first position in the chain's buffer.
+        length: per chain head the positions of its buffer.
         blocks: per segment the dense blocks that its queries see, root first.
     """
 
@@ -43,12 +42,12 @@ class BufferMap:
 
 
 def buffer_map(segments: Sequence[Segment], parts: int = 1) -> BufferMap:
-    """Lays the inner segments of a step out in buffers.
+    """Lays out the inner segments of a step in buffers.
 
     Args:
         segments: the step's, in F-order.
-        parts: ranks that share the rows of every segment equally (context parallelism); the map is
-            of one rank's rows.
+        parts: context-parallel ranks, which hold equal parts of every segment; the map is of one
+            rank's part.
     """
     head: list[int] = []
     offset: list[int] = []

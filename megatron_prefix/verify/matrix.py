@@ -62,7 +62,7 @@ def is_sixteen_bit(dtype: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Shape:
+class RolloutShape:
     """What the rollouts of a row look like, and how they are cut.
 
     Attributes:
@@ -95,9 +95,9 @@ class Shape:
 
 
 SHAPES = {
-    "flat": Shape("flat"),
-    "tree": Shape("branch"),
-    "chunked": Shape("branch", chunk_tokens=16),
+    "flat": RolloutShape("flat"),
+    "tree": RolloutShape("branch"),
+    "chunked": RolloutShape("branch", chunk_tokens=16),
 }
 
 

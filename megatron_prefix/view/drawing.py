@@ -81,7 +81,7 @@ def comparison_svg(runs: Sequence[tuple[str, Timeline, Plan]], title: str) -> st
         facts = (
             f"makespan {_short(timeline.makespan)}",
             f"bubble {100 * timeline.bubble_fraction:.1f}%",
-            f"peak {_short(timeline.peak_live_rows)} live tokens",
+            f"peak {_short(timeline.peak_live_positions)} live tokens",
         )
         body.append(svg.text(_LEFT, top + 20, name, 13, weight=600))
         after = _LEFT + 13 * svg.CHARACTER * len(name) + 24
@@ -105,7 +105,7 @@ def _header(timeline: Timeline, plan: Plan, title: str) -> Iterator[str]:
         _counted(timeline.num_actions, "action"),
         f"makespan {_short(timeline.makespan)} {timeline.unit}",
         f"bubble {100 * timeline.bubble_fraction:.1f}%",
-        f"peak {_short(timeline.peak_live_rows)} live tokens",
+        f"peak {_short(timeline.peak_live_positions)} live tokens",
     )
     yield svg.text(24, 34, title or f"Prefix schedule, {stages}", 18, weight=600)
     yield svg.text(24, 56, "  ·  ".join(facts), 13, _FAINT)
@@ -144,7 +144,7 @@ def _rows(
         yield svg.rect(svg.Box(_LEFT, y, timeline.makespan * scale, height), _BUBBLE)
         bubble = f"{100 * timeline.bubble_fractions[rank]:.1f}%"
         yield svg.text(_LEFT + width + 56, middle, bubble, 12, anchor="end")
-        peak = _short(timeline.peak_rows[rank])
+        peak = _short(timeline.peak_positions[rank])
         yield svg.text(_WIDTH - 20, middle, peak, 12, anchor="end")
     for event in timeline.events:
         x, end = _LEFT + event.start * scale, _LEFT + event.end * scale

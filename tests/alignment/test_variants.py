@@ -81,7 +81,7 @@ def check(options: dict[str, Any], name: str = "tiny-llama") -> None:
 
 
 def test_long_blocks_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "PIECE_ROWS", 4)
+    monkeypatch.setattr(cache, "PIECE_KEYS", 4)
     keys: list[int] = []
     dense = MathKernel.dense
 

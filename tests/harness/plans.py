@@ -38,7 +38,7 @@ def random_case(rng: random.Random) -> Case:
             microbatches=microbatch_of,
             run_ahead=rng.choice((1, 2, 3, None)),
             group_size=rng.choice((None, num_ranks, num_ranks + 1, 2 * num_ranks, 1)),
-            max_live_rows=rng.choice((0, 0, 1, 50, 200)),
+            max_live_positions=rng.choice((0, 0, 1, 50, 200)),
         ),
     )
 

@@ -14,7 +14,7 @@ import torch
 
 from megatron_prefix.bench import longest, memory
 from megatron_prefix.bench.memory import Way
-from megatron_prefix.bench.steps import Shape
+from megatron_prefix.bench.steps import GroupShape
 from megatron_prefix.cli.main import main
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import StepOutOfMemory, UserError
@@ -32,7 +32,7 @@ def chunks() -> Iterator[list[Any]]:
 
 
 def measured(chunks: list[Any], way: str) -> memory.Row:
-    shape = Shape(160, 32, 3)
+    shape = GroupShape(160, 32, 3)
     return memory.measure(shape, Way.parse(way), chunks, CONFIG, repeats=0, seed=1)
 
 
@@ -81,7 +81,7 @@ def test_the_frontier_is_where_the_model_says_that_it_ends(chunks: list[Any]) ->
     }
     assert found["stock"] < found["retain"] and found["stock"] < found["stock+full"]
     for length, fits in ((found["stock"], True), (found["stock"] + 16, False)):
-        peak = memory.predicted(Shape(length - 32, 32, 2), Way("stock"), chunks, CONFIG).peak
+        peak = memory.predicted(GroupShape(length - 32, 32, 2), Way("stock"), chunks, CONFIG).peak
         assert (peak <= 3e7) == fits
 
 
@@ -91,7 +91,7 @@ def test_the_frontier_is_tried_on_both_sides(
 ) -> None:
     lengths = []
 
-    def measure(shape: Shape, *_: Any, **__: Any) -> Any:
+    def measure(shape: GroupShape, *_: Any, **__: Any) -> Any:
         lengths.append(shape.prompt + shape.response)
         return type("Span", (), {"problem": "no" if lengths[-1] > end else ""})
 

@@ -24,7 +24,7 @@ def test_both_schedules_are_warmed_alike(monkeypatch: pytest.MonkeyPatch) -> Non
         return run(schedule, *arguments)
 
     monkeypatch.setattr(passes, "run", counted)
-    shape, spec = steps.Shape(24, 8, 3), resolve("tiny-llama", num_layers=1).with_vocab(64)
+    shape, spec = steps.GroupShape(24, 8, 3), resolve("tiny-llama", num_layers=1).with_vocab(64)
     with one_rank():
         chunks = [small_model(vocab=64, spec=dict(num_layers=1), dtype=torch.float32)]
         timing = steps.time_groups(

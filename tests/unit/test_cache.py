@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_prefix.sidecar.cache import SidecarCache, State
+from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
 from megatron_prefix.tree import Segment, Span
 from megatron_prefix.tree.kv_layout import Block
 
@@ -145,15 +145,15 @@ def test_memory_is_counted_and_given_back() -> None:
 
 def test_the_life_of_a_segment() -> None:
     cache = SidecarCache(SEGMENTS, 1)
-    assert cache.state(0, 0) is State.EMPTY
+    assert cache.state(0, 0) is SegmentState.EMPTY
     cache.capture(0, 0, *kv(0))
-    assert cache.state(0, 0) is State.CAPTURED
+    assert cache.state(0, 0) is SegmentState.CAPTURED
     cache.take_gradient(0, 0)
-    assert cache.state(0, 0) is State.CONSUMED
+    assert cache.state(0, 0) is SegmentState.CONSUMED
     cache.free(0, consumed=True)
-    assert cache.state(0, 0) is State.FREED
+    assert cache.state(0, 0) is SegmentState.FREED
     cache.clear()
-    assert cache.state(0, 0) is State.EMPTY
+    assert cache.state(0, 0) is SegmentState.EMPTY
 
 
 def test_forward_only_frees_without_gradients() -> None:

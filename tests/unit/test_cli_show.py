@@ -97,7 +97,7 @@ def test_show_marks_the_bad_cell_of_an_invalid_plan(capsys, plan_file, tmp_path)
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("\n1,0,0,", "\n1,-1,0,", "segment 1: a row starts at"),
+        ("\n1,0,0,", "\n1,-1,0,", "segment 1: a span starts at"),
         ("rank 0,F0", "rank 0,X0", "'X0' is not an action"),
         ("plan,2,2,1", "plan,2,3,1", "expected 'rank 0', found"),
         ("plan,2,2,1", "plan,2,2,1000000000", "ranks and chunks must be whole numbers"),

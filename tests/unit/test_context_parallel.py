@@ -91,7 +91,7 @@ def test_spread_rows_compute_what_one_rank_does(
     gradients = exact.causal_backward(dout, q, k, v, *whole, scale, lengths)
 
     def part(rank: PlayedRank) -> list[Tensor]:
-        mine = torch.from_numpy(cp_layout.segment_rows(lengths, rank.rank, size))
+        mine = torch.from_numpy(cp_layout.held_positions(lengths, rank.rank, size))
         local = tuple(length // size for length in lengths)
         rows = SpreadRows(KERNELS[name], rank, q[mine], k[mine], v[mine], scale, local)
         parts = rows.forward()
@@ -115,7 +115,7 @@ def test_outputs_are_whole_on_every_rank_and_their_gradients_are_added_up() -> N
     whole, grads = random(1, 20, 3), [random(1, 20, 3, seed=rank) for rank in (1, 2)]
 
     def part(rank: PlayedRank) -> None:
-        mine = torch.from_numpy(cp_layout.segment_rows(lengths, rank.rank, 2))
+        mine = torch.from_numpy(cp_layout.held_positions(lengths, rank.rank, 2))
         assert torch.equal(rank.whole(whole[:, mine], lengths), whole)
         share = rank.share(grads[rank.rank], lengths)
         assert torch.equal(share, (grads[0] + grads[1])[:, mine])
@@ -131,7 +131,7 @@ def test_a_rank_runs_its_rows_at_their_true_positions() -> None:
         mine = SegmentInputs(tree, rollouts, cpu, rank, 2)
         assert mine.max_position == whole.max_position == 23
         for index, segment in enumerate(tree.segments):
-            held = cp_layout.segment_rows([span.padded for span in segment.spans], rank, 2)
+            held = cp_layout.held_positions([span.padded for span in segment.spans], rank, 2)
             assert torch.equal(mine[index], whole[index][:, held])
 
 

@@ -38,7 +38,7 @@ def test_a_row_that_cannot_be_cut_is_refused(length: int) -> None:
 @given(segments())
 def test_every_row_is_held_once_and_the_order_is_found_again(case: Any) -> None:
     lengths, size = case
-    held = [cp_layout.segment_rows(lengths, rank, size) for rank in range(size)]
+    held = [cp_layout.held_positions(lengths, rank, size) for rank in range(size)]
     assert sorted(np.concatenate(held)) == list(range(sum(lengths)))
     assert len({len(rows) for rows in held}) == 1
     in_order = np.concatenate(held)[cp_layout.order(lengths, size)]
@@ -46,7 +46,7 @@ def test_every_row_is_held_once_and_the_order_is_found_again(case: Any) -> None:
 
 
 def test_no_rows_at_all() -> None:
-    assert cp_layout.segment_rows([], 0, 2).tolist() == []
+    assert cp_layout.held_positions([], 0, 2).tolist() == []
 
 
 # What is seen -------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def times_seen(lengths: tuple[int, ...], rank: int, size: int) -> np.ndarray:
     seen = np.zeros((local, sum(lengths)), int)  # keys in the order of the view
     blocks = cp_layout.own_blocks(lengths, rank, size)
     start = 0
-    for chunk in blocks.chunks:
+    for chunk in blocks.pieces:
         keys = rank * local + start
         seen[start : start + chunk, keys : keys + chunk] += np.tri(chunk, dtype=int)
         start += chunk
@@ -78,7 +78,7 @@ def test_a_query_sees_its_rows_past_once_and_nothing_else(case: Any) -> None:
     wanted = (row[:, None] == row) & (position[:, None] >= position)
     work = set()
     for rank in range(size):
-        mine = cp_layout.segment_rows(lengths, rank, size)
+        mine = cp_layout.held_positions(lengths, rank, size)
         seen = times_seen(lengths, rank, size)
         assert np.array_equal(seen, wanted[mine].astype(int)), f"rank {rank}"
         work.add(int(seen.sum()))

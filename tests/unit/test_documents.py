@@ -51,9 +51,8 @@ def prose(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         return text
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
-    found = [ast.get_docstring(node) or "" for node in nodes]
+    lines = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    found = [str(one.value) for one in lines if isinstance(one, ast.Constant)]
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     return "\n".join([*found, *(t.string for t in tokens if t.type == tokenize.COMMENT)])
 

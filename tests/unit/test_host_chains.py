@@ -29,7 +29,7 @@ SEGMENTS = tree()
 @pytest.fixture(autouse=True)
 def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chain has a border of pieces in it."""
-    monkeypatch.setattr(module, "PIECE_ROWS", 4)
+    monkeypatch.setattr(module, "PIECE_KEYS", 4)
 
 
 def hosted(transfers: Any, num_host: int) -> tuple[SidecarCache, Offloader]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_prefix.offload import pool as pools
 from megatron_prefix.offload.pool import StagingPool
-from megatron_prefix.offload.segment import OffloadedSegment, Offloader, State, addresses
+from megatron_prefix.offload.segment import OffloadedSegment, Offloader, StorageState, addresses
 from megatron_prefix.offload.transfers import HostTransfers
 
 ROOM = 1 << 30
@@ -103,7 +103,7 @@ def test_layers_are_loaded_ahead_of_their_backward(transfers: Recorded) -> None:
     segment.prefetch()
     entries = [[ref() for ref in layer] for layer in segment._layers]
     at = [{entry.state for entry in layer if entry is not None} for layer in entries]
-    assert at[3] == at[2] == {State.LOADED} and at[0] == {State.OFFLOADED}
+    assert at[3] == at[2] == {StorageState.LOADED} and at[0] == {StorageState.OFFLOADED}
     y.sum().backward()
     assert owner.counts.on_demand == 0
 
@@ -226,7 +226,7 @@ def test_transitions_are_checked(transfers: Recorded) -> None:
     y = layers(segment, x)
     entry = next(iter(segment._known.values()))
     with pytest.raises(RuntimeError, match="is offloaded and cannot become kept"):
-        entry.become(State.KEPT)
+        entry.become(StorageState.KEPT)
     segment._load(entry)
     with pytest.raises(RuntimeError, match="has no host memory"):
         segment._load(entry)

@@ -118,7 +118,7 @@ def test_what_is_no_plan_is_refused(tmp_path) -> None:
         PlanFile(str(path))
     text = make_plan(forest(), 1).to_csv()
     path.write_text(text.replace("1,0,0,wave+scored,retain,8+", "1,0,0,wave+scored,retain,7+"))
-    with pytest.raises(UserError, match=r"p\.csv: segment 1: a row starts at 7, not at 8"):
+    with pytest.raises(UserError, match=r"p\.csv: segment 1: a span starts at 7, not at 8"):
         PlanFile(str(path))
 
 

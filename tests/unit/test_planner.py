@@ -130,7 +130,7 @@ def test_bubbles_are_those_of_the_simple_rule_or_less(p, r, n, stages, bubble, p
     for planned in (make_plan(forest, stages), best_plan(forest, stages)):
         timeline = simulate(planned, ready_after=loss_ready_after(forest))
         assert round(timeline.bubble_fraction, 3) <= bubble
-        assert timeline.peak_live_rows <= peak
+        assert timeline.peak_live_positions <= peak
 
 
 def longest_wait(timeline: Timeline) -> float:
@@ -171,7 +171,7 @@ def test_the_best_plan_is_no_longer_and_holds_no_more(forest, num_ranks, run_ahe
     plain = simulate(make_plan(forest, num_ranks, run_ahead=run_ahead), ready_after=ready_after)
     best = simulate(best_plan(forest, num_ranks, run_ahead=run_ahead), ready_after=ready_after)
     assert best.makespan <= plain.makespan
-    assert best.peak_live_rows <= plain.peak_live_rows
+    assert best.peak_live_positions <= plain.peak_live_positions
 
 
 def test_the_best_plan_shortens_uneven_steps() -> None:
@@ -193,9 +193,11 @@ def test_the_best_plan_is_the_shortest_that_holds_no_more() -> None:
         plain = simulate(make_plan(forest, num_ranks), ready_after=ready_after)
         times = [plain.makespan]
         for ahead in (6, None):
-            plan = make_plan(forest, num_ranks, run_ahead=ahead, max_live_rows=plain.peak_live_rows)
+            plan = make_plan(
+                forest, num_ranks, run_ahead=ahead, max_live_positions=plain.peak_live_positions
+            )
             tried = simulate(plan, ready_after=ready_after)
-            holds_more = tried.peak_live_rows > plain.peak_live_rows
+            holds_more = tried.peak_live_positions > plain.peak_live_positions
             times.append(math.inf if holds_more else tried.makespan)
         best = simulate(best_plan(forest, num_ranks), ready_after=ready_after)
         assert best.makespan == min(times)
@@ -211,7 +213,7 @@ def test_virtual_stages_wait_less(num_chunks) -> None:
     plain = simulate(best_plan(forest, 4))
     virtual = simulate(best_plan(forest, 4, num_chunks=num_chunks))
     assert virtual.bubble_fraction < plain.bubble_fraction / num_chunks * 1.2
-    assert virtual.peak_live_rows <= plain.peak_live_rows
+    assert virtual.peak_live_positions <= plain.peak_live_positions
 
 
 @given(forests, st.integers(2, 4), st.integers(2, 3), st.sampled_from([None, 1, 2, 5]))
@@ -243,11 +245,11 @@ def test_virtual_stages_follow_megatron_order_and_run(
 @settings(max_examples=60)
 def test_a_bound_on_live_rows_is_kept_but_for_what_must_be_held(forest, num_ranks, rows) -> None:
     bounded = simulate(
-        make_plan(forest, num_ranks, max_live_rows=rows), ready_after=loss_ready_after(forest)
+        make_plan(forest, num_ranks, max_live_positions=rows), ready_after=loss_ready_after(forest)
     )
     # One rank runs just the forwards that its next backward cannot do without.
-    least = simulate(ruled_plan(forest, 1)).peak_live_rows
-    assert bounded.peak_live_rows <= max(rows, least)
+    least = simulate(ruled_plan(forest, 1)).peak_live_positions
+    assert bounded.peak_live_positions <= max(rows, least)
 
 
 @given(forests, st.integers(2, 4), st.integers(2, 3), st.integers(1, 60))
@@ -255,7 +257,7 @@ def test_a_bound_on_live_rows_is_kept_but_for_what_must_be_held(forest, num_rank
 def test_a_bound_on_live_rows_never_stops_virtual_stages(
     forest, num_ranks, num_chunks, rows
 ) -> None:
-    plan = make_plan(forest, num_ranks, num_chunks=num_chunks, max_live_rows=rows)
+    plan = make_plan(forest, num_ranks, num_chunks=num_chunks, max_live_positions=rows)
     simulate(plan, ready_after=loss_ready_after(forest))
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_prefix.numerics import assert_close
-from megatron_prefix.sidecar.cache import State
+from megatron_prefix.sidecar.cache import SegmentState
 from megatron_prefix.sidecar.context_parallel import ShardedCache
 from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.kv_layout import Block
@@ -78,7 +78,7 @@ def test_gradients_reach_the_owners_of_the_keys(reduce: str) -> None:
             cache.add_gradient(0, PROMPT, wave[..., :3], wave[..., 3:])
         for index in (1, 0):
             taken = cache.take_gradient(0, index)
-            assert taken is not None and cache.state(0, index) is State.CONSUMED
+            assert taken is not None and cache.state(0, index) is SegmentState.CONSUMED
             mine = total[8 * index + cp_layout.positions(8, rank.rank, 2)]
             assert_close(torch.cat(taken, -1), mine, 4)
         # Two waves of the whole chain, or the two chunks once each.

@@ -50,7 +50,7 @@ def test_bubbles_of_the_simple_rule(p, r, n, stages, chunk, one, two) -> None:
     for run_ahead, (bubble, peak) in ((1, one), (2, two)):
         timeline = timeline_of(forest, stages, run_ahead)
         assert round(timeline.bubble_fraction, 3) == bubble
-        assert timeline.peak_live_rows == peak
+        assert timeline.peak_live_positions == peak
 
 
 def test_a_timeline_by_hand() -> None:
@@ -78,8 +78,8 @@ def test_a_timeline_by_hand() -> None:
     assert timeline.makespan == 36
     assert timeline.busy == (24, 24)
     assert timeline.bubble_fractions == (1 - 24 / 36, 1 - 24 / 36)
-    assert timeline.peak_rows == (8, 6)
-    assert timeline.peak_live_rows == 8
+    assert timeline.peak_positions == (8, 6)
+    assert timeline.peak_live_positions == 8
     assert timeline.peak_bytes(10) == (80, 60)
     assert (timeline.num_actions, timeline.num_ranks, timeline.unit) == (12, 2, "tokens")
 
@@ -95,12 +95,16 @@ def test_half_rows_are_rounded_up() -> None:
     rows = tuple((Span(0, 1, 1, (rollout,)),) for rollout in (0, 1))
     segments = tuple(Segment(-1, 0, row, False, False, True) for row in rows)
     program = ["F0", "F0.1", "F1", "B0.1", "B0", "F1.1", "B1.1", "B1"]
-    assert simulate(with_programs(Plan(segments, (), 2), [program])).peak_rows == (2,)
+    assert simulate(with_programs(Plan(segments, (), 2), [program])).peak_positions == (2,)
 
 
 def test_an_empty_plan_takes_no_time() -> None:
     timeline = simulate(ruled_plan(build([]), 3))
-    assert (timeline.makespan, timeline.bubble_fraction, timeline.peak_rows) == (0, 0, (0, 0, 0))
+    assert (timeline.makespan, timeline.bubble_fraction, timeline.peak_positions) == (
+        0,
+        0,
+        (0, 0, 0),
+    )
 
 
 def test_padding_costs_and_another_cost_may_be_given() -> None:
@@ -120,7 +124,7 @@ def test_virtual_stages(num_ranks, num_chunks) -> None:
     work = 3 * forest.executed_tokens
     assert timeline.busy == pytest.approx([work] * num_ranks)
     # Everything is live before the first backward; a row on one of v chunks counts 1/v.
-    assert timeline.peak_rows == (forest.executed_tokens,) * num_ranks
+    assert timeline.peak_positions == (forest.executed_tokens,) * num_ranks
     first = {e.rank: e for e in reversed(timeline.events)}
     shares = [forest.segments[0].padded_length / num_chunks * rank for rank in range(num_ranks)]
     assert [first[rank].start for rank in range(num_ranks)] == pytest.approx(shares)
@@ -150,4 +154,4 @@ def test_a_timeline_keeps_every_dependency(sets, options, num_ranks, run_ahead) 
                 1 if action.kind == "F" else -1
             )
             peak = max(peak, live)
-        assert (timeline.peak_rows[rank], live) == (peak, 0)
+        assert (timeline.peak_positions[rank], live) == (peak, 0)
