@@ -1,14 +1,13 @@
-"""cuDNN where its execution plan pays, FlashAttention-2 elsewhere: the kernel `auto` on a GPU.
+"""The kernel `auto` on a GPU: cuDNN where its plan pays, FlashAttention-2 elsewhere.
 
-cuDNN's attention is faster on large blocks but builds a plan, on the host, for every shape that it
-meets, and the lengths of real rollouts are new in every step.  A shape is run by cuDNN once the
-time that this would have saved, over the layers of this step and all its calls in earlier ones,
-exceeds the time of its plans: who buys skis when the rent has cost as much never pays more than
-twice what foresight would.  Shapes are judged between steps, so a forward that activation recompute
-runs again meets the same kernel.
+cuDNN is faster on large blocks but builds a plan, on the host, for every new shape, and the lengths
+of real rollouts are new in every step. A shape changes to cuDNN when the time that cuDNN would have
+saved so far, in this step's layers and in all earlier calls, exceeds the time of its plans. This
+costs at most twice the best choice in hindsight (the ski-rental problem). The choice changes only
+between steps, so recomputation in a backward uses the forward's kernel.
 
-The constants are of one H200 (benchmarks/bench_kernels.py; figures in benchmarks/LOG.md); on
-another GPU they shift the point of change and nothing else.
+The constants were measured on one H200 (benchmarks/bench_kernels.py; figures in benchmarks/LOG.md).
+On another GPU they only change the point of the switch.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from megatron_prefix.attention.interface import Aux, Gradients, Kernel, Partial
 PLAN_S = 0.058
 """Seconds to build the forward and the backward plan of one shape."""
 FLASH_RATE, CUDNN_RATE = 305e12, 539e12
-"""Matrix FLOPs a second of both kernels, forward and backward together."""
+"""FLOPs a second of the kernels, forward and backward together."""
 
 MAX_SHAPES = 100_000
-"""Shapes remembered; a long training meets new ones for ever."""
+"""Shapes remembered; a long training always has new ones."""
 
 Shape = tuple[object, ...]
 
 
 class AdaptiveKernel:
-    """Runs every block by the kernel that its shape has earned.
+    """Runs every block with the kernel chosen for its shape.
 
     Args:
-        planned: fast, with a plan a shape (cuDNN).
+        planned: fast, needs a plan for each shape (cuDNN).
         ready: takes any shape at once (FlashAttention-2).
-        num_layers: attention layers that meet each shape in a step.
+        num_layers: attention layers that run each shape in a step.
     """
 
     def __init__(self, planned: Kernel, ready: Kernel, num_layers: int) -> None:
@@ -47,7 +46,7 @@ class AdaptiveKernel:
         self._planned_now: dict[Shape, bool] = {}
 
     def begin_step(self) -> None:
-        """Counts the calls of the last step; every shape keeps one kernel within a step."""
+        """Adds the last step's calls; within a step a shape keeps its kernel."""
         if len(self._earlier) > MAX_SHAPES:
             self._earlier.clear()
         self._earlier.update(self._now)
@@ -90,7 +89,7 @@ class AdaptiveKernel:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
         scale: float,
     ) -> Gradients:  # fmt: skip
-        """See `Kernel.dense_backward`; by the kernel that ran the forward."""
+        """See `Kernel.dense_backward`; with the forward's kernel."""
         kernel, inner = aux
         return kernel.dense_backward(dout, q, k, v, out, lse, inner, scale)
 
@@ -98,7 +97,7 @@ class AdaptiveKernel:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
         scale: float, lengths: tuple[int, ...],
     ) -> Gradients:  # fmt: skip
-        """See `Kernel.causal_backward`; by the kernel that ran the forward."""
+        """See `Kernel.causal_backward`; with the forward's kernel."""
         kernel, inner = aux
         return kernel.causal_backward(dout, q, k, v, out, lse, inner, scale, lengths)
 
@@ -106,7 +105,7 @@ class AdaptiveKernel:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
         scale: float, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...],
     ) -> Gradients:  # fmt: skip
-        """See `Kernel.paired_backward`; by the kernel that ran the forward."""
+        """See `Kernel.paired_backward`; with the forward's kernel."""
         kernel, inner = aux
         lengths = q_lengths, k_lengths
         return kernel.paired_backward(dout, q, k, v, out, lse, inner, scale, *lengths)

@@ -1,13 +1,13 @@
 """Attention of a segment: its causal block, its ancestors' dense blocks, one merge.
 
-One autograd function is both the attention and the tap.  On the way forward it copies an inner
-segment's K/V into the sidecar; on the way back it sends each ancestor its share of gK/gV and adds
-to an inner segment's own dK/dV what its descendants sent.  The algebra is "Schedule-Level
-Shared-Prefix Reuse for LLM RL Training", section 3.1 and appendix A: under a causal mask the only
-road from a suffix back to its prefix is gK/gV, and the prefix's backward is linear in them.
+One autograd function computes attention and uses the sidecar. Its forward copies an inner segment's
+K/V into the sidecar. Its backward sends each ancestor its part of gK/gV, and adds what descendants
+sent to an inner segment's own dK/dV. That is exact: under a causal mask a suffix reaches its prefix
+only through gK/gV, and the prefix's backward is linear in them ("Schedule-Level Shared-Prefix Reuse
+for LLM RL Training", section 3.1 and appendix A).
 
-With context parallelism the sidecar gathers what is read and scatters what is sent, and the
-segment's own attention spans ranks (megatron_prefix/attention/own.py).
+With context parallelism the sidecar gathers what is read and scatters what is sent, and a segment's
+own attention runs over all ranks (megatron_prefix/attention/own.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_prefix.attention.kernels import Kernel
 from megatron_prefix.attention.merge import merge
-from megatron_prefix.attention.own import own_rows
+from megatron_prefix.attention.own import own_attention
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree.kv_layout import Block
 
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SegmentContext:
-    """What attention and routers have to know of the segment that runs.
+    """What attention and routers need to know about the segment that runs.
 
     Attributes:
         index: the segment.
         inner: whether other segments read its K/V.
-        lengths: rows of each rollout on this rank, padding included.
+        lengths: of its spans on this rank, padding included.
         blocks: its dense blocks.
-        positions: true position of every row, int64 [padded_length], on the model's device.
+        positions: position of every token in its rollout, int64 [padded_length], on the model's
+            device.
         cache: the sidecar of this model chunk.
-        ledger: accounts for its routers' losses; None without routers and without gradients.
-        backward: whether its backward runs: a forward inside it is recomputation, and goes from
-            the last layer to the first.
-        offload: takes what its forward saves; None where that stays.
-        ahead: saved tensors on the host that the backwards after the one that runs, whichever it
-            is, want back; the executor changes it.
+        ledger: counts for its routers' losses; None without routers or without gradients.
+        backward: whether its backward runs; a forward is then recomputation, from the last layer to
+            the first.
+        offload: takes what its forward saves; None where that stays on the device.
+        ahead: segments on the host that the next backwards will need; the executor changes it.
     """
 
     index: int
@@ -74,16 +74,16 @@ def segment_attention(
     """Attention of one segment in one layer.
 
     Args:
-        query: [rows, 1, heads, dim].
-        key: [rows, 1, kv_heads, dim].
-        value: [rows, 1, kv_heads, value_dim].
+        query: [positions, 1, heads, dim].
+        key: [positions, 1, kv_heads, dim].
+        value: [positions, 1, kv_heads, value_dim].
         context: the segment.
         layer: local index of the attention layer.
         scale: softmax scale.
         kernel: runs each block.
 
     Returns:
-        [rows, 1, heads * value_dim], as Megatron's core attention returns it.
+        [positions, 1, heads * value_dim], as Megatron's core attention returns it.
     """
     out = _SegmentAttention.apply(
         query.squeeze(1), key.squeeze(1), value.squeeze(1), context, layer, scale, kernel
@@ -92,8 +92,8 @@ def segment_attention(
 
 
 def _pieces(context: SegmentContext) -> list[tuple[Block, slice]]:
-    """What a segment's queries see without a mask, kernel call by kernel call."""
-    return [(block, rows) for block in context.blocks for rows in context.cache.pieces(block)]
+    """The pieces of a segment's dense blocks, one a kernel call."""
+    return [(block, piece) for block in context.blocks for piece in context.cache.pieces(block)]
 
 
 class _SegmentAttention(torch.autograd.Function):
@@ -112,20 +112,20 @@ class _SegmentAttention(torch.autograd.Function):
         if context.inner:
             cache.capture(layer, context.index, key, value)
             key, value = cache.own(layer, context.index)
-        own = own_rows(cache, kernel, query, key, value, scale, context.lengths)
+        own = own_attention(cache, kernel, query, key, value, scale, context.lengths)
         cache.prefetch(layer, context.index, backward=context.backward)
         after = layer - 1 if context.backward else layer + 1
         cache.prefetch(after, context.index, backward=context.backward)
         dense = []
-        for block, rows in _pieces(context):
+        for block, piece in _pieces(context):
             seen, values = cache.read(layer, block)
-            dense.append(kernel.dense(query, seen[rows], values[rows], scale))
+            dense.append(kernel.dense(query, seen[piece], values[piece], scale))
         parts = [*own.forward(), *dense]
         out, lse = merge(parts)
-        if not context.backward:  # else this is recomputation, and the layer's backward is next
+        if not context.backward:  # in recomputation the layer's backward comes next
             cache.release(layer)
         ctx.call = (context, layer, scale, kernel, [part.aux for part in parts])
-        # An inner segment's K/V live in the sidecar: saving them here would hold them twice.
+        # An inner segment's K/V are in the sidecar already.
         ctx.save_for_backward(query, out, lse, *(() if context.inner else (key, value)))
         return out
 
@@ -136,19 +136,19 @@ class _SegmentAttention(torch.autograd.Function):
         query, out, lse, *saved = ctx.saved_tensors
         cache: SidecarCache = context.cache
         key, value = cache.own(layer, context.index) if context.inner else saved
-        own = own_rows(cache, kernel, query, key, value, scale, context.lengths)
+        own = own_attention(cache, kernel, query, key, value, scale, context.lengths)
         cache.prefetch(layer, context.index, backward=True)
         cache.prefetch(layer - 1, context.index, backward=True)
         pieces = _pieces(context)
         num_own = len(aux) - len(pieces)
         query_grad = own.backward(out_grad, out, lse, aux[:num_own])
-        for (block, rows), piece_aux in zip(pieces, aux[num_own:], strict=True):
+        for (block, piece), piece_aux in zip(pieces, aux[num_own:], strict=True):
             seen, values = cache.read(layer, block)
             more, seen_grad, values_grad = kernel.dense_backward(
-                out_grad, query, seen[rows], values[rows], out, lse, piece_aux, scale
+                out_grad, query, seen[piece], values[piece], out, lse, piece_aux, scale
             )
             query_grad = query_grad.add_(more)
-            cache.add_gradient(layer, block, seen_grad, values_grad, rows.start)
+            cache.add_gradient(layer, block, seen_grad, values_grad, piece.start)
         key_grad, value_grad = own.gradients()
         if context.inner and (sent := cache.take_gradient(layer, context.index)):
             key_grad, value_grad = sent[0] + key_grad, sent[1] + value_grad

@@ -1,16 +1,15 @@
-"""What an attention kernel is, and how blocks become batched calls of one operator.
+"""The interface of attention kernels, and blocks as batched calls of one operator.
 
-A kernel computes one block of a segment's attention (megatron_prefix/tree/kv_layout.py) and
-returns its output with the log-sum-exp of its scores, so that blocks can be merged
+A kernel computes one block of a segment's attention (megatron_prefix/tree/kv_layout.py) and returns
+its output and the log-sum-exp of its scores, so that blocks can be merged
 (megatron_prefix/attention/merge.py). Its backward takes the *merged* output and log-sum-exp and
-returns the block's share of the gradients. No dropout.
+returns the block's part of the gradients. No dropout.
 
-Shapes, for one packed row: q [s, h, d], k [t, h_kv, d], v [t, h_kv, dv] with h a multiple of h_kv,
+Shapes, for one segment: q [s, h, d], k [t, h_kv, d], v [t, h_kv, dv] with h a multiple of h_kv,
 any strides with a contiguous last dimension; out [s, h, dv] in q's dtype; lse [h, s] in fp32 (fp64
 for fp64); gradients as their inputs, dk and dv summed over the query heads of a K/V head.
 """
 
-# long: one contract and the class that keeps it for every operator
 from __future__ import annotations
 
 import functools
@@ -23,11 +22,11 @@ from torch import Tensor
 
 Aux = tuple[Any, ...]
 Gradients = tuple[Tensor, Tensor, Tensor]
-Lengths = tuple[tuple[int, ...], tuple[int, ...]]  # of each rollout's queries and keys
+Lengths = tuple[tuple[int, ...], tuple[int, ...]]  # of each span: queries and keys
 
 
 class Partial(NamedTuple):
-    """What one block contributes: out [s, h, dv], lse [h, s], and what its backward wants back."""
+    """The result of one block: out [s, h, dv], lse [h, s], and `aux` for its backward."""
 
     out: Tensor
     lse: Tensor
@@ -37,37 +36,37 @@ class Partial(NamedTuple):
 class Kernel(Protocol):
     """One way to run blocks; shapes as above.
 
-    ``lengths`` are host integers, the rows of the consecutive rollouts of a wave; they sum to s.
+    ``lengths`` are Python integers, the lengths of a segment's spans; they sum to s.
     """
 
     @property
     def name(self) -> str:
-        """What the user calls it."""
+        """The name that users give."""
         ...
 
     def begin_step(self) -> None:
-        """Told once before every step; for kernels that learn from what they have met."""
+        """Called before every step; for kernels that learn from earlier shapes."""
         ...
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """Why this kernel cannot take these tensors, None if it can."""
+        """Why this kernel cannot take these tensors; None if it can."""
         ...
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
-        """Every query row sees every key row."""
+        """Every query sees every key."""
         ...
 
     def causal(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: tuple[int, ...]
     ) -> Partial:
-        """A row of a rollout sees that rollout's rows up to itself."""
+        """A query sees the keys of its span up to its own position."""
         ...
 
     def paired(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, q_lengths: tuple[int, ...],
         k_lengths: tuple[int, ...],
     ) -> Partial:  # fmt: skip
-        """A row of a rollout sees every key of that rollout; ``k_lengths`` sum to t."""
+        """A query sees every key of its span; ``k_lengths`` sum to t."""
         ...
 
     def dense_backward(
@@ -108,7 +107,7 @@ class Kernel(Protocol):
 
 
 class Saved(NamedTuple):
-    """What a backward reads, for n rows at once: lse [n, h, s], the others [n, rows, heads, d]."""
+    """What a backward reads, for n spans: lse [n, h, s], the others [n, positions, heads, d]."""
 
     dout: Tensor
     q: Tensor
@@ -119,28 +118,28 @@ class Saved(NamedTuple):
 
 
 class Run(NamedTuple):
-    """``num`` consecutive rollouts of ``length`` rows each: one batched call."""
+    """``num`` consecutive spans of ``length`` positions each: one batched call."""
 
     start: int
     num: int
     length: int
 
     def view(self, x: Tensor) -> Tensor:
-        """[rows, heads, d] -> this run's [num, length, heads, d], a view."""
-        rows = x[self.start : self.start + self.num * self.length]
-        return rows.unflatten(0, (self.num, self.length))
+        """[positions, heads, d] -> this run's [num, length, heads, d], a view."""
+        mine = x[self.start : self.start + self.num * self.length]
+        return mine.unflatten(0, (self.num, self.length))
 
     def view_lse(self, lse: Tensor) -> Tensor:
-        """[heads, rows] -> this run's [num, heads, length], a view."""
+        """[heads, positions] -> this run's [num, heads, length], a view."""
         columns = lse[:, self.start : self.start + self.num * self.length]
         return columns.unflatten(1, (self.num, self.length)).transpose(0, 1)
 
 
 @functools.lru_cache(maxsize=1024)
 def runs(lengths: tuple[int, ...], padded_length: int) -> tuple[Run, ...]:
-    """Rollouts of equal length side by side are one run.
+    """Consecutive spans of equal length are one run.
 
-    Raises ValueError for a rollout without rows, or if the lengths do not sum to ``padded_length``.
+    Raises ValueError for an empty span, or if the lengths do not sum to ``padded_length``.
     """
     return tuple(run for run, _ in run_pairs(lengths, lengths, padded_length, padded_length))
 
@@ -149,13 +148,13 @@ def runs(lengths: tuple[int, ...], padded_length: int) -> tuple[Run, ...]:
 def run_pairs(
     q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], num_queries: int, num_keys: int
 ) -> tuple[tuple[Run, Run], ...]:
-    """Rollouts with equally many queries and equally many keys side by side are one run of each.
+    """Consecutive spans with equal numbers of queries and equal numbers of keys are one run.
 
-    Raises ValueError as `runs`, and for unequal numbers of rollouts.
+    Raises ValueError as `runs`, and for unequal numbers of spans.
     """
     for lengths, padded_length in ((q_lengths, num_queries), (k_lengths, num_keys)):
         if min(lengths, default=0) < 1 or sum(lengths) != padded_length:
-            raise ValueError(f"lengths {lengths} must be positive and sum to {padded_length} rows")
+            raise ValueError(f"lengths {lengths} must be positive and sum to {padded_length}")
     found, start, key_start = [], 0, 0
     for (length, num_seen), members in groupby(zip(q_lengths, k_lengths, strict=True)):
         num = len(list(members))
@@ -165,11 +164,10 @@ def run_pairs(
 
 
 class Batched:
-    """Blocks as batched calls of one operator on [n, rows, heads, d] tensors.
+    """Blocks as batched calls of one operator on [n, positions, heads, d] tensors.
 
-    A dense block, one long rollout and a wave of equal rollouts are one call on views; a wave of
-    several runs is one call a run, joined in one copy. A subclass has a ``name``, `forward` and
-    `backward`.
+    A dense block, one long span and a wave of equal spans are one call on views. A wave of several
+    runs is one call a run, joined by one copy. A subclass has a ``name``, `forward` and `backward`.
     """
 
     name: str
@@ -180,7 +178,7 @@ class Batched:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor, Aux]:
-        """(out [n, s, h, dv], lse [n, h, s], aux) of n rows with the same mask."""
+        """(out [n, s, h, dv], lse [n, h, s], aux) of n spans with the same mask."""
         raise NotImplementedError
 
     def backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
@@ -224,7 +222,7 @@ class Batched:
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: tuple[int, ...]
     ) -> Partial:
         """See `Kernel.causal`."""
-        return self.rows(q, k, v, scale, (lengths, lengths), causal=True)
+        return self.packed(q, k, v, scale, (lengths, lengths), causal=True)
 
     def causal_backward(
         self,
@@ -240,14 +238,14 @@ class Batched:
     ) -> Gradients:
         """See `Kernel.causal_backward`."""
         saved = Saved(dout, q, k, v, out, lse)
-        return self.rows_backward(saved, aux, scale, (lengths, lengths), causal=True)
+        return self.packed_backward(saved, aux, scale, (lengths, lengths), causal=True)
 
     def paired(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, q_lengths: tuple[int, ...],
         k_lengths: tuple[int, ...],
     ) -> Partial:  # fmt: skip
         """See `Kernel.paired`."""
-        return self.rows(q, k, v, scale, (q_lengths, k_lengths), causal=False)
+        return self.packed(q, k, v, scale, (q_lengths, k_lengths), causal=False)
 
     def paired_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
@@ -255,12 +253,12 @@ class Batched:
     ) -> Gradients:  # fmt: skip
         """See `Kernel.paired_backward`."""
         saved = Saved(dout, q, k, v, out, lse)
-        return self.rows_backward(saved, aux, scale, (q_lengths, k_lengths), causal=False)
+        return self.packed_backward(saved, aux, scale, (q_lengths, k_lengths), causal=False)
 
-    def rows(
+    def packed(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: Lengths, causal: bool
     ) -> Partial:
-        """Rollouts side by side, each with keys of its own; shapes as in `Kernel`."""
+        """Spans side by side, each with keys of its own; shapes as in `Kernel`."""
         parts = [
             self.forward(mine.view(q), seen.view(k), seen.view(v), scale, causal=causal)
             for mine, seen in run_pairs(*lengths, q.shape[0], k.shape[0])
@@ -269,10 +267,10 @@ class Batched:
         lses = [lse.transpose(0, 1).flatten(1, 2) for _, lse, _ in parts]
         return Partial(joined(outs), joined(lses, dim=1), tuple(aux for _, _, aux in parts))
 
-    def rows_backward(
+    def packed_backward(
         self, saved: Saved, aux: Aux, scale: float, lengths: Lengths, causal: bool
     ) -> Gradients:
-        """The gradients of `rows`; ``saved`` holds the rows without a leading dimension."""
+        """The gradients of `packed`; ``saved`` has no leading dimension."""
         dout, q, k, v, out, lse = saved
         shares = []
         pairs = run_pairs(*lengths, q.shape[0], k.shape[0])
@@ -290,5 +288,5 @@ class Batched:
 
 
 def joined(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """The pieces side by side; a single piece as it is, without a copy."""
+    """The pieces concatenated; a single piece is not copied."""
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim)

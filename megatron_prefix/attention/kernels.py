@@ -1,10 +1,10 @@
-"""The choice of the attention kernel: by name, or by probing what works here.
+"""Chooses the attention kernel: by name, or by trying what works here.
 
 A name is `math`, `flash_cpu`, `flash` or `cudnn` (megatron_prefix/attention/operators.py), or two
-of them: `a+b` runs dense blocks by `a` and causal blocks by `b`. cuDNN is the fastest on long rows
-but builds an execution plan, on the host, for every shape that a thread has not seen;
-FlashAttention-2 (`flash`) takes any shape at once, and rollouts of unequal lengths in one call.
-`cudnn+flash` needs plans for dense blocks only. benchmarks/bench_kernels.py measures both sides.
+of them: `a+b` runs dense blocks with `a` and causal blocks with `b`. cuDNN is fastest on long spans
+but builds a plan, on the host, for every new shape; FlashAttention-2 (`flash`) takes any shape at
+once, and spans of unequal lengths in one call. `cudnn+flash` needs plans for dense blocks only.
+benchmarks/bench_kernels.py measures them.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def available(
     head_dim: int,
     head_dim_v: int | None = None,
 ) -> dict[str, str | None]:
-    """Every kernel by name, with the reason why it does not work here, or None if it does.
+    """Every kernel by name, with the reason why it does not work here; None: it works.
 
     Each kernel runs a tiny block of each kind, forward and backward, and is compared with `math`
-    under the numerics policy; the answer is kept. ``head_dim_v`` is ``head_dim`` if None.
+    under the numerics policy; the answer is cached. ``head_dim_v`` is ``head_dim`` if None.
     """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
@@ -122,7 +122,7 @@ def _best(reasons: dict[str, str | None], device: torch.device, dtype: torch.dty
 def _probed(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int
 ) -> str | None:
-    """Runs one kernel on a tiny dense and a tiny uneven causal block; why it fails, or None."""
+    """Tries one kernel on tiny blocks; returns why it fails, or None."""
     if not dtype.is_floating_point:
         return f"needs a floating dtype, got {dtype}"
     source = torch.Generator().manual_seed(0)  # leaves the global random state alone

@@ -1,17 +1,17 @@
 """Exact attention and its backward from the textbook formulas: slow, any device, any float dtype.
 
-The truth that every other kernel is probed and tested against. It works in fp64 on fp64 inputs and
-in fp32 on everything narrower, and rounds once at the end. Softmax weights are recomputed in the
-backward from the log-sum-exp ("FlashAttention: Fast and Memory-Efficient Exact Attention with
-IO-Awareness", appendix B.2), which is what makes a backward from a *merged* log-sum-exp possible:
+The reference for every other kernel. It computes in fp64 for fp64 inputs, else in fp32, and rounds
+once at the end. The backward recomputes softmax weights from the log-sum-exp ("FlashAttention: Fast
+and Memory-Efficient Exact Attention with IO-Awareness", appendix B.2), so it also works from a
+*merged* log-sum-exp:
 
     S = scale * Q K^T            P = exp(S - lse)          O = P V
     D = rowsum(dO * O)           dS = P * (dO V^T - D)
     dQ = scale * dS K            dK = scale * dS^T Q       dV = P^T dO
 
 Shapes: q [n, s, h, d], k [n, t, h_kv, d], v [n, t, h_kv, dv], lse [n, h, s], out [n, s, h, dv], for
-n independent rows with the same mask. The query heads of one K/V head are stacked into the rows of
-one matrix product, so K/V are not repeated and dK/dV come out summed over the group.
+n independent spans with the same mask. The query heads of one K/V head are stacked in one matrix
+product, so K/V are not repeated and dK/dV are summed over the group.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch import Tensor
 from megatron_prefix.numerics import accumulator_dtype
 
 MAX_SCORES = 1 << 23
-"""Scores held at once (64 MB in fp64): a long row is worked off in pieces of this size."""
+"""Scores held at once (64 MB in fp64); longer spans are computed in pieces."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention of all query rows: (out in q's dtype, lse in the accumulator's dtype).
+    """Attention of all queries: (out in q's dtype, lse in the accumulator's dtype).
 
-    ``causal``: row i sees keys 0..i, else every key. Without keys out is 0 and lse is -inf.
+    ``causal``: query i sees keys 0..i, else every key. Without keys out is 0 and lse is -inf.
     """
     num, length, heads, _ = q.shape
     wide = accumulator_dtype(q.dtype)
@@ -56,7 +56,7 @@ def attend_backward(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This block's share of (dq, dk, dv) from the merged ``out`` and ``lse``, in q's dtype."""
+    """This block's part of (dq, dk, dv) from the merged ``out`` and ``lse``, in q's dtype."""
     wide, kv_heads = accumulator_dtype(q.dtype), k.shape[2]
     keys, values = k.transpose(1, 2).to(wide), v.transpose(1, 2).to(wide)
     dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
@@ -71,11 +71,11 @@ def attend_backward(
         ds = (do @ values[:, :, :seen].transpose(2, 3)).sub_(d).mul_(p).mul_(scale)
         dkeys[:, :, :seen] += ds.transpose(2, 3) @ _group(q[:, rows], kv_heads).to(wide)
         dq[:, rows] = _ungroup(ds @ keys[:, :, :seen], stop - start)
-    return dq, _rows_first(dkeys, k.dtype), _rows_first(dvalues, v.dtype)
+    return dq, _positions_first(dkeys, k.dtype), _positions_first(dvalues, v.dtype)
 
 
 def _pieces(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[int, int, int]]:
-    """(first row, one past the last, number of keys those rows can see), top to bottom."""
+    """(first query, one past the last, number of keys that they can see), in order."""
     num, length, heads, _ = q.shape
     num_keys = k.shape[1]
     step = max(1, MAX_SCORES // max(1, num * heads * num_keys))
@@ -84,11 +84,11 @@ def _pieces(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[int, int, int]
         yield start, stop, stop if causal else num_keys
 
 
-def _scores(q: Tensor, keys: Tensor, scale: float, first_row: int | None) -> Tensor:
-    """Scaled logits [n, h_kv, group * rows, keys]; masked if ``first_row`` says where q begins."""
+def _scores(q: Tensor, keys: Tensor, scale: float, first_query: int | None) -> Tensor:
+    """Scaled scores [n, h_kv, group * queries, keys]; masked if ``first_query`` is given."""
     scores = (_group(q, keys.shape[1]).to(keys.dtype) @ keys.transpose(2, 3)).mul_(scale)
-    if first_row is not None:
-        rows = torch.arange(first_row, first_row + q.shape[1], device=q.device)
+    if first_query is not None:
+        rows = torch.arange(first_query, first_query + q.shape[1], device=q.device)
         hidden = torch.arange(keys.shape[2], device=q.device) > rows[:, None]
         scores.unflatten(2, (-1, q.shape[1])).masked_fill_(hidden, float("-inf"))
     return scores
@@ -104,6 +104,6 @@ def _ungroup(x: Tensor, length: int) -> Tensor:
     return x.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def _rows_first(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _positions_first(x: Tensor, dtype: torch.dtype) -> Tensor:
     """[n, h, s, d] -> contiguous [n, s, h, d] in ``dtype``."""
     return x.transpose(1, 2).to(dtype).contiguous()

@@ -51,9 +51,9 @@ class MathKernel(Batched):
 class FlashCpuKernel(Batched):
     """torch's tiled CPU kernel: fp64, fp32, bf16, fp16.
 
-    Its fp32 forward has a fast exponential (about 20 bits); its 16-bit backward adds up dk and dv
-    in 16 bits. It wants as many K/V heads as query heads: for a single row they are views with
-    stride 0 over the group, for several rows they are repeated (a wave's own K/V, not a prefix's).
+    Its fp32 forward has a fast exponential (about 20 bits); its 16-bit backward sums dk and dv in
+    16 bits. It needs as many K/V heads as query heads: for one span they are views with stride 0
+    over the group, for several spans they are copied (a wave's own K/V, not a prefix's).
     """
 
     name = "flash_cpu"
@@ -72,7 +72,7 @@ class FlashCpuKernel(Batched):
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             *heads, 0.0, causal, scale=scale
         )
-        return _rows_first(out, q), lse.reshape(q.shape[0], q.shape[2], q.shape[1]), ()
+        return _positions_first(out, q), lse.reshape(q.shape[0], q.shape[2], q.shape[1]), ()
 
     def backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
         """See `Batched.backward`."""
@@ -90,12 +90,12 @@ class FlashCpuKernel(Batched):
             scale=scale,
         )
         group = (k.shape[2], -1)
-        dk, dv = (_rows_first(x, q).unflatten(2, group).sum(3) for x in (dk, dv))
-        return _rows_first(dq, q), dk, dv
+        dk, dv = (_positions_first(x, q).unflatten(2, group).sum(3) for x in (dk, dv))
+        return _positions_first(dq, q), dk, dv
 
 
 class FlashKernel(Batched):
-    """FlashAttention-2 as torch ships it; rollouts of unequal lengths are one varlen call."""
+    """FlashAttention-2 of torch; spans of unequal lengths are one varlen call."""
 
     name = "flash"
 
@@ -120,24 +120,24 @@ class FlashKernel(Batched):
             dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *aux, scale=scale
         )
 
-    def rows(
+    def packed(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: Lengths, causal: bool
     ) -> Partial:
-        """See `Batched.rows`."""
+        """See `Batched.packed`."""
         if len(run_pairs(*lengths, q.shape[0], k.shape[0])) == 1:
-            return super().rows(q, k, v, scale, lengths, causal)
+            return super().packed(q, k, v, scale, lengths, causal)
         out, lse, *state, _ = aten._flash_attention_forward(
             q, k, v, *_spans(lengths, q.device), 0.0, causal, False, scale=scale
         )
         return Partial(out, lse, tuple(state))
 
-    def rows_backward(
+    def packed_backward(
         self, saved: Saved, aux: Aux, scale: float, lengths: Lengths, causal: bool
     ) -> Gradients:
-        """See `Batched.rows_backward`."""
+        """See `Batched.packed_backward`."""
         dout, q, k, v, out, lse = saved
         if len(run_pairs(*lengths, q.shape[0], k.shape[0])) == 1:
-            return super().rows_backward(saved, aux, scale, lengths, causal)
+            return super().packed_backward(saved, aux, scale, lengths, causal)
         spans = _spans(lengths, q.device)
         return aten._flash_attention_backward(
             dout, q, k, v, out, lse.contiguous(), *spans, 0.0, causal, *aux, scale=scale
@@ -147,8 +147,8 @@ class FlashKernel(Batched):
 class CudnnKernel(Batched):
     """cuDNN's fused attention.
 
-    It refuses rows of a single query or key, which trees do have: those blocks are so small that
-    the exact formulas run them.
+    It cannot run spans of a single query or key, which trees have; these small blocks run with the
+    exact formulas.
     """
 
     name = "cudnn"
@@ -175,8 +175,8 @@ class CudnnKernel(Batched):
         if not aux:
             return exact.attend_backward(*saved, scale, causal)
         dout, q, k, v, out = (x.transpose(1, 2) for x in saved[:5])
-        # A plan is cached by the layouts of q, k and v alone: the others have to be those that the
-        # forward produced, or a plan would read them with another call's strides.
+        # cuDNN caches a plan by the strides of q, k and v only. The other tensors need the strides
+        # of the forward, or a cached plan would read them with another call's strides.
         strides, stats_shape, stats_strides, *spans, seed, offset = aux
         stats = saved.lse.reshape(stats_shape)
         gradients = aten._scaled_dot_product_cudnn_attention_backward(
@@ -199,7 +199,7 @@ class CudnnKernel(Batched):
 
 
 def _needs_cuda_16bit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """What both CUDA kernels need of their inputs; None if they have it."""
+    """Why the CUDA kernels cannot take these tensors; None if they can."""
     if q.device.type != "cuda":
         return f"runs on CUDA, got {q.device}"
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -224,7 +224,7 @@ def _needs_equal_widths(q: Tensor, v: Tensor) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """First row of each rollout and the end, int32 on ``device``, copied without waiting."""
+    """First position of each span and the end, int32 on ``device``; the host does not wait."""
     host = torch.tensor(
         [0, *accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda"
     )
@@ -232,20 +232,20 @@ def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _spans(lengths: Lengths, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """How the varlen operator is told which rows belong together: queries, keys, the longest."""
+    """The varlen operator's arguments: starts of queries and keys, longest of both."""
     queries, keys = lengths
     return _starts(queries, device), _starts(keys, device), max(queries), max(keys)
 
 
 def _query_heads(x: Tensor, k: Tensor) -> Tensor:
-    """[n, s, h, d] as a view: [h_kv, group, s, d] for a single row, else [n, h, s, d]."""
+    """[n, s, h, d] as a view: [h_kv, group, s, d] for a single span, else [n, h, s, d]."""
     if x.shape[0] > 1:
         return x.transpose(1, 2)
     return x[0].unflatten(1, (k.shape[2], -1)).permute(1, 2, 0, 3)
 
 
 def _kv_heads(q: Tensor, x: Tensor) -> Tensor:
-    """K or V [n, t, h_kv, d] beside `_query_heads`; the group has stride 0 for a single row."""
+    """K or V [n, t, h_kv, d] to match `_query_heads`; for a single span with stride 0."""
     group = q.shape[2] // x.shape[2]
     repeated = x.unsqueeze(3).expand(-1, -1, -1, group, -1)
     if x.shape[0] > 1:
@@ -253,7 +253,7 @@ def _kv_heads(q: Tensor, x: Tensor) -> Tensor:
     return repeated[0].permute(1, 2, 0, 3)
 
 
-def _rows_first(x: Tensor, q: Tensor) -> Tensor:
+def _positions_first(x: Tensor, q: Tensor) -> Tensor:
     """The inverse of `_query_heads`."""
     if q.shape[0] > 1:
         return x.transpose(1, 2)
@@ -261,7 +261,7 @@ def _rows_first(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """x with these strides: itself where only dimensions of size 1 differ, else a copy."""
+    """x with these strides; a copy unless only dimensions of size 1 differ."""
     if all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True)):
         return x.as_strided(x.shape, strides)
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)

@@ -1,8 +1,8 @@
-"""A segment's attention to its own keys: on one rank, and spread over context-parallel ranks.
+"""A segment's attention to its own keys: on one rank, and over context-parallel ranks.
 
-On one rank it is one causal block.  Spread over ranks, each has two chunks of every row: they see
-themselves causally, and the row's earlier chunks, whose keys are gathered, without a mask
-(megatron_prefix/tree/cp_layout.py).
+On one rank it is one causal block. Of several ranks each has two pieces of every span
+(megatron_prefix/tree/cp_layout.py): a piece sees itself causally, and the span's earlier pieces,
+whose keys are gathered, without a mask.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from megatron_prefix.sidecar.context_parallel import Exchange, ShardedCache, on,
 from megatron_prefix.tree import cp_layout
 
 
-class OwnRows:
+class OwnAttention:
     """A segment's attention to its own keys: one causal block, on one rank.
 
     Args:
         kernel: runs it.
-        query: [rows, heads, dim], and `key` and `value` likewise.
+        query: [positions, heads, dim]; `key` and `value` likewise.
         scale: softmax scale.
-        lengths: rows of each rollout.
+        lengths: of the spans.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class OwnRows:
         self._scale, self._lengths = scale, lengths
 
     def forward(self) -> list[Partial]:
-        """Its parts of the attention."""
+        """One partial result."""
         return [self._kernel.causal(*self._tensors, self._scale, self._lengths)]
 
     def backward(self, dout: Tensor, out: Tensor, lse: Tensor, aux: Sequence[Aux]) -> Tensor:
@@ -58,15 +58,15 @@ class OwnRows:
         return key_grad, value_grad
 
 
-class SpreadRows:
-    """The same where every context-parallel rank has some of the rows.
+class SpreadAttention:
+    """The same where every context-parallel rank has a part of the positions.
 
     Args:
         kernel: runs each block.
         exchange: the group's collectives.
-        query: this rank's [rows, heads, dim], and `key` and `value` likewise.
+        query: this rank's [positions, heads, dim]; `key` and `value` likewise.
         scale: softmax scale.
-        lengths: of the segment's rows on this rank.
+        lengths: of the spans on this rank.
     """
 
     def __init__(
@@ -83,28 +83,28 @@ class SpreadRows:
         self._query, self._key, self._value = query, key, value
         whole = tuple(length * exchange.size for length in lengths)
         blocks = cp_layout.own_blocks(whole, exchange.rank, exchange.size)
-        self._chunks, self._paired = blocks.pieces, blocks.paired
+        self._pieces, self._paired = blocks.pieces, blocks.paired
         self._indices = _indices(whole, exchange.rank, exchange.size, query.device)
         self._views = exchange.gather(key, value)
 
     def forward(self) -> list[Partial]:
-        """A causal part of every chunk with itself, and the parts of earlier chunks."""
+        """Partial results: every piece with itself, and with earlier pieces."""
         query, scale = self._query, self._scale
-        parts = [self._kernel.causal(query, self._key, self._value, scale, self._chunks)]
+        parts = [self._kernel.causal(query, self._key, self._value, scale, self._pieces)]
         key, value = self._views.wait()
         for block, (mine, seen) in zip(self._paired, self._indices, strict=True):
             part = self._kernel.paired(
-                _rows(query, mine), key[seen], value[seen], scale,
+                _selected(query, mine), key[seen], value[seen], scale,
                 block.query_lengths, block.key_lengths,
             )  # fmt: skip
             parts.append(_spread(part, mine, len(query)))
         return parts
 
     def backward(self, dout: Tensor, out: Tensor, lse: Tensor, aux: Sequence[Aux]) -> Tensor:
-        """The gradient of the queries; those of keys and values are on their way afterwards."""
+        """The gradient of the queries; starts to send those of keys and values."""
         query, scale = self._query, self._scale
         query_grad, *self._diagonal = self._kernel.causal_backward(
-            dout, query, self._key, self._value, out, lse, aux[0], scale, self._chunks
+            dout, query, self._key, self._value, out, lse, aux[0], scale, self._pieces
         )
         key, value = self._views.wait()
         dtype = torch.promote_types(key.dtype, torch.float32)
@@ -114,8 +114,8 @@ class SpreadRows:
             self._paired, self._indices, aux[1:], strict=True
         ):
             more, *gradients = self._kernel.paired_backward(
-                _rows(dout, mine), _rows(query, mine), key[seen], value[seen], _rows(out, mine),
-                lse if mine is None else lse[:, mine], block_aux, scale,
+                _selected(dout, mine), _selected(query, mine), key[seen], value[seen],
+                _selected(out, mine), lse if mine is None else lse[:, mine], block_aux, scale,
                 block.query_lengths, block.key_lengths,
             )  # fmt: skip
             view_grad[seen] = side_by_side(*gradients)
@@ -127,27 +127,27 @@ class SpreadRows:
         return query_grad
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """dK and dV of this rank's rows, in fp32 or wider; after `backward`."""
+        """dK and dV of this rank's positions, in fp32 or wider; after `backward`."""
         (both,) = self._sent.wait()
         width, (key_grad, value_grad) = self._key.shape[-1], self._diagonal
         return both[..., :width] + key_grad, both[..., width:] + value_grad
 
 
-def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
-    return x if rows is None else x[rows]
+def _selected(x: Tensor, mine: Tensor | None) -> Tensor:
+    return x if mine is None else x[mine]
 
 
-def _spread(part: Partial, rows: Tensor | None, padded_length: int) -> Partial:
-    """A part of some rows as a part of all; the others see no key."""
-    if rows is None:
+def _spread(part: Partial, mine: Tensor | None, padded_length: int) -> Partial:
+    """A result for some queries as one for all; the other queries see no key."""
+    if mine is None:
         return part
     out = part.out.new_zeros((padded_length, *part.out.shape[1:]))
     lse = part.lse.new_full((part.lse.shape[0], padded_length), float("-inf"))
-    out[rows], lse[:, rows] = part.out, part.lse
+    out[mine], lse[:, mine] = part.out, part.lse
     return Partial(out, lse, part.aux)
 
 
-def own_rows(
+def own_attention(
     cache: SidecarCache,
     kernel: Kernel,
     query: Tensor,
@@ -155,18 +155,18 @@ def own_rows(
     value: Tensor,
     scale: float,
     lengths: tuple[int, ...],
-) -> OwnRows | SpreadRows:
-    """The segment's own attention; where it is spread, its keys are on their way afterwards."""
+) -> OwnAttention | SpreadAttention:
+    """The segment's own attention; with context parallelism it starts to gather keys."""
     if isinstance(cache, ShardedCache):
-        return SpreadRows(kernel, cache.exchange, query, key, value, scale, lengths)
-    return OwnRows(kernel, query, key, value, scale, lengths)
+        return SpreadAttention(kernel, cache.exchange, query, key, value, scale, lengths)
+    return OwnAttention(kernel, query, key, value, scale, lengths)
 
 
 @functools.lru_cache(maxsize=256)
 def _indices(
     lengths: tuple[int, ...], rank: int, size: int, device: torch.device
 ) -> tuple[tuple[Tensor | None, Tensor], ...]:
-    """Queries (None: all rows of the rank) and keys of the paired blocks, on the device."""
+    """Queries (None: all of the rank) and keys of the paired blocks, on the device."""
     local = sum(lengths) // size
     found = []
     for block in cp_layout.own_blocks(lengths, rank, size).paired:

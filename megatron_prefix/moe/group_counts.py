@@ -1,27 +1,26 @@
-"""Sums of counts over data-parallel ranks, on their way while other segments run.
+"""Sums of routers' counts over data-parallel ranks, computed while other segments run.
 
 The load-balancing loss over the global batch (`global_aux_loss`; Qiu et al., "Demons in the Detail:
 On Implementing Load Balancing Loss for Training Specialized Mixture-of-Expert Models") weighs the
 scores of microbatch m with the counts of microbatches 0..m on all ranks of a stage's tensor,
 context and data-parallel group (megatron/core/transformer/moe/router.py, `_apply_global_aux_loss`).
 
-**The rule.** A rank starts one all-reduce a microbatch, of the counts of all its routers (all model
+**Rule.** A rank starts one all-reduce a microbatch, of the counts of all its routers (of all model
 chunks), in order of microbatches: number m when its forwards have counted microbatches 0..m in
-every router.  A backward of microbatch m's segments waits for the sums 0..m, and nothing else does.
+every router. A backward of microbatch m's segments waits for the sums 0..m; nothing else waits.
 
-**Order.** Every rank of a group starts the same collectives in the same order, 0, 1, 2, ..., and in
-forwards only, whatever its trees, its chunks or its turns with virtual stages.
+**Order.** Every rank of a group starts the same collectives in the same order, 0, 1, 2, ..., in
+forwards only, for any trees, chunks and virtual stages.
 
-**No deadlock.** By induction over m: suppose all sums before m complete.  Call the pipeline that
-holds one data-parallel rank's microbatches a replica.  Its plan, without sums, ends: the simulator
-has proved it.  So a replica stops for good only if one of its ranks waits in a backward for a sum
-m' >= m, and the plan (`Forest.ordered`: `loss_ready_after`) has the forwards of microbatches
-0..m' on the last stage before that backward there, so on every stage before its backward there,
-since a segment reaches the last stage through all others.  Hence all ranks of a replica that stops
-have started sum m; so have all those of one that ends.  All ranks of all replicas have then started
-sum m, and it completes.  With expert parallelism replicas also meet in every expert layer; those
-that do have one plan of their union, in which microbatch m is that of all of them
-(plan/joint_forest.py), and are one replica above.
+**No deadlock.** By induction over m: suppose all sums before m complete. Call a pipeline with one
+data-parallel rank's microbatches a replica. Without the sums its plan ends, as the simulator has
+proved. So a replica stops only if one of its ranks waits in a backward for a sum m' >= m. The plan
+(`Forest.ordered`, `loss_ready_after`) has the forwards of microbatches 0..m' on the last stage
+before that backward, and so on every stage, since a segment reaches the last stage through all
+others. Hence all ranks of a replica that stops have started sum m, as have those of one that ends.
+So all ranks have started sum m, and it completes. With expert parallelism replicas also meet in
+every expert layer; those replicas have one common plan, in which microbatch m is that of all of
+them (plan/joint_forest.py), and count as one replica here.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from torch import Tensor
 
 
 class GroupCounts:
-    """Counts of all routers of a rank, summed over their group microbatch by microbatch."""
+    """Counts of all routers of a rank, summed over their group, microbatch by microbatch."""
 
     def __init__(self) -> None:
         self._num_routers = 0
@@ -43,17 +42,17 @@ class GroupCounts:
         self._sums: list[tuple[Tensor, dist.Work | None]] = []
 
     def enter(self, router: Any) -> int:
-        """One more router takes part; returns its place.  All enter before the first `add`."""
+        """Registers a router and returns its place; all register before the first `add`."""
         self._group = router.tp_dp_cp_group
         self._num_routers += 1
         return self._num_routers - 1
 
     def add(self, place: int, microbatch: int, counts: Tensor) -> None:
-        """Takes this rank's counts of a whole microbatch in one router; starts what is due.
+        """Takes one router's counts of a whole microbatch; starts sums that are complete.
 
         Args:
             place: the router's.
-            microbatch: of the trainer.
+            microbatch: its number.
             counts: whole numbers, [experts].
         """
         self._complete.setdefault(microbatch, {})[place] = counts
@@ -69,7 +68,7 @@ class GroupCounts:
         """The sum over the group, int64 [experts]; waits for it.
 
         Raises:
-            RuntimeError: this rank has not started it, so that the wait would not end.
+            RuntimeError: this rank has not started the sum, so the wait would never end.
         """
         if microbatch >= len(self._sums):
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Counts of the routers during one step, and the gradients of the auxiliary losses."""
+"""Routers' counts during a step, and the gradients of the auxiliary losses."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ LOGGED_AS = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
-"""Megatron's moe_router_load_balancing_type, and the name under which it logs that loss."""
+"""Megatron's moe_router_load_balancing_type, and the name under which it logs the loss."""
 
 
 @dataclass
 class _Layer:
-    """One router during one step; sums are by rollout, over the tokens that this rank has.
+    """One router during one step; sums are by rollout, over this rank's tokens.
 
     Attributes:
         counts: tokens sent to each expert, [rollouts, experts].
         masses: sum of the tokens' scores, [rollouts, experts].
         squares: sum of the squared logsumexp of the tokens' logits, [rollouts].
-        scores_gradient: what the scores of any token of a rollout get back, [rollouts, experts].
-        squares_gradient: what its square gets back, [rollouts].
-        uncounted: tokens of each microbatch that are still to come.
+        scores_gradient: gradient of the scores of any token of a rollout, [rollouts, experts].
+        squares_gradient: gradient of its square, [rollouts].
+        uncounted: per microbatch the tokens that have not been counted.
         counted: segments that have been counted.
         closed: microbatches whose gradients are known.
-        averages: of the global batch's counts, up to each microbatch in turn, [experts].
+        averages: per microbatch the average of the global batch's counts up to it, [experts].
     """
 
     counts: Tensor
@@ -54,12 +54,12 @@ class RouterLedger:
     """All routers of a model chunk during one step.
 
     Args:
-        tokens: what the step's rows stand for.
-        routers: Megatron's routers by layer of the chunk.
+        tokens: the tokens that the step's positions stand for.
+        routers: Megatron's routers by layer of the model chunk.
         group_counts: of the step, the same for all model chunks of the rank.
 
     Raises:
-        UserError: a loss by sample, and the samples of a microbatch are not equally long.
+        UserError: seq_aux_loss with samples of different lengths in a microbatch.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class RouterLedger:
                 " length, or use aux_loss"
             )
 
-    def rows(self, layer: int, index: int, num_tokens: int) -> Tensor:
-        """Rows of those tokens of a segment that this rank's router sees, int64 [num_tokens]."""
-        row_of = self._tokens[index].row_of
-        parts = len(row_of) // num_tokens  # above 1 under sequence parallelism
-        return row_of if parts == 1 else row_of.chunk(parts)[self._routers[layer].tp_group.rank()]
+    def spans(self, layer: int, index: int, num_tokens: int) -> Tensor:
+        """Spans of those tokens of a segment that this rank's router sees, int64 [num_tokens]."""
+        span_of = self._tokens[index].span_of
+        parts = len(span_of) // num_tokens  # above 1 under sequence parallelism
+        return span_of if parts == 1 else span_of.chunk(parts)[self._routers[layer].tp_group.rank()]
 
     def copies(self, layer: int, index: int, num_tokens: int) -> Tensor:
         """How many rollouts each of these tokens stands for, int64 [num_tokens]; 0 for padding."""
-        return self._tokens[index].copies[self.rows(layer, index, num_tokens)]
+        return self._tokens[index].copies[self.spans(layer, index, num_tokens)]
 
     @torch.no_grad()
     def count(
@@ -102,13 +102,14 @@ class RouterLedger:
         scores: Tensor | None,
         squares: Tensor | None,
     ) -> None:
-        """Counts a segment's tokens; a second time is activation recompute and changes nothing.
+        """Counts a segment's tokens; a second call, by recomputation, changes nothing.
 
         Args:
             layer: the router's.
             index: the segment.
-            experts: where the largest scores are, bool [tokens, experts]; None without such a loss.
-            scores: [tokens, experts]; None without such a loss.
+            experts: where the largest scores are, bool [tokens, experts]; None without a
+                load-balancing loss.
+            scores: [tokens, experts]; None likewise.
             squares: squared logsumexp of the logits, [tokens]; None without z-loss.
         """
         like = scores if squares is None else squares
@@ -120,14 +121,14 @@ class RouterLedger:
         if index in state.counted:
             return
         state.counted.add(index)
-        rows, row_of = self._tokens[index], self.rows(layer, index, len(like))
+        tokens, span_of = self._tokens[index], self.spans(layer, index, len(like))
         sums = ((state.counts, experts), (state.masses, scores), (state.squares, squares))
         for total, values in sums:
             if values is not None:
-                by_row = total.new_zeros((len(rows.copies), *total.shape[1:]))
-                by_row.index_add_(0, row_of, values.to(total.dtype))
-                total.index_add_(0, rows.rollout, by_row[rows.row])
-        for microbatch, number in rows.tokens.items():
+                by_span = total.new_zeros((len(tokens.copies), *total.shape[1:]))
+                by_span.index_add_(0, span_of, values.to(total.dtype))
+                total.index_add_(0, tokens.rollout, by_span[tokens.span])
+        for microbatch, number in tokens.numbers.items():
             state.uncounted[microbatch] -= number
             if layer in self._places and not state.uncounted[microbatch]:
                 counts = state.counts[self._tokens.closing((microbatch,)).rollout].sum(0)
@@ -140,13 +141,13 @@ class RouterLedger:
         Raises:
             RuntimeError: a token of one of its microbatches has not been counted yet.
         """
-        state, rows = self._layers[layer], self._tokens[index]
-        self._close(layer, tuple(sorted(set(rows.tokens) - state.closed)))
-        row_of = self.rows(layer, index, num_tokens)
+        state, tokens = self._layers[layer], self._tokens[index]
+        self._close(layer, tuple(sorted(set(tokens.numbers) - state.closed)))
+        span_of = self.spans(layer, index, num_tokens)
 
         def of_tokens(by_rollout: Tensor) -> Tensor:
-            by_row = by_rollout.new_zeros((len(rows.copies), *by_rollout.shape[1:]))
-            return by_row.index_add_(0, rows.row, by_rollout[rows.rollout])[row_of]
+            by_span = by_rollout.new_zeros((len(tokens.copies), *by_rollout.shape[1:]))
+            return by_span.index_add_(0, tokens.span, by_rollout[tokens.rollout])[span_of]
 
         return of_tokens(state.scores_gradient), of_tokens(state.squares_gradient)
 
@@ -158,19 +159,23 @@ class RouterLedger:
         return _Layer(counts, masses, squares, scores, squares_gradient, self._tokens.num_tokens)
 
     def _close(self, layer: int, microbatches: tuple[int, ...]) -> None:
-        """Logs the losses of microbatches and finds their gradients."""
+        """Logs the losses of microbatches and computes their gradients."""
         if not microbatches:
             return
         state, router = self._layers[layer], self._routers[layer]
         if early := [m for m in microbatches if state.uncounted[m]]:
-            raise RuntimeError(f"layer {layer}: microbatches {early} have tokens still to come")
+            raise RuntimeError(
+                f"layer {layer}: microbatches {early} have tokens that were not counted"
+            )
         state.closed.update(microbatches)
         closing = self._tokens.closing(microbatches)
         counts, squares = state.counts[closing.rollout], state.squares[closing.rollout]
         sums = torch.cat([counts, squares.unsqueeze(1)], 1)
         if router.tp_cp_group.size() > 1:
             dist.all_reduce(sums, group=router.tp_cp_group)
-        masses = state.masses[closing.rollout]  # of this rank: Megatron logs its part of the loss
+        masses = state.masses[
+            closing.rollout
+        ]  # only this rank's: Megatron logs its part of the loss
         for kind in LOGGED_AS:
             if coeff := router.get_aux_loss_coeff(kind):
                 seen = sums[:, :-1]
@@ -183,9 +188,9 @@ class RouterLedger:
             state.squares_gradient[closing.rollout] = weights.to(sums.dtype)
 
     def _averages(self, layer: int, microbatches: tuple[int, ...]) -> Tensor:
-        """What Megatron has for counts in these microbatches, [microbatches, experts].
+        """The counts that Megatron uses in these microbatches, [microbatches, experts].
 
-        Its routers add up since they were last reset, in order, in buffers of their own
+        Its routers keep running sums, in order, since their last reset
         (megatron/core/transformer/moe/router.py, `_apply_global_aux_loss`).
         """
         state, router = self._layers[layer], self._routers[layer]
@@ -203,15 +208,15 @@ def _balance(
     """Gradient of a load-balancing loss with respect to the scores of each rollout's tokens.
 
     Args:
-        counts, masses: of the closing rollouts, [n, experts]; counts over all ranks of the
-            microbatch, or for each rollout those of the global batch.
+        counts, masses: of the rollouts, [n, experts]; counts are over all ranks of the microbatch,
+            or those of the global batch.
 
     Returns:
         [n, experts].
     """
     tokens = weighed = closing.tokens.to(counts.dtype)
     share = torch.ones_like(tokens)
-    if kind == "seq_aux_loss":  # every sample by itself, and then the mean over the samples
+    if kind == "seq_aux_loss":  # each sample alone, then the mean over samples
         share = 1 / closing.samples.to(counts.dtype)
         tokens = tokens * share
         weighed = weighed if sample_losses_weigh_batch() else tokens
@@ -220,7 +225,7 @@ def _balance(
     group, form = router.tp_cp_group, {}
     if kind == "global_aux_loss":
         group, form = router.tp_dp_cp_group, global_loss_is_whole(router)
-        # Megatron takes it that the group's ranks have equally many.
+        # Megatron assumes that all ranks of the group have equally many.
         tokens = tokens * (group.size() // router.tp_cp_group.size())
     factor = coeff * router.num_experts / router.topk
     unit = counts * (factor * share / tokens.square()).unsqueeze(1)
@@ -240,7 +245,7 @@ def _shrink(router: Any, squares: Tensor, closing: Closing) -> Tensor:
     """Gradient of the z-loss with respect to the squares of each rollout's tokens, [n].
 
     Args:
-        squares: of the closing rollouts, [n], over all ranks of the microbatch.
+        squares: of the rollouts, [n], over all ranks of the microbatch.
     """
 
     def attach(loss: Tensor) -> Tensor:
@@ -250,12 +255,12 @@ def _shrink(router: Any, squares: Tensor, closing: Closing) -> Tensor:
     tokens = closing.tokens.to(squares.dtype)
     weight = _weight(attach, (squares / tokens).sum())
     local_tokens = tokens / router.tp_cp_group.size()
-    # Megatron takes the mean over a rank's tokens; per-token losses are weighed with their number.
+    # Megatron takes the mean over a rank's tokens; a per-token loss is weighted with their number.
     return weight.expand_as(squares) if router.calculate_per_token_loss else weight / local_tokens
 
 
 def _weight(attach: Callable[[Tensor], Tensor], loss: Tensor) -> Tensor:
-    """Factor of a loss in the total, [1]: Megatron logs it, attaches it, and says its gradient."""
+    """Weight of a loss in the total, [1]: the gradient that Megatron attaches to it."""
     with torch.enable_grad():
         leaf = loss.detach().view(1).requires_grad_()
         carrier = attach(leaf.sum())

@@ -1,4 +1,4 @@
-"""What a step leaves behind in the routers: logged losses, biases."""
+"""The losses that routers have logged in a step, and their biases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_prefix.moe.ledger import LOGGED_AS
 
 
 def take_auxiliary(models: Sequence[Any]) -> dict[str, Tensor]:
-    """The auxiliary losses that Megatron has logged, and its experts' biases; clears the log.
+    """Returns logged auxiliary losses and experts' biases; clears the log.
 
     Args:
         models: the rank's language models, without wrappers.
@@ -34,7 +34,7 @@ def take_auxiliary(models: Sequence[Any]) -> dict[str, Tensor]:
         whole = routers[0][1].tp_dp_cp_group if name == LOGGED_AS["global_aux_loss"] else group
         if whole.size() > 1:
             dist.all_reduce(total, group=whole)
-        # Of this one every rank logs a mean, of the others its part of a sum.
+        # Every rank logs a mean of the z-loss, but its part of a sum of the others.
         found[name] = total / group.size() if name == "z_loss" else total
     for number, router in routers:
         if router.enable_expert_bias:
@@ -43,7 +43,7 @@ def take_auxiliary(models: Sequence[Any]) -> dict[str, Tensor]:
 
 
 def _routers(models: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-    """(number of the layer in the whole model from 1, router)."""
+    """(number of the layer in the whole model, from 1; router)."""
     for model in models:
         for router in versions.routers(model).values():
             yield router.layer_number, router

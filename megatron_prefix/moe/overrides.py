@@ -1,4 +1,4 @@
-"""What megatron/install.py puts in the place of a router's methods."""
+"""The methods that megatron/install.py gives to a router."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 def overrides(router: Any, layer: int, hooks: Hooks) -> dict[str, Callable[..., Any]]:
     # long: six short functions over the same three names
-    """Methods of one router, by name; while no segment runs they are Megatron's.
+    """New methods of one router, by name. Outside of segments they behave as Megatron's.
 
-    While one runs, Megatron's own auxiliary losses are off, since they would see a segment for a
-    microbatch, and `routing` lets the segment's ledger count and hands its gradients back.
+    In a segment Megatron's own auxiliary losses are off, since they would take the segment for a
+    microbatch. Instead `routing` counts in the segment's ledger and attaches its gradients.
 
     Args:
         router: a TopKRouter.
         layer: its layer in the model chunk.
-        hooks: of the model chunk; they know the segment that runs.
+        hooks: of the model chunk; they know which segment runs.
     """
     routing, apply_z_loss = router.routing, router.apply_z_loss
     is_enabled, apply_bias = router.is_aux_loss_enabled, router._apply_expert_bias
@@ -82,7 +82,7 @@ def _accounted(
     ledger: RouterLedger,
     index: int,
 ) -> Tensor:
-    """The routing probabilities with the auxiliary losses of a segment hung on to them.
+    """The routing probabilities, with the auxiliary losses of a segment attached.
 
     Args:
         logits: [tokens, experts].
@@ -99,7 +99,7 @@ def _accounted(
         squares = torch.logsumexp(logits, -1).square()
     if scores is None and squares is None:
         return probs
-    # Without gradients this is the first of the two forwards of activation recompute.
+    # Without gradients this is the first forward of activation recomputation.
     ledger.count(layer, index, experts, scores, squares)
     if not torch.is_grad_enabled():
         return probs
@@ -107,7 +107,7 @@ def _accounted(
 
 
 class _AuxiliaryLosses(torch.autograd.Function):
-    """Identity on the probabilities; scores and squares get the losses' gradients back."""
+    """Identity for the probabilities; scores and squares get the losses' gradients."""
 
     @staticmethod
     def forward(  # type: ignore[override]

@@ -1,11 +1,11 @@
-"""Routers that follow given routes: each segment's rows are sent where their rollouts were.
+"""Routers that follow given routes: a segment's tokens go to the experts of their rollouts.
 
-Megatron's RouterReplay hands a router the experts of one microbatch at a time, in the order of
-forwards and, for activation recompute, once more in the order of backwards (megatron/core/
-transformer/moe/router_replay.py).  Segments come in neither order.  So the routes of a segment are
-set around every forward of its router, the one inside a backward too, and what the trainer has set
-is there again afterwards.  Whether a pass replays at all is the trainer's to say, by the action
-that it sets before the schedule is called, as for the stock schedule.
+Megatron's RouterReplay gives a router the experts of one microbatch at a time, in the order of
+forwards and, for activation recomputation, again in the order of backwards
+(megatron/core/transformer/moe/router_replay.py). Segments run in another order. So the routes of a
+segment are set around every forward of its router, also inside a backward, and the trainer's
+settings are restored afterwards. As with the stock schedule, the trainer turns replay on by the
+action that it sets before it calls the schedule.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from megatron_prefix.tree import Forest, Pairs, cp_layout
 
 
 class SegmentRoutes:
-    """Where the rows of a step's segments are sent, on the device in one copy.
+    """The routes of all positions of a step's segments, on the device.
 
-    The first pipeline stage knows it from the rollouts and tells the others, which may read none.
+    The first pipeline stage takes them from the rollouts and sends them to the others.
 
     Args:
         forest: the step's segments.
-        rollouts: what the forest was built from; looked at on the first stage only.
-        shape: layers of the whole model, and experts that a token is sent to.
-        groups: process groups: of the pipeline, and of context parallelism, whose ranks share the
-            rows of every segment.
+        rollouts: what the forest was built from; used on the first stage only.
+        shape: layers of the whole model, and experts of a token.
+        groups: process groups of the pipeline and of context parallelism, whose ranks share the
+            positions of every segment.
         device: where the model is.
 
     Raises:
@@ -65,17 +65,17 @@ class SegmentRoutes:
 
     def of(self, router: Any, index: int, num_tokens: int) -> Tensor:
         """Experts of those tokens of a segment that this rank's router sees, [num_tokens, topk]."""
-        rows = self._routes[self._offsets[index] : self._offsets[index + 1]]
-        parts = len(rows) // num_tokens  # above 1 under sequence parallelism
-        mine = rows if parts == 1 else rows.chunk(parts)[router.tp_group.rank()]
+        routes = self._routes[self._offsets[index] : self._offsets[index + 1]]
+        parts = len(routes) // num_tokens  # above 1 under sequence parallelism
+        mine = routes if parts == 1 else routes.chunk(parts)[router.tp_group.rank()]
         return mine[:, router.layer_number - 1].long()
 
 
 def _fill(
     table: np.ndarray, forest: Forest, rollouts: Sequence[Pairs], offsets: np.ndarray
 ) -> None:
-    """Writes the routes of all segments' rows."""
-    table[:] = np.arange(table.shape[2])  # of padding: any experts, each once
+    """Writes the routes of all segments' positions."""
+    table[:] = np.arange(table.shape[2])  # padding goes to any experts, each once
     for segment, offset in zip(forest.segments, offsets, strict=False):
         for span in segment.spans:
             for rollout in span.rollouts[:1]:  # a filler has none
@@ -103,7 +103,7 @@ class Replay:
 
     @contextlib.contextmanager
     def around(self, router: Any, index: int, num_tokens: int) -> Iterator[None]:
-        """A router's forward on that many of a segment's tokens goes inside."""
+        """Surrounds a router's forward on `num_tokens` tokens of a segment."""
         replay = router.router_replay
         saved = dict(vars(replay))
         replay.replay_backward_list = []
@@ -116,14 +116,14 @@ class Replay:
 
 
 def forward_action(routers: Iterable[Any], routed: bool) -> Any:
-    """RouterReplay's REPLAY_FORWARD where these routers follow routes in this pass, else None.
+    """RouterReplay's REPLAY_FORWARD if these routers follow routes in this pass, else None.
 
     Args:
         routers: Megatron's, of one model chunk.
         routed: whether the microbatches have routes.
 
     Raises:
-        UserError: they want to and there are no routes, or they record theirs.
+        UserError: they replay and there are no routes, or they record routes.
     """
     actions = _actions(routers)
     if any(action.name == "RECORD" for action in actions):
@@ -137,15 +137,15 @@ def forward_action(routers: Iterable[Any], routed: bool) -> Any:
             " the adapter's `pairs` give `routes`; what `set_replay_data` was given is of whole"
             " microbatches"
         )
-    # Of the trainer's own kind: some bring a RouterReplay of theirs.
+    # The trainer's own enum: some trainers bring their own RouterReplay.
     return type(actions[0]).REPLAY_FORWARD if actions else None
 
 
 def check_unchanged(routers: Iterable[Any], replay: Replay | None) -> None:
-    """Refuses a forward step that begins to replay when segments have already run.
+    """Refuses a forward step that starts to replay after segments have run.
 
     Raises:
-        UserError: with the fix.
+        UserError: says when to set the action.
     """
     if replay is None and (actions := _actions(routers)):
         raise UserError(

@@ -1,4 +1,4 @@
-"""What the rows of segments stand for, as numbers on the device."""
+"""Which rollouts and microbatches the positions of segments stand for, as device tensors."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from megatron_prefix.tree import Forest, Span, cp_layout
 
 
 class SegmentTokens(NamedTuple):
-    """The rows of a segment.
+    """The spans of a segment and the rollouts that share them.
 
     Attributes:
-        row_of: row of every position of this rank, int64 [padded_length]; padding belongs to
-            one row more.
-        row: row of every pair of a row and a rollout through it, int64 [pairs].
+        span_of: span of every position of this rank, int64 [padded_length]; padding has one more
+            span, the last.
+        span: the span of every (span, rollout) pair, int64 [pairs].
         rollout: the rollout of every such pair, int64 [pairs].
-        copies: rollouts through every row, int64 [rows + 1]; 0 for padding.
-        tokens: by microbatch of the trainer, how many of its tokens the segment stands for.
+        copies: rollouts of every span, int64 [spans + 1]; 0 for padding.
+        numbers: per microbatch the number of its tokens that the segment stands for.
     """
 
-    row_of: Tensor
-    row: Tensor
+    span_of: Tensor
+    span: Tensor
     rollout: Tensor
     copies: Tensor
-    tokens: dict[int, int]
+    numbers: dict[int, int]
 
 
 class Closing(NamedTuple):
-    """The rollouts of some of the trainer's microbatches, microbatch by microbatch.
+    """The rollouts of some microbatches, microbatch by microbatch.
 
     Attributes:
         rollout: int64 [n].
-        place: place of each one's microbatch among these microbatches, int64 [n].
+        place: number of each one's microbatch among these microbatches, int64 [n].
         samples: rollouts of its microbatch, int64 [n].
         tokens: tokens of its microbatch, int64 [n].
     """
@@ -48,13 +48,13 @@ class Closing(NamedTuple):
 
 
 class LogicalTokens:
-    """The tokens of the trainer's microbatches, and the rows that compute them.
+    """The tokens of the trainer's microbatches, and the spans that compute them.
 
     Args:
         forest: the step's segments.
         microbatch_of: the trainer's microbatch of each rollout.
         device: where the model is.
-        rank: place in the context-parallel group, whose ranks share the positions of every row.
+        rank: in the context-parallel group, whose ranks share the positions of every span.
         size: of that group.
     """
 
@@ -80,7 +80,7 @@ class LogicalTokens:
         pieces = iter(table.split([len(column) for column in columns]))
         fours = zip(pieces, pieces, pieces, pieces, strict=True)
         self._segments = [
-            SegmentTokens(*four, self._tokens(segment.spans))
+            SegmentTokens(*four, self._numbers(segment.spans))
             for four, segment in zip(fours, forest.segments, strict=True)
         ]
 
@@ -100,11 +100,11 @@ class LogicalTokens:
         return all(len({self._lengths[r] for r in members}) == 1 for members in self._members)
 
     def __getitem__(self, index: int) -> SegmentTokens:
-        """The rows of segment `index`."""
+        """The spans of segment `index`."""
         return self._segments[index]
 
     def closing(self, microbatches: tuple[int, ...]) -> Closing:
-        """The rollouts of `microbatches`; kept, since every layer asks for the same ones."""
+        """The rollouts of `microbatches`; cached, since every layer asks for the same ones."""
         found = self._closings.get(microbatches)
         if found is None:
             members = [self._members[m] for m in microbatches]
@@ -117,23 +117,23 @@ class LogicalTokens:
             self._closings[microbatches] = found
         return found
 
-    def _tokens(self, rows: Sequence[Span]) -> dict[int, int]:
-        tokens: dict[int, int] = {}
-        for span in rows:
+    def _numbers(self, spans: Sequence[Span]) -> dict[int, int]:
+        numbers: dict[int, int] = {}
+        for span in spans:
             for rollout in span.rollouts:
                 microbatch = self._microbatch_of[rollout]
-                tokens[microbatch] = tokens.get(microbatch, 0) + span.length
-        return tokens
+                numbers[microbatch] = numbers.get(microbatch, 0) + span.length
+        return numbers
 
 
-def _columns(rows: Sequence[Span], rank: int, size: int) -> list[np.ndarray]:
+def _columns(spans: Sequence[Span], rank: int, size: int) -> list[np.ndarray]:
     """The first four fields of SegmentTokens."""
-    numbers, copies = np.arange(len(rows)), [len(span.rollouts) for span in rows]
-    lengths = [n for span in rows for n in (span.length, span.padded - span.length)]
-    row_of = np.repeat([x for number in numbers for x in (number, len(rows))], lengths)
+    numbers, copies = np.arange(len(spans)), [len(span.rollouts) for span in spans]
+    lengths = [n for span in spans for n in (span.length, span.padded - span.length)]
+    span_of = np.repeat([x for number in numbers for x in (number, len(spans))], lengths)
     return [
-        row_of[cp_layout.held_positions([span.padded for span in rows], rank, size)],
+        span_of[cp_layout.held_positions([span.padded for span in spans], rank, size)],
         np.repeat(numbers, copies),
-        np.array([rollout for span in rows for rollout in span.rollouts], np.int64),
+        np.array([rollout for span in spans for rollout in span.rollouts], np.int64),
         np.array([*copies, 0]),
     ]

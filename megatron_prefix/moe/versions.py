@@ -1,4 +1,4 @@
-"""What Megatron's releases call the parts of their routers, and how they count."""
+"""Differences between Megatron's releases in routers, their names and their counting."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 def routers(model: Any) -> dict[int, Any]:
-    """The mixture-of-experts routers of a language model by layer of this chunk."""
+    """The mixture-of-experts routers of a language model, by layer of this model chunk."""
     mlps: list[Any] = [getattr(layer, "mlp", None) for layer in model.decoder.layers]
     return {i: mlp.router for i, mlp in enumerate(mlps) if hasattr(mlp, "router")}
 
 
 def _log_of_losses() -> dict[str, Any]:
-    """Megatron's own log of auxiliary losses by name."""
+    """Megatron's log of auxiliary losses, by name."""
     try:  # since 0.18
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:
@@ -28,7 +28,7 @@ def _log_of_losses() -> dict[str, Any]:
 
 
 def logged_losses() -> dict[str, Tensor]:
-    """Megatron's log of auxiliary losses: by name a value a layer, the log's own tensors."""
+    """Logged auxiliary losses: by name one value a layer; the log's own tensors."""
     return {
         name: entry["values"] if isinstance(entry, dict) else entry.values
         for name, entry in _log_of_losses().items()
@@ -36,12 +36,12 @@ def logged_losses() -> dict[str, Tensor]:
 
 
 def forget_logged_losses() -> None:
-    """Empties the log, which has the layers and the process groups of the model that wrote it."""
+    """Empties the log; it belongs to the layers and process groups of one model."""
     _log_of_losses().clear()
 
 
 def has_global_loss(config: Any) -> bool:
-    """Whether routers balance the global batch: counts of all data-parallel ranks, in order."""
+    """Whether routers use global_aux_loss: counts of all data-parallel ranks, in order."""
     kinds = getattr(config, "moe_router_load_balancing_type", "none")
     coefficients: Any = getattr(config, "moe_aux_loss_coeff", 0.0)
     if isinstance(kinds, str):
@@ -52,13 +52,13 @@ def has_global_loss(config: Any) -> bool:
 
 
 def replays_routes(config: Any) -> bool:
-    """Whether routers can follow given routes: Megatron's RouterReplay, or verl's before it."""
+    """Whether routers can follow given routes: Megatron's RouterReplay, or verl's older one."""
     names = ("moe_enable_routing_replay", "enable_routing_replay")
     return any(bool(getattr(config, name, False)) for name in names)
 
 
 def global_loss_is_whole(router: Any) -> dict[str, bool]:
-    """The argument that tells a router's log not to average over data-parallel ranks."""
+    """The argument that stops a router's log from averaging over data-parallel ranks."""
     known = inspect.signature(router.attach_and_log_load_balancing_loss).parameters
     if "needs_dp_avg" in known:  # since 0.18
         return {"needs_dp_avg": False}
@@ -68,7 +68,7 @@ def global_loss_is_whole(router: Any) -> dict[str, bool]:
 def sample_losses_weigh_batch() -> bool:
     """Whether, with calculate_per_token_loss, seq_aux_loss counts all samples of a microbatch.
 
-    Before 0.19 Megatron weighs it with the tokens of one sample
+    Before 0.19 Megatron weights it with the tokens of one sample
     (megatron/core/transformer/moe/router.py, `_apply_seq_aux_loss`).
     """
     return Version(Version(megatron.core.__version__).base_version) >= Version("0.19")

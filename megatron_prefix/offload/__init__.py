@@ -1,1 +1,4 @@
-"""Memory policy `offload`: saved tensors of inner segments wait on the host for their backward."""
+"""Memory policy `offload`: saved tensors of inner segments are on the host until their backward.
+
+Read segment.py, transfers.py, pool.py.
+"""

@@ -1,4 +1,4 @@
-"""How many bytes autograd holds for backward, counted: what a CPU has instead of a memory peak."""
+"""Counts the bytes that autograd holds for backward; on a CPU this replaces a measured peak."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ class SavedBytes:
     """Bytes of the storages that autograd has saved, each counted once.
 
     Args:
-        resident: addresses of storages that do not count (`segment.addresses`): parameters.
+        resident: addresses of storages that are not counted, those of parameters
+            (`segment.addresses`).
 
     Attributes:
-        now: held now.
-        peak: the most that was held at once.
+        now: bytes held now.
+        peak: the most bytes held at once.
     """
 
     def __init__(self, resident: set[int]) -> None:
@@ -41,7 +42,7 @@ class SavedBytes:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[SavedBytes]:
-        """Counts what is saved inside; what other hooks take is theirs."""
+        """Counts what autograd saves inside, except what other hooks take."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield self
 

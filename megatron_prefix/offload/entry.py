@@ -1,4 +1,4 @@
-"""One packed storage, and what becomes of it."""
+"""The state of one saved storage."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_prefix.offload.pool import Lease
 
 
 class StorageState(Enum):
-    """Life of one packed storage."""
+    """Where one saved storage is."""
 
-    STAGED = "staged"  # on the device, its layer still runs
-    KEPT = "kept"  # on the device for good: its owner discards it and fills it again
-    OFFLOADED = "offloaded"  # on the host, or on its way
+    STAGED = "staged"  # on the device; its layer still runs
+    KEPT = "kept"  # stays on the device: its owner discards it and fills it again
+    OFFLOADED = "offloaded"  # on the host, or being copied there
     LOADED = "loaded"  # on the device again
 
 
@@ -31,16 +31,16 @@ _NEXT = {
 
 @dataclass(eq=False)
 class Entry:
-    """One storage.
+    """One saved storage.
 
     Attributes:
         state: where it is.
-        tensor: a tensor on its storage, while that is on the device.
-        version: of `tensor` when it was packed.
-        num_bytes: of its storage when it was packed.
-        lease: its bytes on the host.
-        layer: number of the last layer that saved it, the first whose backward asks for it.
-        mark: of its copy under way, for `Transfers`.
+        tensor: a tensor with this storage, while it is on the device.
+        version: of `tensor` when it was saved.
+        num_bytes: of the storage when it was saved.
+        lease: its memory on the host.
+        layer: number of the last layer that saved it, whose backward needs it first.
+        mark: of a running copy, for `Transfers`.
     """
 
     state: StorageState
@@ -55,7 +55,7 @@ class Entry:
         """Changes the state.
 
         Raises:
-            RuntimeError: there is no such way.
+            RuntimeError: this change is not allowed.
         """
         if state not in _NEXT[self.state]:
             raise RuntimeError(
@@ -64,7 +64,7 @@ class Entry:
         self.state = state
 
     def as_bytes(self) -> Tensor | None:
-        """A packed storage as uint8 [num_bytes]; None where its owner has discarded it.
+        """The storage as uint8 [num_bytes]; None where its owner has discarded it.
 
         Raises:
             RuntimeError: it was changed in place after it was saved.

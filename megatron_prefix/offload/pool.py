@@ -1,8 +1,8 @@
-"""Host memory that tensors are staged in, sized by what the first step is to stage.
+"""Host memory for offloaded tensors, sized by the prediction for the first step.
 
-Page-locked memory takes long to make (about 0.7 s a GiB on one H200 machine), so it is made between
-steps and kept: slabs, cut up first fit.  What does not fit gets a buffer of its own; the next step
-has the slabs for it.
+Page-locked memory takes long to allocate (about 0.7 s a GiB on one H200 machine), so it is
+allocated between steps and kept, as slabs that are divided first fit. What does not fit gets its
+own buffer, and the next step gets more slabs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 512
-"""Bytes; what CUDA's own allocator aligns to."""
+"""Bytes; CUDA's own allocator aligns to as many."""
 SLAB_BYTES = {True: 1 << 30, False: 1 << 20}
-"""Least size of a slab, page-locked or not; a power of two, since torch rounds up to one."""
+"""Smallest slab, page-locked or not; a power of two, since torch rounds up to one."""
 
 SCRAPS = 1.1
-"""Host memory for what is expected, over what is expected: tensors do not fill slabs."""
+"""Host memory allocated, over what is expected: tensors do not fill slabs."""
 
 
 class Lease:
@@ -46,7 +46,7 @@ class _Slab:
     holes: list[tuple[int, int]] = field(default_factory=list)
 
     def take(self, size: int) -> int | None:
-        """Start of the first hole that is long enough."""
+        """Takes from the first hole that is long enough; returns its start."""
         for place, (start, end) in enumerate(self.holes):
             if end - start >= size:
                 self.holes[place : place + 1] = [(start + size, end)] if end - start > size else []
@@ -54,7 +54,7 @@ class _Slab:
         return None
 
     def give(self, start: int, size: int) -> None:
-        """Takes a part back, and joins it with the holes beside it."""
+        """Takes a part back and joins it with neighbouring holes."""
         joined: list[tuple[int, int]] = []
         for hole in sorted([*self.holes, (start, start + size)]):
             if joined and joined[-1][1] == hole[0]:
@@ -67,10 +67,10 @@ class StagingPool:
     """Host memory for one device's offloaded tensors.
 
     Args:
-        pinned: page-lock it, which copies that do not wait ask for (CUDA).
+        pinned: page-lock it, as asynchronous copies need (CUDA).
 
     Attributes:
-        outside_bytes: what did not fit the slabs in this step, at the moment when it was most.
+        outside_bytes: the most bytes outside of slabs in this step.
     """
 
     def __init__(self, pinned: bool) -> None:
@@ -90,19 +90,19 @@ class StagingPool:
         return self._used
 
     def begin_step(self, expected: float = 0.0) -> None:
-        """Makes slabs for what the step is expected to stage, the first time, and for what the last
-        step had to stage outside of them."""
+        """Allocates slabs: in the first step for the expected bytes, later for those that were
+        outside of slabs in the last step."""
         missing = self.outside_bytes
         self.outside_bytes = self._outside
         if missing:
             logger.info(
-                "offload: %.1f MiB found no room in a staging pool of %.1f MiB and were staged"
-                " tensor by tensor; the pool grows",
+                "offload: %.1f MiB did not fit in the host memory pool of %.1f MiB and were"
+                " allocated tensor by tensor; the pool grows",
                 missing / 2**20, self.num_bytes / 2**20,
             )  # fmt: skip
         elif expected and not self._slabs:
             missing = int(SCRAPS * expected)
-            logger.info("offload: makes %.1f GiB of host memory, once", missing / 2**30)
+            logger.info("offload: allocates %.1f GiB of host memory, once", missing / 2**30)
         if not missing:
             return
         size = max(SLAB_BYTES[self._pinned], 1 << (self._largest - 1).bit_length())

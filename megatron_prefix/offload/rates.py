@@ -11,9 +11,9 @@ import torch
 from megatron_prefix.plan.memory_policy import Rates
 
 WITHOUT_DEVICE = Rates(flops=1e11, link=1e10)
-"""Where there is no GPU there is no link either; any numbers give a choice."""
+"""Without a GPU there is no link; these only have to give some choice."""
 EFFICIENCY = 0.75
-"""Share of a large matrix product's rate that a layer reaches."""
+"""Rate of a layer over that of a large matrix product."""
 _WIDTH, _BYTES, _TIMES = 4096, 1 << 27, 8
 
 
@@ -37,7 +37,7 @@ def measured(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Of one call, in a row of them, after one that is not timed."""
+    """Mean seconds of a call, after one that is not timed."""
     work()
     torch.cuda.synchronize(device)
     begin = time.perf_counter()

@@ -1,15 +1,15 @@
-"""Saved tensors of one segment on their way to the host and back.
+"""Copies the saved tensors of one segment to the host and back.
 
-Autograd's saved-tensor hooks see everything that the decoder saves.  A storage is packed once,
-however many views of it are saved.  When a layer has run, what it saved is copied to the host and
-let go; in the segment's backward the layers are loaded back ahead of the one that runs, the first
-of them into memory that the backward before it releases; without room, when they are asked for.
+Autograd's saved-tensor hooks see everything that the decoder saves. A storage is copied once, even
+if several views of it are saved. When a layer has run, what it saved is copied to the host and
+freed on the device. In the segment's backward, layers are loaded before they are needed, the first
+of them into memory that the backward before it frees; where there is no room, when they are needed.
 
-Never offloaded: parameters and buffers; the stage's input, which the schedule holds anyway; tensors
-too small to be worth a copy; and what Megatron's selective recomputation discards and fills again
-by itself.  K/V are in the sidecar and are not saved tensors at all.
+Never offloaded: parameters and buffers; the stage's input, which the schedule holds anyway; small
+tensors; and what Megatron's selective recomputation discards and fills again. K/V are in the
+sidecar and are no saved tensors.
 
-An entry lives as long as autograd holds it: when a layer's backward is done, its memory goes.
+An entry lives as long as autograd holds it: after a layer's backward its memory is freed.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from megatron_prefix.offload.pool import StagingPool
 from megatron_prefix.offload.transfers import Transfers
 
 LAYERS_AHEAD = 2
-"""Layers loaded before the one whose backward runs has ended."""
+"""Layers that are loaded while the backward of one layer runs."""
 
 
 @dataclass
 class Counts:
-    """What one step moved, in bytes; loads also by when they were started.
+    """Bytes that one step has copied.
 
     Attributes:
         stored: to the host.
-        prefetched: back, ahead of their use.
-        on_demand: back, when they were asked for.
-        num_delayed: prefetches put off because the device had no room.
+        prefetched: back, before their use.
+        on_demand: back, when they were needed.
+        num_delayed: prefetches delayed because the device had no room.
     """
 
     stored: int = 0
@@ -50,7 +50,7 @@ class Counts:
 
 
 class _Handle(NamedTuple):
-    """What autograd keeps in the place of a saved tensor."""
+    """What autograd keeps instead of a saved tensor."""
 
     entry: Entry
     dtype: torch.dtype
@@ -61,10 +61,10 @@ class _Handle(NamedTuple):
 
 @dataclass
 class Offloader:
-    """What the offloaded segments of a device share; it outlives steps.
+    """What the offloaded segments of a device share; it is kept across steps.
 
     Attributes:
-        transfers: copies.
+        transfers: makes the copies.
         pool: host memory.
         counts: of the current step.
     """
@@ -77,18 +77,18 @@ class Offloader:
         self.pool = StagingPool(self.transfers.pinned)
 
     def begin_step(self, expected: float = 0.0, staged: float = 0.0) -> None:
-        """Before the first segment of a step.
+        """Call it before the first segment of a step.
 
         Args:
-            expected: the most bytes that the step is predicted to take.
-            staged: the most that it is predicted to have on the host.
+            expected: predicted peak of the step on the device, bytes.
+            staged: predicted peak on the host, bytes.
         """
         self.counts = Counts()
         self.transfers.begin_step(expected)
         self.pool.begin_step(staged)
 
     def end_step(self) -> None:
-        """After a step, also after one that failed."""
+        """Call it after a step, also after one that failed."""
         self.transfers.end_step()
 
     def segment(self, resident: set[int]) -> OffloadedSegment:
@@ -101,17 +101,17 @@ class Offloader:
 
 
 def addresses(*tensors: Tensor | None) -> set[int]:
-    """Where the storages of tensors begin; they name them as long as the tensors live."""
+    """Addresses of the storages of tensors; valid while the tensors live."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
 
 
 class OffloadedSegment:
-    """The saved tensors of one segment on one stage; see the module."""
+    """The saved tensors of one segment on one stage; see the top of the file."""
 
     def __init__(self, owner: Offloader, resident: set[int]) -> None:
         self._owner, self._resident = owner, resident
-        # Weak on both sides: a storage that is gone is no longer known, an entry that autograd has
-        # dropped is dropped here.
+        # Weak keys and values: a freed storage is no longer known, and an entry that autograd drops
+        # is dropped here.
         self._known: weakref.WeakValueDictionary[tuple[StorageWeakRef, int], Entry] = (
             weakref.WeakValueDictionary()
         )
@@ -121,7 +121,7 @@ class OffloadedSegment:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Around the forward whose saved tensors are offloaded."""
+        """Surrounds the forward whose saved tensors are offloaded."""
         self._recording = True
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
@@ -132,13 +132,13 @@ class OffloadedSegment:
             self._open.clear()
 
     def layer_done(self) -> None:
-        """A layer has run: what it saved goes to the host."""
+        """Call it after a layer: copies what the layer saved to the host."""
         if not (self._recording and self._open):
             return
         pairs, stored = [], []
         for entry in self._open:
             entry.layer = len(self._layers)
-            if entry.state is not StorageState.STAGED:  # of an earlier layer, saved again
+            if entry.state is not StorageState.STAGED:  # saved by an earlier layer, too
                 continue
             device = entry.as_bytes()
             if device is None:
@@ -160,11 +160,11 @@ class OffloadedSegment:
         self._owner.transfers.keep_limit()
 
     def prefetch(self, *, early: bool = False) -> None:
-        """Loads layers from the last one on, as far as there is room.
+        """Loads layers, the last one first, as far as there is room.
 
         Args:
-            early: the backward before this one runs, and releases memory: load as many layers as
-                fit what the step is expected to take.
+            early: the backward before this one still runs and frees memory: load as many layers as
+                fit the predicted peak of the step.
         """
         self._load_before(len(self._layers), early)
 
@@ -205,17 +205,19 @@ class OffloadedSegment:
                 entry.mark = None
             self._load_before(entry.layer, early=False)
         if entry.tensor is None:
-            raise RuntimeError(f"an offloaded tensor is {entry.state.value}, and not there")
+            raise RuntimeError(
+                f"an offloaded tensor is {entry.state.value} but has no memory on the device"
+            )
         storage = entry.tensor.untyped_storage()
         if storage.nbytes() != entry.num_bytes:
-            raise RuntimeError("a discarded tensor is asked for before it has been filled again")
+            raise RuntimeError("a discarded tensor is needed before it has been filled again")
         view = torch.empty(0, dtype=saved.dtype, device=entry.tensor.device)
         return view.set_(storage, saved.offset, saved.size, saved.stride)
 
     # Loads ----------------------------------------------------------------------------------------
 
     def _demand(self, entry: Entry) -> None:
-        """Loads a tensor that is needed now, with its layer if there is room for all of it."""
+        """Loads a tensor that is needed now, and the rest of its layer if there is room."""
         layer = self._waiting(entry.layer)
         whole = sum(other.num_bytes for other in layer) <= self._owner.transfers.room()
         for other in layer if whole else [entry]:
@@ -223,7 +225,7 @@ class OffloadedSegment:
             self._owner.counts.on_demand += other.num_bytes
 
     def _load_before(self, layer: int, early: bool) -> None:
-        """Prefetches the layers in front of one, the nearest first."""
+        """Prefetches the layers before one, the nearest first."""
         counts = self._owner.counts
         last = 0 if early else max(0, layer - LAYERS_AHEAD)
         for number in range(layer - 1, last - 1, -1):
@@ -239,7 +241,7 @@ class OffloadedSegment:
             counts.prefetched += size
 
     def _waiting(self, layer: int) -> list[Entry]:
-        """Entries of a layer that are on the host and that autograd will ask for."""
+        """Entries of a layer that are on the host and that autograd will need."""
         entries = (reference() for reference in self._layers[layer])
         return [
             entry

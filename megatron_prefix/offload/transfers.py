@@ -1,4 +1,4 @@
-"""Copies between a device and the host, and how much room the device has."""
+"""Copies between device and host, and how much free memory the device has."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 Pairs = Sequence[tuple[Tensor, Tensor]]
 
 MARGIN = 0.05
-"""Share of a device's memory that no plan and no prefetch counts on: fragments, other libraries."""
+"""Share of a device's memory that is left for fragmentation and other libraries."""
 
 
 class Transfers(Protocol):
-    """Copies of one device.
+    """Makes the copies of one device.
 
     Attributes:
-        pinned: whether host memory should be page-locked.
+        pinned: whether host memory must be page-locked.
         least_bytes: smaller tensors stay on the device.
     """
 
@@ -28,53 +28,53 @@ class Transfers(Protocol):
     least_bytes: int
 
     def begin_step(self, expected: float) -> None:
-        """Notes what is in use before a step, which is `expected` to take so many bytes more."""
+        """Notes the memory in use before a step; `expected`: predicted bytes of the step."""
 
     def store(self, pairs: Pairs, *, held: bool = False) -> Any:
         """Copies (device, host) pairs to the host.
 
         Args:
             pairs: tensors.
-            held: the device's side lives until after a `wait` for the mark; else it may be dropped
-                at once.
+            held: the caller keeps the device tensors until after a `wait` for the mark; otherwise
+                it may drop them at once.
 
         Returns:
             A mark for `load`, `fill` and `wait`.
         """
 
     def keep_limit(self) -> None:
-        """Waits for copies to the host while more is in use than a limit allows."""
+        """Waits for copies to the host while more memory is in use than the limit."""
 
     def load(self, host: Tensor, stored: Any) -> tuple[Tensor, Any]:
-        """Copies to the device what `store` has brought away.
+        """Copies back to the device what `store` has copied to the host.
 
         Returns:
-            The tensor, which nobody may read before `wait`, and a mark for `wait`.
+            The tensor, to be read only after `wait`, and a mark for `wait`.
         """
 
     def fill(self, pairs: Pairs, stored: Any) -> Any:
-        """Copies (device, host) pairs, stored before the mark, to the device; its side lives until
-        after a `wait` for what this returns."""
+        """Copies (device, host) pairs, stored before the mark, to the device. The caller keeps the
+        device tensors until after a `wait` for the mark that this returns."""
 
     def wait(self, mark: Any) -> None:
-        """Lets what is computed from here on see what copies have done; the host does not wait."""
+        """Makes the computing stream wait for a copy; the host does not wait."""
 
     def end_step(self) -> None:
-        """Lets go of what was loaded and not waited for."""
+        """Drops loads that nobody has waited for."""
 
     def room(self, *, as_planned: bool = False) -> float:
         """Bytes that can still be allocated.
 
         Args:
-            as_planned: without taking more than the step is expected to.
+            as_planned: within the predicted peak of the step.
         """
 
 
 class HostTransfers:
-    """Where there is no device: plain copies.
+    """Plain copies, where there is no device.
 
     Args:
-        limit: bytes of room, always; None: what the machine has free.
+        limit: bytes of room, always; None: the free memory of the machine.
     """
 
     pinned = False
@@ -115,13 +115,13 @@ class HostTransfers:
 
 
 class CudaTransfers:
-    """Side streams, one for each direction, beside the stream that computes.
+    """Copies on side streams, one for each direction.
 
-    Device memory on both ways belongs to the computing stream's pool.  What is stored is marked as
-    used by the side stream, so the allocator hands it out again only when the copy has ended; where
-    it runs out of memory, and here where a limit is exceeded, such copies are waited for.  What is
-    loaded is held until the computing stream waits for it, and is free after its last use without
-    a mark: the host runs ahead of the device, and with one no layer's memory would serve the next.
+    Device memory of both directions belongs to the computing stream's pool. A tensor that is stored
+    is marked as used by the side stream, so the allocator reuses its memory only after the copy;
+    when memory or the limit is exhausted, such copies are waited for. A tensor that is loaded is
+    held until the computing stream waits for it. It is not marked: the host runs ahead of the
+    device, and a mark would keep a layer's memory from serving the next layer.
 
     Args:
         device: a CUDA device.
@@ -129,7 +129,7 @@ class CudaTransfers:
     """
 
     pinned = True
-    least_bytes = 1 << 18  # below, a copy costs more than it brings
+    least_bytes = 1 << 18  # a smaller copy costs more than it saves
 
     def __init__(self, device: torch.device, limit: float | None = None) -> None:
         self._device, self._limit = device, limit
@@ -145,8 +145,8 @@ class CudaTransfers:
 
     def store(self, pairs: Pairs, *, held: bool = False) -> torch.cuda.Event:
         """See `Transfers.store`."""
-        # What fills the device's side has been issued; what still reads the host's side of an
-        # earlier tensor too.
+        # Wait for the kernels that write the device tensors, and for loads that still read this
+        # host memory.
         self._storing.wait_stream(torch.cuda.current_stream(self._device))
         self._storing.wait_stream(self._loading)
         with torch.cuda.stream(self._storing):
@@ -163,13 +163,15 @@ class CudaTransfers:
         """See `Transfers.keep_limit`."""
         while self._stored and self.room() < 0:
             self._stored.popleft().synchronize()
-            torch.empty(1, device=self._device)  # the allocator looks for ended copies when asked
+            torch.empty(
+                1, device=self._device
+            )  # an allocation makes the allocator look for ended copies
 
     def load(self, host: Tensor, stored: torch.cuda.Event) -> tuple[Tensor, torch.cuda.Event]:
         """See `Transfers.load`."""
         current = torch.cuda.current_stream(self._device)
         device = torch.empty(host.shape, dtype=host.dtype, device=self._device)
-        self._loading.wait_stream(current)  # which may still use the memory for something else
+        self._loading.wait_stream(current)  # it may still use this memory
         self._loading.wait_event(stored)
         with torch.cuda.stream(self._loading):
             device.copy_(host, non_blocking=True)
@@ -209,12 +211,12 @@ class CudaTransfers:
 
 
 def transfers_of(device: torch.device, limit: float | None = None) -> Transfers:
-    """How a device's tensors get to the host and back; `limit`: see PrefixConfig.memory_budget."""
+    """The transfers of a device; `limit`: see PrefixConfig.memory_budget."""
     return CudaTransfers(device, limit) if device.type == "cuda" else HostTransfers(limit)
 
 
 def free_bytes(device: torch.device, limit: float | None = None) -> float:
-    """Bytes that a step may still allocate, the margin off; the host does not wait.
+    """Bytes that a step may still allocate, without the margin; the host does not wait.
 
     Args:
         device: of the model.
@@ -228,10 +230,10 @@ def free_bytes(device: torch.device, limit: float | None = None) -> float:
 
 
 def _cuda_memory(device: torch.device) -> tuple[float, float, float]:
-    """What the process can have, the device's size, and what is in use ("current", "peak").
+    """Bytes that the process can have, the size of the device, and bytes in use.
 
-    The process can have what the driver calls free and what the allocator has. Memory that waits
-    for a copy on a side stream counts as used (`active`).
+    The process can have what the driver reports as free and what the allocator has reserved. Memory
+    that waits for a copy on a side stream counts as used (`active`).
     """
     free, total = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)

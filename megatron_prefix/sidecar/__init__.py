@@ -1,1 +1,4 @@
-"""What spans leave for their children, and what they get back."""
+"""The sidecar: K/V that spans leave for their children, and the gradients they get back.
+
+Read cache.py, chain.py.
+"""

@@ -1,9 +1,9 @@
 """The sidecar: K/V of inner segments and the gradients that their descendants send back.
 
-"Schedule-Level Shared-Prefix Reuse for LLM RL Training", sections 3.3 and 4.1: K and V are the
-forward cache, gK and gV the backward cache.  It belongs to a step, never to the model, so it is in
-no checkpoint.  Every transition is checked: a read before the capture, a second consumption or a
-capture after release raises instead of training on wrong numbers.
+K and V are the forward cache, gK and gV the backward cache ("Schedule-Level Shared-Prefix Reuse for
+LLM RL Training", sections 3.3 and 4.1). It belongs to a step, not to the model, so it is in no
+checkpoint. Every change of state is checked: a read before the capture, a second consumption or a
+capture after release is an error instead of wrong gradients.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ class SidecarCache:
     Args:
         segments: the step's segments.
         num_layers: attention layers of the model chunk.
-        parts: ranks that share every segment's rows equally; this cache holds one rank's.
-        host: layers whose chains are on the host and come to the device when they are used.
+        parts: context-parallel ranks, which hold equal parts of every segment; this cache holds one
+            rank's part.
+        host: layers whose chains are on the host, and on the device only while they are used.
 
     Attributes:
-        peak_bytes: the most that K/V and gK/gV have taken of the device at once.
+        peak_bytes: the most device memory that K/V and gK/gV have taken.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class SidecarCache:
     ) -> None:
         self.map: BufferMap = buffer_map(segments, parts)
         self.parts = parts
-        self._rows = [segment.padded_length // parts for segment in segments]
+        self._lengths = [segment.padded_length // parts for segment in segments]
         self._inner = [segment.inner for segment in segments]
         self._num_layers, self._host = num_layers, host
         self._chains: dict[tuple[int, int], Chain] = {}
@@ -61,7 +62,7 @@ class SidecarCache:
         self._held = self.peak_bytes = 0
 
     def state(self, layer: int, index: int) -> SegmentState:
-        """Where segment `index` stands in `layer`."""
+        """State of segment `index` in `layer`."""
         return self._states.get((layer, index), SegmentState.EMPTY)
 
     @property
@@ -70,12 +71,11 @@ class SidecarCache:
         return self._held
 
     def capture(self, layer: int, index: int, key: Tensor, value: Tensor) -> None:
-        """Copies a segment's K [rows, kv_heads, dim] and V [rows, kv_heads, value_dim] into its
-        chain.
+        """Copies a segment's K [positions, kv_heads, dim] and V [positions, kv_heads, value_dim]
+        into its chain.
 
-        Copies, since Megatron frees the storage of K and V under some recompute and offload
-        options. A second call is activation recompute running the forward again: the first copy
-        stays.
+        They are copied because Megatron frees the storage of K and V under some recompute and
+        offload options. A second call comes from activation recomputation and changes nothing.
         """
         if self.state(layer, index) is SegmentState.CAPTURED:
             return
@@ -101,9 +101,9 @@ class SidecarCache:
         """Announces that a segment's attention will run in a layer.
 
         Args:
-            layer: local index; one that is not there is no error.
+            layer: local index; it may be out of range.
             index: the segment.
-            backward: whether its gK/gV are wanted too, and layers run from the last to the first.
+            backward: whether gK/gV are needed, too; layers then run from the last to the first.
         """
         if self._host is None or (near := self._host.near(layer, backward)) is None:
             return
@@ -111,12 +111,12 @@ class SidecarCache:
         if self._inner[index]:
             span, there = self._span(index), self.state(near, index) is SegmentState.CAPTURED
             wanted[self.map.head[index]] = (span.stop if there else span.start, span.stop)
-        for head, (loaded, rows) in wanted.items():
+        for head, (loaded, length) in wanted.items():
             if (near, head) in self._chains:
-                self._chains[near, head].fetch(loaded, rows, gradients=backward)
+                self._chains[near, head].fetch(loaded, length, gradients=backward)
 
     def release(self, layer: int) -> None:
-        """Ends what one segment does in a layer."""
+        """Tells that a segment is done in a layer."""
         if self._host is not None and layer in self._host:
             for (number, _), chain in self._chains.items():
                 if number == layer:
@@ -127,10 +127,10 @@ class SidecarCache:
         return self._open(layer, block).read(block.stop)
 
     def pieces(self, block: Block) -> list[slice]:
-        """Rows of `read` by which attention to a block is computed, in order.
+        """The pieces of a block for which attention is computed one by one, in order.
 
-        A long block in one piece would take memory for all its gradients beside where they are
-        summed up, and a kernel's plan for every length of a growing chain.
+        In one piece a long block would need memory for all its gradients beside their sums, and a
+        new kernel plan for every length of a growing chain.
         """
         return [
             slice(start, min(start + PIECE_KEYS, block.stop))
@@ -140,12 +140,12 @@ class SidecarCache:
     def add_gradient(
         self, layer: int, block: Block, key_grad: Tensor, value_grad: Tensor, start: int = 0
     ) -> None:
-        """Adds a wave's gK, gV of a dense block, or of a piece from row `start` on, in fp32 or
-        wider."""
+        """Adds a wave's gK, gV of a dense block, or of its piece from position `start` on, in fp32
+        or wider."""
         self._open(layer, block).add(block.stop, start, key_grad, value_grad)
 
     def take_gradient(self, layer: int, index: int) -> tuple[Tensor, Tensor] | None:
-        """The accumulated gK, gV of a segment, once; None when nothing was sent."""
+        """The accumulated gK, gV of a segment; only once. None where nothing was sent."""
         self._expect(layer, index, SegmentState.CAPTURED)
         self._states[layer, index] = SegmentState.CONSUMED
         chain, span = self._chains[layer, self.map.head[index]], self._span(index)
@@ -153,7 +153,7 @@ class SidecarCache:
         return chain.sent(span)
 
     def free(self, index: int, *, consumed: bool) -> None:
-        """Releases a segment after its backward; the chain's memory goes with the chain's head.
+        """Releases a segment after its backward; its chain is freed with the chain's first segment.
 
         Args:
             index: the segment.
@@ -167,7 +167,7 @@ class SidecarCache:
                 self._chains.pop((layer, index)).drop()
 
     def clear(self) -> None:
-        """Drops everything, whatever its state: the end of a step or of a failed one."""
+        """Drops everything in any state: at the end of a step, also of a failed one."""
         for chain in self._chains.values():
             chain.drop()
         if self._host is not None:
@@ -184,13 +184,13 @@ class SidecarCache:
         num_open = 0 if chain is None else chain.num_open
         if chain is None or block.stop > num_open:
             raise RuntimeError(
-                f"layer {layer}: rows up to {block.stop} of the chain of segment {block.head} asked"
-                f" for, {num_open} there: before their forward or after their backward"
+                f"layer {layer}: positions up to {block.stop} of the chain of segment {block.head}"
+                f" are read, {num_open} are there: before their forward or after their backward"
             )
         return chain
 
     def _span(self, index: int) -> slice:
-        return slice(self.map.offset[index], self.map.offset[index] + self._rows[index])
+        return slice(self.map.offset[index], self.map.offset[index] + self._lengths[index])
 
     def _expect(self, layer: int, index: int, wanted: SegmentState) -> None:
         found = self.state(layer, index)

@@ -1,4 +1,4 @@
-"""K/V and gK/gV of one chunk chain in one layer."""
+"""K/V and gK/gV of one chain of chunks in one layer."""
 
 from __future__ import annotations
 
@@ -11,35 +11,37 @@ Sent = tuple[Tensor, Tensor]
 
 
 class Chain:
-    """K, V [rows, kv_heads, dim] on the device, and gK, gV of the same shapes in fp32 or wider.
+    """K, V [positions, kv_heads, dim] on the device, and gK, gV of these shapes in fp32 or wider.
 
     Args:
-        rows: of the whole chain.
-        key, value: of some of its rows: heads, widths, dtype and device.
-        count: told how many bytes more (or less) are in use on the device.
+        length: positions of the whole chain.
+        key, value: of some positions; they give heads, widths, dtype and device.
+        count: called with the bytes that are taken on the device (negative: freed).
 
     Attributes:
-        num_open: the first rows, captured and not consumed: what may be read.
+        num_open: the first positions that are captured and not consumed; only these may be read.
     """
 
-    def __init__(self, rows: int, key: Tensor, value: Tensor, count: Callable[[int], None]) -> None:
+    def __init__(
+        self, length: int, key: Tensor, value: Tensor, count: Callable[[int], None]
+    ) -> None:
         self.num_open = 0
         self._count = count
-        self._keys: list[Tensor] = self._make(rows, (key, value))
+        self._keys: list[Tensor] = self._make(length, (key, value))
         self._gradients: list[Tensor] | None = None
 
     def write(self, span: slice, key: Tensor, value: Tensor) -> None:
-        """Copies K and V of a segment to its rows."""
+        """Copies K and V of a segment to its place."""
         for whole, part in zip(self._keys, (key, value), strict=True):
             whole[span].copy_(part)
 
     def read(self, stop: int) -> Sent:
-        """Views of K and V of the first rows."""
+        """Views of the first `stop` positions of K and V."""
         key, value = self._keys
         return key[:stop], value[:stop]
 
     def add(self, stop: int, start: int, key_grad: Tensor, value_grad: Tensor) -> None:
-        """Adds gK and gV of rows from `start` on, which are among the first `stop` rows."""
+        """Adds gK and gV of positions from `start` on, all before `stop`."""
         parts = key_grad, value_grad
         if self._gradients is None:
             if all(p.shape == k.shape for p, k in zip(parts, self._keys, strict=True)):
@@ -57,23 +59,23 @@ class Chain:
         key_grad, value_grad = self._gradients
         return key_grad[span], value_grad[span]
 
-    def fetch(self, loaded: int, rows: int, *, gradients: bool) -> None:
-        """Announces that `rows` rows will be used, the first `loaded` of which are there already;
-        here all are at hand."""
+    def fetch(self, loaded: int, length: int, *, gradients: bool) -> None:
+        """Announces that `length` positions will be used, of which the first `loaded` have been
+        written. On the device there is nothing to do."""
 
     def leave(self) -> None:
-        """Ends a visit of the chain; here nothing was made for it."""
+        """Announces that the chain is not used for a while. Here there is nothing to do."""
 
     def drop(self) -> None:
-        """Lets go of all memory."""
+        """Frees all memory."""
         self._count(-_size(self._keys) - _size(self._gradients or []))
         self._keys, self._gradients = [], None
 
-    def _make(self, rows: int, likes: Sequence[Tensor], sums: bool = False) -> list[Tensor]:
+    def _make(self, length: int, likes: Sequence[Tensor], sums: bool = False) -> list[Tensor]:
         """Memory for K and V, or zeros for gK and gV."""
         made = [
-            like.new_zeros((rows, *like.shape[1:]), dtype=wide(like)) if sums
-            else like.new_empty((rows, *like.shape[1:]))
+            like.new_zeros((length, *like.shape[1:]), dtype=wide(like)) if sums
+            else like.new_empty((length, *like.shape[1:]))
             for like in likes
         ]  # fmt: skip
         self._count(_size(made))
@@ -81,7 +83,7 @@ class Chain:
 
 
 def wide(like: Tensor) -> torch.dtype:
-    """The dtype in which gradients add up."""
+    """The dtype in which gradients are summed."""
     return torch.promote_types(like.dtype, torch.float32)
 
 

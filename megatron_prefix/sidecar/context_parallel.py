@@ -1,21 +1,19 @@
-"""Context parallelism: K/V are gathered before a block, and their gradients go back to the owners.
+"""Context parallelism: K/V are gathered before a block, and gK/gV are sent back to the owners.
 
-Every row of a segment is cut zig-zag (megatron_prefix/tree/cp_layout.py).  The queries stay where
-they are; what crosses ranks is K/V on the way forward and gK/gV on the way back, and, on the last
-stage, the outputs of scored segments, a number a token.  The sidecar keeps the rank's own rows.
+Every span of a segment is cut zig-zag (megatron_prefix/tree/cp_layout.py). Queries stay on their
+rank. Ranks exchange K/V in the forward, gK/gV in the backward and, on the last stage, the outputs
+of scored segments, one number a token. The sidecar keeps the rank's own positions.
 
-A segment below its ancestors reads their K/V in the order in which the all-gather returns them:
-softmax over keys that all queries see does not ask for their order.  The gather of the next layer
-runs while this layer computes: collectives are issued without waiting and run on the process
-group's own stream (on gloo its threads), and whoever reads waits.  Gradients of a gathered view are
-added up and reduced in fp32 or wider.  "The Llama 3 Herd of Models", section 3.3.2, gathers in the
-same way; it gathers a layer's own keys only, for there are no ancestors.
+A segment reads its ancestors' K/V in the order of the all-gather: softmax over keys that all
+queries see does not depend on their order. The gather of the next layer runs while this layer
+computes: collectives run on the process group's own stream (with gloo on its threads), and only the
+reader waits. Gradients of a gathered view are summed and reduced in fp32 or wider. "The Llama 3
+Herd of Models", section 3.3.2, gathers in the same way, but only a layer's own keys.
 
-All ranks of a context-parallel group run the same plan, so all of them make these calls in one
-order, which is what collectives ask for.
+All ranks of a context-parallel group run the same plan, so all make these calls in one order, as
+collectives require.
 """
 
-# long: the plan and its exchange are read together
 from __future__ import annotations
 
 import functools
@@ -32,13 +30,13 @@ from megatron_prefix.tree.kv_layout import Block
 
 
 class Pending(NamedTuple):
-    """What collectives are writing; `wait` before reading it."""
+    """Tensors that collectives are writing; `wait` before reading them."""
 
     works: tuple[Any, ...]
     tensors: tuple[Tensor, ...]
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The tensors, written (on CUDA the current stream waits, the host does not)."""
+        """Waits and returns the tensors (on CUDA the stream waits, not the host)."""
         for work in self.works:
             work.wait()
         return self.tensors
@@ -51,8 +49,8 @@ class Exchange:
         group: the process group.
 
     Attributes:
-        rank: this rank's place in it.
-        size: how many ranks it has.
+        rank: this rank's number in it.
+        size: number of ranks.
     """
 
     def __init__(self, group: Any) -> None:
@@ -60,7 +58,7 @@ class Exchange:
         self.rank, self.size = group.rank(), group.size()
 
     def gather(self, *slices: Tensor) -> Pending:
-        """The views of every rank's slices [rows, ...]: [size * rows, ...] each."""
+        """All ranks' slices [positions, ...] as views [size * positions, ...]."""
         works, views = [], []
         for mine in slices:
             view = mine.new_empty((self.size * mine.shape[0], *mine.shape[1:]))
@@ -71,23 +69,23 @@ class Exchange:
         return Pending(tuple(works), tuple(views))
 
     def reduce_scatter(self, view: Tensor) -> Pending:
-        """This rank's rows [rows, ...] of the sum over ranks of their views [size * rows, ...]."""
+        """This rank's part [positions, ...] of the sum of all views [size * positions, ...]."""
         mine = view.new_empty((view.shape[0] // self.size, *view.shape[1:]))
         work = dist.reduce_scatter_tensor(mine, view.contiguous(), group=self._group, async_op=True)
         return Pending((work,), (mine,))
 
     def whole(self, mine: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[1, rows, ...] of a segment, in order, from every rank's share of it.
+        """A whole segment [1, positions, ...] in order, from the ranks' parts.
 
         Args:
-            mine: this rank's [1, rows / size, ...].
-            lengths: of the segment's rows; they sum to `rows`.
+            mine: this rank's part [1, positions / size, ...].
+            lengths: of the segment's spans; they sum to `positions`.
         """
         (view,) = self.gather(mine.squeeze(0)).wait()
         return view.index_select(0, _order(tuple(lengths), self.size, mine.device)).unsqueeze(0)
 
     def share(self, whole: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The reverse of `whole` for gradients: this rank's share of the sum over ranks."""
+        """The reverse of `whole` for gradients: this rank's part of the sum over ranks."""
         view = torch.empty_like(whole[0])
         view[_order(tuple(lengths), self.size, whole.device)] = whole[0]
         (mine,) = self.reduce_scatter(view).wait()
@@ -95,10 +93,10 @@ class Exchange:
 
 
 class ShardedCache(SidecarCache):
-    """The sidecar of one rank of a context-parallel group: its own rows of every inner segment.
+    """The sidecar of a context-parallel rank: its own positions of every inner segment.
 
-    Reads return whole views, gathered for one layer at a time; gradients of views are sent to the
-    owners at once ("wave"), or added up here and sent when their segment's backward takes them
+    Reads return whole views, gathered one layer at a time. Gradients of views are sent to the
+    owners at once ("wave"), or summed here and sent when the backward of their segment takes them
     ("segment").
 
     Args:
@@ -119,13 +117,13 @@ class ShardedCache(SidecarCache):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held now, gathered views and sums of gradients included."""
+        """Bytes held now, with gathered views and sums of gradients."""
         pending = [*self._views.values(), *(pending for _, pending in self._sent.values())]
         tensors = [*self._sums.values(), *(t for p in pending for t in p.tensors)]
         return super().num_bytes + sum(t.numel() * t.element_size() for t in tensors)
 
     def prefetch(self, layer: int, index: int, *, backward: bool = False) -> None:
-        """Starts to gather what a layer will read; nothing for a layer that is not there."""
+        """Starts to gather what a layer will read; `layer` may be out of range."""
         if 0 <= layer < self._num_layers:
             for block in self.map.blocks[index]:
                 self._gather(layer, block)
@@ -140,14 +138,14 @@ class ShardedCache(SidecarCache):
             del self._views[key]
 
     def read(self, layer: int, block: Block) -> tuple[Tensor, Tensor]:
-        """K and V of a dense block as views [size * rows, kv_heads, dim] of all ranks' rows."""
+        """K and V of a dense block on all ranks, views [size * positions, kv_heads, dim]."""
         self._gather(layer, block)
         key, value = self._views[layer, block].wait()
         self._views[layer, block] = Pending((), (key, value))
         return key, value
 
     def pieces(self, block: Block) -> list[slice]:
-        """One: a whole view, whose gradients leave in one message."""
+        """One piece, the whole view: its gradients are sent in one message."""
         return [slice(0, self.parts * block.stop)]
 
     def add_gradient(
@@ -163,13 +161,13 @@ class ShardedCache(SidecarCache):
         part = side_by_side(key_grad, value_grad).unflatten(0, (self.parts, -1))
         total = self._sums.get((layer, block.head))
         if total is None:
-            rows = self.map.length[block.head]
-            total = part.new_zeros((self.parts, rows, *part.shape[2:]))
+            length = self.map.length[block.head]
+            total = part.new_zeros((self.parts, length, *part.shape[2:]))
             self._sums[layer, block.head] = total
         total[:, : block.stop] += part
 
     def take_gradient(self, layer: int, index: int) -> tuple[Tensor, Tensor] | None:
-        """The accumulated gK, gV of this rank's rows of a segment; see SidecarCache."""
+        """The accumulated gK, gV of this rank's positions of a segment; see SidecarCache."""
         head = self.map.head[index]
         self._settle(layer, head)
         width = self.own(layer, index)[0].shape[-1]
@@ -194,7 +192,7 @@ class ShardedCache(SidecarCache):
             held.clear()
 
     def _settle(self, layer: int, head: int) -> None:
-        """Adds what the last reduction of a chain's gradients has brought."""
+        """Adds the result of the last reduction of a chain's gradients."""
         if (layer, head) not in self._sent:
             return
         block, pending = self._sent.pop((layer, head))
@@ -204,14 +202,14 @@ class ShardedCache(SidecarCache):
 
 
 def side_by_side(key_grad: Tensor, value_grad: Tensor) -> Tensor:
-    """gK and gV in one tensor [rows, kv_heads, dim + value_dim] of fp32 or wider."""
+    """gK and gV in one tensor [positions, kv_heads, dim + value_dim] of fp32 or wider."""
     dtype = torch.promote_types(key_grad.dtype, torch.float32)
     return torch.cat([key_grad.to(dtype), value_grad.to(dtype)], dim=-1)
 
 
-def on(device: torch.device, rows: cp_layout.Index) -> Tensor:
-    """Span numbers on the device; the host does not wait."""
-    host = torch.from_numpy(rows)
+def on(device: torch.device, index: cp_layout.Index) -> Tensor:
+    """Indices on the device; the host does not wait."""
+    host = torch.from_numpy(index)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 

@@ -38,8 +38,8 @@ class Heads:
         return 0.7 * self.dim**-0.5
 
 
-def random_rows(forest: Forest, heads: Heads, dtype: torch.dtype) -> Results:
-    """Per layer and segment q, k, v and the output's gradient; zero gradient where rows pad."""
+def random_tensors(forest: Forest, heads: Heads, dtype: torch.dtype) -> Results:
+    """Per layer and segment q, k, v and the output's gradient; zero gradient for padding."""
     generator = torch.Generator().manual_seed(1)
     widths = {"q": (heads.query, heads.dim), "k": (heads.kv, heads.dim)}
     widths |= {"v": (heads.kv, heads.value_dim), "dout": (heads.query, heads.value_dim)}
@@ -51,23 +51,23 @@ def random_rows(forest: Forest, heads: Heads, dtype: torch.dtype) -> Results:
                     segment.padded_length, *shape, generator=generator, dtype=torch.float64
                 )
                 if name == "dout":
-                    x[~real_rows(forest, segment)] = 0
+                    x[~not_padding(forest, segment)] = 0
                 found[name].append(x.to(dtype))
     return found
 
 
-def real_rows(forest: Forest, segment) -> Tensor:  # type: ignore[no-untyped-def]
-    """Which rows of a segment are no padding, bool [padded_length]."""
+def not_padding(forest: Forest, segment) -> Tensor:  # type: ignore[no-untyped-def]
+    """Which positions of a segment are no padding, bool [padded_length]."""
     flags = [np.arange(span.padded) < span.length for span in segment.spans]
     return torch.from_numpy(np.concatenate(flags))
 
 
 def by_segments(
-    forest: Forest, rows: Results, heads: Heads, kernel: str, *, recompute: bool = False
+    forest: Forest, given: Results, heads: Heads, kernel: str, *, recompute: bool = False
 ) -> Results:
     """Forwards in F-order, backwards in B-order, as the executor runs them."""
     cache = SidecarCache(forest.segments, NUM_LAYERS)
-    leaves = {n: [x.clone().requires_grad_() for x in rows[n]] for n in ("q", "k", "v")}
+    leaves = {n: [x.clone().requires_grad_() for x in given[n]] for n in ("q", "k", "v")}
     outputs: list[Tensor] = []
     num = len(forest.segments)
     for index, segment in enumerate(forest.segments):
@@ -88,7 +88,7 @@ def by_segments(
                 outputs.append(segment_attention(*call))
     for index in backward_order(forest.segments):
         for layer in reversed(range(NUM_LAYERS)):
-            gradient = rows["dout"][layer * num + index].flatten(1).unsqueeze(1)
+            gradient = given["dout"][layer * num + index].flatten(1).unsqueeze(1)
             outputs[index * NUM_LAYERS + layer].backward(gradient)
         if forest.segments[index].inner:
             cache.free(index, consumed=True)
@@ -99,16 +99,16 @@ def by_segments(
     return found | {f"d{name}": [x.grad for x in leaves[name]] for name in leaves}
 
 
-def by_full_attention(forest: Forest, rows: Results, heads: Heads) -> Results:
-    """Every rollout whole, in fp64; a row of several rollouts is taken from the first."""
-    leaves = {n: [x.double().requires_grad_() for x in rows[n]] for n in ("q", "k", "v")}
+def by_full_attention(forest: Forest, given: Results, heads: Heads) -> Results:
+    """Every rollout whole, in fp64; a span of several rollouts is taken from the first."""
+    leaves = {n: [x.double().requires_grad_() for x in given[n]] for n in ("q", "k", "v")}
     num = len(forest.segments)
-    outputs = [x.new_zeros(len(x), heads.query, heads.value_dim).double() for x in rows["q"]]
+    outputs = [x.new_zeros(len(x), heads.query, heads.value_dim).double() for x in given["q"]]
     done: set[tuple[int, int]] = set()
     for path in forest.paths:
         for layer in range(NUM_LAYERS):
             q, k, v = (
-                torch.cat([row_of(leaves[n][layer * num + i], forest, i, p) for i, p in path])
+                torch.cat([span_of(leaves[n][layer * num + i], forest, i, p) for i, p in path])
                 for n in leaves
             )
             out = attention(q, k, v, heads)
@@ -117,9 +117,9 @@ def by_full_attention(forest: Forest, rows: Results, heads: Heads) -> Results:
                 span = forest.segments[i].spans[p]
                 if (i, p) not in done:
                     first = sum(r.padded for r in forest.segments[i].spans[:p])
-                    span = slice(first, first + span.length)
-                    outputs[layer * num + i][span] = out[start : start + span.length].detach()
-                    dout = rows["dout"][layer * num + i][span].double()
+                    place = slice(first, first + span.length)
+                    outputs[layer * num + i][place] = out[start : start + span.length].detach()
+                    dout = given["dout"][layer * num + i][place].double()
                     out[start : start + span.length].backward(dout, retain_graph=True)
                 start += span.length
         done.update(path)
@@ -127,14 +127,14 @@ def by_full_attention(forest: Forest, rows: Results, heads: Heads) -> Results:
     return found | {f"d{name}": [x.grad for x in leaves[name]] for name in leaves}
 
 
-def row_of(x: Tensor, forest: Forest, index: int, position: int) -> Tensor:
-    rows = forest.segments[index].spans
-    start = sum(span.padded for span in rows[:position])
-    return x[start : start + rows[position].length]
+def span_of(x: Tensor, forest: Forest, index: int, number: int) -> Tensor:
+    spans = forest.segments[index].spans
+    start = sum(span.padded for span in spans[:number])
+    return x[start : start + spans[number].length]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
-    """Causal attention of one sequence with a mask, [rows, heads, value_dim]."""
+    """Causal attention of one sequence with a mask, [positions, heads, value_dim]."""
     k, v = (x.repeat_interleave(heads.query // heads.kv, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * heads.scale
     hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
@@ -149,10 +149,10 @@ def check(
     *,
     recompute: bool = False,
 ) -> None:
-    rows = random_rows(forest, heads, dtype)
-    found = by_segments(forest, rows, heads, kernel, recompute=recompute)
-    wanted = by_full_attention(forest, rows, heads)
-    keep = torch.cat([real_rows(forest, segment) for segment in forest.segments] * NUM_LAYERS)
+    given = random_tensors(forest, heads, dtype)
+    found = by_segments(forest, given, heads, kernel, recompute=recompute)
+    wanted = by_full_attention(forest, given, heads)
+    keep = torch.cat([not_padding(forest, segment) for segment in forest.segments] * NUM_LAYERS)
     flat = {n: torch.cat([x.flatten(1) for x in found[n]]).double()[keep] for n in found}
     expected = {n: torch.cat([x.flatten(1) for x in wanted[n]])[keep] for n in wanted}
     # dq and dk cancel where a row sees one key: they are judged beside dv, as in test_kernels.py.
@@ -233,11 +233,11 @@ def test_gradients_of_waves_add_up_in_fp32() -> None:
     num = len(forest.segments)
     assert num == 513
     heads = Heads(query=1, kv=1, dim=2, value_dim=2)
-    rows = random_rows(forest, heads, torch.bfloat16)
+    given = random_tensors(forest, heads, torch.bfloat16)
     for name in ("q", "k"):
-        rows[name] = [torch.zeros_like(x) for x in rows[name]]  # so every key weighs one half
-    rows["dout"] = [torch.full_like(x, 2 * (1 + 2**-7)) for x in rows["dout"]]
-    rows["dout"][0] = rows["dout"][num] = torch.zeros(1, 1, 2, dtype=torch.bfloat16)
-    found = by_segments(forest, rows, heads, "math")
+        given[name] = [torch.zeros_like(x) for x in given[name]]  # so every key weighs one half
+    given["dout"] = [torch.full_like(x, 2 * (1 + 2**-7)) for x in given["dout"]]
+    given["dout"][0] = given["dout"][num] = torch.zeros(1, 1, 2, dtype=torch.bfloat16)
+    found = by_segments(forest, given, heads, "math")
     expected = torch.full((1, 1, 2), 512 * (1 + 2**-7), dtype=torch.float64)
     assert torch.equal(found["dv"][0].double(), expected)

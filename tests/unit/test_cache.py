@@ -159,7 +159,7 @@ def test_the_life_of_a_segment() -> None:
 def test_forward_only_frees_without_gradients() -> None:
     cache = captured(0, 1)
     cache.free(1, consumed=False)
-    with pytest.raises(RuntimeError, match="rows up to 6 of the chain of segment 0"):
+    with pytest.raises(RuntimeError, match="positions up to 6 of the chain of segment 0"):
         cache.read(0, ALL)
     assert len(cache.read(0, CHAIN)[0]) == 4
     cache.free(0, consumed=False)
@@ -181,7 +181,9 @@ NOT_THERE = "before their forward or after their backward"
 def test_wrong_orders_raise() -> None:
     """Each would otherwise train on wrong numbers."""
     cache = SidecarCache(SEGMENTS, 1)
-    with pytest.raises(RuntimeError, match=f"layer 0: rows up to 4 .* 0 there: {NOT_THERE}"):
+    with pytest.raises(
+        RuntimeError, match=f"layer 0: positions up to 4 .* 0 are there: {NOT_THERE}"
+    ):
         cache.read(0, CHAIN)
     with pytest.raises(RuntimeError, match=NOT_THERE):
         cache.add_gradient(0, CHAIN, *ones(CHAIN, 1.0))
@@ -190,7 +192,7 @@ def test_wrong_orders_raise() -> None:
     with pytest.raises(RuntimeError, match="empty, expected captured"):
         cache.take_gradient(0, 0)
     cache.capture(0, 0, *kv(0))
-    with pytest.raises(RuntimeError, match=f"rows up to 6 .* 4 there: {NOT_THERE}"):
+    with pytest.raises(RuntimeError, match=f"positions up to 6 .* 4 are there: {NOT_THERE}"):
         cache.read(0, ALL)  # the second chunk has not run
     with pytest.raises(RuntimeError, match="captured, expected consumed"):
         cache.free(0, consumed=True)
@@ -202,7 +204,7 @@ def test_wrong_orders_raise() -> None:
         cache.own(0, 1)
     with pytest.raises(RuntimeError, match="consumed, expected empty"):
         cache.capture(0, 1, *kv(1))
-    with pytest.raises(RuntimeError, match=f"rows up to 6 .* 4 there: {NOT_THERE}"):
+    with pytest.raises(RuntimeError, match=f"positions up to 6 .* 4 are there: {NOT_THERE}"):
         cache.add_gradient(0, ALL, *ones(ALL, 1.0))  # nobody would take it
     cache.take_gradient(0, 0)
     cache.free(1, consumed=True)

@@ -14,7 +14,7 @@ from megatron_prefix.attention.adaptive import AdaptiveKernel
 from megatron_prefix.attention.interface import Kernel
 from megatron_prefix.attention.kernels import KERNELS, CompositeKernel
 from megatron_prefix.attention.merge import merge
-from megatron_prefix.attention.own import SpreadRows
+from megatron_prefix.attention.own import SpreadAttention
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.numerics import assert_close
@@ -93,7 +93,7 @@ def test_spread_rows_compute_what_one_rank_does(
     def part(rank: PlayedRank) -> list[Tensor]:
         mine = torch.from_numpy(cp_layout.held_positions(lengths, rank.rank, size))
         local = tuple(length // size for length in lengths)
-        rows = SpreadRows(KERNELS[name], rank, q[mine], k[mine], v[mine], scale, local)
+        rows = SpreadAttention(KERNELS[name], rank, q[mine], k[mine], v[mine], scale, local)
         parts = rows.forward()
         out, lse = merge(parts)
         query_grad = rows.backward(dout[mine], out, lse, [part.aux for part in parts])

@@ -43,7 +43,7 @@ def small_forest(align: int = 1) -> Forest:
 
 @settings(max_examples=200)
 @given(made=rollout_sets(), options=tree_options())
-def test_rows_stand_for_every_token_of_every_rollout_once(made, options):
+def test_spans_stand_for_every_token_of_every_rollout_once(made, options):
     rollouts, groups = made
     forest = build(rollouts, groups, options)
     microbatch_of = [rollout // 2 for rollout in range(len(rollouts))]
@@ -51,20 +51,20 @@ def test_rows_stand_for_every_token_of_every_rollout_once(made, options):
     seen = np.zeros(len(rollouts), int)
     tokens = [0] * (max(microbatch_of) + 1)
     for index, segment in enumerate(forest.segments):
-        rows = logical[index]
-        assert len(rows.row_of) == segment.padded_length
-        assert int(rows.copies[rows.row_of].sum()) == sum(rows.tokens.values())
-        for row, rollout in zip(rows.row.tolist(), rows.rollout.tolist(), strict=True):
-            assert rollout in segment.spans[row].rollouts
-            seen[rollout] += int((rows.row_of == row).sum())
-        for microbatch, number in rows.tokens.items():
+        of = logical[index]
+        assert len(of.span_of) == segment.padded_length
+        assert int(of.copies[of.span_of].sum()) == sum(of.numbers.values())
+        for span, rollout in zip(of.span.tolist(), of.rollout.tolist(), strict=True):
+            assert rollout in segment.spans[span].rollouts
+            seen[rollout] += int((of.span_of == span).sum())
+        for microbatch, number in of.numbers.items():
             tokens[microbatch] += number
     assert seen.tolist() == [len(rollout) for rollout in rollouts]
     assert tokens == logical.num_tokens
     padding = sum(span.padded - span.length for s in forest.segments for span in s.spans)
     unowned = sum(
-        int((rows.copies[rows.row_of] == 0).sum())
-        for rows in map(logical.__getitem__, range(len(forest.segments)))
+        int((of.copies[of.span_of] == 0).sum())
+        for of in map(logical.__getitem__, range(len(forest.segments)))
     )
     assert unowned == padding
 

@@ -251,7 +251,7 @@ def test_the_pool_has_room_in_the_second_step_for_what_the_first_needed(
             pool.begin_step()
     assert used == 1024 + 5120 + 1024
     assert outside == 0 and pool.num_bytes == 8192  # the largest tensor fits a slab
-    assert caplog.text.count("staged tensor by tensor") == 1
+    assert caplog.text.count("allocated tensor by tensor") == 1
 
 
 def test_what_is_expected_has_room_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
