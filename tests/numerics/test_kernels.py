@@ -151,8 +151,8 @@ def test_one_row_is_passed_on_without_a_copy(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", ["math", "flash_cpu"])
-def test_output_rows_are_contiguous(name: str) -> None:
-    """So that the caller's reshape to [rows, heads * width] is free, also from a fused QKV."""
+def test_outputs_are_contiguous(name: str) -> None:
+    """So that the caller's reshape to [positions, heads * width] is free, also from a fused QKV."""
     for case in (CASES["one row, no ancestor"], CASES["equal rollouts"], CASES["uneven rollouts"]):
         tensors = make(case, torch.float32, "qkv")
         part = KERNELS[name].causal(
@@ -166,7 +166,7 @@ def test_output_rows_are_contiguous(name: str) -> None:
 def test_lengths_that_do_not_fit_are_refused(lengths: tuple[int, ...]) -> None:
     q = torch.randn(12, 2, 8)
     for kernel in KERNELS.values():
-        with pytest.raises(ValueError, match="12 rows"):
+        with pytest.raises(ValueError, match="sum to 12"):
             kernel.causal(q, q, q, 1.0, lengths)
 
 
@@ -197,7 +197,7 @@ def test_rollout_starts_are_made_once() -> None:
     assert operators._starts((3, 1, 4), torch.device("cpu")) is starts
 
 
-def test_layouts_that_differ_in_more_than_single_rows_are_copied() -> None:
+def test_layouts_that_differ_in_more_than_single_positions_are_copied() -> None:
     x = torch.randn(1, 4, 6, 8)
     same = operators._laid_out(x, (777, 48, 8, 1))
     assert same.data_ptr() == x.data_ptr() and same.stride() == (777, 48, 8, 1)

@@ -213,7 +213,7 @@ def test_gradients_before_the_last_token_are_refused():
         m for r in forest.segments[-1].spans for rollout in r.rollouts for m in [rollout % 2]
     }
     with pytest.raises(
-        RuntimeError, match=f"layer 0: microbatches .*{min(missing)}.* still to come"
+        RuntimeError, match=f"layer 0: microbatches .*{min(missing)}.* were not counted"
     ):
         ledger.gradients(0, 0, len(logits[0]))
 
