@@ -11,6 +11,8 @@ from megatron_prefix.tree import TreeOptions
 MODES = ("off", "observe", "auto", "on")
 MEMORY_POLICIES = ("retain", "offload", "recompute", "auto")
 CP_REDUCE = ("wave", "segment")
+MOST_MEMORY_GB = 1e6
+"""No machine has as much."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,15 @@ class PrefixConfig:
         ):
             if value not in known:
                 raise UserError(f"{name} is {value!r}: give one of {', '.join(map(str, known))}")
-        if not 0 <= self.memory_budget_gb < math.inf:
-            raise UserError(f"memory_budget_gb is {self.memory_budget_gb}: give a number from 0")
+        if not 0 <= self.memory_budget_gb <= MOST_MEMORY_GB:
+            raise UserError(
+                f"memory_budget_gb is {self.memory_budget_gb}: give a number from 0 to"
+                f" {MOST_MEMORY_GB:.0f}"
+            )
         if self.cache_host_layers < 0:
             raise UserError(f"cache_host_layers is {self.cache_host_layers}: give a number from 0")
-        if not self.min_speedup > 0:
-            raise UserError(f"min_speedup is {self.min_speedup}: give a number above 0")
+        if not 0 < self.min_speedup < math.inf:
+            raise UserError(f"min_speedup is {self.min_speedup}: give a finite number above 0")
 
     @property
     def memory_budget(self) -> float | None:

@@ -1,6 +1,12 @@
-"""The one exception that means "the user can fix this"."""
+"""The exceptions that mean "the user can fix this"."""
 
 from __future__ import annotations
+
+
+def shown(value: object, limit: int = 48) -> str:
+    """`value` on one line, cut to `limit` characters, for a message."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 class UserError(ValueError):

@@ -11,6 +11,9 @@ from megatron_prefix.bench.steps import GroupShape
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.offload.transfers import free_bytes
 
+LONGEST = 10**7
+"""No longer sequence is looked for, whatever the capacity."""
+
 
 @dataclass(frozen=True)
 class Frontier:
@@ -64,6 +67,8 @@ def frontier(
         return GroupShape(max(1, steps * step - response), response, 2)
 
     def fits(steps: int) -> bool:
+        if steps * step > LONGEST:
+            return False
         return predicted(shape(steps), way, chunks, config).peak <= capacity
 
     def trains(steps: int) -> bool:

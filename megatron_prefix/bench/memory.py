@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_prefix.bench.steps import GIB, GroupShape
 from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
-from megatron_prefix.errors import StepOutOfMemory, UserError
+from megatron_prefix.errors import StepOutOfMemory, UserError, shown
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.offload.counted import SavedBytes
 from megatron_prefix.offload.segment import addresses
@@ -61,7 +61,9 @@ class Way:
         policy, plus, recompute = text.partition("+")
         if policy not in (STOCK, *MEMORY_POLICIES) or (plus and recompute != "full"):
             known = ", ".join((STOCK, *MEMORY_POLICIES))
-            raise UserError(f"{text!r}: give one of {known}, and +full to recompute every layer")
+            raise UserError(
+                f"{shown(text)}: give one of {known}, and +full to recompute every layer"
+            )
         return cls(policy, recompute or "none")
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.generate import generate
 from megatron_prefix.data.rollouts import Group
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import UserError, shown
 from megatron_prefix.models.presets import ModelSpec
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.rl import loss, passes
@@ -65,7 +65,9 @@ class GroupShape:
         except ValueError:
             numbers = []
         if len(numbers) not in (3, 4) or min(numbers, default=0) < 1:
-            raise UserError(f"shape {text!r}: give P:R:n, e.g. 10240:2048:8, or P:R:n:WAVE_TOKENS")
+            raise UserError(
+                f"shape {shown(text)}: give P:R:n, e.g. 10240:2048:8, or P:R:n:WAVE_TOKENS"
+            )
         return cls(*numbers)
 
     @property

@@ -10,6 +10,7 @@ from megatron_prefix.cli import report
 from megatron_prefix.cli.arguments import (
     add_layout,
     add_lengths,
+    add_messages,
     add_plan,
     add_rollouts,
     config_of,
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_layout(parser)
     add_lengths(parser)
     add_plan(parser)
+    add_messages(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,7 +77,7 @@ def align_rank(options: Any, spec: Any, layout: Any, groups: list, config: Any) 
     from megatron_prefix.rl.job import place_groups
     from megatron_prefix.verify import align
 
-    runtime.initialize(layout, options.device, options.seed)
+    runtime.initialize(layout, options.device, options.seed, options.message_timeout_minutes)
     try:
         chunks = options.build(spec, layout)
         exact = options.reference(spec, layout, chunks) if options.dtype == "bfloat16" else None

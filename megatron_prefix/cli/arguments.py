@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import shown
 from megatron_prefix.plan.planfile import PlanFile
+from megatron_prefix.runtime.groups import MESSAGE_TIMEOUT_MINUTES
 from megatron_prefix.runtime.layout import Layout
 
 _DEFAULTS = PrefixConfig()
@@ -16,19 +19,46 @@ _OPTIONS = {"mode": "prefix_schedule", "plan_file": "prefix_plan"}
 """Fields of PrefixConfig whose options have other names."""
 
 
-def whole(least: int = 1) -> Callable[[str], int]:
-    """An argparse type: a whole number from `least`."""
+MOST = 10**9
+"""No count and no size that a verb takes is larger; --seed is."""
+
+
+def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:
+    """An argparse type: a whole number from `least` to `most`."""
 
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least}")
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)} is no whole number from {least} to {most}"
+            )
         return value
 
     return parse
+
+
+def real(least: float = 0.0, most: float = MOST) -> Callable[[str], float]:
+    """An argparse type: a number from `least` to `most`, so neither infinite nor NaN."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)} is no number from {least:g} to {most:g}"
+            )
+        return value
+
+    return parse
+
+
+seed = whole(0, 2**63 - 1)
+"""The argparse type of a seed: what torch and numpy both take."""
 
 
 def _chunk_tokens(text: str) -> int | str:
@@ -38,7 +68,7 @@ def _chunk_tokens(text: str) -> int | str:
         return whole(0)(text)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is neither 'auto' nor a whole number from 0"
+            f"{shown(text)} is neither 'auto' nor a whole number from 0 to {MOST}"
         ) from None
 
 
@@ -46,7 +76,7 @@ def _chunk_tokens(text: str) -> int | str:
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """`--json` and `--progress`, which every verb has; see report.py."""
+    """`--json`, `--progress` and `--verbose`, which every verb has; see report.py and main.py."""
     group = parser.add_argument_group("output")
     group.add_argument(
         "--json", action="store_true", help="one JSON object on stdout, nothing else"
@@ -55,6 +85,9 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         "--progress",
         action="store_true",
         help="show progress on stderr even where it is no terminal",
+    )
+    group.add_argument(
+        "--verbose", action="store_true", help="show other packages' warnings on stderr too"
     )
 
 
@@ -96,6 +129,18 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--sequence-parallel", action="store_true", help="Megatron's sequence parallelism over tp"
+    )
+
+
+def add_messages(parser: argparse.ArgumentParser) -> None:
+    """`--message-timeout-minutes`."""
+    parser.add_argument_group("ranks").add_argument(
+        "--message-timeout-minutes",
+        type=real(0.01, 10_000),
+        default=MESSAGE_TIMEOUT_MINUTES,
+        metavar="X",
+        help="a rank that waits longer for another gives up; more than the longest step of one rank"
+        f" (default {MESSAGE_TIMEOUT_MINUTES:g})",
     )
 
 

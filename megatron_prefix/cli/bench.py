@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prefix.cli import bench_memory, report
-from megatron_prefix.cli.arguments import add_lengths, config_of
+from megatron_prefix.cli.arguments import add_lengths, config_of, whole
 from megatron_prefix.cli.modelling import add_model, machine, model_options
 from megatron_prefix.errors import StepOutOfMemory, UserError
 
@@ -53,10 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="real rollouts; a row for each file",
     )
-    group.add_argument("--groups", type=int, default=4, help="groups a file (default 4)")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="shorten rollouts to N tokens")
-    group.add_argument("--repeats", type=int, default=3, help="timed calls of each (default 3)")
-    group.add_argument("--align-layers", type=int, default=2, help="layers of the aligned model")
+    for option, least, usual, text in (
+        ("--groups", 1, 4, "groups a file (default 4)"),
+        ("--max-tokens", 2, None, "shorten rollouts to N tokens"),
+        ("--repeats", 0, 3, "timed calls of each (default 3)"),
+        ("--align-layers", 1, 2, "layers of the aligned model (default 2)"),
+    ):
+        group.add_argument(option, type=whole(least), default=usual, metavar="N", help=text)
     group.add_argument("--bench-json", metavar="FILE", help="write the result as JSON to FILE too")
     group.add_argument("--plot", metavar="FILE", help="draw speedups and bounds (png, svg, pdf)")
     bench_memory.add_arguments(parser)
@@ -72,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
     texts = args.shapes or ([] if args.rollouts else ["1024:64:8"])
     shapes = [GroupShape.parse(text) for text in texts]
-    if args.repeats < 1 or args.align_layers < 1:
-        raise UserError(f"--repeats {args.repeats}, --align-layers {args.align_layers}: from 1")
+    if not args.repeats:
+        raise UserError("--repeats 0 is for `bench memory`; give 1 or more")
     if args.chunk_tokens == "auto":
         raise UserError("--chunk-tokens auto: give a number; `plan --chunk-tokens auto` finds one")
     verdict, rows, failures = _measure(args, shapes)

@@ -8,8 +8,9 @@ import sys
 from typing import Any
 
 from megatron_prefix.cli import report
-from megatron_prefix.cli.arguments import config_of, whole
+from megatron_prefix.cli.arguments import config_of, real, whole
 from megatron_prefix.cli.modelling import machine, model_options
+from megatron_prefix.config import MOST_MEMORY_GB
 from megatron_prefix.errors import UserError
 
 WAYS = ("stock", "retain", "offload", "recompute")
@@ -30,10 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--tries", 0, 0, "N", "steps really run to find it, around what the memory model says"
          " (default 0: only the model is asked)"),
     ):  # fmt: skip
-        group.add_argument(name, type=whole(least), default=default, metavar=metavar, help=text)
+        group.add_argument(name, type=whole(least, 10**6), default=default, metavar=metavar, help=text)
     group.add_argument(
         "--capacity-gb",
-        type=float,
+        type=real(0, MOST_MEMORY_GB),
         default=0.0,
         metavar="X",
         help="GiB besides weights and gradients that may be used (default 0: what is free)",
@@ -50,8 +51,6 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--chunk-tokens auto: give a number; `plan --chunk-tokens auto` finds one")
     if args.rollouts:
         raise UserError("bench memory runs synthetic shapes: give --shapes, not --rollouts")
-    if not args.capacity_gb >= 0 or args.repeats < 0:
-        raise UserError(f"--capacity-gb {args.capacity_gb}, --repeats {args.repeats}: from 0")
     failures, rows, frontiers = _measure(args, ways, farther)
     result = {
         **machine(args),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_prefix.cli.report import print_facts, print_json, watched
-from megatron_prefix.data import importers
+from megatron_prefix.cli.arguments import whole
+from megatron_prefix.cli.report import write_and_print
+from megatron_prefix.data.importers import KINDS, import_file
 
 HELP = """\
 Make a rollout file from what a trainer dumped: verl's rollout dump (input, output, score), messages
@@ -17,13 +18,20 @@ examples:
   megatron-prefix import tokens ids.jsonl rollouts.jsonl.gz --vocab-size 151936
 """
 
-add_arguments = importers.add_arguments
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    parser.add_argument("kind", metavar="KIND", choices=KINDS, help=" | ".join(KINDS))
+    parser.add_argument("source", metavar="IN", help="JSON lines, plain or gzip")
+    parser.add_argument("out", metavar="OUT", help="rollout file to write; .gz packs it")
+    parser.add_argument("--tokenizer", help="tokenizer.json, or a transformers folder or name")
+    parser.add_argument(
+        "--vocab-size", type=whole(), metavar="N", help="refuse token ids that are not below it"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Imports the file."""
-    made = importers.run(args, lambda groups: watched(args, groups, "groups"))
-    print_json(made) if args.json else print_facts(
-        "rollout file", {name: str(value) for name, value in made.items()}
-    )
+    groups = import_file(args.source, args.kind, args.tokenizer, vocab_size=args.vocab_size)
+    write_and_print(args, groups)
     return 0

@@ -11,15 +11,20 @@ after Ctrl-C; 141 when the reader of a pipe went away.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
+import logging
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from megatron_prefix import __version__
 from megatron_prefix.cli.arguments import add_output
 from megatron_prefix.errors import UserError
+from megatron_prefix.runtime.launch import RankError
 
 PROG = "megatron-prefix"
 # verb: (module, one line for the list of verbs)
@@ -89,6 +94,34 @@ def _module(verb: str, name: str) -> Any:
         raise UserError(f"{verb} is not in this release ({__version__}); use a later one") from None
 
 
+def _print_any_text() -> None:
+    """Let names that the terminal's encoding lacks be printed as escapes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def _without_other_warnings() -> Iterator[None]:
+    """Keeps other packages' warnings off stderr, in ranks that are started meanwhile too.
+
+    Those of a machine without apex or transformer-engine are ten lines, in every command.
+    """
+    before = os.environ.get("PYTHONWARNINGS")
+    fallback = logging.lastResort or logging.NullHandler()  # prints what no handler takes
+    ours = logging.Filter("megatron_prefix")
+    fallback.addFilter(ours)
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        fallback.removeFilter(ours)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
@@ -100,9 +133,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     verb = next((word for word in argv if not word.startswith("-")), None)
+    _print_any_text()
     try:
         args = make_parser(verb).parse_args(argv)
-        code = args.run(args)
+        with contextlib.nullcontext() if args.verbose else _without_other_warnings():
+            code = args.run(args)
         sys.stdout.flush()
         return int(code)
     except UserError as error:
@@ -110,6 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         line = str(error).partition("\n")[0]
         print(f"{PROG} {verb}: {line}", file=sys.stderr)
         return 2
+    except RankError as error:  # its text has the rank's traceback; this process's says nothing
+        print(f"{PROG} {verb}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"{PROG} {verb}: interrupted", file=sys.stderr)
         return 130

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prefix.cli import report
-from megatron_prefix.cli.arguments import whole
-from megatron_prefix.errors import UserError
+from megatron_prefix.cli.arguments import add_messages, whole
+from megatron_prefix.errors import UserError, shown
+from megatron_prefix.runtime.groups import MESSAGE_TIMEOUT_MINUTES
 from megatron_prefix.verify import matrix
 from megatron_prefix.verify.matrix import Result, Row
 
@@ -64,9 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="transformer-engine's layers or Megatron's own (auto: te on a GPU in bfloat16)",
     )
     group.add_argument(
-        "--timeout", type=whole(), default=120, metavar="S", help="seconds of a row (default 120)"
+        "--timeout",
+        type=whole(1, 10**6),
+        default=120,
+        metavar="S",
+        help="seconds of a row (default 120)",
     )
     group.add_argument("--markdown", metavar="FILE", help="write the table as Markdown")
+    add_messages(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -137,7 +143,13 @@ def _run_row(args: argparse.Namespace, row: Row, world: int | None) -> Result:
     try:
         ranks = row.layout_in(world).world_size
         verdict = align_row(
-            row, args.device, args.dtype, world, args.layer_spec, timeout_s=args.timeout
+            row,
+            args.device,
+            args.dtype,
+            world,
+            args.layer_spec,
+            args.message_timeout_minutes,
+            timeout_s=args.timeout,
         )
     except UserError as error:
         return ended("refused", str(error).partition("\n")[0])
@@ -164,6 +176,7 @@ def align_row(
     dtype: str = "float64",
     world: int | None = None,
     layer_spec: str = "auto",
+    message_timeout_minutes: float = MESSAGE_TIMEOUT_MINUTES,
     **options: Any,
 ) -> Any:
     """The `Alignment` of a row, in a fresh set of ranks, or in torchrun's world.
@@ -174,6 +187,7 @@ def align_row(
         dtype: of the model.
         world: size of torchrun's world, of which this process is a rank; None starts the ranks.
         layer_spec: see ModelOptions.
+        message_timeout_minutes: see ModelOptions.
         options: of `runtime.run_ranks`.
 
     Raises:
@@ -187,7 +201,13 @@ def align_row(
     layout, shape = row.layout_in(world), matrix.SHAPES[row.shape]
     overrides = tuple(row.overrides(dtype).items())
     model = ModelOptions(
-        matrix.MODELS[row.model], dtype, device, row.recompute, layer_spec, overrides=overrides
+        matrix.MODELS[row.model],
+        dtype,
+        device,
+        row.recompute,
+        layer_spec,
+        overrides=overrides,
+        message_timeout_minutes=message_timeout_minutes,
     )
     spec, groups = fit_vocabulary(model, shape.groups(layout.dp, dtype))
     job = (model, spec, layout, groups, shape.config(dtype))
@@ -212,7 +232,11 @@ def _read(args: argparse.Namespace, world: int | None) -> dict[str, Result]:
     if world is not None and path.exists():
         raise UserError(f"--continue {path}: under torchrun give a file that is not there yet")
     known: dict[str, Result] = {}
-    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
+    try:
+        lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--continue {shown(args.record)}: cannot be read ({error})") from None
+    for number, line in enumerate(lines, 1):
         try:
             result = matrix.result_of(json.loads(line))
         except (json.JSONDecodeError, TypeError, UserError) as error:

@@ -7,10 +7,11 @@ import dataclasses
 import platform
 from typing import Any
 
-from megatron_prefix.cli.arguments import whole
-from megatron_prefix.config import CP_REDUCE, MEMORY_POLICIES
+from megatron_prefix.cli.arguments import real, seed, whole
+from megatron_prefix.config import CP_REDUCE, MEMORY_POLICIES, MOST_MEMORY_GB
 from megatron_prefix.errors import UserError
 from megatron_prefix.models.presets import PRESETS, ModelSpec
+from megatron_prefix.runtime.groups import MESSAGE_TIMEOUT_MINUTES
 
 
 def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> None:
@@ -59,7 +60,7 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
     )
     group.add_argument(
         "--memory-budget-gb",
-        type=float,
+        type=real(0, MOST_MEMORY_GB),
         default=0.0,
         metavar="X",
         help="GiB of device memory that a step may use, for --memory auto and offload (default 0:"
@@ -86,7 +87,9 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         metavar="NAME",
         help="attention kernel: math, flash_cpu, flash, cudnn, dense+causal, or auto (default)",
     )
-    group.add_argument("--seed", type=int, default=1234, help="of weights and draws (default 1234)")
+    group.add_argument(
+        "--seed", type=seed, default=1234, metavar="N", help="of weights and draws (default 1234)"
+    )
 
 
 def model_options(args: argparse.Namespace) -> Any:
@@ -96,6 +99,7 @@ def model_options(args: argparse.Namespace) -> Any:
     return ModelOptions(
         args.model, args.dtype, args.device, args.recompute, args.layer_spec, args.seed,
         overrides_of(args.set),
+        getattr(args, "message_timeout_minutes", MESSAGE_TIMEOUT_MINUTES),
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_prefix.data.rollouts import Group, write_rollouts
 from megatron_prefix.errors import UserError
 
 if TYPE_CHECKING:
@@ -194,6 +195,17 @@ def write_text(path: str, text: str) -> None:
     finally:
         with contextlib.suppress(OSError):
             part.unlink()
+
+
+def write_and_print(
+    args: argparse.Namespace, groups: Iterable[Group], total: int | None = None
+) -> None:
+    """Writes `groups` to `args.out` as a rollout file, with progress, and prints what it holds."""
+    made = {"path": args.out, **write_rollouts(args.out, watched(args, groups, "groups", total))}
+    if args.json:
+        print_json(made)
+    else:
+        print_facts("rollout file", {name: str(value) for name, value in made.items()})
 
 
 def deliver(

@@ -17,6 +17,7 @@ from megatron_prefix.cli import report
 from megatron_prefix.cli.arguments import (
     add_layout,
     add_lengths,
+    add_messages,
     add_plan,
     add_rollouts,
     layout_of,
@@ -64,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_layout(parser)
     add_lengths(parser)
     add_plan(parser)
+    add_messages(parser)
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,10 @@ def train_rank(job: Job) -> Summary:
     """One rank's part; returns the summary."""
     from megatron_prefix import runtime
 
-    world = runtime.initialize(job.layout, job.options.device, job.options.seed)
+    options = job.options
+    world = runtime.initialize(
+        job.layout, options.device, options.seed, options.message_timeout_minutes
+    )
     try:
         from megatron_prefix.cli.timelines import draw_plan, write_traces
         from megatron_prefix.rl.checkpoint import Identity

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megatron_prefix.cli.arguments import config_of, whole
+from megatron_prefix.cli.arguments import config_of, real, whole
 
 GROUPS_PER_STEP = 4
 """The default, where ranks and minibatches do not need more and the rollouts have as many."""
@@ -13,22 +13,22 @@ GROUPS_PER_STEP = 4
 
 def add_training(parser: argparse.ArgumentParser) -> None:
     """Steps, optimizer and loss."""
-    group = parser.add_argument_group("training")
+    group, number = parser.add_argument_group("training"), real()
     for option, kind, default, text in (
         ("--steps", whole(), None, "step to end with (default: once over the rollouts)"),
         ("--groups-per-step", whole(), None, f"groups of a step (default {GROUPS_PER_STEP})"),
         ("--ppo-epochs", whole(), 1, "times a step goes over its rollouts (default 1)"),
         ("--minibatches", whole(), 1, "updates of one such time, of whole groups (default 1)"),
-        ("--lr", float, 1e-6, "learning rate (default 1e-6)"),
+        ("--lr", number, 1e-6, "learning rate (default 1e-6)"),
         ("--warmup-steps", whole(0), 0, "steps in which it rises (default 0)"),
-        ("--weight-decay", float, 0.1, "AdamW's (default 0.1)"),
-        ("--clip-grad", float, None, "largest gradient norm; 0: any (default 1; 0 in float64)"),
-        ("--clip-low", float, 0.2, "ratios count no lower than 1 - X (default 0.2)"),
-        ("--clip-high", float, 0.28, "ratios count no higher than 1 + X (default 0.28)"),
-        ("--kl-coeff", float, 0.0, "weight of the KL to the initial model (default 0: none)"),
+        ("--weight-decay", number, 0.1, "AdamW's (default 0.1)"),
+        ("--clip-grad", number, None, "largest gradient norm; 0: any (default 1; 0 in float64)"),
+        ("--clip-low", number, 0.2, "ratios count no lower than 1 - X (default 0.2)"),
+        ("--clip-high", number, 0.28, "ratios count no higher than 1 + X (default 0.28)"),
+        ("--kl-coeff", number, 0.0, "weight of the KL to the initial model (default 0: none)"),
         ("--max-skipped", whole(0), 0, "updates in a row that may not be finite (default 0)"),
     ):
-        name = "X" if kind is float else "N"
+        name = "X" if kind is number else "N"
         group.add_argument(option, type=kind, default=default, metavar=name, help=text)
     group.add_argument(
         "--loss-mean",

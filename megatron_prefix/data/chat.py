@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_prefix.data import jsonl
-from megatron_prefix.data.jsonl import Fault, Row, shown
+from megatron_prefix.data.jsonl import Fault, Row
 from megatron_prefix.data.tokenizer import Message, Tokenizer
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import UserError, shown
 
 
 def conversation_pieces(row: Row, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_prefix.data.jsonl import Fault, shown
+from megatron_prefix.data.jsonl import Fault
+from megatron_prefix.errors import shown
 
 if TYPE_CHECKING:
     from megatron_prefix.data.rollouts import Rollout

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -32,6 +31,7 @@ TREES = ("flat", "branch", "turns")
 # The first ids mark turns, as the special tokens of chat templates do; text is drawn from the rest.
 BEGIN, END, SYSTEM, AGENT, TOOL, FIRST_TEXT = range(6)
 _MIN_PROMPT = 6  # BEGIN SYSTEM text END BEGIN AGENT
+_MOST_TOKENS = 10**8  # of a group, which is made in memory
 _MIN_LEVEL = {"flat": 2, "branch": 2, "turns": 15}  # response tokens a level of the tree needs
 
 
@@ -62,6 +62,12 @@ class _TreeShape:
         for option, (value, least) in limits.items():
             if value < least:
                 raise UserError(f"{option}: too small ({value}); give {least} or more")
+        tokens = self.num_rollouts * (self.prompt + self.response)
+        if tokens > _MOST_TOKENS:
+            raise UserError(
+                f"a group of {self.num_rollouts} rollouts of {self.prompt} + {self.response} tokens"
+                f" is too large ({tokens}); give at most {_MOST_TOKENS} tokens a group"
+            )
 
 
 def generate(
@@ -236,49 +242,6 @@ def bundled_groups() -> Iterator[Group]:
     for seed, (name, prompt, response, num, more) in enumerate(_BUNDLED):
         options = {"tree": "turns", "seed": seed, "name": name, **more}
         yield from generate(1, prompt, response, num, **options)
-
-
-# Command line -------------------------------------------------------------------------------------
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `megatron-prefix generate`."""
-    parser.add_argument("out", metavar="OUT", help="rollout file to write; .gz packs it")
-    parser.add_argument("--tree", choices=TREES, default="flat", help="shape under the prompt")
-    parser.add_argument("--uneven", action="store_true", help="responses of different length")
-    for option, default, what in (
-        ("--groups", 8, "number of groups"),
-        ("--prompt-tokens", 1024, "tokens of each prompt"),
-        ("--response-tokens", 256, "tokens after the prompt"),
-        ("--rollouts", 8, "rollouts of a group"),
-        ("--depth", 3, "levels of a branch tree, turns of an agent"),
-        ("--copies", 0, "rollouts of a group that copy its first"),
-        ("--vocab-size", 2048, "token ids are below it"),
-        ("--seed", 0, "equal seeds give equal files"),
-    ):
-        parser.add_argument(option, type=int, default=default, help=f"{what} (default {default})")
-
-
-def run(
-    args: argparse.Namespace, watch: Callable[[Iterable[Group]], Iterable[Group]] = iter
-) -> dict[str, Any]:
-    """Write the file and return `path, groups, rollouts, tokens`.
-
-    `watch` sees the groups pass and may show progress (it is to them what tqdm is to a loop).
-    """
-    groups = generate(
-        args.groups,
-        args.prompt_tokens,
-        args.response_tokens,
-        args.rollouts,
-        tree=args.tree,
-        depth=args.depth,
-        vocab_size=args.vocab_size,
-        seed=args.seed,
-        uneven=args.uneven,
-        num_copies=args.copies,
-    )
-    return {"path": args.out, **write_rollouts(args.out, watch(groups))}
 
 
 if __name__ == "__main__":

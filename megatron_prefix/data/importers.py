@@ -7,9 +7,8 @@ where rows carry one: a later step is another policy).
 
 from __future__ import annotations
 
-import argparse
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from megatron_prefix.data import jsonl
 from megatron_prefix.data.chat import conversation_pieces
 from megatron_prefix.data.checks import check_ids, check_rollout
 from megatron_prefix.data.jsonl import Fault, PathLike, Row
-from megatron_prefix.data.rollouts import Group, Rollout, Spans, write_rollouts
+from megatron_prefix.data.rollouts import Group, Rollout, Spans
 from megatron_prefix.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_prefix.errors import UserError
 
@@ -210,23 +209,3 @@ def _trained(row: Row, tokens: NDArray[np.int64], prompt_len: int | None) -> NDA
             bad = values[~(mask | (values == 0))][0]
             raise Fault(field, f"holds something else than 0 and 1 ({bad}); give 1 for trained")
     return np.concatenate([np.zeros(num_prompt, dtype=bool), mask])
-
-
-# Command line -------------------------------------------------------------------------------------
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `megatron-prefix import`."""
-    parser.add_argument("kind", metavar="KIND", choices=KINDS, help=" | ".join(KINDS))
-    parser.add_argument("source", metavar="IN", help="JSON lines, plain or gzip")
-    parser.add_argument("out", metavar="OUT", help="rollout file to write; .gz packs it")
-    parser.add_argument("--tokenizer", help="tokenizer.json, or a transformers folder or name")
-    parser.add_argument("--vocab-size", type=int, help="refuse token ids that are not below it")
-
-
-def run(
-    args: argparse.Namespace, watch: Callable[[Iterable[Group]], Iterable[Group]] = iter
-) -> dict[str, Any]:
-    """Import the file and return `path, groups, rollouts, tokens`; `watch` sees the groups pass."""
-    groups = import_file(args.source, args.kind, args.tokenizer, vocab_size=args.vocab_size)
-    return {"path": args.out, **write_rollouts(args.out, watch(groups))}

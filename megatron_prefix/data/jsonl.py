@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import UserError, shown
 
 PathLike = str | os.PathLike[str]
 Row = dict[str, Any]
@@ -32,12 +32,6 @@ class Fault(Exception):
 
     def __init__(self, field: str, text: str) -> None:
         super().__init__(f"{field}: {text}")
-
-
-def shown(value: object, limit: int = 48) -> str:
-    """`value` on one line, cut to `limit` characters, for a message."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def user_error(place: str, fault: object) -> UserError:

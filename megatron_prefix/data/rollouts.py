@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from megatron_prefix.data import jsonl
 from megatron_prefix.data.checks import GroupOrder, check_fields, check_ids, check_rollout
-from megatron_prefix.data.jsonl import Fault, PathLike, Row, shown
-from megatron_prefix.errors import UserError
+from megatron_prefix.data.jsonl import Fault, PathLike, Row
+from megatron_prefix.errors import UserError, shown
 
 Spans = tuple[tuple[int, int], ...]
 

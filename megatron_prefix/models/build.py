@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import types
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import UserError, shown
 from megatron_prefix.models import weights
 from megatron_prefix.models.config import dtype_of, transformer_config
 from megatron_prefix.models.logprobs import vocab_parallel_log_probs
@@ -73,6 +74,7 @@ def build_model(
             f"model {spec.name} takes its vocabulary from the rollouts; call with_vocab(size)"
         )
     engine = _use_transformer_engine(layer_spec, dtype, device)
+    _check_memory(spec, layout, dtype, device)
     config = transformer_config(
         spec,
         layout,
@@ -114,6 +116,24 @@ def unwrap(chunk: Any) -> Any:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
+
+
+def _check_memory(
+    spec: ModelSpec, layout: Layout, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Refuse a model whose weights alone do not fit; allocating them would end the process."""
+    share = spec.parameters() / (layout.tp * layout.pp * layout.ep)
+    if device.type == "cuda":
+        room = torch.cuda.mem_get_info(device)[1]
+    else:
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if share * dtype.itemsize > room:
+        raise UserError(
+            f"model {shown(spec.name)} has {spec.parameters():.3g} parameters, whose"
+            f" {share * dtype.itemsize / 2**30:.3g} GiB a rank do not fit in the"
+            f" {room / 2**30:.3g} GiB of this machine's {device.type}; make the model smaller, or"
+            " raise --tp or --pp"
+        )
 
 
 def _use_transformer_engine(layer_spec: str, dtype: torch.dtype, device: torch.device) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import UserError, shown
 from megatron_prefix.models.presets import ModelSpec
 from megatron_prefix.runtime.layout import Layout
 
@@ -97,7 +97,14 @@ def transformer_config(
         # Two notes about options left alone here, which it prints for every config.
         warnings.filterwarnings("ignore", message="full scope is deprecated")
         warnings.filterwarnings("ignore", message="If you are using transformer_engine")
-        return TransformerConfig(**values)
+        try:
+            return TransformerConfig(**values)
+        except (AssertionError, NotImplementedError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"model {shown(spec.name)}: Megatron-Core refuses this configuration ({reason});"
+                " change the fields it names"
+            ) from None
 
 
 def _leave(weight: torch.Tensor) -> torch.Tensor:

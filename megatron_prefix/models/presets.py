@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import UserError, shown
 
 _SIZES = (
     "num_layers",
@@ -18,6 +19,9 @@ _SIZES = (
     "ffn_hidden_size",
     "max_position",
 )
+_MOST_LAYERS, _MOST_SIZE = 10_000, 10**9
+_POSITIVE = ("rotary_base", "norm_eps")
+_FROM_ZERO = ("init_std", "moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,15 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            self._require_positive(name, getattr(self, name))
+            self._require_size(name, getattr(self, name))
+        if self.num_layers > _MOST_LAYERS:
+            raise UserError(
+                f"model {shown(self.name)}: num_layers {self.num_layers} is more than"
+                f" {_MOST_LAYERS}; give fewer"
+            )
         if self.vocab_size is not None:
-            self._require_positive("vocab_size", self.vocab_size)
+            self._require_size("vocab_size", self.vocab_size)
+        self._check_numbers()
         if self.num_attention_heads % self.num_query_groups:
             raise UserError(
                 f"model {self.name}: num_query_groups {self.num_query_groups} must divide "
@@ -105,13 +115,31 @@ class ModelSpec:
         if self.num_experts is not None:
             self._check_experts(self.num_experts)
 
-    def _require_positive(self, name: str, value: Any) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"model {self.name}: {name} {value!r} must be a whole number from 1")
+    def _require_size(self, name: str, value: Any) -> None:
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole or not 1 <= value <= _MOST_SIZE:
+            raise UserError(
+                f"model {shown(self.name)}: {name} {shown(value)} must be a whole number from 1 to"
+                f" {_MOST_SIZE}"
+            )
+
+    def _check_numbers(self) -> None:
+        """Refuses NaN, infinities and signs that no weight, coefficient or base can have."""
+        for name in (*_POSITIVE, *_FROM_ZERO):
+            value = getattr(self, name)
+            if value is None and name == "moe_z_loss_coeff":
+                continue
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 <= value < math.inf or (name in _POSITIVE and not value):
+                least = "above 0" if name in _POSITIVE else "from 0"
+                raise UserError(
+                    f"model {shown(self.name)}: {name} {shown(value)} must be a finite number"
+                    f" {least}"
+                )
 
     def _check_experts(self, num_experts: int) -> None:
-        self._require_positive("num_experts", num_experts)
-        self._require_positive("moe_ffn_hidden_size", self.moe_ffn_hidden_size)
+        self._require_size("num_experts", num_experts)
+        self._require_size("moe_ffn_hidden_size", self.moe_ffn_hidden_size)
         if not 1 <= self.moe_top_k <= num_experts:
             raise UserError(
                 f"model {self.name}: moe_top_k {self.moe_top_k} must be from 1 to num_experts "
@@ -250,6 +278,14 @@ PRESETS: dict[str, ModelSpec] = {
 }
 
 
+def _exists(path: str) -> bool:
+    """Whether there is such a file or folder; no name that a file cannot have is one."""
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):  # too long, or with a zero byte
+        return False
+
+
 def resolve(name_or_path: str, **overrides: Any) -> ModelSpec:
     """A preset by name, or a Hugging Face config.json (or the folder that holds it) by path.
 
@@ -263,14 +299,14 @@ def resolve(name_or_path: str, **overrides: Any) -> ModelSpec:
     """
     if name_or_path in PRESETS:
         spec = PRESETS[name_or_path]
-    elif Path(name_or_path).exists():
+    elif _exists(name_or_path):
         from megatron_prefix.models import hf
 
         spec = hf.load(name_or_path)
     else:
         raise UserError(
-            f"model {name_or_path!r} is neither a preset ({', '.join(PRESETS)}) nor the path of a "
-            "Hugging Face config.json"
+            f"model {shown(name_or_path)} is neither a preset ({', '.join(PRESETS)}) nor the path"
+            " of a Hugging Face config.json"
         )
     fields = [field.name for field in dataclasses.fields(ModelSpec)]
     for name in overrides:

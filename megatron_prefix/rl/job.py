@@ -17,6 +17,7 @@ from megatron_prefix.models.presets import ModelSpec
 from megatron_prefix.models.weights import global_parameters
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.placement import place
+from megatron_prefix.runtime.groups import MESSAGE_TIMEOUT_MINUTES
 from megatron_prefix.runtime.layout import Layout
 
 
@@ -32,6 +33,7 @@ class ModelOptions:
         layer_spec: "auto", "local" or "te".
         seed: of the weights.
         overrides: fields of ModelSpec to change.
+        message_timeout_minutes: see `runtime.initialize`.
     """
 
     model: str
@@ -41,6 +43,7 @@ class ModelOptions:
     layer_spec: str = "auto"
     seed: int = 1234
     overrides: tuple[tuple[str, Any], ...] = ()
+    message_timeout_minutes: float = MESSAGE_TIMEOUT_MINUTES
 
     def build(self, spec: ModelSpec, layout: Layout, dtype: str | None = None) -> list[Any]:
         """The rank's model chunks, wrapped in DDP."""

@@ -60,7 +60,7 @@ class Links:
         self._kinds = ("F", "B") if backward else ("F",)
         self._gaps = iter(exchanges(plan, channels.rank) if channels.size > 1 else ())
         self._made: dict[Action, Tensor] = {}
-        self._sent: list[tuple[Any, Tensor]] = []
+        self._sent: list[tuple[Any, Tensor, int]] = []
         self._coming: dict[Action, tuple[Any, int, Tensor]] = {}
         self.advance()
 
@@ -87,14 +87,20 @@ class Links:
         for message in next(self._gaps, ()):
             if message.used_by.kind in self._kinds:
                 # A neighbour that is gone may show here already.
-                with self._named(f"sending or waiting for {message.used_by}"):
+                with self._named(self._doing(message)):
                     self._issue(message)
 
     def finish(self) -> None:
         """Waits until everything sent has left."""
         while self._sent:
-            with self._named("sending the last messages of the step"):
-                self._sent.pop()[0].wait()
+            work, _, receiver = self._sent.pop()
+            with self._named(f"sending the last message of the step to pipeline rank {receiver}"):
+                work.wait()
+
+    def _doing(self, message: Message) -> str:
+        if message.sender == self._channels.rank:
+            return f"sending {message.used_by} to pipeline rank {message.receiver}"
+        return f"waiting for {message.used_by} of pipeline rank {message.sender}"
 
     def _issue(self, message: Message) -> None:
         kind, sends = message.used_by.kind, message.sender == self._channels.rank
@@ -102,7 +108,7 @@ class Links:
         if sends:
             tensor = self._made.pop(message.made_by)
             work = dist.isend(tensor, self._channels.ranks[message.receiver], group=group)
-            self._sent.append((work, tensor))  # it lives until it has left
+            self._sent.append((work, tensor, message.receiver))  # it lives until it has left
             return
         shape = self._shape(message.used_by.segment)
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -116,6 +122,6 @@ class Links:
             yield
         except RuntimeError as error:
             raise RuntimeError(
-                f"pipeline rank {self._channels.rank}, {doing}: {error}. A neighbour has failed or"
-                " hangs; its own log says why"
+                f"pipeline rank {self._channels.rank}, {doing}: {error}. A neighbour has failed,"
+                " hangs, or needs longer than --message-timeout-minutes; its own log says why"
             ) from error

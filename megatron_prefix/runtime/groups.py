@@ -7,10 +7,11 @@ import logging
 import os
 import socket
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from megatron_prefix import platforms
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import UserError, shown
 from megatron_prefix.platforms import Platform
 from megatron_prefix.runtime.layout import Layout
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+
+MESSAGE_TIMEOUT_MINUTES = 10.0
+"""How long a message may take: longer than the longest step of one rank for which others wait."""
 
 RENDEZVOUS = "MEGATRON_PREFIX_RENDEZVOUS"
 """Environment variable: the file through which ranks that `launch` started find one another."""
@@ -37,13 +41,51 @@ class World:
 
 
 def env_world_size() -> int | None:
-    """The number of ranks this process was started among (torchrun, `launch`), None if alone."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
-    return None
+    """The number of ranks this process was started among (torchrun, `launch`), None if alone.
+
+    Raises:
+        UserError: the environment says so in part, or what it says cannot be.
+    """
+    if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+        return None
+    wanted = ["RANK", "WORLD_SIZE"]
+    wanted += [] if RENDEZVOUS in os.environ else ["MASTER_ADDR", "MASTER_PORT"]
+    missing = [name for name in wanted if not os.environ.get(name)]
+    if missing:
+        raise UserError(
+            f"the environment has RANK or WORLD_SIZE, but no {' and no '.join(missing)}; start with"
+            " torchrun, or unset RANK and WORLD_SIZE"
+        )
+    rank, world_size = _whole("RANK"), _whole("WORLD_SIZE")
+    if not rank < world_size:
+        raise UserError(
+            f"the environment has RANK {rank} and WORLD_SIZE {world_size}; ranks count from 0 to"
+            f" {world_size - 1}: start with torchrun"
+        )
+    if "LOCAL_RANK" in os.environ:
+        _whole("LOCAL_RANK")
+    if "MASTER_PORT" in wanted:
+        _whole("MASTER_PORT")
+    return world_size
 
 
-def initialize(layout: Layout, device: str = "cpu", seed: int = 1234) -> World:
+def _whole(name: str) -> int:
+    """A variable of the environment as a number."""
+    text = os.environ[name]
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise UserError(
+            f"the environment has {name} {shown(text)}, which is no whole number from 0; start with"
+            " torchrun, or unset RANK and WORLD_SIZE"
+        )
+    return int(text)
+
+
+def initialize(
+    layout: Layout,
+    device: str = "cpu",
+    seed: int = 1234,
+    message_timeout_minutes: float = MESSAGE_TIMEOUT_MINUTES,
+) -> World:
     """Join the job: torch.distributed, Megatron's process groups, and its random generators.
 
     Under torchrun the environment says where the ranks meet; ranks started by `launch` meet in a
@@ -53,6 +95,7 @@ def initialize(layout: Layout, device: str = "cpu", seed: int = 1234) -> World:
         layout: must have as many ranks as the world.
         device: "cpu" or "cuda".
         seed: of Megatron's random generators (dropout); weights are seeded by the model builder.
+        message_timeout_minutes: how long a rank waits for another before the job fails.
 
     Raises:
         UserError: the world has another size than `layout`, or `device` cannot be had.
@@ -77,13 +120,14 @@ def initialize(layout: Layout, device: str = "cpu", seed: int = 1234) -> World:
     local = platform.device(int(os.environ.get("LOCAL_RANK", str(rank))))
     if local.type == "cuda":
         torch.cuda.set_device(local)
-    _join(platform.backend, rank, world_size)
+    _join(platform.backend, rank, world_size, timedelta(minutes=message_timeout_minutes))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
+        distributed_timeout_minutes=message_timeout_minutes,
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
@@ -91,7 +135,7 @@ def initialize(layout: Layout, device: str = "cpu", seed: int = 1234) -> World:
     return World(layout, platform, local, rank, world_size)
 
 
-def _join(backend: str, rank: int, world_size: int) -> None:
+def _join(backend: str, rank: int, world_size: int, timeout: timedelta) -> None:
     """Make the default process group."""
     import torch.distributed as dist
 
@@ -108,7 +152,7 @@ def _join(backend: str, rank: int, world_size: int) -> None:
         store = dist.PrefixStore(f"{RENDEZVOUS}/{next(_JOINED)}", shared)
     else:
         store = dist.HashStore()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def shutdown() -> None:

@@ -35,6 +35,8 @@ NOTICE_S = 1.0
 have to write down where they are."""
 
 
+MOST_RANKS = 256
+"""Ranks that are started on one machine."""
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a job in order; SIGINT does so as KeyboardInterrupt."""
 
@@ -75,6 +77,11 @@ def launch(fn: Callable[..., T], world_size: int, *args: Any, device: str = "cpu
         )
     if started is not None or world_size == 1:
         return fn(*args)
+    if world_size > MOST_RANKS:
+        raise UserError(
+            f"the job needs {world_size} ranks, and one machine starts at most {MOST_RANKS}; change"
+            " the layout, or start them with torchrun on several machines"
+        )
     fork = device == "cpu" and sys.platform == "linux"
     if fork:
         platforms.select(device)
@@ -263,7 +270,7 @@ def _collect(ranks: list[_Rank], timeout_s: float | None) -> list[Any]:
             try:
                 results[number] = _answer(number, ranks[number])
             except RankError as error:
-                raise RankError(f"{error}{_deaths(ranks, number)}") from None
+                raise RankError(f"{error}{_causes(str(error), ranks, number)}") from None
     return [results[number] for number in range(len(ranks))]
 
 
@@ -284,16 +291,33 @@ def _answer(number: int, rank: _Rank) -> Any:
     return value
 
 
-def _deaths(ranks: list[_Rank], failed: int) -> str:
-    """The ranks that a signal has ended: why others have failed, who may have spoken first."""
+def _causes(error: str, ranks: list[_Rank], failed: int) -> str:
+    """Why a rank may have failed: others that a signal has ended or stopped, or too little time."""
     # The connections of a killed rank close a moment before it is gone.
     wait([rank.process.sentinel for n, rank in enumerate(ranks) if n != failed], NOTICE_S)
     codes = {number: rank.process.exitcode for number, rank in enumerate(ranks)}
-    return "".join(
+    found = [
         f"\nrank {number} died with exit code {code}"
         for number, code in codes.items()
         if number != failed and code is not None and code < 0
-    )
+    ]
+    found += [
+        f"\nrank {number} is stopped; kill -CONT {rank.process.pid} would have let it go on"
+        for number, rank in enumerate(ranks)
+        if _stopped(rank)
+    ]
+    if not found and "timed out" in error.lower():
+        found = ["\na rank hangs, or needs longer than --message-timeout-minutes: give more"]
+    return "".join(found)
+
+
+def _stopped(rank: _Rank) -> bool:
+    """Whether a signal has stopped the rank."""
+    try:
+        stat = Path(f"/proc/{rank.process.pid}/stat").read_text("utf-8", errors="replace")
+    except OSError:  # it has ended, or there is no /proc
+        return False
+    return stat.rpartition(")")[2].split()[0] in "Tt"
 
 
 def _stacks(log: Path) -> Path:

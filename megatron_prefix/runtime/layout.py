@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import UserError, shown
 
+MOST, MOST_STAGES = 10**6, 1024
 _SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp")
 
 
@@ -32,8 +33,15 @@ class Layout:
     def __post_init__(self) -> None:
         for name in _SIZES:
             size = getattr(self, name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise UserError(f"--{name} {size!r} is not a size; use a whole number from 1")
+            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST:
+                raise UserError(
+                    f"--{name} {shown(size)} is not a size; use a whole number from 1 to {MOST}"
+                )
+        if self.pp * self.vpp > MOST_STAGES:
+            raise UserError(
+                f"--pp {self.pp} * --vpp {self.vpp} are {self.pp * self.vpp} model chunks; no model"
+                f" has as many layers, use at most {MOST_STAGES}"
+            )
         if self.sequence_parallel and self.tp == 1:
             raise UserError(
                 "--sequence-parallel needs --tp of at least 2, not 1; leave it out or raise --tp"
@@ -82,7 +90,7 @@ class Layout:
         one = cls(tp, pp, vpp, cp, 1, 1, sequence_parallel)  # refuses sizes below 1
         if dp is None:
             if not isinstance(ep, int) or ep < 1:
-                raise UserError(f"--ep {ep!r} is not a size; use a whole number from 1")
+                raise UserError(f"--ep {shown(ep)} is not a size; use a whole number from 1")
             dp = ep // gcd(ep, cp) if world_size is None else max(1, world_size // one.world_size)
         layout = cls(tp, pp, vpp, cp, ep, dp, sequence_parallel)
         if world_size is not None and layout.world_size != world_size:
