@@ -267,7 +267,7 @@ def main() -> None:
     show(console, "surplus of a dense block's first call at a new size, ms", new)
     if options.json:
         report = {"versions": versions, "groups": groups, "new_shapes": new}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

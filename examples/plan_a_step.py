@@ -63,7 +63,9 @@ def main() -> None:
         f"\nbubble {timeline.bubble_fraction:.0%}, at most {timeline.peak_live_positions} live rows"
     )
     if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(timeline_svg(timeline, plan, "two groups on two stages"))
+        Path(sys.argv[1]).write_text(
+            timeline_svg(timeline, plan, "two groups on two stages"), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

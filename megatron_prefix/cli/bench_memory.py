@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--tries", 0, 0, "N", "steps really run to find it, around what the memory model says"
          " (default 0: only the model is asked)"),
     ):  # fmt: skip
-        group.add_argument(name, type=whole(least, 10**6), default=default, metavar=metavar, help=text)
+        group.add_argument(
+            name, type=whole(least, 10**6), default=default, metavar=metavar, help=text
+        )
     group.add_argument(
         "--capacity-gb",
         type=real(0, MOST_MEMORY_GB),

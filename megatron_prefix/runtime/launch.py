@@ -293,13 +293,17 @@ def _answer(number: int, rank: _Rank) -> Any:
 
 def _causes(error: str, ranks: list[_Rank], failed: int) -> str:
     """Why a rank may have failed: others that a signal has ended or stopped, or too little time."""
+    others = {number: rank.process for number, rank in enumerate(ranks) if number != failed}
     # The connections of a killed rank close a moment before it is gone.
-    wait([rank.process.sentinel for n, rank in enumerate(ranks) if n != failed], NOTICE_S)
-    codes = {number: rank.process.exitcode for number, rank in enumerate(ranks)}
+    deadline, killed = time.monotonic() + NOTICE_S, False
+    while not killed and time.monotonic() < deadline:
+        left = [process.sentinel for process in others.values() if process.exitcode is None]
+        wait(left, deadline - time.monotonic())
+        killed = not left or any((process.exitcode or 0) < 0 for process in others.values())
     found = [
-        f"\nrank {number} died with exit code {code}"
-        for number, code in codes.items()
-        if number != failed and code is not None and code < 0
+        f"\nrank {number} died with exit code {process.exitcode}"
+        for number, process in others.items()
+        if (process.exitcode or 0) < 0
     ]
     found += [
         f"\nrank {number} is stopped; kill -CONT {rank.process.pid} would have let it go on"

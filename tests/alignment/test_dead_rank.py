@@ -63,7 +63,7 @@ def lone_rank(rank: int, layout: Layout, folder: Path) -> None:
     try:
         step_until_death(layout)
     except RuntimeError as error:
-        (folder / f"rank{rank}").write_text(str(error))
+        (folder / f"rank{rank}").write_text(str(error), encoding="utf-8")
         runtime.shutdown()
 
 
@@ -87,7 +87,7 @@ def test_the_other_ranks_end_by_themselves(tmp_path: Path, layout: Layout) -> No
             rank.join()
     assert codes == [-signal.SIGKILL if rank == DEAD else 0 for rank in range(len(ranks))]
     for rank in set(range(len(ranks))) - {DEAD}:
-        error = (tmp_path / f"rank{rank}").read_text()
+        error = (tmp_path / f"rank{rank}").read_text(encoding="utf-8")
         assert re.match(rf"pipeline rank {rank}, (waiting for|sending)", error), error
         assert "A neighbour has failed" in error
 
@@ -168,6 +168,51 @@ def wait_for_a_silent_neighbour() -> tuple[str, float]:
     with pytest.raises(RuntimeError) as caught:
         links.receive(action)
     return str(caught.value), time.monotonic() - begin
+
+
+def stop_among_others(layout: Layout) -> None:
+    """A rank's part: one of them is stopped, as a debugger does it, while the others add up."""
+    runtime.initialize(layout, message_timeout_minutes=TIMEOUT.total_seconds() / 60)
+    if dist.get_rank() == DEAD:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.zeros(1))
+
+
+def test_a_stopped_rank_is_noticed_and_named() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, stop_among_others, Layout(dp=2), timeout_s=SOON_S)
+    assert time.monotonic() - begin < SOON_S / 2
+    assert re.search(r"\nrank 1 is stopped; kill -CONT \d+ would", str(caught.value))
+
+
+def sleep_among_others(layout: Layout) -> None:
+    runtime.initialize(layout, message_timeout_minutes=TIMEOUT.total_seconds() / 60)
+    if dist.get_rank() == DEAD:
+        time.sleep(4 * TIMEOUT.total_seconds())
+    dist.all_reduce(torch.zeros(1))
+
+
+def test_a_slow_rank_is_told_the_remedy() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, sleep_among_others, Layout(dp=2))
+    assert str(caught.value).endswith("or needs longer than --message-timeout-minutes: give more")
+
+
+def limits(layout: Layout) -> set[Any]:
+    """A rank's part: the time limits of every process group, the pipeline's channels too."""
+    runtime.initialize(layout, message_timeout_minutes=2.5)
+    from megatron.core import parallel_state
+
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    cpu = torch.device("cpu")
+    made = channels_of(pipeline, cpu).groups.values()
+    every = [*made, *(group for group in dist.distributed_c10d._pg_map if group.size() > 1)]
+    return {group._get_backend(cpu).options._timeout for group in every}
+
+
+def test_every_process_group_has_the_time_limit() -> None:
+    assert run_ranks(4, limits, Layout(pp=2, tp=2)) == [{timedelta(minutes=2.5)}] * 4
 
 
 def test_a_silent_rank_is_given_up_after_the_timeout() -> None:

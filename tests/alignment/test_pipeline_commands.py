@@ -81,9 +81,9 @@ def test_train_runs_a_plan_and_measures_it(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["trace"] == [str(trace), str(picture)]
-    programs = Plan.from_csv(plan.read_text()).programs
-    check_measured(json.loads(trace.read_text())["traceEvents"], programs)
-    drawn = ElementTree.fromstring(picture.read_text())
+    programs = Plan.from_csv(plan.read_text(encoding="utf-8")).programs
+    check_measured(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"], programs)
+    drawn = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
     boxes = [rect for rect in drawn.iter() if rect.tag.endswith("rect") and len(rect)]
     tips = [rect[0].text or "" for rect in boxes if " ms" in (rect[0].text or "")]
     assert len(tips) == sum(map(len, programs))

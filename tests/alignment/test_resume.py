@@ -150,8 +150,8 @@ def test_where_to_resume_from(tmp_path: Path) -> None:
     step = tmp_path / "checkpoints" / "step-000003"
     assert checkpoint.find(tmp_path) is None
     step.mkdir(parents=True)
-    (step / "train.json").write_text("{}")
-    (tmp_path / "checkpoints" / "latest").write_text("step-000003\n")
+    (step / "train.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "checkpoints" / "latest").write_text("step-000003\n", encoding="utf-8")
     for place in (tmp_path, tmp_path / "checkpoints", step):
         assert checkpoint.find(place) == step
     shutil.rmtree(step)

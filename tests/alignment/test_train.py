@@ -237,7 +237,10 @@ def test_metrics_of_every_mode(
     tmp_path: Path, prefix: PrefixConfig, more: dict[str, type], active: int, fallbacks: int
 ) -> None:
     train(tmp_path, 2, settings(prefix=prefix))
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert len(rows) == 2
     for row in rows:
         assert {name: type(value) for name, value in row.items()} == SCHEMA | more

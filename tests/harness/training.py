@@ -79,7 +79,10 @@ def train(
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     rates = [name for name in rows[0] if name.endswith("_per_s")]
     return [{n: v for n, v in row.items() if n not in (*TIMES, *rates)} for row in rows]
 

@@ -115,12 +115,12 @@ def test_the_verb(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result == json.loads(out.read_text())
+    assert result == json.loads(out.read_text(encoding="utf-8"))
     assert result["aligned"] and result["peaks"] == "counted"
     assert [row["way"] for row in result["rows"]] == ["stock", "recompute", "offload"]
     assert all(row["peak_gib"] > 0 and not row["problem"] for row in result["rows"])
     assert [one["way"] for one in result["frontier"]] == ["stock", "recompute", "offload"]
-    assert plot.read_text().lstrip().startswith("<?xml")
+    assert plot.read_text(encoding="utf-8").lstrip().startswith("<?xml")
 
 
 @pytest.mark.parametrize(

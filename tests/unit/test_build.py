@@ -266,6 +266,19 @@ def test_what_cannot_be_built_is_refused(name, layout, options, message):
         build_model(spec, layout=layout, **options)
 
 
+def test_a_model_that_no_machine_holds_is_refused():
+    spec = resolve("tiny-llama", hidden_size=10**8).with_vocab(VOCAB)
+    with pytest.raises(UserError, match=r"GiB a rank do not fit in the [\d.]+ GiB of this machine"):
+        build_model(spec)
+
+
+def test_what_megatron_refuses_is_told_in_one_line():
+    spec = resolve("tiny-moe", num_experts=1, moe_top_k=1).with_vocab(VOCAB)
+    with pytest.raises(UserError, match=r"tiny-moe.: Megatron-Core refuses .*topk is 1") as caught:
+        build_model(spec)
+    assert "\n" not in str(caught.value)
+
+
 def test_an_open_vocabulary_is_refused():
     with pytest.raises(UserError, match=r"call with_vocab\(size\)"):
         build_model(resolve("tiny-llama"))

@@ -85,11 +85,15 @@ def test_the_command_writes_and_compares(tmp_path: Path) -> None:
     wrong = catalogue.main([str(tmp_path), "--check"])
     assert wrong is not None and "flat-group-pp1.csv" in wrong
     assert catalogue.main([str(tmp_path)]) is None
-    assert {path.name: path.read_text() for path in tmp_path.glob("*.csv")} == WANTED
+    assert {
+        path.name: path.read_text(encoding="utf-8") for path in tmp_path.glob("*.csv")
+    } == WANTED
     assert catalogue.main([str(tmp_path), "--check"]) is None
-    (tmp_path / "more.csv").write_text("")
+    (tmp_path / "more.csv").write_text("", encoding="utf-8")
     file = tmp_path / "uneven-groups-pp8.csv"
-    file.write_text(file.read_text().replace("rank 0,F0", "rank 0,F1"))
+    file.write_text(
+        file.read_text(encoding="utf-8").replace("rank 0,F0", "rank 0,F1"), encoding="utf-8"
+    )
     assert catalogue.main([str(tmp_path), "--check"]) == (
         "not what the catalogue makes: more.csv, uneven-groups-pp8.csv"
     )
@@ -113,13 +117,13 @@ def test_the_command_writes_and_compares(tmp_path: Path) -> None:
 def test_what_is_no_catalogue_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         catalogue.read_catalogue(tmp_path)
-    (tmp_path / "catalogue.toml").write_text(text)
+    (tmp_path / "catalogue.toml").write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=message):
         catalogue.read_catalogue(tmp_path)
 
 
 def test_the_readme_tells_the_truth() -> None:
-    text = (FOLDER / "README.md").read_text()
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `([\w-]+)` \|", text, re.M)) == set(SHAPES)
     (csv,) = re.findall(r"```\n(megatron_prefix plan,.*?)```", text, re.S)
     plan = Plan.from_csv(csv)

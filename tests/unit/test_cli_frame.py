@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import resource
 import sys
+import warnings
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 
@@ -14,7 +18,8 @@ from megatron_prefix.cli import main as frame
 from megatron_prefix.cli import report
 from megatron_prefix.cli.main import VERBS, main
 from megatron_prefix.errors import UserError
-from tests.harness.command_line import BUNDLED, command, failure, result, run
+from megatron_prefix.runtime import RankError
+from tests.harness.command_line import BUNDLED, command, failure, result, row, run
 
 
 def test_python_m_runs_the_command_line() -> None:
@@ -40,6 +45,68 @@ def test_every_verb_has_help_with_examples_and_json(capsys, verb) -> None:
     assert "examples:" in out
     assert f"  megatron-prefix {verb}" in out
     assert "--json" in out
+
+
+ROLLOUTS = (BUNDLED, "--groups", "1", "--max-tokens", "64")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("align", "--rollouts", *ROLLOUTS, "--pp", "2", "--kernel", "none", "--recompute", "full"),
+        ("train", *ROLLOUTS, "--kernel", "none"),
+        ("bench", "--shapes", "64:8:2", "--kernel", "none"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_refused_command_writes_one_line_and_no_warnings(tmp_path, arguments) -> None:
+    """In a process of its own, after everything has been imported and the model has been built."""
+    output = ("--output", str(tmp_path / "run")) if arguments[0] == "train" else ()
+    done = command(*arguments, *output)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"megatron-prefix {arguments[0]}: attention kernel 'none'")
+    assert done.stderr.count("\n") == 1
+
+
+def test_other_warnings_are_shown_on_demand(capsys, monkeypatch) -> None:
+    def warn(args) -> int:
+        warnings.warn("apex is not installed", stacklevel=1)
+        logging.getLogger("megatron.core").warning("falling back")
+        logging.getLogger("megatron_prefix.run").warning("of ours")
+        return 0
+
+    handler = logging.lastResort
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's
+    stand_in(monkeypatch, warn)
+    assert run(capsys, "plan") == (0, "", "of ours\n")
+    with pytest.warns(UserWarning, match="apex is not installed"):
+        assert run(capsys, "plan", "--verbose") == (0, "", "falling back\nof ours\n")
+    assert handler is logging.lastResort and not handler.filters
+    assert "PYTHONWARNINGS" not in os.environ
+
+
+def test_a_failed_rank_is_told_without_the_launchers_traceback(capsys, monkeypatch) -> None:
+    stand_in(monkeypatch, raising(RankError("rank 1 failed:\nits traceback")))
+    expected = "megatron-prefix plan: rank 1 failed:\nits traceback\n"
+    assert run(capsys, "plan") == (1, "", expected)
+
+
+def test_names_are_printed_in_any_encoding(tmp_path) -> None:
+    """The C locale without Python's own remedies: ASCII for the terminal and for files."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("LC_")},
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+    }
+    path = tmp_path / "wörter.jsonl"
+    path.write_text(row(group="grüße"), encoding="utf-8")
+    svg = tmp_path / "plan.svg"
+    done = command("plan", str(path), "--svg", str(svg), env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ElementTree.parse(svg)
+    done = command("plan", str(tmp_path / "fehlt-ö.jsonl"), env=environment)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
 def test_plan_takes_less_than_a_second() -> None:
@@ -127,7 +194,8 @@ def test_generate_and_import_report_what_they_wrote(capsys, tmp_path) -> None:
     made = result(capsys, "generate", path, "--groups", "2", "--rollouts", "3")
     assert made == {"path": path, "groups": 2, "rollouts": 6, "tokens": 6 * 1280}
     (tmp_path / "ids.jsonl").write_text(
-        json.dumps({"prompt_ids": [1, 2], "response_ids": [3, 4], "reward": 1.0}) + "\n"
+        json.dumps({"prompt_ids": [1, 2], "response_ids": [3, 4], "reward": 1.0}) + "\n",
+        encoding="utf-8",
     )
     made = result(capsys, "import", "tokens", str(tmp_path / "ids.jsonl"), other)
     assert (made["groups"], made["rollouts"], made["tokens"]) == (1, 1, 4)

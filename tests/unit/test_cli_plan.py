@@ -113,7 +113,10 @@ def test_max_tokens_shortens_and_counts_what_it_drops(capsys) -> None:
 def late_loss(path: Path) -> str:
     """Two rollouts that share nothing; the second is trained from its ninth token on only."""
     first, second = list(range(10)), list(range(20, 30))
-    path.write_text(row(tokens=first) + row(tokens=second, uid="1", prompt_len=8, loss=[[8, 10]]))
+    path.write_text(
+        row(tokens=first) + row(tokens=second, uid="1", prompt_len=8, loss=[[8, 10]]),
+        encoding="utf-8",
+    )
     return str(path)
 
 
@@ -127,7 +130,7 @@ def test_dropped_rollouts_are_counted(capsys, tmp_path) -> None:
 
 def test_nothing_left_is_bad_input(capsys, tmp_path) -> None:
     path = tmp_path / "late.jsonl"
-    path.write_text(row(tokens=list(range(10)), prompt_len=10, loss=[]))
+    path.write_text(row(tokens=list(range(10)), prompt_len=10, loss=[]), encoding="utf-8")
     line = failure(capsys, "plan", str(path), "--max-tokens", "5")
     assert line.endswith(f"--max-tokens 5: no trained token is left in {path}; give more")
 
@@ -158,14 +161,14 @@ def test_csv_and_svg_are_what_was_planned(capsys, tmp_path) -> None:
     csv, svg = tmp_path / "plan.csv", tmp_path / "plan.svg"
     arguments = ["plan", BUNDLED, "--pp", "3", "--csv", str(csv), "--svg", str(svg)]
     found = result(capsys, *arguments)
-    plan = Plan.from_csv(csv.read_text())
+    plan = Plan.from_csv(csv.read_text(encoding="utf-8"))
     assert simulate(plan).makespan == found["makespan"]
     assert len(plan.segments) == found["segments"]
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
-    assert "agents.jsonl.gz: 8 groups, 3 stages" in svg.read_text()
+    assert "agents.jsonl.gz: 8 groups, 3 stages" in svg.read_text(encoding="utf-8")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.csv", "plan.svg"]
     code, out, err = run(capsys, "plan", BUNDLED, "--pp", "3", "--csv", "-")
-    assert (code, out) == (0, csv.read_text())
+    assert (code, out) == (0, csv.read_text(encoding="utf-8"))
     assert "compression" in err
 
 
@@ -194,18 +197,18 @@ BAD_FILES = {
 def test_bad_rollouts_fail_with_one_line_and_write_nothing(capsys, tmp_path, content, message):
     path, csv = tmp_path / "bad.jsonl", tmp_path / "plan.csv"
     path.write_bytes(content)
-    csv.write_text("before")
+    csv.write_text("before", encoding="utf-8")
     for more in ([], ["--json"], ["--csv", str(csv), "--svg", str(tmp_path / "plan.svg")]):
         line = failure(capsys, "plan", str(path), *more)
         assert line.startswith(f"megatron-prefix plan: {path}:")
         assert message in line
-    assert csv.read_text() == "before"
+    assert csv.read_text(encoding="utf-8") == "before"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "plan.csv"]
 
 
 def test_groups_of_one_and_copies_are_valid(capsys, tmp_path) -> None:
     path = tmp_path / "one.jsonl"
-    path.write_text(row() + row(group="h") + row(group="h", uid="1"))
+    path.write_text(row() + row(group="h") + row(group="h", uid="1"), encoding="utf-8")
     found = result(capsys, "plan", str(path))
     assert (found["groups"], found["raw_tokens"], found["executed_tokens"]) == (2, 6, 4)
 
@@ -247,7 +250,7 @@ def test_bad_usage_is_one_line_and_exit_code_2(capsys, arguments, message) -> No
 def test_an_unwritable_svg_leaves_no_csv_behind_half_written(capsys, tmp_path) -> None:
     csv = tmp_path / "plan.csv"
     failure(capsys, "plan", BUNDLED, "--csv", str(csv), "--svg", "/no/such/plan.svg")
-    assert not csv.exists() or Plan.from_csv(csv.read_text()).num_ranks == 1
+    assert not csv.exists() or Plan.from_csv(csv.read_text(encoding="utf-8")).num_ranks == 1
     (tmp_path / "folder").mkdir()
     line = failure(capsys, "plan", BUNDLED, "--csv", str(tmp_path / "folder"))
     assert "cannot be written" in line

@@ -24,10 +24,10 @@ def plan_file(capsys, tmp_path) -> Path:
 
 def edited(path: Path, rank: int, edit) -> None:
     """Rewrites a plan file with one rank's cells changed."""
-    plan = Plan.from_csv(path.read_text())
+    plan = Plan.from_csv(path.read_text(encoding="utf-8"))
     programs = cells(plan)
     edit(programs[rank])
-    path.write_text(with_programs(plan, programs).to_csv())
+    path.write_text(with_programs(plan, programs).to_csv(), encoding="utf-8")
 
 
 def test_show_json_agrees_with_plan(capsys, plan_file) -> None:
@@ -56,7 +56,7 @@ def test_show_cuts_the_grid_to_the_terminal(capsys, plan_file, monkeypatch) -> N
     lines = out.splitlines()
     assert lines[0].startswith("stage 0  F0  F1")
     assert all(len(line) <= 60 for line in lines)
-    program = Plan.from_csv(plan_file.read_text()).programs[0]
+    program = Plan.from_csv(plan_file.read_text(encoding="utf-8")).programs[0]
     shown = [word for word in lines[0].split() if word[0] in "FB"]
     assert shown == [str(action) for action in program[: len(shown)]]
     assert lines[0].endswith(f"... {len(program) - len(shown)} more")
@@ -66,7 +66,7 @@ def test_show_cuts_the_grid_to_the_terminal(capsys, plan_file, monkeypatch) -> N
 def test_show_full_prints_every_action(capsys, plan_file, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     _, out, _ = run(capsys, "show", str(plan_file), "--full")
-    plan = Plan.from_csv(plan_file.read_text())
+    plan = Plan.from_csv(plan_file.read_text(encoding="utf-8"))
     for rank, program in enumerate(plan.programs):
         rows = [line.split()[2:] for line in out.splitlines() if line.startswith(f"stage {rank} ")]
         assert [cell for row in rows for cell in row] == [str(action) for action in program]
@@ -76,7 +76,7 @@ def test_show_draws(capsys, plan_file, tmp_path) -> None:
     svg = tmp_path / "shown.svg"
     assert run(capsys, "show", str(plan_file), "--svg", str(svg))[0] == 0
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
-    assert "plan.csv" in svg.read_text()
+    assert "plan.csv" in svg.read_text(encoding="utf-8")
 
 
 def test_show_marks_the_bad_cell_of_an_invalid_plan(capsys, plan_file, tmp_path) -> None:
@@ -105,9 +105,9 @@ def test_show_marks_the_bad_cell_of_an_invalid_plan(capsys, plan_file, tmp_path)
     ],
 )
 def test_show_refuses_broken_files(capsys, plan_file, old, new, message) -> None:
-    text = plan_file.read_text()
+    text = plan_file.read_text(encoding="utf-8")
     assert old in text
-    plan_file.write_text(text.replace(old, new, 1))
+    plan_file.write_text(text.replace(old, new, 1), encoding="utf-8")
     assert message in failure(capsys, "show", str(plan_file))
 
 

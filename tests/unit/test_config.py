@@ -26,7 +26,12 @@ def test_defaults_are_valid_and_those_of_the_tree() -> None:
         ({"memory": "forget"}, "memory is 'forget': give one of retain"),
         ({"run_ahead": 3}, "run_ahead is 3: give one of 1, 2"),
         ({"run_ahead": 0}, "run_ahead is 0"),
-        ({"min_speedup": 0.0}, "min_speedup is 0.0: give a number above 0"),
+        ({"min_speedup": 0.0}, "min_speedup is 0.0: give a finite number above 0"),
+        (
+            {"memory_budget_gb": 1e300},
+            "memory_budget_gb is 1e.300: give a number from 0 to 1000000",
+        ),
+        ({"memory_budget_gb": float("nan")}, "memory_budget_gb is nan"),
         ({"min_speedup": float("nan")}, "min_speedup is nan"),
         ({"chunk_tokens": -1}, "chunk_tokens is -1"),
         ({"wave_tokens": -1}, "wave_tokens is -1"),

@@ -212,7 +212,8 @@ def test_the_checks_can_fail(tmp_path) -> None:
     document = tmp_path / "bad.md"
     document.write_text(
         "# A title\n[a](no.md) [b](#a-title) [c](#none)\n`plan/planer.py`, `tests/unit/nothing/`,"
-        " `plan/planner.py`\n`megatron-prefix plan\nx --svgg y`\n```\nbash launch/no.sh\n```\n"
+        " `plan/planner.py`\n`megatron-prefix plan\nx --svgg y`\n```\nbash launch/no.sh\n```\n",
+        encoding="utf-8",
     )
     assert broken_links(document) == ["no.md", "#none"]
     assert missing_files(document) == [
@@ -220,7 +221,7 @@ def test_the_checks_can_fail(tmp_path) -> None:
         "plan/planer.py",
         "tests/unit/nothing/",
     ]
-    lines = list(command_lines(document.read_text()))
+    lines = list(command_lines(document.read_text(encoding="utf-8")))
     assert "megatron-prefix plan x --svgg y" in lines
     assert unknown_command("megatron-prefix plan x --svgg y")
     assert unknown_command("torchrun -m megatron_prefix pla x")

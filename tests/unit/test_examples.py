@@ -62,7 +62,7 @@ def test_share_a_prompt():
 
 def changed_loop() -> str:
     """The trainer's loop with the change that its own comment asks for."""
-    text = LOOP.read_text()
+    text = LOOP.read_text(encoding="utf-8")
     (wanted,) = re.findall(r"^# {5}(from megatron_prefix import \w+)$", text, re.M)
     line = "from megatron.core.pipeline_parallel import get_forward_backward_func"
     assert text.count(f"\n{line}") == 1
@@ -71,8 +71,12 @@ def changed_loop() -> str:
 
 def test_sharing_is_a_change_of_one_line_and_the_losses_stay(tmp_path: Path):
     changed = tmp_path / "loop.py"
-    changed.write_text(changed_loop())
-    lines = zip(LOOP.read_text().splitlines(), changed.read_text().splitlines(), strict=True)
+    changed.write_text(changed_loop(), encoding="utf-8")
+    lines = zip(
+        LOOP.read_text(encoding="utf-8").splitlines(),
+        changed.read_text(encoding="utf-8").splitlines(),
+        strict=True,
+    )
     assert sum(before != after for before, after in lines) == 1
     steps = []
     for script in (LOOP, changed):

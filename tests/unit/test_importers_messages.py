@@ -178,7 +178,7 @@ def test_a_tokenizer_file(source: Path, folder: Path) -> None:
     assert "no chat template" in refused(source, "messages", str(file))
     for path, said in ((folder / "no.json", "no such file"), (source, "cannot be loaded")):
         assert said in refused(source, "verl", str(path))
-    file.write_text("{}")
+    file.write_text("{}", encoding="utf-8")
     assert "cannot be loaded" in refused(source, "verl", str(file))
 
 

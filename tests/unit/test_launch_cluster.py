@@ -34,9 +34,9 @@ def commands(tmp_path: Path) -> Path:
     """A folder for PATH whose commands only say what they were asked."""
     for name in ("torchrun", "srun", "scontrol", "megatron-prefix"):
         path = tmp_path / name
-        path.write_text(f'#!/bin/sh\necho "{name}" "$@"\n')
+        path.write_text(f'#!/bin/sh\necho "{name}" "$@"\n', encoding="utf-8")
         path.chmod(0o755)
-    (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf 'node7\\nnode8\\n'\n")
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf 'node7\\nnode8\\n'\n", encoding="utf-8")
     return tmp_path
 
 
@@ -115,7 +115,9 @@ def test_slurm_names_the_first_node(commands):
         SLURM_JOB_NUM_NODES="2", SLURM_SUBMIT_DIR="/project",
     )  # fmt: skip
     assert words == ["srun", "bash", "/project/launch/train_multinode.sh", "--tp", "2"]
-    (commands / "srun").write_text("#!/bin/sh\necho $NNODES $NGPU $MASTER_ADDR $JOB_ID\n")
+    (commands / "srun").write_text(
+        "#!/bin/sh\necho $NNODES $NGPU $MASTER_ADDR $JOB_ID\n", encoding="utf-8"
+    )
     seen = asked(
         commands, "train.sbatch", SLURM_JOB_NODELIST="node[7-8]", SLURM_JOB_ID="42",
         SLURM_JOB_NUM_NODES="2", SLURM_SUBMIT_DIR="/project",
@@ -148,7 +150,7 @@ def test_one_release_after_the_other(tmp_path):
     done = sandbox.run("bash", "launch/test_versions.sh", "0.17.1", "0.19.2", TESTS="a b")
     assert done.returncode == 0, done.stderr
     begins = ("-m pip install --quiet", "python -m pytest")
-    pins = (LAUNCH / "requirements-cpu.txt").read_text().splitlines()
+    pins = (LAUNCH / "requirements-cpu.txt").read_text(encoding="utf-8").splitlines()
     (triton,) = [line for line in pins if line.startswith("triton")]
     assert [line for line in sandbox.asked if line.startswith(begins)] == [
         f"-m pip install --quiet --no-deps megatron-core==0.17.1 {triton}",
@@ -165,7 +167,7 @@ def test_one_release_after_the_other(tmp_path):
 
 @pytest.mark.parametrize("script", CLUSTER, ids=lambda path: path.name)
 def test_arguments_and_no_logic(script):
-    text = script.read_text()
+    text = script.read_text(encoding="utf-8")
     assert not re.search(r"^\s*(if|for|while|case|function)\b|\(\)\s*\{|pkill|killall", text, re.M)
     if script.name != "arguments.sh":
         assert text.count("\ntorchrun ") == 1
@@ -232,7 +234,10 @@ def test_train_on_two_nodes(tmp_path):
     summary = json.loads(told)
     assert summary["last_step"] == 2
     assert 0 < summary["executed_tokens"] < summary["raw_tokens"]
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[0]["prefix_sharing/active"] == 1
 
@@ -249,4 +254,4 @@ def test_align_on_two_nodes(tmp_path):
     result = json.loads(told)
     assert result["counts"] == {"aligned": 2}
     assert sorted(row["row"] for row in result["rows"]) == rows
-    assert "2 rows: 2 aligned" in document.read_text()
+    assert "2 rows: 2 aligned" in document.read_text(encoding="utf-8")

@@ -39,12 +39,12 @@ class Sandbox:
         for name in ("launch", ".ci"):
             shutil.copytree(REPOSITORY / name, self.root / name)
         shutil.copy(REPOSITORY / "setup.cfg", self.root)
-        self.python.write_text(STAND_IN)
+        self.python.write_text(STAND_IN, encoding="utf-8")
         self.python.chmod(0o755)
 
     def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess:
         """`command` in the copy; what it asked of Python is in `asked` afterwards."""
-        self.notes.write_text("")
+        self.notes.write_text("", encoding="utf-8")
         environment = {"PYTHON": str(self.python), "VENV": str(self.venv), **environment}
         return subprocess.run(
             command,
@@ -57,7 +57,7 @@ class Sandbox:
 
     @property
     def asked(self) -> list[str]:
-        return self.notes.read_text().splitlines()
+        return self.notes.read_text(encoding="utf-8").splitlines()
 
     @property
     def installs(self) -> list[str]:
@@ -90,7 +90,7 @@ def test_nothing_is_installed_twice(sandbox):
 
 def test_other_pins_are_installed(sandbox):
     sandbox.run("bash", "launch/test.sh")
-    with (sandbox.root / "launch" / "requirements-cpu.txt").open("a") as pins:
+    with (sandbox.root / "launch" / "requirements-cpu.txt").open("a", encoding="utf-8") as pins:
         pins.write("another==1.0\n")
     sandbox.run("bash", "launch/test.sh")
     assert len(sandbox.installs) == 2
@@ -153,18 +153,18 @@ def test_what_is_missing_is_named_with_the_mend(sandbox, environment, problem):
 
 def test_a_folder_that_is_no_environment_is_left_alone(sandbox):
     sandbox.venv.mkdir()
-    (sandbox.venv / "thesis.txt").write_text("mine")
+    (sandbox.venv / "thesis.txt").write_text("mine", encoding="utf-8")
     done = sandbox.run("bash", "launch/test.sh")
     assert done.returncode == 2
     assert "is no virtual environment; set VENV" in done.stderr
-    assert (sandbox.venv / "thesis.txt").read_text() == "mine"
+    assert (sandbox.venv / "thesis.txt").read_text(encoding="utf-8") == "mine"
 
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_ci_ends_with_the_closing_line_of_pytest(sandbox, status):
     closing = "======= 3 passed, 1 skipped in 1.25s ======="
     script = f"echo '{closing}'; echo 'a late warning' >&2; exit {status}\n"
-    (sandbox.root / "launch" / "test.sh").write_text(script)
+    (sandbox.root / "launch" / "test.sh").write_text(script, encoding="utf-8")
     done = sandbox.run("bash", ".ci/run")
     assert done.returncode == status
     assert done.stdout.splitlines()[-1] == closing

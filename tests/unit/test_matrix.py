@@ -96,7 +96,7 @@ def test_one_line_a_layout(monkeypatch, capsys, tmp_path):
     told = capsys.readouterr()
     assert "18 rows: 18 aligned" in told.out
     assert told.err.count("aligned") == 18
-    lines = document.read_text().splitlines()
+    lines = document.read_text(encoding="utf-8").splitlines()
     assert [line.split(" | ")[0] for line in lines if line.startswith("| dense")] == [
         "| dense TP2", "| dense PP2", "| dense PP4",
     ]  # fmt: skip
@@ -165,7 +165,7 @@ def test_continue_runs_what_is_not_aligned_yet(monkeypatch, capsys, tmp_path):
 )
 def test_bad_usage_is_exit_code_2(capsys, tmp_path, arguments, message):
     bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"rows": 3}\n')
+    bad.write_text('{"rows": 3}\n', encoding="utf-8")
     assert main(["matrix", *(text.format(bad=bad) for text in arguments)]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1

@@ -19,7 +19,7 @@ SCRIPT = REPOSITORY / "benchmarks" / "nccl_rows.sh"
 def run(folder: Path, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
     """The script; what it asked of torchrun is in `folder/notes`."""
     torchrun = folder / "torchrun"
-    torchrun.write_text(f'#!/bin/sh\necho "$@" >>{folder}/notes\nexit {status}\n')
+    torchrun.write_text(f'#!/bin/sh\necho "$@" >>{folder}/notes\nexit {status}\n', encoding="utf-8")
     torchrun.chmod(0o755)
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
@@ -34,7 +34,7 @@ def test_rows_fill_the_gpus_in_both_dtypes(tmp_path: Path, gpus: int, num: int) 
     assert done.returncode == 0, done.stderr
     known = {row.name: row for row in rows()}
     dtypes = []
-    for line in (tmp_path / "notes").read_text().splitlines():
+    for line in (tmp_path / "notes").read_text(encoding="utf-8").splitlines():
         option, ranks, _, module, *arguments = line.split()
         assert (option, ranks, module) == ("--nproc-per-node", str(gpus), "megatron_prefix")
         args = make_parser("matrix").parse_args(arguments)
@@ -48,14 +48,14 @@ def test_rows_fill_the_gpus_in_both_dtypes(tmp_path: Path, gpus: int, num: int) 
 
 def test_a_failed_row_fails_the_script_and_the_other_dtype_runs(tmp_path: Path) -> None:
     assert run(tmp_path, status=1, NGPU="2").returncode == 1
-    assert len((tmp_path / "notes").read_text().splitlines()) == 2
+    assert len((tmp_path / "notes").read_text(encoding="utf-8").splitlines()) == 2
 
 
 def test_one_dtype_alone(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "float32.jsonl").write_text("of an earlier run")
+    (tmp_path / "out" / "float32.jsonl").write_text("of an earlier run", encoding="utf-8")
     assert run(tmp_path, NGPU="2", DTYPES="float32").returncode == 0
-    assert "--dtype float32" in (tmp_path / "notes").read_text()
+    assert "--dtype float32" in (tmp_path / "notes").read_text(encoding="utf-8")
     assert not (tmp_path / "out" / "float32.jsonl").exists()
 
 

@@ -101,7 +101,9 @@ def test_the_plan_catalogue_is_no_package():
 
 
 def pins() -> dict[str, Requirement]:
-    lines = (REPOSITORY / "launch" / "requirements-cpu.txt").read_text().splitlines()
+    lines = (
+        (REPOSITORY / "launch" / "requirements-cpu.txt").read_text(encoding="utf-8").splitlines()
+    )
     found = [Requirement(line) for line in lines if line and not line.startswith("#")]
     return {canonicalize_name(one.name): one for one in found}
 
@@ -189,7 +191,43 @@ def test_the_measure_of_functions():
 
 
 def test_functions_are_short_or_say_why_not():
-    found = [f"{path}: {line}" for path in sources() for line in long_functions(path.read_text())]
+    found = [
+        f"{path}: {line}"
+        for path in sources()
+        for line in long_functions(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+def without_encoding(text: str) -> list[str]:
+    """Calls that read or write text in whatever encoding the locale has."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Call) or any(one.arg == "encoding" for one in node.keywords):
+            continue
+        owner, _, name = ast.unparse(node.func).rpartition(".")
+        mode = node.args[0 if owner else 1 :][:1]
+        binary = bool(mode) and "b" in ast.unparse(mode[0])
+        silent = {
+            "open": owner not in ("os", "gzip") and not binary,
+            "read_text": not node.args,
+            "write_text": owner not in ("report", "files") and len(node.args) == 1,
+        }
+        if silent.get(name):
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_files_are_utf_8_in_every_locale():
+    calls = ["open('x')", "x.open()", "x.read_text()", "f(x).write_text('')", "open(x, 'w')"]
+    assert without_encoding("\n".join(calls)) == calls
+    fine = ["open(x, 'rb')", "x.open('wb')", "x.read_text('utf-8')", "open(x, encoding='utf-8')"]
+    assert without_encoding("\n".join(fine)) == []
+    found = [
+        f"{path}: {call}"
+        for path in sources()
+        for call in without_encoding(path.read_text("utf-8"))
+    ]
     assert found == []
 
 

@@ -29,7 +29,7 @@ def forest(prefix=8, suffix=4, num=3, num_groups=2, **options) -> Forest:
 
 def saved(folder: Path, plan: Plan) -> str:
     path = folder / "plan.csv"
-    path.write_text(plan.to_csv())
+    path.write_text(plan.to_csv(), encoding="utf-8")
     return str(path)
 
 
@@ -117,7 +117,9 @@ def test_what_is_no_plan_is_refused(tmp_path) -> None:
     with pytest.raises(UserError, match=r"p\.csv: not a plan: it is no text"):
         PlanFile(str(path))
     text = make_plan(forest(), 1).to_csv()
-    path.write_text(text.replace("1,0,0,wave+scored,retain,8+", "1,0,0,wave+scored,retain,7+"))
+    path.write_text(
+        text.replace("1,0,0,wave+scored,retain,8+", "1,0,0,wave+scored,retain,7+"), encoding="utf-8"
+    )
     with pytest.raises(UserError, match=r"p\.csv: segment 1: a span starts at 7, not at 8"):
         PlanFile(str(path))
 

@@ -104,7 +104,7 @@ def test_platform_may_come_after_megatron():
 
 @pytest.mark.parametrize("package", ["megatron", "triton"])
 def test_a_missing_package_is_named(package, tmp_path, monkeypatch):
-    (tmp_path / f"wants_{package}.py").write_text(f"import {package}")
+    (tmp_path / f"wants_{package}.py").write_text(f"import {package}", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(cpu, "_MEGATRON", (f"wants_{package}",))
     monkeypatch.setitem(sys.modules, package, None)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 
@@ -81,7 +82,7 @@ LLAMA31_ROPE = {
 def write(folder, values):
     """A config.json in `folder`."""
     path = folder / "config.json"
-    path.write_text(values if isinstance(values, str) else json.dumps(values))
+    path.write_text(values if isinstance(values, str) else json.dumps(values), encoding="utf-8")
     return path
 
 
@@ -223,6 +224,32 @@ def test_sizes_are_whole_numbers_from_one(field, value):
     values = dataclasses.asdict(PRESETS["tiny-llama"])
     with pytest.raises(UserError, match=f"{field} {value!r}"):
         ModelSpec(**{**values, field: value})
+
+
+@pytest.mark.parametrize("field", ["init_std", "norm_eps", "rotary_base", "moe_z_loss_coeff"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, "1", True])
+def test_numbers_are_finite_and_of_one_sign(field, value):
+    with pytest.raises(UserError, match=f"tiny-llama.: {field} .*must be a finite number"):
+        dataclasses.replace(PRESETS["tiny-llama"], **{field: value})
+
+
+def test_a_base_is_above_zero_and_weights_may_be_zero():
+    assert resolve("tiny-llama", init_std=0.0).init_std == 0
+    with pytest.raises(UserError, match=r"rotary_base 0\.0 must be a finite number above 0"):
+        resolve("tiny-llama", rotary_base=0.0)
+
+
+@pytest.mark.parametrize("fields", [{"num_layers": 10_001}, {"hidden_size": 10**9 + 1}])
+def test_sizes_have_an_end(fields):
+    with pytest.raises(UserError, match=r"(num_layers|hidden_size) 1000+1 (is more|must be)"):
+        resolve("tiny-llama", **fields)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "two\nlines"])
+def test_a_name_that_no_file_has_is_an_unknown_model(name):
+    with pytest.raises(UserError, match="is neither a preset") as caught:
+        resolve(name)
+    assert len(str(caught.value)) < 300 and "\n" not in str(caught.value)
 
 
 def test_specs_and_configs_need_no_torch():

@@ -36,7 +36,7 @@ def _marked() -> list[str]:
     package = data.REPOSITORY / "megatron_prefix"
     docstrings = {
         ".".join(path.relative_to(package).with_suffix("").parts): ast.get_docstring(
-            ast.parse(path.read_text())
+            ast.parse(path.read_text(encoding="utf-8"))
         )
         for path in sorted(package.rglob("*.py"))
     }

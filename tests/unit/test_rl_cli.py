@@ -55,7 +55,7 @@ def row(**changes: Any) -> dict[str, Any]:
 
 def a_file(folder: Path, *rows: dict[str, Any]) -> str:
     path = folder / "rollouts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 
 
@@ -75,7 +75,7 @@ def test_json_is_one_object_and_progress_goes_elsewhere(tmp_path: Path) -> None:
     assert result["grad_max_rel_diff"] <= result["tolerance"]
     assert result["speedup"] == pytest.approx(result["stock_step_s"] / result["step_s"])
     assert "step 2 of 2: loss " in err and "tokens/s" in err
-    assert Path(result["metrics"]).read_text().count("\n") == 2
+    assert Path(result["metrics"]).read_text(encoding="utf-8").count("\n") == 2
     assert (Path(result["checkpoint"]) / "train.json").is_file()
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
@@ -174,5 +174,5 @@ def test_the_command_starts_its_own_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["last_step"] == 1 and result["error"] is None
-    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    (line,) = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(line)["prefix_sharing/raw_tokens"] == result["raw_tokens"]

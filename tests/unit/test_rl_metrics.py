@@ -11,7 +11,7 @@ from megatron_prefix.rl.metrics import FILE, MetricsWriter
 
 
 def lines(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+    return [json.loads(line) for line in (folder / FILE).read_text(encoding="utf-8").splitlines()]
 
 
 def write(folder, steps: range, first: int = 1, value: float = 0.5) -> None:
@@ -33,7 +33,7 @@ def test_one_line_a_step(tmp_path) -> None:
 
 def test_resuming_drops_what_comes_again_and_a_cut_line(tmp_path) -> None:
     write(tmp_path, range(1, 5))
-    with open(tmp_path / FILE, "a") as file:
+    with open(tmp_path / FILE, "a", encoding="utf-8") as file:
         file.write('{"step": 5, "train/lo')
     write(tmp_path, range(3, 5), first=3, value=0.25)
     assert [(row["step"], row["train/loss"]) for row in lines(tmp_path)] == [

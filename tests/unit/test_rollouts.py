@@ -140,13 +140,13 @@ def one_group(**changes: Any) -> Group:
 )
 def test_a_bad_rollout_is_not_written(tmp_path: Path, changes: dict[str, Any], field: str) -> None:
     path = tmp_path / "out.jsonl.gz"
-    path.write_text("what was there")
+    path.write_text("what was there", encoding="utf-8")
     first = Group("z", (dataclasses.replace(one_group().rollouts[0], group="z"),))
     with pytest.raises(UserError) as caught:
         write_rollouts(path, [first, one_group(**changes)])
     assert str(caught.value).startswith(f"{path}:2: {field}: ")
     assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl.gz"]
-    assert path.read_text() == "what was there"
+    assert path.read_text(encoding="utf-8") == "what was there"
 
 
 def interrupted() -> Iterator[Group]:

@@ -33,6 +33,8 @@ def test_world_size(sizes, world_size):
         ({"dp": -1}, "--dp -1 is not a size"),
         ({"pp": 1.5}, "--pp 1.5 is not a size"),
         ({"cp": True}, "--cp True is not a size"),
+        ({"dp": 10**20}, "--dp 1000+ is not a size; use a whole number from 1 to 1000000"),
+        ({"pp": 64, "vpp": 64}, "--pp 64 . --vpp 64 are 4096 model chunks.*at most 1024"),
         ({"sequence_parallel": True}, "needs --tp of at least 2, not 1"),
         ({"vpp": 2}, "--vpp 2 needs --pp of at least 2"),
         ({"ep": 2}, "--ep 2 must divide cp . dp = 1; use --dp 2"),
@@ -74,6 +76,45 @@ def test_dp_defaults_to_what_fills_the_world(given, dp):
 def test_a_world_that_does_not_fit_is_refused(given, message):
     with pytest.raises(UserError, match=message):
         Layout.fill(**given)
+
+
+# --- the environment ---------------------------------------------------------------------------
+
+MASTER = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+GOOD = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **MASTER}
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "abc"}, "has RANK 'abc', which is no whole number"),
+        ({"RANK": "-1"}, "has RANK '-1', which is no whole number"),
+        ({"RANK": "9" * 5000}, r"has RANK '9+\.\.\., which is no whole number"),
+        ({"WORLD_SIZE": "2.0"}, "has WORLD_SIZE '2.0', which is no whole number"),
+        ({"LOCAL_RANK": ""}, "has LOCAL_RANK '', which is no whole number"),
+        ({"MASTER_PORT": "http"}, "has MASTER_PORT 'http', which is no whole number"),
+        ({"RANK": "2"}, "RANK 2 and WORLD_SIZE 2; ranks count from 0 to 1"),
+        ({"WORLD_SIZE": None}, "RANK or WORLD_SIZE, but no WORLD_SIZE; start with torchrun, or"),
+        ({"RANK": None}, "but no RANK; start with torchrun"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": None}, "but no MASTER_ADDR and no MASTER_PORT;"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_refused(monkeypatch, variables, message):
+    for name, value in {**GOOD, **variables}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        runtime.env_world_size()
+
+
+def test_the_environment_says_how_many_ranks_there_are(monkeypatch):
+    for name, value in MASTER.items():
+        monkeypatch.setenv(name, value)  # alone it says nothing
+    assert runtime.env_world_size() is None
+    for name, value in GOOD.items():
+        monkeypatch.setenv(name, value)
+    assert runtime.env_world_size() == 2
 
 
 # --- joining -------------------------------------------------------------------------------------

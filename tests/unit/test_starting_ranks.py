@@ -31,6 +31,11 @@ def test_a_world_of_one_runs_in_this_process():
     assert (pid, result) == (os.getpid(), 5)
 
 
+def test_more_ranks_than_a_machine_starts_are_refused():
+    with pytest.raises(UserError, match="needs 1000 ranks, and one machine starts at most 256"):
+        runtime.launch(rank_and_threads, 1000, 0)
+
+
 def test_launch_returns_the_result_of_rank_zero():
     assert runtime.launch(rank_and_threads, 2, 10)[0] == 10
 
@@ -116,14 +121,17 @@ def test_a_result_that_cannot_travel_is_a_failure():
 
 
 def sleep_and_tell(folder):
-    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
+    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()), encoding="utf-8")
     time.sleep(300)
 
 
 def alive(pid):
     """Whether the process runs; one that has ended but is not yet collected does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]
+            != "Z"
+        )
     except FileNotFoundError:
         return False
 
@@ -135,7 +143,7 @@ def test_a_set_that_takes_too_long_is_ended_and_tells_where_it_was(tmp_path):
     assert first == "rank 0 is here:" and "rank 1 is here:" in lines
     assert sum("in sleep_and_tell" in line for line in lines) == 2
     assert last == "ranks [0, 1] did not finish in 1.5 s"
-    assert not any(alive(int(path.read_text())) for path in tmp_path.iterdir())
+    assert not any(alive(int(path.read_text(encoding="utf-8"))) for path in tmp_path.iterdir())
 
 
 def start_process_in_rank():
@@ -163,7 +171,7 @@ def test_a_rank_does_not_start_ranks():
 def script(folder, code):
     """A Python file; it may import this package."""
     path = folder / "job.py"
-    path.write_text(textwrap.dedent(code))
+    path.write_text(textwrap.dedent(code), encoding="utf-8")
     return path
 
 
@@ -251,11 +259,13 @@ def waiting_job(folder, start="fork"):
     )
     try:
         deadline = time.monotonic() + 60
-        while len(list(pids.iterdir())) < 2 or not all(p.read_text() for p in pids.iterdir()):
+        while len(list(pids.iterdir())) < 2 or not all(
+            p.read_text(encoding="utf-8") for p in pids.iterdir()
+        ):
             assert job.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        yield job, [int(path.read_text()) for path in pids.iterdir()]
+        yield job, [int(path.read_text(encoding="utf-8")) for path in pids.iterdir()]
     finally:
         job.kill()
         job.wait()
