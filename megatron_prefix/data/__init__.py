@@ -1,1 +1,4 @@
-"""Rollout files: reading, writing, importing, shortening and generating. numpy only."""
+"""Rollout files: read, write, import, shorten, generate. numpy only.
+
+Read rollouts.py, then checks.py.
+"""

@@ -1,4 +1,4 @@
-"""What of a conversation a model wrote, found by rendering its beginnings with its template."""
+"""Finds what a model wrote in a conversation: renders its beginnings with the chat template."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_prefix.errors import UserError, shown
 
 
 def conversation_pieces(row: Row, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """Cut the rendered `messages` of `row` into (text, is it trained), to the last assistant turn.
+    """Cut the rendered `messages` of `row` into (text, trained), up to the last assistant turn.
 
-    A turn of the assistant is what the template adds to the generation prompt that stands before
-    it, white space at the end aside: the template's, not the model's. Errors: `Fault`, also when
-    the template renders a turn differently once others follow (as those do that drop earlier
-    reasoning), since then no one sequence holds what the model saw at every turn.
+    An assistant's turn is what the template adds after the generation prompt, without white space
+    at the end, which is the template's. Errors: `Fault`, also when the template renders an earlier
+    turn differently once others follow (as templates that drop earlier reasoning do): then no
+    sequence holds what the model saw at every turn.
     """
     messages = _messages(row)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -47,7 +47,7 @@ def _rendered(
         return tokenizer.render(messages, row.get("tools"), add_generation_prompt)
     except UserError:
         raise
-    except Exception as error:  # noqa: BLE001  (a template is a program, it raises what it likes)
+    except Exception as error:  # noqa: BLE001  (a template may raise anything)
         text = f"the chat template refuses them ({shown(str(error), 120)})"
         raise Fault("messages", f"{text}; correct them or use another template") from None
 
@@ -60,7 +60,7 @@ def _messages(row: Row) -> list[Message]:
 
 
 def _message(index: int, message: Any) -> Message:
-    """One message in the form templates read: text content, arguments of tool calls as objects."""
+    """One message as templates need it: text content, arguments of tool calls as objects."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         text = f"message {index} has no role ({shown(message)}); give role and content"
         raise Fault("messages", text)
@@ -82,9 +82,9 @@ def _part(index: int, part: Any) -> str:
 
 
 def _call(call: Any) -> Any:
-    """A tool call; the chat API gives its arguments as JSON in a string, templates want the object.
+    """A tool call; the chat API has its arguments as a JSON string, templates need the object.
 
-    What is no JSON stays a string: models do write broken calls, and these are what was trained.
+    Invalid JSON stays a string: models do write broken calls, and they were trained on them.
     """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):

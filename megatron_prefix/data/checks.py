@@ -1,4 +1,4 @@
-"""What a rollout and the rows of a rollout file must be; a `Fault` names the field that is not."""
+"""Checks of rollouts and of rows of a rollout file; a `Fault` names the bad field."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MAX_ID = int(np.iinfo(np.int32).max)
 
 
 def check_rollout(rollout: Rollout, *, vocab_size: int | None = None) -> None:
-    """Raise `Fault` for the first field of `rollout` that is not as `Rollout` documents it."""
+    """Raise `Fault` for the first field that is not as `Rollout` documents it."""
     check_ids(rollout.tokens, 0, vocab_size)
     check_fields(rollout)
 
 
 def check_fields(rollout: Rollout) -> None:
-    """Raise `Fault` for the first field that is wrong, token ids aside."""
+    """Raise `Fault` for the first bad field; token ids are not checked."""
     num_tokens = len(rollout)
     if num_tokens < 2:
         raise Fault("tokens", f"the sequence is too short ({num_tokens}); give 2 tokens or more")
@@ -42,7 +42,7 @@ def check_fields(rollout: Rollout) -> None:
 def check_ids(
     ids: NDArray[Any], offset: int, vocab_size: int | None, field: str = "tokens"
 ) -> None:
-    """Raise `Fault` for an id of [n] not in 0..vocab_size-1; `offset` is the first one's place."""
+    """Raise `Fault` for an id of [n] outside 0..vocab_size-1; the first is token `offset`."""
     bound = _MAX_ID + 1 if vocab_size is None else vocab_size
     bad = np.flatnonzero((ids < 0) | (ids >= bound))
     if not len(bad):
@@ -84,7 +84,7 @@ def _check_logprobs(logprobs: NDArray[np.float64], num_trained: int) -> None:
 
 
 class GroupOrder:
-    """Holds that the rows of a group are adjacent, its name comes once, and uids are its own."""
+    """Checks that a group's rows are adjacent, its name is unique, and so are uids within it."""
 
     def __init__(self) -> None:
         self._current: str | None = None
@@ -105,5 +105,5 @@ class GroupOrder:
         self._uids.add(uid)
 
     def close(self) -> None:
-        """No group goes on past here (the end of a file)."""
+        """Call it at the end of a file: no group continues in the next."""
         self._current = None

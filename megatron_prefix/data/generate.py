@@ -28,7 +28,7 @@ from megatron_prefix.errors import UserError
 #   are not; rollouts part at random places within what the agent writes, at the latest in its last
 #   turn.
 TREES = ("flat", "branch", "turns")
-# The first ids mark turns, as the special tokens of chat templates do; text is drawn from the rest.
+# The first ids mark turns, like special tokens of chat templates; text uses the other ids.
 BEGIN, END, SYSTEM, AGENT, TOOL, FIRST_TEXT = range(6)
 _MIN_PROMPT = 6  # BEGIN SYSTEM text END BEGIN AGENT
 _MOST_TOKENS = 10**8  # of a group, which is made in memory
@@ -37,7 +37,7 @@ _MIN_LEVEL = {"flat": 2, "branch": 2, "turns": 15}  # response tokens a level of
 
 @dataclass(frozen=True)
 class _TreeShape:
-    """What the groups of one call have in common; lengths in tokens."""
+    """The arguments of `generate`; lengths in tokens."""
 
     prompt: int
     response: int
@@ -143,9 +143,9 @@ def _prompt(shape: _TreeShape, rng: np.random.Generator) -> NDArray[np.int32]:
 
 
 def _layout(shape: _TreeShape, rng: np.random.Generator) -> tuple[NDArray[np.int32], Spans]:
-    """Where marks stand in a response (int32 [response], -1 for text), and its trained spans.
+    """Marks of a response (int32 [response], -1 for text), and its trained spans.
 
-    One layout for all rollouts of a group: wherever they part, their turns stay in step.
+    All rollouts of a group have the same layout, so their turns stay aligned after they part.
     """
     marks = np.full(shape.response, -1, dtype=np.int32)
     marks[-1] = END
@@ -163,7 +163,7 @@ def _layout(shape: _TreeShape, rng: np.random.Generator) -> tuple[NDArray[np.int
 def _responses(
     shape: _TreeShape, num: int, rng: np.random.Generator
 ) -> tuple[NDArray[np.int32], list[int]]:
-    """Text of `num` different responses, shared as the tree says, and from where each is alone.
+    """Text of `num` different responses, shared as the tree says, and where each becomes unshared.
 
     Returns int32 [num, response] and `num` response positions.
     """
@@ -199,7 +199,7 @@ def _branch_points(shape: _TreeShape, rng: np.random.Generator) -> list[int]:
 def _parted(
     members: NDArray[np.int64], levels: int, tree: str, rng: np.random.Generator
 ) -> list[NDArray[np.int64]]:
-    """Part a cluster of rollouts so that `levels` such steps, this one included, part them all."""
+    """Split a cluster of rollouts; after `levels` such steps, with this one, all are alone."""
     if levels == 1 or len(members) == 1:
         return list(members[:, None])
     if tree == "branch":
@@ -209,7 +209,7 @@ def _parted(
 
 
 def _end(shape: _TreeShape, loss: Spans, parted_at: int, rng: np.random.Generator) -> int:
-    """Length of one response: past where it is alone, so that it stays different; ends trained."""
+    """Length of one response: past where it becomes unshared, ending in a trained token."""
     if not shape.uneven:
         return shape.response
     least = max(shape.response // 2, parted_at + 2)

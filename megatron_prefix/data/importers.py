@@ -1,8 +1,8 @@
-"""Rollouts from what users have: verl's rollout dump, chat messages, token ids (all JSON lines).
+"""Imports rollouts: verl's rollout dump, chat messages, token ids (all JSON lines).
 
-Rows of one group may stand anywhere in such a file, so a file is read whole before its first group
-comes out. A row that names no group belongs with the rows that have its prompt (and its `step`,
-where rows carry one: a later step is another policy).
+Rows of a group may be anywhere in such a file, so a file is read whole before the first group is
+returned. A row without a group is grouped with rows of the same prompt (and the same `step`, if
+rows have one, since a later step has another policy).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_prefix.errors import UserError
 KINDS = ("verl", "messages", "tokens")
 _NOT_TRAINED = -100  # torch's ignore_index, what training code writes into labels
 
-# Names seen for one thing, the first of them ours.
+# Names that files use for one field; the first is ours.
 _GROUP = ("group", "group_id", "group_index", "prompt_id")
 _UID = ("uid", "id")
 _REWARD = ("reward", "score")
@@ -89,7 +89,7 @@ def _decoder(kind: str, tokenizer: Tokenizer | str | None) -> Callable[[Row], Ro
 
 
 def _labelled(rollout: Rollout, row: Row) -> Rollout:
-    """`rollout` with what all kinds share; group and uid stay empty when the row names none."""
+    """`rollout` with the fields of all kinds; group and uid stay empty if the row has none."""
     group, uid = _first(row, _GROUP), _first(row, _UID)
     return replace(
         rollout,
@@ -101,7 +101,7 @@ def _labelled(rollout: Rollout, row: Row) -> Rollout:
 
 
 def _free(uid: str, taken: dict[str, Rollout]) -> str:
-    """`uid`, or `uid#1`, `uid#2`, ... when it is taken: an id may be that of the task."""
+    """`uid`, or `uid#1`, `uid#2`, ... if it is taken: an id may be that of the task."""
     candidates = (f"{uid}#{count}" if count else uid for count in range(len(taken) + 1))
     return next(candidate for candidate in candidates if candidate not in taken)
 
@@ -134,7 +134,7 @@ def _from_verl(row: Row, tokenizer: Tokenizer) -> Rollout:
 
 
 def _from_messages(row: Row, tokenizer: Tokenizer) -> Rollout:
-    """Every piece is encoded on its own, so equal pieces give equal ids and spans end on tokens."""
+    """Pieces are encoded one by one: equal pieces get equal ids, and spans end at tokens."""
     tokens: list[int] = []
     loss: list[tuple[int, int]] = []
     for text, trained in conversation_pieces(row, tokenizer):
@@ -166,7 +166,7 @@ def _from_tokens(row: Row) -> Rollout:
 
 
 def _sequence(row: Row) -> tuple[NDArray[np.int64], int | None]:
-    """The whole sequence int64 [n], and the prompt's length when the row tells."""
+    """The whole sequence int64 [n], and the prompt's length if the row has it."""
     prompt = _first(row, _PROMPT)
     if prompt is not None:
         head, tail = _ids(row, prompt), _ids(row, _one_of(row, _RESPONSE))
@@ -191,7 +191,7 @@ def _trained(row: Row, tokens: NDArray[np.int64], prompt_len: int | None) -> NDA
     if field is None:
         if prompt_len is None:
             names = " or ".join((*_MASK, "labels", "prompt_len", "response_length"))
-            raise Fault("loss_mask", f"missing (nothing tells what is trained); give {names}")
+            raise Fault("loss_mask", f"missing (nothing says what is trained); give {names}")
         return np.arange(len(tokens)) >= prompt_len
     values = jsonl.integers(row, field)
     num_prompt = len(tokens) - len(values)

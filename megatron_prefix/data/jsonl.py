@@ -1,7 +1,7 @@
-"""JSON lines in and out: streamed, plain or gzip; one-line errors name file, row and field.
+"""Reads and writes JSON lines: streamed, plain or gzip; one-line errors name file, row and field.
 
-A row is a line of the file; rows count from 1 and blank lines count but hold nothing. Whoever looks
-into a row raises `Fault(field, text)`; `at_row` turns it into the `UserError` the user sees:
+A row is a line of the file; rows count from 1, and blank lines count, too. Code that reads a field
+raises `Fault(field, text)`; `at_row` turns it into the `UserError` that the user sees:
 `FILE:ROW: FIELD: what is wrong (value); how to fix`.
 """
 
@@ -28,7 +28,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 class Fault(Exception):
-    """What is wrong with one field of one row; the reader adds file and row."""
+    """A bad field of a row; the reader adds file and row."""
 
     def __init__(self, field: str, text: str) -> None:
         super().__init__(f"{field}: {text}")
@@ -52,7 +52,7 @@ def at_row(path: PathLike, number: int) -> Iterator[None]:
 
 
 def read_rows(path: PathLike) -> Iterator[tuple[int, Row]]:
-    """Yield (row number, object) of a JSON lines file; gzip is told by its first bytes.
+    """Yield (row number, object) of a JSON lines file; gzip is recognised by its first bytes.
 
     Errors: `UserError` for a file that is missing, unreadable, empty, not UTF-8, truncated or
     corrupt, and for a row that is not one JSON object.

@@ -154,9 +154,10 @@ def write_rollouts(
 ) -> dict[str, int]:
     """Write `groups` to `path` and return how many `groups, rollouts, tokens` were written.
 
-    `delta` codes the tokens a row shares with the start of the row before as `lcp`. Equal groups
-    give equal bytes (gzip by the suffix .gz). All or nothing: an exception leaves what was there.
-    Errors: `UserError` for a rollout that could not be read back, for none at all, for the folder.
+    With `delta` a row stores the number of tokens that it shares with the row before as `lcp`.
+    Equal groups give equal bytes (gzip by the suffix .gz). After an exception an existing file is
+    unchanged. Errors: `UserError` for a rollout that could not be read back, for no rollout, for
+    the folder.
     """
     counts = {"groups": 0, "rollouts": 0, "tokens": 0}
     jsonl.write_lines(path, _encoded(path, groups, delta, counts))
@@ -213,7 +214,7 @@ def common_prefix(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
 
 
 def dense_vocabulary(groups: Iterable[Group]) -> tuple[list[Group], int, NDArray[np.int32]]:
-    """Map the ids that occur one-to-one to 0..V-1, so that a tiny model can take real rollouts.
+    """Map the ids that occur to 0..V-1, so that a tiny model can train on real rollouts.
 
     Returns the mapped groups (shared prefixes stay shared), V, and the original ids int32 [V] in
     ascending order: new id i was `ids[i]`.

@@ -11,12 +11,12 @@ from megatron_prefix.errors import UserError
 def shorten(group: Group, max_tokens: int) -> tuple[Group | None, int]:
     """Cut every rollout of `group` to at most `max_tokens` tokens (`--max-tokens`).
 
-    A group that fits is returned as it is. Else the shared prompt first loses its head, down to
-    half of `max_tokens` and the same cut for the whole group, so what was shared stays shared; then
-    each rollout loses its tail. Spans and `old_logprobs` are cut with the tokens.
+    A group that fits is returned unchanged. Otherwise the shared prompt loses its head first, down
+    to half of `max_tokens` and by the same cut for the whole group, so shared tokens stay shared;
+    then each rollout loses its tail. Spans and `old_logprobs` are cut with the tokens.
 
-    Returns the group, or None when nothing is left, and the number of rollouts that were dropped
-    because no trained token was left in them. Errors: `UserError` when `max_tokens` is below 2.
+    Returns the group, or None when nothing is left, and the number of rollouts dropped because they
+    have no trained token left. Errors: `UserError` when `max_tokens` is below 2.
     """
     if max_tokens < 2:
         raise UserError(f"--max-tokens: too small ({max_tokens}); give 2 or more")
@@ -29,7 +29,7 @@ def shorten(group: Group, max_tokens: int) -> tuple[Group | None, int]:
 
 
 def _shared_prompt(group: Group) -> int:
-    """Leading tokens that are prompt in, and the same for, every rollout of the group."""
+    """Number of leading tokens that belong to the prompt of, and are equal in, all rollouts."""
     first = group.rollouts[0]
     shared = min(rollout.prompt_len for rollout in group.rollouts)
     return min([shared, *(common_prefix(first.tokens, other.tokens) for other in group.rollouts)])

@@ -18,7 +18,7 @@ class Tokenizer(Protocol):
     """What an importer needs of a tokenizer."""
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`, with what opens a sequence (such as BOS) when asked for."""
+        """Token ids of `text`, with special tokens such as BOS if asked for."""
 
     def render(
         self,
@@ -41,7 +41,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         package = "tokenizers" if name.endswith(".json") else "transformers"
         text = f"needs the package {package} ({error}); pip install {package} jinja2"
         raise user_error(_OPTION, text) from None
-    except Exception as error:  # noqa: BLE001  (the packages raise whatever their loaders meet)
+    except Exception as error:  # noqa: BLE001  (their loaders may raise anything)
         first = str(error).strip().splitlines() or [type(error).__name__]
         text = f"cannot be loaded from {name!r} ({first[0]})"
         fix = "give a tokenizer.json, or a folder or name that transformers knows"

@@ -1,1 +1,1 @@
-"""Which Megatron versions and features run, and the one file that hooks a model."""
+"""Which Megatron versions and features run (features.py), and the hooks on a model (install.py)."""

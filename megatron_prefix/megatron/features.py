@@ -16,7 +16,7 @@ from megatron_prefix.moe.versions import routers
 
 logger = logging.getLogger(__name__)
 OLDEST = Version("0.16.1")
-NEWEST_READ = Version("0.19.2")
+NEWEST_TRIED = Version("0.19.2")
 
 
 def _on(name: str) -> Callable[[Any], bool]:
@@ -38,7 +38,7 @@ def _with_experts(name: str, is_off: tuple[Any, ...] = (None, False)) -> Callabl
 
 
 def _balances(*kinds: str, others: bool = False) -> Callable[[Any], bool]:
-    """Whether one of these load-balancing types is in use, or with `others` one of no others."""
+    """Whether one of these load-balancing types is used; with `others`, any type but these."""
 
     def is_on(config: Any) -> bool:
         given = getattr(config, "moe_router_load_balancing_type", "none")
@@ -53,7 +53,7 @@ def _other_than(name: str, usual: str) -> Callable[[Any], bool]:
     return lambda config: getattr(config, name, usual) not in (usual, None)
 
 
-# Routers whose choice for one token depends on other tokens or on chance.
+# For routers whose choice for a token depends on other tokens or on chance.
 _COUPLED = "leave it out: copies of a prompt token would {}"
 _BALANCE = "use aux_loss, seq_aux_loss or global_aux_loss: {}"
 _KNOWN_BALANCING = (
@@ -102,7 +102,7 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def check_version(version: str | None = None) -> None:
-    """Refuses a Megatron-Core that the hooks do not fit; warns of one that nobody has read yet.
+    """Refuses a Megatron-Core that is too old; warns of one that was not tried.
 
     Raises:
         UserError: older than 0.16.1.
@@ -110,8 +110,8 @@ def check_version(version: str | None = None) -> None:
     found = Version(version or megatron.core.__version__)
     if Version(found.base_version) < OLDEST:
         raise UserError(f"megatron-core {found} is too old: install {OLDEST} or newer")
-    if found > NEWEST_READ:
-        logger.warning("megatron-core %s is newer than %s, the newest tried", found, NEWEST_READ)
+    if found > NEWEST_TRIED:
+        logger.warning("megatron-core %s is newer than %s, the newest tried", found, NEWEST_TRIED)
 
 
 def refusals(config: Any) -> list[str]:
@@ -138,8 +138,8 @@ def _wrapper_refusals(model: Any) -> list[str]:
 def offload_refusal(model: Any) -> str | None:
     """Why a model chunk cannot run with memory policy "offload"; None where it can.
 
-    Fused weight gradients mark the weight as done, Megatron's overlapped reduction asks for the
-    mark, and a weight that comes back through autograd's saved-tensor hooks is another object.
+    Fused weight gradients set a flag on the weight, which Megatron's overlapped reduction reads; but a
+    weight that comes back through autograd's saved-tensor hooks is another object.
     """
     ddp = getattr(model, "ddp_config", None)
     fused = getattr(get_model_config(model), "gradient_accumulation_fusion", False)

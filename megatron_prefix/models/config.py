@@ -20,7 +20,7 @@ def dtype_of(name: str | torch.dtype) -> torch.dtype:
     """torch's dtype by name.
 
     Raises:
-        UserError: not one that a model can be built in.
+        UserError: no model can be built in it.
     """
     for known, dtype in DTYPES.items():
         if name in (known, dtype):
@@ -29,10 +29,10 @@ def dtype_of(name: str | torch.dtype) -> torch.dtype:
 
 
 def check_layout(spec: ModelSpec, layout: Layout) -> None:
-    """Refuse a layout the model cannot be cut into.
+    """Refuse a layout that does not fit the model.
 
     Raises:
-        UserError: naming both numbers and the fix.
+        UserError: names both numbers and the fix.
     """
     stages = layout.pp * layout.vpp
     if spec.num_layers % stages:
@@ -73,11 +73,11 @@ def transformer_config(
 ) -> Any:
     """Megatron's TransformerConfig for `spec`, without dropout and without random weights.
 
-    On the CPU every fused kernel is off. In float64 nothing but the RoPE table is narrower; in
-    bfloat16 softmax and router compute in float32.
+    On the CPU every fused kernel is off. In float64 only the RoPE table is narrower; in bfloat16
+    softmax and router compute in float32.
 
     Args:
-        overrides: fields of TransformerConfig that win over everything here.
+        overrides: fields of TransformerConfig; they win over everything else.
 
     Raises:
         UserError: unknown `recompute`, or `layout` does not fit `spec`.
@@ -94,7 +94,7 @@ def transformer_config(
         **(overrides or {}),
     }
     with warnings.catch_warnings():
-        # Two notes about options left alone here, which it prints for every config.
+        # It warns of two options that are not used here, for every config.
         warnings.filterwarnings("ignore", message="full scope is deprecated")
         warnings.filterwarnings("ignore", message="If you are using transformer_engine")
         try:
@@ -108,7 +108,7 @@ def transformer_config(
 
 
 def _leave(weight: torch.Tensor) -> torch.Tensor:
-    """Initialise nothing: weights.py fills every parameter."""
+    """Initialise nothing: models/weights.py fills every parameter."""
     return weight
 
 
@@ -136,7 +136,7 @@ def _shape(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _experts(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
-    # variable_seq_lengths wants the all-to-all dispatcher, even of a dense model.
+    # variable_seq_lengths needs the all-to-all dispatcher, even in a dense model.
     values: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
     if spec.is_moe:
         values.update(
@@ -168,7 +168,7 @@ def _parallel(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
         "variable_seq_lengths": True,
     }
     if layout.vpp > 1:
-        # With batch_p2p_comm, pp 2 gives wrong gradients over gloo, without a word.
+        # With batch_p2p_comm, pp 2 over gloo gives wrong gradients without an error.
         values.update(
             virtual_pipeline_model_parallel_size=layout.vpp,
             overlap_p2p_comm=True,

@@ -2,7 +2,7 @@
 
 The formats are those of transformers' LlamaConfig, Qwen3Config and Qwen3MoeConfig
 (transformers/models/*/configuration_*.py), where absent fields have the defaults used here.
-What Megatron-Core or the prefix schedule would compute otherwise is refused, never ignored.
+Anything that Megatron-Core or the prefix schedule would compute differently is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_prefix.models.presets import ModelSpec, RopeScaling
 
 
 class _Config:
-    """One config.json, with access that names file and field when something is wrong."""
+    """One config.json; errors name file and field."""
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
         self.path, self.values = path, values
@@ -27,7 +27,7 @@ class _Config:
         return UserError(f"{self.path}: {field} {problem}")
 
     def number(self, field: str, default: float | None = None) -> Any:
-        """A number; without a default the field must be there."""
+        """A number; without a default the field is required."""
         value = self.values.get(field)
         if value is None:
             value = default
@@ -38,7 +38,7 @@ class _Config:
         return value
 
     def size(self, field: str, default: int | None = None) -> int:
-        """A whole number from 1; without a default the field must be there."""
+        """A whole number from 1; without a default the field is required."""
         value = self.number(field, default)
         if not isinstance(value, int) or value < 1:
             raise self.wrong(field, f"is {value!r}, not a whole number from 1; fix the file")
@@ -52,14 +52,14 @@ class _Config:
         return value
 
     def only(self, field: str, supported: Any, why: str) -> None:
-        """Refuse a field that has another value than the one supported (or is absent)."""
+        """Refuse any value but the supported one; the field may be absent."""
         value = self.values.get(field)
         if value is not None and value != supported:
             raise self.wrong(field, f"{value!r} is not supported ({why}); use {supported!r}")
 
 
 def load(path: str | Path) -> ModelSpec:
-    """The shape of the model that a config.json, or the folder it lies in, describes.
+    """The ModelSpec of a config.json, or of the folder that holds one.
 
     Raises:
         UserError: no such file, not JSON, an unknown model family, a missing field, or a feature
@@ -86,7 +86,7 @@ def load(path: str | Path) -> ModelSpec:
 
 
 def _dense(config: _Config, **family: Any) -> ModelSpec:
-    """What the families have in common."""
+    """The fields that all families have."""
     config.only("hidden_act", "silu", "the MLP is SwiGLU")
     config.only("attention_bias", False, "Megatron-Core has no bias on the output projection alone")
     config.only("mlp_bias", False, "the MLP has no bias")

@@ -1,8 +1,7 @@
 """Log-probabilities of given tokens, over a vocabulary split by tensor parallelism.
 
-Megatron-Core's cross entropy computes in float32 whatever the logits are
-(tensor_parallel/cross_entropy.py, `calculate_logits_max`). This one keeps float64, which the
-alignment in float64 needs.
+Megatron-Core's cross entropy always computes in float32 (tensor_parallel/cross_entropy.py,
+`calculate_logits_max`). This one keeps float64, as alignment in float64 needs.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ def vocab_parallel_log_probs(
 ) -> torch.Tensor:
     """log softmax(logits)[label], without gathering the vocabulary.
 
-    Crossing ranks are three numbers a token, in two all-reduces: the largest logit, the sum of
-    exponentials, and the label's logit. This rank's softmax is the only tensor of the logits' size
-    that is made, and kept for the backward pass.
+    Ranks exchange three numbers a token in two all-reduces: the largest logit, the sum of
+    exponentials and the label's logit. This rank's softmax is the only tensor of the logits' size;
+    it is kept for the backward.
 
     Args:
         logits: [s, b, V/tp], this rank's contiguous part of the vocabulary, parts ordered by rank.
@@ -57,7 +56,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         largest = logits.amax(dim=-1).to(dtype)
         if size > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        # A new tensor even where the dtype is the same: the softmax is made in it.
+        # Always a new tensor: the softmax is computed in place.
         softmax = logits.to(dtype) - largest.unsqueeze(-1)
 
         local = labels - first

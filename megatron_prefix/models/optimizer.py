@@ -18,11 +18,11 @@ def build_optimizer(
     eps: float = 1e-8,
     clip_grad: float = 1.0,
 ) -> Any:
-    """AdamW through Megatron's optimizer, of the kind the chunks were built for.
+    """Megatron's AdamW for these model chunks.
 
-    bfloat16 parameters get float32 main parameters. float32 and float64 parameters are stepped as
-    they are, from their `main_grad` of the same dtype, so in float64 the whole step is float64.
-    Whether the distributed optimizer is used was said to `build_model`.
+    bfloat16 parameters get float32 main parameters. float32 and float64 parameters are updated
+    directly from their `main_grad` of the same dtype, so a float64 step is float64 throughout.
+    `build_model` decides about the distributed optimizer.
 
     Args:
         clip_grad: the largest norm of the whole gradient; 0 does not clip. Megatron's clipping

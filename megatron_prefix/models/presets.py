@@ -173,7 +173,7 @@ class ModelSpec:
         return self
 
     def layer_parameters(self, layer: int = 0) -> int:
-        """Parameters of one decoder layer (all experts of it), norms and biases left out."""
+        """Parameters of one decoder layer with all its experts, without norms and biases."""
         heads = self.num_attention_heads + self.num_query_groups
         attention = 2 * self.hidden_size * self.kv_channels * heads
         if not self.is_moe or (self.moe_layers is not None and not self.moe_layers[layer]):
@@ -182,14 +182,13 @@ class ModelSpec:
         return attention + experts * (3 * width + 1) * self.hidden_size
 
     def parameters(self) -> int:
-        """Parameters of the whole model, norms and biases left out; an open vocabulary counts 0."""
+        """Parameters of the whole model, without norms and biases; an open vocabulary counts 0."""
         tables = (1 if self.tie_embeddings else 2) * (self.vocab_size or 0) * self.hidden_size
         return tables + sum(self.layer_parameters(layer) for layer in range(self.num_layers))
 
 
-# The tiny ones have wider initial weights than a real model, so that attention and gradients are
-# far from their values at zero weights and a wrong term shows. Real shapes: the model cards'
-# config.json of Meta-Llama-3-8B, Qwen3-8B and Qwen3-30B-A3B.
+# The tiny ones have larger initial weights than real models, so that a wrong term in attention or
+# gradients is visible. Real shapes: config.json of Meta-Llama-3-8B, Qwen3-8B and Qwen3-30B-A3B.
 PRESETS: dict[str, ModelSpec] = {
     spec.name: spec
     for spec in (

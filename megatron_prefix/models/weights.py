@@ -1,10 +1,9 @@
 """Random weights that do not depend on the layout.
 
-Every full tensor is drawn from a generator seeded by the seed and the parameter's name in the
-whole model; a rank then keeps its tensor-parallel part. So TP, PP, VPP, EP and DP, the local and
-the transformer-engine layer spec, all start from the same model, and runs can be compared.
-Values are drawn in float32 on the model's device and then rounded to the parameter's dtype; a GPU
-draws other numbers than the CPU does.
+Every full tensor is drawn from a generator seeded by the seed and the parameter's name in the whole
+model; a rank then keeps its tensor-parallel part. So all layouts and both layer specs start from
+the same model, and runs can be compared. Values are drawn in float32 on the model's device and
+rounded to the parameter's dtype; a GPU draws other numbers than the CPU.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ import torch
 from megatron_prefix.models.presets import ModelSpec
 
 VOCAB_MULTIPLE = 128
-"""Tables are padded to a multiple of this, and of tp, so padding rarely depends on the layout."""
+"""Embedding tables are padded to a multiple of this and of tp, so padding rarely varies with tp."""
 
 NORM_NOISE = 0.1
-"""Norm weights are 1 plus this times a normal number: at exactly 1 a misplaced norm would hide."""
+"""Norm weights are 1 plus this times a normal number; weights of exactly 1 would hide mistakes."""
 
-# transformer-engine fuses a norm into the linear after it; the names go back to the local ones.
+# transformer-engine fuses a norm into the next linear; its names are mapped to the local ones.
 _FUSED_NORMS = (
     ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
@@ -82,11 +81,11 @@ def _is_split(parameter: torch.nn.Parameter) -> bool:
 
 
 def local_part(full: torch.Tensor, dim: int, rank: int, size: int, pieces: int = 1) -> torch.Tensor:
-    """What tensor-parallel rank `rank` of `size` keeps of a full tensor.
+    """The part of a full tensor that tensor-parallel rank `rank` of `size` keeps.
 
     Args:
-        pieces: the tensor is that many tensors one after the other, each split on its own (2 for
-            the gate and the up projection of SwiGLU).
+        pieces: the tensor is a concatenation of that many, each split by itself (2 for the gate and
+            the up projection of SwiGLU).
     """
     parts = [piece.chunk(size, dim)[rank] for piece in full.chunk(pieces, dim)]
     return parts[0] if pieces == 1 else torch.cat(parts, dim)

@@ -1,16 +1,15 @@
 """The numerics policy: one relative tolerance for every test and every alignment check.
 
-A result is a long sum of rounded products, stored once. Its error relative to the largest
-expected magnitude is modelled as
+A result is a long sum of rounded products, stored once. Its error relative to the largest expected
+magnitude may be
 
     SLACK * (eps(dtype) + eps(accumulator) * sqrt(reduction_length))
 
-The first term is the rounding of inputs, weights and results to the storage dtype; the second is
-the accumulation, whose rounding errors behave like a random walk over the terms of the sum
-(N. J. Higham, T. Mary: "A New Approach to Probabilistic Rounding Error Analysis", section 1:
-sqrt(n) * u in place of n * u). Kernels accumulate bf16 and fp16 in fp32, so a long sum in bf16 is
-not allowed sqrt(n) times bf16's eps: that would accept anything. fp32 and fp64 accumulate in
-themselves.
+The first term is the rounding of inputs, weights and results to the storage dtype. The second is
+the accumulation, whose rounding errors behave like a random walk over the terms of the sum (N. J.
+Higham, T. Mary: "A New Approach to Probabilistic Rounding Error Analysis", section 1: sqrt(n) * u
+instead of n * u). Kernels accumulate bf16 and fp16 in fp32, so the second term uses fp32's eps
+there; bf16's would accept anything. fp32 and fp64 are accumulated in themselves.
 """
 
 from __future__ import annotations

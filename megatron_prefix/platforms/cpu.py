@@ -1,13 +1,13 @@
 """Megatron-Core on the CPU with gloo, without transformer-engine and apex.
 
-Megatron-Core writes CUDA into its sources in a few places. `enable()` gives each of them a CPU
-counterpart, for the life of the process. Nothing here runs unless it is asked for, and every
-remedy names the lines of megatron-core 0.16.1 (paths below megatron/core/) that need it; where a
-newer version has fixed the cause, the remedy finds nothing to do.
+Megatron-Core assumes CUDA in a few places. `enable()` gives each of them a CPU counterpart, for the
+life of the process. Nothing here runs without that call. Every function names the lines of
+megatron-core 0.16.1 (paths below megatron/core/) that need it; where a newer version has fixed the
+cause, it has no effect.
 
-The remedies come in three kinds: `torch.cuda` calls without a device check, things gloo lacks,
-and code paths of Megatron that take transformer-engine for granted. They stay together in one
-module, over the usual 300 lines: it is the whole list of what this package ever rebinds.
+There are three kinds: `torch.cuda` calls without a device check, features that gloo lacks, and code
+of Megatron that assumes transformer-engine. This file is the whole list of functions that the
+package rebinds.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def enabled() -> bool:
 def enable(*, hide_gpus: bool = False) -> None:
     """Let Megatron-Core run on the CPU in this process. Does nothing the second time.
 
-    Best called before anything imports Megatron (import is then a second shorter). There is no
-    way back within the process.
+    Call it before Megatron is imported, which is then a second faster. It cannot be undone within
+    the process.
 
     Args:
-        hide_gpus: insist on the CPU on a machine that has a GPU; torch then reports none.
+        hide_gpus: use the CPU although there is a GPU; torch then reports none.
 
     Raises:
         RuntimeError: a GPU is visible and `hide_gpus` is not set, or a GPU is already in use.
@@ -97,7 +97,7 @@ def _set(owner: Any, **members: Any) -> None:
         setattr(owner, name, value)
 
 
-# --- torch.cuda, called without asking whether there is a GPU -------------------------------------
+# --- torch.cuda, called without checking for a GPU ------------------------------------------------
 
 
 class _NoStream:
@@ -246,11 +246,12 @@ def _import_megatron_without_compiling() -> None:
 
 
 def _one_generator() -> None:
-    """Drive the CPU's random generator where Megatron drives the GPU's.
+    """Use the CPU's random generator where Megatron uses the GPU's.
 
-    Every forward of stock attention forks the tracker, and activation recompute saves and
-    restores it, dropout or not (tensor_parallel/random.py:235, 245-280, 446-456). The tracker
-    warns that the CPU generator changed inside a fork, which is now its purpose.
+    Every forward of stock attention forks the tracker, and activation recomputation saves and
+    restores it, even without dropout (tensor_parallel/random.py:235, 245-280, 446-456). The
+    tracker's warning that the CPU generator changed inside a fork is silenced: here that is
+    intended.
     """
     import megatron.core.tensor_parallel.random as megatron_random
 
@@ -273,16 +274,16 @@ def _one_generator() -> None:
 # --- gloo ----------------------------------------------------------------------------------------
 
 
-def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """`tensor` [n, ...] with zero rows appended to [rows, ...]."""
-    missing = tensor.new_zeros((rows - tensor.shape[0], *tensor.shape[1:]))
+def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    """`tensor` [n, ...] padded with zeros to [length, ...]."""
+    missing = tensor.new_zeros((length - tensor.shape[0], *tensor.shape[1:]))
     return torch.cat([tensor, missing])
 
 
 def _gather_unequal_shapes() -> None:
     """Let all_gather and reduce_scatter take pieces of unequal length, which gloo refuses.
 
-    MoE with expert tensor parallelism gathers what each rank was routed
+    MoE with expert tensor parallelism gathers the tokens routed to each rank
     (tensor_parallel/mappings.py:150, 198). Pieces are padded to the longest one.
     """
     gather, scatter = dist.all_gather, dist.reduce_scatter
@@ -290,10 +291,10 @@ def _gather_unequal_shapes() -> None:
     def all_gather(
         outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
-        rows = {output.shape[0] if output.dim() else 1 for output in outputs}
-        if len(rows) == 1:
+        lengths = {output.shape[0] if output.dim() else 1 for output in outputs}
+        if len(lengths) == 1:
             return gather(outputs, tensor, group=group, async_op=async_op)
-        longest = max(rows)
+        longest = max(lengths)
         padded = [tensor.new_empty((longest, *tensor.shape[1:])) for _ in outputs]
         gather(padded, _padded(tensor, longest), group=group)
         for output, piece in zip(outputs, padded, strict=True):
@@ -307,10 +308,10 @@ def _gather_unequal_shapes() -> None:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        rows = {piece.shape[0] if piece.dim() else 1 for piece in inputs}
-        if len(rows) == 1:
+        lengths = {piece.shape[0] if piece.dim() else 1 for piece in inputs}
+        if len(lengths) == 1:
             return scatter(output, inputs, op=op, group=group, async_op=async_op)
-        longest = max(rows)
+        longest = max(lengths)
         summed = output.new_empty((longest, *output.shape[1:]))
         scatter(summed, [_padded(piece, longest) for piece in inputs], op=op, group=group)
         output.copy_(summed[: output.shape[0]])

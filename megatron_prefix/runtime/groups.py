@@ -1,4 +1,4 @@
-"""Process groups: torch.distributed and Megatron's parallel state, made and taken down."""
+"""Process groups: creates and destroys torch.distributed's and Megatron's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _JOINED = itertools.count()  # how often this process has joined a job under tor
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among the ranks of the job."""
+    """This process as one rank of the job."""
 
     layout: Layout
     platform: Platform

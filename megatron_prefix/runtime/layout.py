@@ -63,7 +63,7 @@ class Layout:
 
     @property
     def alignment(self) -> int:
-        """Segments end at multiples of it: tp under sequence parallelism, times 2*cp from cp 2."""
+        """Spans end at multiples of it: tp with sequence parallelism, times 2*cp where cp > 1."""
         return (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
 
     @classmethod
@@ -79,10 +79,10 @@ class Layout:
         ep: int = 1,
         sequence_parallel: bool = False,
     ) -> Layout:
-        """A layout whose `dp`, where it is None, is what fills the world.
+        """A layout; where `dp` is None, it is chosen to fill the world.
 
-        With no `world_size` the smallest dp that `ep` allows is taken, so `ep=2` alone makes a
-        world of 2.
+        Without `world_size` it is the smallest dp that `ep` allows, so `ep=2` alone makes a world
+        of 2.
 
         Raises:
             UserError: the sizes do not multiply to `world_size`, or contradict one another.

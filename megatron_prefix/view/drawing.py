@@ -1,9 +1,8 @@
-"""A timeline and its segment trees as one SVG picture.  Pure; the same input gives the same bytes.
+"""Draws a timeline and its trees as SVG.  Pure; the same input gives the same bytes.
 
-One row a rank and one box an action, coloured by phase (forward blue, backward orange, inner
-segments dark, waves light) with another hue for the next tree; where a rank waits, the grey
-background shows.  Under it the trees: position across, one lane a rollout down, so a box as tall as
-many lanes is what these rollouts share.
+One row a rank and one box an action: forward blue, backward orange, inner segments dark, waves
+light, each tree with another hue; grey where a rank waits. The trees are below: positions from left
+to right, one lane a rollout, so a box over several lanes is shared by these rollouts.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def timeline_svg(timeline: Timeline, plan: Plan, title: str = "") -> str:
 
 
 def comparison_svg(runs: Sequence[tuple[str, Timeline, Plan]], title: str) -> str:
-    """Draws several timelines of one step under each other, on one scale of time.
+    """Draws several timelines of one step below each other, with one scale of time.
 
     Args:
         runs: name, timeline and plan of each, from the top.
@@ -192,21 +191,21 @@ def _axis(start: float, end: float, y: float, unit: str) -> Iterator[str]:
 
 
 def _trees(segments: Sequence[Segment], top: float) -> tuple[list[str], float]:
-    """The segment trees below `top`, and the height they take."""
+    """The trees drawn below `top`, and their height."""
     lanes = _lanes(segments)
     shown, num_trees = _shown(segments, lanes)
-    rows = [(i, span) for i, s in enumerate(segments) if s.tree in shown for span in s.spans]
-    if not rows:
+    spans = [(i, span) for i, s in enumerate(segments) if s.tree in shown for span in s.spans]
+    if not spans:
         return [], 0
-    num_lanes = 1 + max(lanes[rollout] for _, span in rows for rollout in span.rollouts)
+    num_lanes = 1 + max(lanes[rollout] for _, span in spans for rollout in span.rollouts)
     lane = min(14.0, _TREES_HEIGHT / num_lanes)
-    width, length = _WIDTH - _LEFT - _RIGHT, max(span.end for _, span in rows)
+    width, length = _WIDTH - _LEFT - _RIGHT, max(span.end for _, span in spans)
     which = f"first {_counted(len(shown), 'tree')} of {num_trees}"
     if len(shown) == num_trees:
         which = "tree" if num_trees == 1 else "trees"
     heading = f"{which}: one lane a rollout, a tall box is shared; numbers are segments"
     parts = [svg.text(_LEFT, top - 10, heading, 12, _FAINT)]
-    for index, span in rows:
+    for index, span in spans:
         segment = segments[index]
         first = min(lanes[rollout] for rollout in span.rollouts)
         box = svg.Box(
@@ -227,7 +226,7 @@ def _trees(segments: Sequence[Segment], top: float) -> tuple[list[str], float]:
 
 
 def _lanes(segments: Sequence[Segment]) -> dict[int, int]:
-    """Lane of each rollout, so that those of one row are neighbours and trees stay together."""
+    """Lane of each rollout; rollouts of one span are neighbours, and so are trees."""
     paths: dict[int, list[tuple[int, int]]] = {}
     for index, segment in enumerate(segments):
         for number, span in enumerate(segment.spans):
@@ -238,7 +237,7 @@ def _lanes(segments: Sequence[Segment]) -> dict[int, int]:
 
 
 def _shown(segments: Sequence[Segment], lanes: dict[int, int]) -> tuple[set[int], int]:
-    """The first trees that fit the lanes, at least one, and how many there are."""
+    """The first trees that fit, at least one, and the number of all trees."""
     ends: dict[int, int] = {}
     for segment in segments:
         last = max(lanes[rollout] for span in segment.spans for rollout in span.rollouts)

@@ -1,4 +1,4 @@
-"""SVG by hand: boxes, texts and a document, with numbers short and the same everywhere.  Pure."""
+"""Writes SVG: boxes, texts and a document, with short numbers.  Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 CHARACTER = 0.58
 """Width of a character of the sans-serif font, as a share of the font's size."""
 _DARK, _LIGHT = "#1c2733", "#ffffff"
-_LEAST_TIP = 0.25  # pixels; in a thinner box no mouse finds the tooltip, and files stay small
+_LEAST_TIP = 0.25  # pixels; thinner boxes get no tooltip, which keeps files small
 
 
 class Box(NamedTuple):
@@ -32,7 +32,7 @@ def document(width: float, height: float, body: Iterable[str]) -> str:
 
 
 def rect(box: Box, fill: str, tip: str = "", opacity: float = 1.0) -> str:
-    """A filled box; `tip` shows when the mouse is over it."""
+    """A filled box; `tip` is its tooltip."""
     rounded = ' rx="2"' if min(box.width, box.height) > 8 else ""
     clear = f' fill-opacity="{opacity}"' if opacity < 1 else ""
     shape = (
@@ -53,7 +53,7 @@ def text(
     weight: int = 400,
     seen_through: bool = False,
 ) -> str:
-    """A line of text; the mouse meets what is below it where it is `seen_through`."""
+    """A line of text; with `seen_through` it does not catch the mouse."""
     bold = f' font-weight="{weight}"' if weight != 400 else ""
     place = f' text-anchor="{anchor}"' if anchor != "start" else ""
     through = ' pointer-events="none"' if seen_through else ""
@@ -76,7 +76,7 @@ def labelled(box: Box, fill: str, label: str, tip: str) -> Iterator[str]:
 
 
 def shrunk(box: Box) -> Box:
-    """The box without the space to the next one: a pixel, less where boxes are mere lines."""
+    """The box without the space to the next one: a pixel, less for thin boxes."""
     width, height = (max(size - min(1.0, size / 6), 0.1) for size in (box.width, box.height))
     return box._replace(width=width, height=height)
 

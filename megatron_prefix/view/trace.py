@@ -14,8 +14,8 @@ _KINDS = {"F": "forward", "B": "backward"}
 def chrome_trace(timeline: Timeline, plan: Plan) -> str:
     """The timeline as JSON text: one row a rank, one complete event an action.
 
-    The format counts in microseconds ("Trace Event Format", sections "Complete Events" and
-    "Metadata Events"); a simulated timeline's tokens are written as if they were milliseconds.
+    Times are in microseconds ("Trace Event Format", sections "Complete Events" and "Metadata
+    Events"); a simulated timeline's tokens are written as milliseconds.
     """
     events: list[dict[str, Any]] = [_named("process_name", 0, timeline.unit)]
     name = "stage" if plan.num_chunks == 1 else "rank"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +12,14 @@ import pytest
 
 from megatron_prefix.data.checks import check_rollout
 from megatron_prefix.data.generate import (
+    add_arguments,
     bundled_groups,
     bundled_rollouts,
     generate,
+    run,
 )
 from megatron_prefix.data.rollouts import Group, common_prefix, read_groups, write_rollouts
 from megatron_prefix.errors import UserError
-from tests.harness.command_line import result
 
 
 def num_trie_nodes(group: Group) -> int:
@@ -141,17 +144,26 @@ def test_bad_options_are_named(option: str, changes: dict[str, object]) -> None:
         generate(**(good | changes))  # type: ignore[arg-type]
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = str(tmp_path / "out.jsonl.gz")
-    sizes = "--groups 3 --prompt-tokens 30 --response-tokens 20 --rollouts 4 --tree branch"
-    made = result(capsys, "generate", out, *sizes.split(), "--depth", "2", "--seed", "9")
-    assert made == {"path": out, "groups": 3, "rollouts": 12, "tokens": 600}
+def test_command_line(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    out = tmp_path / "out.jsonl.gz"
+    given = (
+        "--groups 3 --prompt-tokens 30 --response-tokens 20 --rollouts 4 --tree branch --depth 2"
+    )
+    args = parser.parse_args([str(out), *given.split(), "--seed", "9"])
+    seen: list[Group] = []
+
+    def watch(groups: Iterable[Group]) -> Iterator[Group]:
+        for group in groups:
+            seen.append(group)
+            yield group
+
+    summary = run(args, watch)
+    assert summary == {"path": str(out), "groups": 3, "rollouts": 12, "tokens": 600}
+    assert len(seen) == 3
     assert [len(group.rollouts) for group in read_groups(out)] == [4, 4, 4]
-
-
-def test_a_group_that_no_memory_holds_is_refused() -> None:
-    with pytest.raises(UserError, match=r"group of 8 rollouts of 10{9} \+ 20 tokens is too large"):
-        generate(1, 10**9, 20, 8)
+    assert "--response-tokens" in parser.format_help()
 
 
 def test_the_bundled_file_is_what_the_command_makes(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ import numpy as np
 import pytest
 
 from megatron_prefix.data import tokenizer as tokenizers
-from megatron_prefix.data.importers import KINDS, import_file
+from megatron_prefix.data.importers import KINDS, add_arguments, import_file, run
 from megatron_prefix.data.rollouts import read_groups
+from megatron_prefix.errors import UserError
 from tests.harness import importing
-from tests.harness.command_line import failure, result
 from tests.harness.importing import BOS, Characters, names, refused, write
 
 source = importing.source  # a fixture
@@ -94,7 +95,7 @@ def test_tokens_without_a_mask_train_the_response(source: Path) -> None:
     [
         ({}, "tokens: missing"),
         ({"prompt_ids": [1, 2]}, "response_ids: missing"),
-        ({"input_ids": [1, 2, 3]}, "loss_mask: missing (nothing tells what is trained)"),
+        ({"input_ids": [1, 2, 3]}, "loss_mask: missing (nothing says what is trained)"),
         ({"input_ids": [1, -2, 3], "prompt_len": 1}, "input_ids: token 1 is negative (-2)"),
         ({"input_ids": [1, 2, 3], "prompt_len": 0}, "prompt_len: outside 1..3"),
         ({"input_ids": [1, 2, 3], "response_length": 4}, "prompt_len: outside 1..3"),
@@ -135,13 +136,16 @@ def test_a_missing_package_is_named(source: Path, monkeypatch: pytest.MonkeyPatc
     assert "pip install transformers" in refused(source, "verl", "some/name")
 
 
-def test_command_line(source: Path, tmp_path: Path, capsys) -> None:
-    out, other = str(tmp_path / "out.jsonl.gz"), tmp_path / "no.gz"
+def test_command_line(source: Path, tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    out = tmp_path / "out.jsonl.gz"
     write(source, {"input_ids": [1, 2, 3], "prompt_len": 1, "reward": 1})
-    made = result(capsys, "import", "tokens", str(source), out, "--vocab-size", "4")
-    assert made == {"path": out, "groups": 1, "rollouts": 1, "tokens": 3}
+    args = parser.parse_args(["tokens", str(source), str(out), "--vocab-size", "4"])
+    assert run(args) == {"path": str(out), "groups": 1, "rollouts": 1, "tokens": 3}
     assert [len(group.rollouts) for group in read_groups(out)] == [1]
-    said = failure(capsys, "import", "tokens", str(source), str(other), "--vocab-size", "3")
-    assert "vocabulary of 3" in said
-    assert not other.exists()
+    args = parser.parse_args(["tokens", str(source), str(tmp_path / "no.gz"), "--vocab-size", "3"])
+    with pytest.raises(UserError, match="vocabulary of 3"):
+        run(args)
+    assert not (tmp_path / "no.gz").exists()
     assert set(KINDS) == {"verl", "messages", "tokens"}
