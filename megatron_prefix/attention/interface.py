@@ -197,8 +197,19 @@ class Batched:
             return "needs a contiguous last dimension of q, k and v"
         return None
 
+    def guard(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> None:
+        """Raise for tensors on which the operator would fault; called before every call.
+
+        It reads host integers only, so it never waits for the device.
+
+        Args:
+            q, k, v: what every call reads.
+            more: dout and out of a backward.
+        """
+
     def dense(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
         """See `Kernel.dense`."""
+        self.guard(q, k, v)
         out, lse, aux = self.forward(q[None], k[None], v[None], scale, causal=False)
         return Partial(out[0], lse[0], aux)
 
@@ -214,6 +225,7 @@ class Batched:
         scale: float,
     ) -> Gradients:
         """See `Kernel.dense_backward`."""
+        self.guard(q, k, v, dout, out)
         saved = Saved(*(x[None] for x in (dout, q, k, v, out, lse)))
         dq, dk, dv = self.backward(saved, aux, scale, causal=False)
         return dq[0], dk[0], dv[0]
@@ -222,6 +234,7 @@ class Batched:
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: tuple[int, ...]
     ) -> Partial:
         """See `Kernel.causal`."""
+        self.guard(q, k, v)
         return self.packed(q, k, v, scale, (lengths, lengths), causal=True)
 
     def causal_backward(
@@ -237,6 +250,7 @@ class Batched:
         lengths: tuple[int, ...],
     ) -> Gradients:
         """See `Kernel.causal_backward`."""
+        self.guard(q, k, v, dout, out)
         saved = Saved(dout, q, k, v, out, lse)
         return self.packed_backward(saved, aux, scale, (lengths, lengths), causal=True)
 
@@ -245,6 +259,7 @@ class Batched:
         k_lengths: tuple[int, ...],
     ) -> Partial:  # fmt: skip
         """See `Kernel.paired`."""
+        self.guard(q, k, v)
         return self.packed(q, k, v, scale, (q_lengths, k_lengths), causal=False)
 
     def paired_backward(
@@ -252,6 +267,7 @@ class Batched:
         scale: float, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...],
     ) -> Gradients:  # fmt: skip
         """See `Kernel.paired_backward`."""
+        self.guard(q, k, v, dout, out)
         saved = Saved(dout, q, k, v, out, lse)
         return self.packed_backward(saved, aux, scale, (q_lengths, k_lengths), causal=False)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,14 +148,17 @@ def _probed(
 
 
 def _tiny_run(kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Every result of a dense block with fewer keys than queries and of an uneven causal block."""
+    """Every result of a dense block with fewer keys than queries, and of an uneven causal and an
+    uneven paired block."""
     scale, lengths = q.shape[-1] ** -0.5, (5, 11)
+    blocks: tuple[tuple[Any, Any, Tensor, Tensor, tuple[Any, ...]], ...] = (
+        (kernel.dense, kernel.dense_backward, k[:9], v[:9], ()),
+        (kernel.causal, kernel.causal_backward, k, v, (lengths,)),
+        (kernel.paired, kernel.paired_backward, k, v, (lengths, (9, 7))),
+    )
     results: list[Tensor] = []
     with torch.no_grad():
-        part = kernel.dense(q, k[:9], v[:9], scale)
-        results += [part.out, part.lse]
-        results += kernel.dense_backward(dout, q, k[:9], v[:9], *part, scale)
-        part = kernel.causal(q, k, v, scale, lengths)
-        results += [part.out, part.lse]
-        results += kernel.causal_backward(dout, q, k, v, *part, scale, lengths)
+        for run, back, keys, values, more in blocks:
+            part = run(q, keys, values, scale, *more)
+            results += [part.out, part.lse, *back(dout, q, keys, values, *part, scale, *more)]
     return results

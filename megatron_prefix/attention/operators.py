@@ -28,6 +28,7 @@ from megatron_prefix.attention.interface import (
     Saved,
     run_pairs,
 )
+from megatron_prefix.errors import UserError
 
 aten = torch.ops.aten
 
@@ -94,7 +95,17 @@ class FlashCpuKernel(Batched):
         return _positions_first(dq, q), dk, dv
 
 
-class FlashKernel(Batched):
+class _Aligned(Batched):
+    """What both CUDA kernels ask of every call."""
+
+    def guard(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> None:
+        """See `Batched.guard`."""
+        why = _misaligned(q, k, v, *more)
+        if why is not None:
+            raise UserError(f"attention kernel {self.name!r} {why}; give --kernel math")
+
+
+class FlashKernel(_Aligned):
     """FlashAttention-2 of torch; spans of unequal lengths are one varlen call."""
 
     name = "flash"
@@ -144,7 +155,7 @@ class FlashKernel(Batched):
         )
 
 
-class CudnnKernel(Batched):
+class CudnnKernel(_Aligned):
     """cuDNN's fused attention.
 
     It cannot run spans of a single query or key, which trees have; these small blocks run with the
@@ -209,10 +220,23 @@ def _needs_cuda_16bit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     for width in (q.shape[-1], v.shape[-1]):
         if width % 8 or width > 256:
             return f"takes head widths that are multiples of 8 up to 256, got {width}"
+    return _misaligned(q, k, v)
+
+
+def _misaligned(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> str | None:
+    """What is wrong with where tensors of 16 bits lie; None if nothing is.
+
+    On a misaligned address the kernels do not fail with a message: they fault, and take the
+    process's CUDA context with them. `more` is copied where its strides are not the kernel's, so
+    only its base counts.
+    """
     for x in (q, k, v):
-        # A misaligned base is no error message but a fault that kills the process's CUDA context.
-        if x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:-1]):
+        strides = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+        if any(size > 1 and stride % 8 for size, stride in strides):
             return f"needs rows aligned to 16 bytes, got strides {x.stride()}"
+    for x in (q, k, v, *more):
+        if x.data_ptr() % 16:
+            return f"needs tensors aligned to 16 bytes, got one {x.data_ptr() % 16} bytes off"
     return None
 
 

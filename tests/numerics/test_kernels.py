@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_prefix.attention import kernels, math, operators
-from megatron_prefix.attention.interface import Kernel, Run, runs
+from megatron_prefix.attention.interface import Kernel, Partial, Run, runs
 from megatron_prefix.attention.kernels import KERNELS, CompositeKernel, available, choose
 from megatron_prefix.errors import UserError
 from megatron_prefix.numerics import assert_close
@@ -255,8 +255,21 @@ class _Broken(operators.FlashCpuKernel):
         raise RuntimeError("no such kernel image\nand a second line")
 
 
+class _WrongPairs(operators.FlashCpuKernel):
+    """Only rollouts with keys of their own come out wrong."""
+
+    def paired(self, *args: object) -> Partial:
+        part = super().paired(*args)  # type: ignore[arg-type]
+        return part._replace(out=1.01 * part.out)
+
+
 @pytest.mark.parametrize(
-    ("kernel", "reason"), [(_Wrong(), "relative error"), (_Broken(), "no such kernel image")]
+    ("kernel", "reason"),
+    [
+        (_Wrong(), "relative error"),
+        (_WrongPairs(), "relative error"),
+        (_Broken(), "no such kernel image"),
+    ],
 )
 def test_probing_refuses_a_broken_kernel(
     kernel: Kernel, reason: str, monkeypatch: pytest.MonkeyPatch
@@ -268,6 +281,53 @@ def test_probing_refuses_a_broken_kernel(
     assert choose("auto", "cpu", torch.float32, 16).name == "math"
     with pytest.raises(UserError, match=reason):
         choose("flash_cpu", "cpu", torch.float32, 16)
+
+
+CALLS = {  # of a kernel: what follows q, k, v; a backward has dout first, and out and lse behind
+    "dense": (1.0,),
+    "causal": (1.0, (3, 6)),
+    "paired": (1.0, (3, 6), (4, 5)),
+}
+
+
+def _off_by_8_bytes(x: Tensor) -> Tensor:
+    return torch.cat([x.flatten()[:4], x.flatten()])[4:].view(x.shape)
+
+
+class _Reached(Exception):
+    """The operator would be called now."""
+
+
+def _reached(*args: object, **kwargs: object) -> None:
+    raise _Reached
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("kind", CALLS)
+def test_every_call_is_guarded_against_misaligned_tensors(
+    kind: str, backward: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels would fault on them; what a guard reads is the same on the CPU."""
+    kernel = KERNELS[name]
+    for method in ("forward", "backward", "packed", "packed_backward"):
+        monkeypatch.setattr(kernel, method, _reached)
+    x = torch.zeros(9, 2, 8, dtype=torch.bfloat16)
+    tensors = ["dout", "q", "k", "v", "out"] if backward else ["q", "k", "v"]
+    rest = ((torch.zeros(2, 9), ()) if backward else ()) + CALLS[kind]
+
+    def run(wrong: str, odd: Tensor) -> None:
+        call = getattr(kernel, f"{kind}_backward" if backward else kind)
+        call(*(odd if one == wrong else x for one in tensors), *rest)
+
+    for wrong in tensors:
+        with pytest.raises(UserError, match="8 bytes off; give --kernel math"):
+            run(wrong, _off_by_8_bytes(x))
+    narrow = torch.zeros(9, 2, 12, dtype=torch.bfloat16)[..., :8]
+    with pytest.raises(UserError, match=r"aligned to 16 bytes, got strides \(24, 12, 1\)"):
+        run("k", narrow)
+    with pytest.raises(_Reached):
+        run("k", x)
 
 
 def test_probing_leaves_the_random_state_alone() -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import resource
+import shlex
 import sys
 import warnings
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import pytest
 from megatron_prefix import __version__
 from megatron_prefix.cli import main as frame
 from megatron_prefix.cli import report
-from megatron_prefix.cli.main import VERBS, main
+from megatron_prefix.cli.main import VERBS, main, make_parser
 from megatron_prefix.errors import UserError
 from megatron_prefix.runtime import RankError
 from tests.harness.command_line import BUNDLED, command, failure, result, row, run
@@ -45,6 +46,26 @@ def test_every_verb_has_help_with_examples_and_json(capsys, verb) -> None:
     assert "examples:" in out
     assert f"  megatron-prefix {verb}" in out
     assert "--json" in out
+
+
+def examples(text: str) -> list[list[str]]:
+    """The command lines of a help text, as a shell would split them."""
+    told = text.partition("examples:\n")[2].replace("\\\n", " ")
+    return [shlex.split(line) for line in told.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("verb", [None, *VERBS])
+def test_every_example_of_a_help_text_parses(capsys, verb) -> None:
+    _, out, _ = run(capsys, *([verb] if verb else []), "--help")
+    found = examples(out)
+    assert len(found) >= 3
+    for words in found:
+        start = words.index("megatron-prefix" if words[0] != "torchrun" else "megatron_prefix")
+        arguments = words[start + 1 :]
+        if arguments == ["VERB", "--help"]:
+            continue
+        args = make_parser(arguments[0]).parse_args(arguments)
+        assert verb in (None, args.verb)
 
 
 ROLLOUTS = (BUNDLED, "--groups", "1", "--max-tokens", "64")
