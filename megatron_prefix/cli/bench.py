@@ -69,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Aligns, times, reports."""
+    report.check_outputs(args.bench_json)
+    report.check_plot(args.plot)
     if args.what == "memory":
         return bench_memory.run(args)
     from megatron_prefix.bench.steps import GroupShape
@@ -173,10 +175,8 @@ def _print(args: argparse.Namespace, verdict: Any, rows: list[Any]) -> None:
 
 
 def _plot(path: str, rows: list[Any]) -> None:
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise UserError("--plot needs matplotlib: pip install megatron_prefix[plot]") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -190,4 +190,4 @@ def _plot(path: str, rows: list[Any]) -> None:
     axes.set_ylabel("speedup over the stock schedule")
     axes.set_xlabel("prompt tokens : response tokens : rollouts, or rollout file")
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    report.save_figure(figure, path)

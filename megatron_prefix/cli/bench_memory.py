@@ -172,10 +172,8 @@ def _pair(predicted: float, measured: float | None) -> str:
 
 
 def _plot(path: str, rows: list[Any]) -> None:
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise UserError("--plot needs matplotlib: pip install megatron_prefix[plot]") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -192,4 +190,4 @@ def _plot(path: str, rows: list[Any]) -> None:
     axes.set_ylabel("GiB besides weights and gradients (dash: predicted)")
     axes.set_xlabel("prompt tokens : response tokens : rollouts")
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    report.save_figure(figure, path)

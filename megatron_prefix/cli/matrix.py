@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_prefix.cli import report
 from megatron_prefix.cli.arguments import add_messages, whole
+from megatron_prefix.data.files import writing
 from megatron_prefix.errors import UserError, shown
 from megatron_prefix.runtime.groups import MESSAGE_TIMEOUT_MINUTES
 from megatron_prefix.verify import matrix
@@ -85,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if not chosen:
         known = ", ".join(matrix.LAYOUTS)
         raise UserError(f"--only {' '.join(args.only)}: matches no row; layouts: {known}")
+    report.check_outputs(args.markdown, args.record, makes_folders=True)
     world = runtime.env_world_size()
     known_results = _read(args, world) if args.record else {}
     results = list(_results(args, chosen, known_results, world))
@@ -247,12 +249,10 @@ def _read(args: argparse.Namespace, world: int | None) -> dict[str, Result]:
 
 
 def _append(path: str, result: Result) -> None:
-    try:
+    with writing(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(result.as_json()) + "\n")
-    except OSError as error:
-        raise UserError(f"--continue {path}: cannot be written ({error.strerror})") from None
 
 
 # The end ------------------------------------------------------------------------------------------
@@ -261,8 +261,7 @@ def _append(path: str, result: Result) -> None:
 def _print(args: argparse.Namespace, results: Sequence[Result]) -> None:
     title = f"{TITLE} ({results[0].run})"
     if args.markdown:
-        Path(args.markdown).parent.mkdir(parents=True, exist_ok=True)
-        report.write_text(args.markdown, matrix.markdown(results, title))
+        report.write_text(args.markdown, matrix.markdown(results, title), makes_folders=True)
     if args.json:
         rows = [result.as_json() for result in results]
         report.print_json({"run": results[0].run, "counts": matrix.counts(results), "rows": rows})

@@ -10,7 +10,15 @@ import numpy as np
 
 from megatron_prefix.cli import arguments
 from megatron_prefix.cli.inputs import load_groups
-from megatron_prefix.cli.report import counted, number, percent, print_facts, print_json, write_text
+from megatron_prefix.cli.report import (
+    check_outputs,
+    counted,
+    number,
+    percent,
+    print_facts,
+    print_json,
+    write_text,
+)
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.pairs import pairs_of_groups
 from megatron_prefix.data.rollouts import Group
@@ -83,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
     layout = _layout(args)
     if args.json and args.csv == "-":
         raise UserError("--csv - and --json both write to stdout; give --csv a file")
+    check_outputs(args.csv, args.svg)
     step = _planned(args, layout)
     if args.csv:
         write_text(args.csv, step.plan.to_csv())

@@ -13,9 +13,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_prefix.data import files
 from megatron_prefix.data.rollouts import Group, write_rollouts
 from megatron_prefix.errors import UserError
 
@@ -175,8 +175,11 @@ def watched(
 # Files --------------------------------------------------------------------------------------------
 
 
-def write_text(path: str, text: str) -> None:
+def write_text(path: str, text: str, *, makes_folders: bool = False) -> None:
     """Writes a file whole or not at all; "-" is stdout.
+
+    Args:
+        makes_folders: whether to make the folders above it that are missing.
 
     Raises:
         UserError: the file cannot be written.
@@ -184,23 +187,59 @@ def write_text(path: str, text: str) -> None:
     if path == "-":
         sys.stdout.write(text)
         return
-    target = Path(path)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    with files.writing(path):
+        if makes_folders:
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        files.write_text(path, text)
+
+
+def check_outputs(*paths: str | None, makes_folders: bool = False) -> None:
+    """Refuses files that cannot be written, before the work for them; None and "-" always can.
+
+    Args:
+        makes_folders: see `files.check_writable`.
+
+    Raises:
+        UserError: naming the first one.
+    """
+    for path in paths:
+        if path and path != "-":
+            files.check_writable(path, makes_folders=makes_folders)
+
+
+def check_plot(path: str | None) -> None:
+    """Refuses a plot that cannot be drawn, before what it shows is measured.
+
+    Raises:
+        UserError: matplotlib is missing, or does not know the file's ending.
+    """
+    if not path:
+        return
+    check_outputs(path)
     try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, target)
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"{path}: cannot be written ({reason}); check the folder") from None
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink()
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ModuleNotFoundError:
+        raise UserError("--plot needs matplotlib: pip install megatron_prefix[plot]") from None
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.rpartition(".")[2].lower() not in known:
+        raise UserError(f"--plot {path}: give a file that ends in one of .{', .'.join(known)}")
+
+
+def save_figure(figure: Any, path: str) -> None:
+    """Writes a figure of matplotlib whole or not at all.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    with files.replacing(path) as file:
+        figure.savefig(file, dpi=150, format=path.rpartition(".")[2].lower())
 
 
 def write_and_print(
     args: argparse.Namespace, groups: Iterable[Group], total: int | None = None
 ) -> None:
     """Writes `groups` to `args.out` as a rollout file, with progress, and prints what it holds."""
+    check_outputs(args.out)
     made = {"path": args.out, **write_rollouts(args.out, watched(args, groups, "groups", total))}
     if args.json:
         print_json(made)

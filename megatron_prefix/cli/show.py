@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron_prefix.cli.report import (
+    check_outputs,
     new_table,
     number,
     percent,
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Reads, simulates and prints."""
+    check_outputs(args.svg)
     plan = read_plan(args.plan)
     try:
         timeline = simulate(plan)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prefix.cli import report
@@ -25,7 +24,7 @@ def draw_plan(trainer: Trainer, path: str) -> None:
     last = trainer.report
     if last is None:
         raise UserError("--plan-svg: no step was done, so there is no plan to draw")
-    _write(path, timeline_svg(simulate(last.plan), last.plan))
+    report.write_text(path, timeline_svg(simulate(last.plan), last.plan), makes_folders=True)
 
 
 def write_traces(trainer: Trainer, paths: Sequence[str], rank: int) -> None:
@@ -41,11 +40,6 @@ def write_traces(trainer: Trainer, paths: Sequence[str], rank: int) -> None:
     for path in paths if rank == 0 else ():
         if path.endswith(".svg"):
             title = f"Measured: update of step {trainer.num_steps}"
-            _write(path, timeline_svg(timeline, last.plan, title))
+            report.write_text(path, timeline_svg(timeline, last.plan, title), makes_folders=True)
         else:
-            _write(path, chrome_trace(timeline, last.plan))
-
-
-def _write(path: str, text: str) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    report.write_text(path, text)
+            report.write_text(path, chrome_trace(timeline, last.plan), makes_folders=True)

@@ -31,6 +31,7 @@ from megatron_prefix.cli.training import (
     add_training,
     settings_of,
 )
+from megatron_prefix.data.files import check_folder_writable
 from megatron_prefix.errors import UserError
 
 if TYPE_CHECKING:
@@ -108,6 +109,9 @@ def _job(args: argparse.Namespace) -> tuple[Job, int]:
     for option, given in (("--prefix-plan", args.prefix_plan), ("--trace", args.trace)):
         if given and schedule in ("off", "observe"):
             raise UserError(f"{option}: --prefix-schedule {schedule} runs no plan; give auto or on")
+    output = args.output or time.strftime("runs/train-%Y%m%d-%H%M%S")
+    check_folder_writable(output)
+    report.check_outputs(args.plan_svg, *args.trace, makes_folders=True)
     options = model_options(args)
     layout = layout_of(args, runtime.env_world_size())
     spec = presets.resolve(options.model, **dict(options.overrides))
@@ -115,14 +119,13 @@ def _job(args: argparse.Namespace) -> tuple[Job, int]:
     spec, groups = fit_vocabulary(options, groups)
     per_step = args.groups_per_step or _groups_per_step(len(groups), layout.dp, args.minibatches)
     settings = settings_of(args, per_step)
-    name = time.strftime("runs/train-%Y%m%d-%H%M%S")
     job = Job(
         settings,
         options,
         spec,
         layout,
         tuple(groups),
-        _run_options(args, args.output or name, math.ceil(len(groups) / per_step)),
+        _run_options(args, output, math.ceil(len(groups) / per_step)),
         args.plan_svg,
         tuple(args.trace),
         args.progress,

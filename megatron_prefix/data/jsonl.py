@@ -20,9 +20,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_prefix.data.files import PathLike, replacing
 from megatron_prefix.errors import UserError, shown
 
-PathLike = str | os.PathLike[str]
 Row = dict[str, Any]
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -189,20 +189,10 @@ def write_lines(path: PathLike, lines: Iterable[str]) -> None:
     All or nothing: the lines go to a temporary file in the same folder that then takes the place of
     `path`, so an exception in `lines` leaves what was there. Equal lines give equal bytes.
     """
-    target = Path(path)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        with open(part, "xb") as raw:
-            count = _write(raw, lines, packed=target.suffix == ".gz")
+    with replacing(path) as raw:
+        count = _write(raw, lines, packed=Path(path).suffix == ".gz")
         if count == 0:
-            raise UserError(f"{target}: file: nothing to write (0 rows); give at least one rollout")
-        os.replace(part, target)
-    except OSError as error:
-        text = f"file: cannot be written ({error.strerror or error}); check the folder"
-        raise user_error(str(target), text) from None
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink()
+            raise UserError(f"{path}: file: nothing to write (0 rows); give at least one rollout")
 
 
 def _write(raw: BinaryIO, lines: Iterable[str], *, packed: bool) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_prefix.data.files import write_text
 from megatron_prefix.data.pairs import pairs_of_groups
 from megatron_prefix.data.rollouts import Group, Rollout, write_rollouts
 from megatron_prefix.errors import UserError
@@ -150,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> str | None:
         if args.rollouts:
             return _write_rollouts(args.folder, *args.rollouts)
         for name, text in plans(args.folder):
-            (args.folder / name).write_text(text, encoding="utf-8")
+            write_text(args.folder / name, text)
     except UserError as error:
         return str(error)
     return None

@@ -5,9 +5,8 @@ A run's folder holds `checkpoints/step-NNNNNN/` with Megatron's files and `train
 gets its own when it is complete, and `latest` is replaced after that: so a process that is killed
 at any moment leaves the last complete checkpoint to resume from.
 
-`train.json` is read first and decides whether the checkpoint fits. Only then are Megatron's files
-read, whose index torch.distributed.checkpoint keeps as a pickle: resume only from checkpoints that
-you trust.
+`train.json` is read first and decides whether the checkpoint fits; checkpoint_files.py reads all of
+it, and runs nothing of what it reads.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import json
 import logging
 import os
 import shutil
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,17 +26,24 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_prefix.data.files import check_folder_writable, write_text
 from megatron_prefix.errors import UserError
 from megatron_prefix.models.build import unwrap
+from megatron_prefix.rl import checkpoint_files
+from megatron_prefix.rl.checkpoint_state import CheckpointError, State, read_state, reason
+from megatron_prefix.rl.run_folder import FOLDER, LATEST, STATE, newest
 from megatron_prefix.rl.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-FOLDER, LATEST, STATE = "checkpoints", "latest", "train.json"
-FORMAT = 1
 # The distributed optimizer's state as of whole parameters: any layout can read it.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+# What torch's writers say in a RuntimeError when the system refuses to write.
+_UNWRITTEN = ("iostream error", "inline_container", "PytorchStreamWriter")
 
 
 @dataclass(frozen=True)
@@ -60,33 +65,15 @@ class Identity:
     distributed_optimizer: bool
 
 
-def holds_checkpoints(output: Path) -> bool:
-    """Whether a run's folder has checkpoints."""
-    return (output / FOLDER / LATEST).exists()
-
-
-def find(path: Path) -> Path | None:
-    """The newest complete checkpoint of a run's folder; None when it has none.
-
-    Args:
-        path: a run's folder, its `checkpoints` folder, or one checkpoint.
+def check_saving(folder: Path) -> None:
+    """Refuses a run that could not save, before its first step.
 
     Raises:
-        UserError: `path` does not exist, is an incomplete checkpoint, or `latest` names none.
+        UserError: a package is missing, or the place cannot be written.
     """
-    if (path / STATE).is_file():
-        return path
-    for folder in (path / FOLDER, path):
-        if (folder / LATEST).is_file():
-            found = folder / (folder / LATEST).read_text(encoding="utf-8").strip()
-            if not (found / STATE).is_file():
-                raise UserError(f"{folder / LATEST}: names {found.name}, which is not there")
-            return found
-    if not path.exists():
-        raise UserError(f"--resume {path}: no such folder")
-    if path.parent.name == FOLDER:
-        raise UserError(f"--resume {path}: not a complete checkpoint ({STATE} is missing)")
-    return None
+    if importlib.util.find_spec("psutil") is None:
+        raise UserError("saving needs psutil, or Megatron's writers hang: pip install psutil")
+    check_folder_writable(folder / FOLDER)
 
 
 def save(trainer: Trainer, folder: Path, identity: Identity) -> Path:
@@ -97,11 +84,34 @@ def save(trainer: Trainer, folder: Path, identity: Identity) -> Path:
 
     Returns:
         The checkpoint's folder.
+
+    Raises:
+        UserError: it cannot be written; the last one is still there.
     """
-    if importlib.util.find_spec("psutil") is None:
-        raise UserError("saving needs psutil, or Megatron's writers hang: pip install psutil")
     target = folder / FOLDER / f"step-{trainer.num_steps:06d}"
     part = target.with_name(target.name + ".part")
+    try:
+        _write(trainer, part, identity)
+        if dist.get_rank() == 0:
+            _replace_folder(part, target)
+            write_text(target.parent / LATEST, target.name + "\n")
+        dist.barrier()
+    except (OSError, RuntimeError, UserError, CheckpointException) as error:
+        if isinstance(error, RuntimeError) and not any(said in str(error) for said in _UNWRITTEN):
+            raise
+        if dist.get_rank() == 0:  # its space may be what is missing
+            shutil.rmtree(part, ignore_errors=True)
+        last = newest(target.parent)
+        kept = f"{last.name} is there to --resume from" if last else "there is none before it"
+        raise UserError(
+            f"{target}: the checkpoint cannot be written ({reason(error)}); {kept}; make space"
+        ) from None
+    logger.info("saved %s", target)
+    return target
+
+
+def _write(trainer: Trainer, part: Path, identity: Identity) -> None:
+    """A checkpoint under another name."""
     if dist.get_rank() == 0:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -109,14 +119,16 @@ def save(trainer: Trainer, folder: Path, identity: Identity) -> Path:
     dist_checkpointing.save(_sharded_state(trainer, loading=False), str(part))
     dist.barrier()
     if dist.get_rank() == 0:
-        state = {"format": FORMAT, **_progress(trainer), "identity": asdict(identity)}
-        settings = asdict(trainer.settings)
-        _write(part / STATE, json.dumps({**state, "settings": settings}, indent=2) + "\n")
-        _replace_folder(part, target)
-        _write(target.parent / LATEST, target.name + "\n")
-    dist.barrier()
-    logger.info("saved %s", target)
-    return target
+        state = State(
+            step=trainer.num_steps,
+            position=trainer.position,
+            skipped=trainer.updater.skipped,
+            skipped_in_a_row=trainer.updater.skipped_in_a_row,
+            world_size=dist.get_world_size(),
+            identity=asdict(identity),
+            settings=asdict(trainer.settings),
+        )
+        write_text(part / STATE, state.as_json())
 
 
 def load(trainer: Trainer, checkpoint: Path, identity: Identity) -> None:
@@ -130,38 +142,41 @@ def load(trainer: Trainer, checkpoint: Path, identity: Identity) -> None:
         identity: of the run that resumes.
 
     Raises:
-        UserError: the checkpoint is of another model or of other rollouts.
+        UserError: the checkpoint is of another model or of other rollouts, or one of its files
+            cannot be used.
     """
-    state = _read(checkpoint / STATE)
-    _check(checkpoint, state, identity)
-    changed = _changes(state["settings"], json.loads(json.dumps(asdict(trainer.settings))))
-    if changed:
-        logger.warning("resumed with other settings than before: %s", ", ".join(changed))
-    same_world = state["world_size"] == dist.get_world_size()
-    wanted = _sharded_state(trainer, loading=True, rng=same_world)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch about its own functions
-        loaded = dist_checkpointing.load(wanted, str(checkpoint))
-    for number, chunk in enumerate(trainer.chunks):
-        unwrap(chunk).load_state_dict(loaded[f"model{number}"])
-    trainer.optimizer.load_state_dict(loaded["optimizer"])
-    if same_world:
-        _set_rng(loaded["rng"])
-    else:
+    state = read_state(checkpoint)
+    _check(checkpoint, state, identity, len(trainer.rollouts.groups))
+    same_world = state.world_size == dist.get_world_size()
+    loaded = checkpoint_files.load(
+        _sharded_state(trainer, loading=True, rng=same_world), checkpoint
+    )
+    try:
+        for number, chunk in enumerate(trainer.chunks):
+            unwrap(chunk).load_state_dict(loaded[f"model{number}"])
+        trainer.optimizer.load_state_dict(loaded["optimizer"])
+        if same_world:
+            _set_rng(loaded["rng"])
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as e:
+        raise CheckpointError(checkpoint, f"does not fit this run ({reason(e)})") from e
+    if not same_world:
         logger.warning("resumed on another number of ranks: random generators start anew")
-    trainer.num_steps, trainer.position = state["step"], state["position"]
-    trainer.updater.skipped = state["skipped"]
-    trainer.updater.skipped_in_a_row = state["skipped_in_a_row"]
+    trainer.num_steps, trainer.position = state.step, state.position
+    trainer.updater.skipped = state.skipped
+    trainer.updater.skipped_in_a_row = state.skipped_in_a_row
+    _tell_changes(state, trainer.settings)
 
 
-def _progress(trainer: Trainer) -> dict[str, int]:
-    return {
-        "step": trainer.num_steps,
-        "position": trainer.position,
-        "skipped": trainer.updater.skipped,
-        "skipped_in_a_row": trainer.updater.skipped_in_a_row,
-        "world_size": dist.get_world_size(),
-    }
+def _tell_changes(state: State, settings: Any) -> None:
+    """Says what the run that goes on does otherwise."""
+    now = json.loads(json.dumps(asdict(settings)))
+    unknown = [*state.unknown, *(name for name in state.settings if name not in now)]
+    for what, names in (
+        ("resumed with other settings than before", _changes(state.settings, now)),
+        ("the checkpoint has options that this release does not know", unknown),
+    ):
+        if names:
+            logger.warning("%s: %s", what, ", ".join(names)[:200])
 
 
 def _sharded_state(trainer: Trainer, *, loading: bool, rng: bool = True) -> dict[str, Any]:
@@ -193,45 +208,37 @@ def _set_rng(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); resume from another one") from None
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise UserError(f"{path}: not of format {FORMAT}; resume with the release that wrote it")
-    return state
-
-
-def _check(checkpoint: Path, state: dict[str, Any], identity: Identity) -> None:
+def _check(checkpoint: Path, state: State, identity: Identity, num_groups: int) -> None:
     wanted = json.loads(json.dumps(asdict(identity)))
     for name, value in wanted.items():
-        found = state["identity"].get(name)
+        found = state.identity.get(name)
         if found == value:
             continue
         if name == "model":
-            fields = [f"{f} {found.get(f)} there, {value[f]} here" for f in _changes(found, value)]
+            fields = _differences(found if isinstance(found, dict) else {}, value)
             raise UserError(f"{checkpoint}: of another model ({'; '.join(fields)}); give the same")
         what = (
             "was made from other rollouts (or another --max-tokens)"
             if name == "rollouts"
-            else (f"has {name} {found}, this run {value}")
+            else (f"has {name} {str(found)[:40]}, this run {value}")
         )
         raise UserError(f"{checkpoint}: {what}; give the same, or start anew without --resume")
+    if state.position >= num_groups:
+        path = checkpoint / STATE
+        raise CheckpointError(path, f"position {state.position} of rollouts of {num_groups} groups")
+
+
+def _differences(found: Mapping[str, Any], value: Mapping[str, Any]) -> list[str]:
+    """What distinguishes two models; what only a newer release knows of a model, too."""
+    names = [*_changes(found, value), *(name for name in found if name not in value)]
+    return [
+        f"{name[:40]} {str(found.get(name))[:40]} there, {value.get(name, 'unknown')} here"
+        for name in names[:8]
+    ]
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return [name for name in after if before.get(name) != after[name]]
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a small file in one go."""
-    part = path.with_name(path.name + ".part")
-    with open(part, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
 
 
 def _replace_folder(part: Path, target: Path) -> None:

@@ -9,11 +9,17 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from megatron_prefix.data.files import (
+    check_folder_writable,
+    check_writable,
+    write_text,
+    writing,
+)
+from megatron_prefix.errors import UserError
 from megatron_prefix.rl.updates import Update
 from megatron_prefix.run.report import StepReport
 
@@ -91,37 +97,59 @@ def _mean(values: Sequence[float]) -> float:
 class MetricsWriter:
     """Writes a run's metrics; `close` it in the end.
 
+    Nothing is written before the first step is, so that a run that is refused leaves nothing.
+
     Args:
         folder: of the run; made where it is missing.
         first_step: what earlier lines say of this and later steps is dropped (a resumed run).
+
+    Raises:
+        UserError: the file cannot be written, or holds something else than metrics.
     """
 
     def __init__(self, folder: Path, first_step: int = 1) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / FILE
-        if self.path.exists():
-            _keep_steps_before(self.path, first_step)
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  # see close
-        self._board = _tensorboard(folder, first_step)
+        self.path, self._board_folder, self._first = (
+            folder / FILE,
+            folder / "tensorboard",
+            first_step,
+        )
+        check_writable(self.path, makes_folders=True)
+        check_folder_writable(self._board_folder)
+        self._kept = _lines_before(self.path, first_step) if self.path.is_file() else ""
+        self._file: TextIO | None = None
+        self._board: Any = None
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """One step; a number that is not finite becomes null."""
+        """One step; a number that is not finite becomes null.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
         line = {name: _finite(value) for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **line}, allow_nan=False) + "\n")
-        self._file.flush()
-        if self._board is None:
-            return
-        for name, value in metrics.items():
-            if isinstance(value, str):
-                self._board.add_text(name, value, step)
-            elif value is not None:
-                self._board.add_scalar(name, value, step)
+        with writing(self.path):
+            if self._file is None:
+                self._file = self._opened()
+            self._file.write(json.dumps({"step": step, **line}, allow_nan=False) + "\n")
+            self._file.flush()
+            for name, value in metrics.items() if self._board is not None else ():
+                if isinstance(value, str):
+                    self._board.add_text(name, value, step)
+                elif value is not None:
+                    self._board.add_scalar(name, value, step)
+
+    def _opened(self) -> TextIO:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(self.path, self._kept)
+        self._board = _tensorboard(self._board_folder, self._first)
+        return open(self.path, "a", encoding="utf-8")
 
     def close(self) -> None:
         """Ends both files."""
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
+        with writing(self.path):
+            if self._file is not None:
+                self._file.close()
+            if self._board is not None:
+                self._board.close()
 
 
 def _finite(value: float | int | str | None) -> float | int | str | None:
@@ -134,19 +162,26 @@ def _tensorboard(folder: Path, first_step: int) -> Any:
     except ImportError:
         logger.info("tensorboard is not installed: metrics go to %s only", FILE)
         return None
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+    return SummaryWriter(str(folder), purge_step=first_step)
 
 
-def _keep_steps_before(path: Path, step: int) -> None:
-    """Drops later lines, and a last line that was cut off; the file changes in one go."""
+def _lines_before(path: Path, step: int) -> str:
+    """The lines of earlier steps; a last line that was cut off is dropped."""
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        if row["step"] < step:
-            kept.append(line + "\n")
-    part = path.with_name(path.name + ".part")
-    part.write_text("".join(kept), encoding="utf-8")
-    os.replace(part, path)
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line.decode("utf-8"))
+                found = row["step"]
+                if type(found) is not int:
+                    raise TypeError(f"step is {str(found)[:40]}")
+            except (ValueError, TypeError, LookupError, RecursionError) as error:
+                if not line.endswith(b"\n"):
+                    break
+                why = str(error).partition("\n")[0][:100]
+                raise UserError(
+                    f"{path}:{number}: not a line of metrics ({why}); move the file away"
+                ) from None
+            if found < step:
+                kept.append(line.decode("utf-8").rstrip("\r\n") + "\n")
+    return "".join(kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.rl import checkpoint
+from megatron_prefix.rl import checkpoint, run_folder
 from megatron_prefix.rl.checkpoint import Identity
 from megatron_prefix.rl.metrics import FILE, Metrics, MetricsWriter
 from megatron_prefix.rl.settings import RunOptions
@@ -80,16 +81,41 @@ def run(
         show: called after every step.
 
     Raises:
-        UserError: nothing to resume from, something else to resume from, or nothing left to do.
+        UserError: nothing to resume from, something else to resume from, nothing left to do,
+            another run in the folder, or a folder or disk that cannot be written.
     """
-    _resume(trainer, options, identity)
-    first = trainer.num_steps + 1
-    if first > options.steps:
-        raise UserError(
-            f"--steps {options.steps}: the run is at step {trainer.num_steps} already; give more"
-        )
-    summary = Summary(first, options.steps, str(options.output), str(options.output / FILE))
-    writer = MetricsWriter(options.output, first) if dist.get_rank() == 0 else None
+    alone = run_folder.claimed(options.output) if dist.get_rank() == 0 else nullcontext()
+    with alone:
+        _resume(trainer, options, identity)
+        first = trainer.num_steps + 1
+        if first > options.steps:
+            raise UserError(
+                f"--steps {options.steps}: the run is at step {trainer.num_steps} already; give"
+                " more"
+            )
+        summary = Summary(first, options.steps, str(options.output), str(options.output / FILE))
+        if options.save_every:
+            checkpoint.check_saving(options.output)
+        writer = MetricsWriter(options.output, first) if dist.get_rank() == 0 else None
+        try:
+            steps = _train(trainer, options, identity, show, summary, writer)
+        finally:
+            if writer is not None:
+                writer.close()
+    summary.last_step, summary.skipped_updates = trainer.num_steps, trainer.updater.skipped
+    _fill(summary, steps)
+    return summary
+
+
+def _train(
+    trainer: Trainer,
+    options: RunOptions,
+    identity: Identity,
+    show: Callable[[CompletedStep], None],
+    summary: Summary,
+    writer: MetricsWriter | None,
+) -> list[CompletedStep]:
+    """Steps and checkpoints up to `options.steps`, or the first error of the training itself."""
     steps: list[CompletedStep] = []
     try:
         while trainer.num_steps < options.steps:
@@ -106,17 +132,12 @@ def run(
         if writer is not None:
             failed: Metrics = {"train/skipped_updates": trainer.updater.skipped}
             writer.write(trainer.num_steps + 1, failed)
-    finally:
-        if writer is not None:
-            writer.close()
-    summary.last_step, summary.skipped_updates = trainer.num_steps, trainer.updater.skipped
-    _fill(summary, steps)
-    return summary
+    return steps
 
 
 def _resume(trainer: Trainer, options: RunOptions, identity: Identity) -> None:
     if options.resume is None:
-        if checkpoint.holds_checkpoints(options.output):
+        if run_folder.holds_checkpoints(options.output):
             raise UserError(
                 f"--output {options.output}: holds the checkpoints of a run; add --resume to go "
                 "on with it, or name another folder"
@@ -125,7 +146,7 @@ def _resume(trainer: Trainer, options: RunOptions, identity: Identity) -> None:
     auto = options.resume == "auto"
     if auto and not options.output.exists():
         return
-    found = checkpoint.find(options.output if auto else Path(options.resume))
+    found = run_folder.find(options.output if auto else Path(options.resume))
     if found is not None:
         checkpoint.load(trainer, found, identity)
         logger.info("resumed from %s", found)

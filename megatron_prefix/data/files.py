@@ -1,0 +1,118 @@
+"""Files that are written whole or not at all, and places that cannot be written.  [pure]"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from megatron_prefix.errors import UserError
+
+PathLike = str | os.PathLike[str]
+
+
+@contextlib.contextmanager
+def writing(path: PathLike) -> Iterator[None]:
+    """Turns an operating system's refusal to write into one line.
+
+    Raises:
+        UserError: naming `path`, or the file that the system names.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(
+            f"{os.fspath(path)}: cannot be written ({reason}); check the folder and the space left"
+        ) from None
+
+
+@contextlib.contextmanager
+def replacing(path: PathLike) -> Iterator[BinaryIO]:
+    """Opens a new file that takes the place of `path` when the block ends without an error.
+
+    Until then what was there stays. Links are followed; a pipe or a device is written directly.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    with writing(path):
+        target = Path(os.path.realpath(path))
+        if target.exists() and not (target.is_file() or target.is_dir()):
+            with open(target, "wb") as file:
+                yield file
+            return
+        part = target.with_name(f".{secrets.token_hex(8)}.part")
+        try:
+            with open(part, "xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, target)
+        finally:
+            with contextlib.suppress(OSError):
+                part.unlink()
+
+
+def write_text(path: PathLike, text: str) -> None:
+    """Writes a file in UTF-8 whole or not at all.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    with replacing(path) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
+
+
+def check_writable(path: PathLike, *, makes_folders: bool = False) -> None:
+    """Refuses a place where no file can be written, before the work for it; writes nothing.
+
+    Args:
+        path: of the file.
+        makes_folders: whether the folders above it may be missing.
+
+    Raises:
+        UserError: a folder has this name, permissions lack, or a name is too long.
+    """
+    with writing(path):
+        target = Path(os.path.realpath(path))
+        if target.is_dir():
+            raise IsADirectoryError("a folder has this name")
+        if target.exists() and not target.is_file():
+            return  # a pipe or a device
+        _check_folder(target.parent, makes_folders)
+        if len(os.fsencode(target.name)) > os.pathconf(_nearest(target), "PC_NAME_MAX"):
+            raise OSError("the name is too long")
+
+
+def check_folder_writable(path: PathLike) -> None:
+    """The same for a folder, which may be missing, with those above it.
+
+    Raises:
+        UserError: a file is in the way, permissions lack, or a name is too long.
+    """
+    with writing(path):
+        _check_folder(Path(os.path.realpath(path)), makes_folders=True)
+
+
+def _check_folder(folder: Path, makes_folders: bool) -> None:
+    there = _nearest(folder)
+    if not there.is_dir():
+        raise NotADirectoryError(f"{there} is no folder")
+    if there != folder and not makes_folders:
+        raise FileNotFoundError(f"{folder} is missing")
+    longest = max(len(os.fsencode(part)) for part in folder.parts)
+    if longest > os.pathconf(there, "PC_NAME_MAX"):
+        raise OSError("a folder's name is too long")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"{there} is not yours to write, or read-only")
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the first above it that exists."""
+    while not path.exists():
+        path = path.parent
+    return path
