@@ -1,1 +1,1 @@
-"""Both schedules timed and measured side by side."""
+"""Times both schedules and measures their memory."""

@@ -1,4 +1,4 @@
-"""How long a sequence trains: by bisection, with the memory model and in earnest."""
+"""Finds the longest sequence that trains: by bisection, first predicted, then run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Frontier:
     """The longest sequence that trains one way.
 
     Attributes:
-        way: how.
+        way: how it runs.
         predicted: tokens, by the memory model.
-        trained: the longest that was tried and trained; None where nothing was tried.
-        failed: the shortest that was tried and did not; None where none failed.
+        trained: the longest that was run and trained; None where nothing was run.
+        failed: the shortest that was run and failed; None where none failed.
     """
 
     way: str
@@ -47,7 +47,7 @@ def frontier(
     num_tries: int,
     seed: int,
 ) -> Frontier:
-    """The longest prompt for a response, by bisection: first with the model, then in earnest.
+    """The longest prompt for a response, by bisection: first predicted, then run.
 
     Args:
         response: tokens of each response, every one a wave.
@@ -56,7 +56,7 @@ def frontier(
         config: of the prefix schedule.
         capacity: bytes besides weights and gradients; 0: what the device has.
         step: lengths are multiples of it.
-        num_tries: steps really run; 0: only the model is asked.
+        num_tries: steps to run; 0: only predict.
         seed: of tokens.
     """
     device = next(chunks[0].parameters()).device
@@ -82,7 +82,7 @@ def frontier(
 
 
 def _last(fits: Callable[[int], bool]) -> int:
-    """The last number that fits, 0 for none: doubling, then bisection."""
+    """The largest number that fits, 0 for none: by doubling, then bisection."""
     low, high = 0, 1
     while fits(high):
         low, high = high, 2 * high
@@ -93,7 +93,7 @@ def _last(fits: Callable[[int], bool]) -> int:
 
 
 def _around(first: int, trains: Callable[[int], bool], num_tries: int) -> tuple[int, int]:
-    """The largest number that was tried and trains and the smallest that does not; 0 for none."""
+    """The largest number that was run and trains, and the smallest that does not; 0 for none."""
     good = bad = 0
     number = max(1, first)
     for _ in range(num_tries):

@@ -1,11 +1,11 @@
-"""What a step takes of device memory: by policy, beside the stock schedule and the memory model.
+"""Device memory of a step by policy, compared with the stock schedule and the memory model.
 
-On a GPU peaks are the allocator's, with what the weights and their gradients take subtracted, and
-memory that waits for a copy on a side stream counts as used.  On the CPU they are the bytes that
-autograd and the sidecar hold, counted, and temporaries are not in them.
+On a GPU peaks are the allocator's, without weights and their gradients; memory that waits for a
+copy on a side stream counts as used. On the CPU they are the bytes that autograd and the sidecar
+hold, without temporaries.
 
 "Phase B" is the time in which waves run, as in "Schedule-Level Shared-Prefix Reuse for LLM RL
-Training", section 5, whose figures of memory are of that phase.
+Training", section 5, whose memory figures are of that phase.
 """
 
 from __future__ import annotations
@@ -72,17 +72,17 @@ class Way:
 
 @dataclass(frozen=True)
 class Row:
-    """A shape run one way; bytes in GiB besides weights and gradients, None for not known.
+    """A shape run one way; GiB besides weights and gradients, None where not known.
 
     Attributes:
         name: P:R:n.
         way: how it ran.
-        base_gib: weights, gradients and whatever else was there before.
-        predicted_gib, peak_gib: of the step, by the memory model and as measured.
+        base_gib: weights, gradients and everything else in use before.
+        predicted_gib, peak_gib: of the step, predicted and measured.
         predicted_wave_gib, wave_gib: while waves run.
         ms: of a forward-backward call.
-        offloaded_gib: stored on the host.
-        problem: why there is no measurement, "" where there is.
+        offloaded_gib: copied to the host.
+        problem: why there is no measurement; "" if there is one.
     """
 
     name: str
@@ -104,14 +104,14 @@ class Row:
 def measure(
     shape: GroupShape, way: Way, chunks: list[Any], config: PrefixConfig, *, repeats: int, seed: int
 ) -> Row:
-    """Runs a shape one way, `repeats` times after once that does not count.
+    """Runs a shape one way, `repeats` times after a first call that does not count.
 
     Args:
-        shape: prompt, response, rollouts; every rollout a wave unless it says otherwise.
+        shape: prompt, response, rollouts; every rollout is a wave unless it has a wave length.
         way: schedule and policies.
         chunks: the model, wrapped in DDP.
         config: of the prefix schedule.
-        repeats: measured calls; 0: the one that else would not count.
+        repeats: measured calls; 0: measure the first call.
         seed: of tokens and advantages.
     """
     config = replace(config, mode="on", wave_tokens=shape.wave_tokens or 1)
@@ -135,7 +135,7 @@ def measure(
             return replace(row, problem=str(error).partition("\n")[0].partition(". ")[0])
         finally:
             free_memory()
-        # What the first call has left behind, workspaces of libraries, stays for good.
+        # Workspaces of libraries that the first call has allocated stay.
         base = _base(chunks)
         return _filled(replace(row, base_gib=base / GIB), schedule, results[1:] or results, base)
 
@@ -172,7 +172,7 @@ def _filled(row: Row, schedule: Any, results: Sequence[_Peaks], base: float) -> 
 
 @dataclass
 class _Peaks:
-    """What one call took: bytes in use at most, and of every segment's actions."""
+    """Peaks of one call in bytes: of the call, and of every segment's actions."""
 
     peak: float
     seconds: float
@@ -210,7 +210,7 @@ def _timed(work: Any, device: torch.device) -> float:
 
 
 class _Meter:
-    """Peaks of the allocator, of a call and of the actions in it; the host does not wait."""
+    """Peaks of the allocator in a call and in its actions; the host does not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -220,7 +220,7 @@ class _Meter:
 
     @contextlib.contextmanager
     def watch(self, action: Action) -> Iterator[None]:
-        """Around the computation of an action."""
+        """Surrounds the computation of an action."""
         self.read()
         yield
         before, self._peak = self._peak, 0.0
@@ -229,7 +229,7 @@ class _Meter:
         self._peak = max(self._peak, before)
 
     def read(self) -> float:
-        """The highest so far; the allocator's own mark is set back."""
+        """The highest peak so far; resets the allocator's own."""
         stats = torch.cuda.memory_stats(self._device)
         self._peak = max(self._peak, stats["active_bytes.all.peak"])
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -238,7 +238,7 @@ class _Meter:
 
 @contextlib.contextmanager
 def recomputing(chunks: list[Any], recompute: str) -> Iterator[None]:
-    """Megatron's full activation recomputation on or off; its layers ask for it at every call."""
+    """Turns Megatron's full recomputation on or off; layers read the config at every call."""
     names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
     values = ("full", "uniform", 1) if recompute == "full" else (None, None, None)
     configs = {id(unwrap(chunk).config): unwrap(chunk).config for chunk in chunks}.values()
@@ -255,12 +255,12 @@ def recomputing(chunks: list[Any], recompute: str) -> Iterator[None]:
 
 
 def predicted(shape: GroupShape, way: Way, chunks: list[Any], config: PrefixConfig) -> RankMemory:
-    """What the memory model says of a shape (memory "auto": as if all were retained)."""
+    """Predicted memory of a shape (memory "auto": as if all were retained)."""
     return MemoryControl(config).predicted(_plan(shape, way, config), chunks, 0)
 
 
 def _plan(shape: GroupShape, way: Way, config: PrefixConfig) -> Plan:
-    """The plan of a flat group; of the stock schedule, rollout after rollout."""
+    """The plan of a flat group; for the stock schedule one rollout after the other."""
     prompt, tokens = np.zeros(shape.prompt, dtype=np.int64), shape.prompt + shape.response
     rollouts = []
     for rollout in range(shape.rollouts):

@@ -1,4 +1,4 @@
-"""Arguments that several verbs share, and what they mean as objects of the library."""
+"""Arguments that several verbs share, and the objects made of them."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def add_messages(parser: argparse.ArgumentParser) -> None:
 
 
 def layout_of(args: argparse.Namespace, world_size: int | None = None) -> Layout:
-    """The layout that `add_layout` read, in a world of `world_size` ranks (None: what it takes).
+    """The layout that `add_layout` read, for `world_size` ranks (None: as many as needed).
 
     Raises:
         UserError: sizes that contradict.
@@ -163,22 +163,22 @@ def layout_of(args: argparse.Namespace, world_size: int | None = None) -> Layout
 
 
 def add_lengths(parser: argparse.ArgumentParser) -> None:
-    """What shapes tree and plan: `--chunk-tokens --wave-tokens --min-gain --share ...`."""
+    """Options of tree and plan: `--chunk-tokens --wave-tokens --min-gain --share ...`."""
     group = parser.add_argument_group("lengths, in tokens")
     group.add_argument(
         "--chunk-tokens",
         type=_chunk_tokens,
         default=_DEFAULTS.chunk_tokens,
         metavar="N|auto|0",
-        help="cut segments longer than N into chunks; 0: never; auto: the length whose simulated"
-        f" step is shortest (default {_DEFAULTS.chunk_tokens})",
+        help="cut longer spans into chunks of at most N; 0: never; auto: the length with the"
+        f" shortest simulated step (default {_DEFAULTS.chunk_tokens})",
     )
     for option, default, text in (
         ("--wave-tokens", _DEFAULTS.wave_tokens, "most positions of a wave; 0: no limit"),
         (
             "--min-gain",
             _DEFAULTS.min_gain,
-            "dissolve a shared segment that saves fewer positions; 0 dissolves nothing",
+            "dissolve a shared span that saves fewer positions; 0 dissolves nothing",
         ),
     ):
         group.add_argument(
@@ -204,10 +204,10 @@ def _add_run_ahead(group: Any) -> None:
         type=int,
         choices=(1, 2),
         default=_DEFAULTS.run_ahead,
-        help="forwards a pipeline stage runs ahead of the next: 1 holds less memory, 2 waits less"
+        help="forwards a pipeline stage runs ahead of the next: 1 needs less memory, 2 waits less"
         f" (default {_DEFAULTS.run_ahead})",
     )
-    # The option's name before: scripts that give it go on working.
+    # The old name of the option, for existing scripts.
     group.add_argument(
         "--extra", dest="run_ahead", type=int, choices=(1, 2), help=argparse.SUPPRESS
     )
@@ -219,7 +219,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--prefix-plan",
         metavar="FILE",
-        help="run this plan (as `plan --csv` writes it) instead of the planner's; it must fit the"
+        help="run this plan (a file of `plan --csv`) instead of the planner's; it must fit the"
         " rollouts, the lengths and the layout",
     )
 

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Looks and prints; 0 when nothing is in the way of the schedule, else 1."""
+    """Examines and prints; returns 0 when the prefix schedule can run here, else 1."""
     report = examine(args.device, args.model)
     if args.json:
         print_json(report)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(device: str | None = None, model: str | None = None) -> dict[str, Any]:
-    """Everything that `doctor` tells, as its --json has it.
+    """Everything that `doctor` reports; the keys of its --json.
 
     Keys: ok; problems, one line each; device, the one that was checked; versions, None where
     something is absent; devices; kernels, by dtype and name None or why it does not work; chosen,

@@ -1,4 +1,4 @@
-"""Rollout files as the verbs take them."""
+"""Reads rollout files for the verbs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from megatron_prefix.errors import UserError
 
 
 def load_groups(args: argparse.Namespace, vocab_size: int | None = None) -> tuple[list[Group], int]:
-    """Reads what `arguments.add_rollouts` asked for, with progress.
+    """Reads the files of `arguments.add_rollouts`, with progress.
 
     Args:
         args: needs `rollouts`, `groups`, `max_tokens`, `progress`.
         vocab_size: token ids must be below it, when given.
 
     Returns:
-        The groups, and how many rollouts `--max-tokens` dropped because no trained token was left.
+        The groups, and the number of rollouts that `--max-tokens` dropped, since they have no
+        trained token left.
 
     Raises:
         UserError: a bad file, or nothing left of it.

@@ -1,4 +1,4 @@
-"""Arguments of the verbs that run a model, and what they mean."""
+"""Arguments of the verbs that run a model."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         "--memory",
         choices=MEMORY_POLICIES,
         default="retain",
-        help="what an inner segment keeps until its backward: its saved tensors (retain, default),"
-        " the same on the host (offload), only K/V and its input, to run its forward again"
-        " (recompute); auto: the cheapest that fits, by step and segment",
+        help="what an inner segment keeps until its backward. retain (default): its saved tensors;"
+        " offload: the same on the host; recompute: only K/V and its input, and its forward runs"
+        " again; auto: the cheapest that fits, by step and segment",
     )
     group.add_argument(
         "--memory-budget-gb",
@@ -78,8 +78,8 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         "--cp-reduce",
         choices=CP_REDUCE,
         default="wave",
-        help="with --cp: gK/gV go to their owners after every wave, or once a segment, which sends"
-        " less and holds more (default wave)",
+        help="with --cp: send gK/gV to their owners after every wave, or once a segment, which"
+        " sends less and needs more memory (default wave)",
     )
     group.add_argument(
         "--kernel",
@@ -88,12 +88,16 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         help="attention kernel: math, flash_cpu, flash, cudnn, dense+causal, or auto (default)",
     )
     group.add_argument(
-        "--seed", type=seed, default=1234, metavar="N", help="of weights and draws (default 1234)"
+        "--seed",
+        type=seed,
+        default=1234,
+        metavar="N",
+        help="of weights and random draws (default 1234)",
     )
 
 
 def model_options(args: argparse.Namespace) -> Any:
-    """The `jobs.ModelOptions` that `add_model` read; imports torch."""
+    """The `rl.job.ModelOptions` that `add_model` read; imports torch."""
     from megatron_prefix.rl.job import ModelOptions
 
     return ModelOptions(
@@ -104,7 +108,7 @@ def model_options(args: argparse.Namespace) -> Any:
 
 
 def machine(args: argparse.Namespace) -> dict[str, Any]:
-    """What a benchmark says of where it ran; imports torch."""
+    """The machine and versions, for a benchmark's result; imports torch."""
     import megatron.core
     import torch
 
@@ -125,7 +129,7 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def overrides_of(settings: list[str]) -> tuple[tuple[str, Any], ...]:
-    """`FIELD=VALUE` texts as values of the fields' own types.
+    """`FIELD=VALUE` texts as values of the fields' types.
 
     Raises:
         UserError: no such field, or a value of another type.

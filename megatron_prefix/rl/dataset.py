@@ -1,4 +1,4 @@
-"""The rollouts of a training run, handed out step by step in the order of the files."""
+"""The rollouts of a training run, step by step in the order of the files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_prefix.errors import UserError
 
 @dataclass(frozen=True)
 class RolloutSet:
-    """Groups, their token ids below the model's vocabulary.
+    """The groups of a run; token ids are below the model's vocabulary size.
 
     Attributes:
         groups: in the order of the files.
@@ -22,10 +22,10 @@ class RolloutSet:
     groups: tuple[Group, ...]
 
     def take(self, position: int, count: int) -> list[Group]:
-        """`count` groups from `position` on; after the last group comes the first again.
+        """`count` groups from `position` on; the first group follows the last.
 
         Raises:
-            UserError: more groups than there are, which would hand out one group twice.
+            UserError: `count` exceeds the number of groups.
         """
         if count > len(self.groups):
             raise UserError(
@@ -36,7 +36,7 @@ class RolloutSet:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of all that training sees, whatever the files' names and packing are."""
+        """SHA-256 of everything that training uses; file names and compression do not change it."""
         digest = hashlib.sha256()
         for group in self.groups:
             for rollout in group.rollouts:

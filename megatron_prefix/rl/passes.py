@@ -1,4 +1,4 @@
-"""Running a schedule: passes for log-probs, and sums over microbatches and ranks."""
+"""Runs a schedule, computes log-probs, and sums logs over microbatches and ranks."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ def logprobs(
     """Log-probs of the trained tokens, without gradients.
 
     Returns:
-        Per microbatch float64 [trained tokens]; None on ranks without the last stage, which do not
-        need them.
+        Per microbatch float64 [trained tokens]; None on ranks without the last stage.
     """
     with torch.no_grad():
         logs = run(schedule, logprob_step(), chunks, items, forward_only=True)
@@ -69,15 +68,14 @@ def mean_over_ranks(
 ) -> dict[str, float]:
     """Means per trained token over all ranks of the job; every rank gets them.
 
-    Ranks that hold the same microbatches (tensor parallel) count several times, in the sum and in
-    the number; ranks without the last stage have no `sums` and add zeros.
+    Tensor-parallel ranks have the same microbatches and count several times, both in the sum and in
+    the number of tokens; ranks without the last stage have no `sums` and add zeros.
 
     Args:
         names: of the logs, the same on every rank.
     """
     none = torch.zeros(2)
-    rows = [sums.get(name, none).to(device, torch.float64) for name in names]
-    table = torch.stack(rows)
+    table = torch.stack([sums.get(name, none).to(device, torch.float64) for name in names])
     dist.all_reduce(table)
     return {n: s / max(c, 1.0) for n, (s, c) in zip(names, table.tolist(), strict=True)}
 
@@ -85,7 +83,7 @@ def mean_over_ranks(
 def sum_over_ranks(
     values: Mapping[str, float], device: torch.device, copies: int
 ) -> dict[str, float]:
-    """Sums over the job of what every rank counted, where `copies` ranks counted the same."""
+    """Sums over all ranks of the job; `copies` ranks have counted the same."""
     table = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
     dist.all_reduce(table)
     return {n: v / copies for n, v in zip(values, table.tolist(), strict=True)}

@@ -22,10 +22,10 @@ class TrainSettings:
 
     Attributes:
         groups_per_step: groups of one step, over all data-parallel ranks.
-        ppo_epochs: times that a step goes over its rollouts.
-        num_minibatches: optimizer updates of one such time; whole groups, so that sharing stays.
+        ppo_epochs: passes of a step over its rollouts.
+        num_minibatches: optimizer updates of a pass, each of whole groups.
         lr: learning rate, constant after the warm-up.
-        warmup_steps: steps in which it rises linearly from lr / warmup_steps.
+        warmup_steps: steps in which the learning rate rises linearly, from lr / warmup_steps.
         weight_decay: AdamW's, on matrices.
         clip_grad: largest norm of the gradient; 0 does not clip.
         loss_mean: "token": mean over all trained tokens of an update ("DAPO", section 3.3);
@@ -75,7 +75,7 @@ class TrainSettings:
 
     @property
     def log_names(self) -> list[str]:
-        """What the loss logs."""
+        """Names of the loss's logs."""
         names = ["loss", "ratio", "clip_frac", "approx_kl"]
         return [*names, "kl"] if self.grpo.kl_coeff else names
 

@@ -1,9 +1,8 @@
 """GRPO actor updates over rollouts that exist already, on one rank of a job.
 
-A step takes the next groups, fills in old log-probs (and the reference's) by passes without
-gradients through the same schedule, and makes `ppo_epochs * num_minibatches` optimizer updates.
-Every rank of the job calls `step` as often as the others; data-parallel ranks have groups of their
-own and meet in gradients and in sums of logs.
+A step takes the next groups, computes old log-probs (and the reference's) by forward passes through
+the same schedule, and makes `ppo_epochs * num_minibatches` optimizer updates. All ranks call `step`
+equally often; data-parallel ranks have their own groups and sum up gradients and logs.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class CompletedStep:
 
     Attributes:
         number: from 1.
-        metrics: the same on every rank, but for `prefix_sharing/active` and the like, which are the
+        metrics: the same on every rank, except `prefix_sharing/active` and others that are the
             rank's own.
         updates: in order.
     """
@@ -65,7 +64,7 @@ class Trainer:
         schedule: of the updates.
         updater: makes the updates.
         num_steps: steps done.
-        position: place in the rollouts of the next step's first group.
+        position: number of the next step's first group.
 
     Raises:
         UserError: settings that this layout cannot run.
@@ -92,8 +91,8 @@ class Trainer:
             clip_grad=settings.clip_grad,
         )
         self.schedule = PrefixSchedule(settings.prefix)
-        # Schedules of their own: the report is to be that of an update, not of a pass.
-        # A user's plan is one of an update.
+        # Separate schedules, so that the report is that of an update. A user's plan is for updates,
+        # too.
         passes_config = replace(settings.prefix, plan_file=None)
         self._passes = PrefixSchedule(passes_config), PrefixSchedule(passes_config)
         self._reference: list[Any] = []
@@ -129,10 +128,10 @@ class Trainer:
     def _minibatch(self, groups: Sequence[Group]) -> tuple[list[Microbatch], float]:
         """This rank's microbatches of a minibatch, and the weight of their losses.
 
-        Ranks get what costs them equally long, so not equally many rollouts.
+        Ranks get rollouts of equal total cost, so not equally many.
         """
         settings, layout = self.settings, self.world.layout
-        # Before a group may be cut: advantages are relative to the whole group.
+        # Before groups are cut, since advantages are relative to the whole group.
         groups = [
             batches.with_advantages(group, divide_by_std=settings.divide_by_std) for group in groups
         ]
@@ -146,7 +145,7 @@ class Trainer:
         return items, len(items) * layout.dp / everyone
 
     def _microbatches(self, groups: Sequence[Group]) -> list[Microbatch]:
-        """Microbatches with advantages, old log-probs and, where asked for, the reference's."""
+        """Microbatches with advantages, old log-probs and, if needed, the reference's."""
         layout, rank = self.world.layout, parallel_state.get_context_parallel_rank()
         whole = [
             batches.microbatch(rollout, rollout.advantage or 0.0, multiple=layout.alignment)
@@ -181,9 +180,9 @@ class Trainer:
 def _with_logprobs(
     items: list[Microbatch], name: str, schedule: PrefixSchedule, chunks: list[Any]
 ) -> list[Microbatch]:
-    """Log-probs of a model as it is now, for microbatches that bring none.
+    """Adds the model's current log-probs to microbatches that have none.
 
-    Only the last pipeline stage has them, and nothing elsewhere needs them.
+    Only the last pipeline stage has and needs them.
     """
     missing = [number for number, item in enumerate(items) if name not in item]
     found = passes.logprobs(schedule, chunks, [items[m] for m in missing]) if missing else None
@@ -220,7 +219,7 @@ def _build(
 
 
 def _check_layout(settings: TrainSettings, rollouts: RolloutSet, world: World) -> None:
-    """Refuse what would hang or train on something else than asked for.
+    """Refuse layouts that would hang or compute another loss.
 
     Raises:
         UserError: see the messages.

@@ -1,1 +1,1 @@
-"""Both schedules run on the same rollouts and are compared."""
+"""Runs both schedules on the same rollouts and compares them."""

@@ -1,7 +1,7 @@
-"""The alignment matrix: which layouts, models, shapes and recomputations `matrix` aligns. [pure]
+"""The rows of the verb `matrix`: layouts, models, shapes and recomputations. [pure]
 
 A row is one run of `align`: Megatron's stock schedule on full sequences against the prefix
-schedule, both in the row's layout.  A new layout is one line of LAYOUTS.
+schedule, both in the row's layout. To add a layout, add a line to LAYOUTS.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megatron_prefix.runtime.layout import Layout
 
 MODELS = {"dense": "tiny-qwen3", "moe": "tiny-moe"}
 RECOMPUTES = ("none", "full")
-# 16 bit is judged by the ratio of two errors, parameter by parameter, which says something where
-# many roundings add up: wider layers, more tokens, and weights that do not saturate them. A token
-# that goes to another expert than in fp32 would outweigh all roundings, so tokens go to all.
+# In 16 bit the ratio of two errors is judged, parameter by parameter. That needs many roundings, so
+# layers are wider, there are more tokens, and weights are smaller. A token that goes to another
+# expert than in fp32 would hide all roundings, so tokens go to all experts.
 SIXTEEN_BIT = {
     "hidden_size": 512,
     "num_attention_heads": 8,
@@ -34,8 +34,8 @@ SIXTEEN_BIT_OF = {
     "moe": {"moe_ffn_hidden_size": 256, "moe_top_k": 8},
 }
 
-# name: layout, models that can run it. Experts under tensor parallelism want sequence parallelism
-# (Megatron-Core refuses them without), so TP2 is +SP for them in every row.
+# name: layout, models that can run it. With tensor parallelism Megatron-Core requires sequence
+# parallelism for experts, so for them TP2 is always +SP.
 LAYOUTS: dict[str, tuple[Layout, tuple[str, ...]]] = {
     "TP2": (Layout(tp=2), ("dense",)),
     "TP2+SP": (Layout(tp=2, sequence_parallel=True), ("dense", "moe")),
@@ -57,13 +57,13 @@ LAYOUTS: dict[str, tuple[Layout, tuple[str, ...]]] = {
 
 
 def is_sixteen_bit(dtype: str) -> bool:
-    """Whether rows in this dtype are judged against an fp32 reference."""
+    """Whether rows of this dtype are judged against an fp32 reference."""
     return dtype in ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class RolloutShape:
-    """What the rollouts of a row look like, and how they are cut.
+    """The tree of a row's rollouts, and its chunks.
 
     Attributes:
         tree: see data/generate.py; "branch" has loss in inner segments.
@@ -74,9 +74,9 @@ class RolloutShape:
     chunk_tokens: int = 0
 
     def groups(self, dp: int, dtype: str) -> list[Group]:
-        """At least four groups of four uneven rollouts; their number is a multiple of `dp`.
+        """At least four groups of four uneven rollouts; a multiple of `dp`.
 
-        In 16 bit, where every draw has others, at least two.
+        In 16 bit at least two, since there are several draws.
         """
         prompt, response, vocab = (768, 512, 1000) if is_sixteen_bit(dtype) else (32, 24, 96)
         least = 2 if is_sixteen_bit(dtype) else 4
@@ -119,11 +119,11 @@ class Row:
 
     @property
     def name(self) -> str:
-        """As `--only` matches it: MODEL/LAYOUT/SHAPE/RECOMPUTE."""
+        """MODEL/LAYOUT/SHAPE/RECOMPUTE, which `--only` matches."""
         return f"{self.model}/{self.layout}/{self.shape}/{self.recompute}"
 
     def overrides(self, dtype: str) -> dict[str, Any]:
-        """What changes in the row's model, fields of ModelSpec."""
+        """Fields of ModelSpec that the row changes."""
         return {**SIXTEEN_BIT, **SIXTEEN_BIT_OF[self.model]} if is_sixteen_bit(dtype) else {}
 
     def layout_in(self, world_size: int | None = None) -> Layout:
@@ -155,19 +155,19 @@ def rows() -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a row.
+    """The result of a row.
 
     Attributes:
         row: its name.
-        status: "aligned"; "different": some difference exceeds the policy; "failed": it ended in an
-            error; "refused": this release or this world cannot run it, and says so.
+        status: "aligned"; "different": a difference exceeds the policy; "failed": an error;
+            "refused": this release or this world cannot run it.
         ranks: size of the world.
-        seconds: the row took.
+        seconds: duration.
         grad_max_rel_diff: largest relative difference of a gradient.
-        tolerance: of it (in 16 bit: of `grad_error_ratio_max`).
+        tolerance: of that difference (in 16 bit: of `grad_error_ratio_max`).
         grad_error_ratio_max: in 16 bit, error against fp32 over the stock schedule's.
-        reason: in one line, why it is not aligned.
-        run: dtype and device of all rows that may be shown together.
+        reason: why it is not aligned, one line.
+        run: dtype and device; only rows of one run are shown together.
         baseline: what the prefix schedule was compared with.
     """
 
@@ -184,7 +184,7 @@ class Result:
 
     @property
     def cell(self) -> str:
-        """For the table: what was found, or why nothing was."""
+        """The row's cell of the table: its difference, or its status."""
         if self.status in ("refused", "failed"):
             return self.status
         ratio, error = self.grad_error_ratio_max, self.grad_max_rel_diff
@@ -197,7 +197,7 @@ class Result:
 
 
 def table(results: Iterable[Result]) -> list[list[str]]:
-    """One line a model and layout, a column a shape without and with recomputation; first the head.
+    """The table: a line a model and layout, a column a shape and recomputation; first the head.
 
     A cell is the largest relative difference of a gradient (in 16 bit the error ratio) or a status.
     """
@@ -216,7 +216,7 @@ def table(results: Iterable[Result]) -> list[list[str]]:
 
 
 def counts(results: Sequence[Result]) -> dict[str, int]:
-    """Rows by status; a status without rows is left out."""
+    """Number of rows by status, without zeros."""
     known = ("aligned", "different", "failed", "refused")
     found = {status: sum(result.status == status for result in results) for status in known}
     return {status: number for status, number in found.items() if number}
