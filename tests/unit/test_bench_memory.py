@@ -15,10 +15,10 @@ import torch
 from megatron_prefix.bench import longest, memory
 from megatron_prefix.bench.memory import Way
 from megatron_prefix.bench.steps import GroupShape
-from megatron_prefix.cli.main import main
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import StepOutOfMemory, UserError
 from megatron_prefix.models.build import unwrap
+from tests.harness.command_line import failure
 from tests.harness.data import REPOSITORY
 from tests.harness.one_rank import one_rank, small_model
 
@@ -133,5 +133,4 @@ def test_the_verb(tmp_path: Path) -> None:
     ],
 )
 def test_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "memory", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    assert message in failure(capsys, "bench", "memory", *arguments)
