@@ -1,4 +1,4 @@
-"""The exceptions that mean "the user can fix this"."""
+"""Errors that mean "the user can fix this", and a step that failed on another rank."""
 
 from __future__ import annotations
 
@@ -24,3 +24,14 @@ class StepOutOfMemory(UserError):
     pipeline was predicted to hold follows. Weights and optimizer are as before the step; gradient
     buffers are not, so zero them before the next one.
     """
+
+
+class CannotShare(UserError):
+    """A step that the stock schedule can run and the prefix schedule cannot.
+
+    Mode "auto" falls back; mode "on" raises it.
+    """
+
+
+class StepFailed(RuntimeError):
+    """A step that has failed on another rank; the message has that rank's number and reason."""

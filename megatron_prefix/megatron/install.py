@@ -7,8 +7,8 @@ Hooks on a built model, none of which replaces a module or touches a checkpoint 
 3. the *instances'* methods of routers count what a token stands for (moe/overrides.py);
 4. the *instance's* `forward` of the decoder lets an offloaded segment take what it saves, and a
 hook on every layer says where one ends;
-5. the *instance's* `forward` of the language model answers a trainer's model call from the
-segments.
+5. for the time of a step, the *instance's* `forward` of the language model is where the trainer's
+forward steps are suspended (`intercepted`).
 
 Each does nothing while no segment runs, so the stock schedule works on an installed model.  The
 running segment is an attribute and not thread-local state: on CUDA backward runs on another thread,
@@ -28,11 +28,10 @@ from torch import Tensor, nn
 
 from megatron_prefix.attention.core import SegmentContext, segment_attention
 from megatron_prefix.attention.kernels import Kernel, choose
-from megatron_prefix.errors import UserError
 from megatron_prefix.megatron import features
 from megatron_prefix.moe import versions
 from megatron_prefix.moe.overrides import overrides
-from megatron_prefix.moe.replay import Replay, check_unchanged
+from megatron_prefix.moe.replay import Replay
 
 logger = logging.getLogger(__name__)
 _INSTALLED = "_megatron_prefix_hooks"
@@ -51,7 +50,7 @@ class Hooks:
     """
 
     def __init__(self, model: nn.Module, kernel: str = "auto") -> None:
-        self.model: Any = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+        self.model = language_model(model)
         features.check(self.model, model)
         self.layers = [layer.self_attention for layer in self.model.decoder.layers]
         self.num_layers = len(self.layers)
@@ -59,7 +58,6 @@ class Hooks:
         self.use(kernel)
         self.current: SegmentContext | None = None
         self.replay: Replay | None = None
-        self._answer: Tensor | None = None
         self._rope: Tensor | None = None
         self._undo: list[Callable[[], None]] = []
         try:
@@ -81,7 +79,6 @@ class Hooks:
         for layer, router in self.routers.items():
             for name, method in overrides(router, layer, self).items():
                 self._override(router, name, method)
-        self._override(self.model, "forward", self._answering(self.model.forward))
         setattr(self.model, _INSTALLED, self)
         self._undo.append(lambda: delattr(self.model, _INSTALLED))
 
@@ -111,15 +108,6 @@ class Hooks:
         finally:
             self.current = None
             self.model.post_process = head
-
-    @contextlib.contextmanager
-    def answering(self, output: Tensor) -> Iterator[None]:
-        """Makes `output` the answer to every call of the model."""
-        self._answer = output
-        try:
-            yield
-        finally:
-            self._answer = None
 
     def prepare(self, max_position: int) -> None:
         """Begins a step: tells the kernel, and makes the rotary table long enough."""
@@ -179,20 +167,6 @@ class Hooks:
 
         return forward
 
-    def _answering(self, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def forward(*args: Any, **kwargs: Any) -> Tensor:
-            if self._answer is None:
-                return stock(*args, **kwargs)
-            if kwargs.get("padding_mask") is not None:
-                raise UserError(
-                    "the forward step gives the model a padding_mask, which keeps padding out of"
-                    " the routers' losses: leave it out, or use the stock schedule"
-                )
-            check_unchanged(self.routers.values(), self.replay)
-            return self._answer
-
-        return forward
-
     def _override(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
         before = module.__dict__.get(name)
         setattr(module, name, method)
@@ -205,6 +179,16 @@ class Hooks:
         self._undo.append(undo)
 
 
+def language_model(model: nn.Module) -> Any:
+    """The language model inside its wrappers."""
+    return get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+
+
+def is_installed(model: nn.Module) -> bool:
+    """Whether a model chunk has the hooks."""
+    return hasattr(language_model(model), _INSTALLED)
+
+
 def install(model: nn.Module, kernel: str = "auto") -> Hooks:
     """Installs the hooks on a model chunk, once: a second call only changes the kernel.
 
@@ -215,7 +199,7 @@ def install(model: nn.Module, kernel: str = "auto") -> Hooks:
     Raises:
         UserError: the model uses a feature that the schedule cannot run; the message names it.
     """
-    inner = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+    inner = language_model(model)
     found = getattr(inner, _INSTALLED, None)
     if found is None:
         return Hooks(model, kernel)
@@ -226,10 +210,31 @@ def install(model: nn.Module, kernel: str = "auto") -> Hooks:
 
 def uninstall(model: nn.Module) -> None:
     """Takes the hooks off a model chunk; nothing happens where there are none."""
-    inner = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+    inner = language_model(model)
     found = getattr(inner, _INSTALLED, None)
     if found is not None:
         found.uninstall()
+
+
+@contextlib.contextmanager
+def intercepted(
+    model: nn.Module, replacement: Callable[[Any, Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Replaces the `forward` of a language model for the time of a step.
+
+    Args:
+        model: the language model, wrapped or not.
+        replacement: (language model, its present `forward`) -> what takes its place.
+    """
+    inner = language_model(model)
+    before = vars(inner).get("forward")  # some trainers put their own here
+    inner.forward = replacement(inner, inner.forward)
+    try:
+        yield
+    finally:
+        del inner.forward
+        if before is not None:
+            inner.forward = before
 
 
 def _softmax_scale(attention: Any, core: Any) -> float:

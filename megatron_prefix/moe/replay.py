@@ -5,7 +5,7 @@ forwards and, for activation recomputation, again in the order of backwards
 (megatron/core/transformer/moe/router_replay.py). Segments run in another order. So the routes of a
 segment are set around every forward of its router, also inside a backward, and the trainer's
 settings are restored afterwards. As with the stock schedule, the trainer turns replay on by the
-action that it sets before it calls the schedule.
+action that it sets, before it calls the schedule or in its forward steps.
 """
 
 from __future__ import annotations
@@ -133,25 +133,12 @@ def forward_action(routers: Iterable[Any], routed: bool) -> Any:
         )
     if actions and not routed:
         raise UserError(
-            f"RouterReplay's action is {actions[0].name}, and the microbatches have no routes: let"
-            " the adapter's `pairs` give `routes`; what `set_replay_data` was given is of whole"
-            " microbatches"
+            f"RouterReplay's action is {actions[0].name}, and the step's routes are not known:"
+            " give get_forward_backward_func the callback `routes`; `set_replay_data` has those of"
+            " one stage's layers only"
         )
     # The trainer's own enum: some trainers bring their own RouterReplay.
     return type(actions[0]).REPLAY_FORWARD if actions else None
-
-
-def check_unchanged(routers: Iterable[Any], replay: Replay | None) -> None:
-    """Refuses a forward step that starts to replay after segments have run.
-
-    Raises:
-        UserError: says when to set the action.
-    """
-    if replay is None and (actions := _actions(routers)):
-        raise UserError(
-            f"the forward step sets RouterReplay's action {actions[0].name}: set it before the"
-            " schedule is called, since segments run before the forward step does"
-        )
 
 
 def _actions(routers: Iterable[Any]) -> list[Any]:

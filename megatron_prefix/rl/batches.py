@@ -148,20 +148,13 @@ def trained_logprobs(item: Mapping[str, Any], logprobs: Tensor) -> NDArray[np.fl
     """The trained tokens' entries of a pass over log-probs.
 
     Args:
-        item: the microbatch as `microbatch` made it.
-        logprobs: [positions]. The prefix schedule may have cut positions off the front, never
-            trained ones, so the two are matched at their ends.
+        item: the microbatch as `microbatch` made it, or a context-parallel rank's slice.
+        logprobs: [positions], of all its positions.
 
     Returns:
         float64 [trained tokens], in the order of the rollout's spans.
     """
-    mask = item["loss_mask"][0] != 0
-    kept = mask[mask.numel() - logprobs.numel() :]
-    if int(kept.sum()) != int(mask.sum()):
-        raise RuntimeError(
-            f"{logprobs.numel()} log-probs miss trained positions of rollout {item['uid']} of "
-            f"group {item['group']}, which has {mask.numel()} positions"
-        )
+    kept = item["loss_mask"][0] != 0
     return logprobs.detach().cpu()[kept].to(torch.float64).numpy()
 
 

@@ -93,8 +93,8 @@ def forward_step(config: GrpoConfig, *, weight: float = 1.0) -> ForwardStep:
 def logprob_step() -> ForwardStep:
     """A forward step for passes with `forward_only`: the log-probs are the log `logprobs`.
 
-    They are [positions], of the microbatch as the schedule hands it over, which may have lost
-    positions at the front; `batches.trained_logprobs` picks the trained ones. The loss is zero.
+    They are [positions]; `batches.trained_logprobs` picks the trained ones. The prefix schedule
+    computes no others. The loss is zero.
     """
 
     def loss_func(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -113,7 +113,13 @@ def _on_device(item: dict[str, Any], model: Any) -> dict[str, Tensor]:
 
 
 def _output(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],  # the prefix schedule skips what carries no loss
+    )
 
 
 def _terms(config: GrpoConfig, batch: dict[str, Tensor], logprobs: Tensor) -> dict[str, Tensor]:

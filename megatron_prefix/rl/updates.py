@@ -80,7 +80,7 @@ class Updater:
     ) -> None:
         self._chunks, self._optimizer, self._schedule = chunks, optimizer, schedule
         self._settings, self._device = settings, device
-        self._stock = PrefixSchedule(replace(schedule.config, mode="off"), schedule.adapter)
+        self._stock = PrefixSchedule(replace(schedule.config, mode="off"))
         self.skipped = self.skipped_in_a_row = 0
 
     def update(self, items: Sequence[Microbatch], weight: float, step: int) -> Update:

@@ -26,9 +26,10 @@ from megatron_prefix.moe.ledger import RouterLedger
 from megatron_prefix.offload.segment import OffloadedSegment, Offloader, addresses
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.memory_policy import BACKWARDS_AHEAD
-from megatron_prefix.run.batch import BatchAdapter, SegmentInputs
-from megatron_prefix.run.losses import Scorer
+from megatron_prefix.run.inputs import ModelArguments, SegmentInputs
+from megatron_prefix.run.losses import Losses
 from megatron_prefix.run.messages import Links
+from megatron_prefix.run.suspend import Settings
 from megatron_prefix.sidecar.cache import SidecarCache
 
 
@@ -42,7 +43,9 @@ class Stage:
         cache: its sidecar.
         is_first: whether it holds the embedding and so receives no activations.
         is_last: whether it holds the output layer and so sends none.
-        scorer: the losses, on the last stage only.
+        arguments: calls the model on segments as the trainer does on microbatches.
+        called: settings of the trainer's model calls.
+        losses: on the last stage only.
         ledger: accounts for the routers' losses; None without routers and without gradients.
         offloads: saved tensors of segments that wait on the host for their backward.
         ahead: those of them that the backwards after the one that runs want back.
@@ -55,11 +58,13 @@ class Stage:
     cache: SidecarCache
     is_first: bool
     is_last: bool
-    scorer: Scorer | None = None
+    arguments: ModelArguments
+    called: Settings
+    losses: Losses | None = None
     ledger: RouterLedger | None = None
     offloads: dict[int, OffloadedSegment] = field(default_factory=dict)
     ahead: list[OffloadedSegment] = field(default_factory=list)
-    live: dict[int, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
+    live: dict[int, tuple[Tensor | None, Any]] = field(default_factory=dict)
 
 
 class Executor:
@@ -69,7 +74,6 @@ class Executor:
         plan: the step's plan.
         stages: the rank's model chunks.
         inputs: tokens, labels and positions of the segments.
-        adapter: knows how to call the model.
         links: messages to and from the neighbours.
         forward_only: run without gradients; a backward then only releases its segment.
         timing: what times the computation of an action, if anything does.
@@ -81,7 +85,6 @@ class Executor:
         plan: Plan,
         stages: Sequence[Stage],
         inputs: SegmentInputs,
-        adapter: BatchAdapter,
         links: Links,
         forward_only: bool,
         timing: Callable[[Action], contextlib.AbstractContextManager] | None = None,
@@ -89,8 +92,7 @@ class Executor:
     ) -> None:
         self._offloader = offloader
         self._timing = timing or _untimed
-        self._plan, self._stages, self._inputs = plan, stages, inputs
-        self._adapter, self._links = adapter, links
+        self._plan, self._stages, self._inputs, self._links = plan, stages, inputs, links
         self._forward_only = forward_only
         self._handlers: dict[str, Callable[[Action, Stage], None]] = {
             "F": self._forward,
@@ -145,7 +147,7 @@ class Executor:
             with torch.no_grad() if again else contextlib.nullcontext():
                 output = self._call(index, stage, received)
             if self._scored(index, stage):
-                stage.scorer.take(index, output, differentiable=not self._forward_only)  # type: ignore[union-attr]
+                stage.losses.take(index, output, differentiable=not self._forward_only)  # type: ignore[union-attr]
         if not self._forward_only:
             stage.live[index] = received, None if again else output
         if not stage.is_last:
@@ -153,13 +155,13 @@ class Executor:
             if self._frees_outputs(stage) and not again:
                 deallocate_output_tensor(output, True)
 
-    def _call(self, index: int, stage: Stage, received: Tensor | None) -> Tensor:
+    def _call(self, index: int, stage: Stage, received: Tensor | None) -> Any:
         """Runs the model chunk on a segment: its forward, or its forward again."""
-        tokens, labels, positions = self._inputs[index].unsqueeze(1)
         get_attr_wrapped_model(stage.model, "set_input_tensor")(received)
         scored = self._scored(index, stage)
-        with stage.hooks.running(self._context(index, stage), scored=scored), _autocast(stage):
-            return self._adapter.call(stage.model, tokens, positions, labels)
+        context = self._context(index, stage)
+        with stage.hooks.running(context, scored=scored), stage.called.autocasting():
+            return stage.arguments.call(stage.model, index)
 
     def _backward(self, action: Action, stage: Stage) -> None:
         index = action.segment
@@ -177,12 +179,12 @@ class Executor:
             stage.hooks.running(self._context(index, stage, backward=True), scored=scored),
         ):
             if scored:
-                gradient = stage.scorer.cotangent(index)  # type: ignore[union-attr]
-            elif gradient is None:
-                gradient = torch.zeros_like(output)
-            if freed:
+                stage.losses.backward(index)  # type: ignore[union-attr]
+                torch.autograd.backward(*stage.losses.answers.gradients(index, output))  # type: ignore[union-attr]
+            elif freed:
                 custom_backward(output, gradient)
             else:
+                gradient = torch.zeros_like(output) if gradient is None else gradient
                 torch.autograd.backward(output, gradient)
         if received is not None:
             if received.grad is None:
@@ -192,7 +194,7 @@ class Executor:
         self._release(action, stage)
 
     def _scored(self, index: int, stage: Stage) -> bool:
-        return stage.scorer is not None and self._plan.segments[index].scored
+        return stage.losses is not None and self._plan.segments[index].scored
 
     def _offloaded(self, stage: Stage, received: Tensor | None) -> OffloadedSegment:
         if self._offloader is None:
@@ -207,8 +209,8 @@ class Executor:
         return [stage.offloads[index] for index, stage in stages if index in stage.offloads]
 
     def _release(self, action: Action, stage: Stage) -> None:
-        if stage.scorer is not None:
-            stage.scorer.release(action.segment)
+        if stage.losses is not None:
+            stage.losses.release(action.segment)
         if self._plan.segments[action.segment].inner:
             stage.cache.free(action.segment, consumed=not self._forward_only)
 
@@ -216,13 +218,6 @@ class Executor:
         """Whether outputs that were sent keep their graph only (Megatron's option)."""
         config = stage.hooks.model.config
         return config.deallocate_pipeline_outputs and not (stage.is_last or self._forward_only)
-
-
-def _autocast(stage: Stage) -> contextlib.AbstractContextManager:
-    config = stage.hooks.model.config
-    if config.enable_autocast:
-        return torch.autocast("cuda", dtype=config.autocast_dtype)
-    return contextlib.nullcontext()
 
 
 def _untimed(_: Action) -> contextlib.AbstractContextManager:

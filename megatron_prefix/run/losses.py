@@ -1,11 +1,11 @@
 """Losses on the last stage: the trainer's own, one call a microbatch of its own.
 
 The outputs of scored segments are detached leaves.  When the last segment of a microbatch has been
-through, the outputs along its rollouts' paths are joined and the trainer's forward step and loss
-run on them.  Their backward leaves in every leaf the sum of what all microbatches send it, and that
-is the cotangent with which the segment's own backward starts: the same superposition as for gK/gV,
-applied to the outputs ("Schedule-Level Shared-Prefix Reuse for LLM RL Training", appendix A.5, the
-direct adjoints of prefix tokens).
+through, the outputs along its samples' paths are put together in the layout of its model call, and
+the suspended forward step goes on with them, to its own loss.  Its backward leaves in every leaf a
+sum of what all microbatches send it, and with that the segment's own backward starts: the same
+superposition as for gK/gV, applied to the outputs ("Schedule-Level Shared-Prefix Reuse for LLM RL
+Training", appendix A.5, the direct adjoints of prefix tokens).
 
 With context parallelism the ranks share the rows of every segment, and every microbatch, but not
 along the same lines: a segment is cut zig-zag by itself, a microbatch as a whole.  So leaves are
@@ -16,17 +16,20 @@ joined outputs; what reaches a leaf on any rank is added up before the segment's
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 from torch import Tensor
+from torch.utils import (
+    _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
+)
 
-from megatron_prefix.megatron.install import Hooks
-from megatron_prefix.run.batch import BatchAdapter, join
+from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.run.step import Step
+from megatron_prefix.run.suspend import SuspendedStep
 from megatron_prefix.sidecar.context_parallel import Exchange
 from megatron_prefix.tree import cp_layout
 
@@ -36,13 +39,11 @@ class LossContract:
     """What of Megatron's schedule arguments the loss needs.
 
     Attributes:
-        forward_step_func: the trainer's.
         config: the model's configuration.
         cp_size: context parallel size.
         collect_non_loss_data: see Megatron's schedules.
     """
 
-    forward_step_func: Callable[..., Any]
     config: Any
     cp_size: int
     collect_non_loss_data: bool
@@ -51,7 +52,7 @@ class LossContract:
 def set_auxiliary_scales(contract: LossContract, model: Any, num_microbatches: int) -> None:
     """Tells Megatron how to weigh auxiliary losses, as a stage without losses does in its schedule.
 
-    The scales are read when a backward runs, on every stage, and only the last has a `Scorer`.
+    The scales are read when a backward runs, on every stage, and only the last has `Losses`.
     """
     config = contract.config
     if config.timers is not None:
@@ -62,15 +63,181 @@ def set_auxiliary_scales(contract: LossContract, model: Any, num_microbatches: i
     )  # fmt: skip
 
 
-class Scorer:
-    """Turns outputs of segments into losses, and losses into cotangents of the outputs.
+class StageAnswers:
+    """Outputs of segments, and the answers that they make for the trainer's model calls.
 
     Args:
-        step: the step's segments and the trainer's microbatches.
+        step: the step's segments and microbatches.
+        exchange: between context-parallel ranks; None where there is one.
+    """
+
+    def __init__(self, step: Step, exchange: Exchange | None = None) -> None:
+        self._forest, self._packed, self._exchange = step.forest, step.packed, exchange
+        self._leaves: dict[int, list[Any]] = {}
+        self._spans: dict[int, list[list[Any]]] = {}
+        self._structure: Any = None
+        self._dims: list[int | None] = []
+        self._index: dict[tuple[int, ...], Tensor] = {}
+        self._uncomputed: Tensor | None = None
+
+    def take(self, index: int, output: Any, *, differentiable: bool) -> None:
+        """Takes a segment's output: a tensor, or a tree of tensors that are per position."""
+        spans = self._forest.segments[index].spans
+        lengths = [span.padded for span in spans]
+        parts = 1 if self._exchange is None else self._exchange.size
+        leaves, structure = pytree.tree_flatten(output)
+        self._remember(leaves, structure, sum(lengths) // parts)
+        found = []
+        for leaf, dim in zip(leaves, self._dims, strict=True):
+            if dim is None:
+                found.append(leaf)
+                continue
+            mine = leaf.detach().squeeze(1 - dim)
+            if self._exchange is not None:
+                mine = self._exchange.whole(mine[None], lengths)[0]
+            # A forward that will run again has no graph yet, so the leaf cannot ask for one.
+            found.append(mine.requires_grad_(differentiable and leaf.is_floating_point()))
+        self._leaves[index] = found
+        # One split for all spans: its backward writes every span's gradient once.
+        self._spans[index] = [
+            [] if dim is None else [
+                piece[: span.length]
+                for piece, span in zip(leaf.split(lengths), spans, strict=True)
+            ]
+            for leaf, dim in zip(found, self._dims, strict=True)
+        ]  # fmt: skip
+
+    def gradients(self, index: int, output: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """Tensors of a segment's output that have a graph, and what all losses send to them."""
+        lengths = [span.padded for span in self._forest.segments[index].spans]
+        tensors, gradients = [], []
+        leaves = pytree.tree_leaves(output)
+        for tensor, leaf, dim in zip(leaves, self._leaves[index], self._dims, strict=True):
+            if dim is None or not tensor.requires_grad:
+                continue
+            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            if self._exchange is not None:
+                gradient = self._exchange.share(gradient[None], lengths)[0]
+            tensors.append(tensor)
+            gradients.append(gradient.unsqueeze(1 - dim))
+        return tensors, gradients
+
+    def drop(self, index: int) -> None:
+        """Drops a segment's output."""
+        self._leaves.pop(index, None)
+        self._spans.pop(index, None)
+
+    def answer(self, microbatch: int, rollouts: Sequence[int]) -> Any:
+        """A microbatch's output in the layout of its call, in memory of its own.
+
+        Positions in front of a sample's first segment with loss are zero; a gradient that reaches
+        one is an error (`check`).
+        """
+        if self._structure is None:
+            raise RuntimeError("no segment has an output")
+        lengths = tuple(self._forest.num_positions[rollout] for rollout in rollouts)
+        found = []
+        for number, dim in enumerate(self._dims):
+            if dim is None:
+                found.append(next(iter(self._leaves.values()))[number])
+                continue
+            pieces = [p for rollout in rollouts for p in self._pieces(rollout, number)]
+            whole = self._on_this_rank(torch.cat(pieces), lengths)
+            if self._packed[microbatch]:
+                found.append(whole.unsqueeze(1 - dim))
+                continue
+            rows = whole.unflatten(0, (len(rollouts), -1))
+            found.append(rows if dim else rows.transpose(0, 1).contiguous())
+        return pytree.tree_unflatten(found, self._structure)
+
+    def check(self) -> None:
+        """Refuses a step in which a gradient has reached a position that nobody computed.
+
+        The host waits for the device where such positions are.
+
+        Raises:
+            UserError: with the fix.
+        """
+        guard = self._uncomputed
+        if guard is not None and guard.grad is not None and bool(guard.grad != 0):
+            raise UserError(
+                "a gradient reaches positions in front of a sample's first trained one, which were"
+                " not computed: the loss looks at positions that the call's loss_mask, or the"
+                " callback `trained`, says carry none; correct it, or leave both out"
+            )
+
+    def _remember(self, leaves: list[Any], structure: Any, num: int) -> None:
+        """Which dimension of every tensor is per position: the same for all segments."""
+        dims = [_position_dim(leaf, num) for leaf in leaves]
+        if self._structure is None:
+            self._structure, self._dims = structure, dims
+        elif structure != self._structure:
+            raise CannotShare(f"outputs of the model differ in form: {structure}")
+
+    def _on_this_rank(self, whole: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """This context-parallel rank's positions of samples that lie one behind the other."""
+        exchange = self._exchange
+        if exchange is None:
+            return whole
+        if lengths not in self._index:
+            mine = cp_layout.segment_rows(lengths, exchange.rank, exchange.size)
+            self._index[lengths] = torch.from_numpy(mine).to(whole.device)
+        return whole.index_select(0, self._index[lengths])
+
+    def _pieces(self, rollout: int, number: int) -> Iterator[Tensor]:
+        """One tensor's positions along a rollout's path, [positions, ...] each."""
+        segments, path = self._forest.segments, self._forest.paths[rollout]
+        like = self._spans[path[-1][0]][number][path[-1][1]]
+        for index, place in path:
+            if segments[index].scored:
+                yield self._spans[index][number][place]
+                continue
+            if self._uncomputed is None:
+                self._uncomputed = like.new_zeros((), dtype=torch.float32, requires_grad=True)
+            yield _Uncomputed.apply(self._uncomputed, like, segments[index].spans[place].length)
+
+
+class _Uncomputed(torch.autograd.Function):
+    """Zeros for positions that nobody computed, and the size of the gradient that reaches them."""
+
+    @staticmethod
+    def forward(ctx: Any, guard: Tensor, like: Tensor, num: int) -> Tensor:
+        return like.new_zeros((num, *like.shape[1:]))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        # A loss that is not finite sends NaN to masked positions, too: the trainer's to see.
+        finite = gradient.nan_to_num(0.0, 0.0, 0.0)
+        return finite.abs().amax().float(), None, None
+
+
+def _position_dim(leaf: Any, num: int) -> int | None:
+    """The dimension of a segment's output that is per position; None for what is no tensor."""
+    if not isinstance(leaf, Tensor):
+        return None
+    shape = leaf.shape
+    if len(shape) > 1 and shape[0] == 1 and shape[1] == num:
+        return 1
+    if len(shape) > 1 and shape[0] == num and shape[1] == 1:
+        return 0
+    raise CannotShare(
+        f"the model returns a tensor of shape {list(shape)} for {num} positions: the prefix"
+        " schedule puts together what is per position, [batch, positions, ...] or [positions,"
+        " batch, ...]"
+    )
+
+
+class Losses:
+    """The trainer's losses on the last stage: answers its model calls, and keeps its order.
+
+    A microbatch is answered when its last segment is through and all microbatches before it are, or
+    sooner where a backward needs its loss.
+
+    Args:
+        step: the step's segments and microbatches.
         contract: how losses are made.
-        adapter: knows the microbatches' form.
         model: the model chunk as the trainer knows it.
-        hooks: its hooks.
+        steps: its suspended forward steps.
         exchange: between context-parallel ranks; None where there is one.
     """
 
@@ -78,110 +245,87 @@ class Scorer:
         self,
         step: Step,
         contract: LossContract,
-        adapter: BatchAdapter,
         model: Any,
-        hooks: Hooks,
+        steps: Sequence[SuspendedStep],
         exchange: Exchange | None = None,
     ) -> None:
-        self._step, self._forest, self._contract = step, step.forest, contract
-        self._exchange = exchange
-        self._adapter, self._model, self._hooks = adapter, model, hooks
-        self._leaves: dict[int, Tensor] = {}
-        self._rows: dict[int, list[Tensor]] = {}
-        self._losses: dict[int, Tensor] = {}
-        self._stores: list[list[Any]] = [[] for _ in range(step.num_microbatches)]
+        self._contract, self._model, self._steps = contract, model, steps
+        self._forest, self._microbatch_of = step.forest, step.microbatch_of
+        self.answers = StageAnswers(step, exchange)
         self.num_tokens: int | Tensor = 0
-        self._rollouts: list[list[int]] = [[] for _ in range(step.num_microbatches)]
+        self.begun = False
+        self._losses: dict[int, Tensor] = {}
+        self._stores: list[list[Any]] = [[] for _ in steps]
+        self._rollouts: list[list[int]] = [[] for _ in steps]
         for rollout, microbatch in enumerate(step.microbatch_of):
             self._rollouts[microbatch].append(rollout)
-        self._closing: dict[int, list[int]] = {}
-        for microbatch, rollouts in enumerate(self._rollouts):
-            last = max(step.forest.paths[rollout][-1][0] for rollout in rollouts)
-            self._closing.setdefault(last, []).append(microbatch)
+        self._ready_after = [
+            max(self._forest.paths[rollout][-1][0] for rollout in rollouts)
+            for rollouts in self._rollouts
+        ]
+        self._through = [self._microbatches(index) for index in range(len(self._forest.segments))]
+        self._left = set(range(len(steps)))
+        self._taken = -1
+        self._released: set[int] = set()
 
     @property
     def forward_data_store(self) -> list[Any]:
         """What Megatron's schedule returns, in the trainer's order of microbatches."""
         return [entry for store in self._stores for entry in store]
 
-    def take(self, index: int, output: Tensor, *, differentiable: bool) -> None:
-        """Takes a scored segment's output [1, rows, ...]; scores the microbatches it closes."""
-        rows = self._forest.segments[index].spans
-        whole = output.detach()
-        if self._exchange is not None:
-            whole = self._exchange.whole(whole, [span.padded for span in rows])
-        leaf = whole.requires_grad_(differentiable)
-        self._leaves[index] = leaf
-        # One split for all rows: its backward writes every row's gradient once.
-        pieces = leaf.split([span.padded for span in rows], dim=1) if len(rows) > 1 else [leaf]
-        self._rows[index] = [
-            piece if span.padded == span.length else piece[:, : span.length]
-            for piece, span in zip(pieces, rows, strict=True)
-        ]
-        for microbatch in self._closing.get(index, ()):
-            self._score(microbatch)
+    def take(self, index: int, output: Any, *, differentiable: bool) -> None:
+        """Takes a segment's output; scores the microbatches whose turn it is."""
+        if self._forest.segments[index].scored:
+            self.answers.take(index, output, differentiable=differentiable)
+        self._taken = index
+        while self._left and self._ready_after[first := min(self._left)] <= index:
+            self._score(first)
 
-    def cotangent(self, index: int) -> Tensor:
-        """Gradient of all losses with respect to a scored segment's output."""
-        rows = self._forest.segments[index].spans
-        through = {self._step.microbatch_of[rollout] for span in rows for rollout in span.rollouts}
-        losses = [self._losses.pop(m) for m in sorted(through) if m in self._losses]
+    def backward(self, index: int) -> None:
+        """Runs the backward of every loss that reaches a segment, down to the answers."""
+        for microbatch in self._through[index]:
+            if microbatch in self._left:
+                self._score(microbatch)
+        losses = [self._losses.pop(m) for m in self._through[index] if m in self._losses]
         if losses:
             torch.autograd.backward(losses)
-        leaf = self._leaves[index]
-        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        if self._exchange is None:
-            return gradient
-        return self._exchange.share(gradient, [span.padded for span in rows])
 
     def release(self, index: int) -> None:
-        """Drops a segment's output."""
-        self._leaves.pop(index, None)
-        self._rows.pop(index, None)
+        """Drops a segment's output as soon as no answer needs it any more."""
+        self._released.add(index)
+        self._drop()
+
+    def _drop(self) -> None:
+        for index in [i for i in self._released if not self._left.intersection(self._through[i])]:
+            self.answers.drop(index)
+            self._released.remove(index)
+
+    def _microbatches(self, index: int) -> list[int]:
+        """The trainer's microbatches that a segment is a part of."""
+        spans = self._forest.segments[index].spans
+        return sorted({self._microbatch_of[rollout] for span in spans for rollout in span.rollouts})
 
     def _score(self, microbatch: int) -> None:
-        """Runs the trainer's forward step and loss on one of its microbatches."""
-        contract, rollouts = self._contract, self._rollouts[microbatch]
-        output, num_cut = self._joined(rollouts)
-        shortened = self._adapter.cut(self._step.items[microbatch], num_cut)
+        """Lets the trainer's forward step go on, and calls the loss function that it returns."""
+        contract, step = self._contract, self._steps[microbatch]
+        if self._ready_after[microbatch] > self._taken:
+            raise RuntimeError(f"microbatch {microbatch} is asked for before its last segment")
+        self.begun = True
+        self._left.discard(microbatch)
         with _timer_of_forward(contract.config):
-            with self._hooks.answering(output):
-                answer, loss_func = contract.forward_step_func(iter([shortened]), self._model)
+            output, loss_func = step.resume(
+                lambda: self.answers.answer(microbatch, self._rollouts[microbatch])
+            )
             loss, num_tokens = forward_step_calc_loss(
-                self._model, answer, loss_func, contract.config,
+                self._model, output, loss_func, contract.config,
                 getattr(self._model, "vp_stage", None), contract.collect_non_loss_data,
-                self._step.num_microbatches, self._stores[microbatch], contract.cp_size, True,
+                len(self._steps), self._stores[microbatch], contract.cp_size, True,
             )  # fmt: skip
         self.num_tokens = self.num_tokens + num_tokens
         if torch.is_grad_enabled() and isinstance(loss, Tensor) and loss.requires_grad:
             scale = contract.config.grad_scale_func
             self._losses[microbatch] = loss if scale is None else scale(loss)
-
-    def _joined(self, rollouts: list[int]) -> tuple[Tensor, int]:
-        """A microbatch's output on this rank, and how many of its first positions are cut off."""
-        forest, exchange = self._forest, self._exchange
-        cut = min(forest.cut(rollout) for rollout in rollouts)
-        length = forest.num_positions[rollouts[0]]
-        pieces = [self._pieces(rollout) for rollout in rollouts]
-        if exchange is None:
-            return join(pieces, length - cut), cut
-        mine = cp_layout.positions(length, exchange.rank, exchange.size)
-        # One position at least is left, so that the trainer's loss has something to look at.
-        num_cut = min(int((mine < cut).sum()), len(mine) - 1)
-        first = min(cut, int(mine[num_cut]))
-        whole = join(pieces, length - first)
-        kept = torch.from_numpy(mine[num_cut:] - first).to(whole.device)
-        return whole.index_select(1, kept), num_cut
-
-    def _pieces(self, rollout: int) -> list[Tensor]:
-        """Outputs along a rollout's path, from the segment with its first trained position on."""
-        cut = self._forest.cut(rollout)
-        segments = self._forest.segments
-        return [
-            self._rows[index][row]
-            for index, row in self._forest.paths[rollout]
-            if segments[index].spans[row].start >= cut
-        ]
+        self._drop()
 
 
 @contextlib.contextmanager

@@ -122,6 +122,7 @@ class MemoryControl:
         models: list[Any],
         groups: ProcessGroupCollection,
         forward_only: bool,
+        again: Callable[[], bool] = lambda: True,
     ) -> tuple[Result, Plan]:
         """Makes a step; where memory runs out, undoes it and makes it once more with a leaner plan.
 
@@ -131,6 +132,8 @@ class MemoryControl:
             models: the rank's model chunks.
             groups: process groups.
             forward_only: whether the step has no gradients.
+            again: whether the step can still be made again, asked when memory has run out: a
+                forward step that has gone on from its model call cannot.
 
         Returns:
             What `attempt` returned, and the plan that it ran.
@@ -150,6 +153,9 @@ class MemoryControl:
         free_memory()
         if lean is None or before is None:
             why = "nothing leaner is left" if alone else "other ranks wait in this step"
+            raise self._failure(f"{reason}; not tried again: {why}", plan, models)
+        if not again():
+            why = "the trainer's loss has been called"
             raise self._failure(f"{reason}; not tried again: {why}", plan, models)
         if not before.possible():
             why = "gradients were not zero when the step began"

@@ -21,21 +21,17 @@ from megatron_prefix.tree import Forest, Pairs
 
 
 def builder(build: Builder, config: Any, forward_only: bool) -> Builder:
-    """A builder of what routers ask for: ordered microbatches, routes to follow or none.
+    """A builder of what routers ask for: ordered microbatches where they balance the global batch.
 
     Args:
         build: makes segments of rollouts.
         config: Megatron's, of the model.
         forward_only: see Megatron's schedules; then there are no losses of routers.
     """
-    ordered, replays = has_global_loss(config) and not forward_only, replays_routes(config)
+    ordered = has_global_loss(config) and not forward_only
 
-    def built(
-        rollouts: Sequence[Pairs], groups: Sequence[int], microbatch_of: Sequence[int]
-    ) -> Forest:
-        if not replays:
-            rollouts = [replace(rollout, routes=None) for rollout in rollouts]
-        return replace(build(rollouts, groups, microbatch_of), ordered=ordered)
+    def built(samples: Sequence[Pairs], microbatch_of: Sequence[int]) -> Forest:
+        return replace(build(samples, microbatch_of), ordered=ordered)
 
     return built
 
@@ -80,6 +76,6 @@ def _set_routes(
     routes = None
     if routed:  # on all stages, whether they have routers or not
         shape = config.num_layers, config.moe_router_topk
-        routes = SegmentRoutes(step.forest, step.rollouts, shape, groups, device)
+        routes = SegmentRoutes(step.forest, step.samples, shape, groups, device)
     for stage, action in zip(stages, actions, strict=True):
         stage.hooks.replay = Replay(routes, action) if routes is not None and action else None

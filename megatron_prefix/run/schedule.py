@@ -7,55 +7,46 @@ has Megatron's keyword contract (megatron/core/pipeline_parallel/schedules.py) a
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
-from megatron.core.pipeline_parallel.schedules import (
-    clear_embedding_activation_buffer,
-    finish_embedding_wgrad_compute,
-)
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.errors import UserError
-from megatron_prefix.megatron.install import install
-from megatron_prefix.offload.segment import Offloader
-from megatron_prefix.offload.transfers import free_bytes
+from megatron_prefix.errors import CannotShare, UserError
+from megatron_prefix.megatron import features
+from megatron_prefix.megatron.install import is_installed, language_model
+from megatron_prefix.moe.versions import replays_routes
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.cost import CostModel, decide
+from megatron_prefix.plan.cost import CostModel, Decision, decide
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.step_planner import StepPlanner
-from megatron_prefix.run import channels, expert_sync, global_aux_sync, gradients
+from megatron_prefix.run import calls, channels, expert_sync, global_aux_sync, gradients
 from megatron_prefix.run import routers as router
-from megatron_prefix.run.batch import BatchAdapter, SegmentInputs, TensorBatchAdapter
-from megatron_prefix.run.executor import Executor, Stage
-from megatron_prefix.run.losses import LossContract, Scorer
-from megatron_prefix.run.messages import Links, message_dtype, message_shape
+from megatron_prefix.run.agreement import agree, companions
+from megatron_prefix.run.calls import ModelCall
+from megatron_prefix.run.capture import Capture
+from megatron_prefix.run.losses import LossContract
 from megatron_prefix.run.oom_retry import MemoryControl, device_of
 from megatron_prefix.run.report import StepReport
-from megatron_prefix.run.step import Step, read_step
-from megatron_prefix.run.timing import Stopwatch
-from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.sidecar.context_parallel import Exchange, ShardedCache
-from megatron_prefix.sidecar.host_chains import HostLayers
+from megatron_prefix.run.step import (
+    Callbacks,
+    Columns,
+    Step,
+    check_positions,
+    read_columns,
+    read_step,
+)
+from megatron_prefix.run.step_run import StepRun
+from megatron_prefix.tree import Forest
 
 logger = logging.getLogger(__name__)
-
-
-class _Call(NamedTuple):
-    """What a step's forward-backward call is about."""
-
-    models: list[Any]
-    step: Step
-    joint: JointForest
-    contract: LossContract
-    groups: ProcessGroupCollection
-    forward_only: bool
 
 
 @dataclass
@@ -64,14 +55,14 @@ class PrefixSchedule:
 
     Attributes:
         config: what the user set.
-        adapter: knows the form of the trainer's microbatches.
+        callbacks: what the trainer says of its microbatches that its model calls do not.
         report: what the last step did; None before the first.
         measures: times every action of the next steps (`report.stopwatch`); costs a barrier a step.
         watch: runs around the computation of every action, in the place of `measures`.
     """
 
     config: PrefixConfig = field(default_factory=PrefixConfig)
-    adapter: BatchAdapter = field(default_factory=TensorBatchAdapter)
+    callbacks: Callbacks = field(default_factory=Callbacks)
     report: StepReport | None = None
     measures: bool = False
     watch: Callable[[Action], contextlib.AbstractContextManager] | None = None
@@ -104,35 +95,31 @@ class PrefixSchedule:
             Megatron's `forward_data_store`, in the order of the microbatches.
 
         Raises:
-            UserError: a feature or a form of microbatch that the schedule cannot run.
+            UserError: a feature or a model call that the schedule cannot run, in mode "on".
+            StepFailed: another rank has failed.
         """
         arguments = dict(
             rest, forward_step_func=forward_step_func, model=model, forward_only=forward_only,
             num_microbatches=num_microbatches, collect_non_loss_data=collect_non_loss_data,
             pg_collection=pg_collection, force_all_reduce=force_all_reduce,
+            data_iterator=data_iterator,
         )  # fmt: skip
         if self.config.mode == "off":
-            return stock_schedule()(data_iterator=data_iterator, **arguments)
+            return stock_schedule()(**arguments)
         models = model if isinstance(model, list) else [model]
-        config = get_model_config(models[0])
         groups = self._groups(pg_collection)
         if self.config.mode != "observe":  # by all ranks, whichever schedule each of them takes
             channels.channels_of(groups.pp, device_of(models))
-        planner = self._planner(config, groups.pp.size(), len(models))
-        step = read_step(
-            data_iterator, num_microbatches, self.adapter, groups.pp, groups.cp,
-            router.builder(planner.build, config, forward_only), device_of(models),
-        )  # fmt: skip
-        experts = expert_sync.expert_group(groups)
-        joint = expert_sync.meet(step.forest, step.microbatch_of, experts)
-        self.report = report = self._decided(models, step, joint, planner.plan(joint), groups)
-        expert_sync.check(self._unplanned(num_microbatches, groups.pp.rank()), experts)
-        if not report.decision.share:
-            return stock_schedule()(data_iterator=step.replay(data_iterator), **arguments)
-        expert_sync.check_dispatcher(config, joint)
-        contract = LossContract(forward_step_func, config, groups.cp.size(), collect_non_loss_data)
-        call = _Call(models, step, joint, contract, groups, forward_only)
-        return self._run(call, report, force_all_reduce)
+        with Capture(forward_step_func, data_iterator, models, num_microbatches) as capture:
+            made = self._made(capture, models, groups, forward_only)
+            if made is None:
+                return stock_schedule()(**{**arguments, "forward_step_func": capture.stock_step})
+            step, joint = made
+            contract = LossContract(
+                get_model_config(models[0]), groups.cp.size(), collect_non_loss_data
+            )
+            run = StepRun(self, capture, models, step, joint, contract, groups, forward_only)
+            return run(force_all_reduce)
 
     def _groups(self, given: ProcessGroupCollection | None) -> ProcessGroupCollection:
         """The process groups, which the configuration has to suit."""
@@ -143,6 +130,96 @@ class PrefixSchedule:
                 " its share of K/V and gK/gV only; set it to 0"
             )
         return groups
+
+    def _made(
+        self, capture: Capture, models: list[Any], groups: Any, forward_only: bool
+    ) -> tuple[Step, JointForest] | None:
+        """The step to run, with `report` set; None where the stock schedule runs it.
+
+        All ranks end together where one cannot read its microbatches, and fall back together where
+        the calls of one cannot be answered from segments.
+        """
+        config, device = get_model_config(models[0]), device_of(models)
+        everyone = companions(groups)
+        problem: BaseException | None = None
+        found = None
+        try:
+            capture.run()
+            found = self._read(capture, models, groups)
+        except BaseException as error:  # noqa: BLE001  # the other ranks wait to hear of it
+            problem = error
+        if (reason := agree(problem, everyone, device)) is not None:
+            self._refused(reason)
+            return None
+        first, last, routes = found  # type: ignore[misc]
+        planner = self._planner(config, groups.pp.size(), len(models))
+        build = router.builder(
+            lambda samples, microbatches: planner.build(samples, [0] * len(samples), microbatches),
+            config, forward_only,
+        )  # fmt: skip
+        step = read_step(first, last, routes, groups, build, device)
+        problem = step if isinstance(step, BaseException) else None
+        if (reason := agree(problem, everyone, device)) is not None:
+            self._refused(reason)
+            return None
+        return self._planned(step, planner, models, groups)  # type: ignore[arg-type]
+
+    def _read(
+        self, capture: Capture, models: list[Any], groups: Any
+    ) -> tuple[Columns | None, Columns | None, list[Any]]:
+        """Columns of the first and of the last stage's calls where they are, and routes."""
+        is_first, is_last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
+        cp, config = groups.cp, get_model_config(models[0])
+        for chunk, model in enumerate(models):
+            if not is_installed(model):
+                _check_features(model)
+            calls.check(capture.calls(chunk))
+        capture.check_settings()
+        first = last = None
+        routes: list[Any] = []
+        if is_first:
+            asked = capture.calls(0)
+            first = read_columns(asked, cp.size(), self.callbacks)
+            if first is None or first.tokens is None:
+                raise CannotShare("model calls of the first pipeline stage have no input_ids")
+            inner = language_model(models[0])
+            learned = getattr(inner, "position_embedding_type", "") == "learned_absolute"
+            check_positions(first, cp.rank(), cp.size(), used=learned)
+            if replays_routes(config) and self.callbacks.routes is not None:
+                routes = [self.callbacks.routes(call) for call in asked]
+        if is_last and not (is_first and len(models) == 1):
+            last = read_columns(capture.calls(-1), cp.size(), self.callbacks)
+        return first, last, routes
+
+    def _refused(self, reason: CannotShare) -> None:
+        """Counts a fallback for a step whose calls cannot be answered; mode "on" raises."""
+        if self.config.mode == "on":
+            raise reason
+        is_auto = self.config.mode == "auto"
+        decision = Decision(False, str(reason), is_auto, 1.0)
+        plan = Plan((), ((),), 1)
+        self.report = StepReport(
+            Forest((), (), ()), decision, self._fallbacks() + is_auto, plan, plan
+        )
+        if is_auto:
+            logger.warning("stock schedule for this step: %s", reason)
+
+    def _fallbacks(self) -> int:
+        return self.report.fallback_count if self.report else 0
+
+    def _planned(
+        self, step: Step, planner: StepPlanner, models: list[Any], groups: Any
+    ) -> tuple[Step, JointForest] | None:
+        """Sets `report` with the plan; None where the stock schedule is the better one."""
+        config = get_model_config(models[0])
+        experts = expert_sync.expert_group(groups)
+        joint = expert_sync.meet(step.forest, step.microbatch_of, experts)
+        self.report = report = self._decided(models, step, joint, planner.plan(joint), groups)
+        expert_sync.check(self._unplanned(step.num_microbatches, groups.pp.rank()), experts)
+        if not report.decision.share:
+            return None
+        expert_sync.check_dispatcher(config, joint)
+        return replace(step, forest=joint.forest), joint
 
     def _decided(
         self, models: list[Any], step: Step, joint: JointForest, plan: Plan, groups: Any
@@ -157,9 +234,9 @@ class PrefixSchedule:
             global_aux_sync.prove(plan, joint, groups.pp.rank())
         if decision.fallback:
             logger.warning("stock schedule for this step: %s", decision.reason)
-        before = self.report.fallback_count if self.report else 0
         union = replace(plan, segments=joint.union.segments)
-        return StepReport(step.forest, decision, before + bool(decision.fallback), plan, union)
+        count = self._fallbacks() + bool(decision.fallback)
+        return StepReport(step.forest, decision, count, plan, union)
 
     def _unplanned(self, num_microbatches: int, rank: int) -> Sequence[Any] | None:
         """Actions of a rank that were not planned together with those of other pipelines."""
@@ -175,118 +252,44 @@ class PrefixSchedule:
             self._planners[shape] = StepPlanner(self.config, CostModel.of_config(config), *shape)
         return self._planners[shape]
 
-    def _run(self, call: _Call, report: StepReport, force_all_reduce: bool | None) -> list[Any]:
-        """The prefix schedule proper."""
-        call = call._replace(step=replace(call.step, forest=call.joint.forest))
-        models, groups, config = call.models, call.groups, call.contract.config
-        device, is_last = device_of(models), groups.pp.rank() == groups.pp.size() - 1
-        report.stopwatch = Stopwatch(groups.pp, device) if self.measures else None
-        if device.type == "cuda":
-            report.base_bytes = torch.cuda.memory_allocated(device)
-            report.room_bytes = free_bytes(device, self.config.memory_budget)
-        if self.config.memory == "auto" and not call.forward_only:
-            report.plan = self._memory.chosen(report.plan, call.joint, models, groups)
-        with _timed(config), channels.closing_on_failure(groups.pp):
-            (scorer, embedding), plan = self._memory.run(
-                lambda plan: self._attempt(plan, call, report), report.plan, models, groups,
-                call.forward_only,
-            )  # fmt: skip
-            report.retried, report.plan = plan is not report.plan, plan
-            if not call.forward_only:
-                report.memory = self._memory.predicted(plan, models, groups.pp.rank())
-                finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
-                num_tokens = scorer.num_tokens if scorer is not None else 0
-                gradients.finish(models, config, num_tokens, groups, force_all_reduce)
-        return scorer.forward_data_store if scorer is not None else []
 
-    def _attempt(self, plan: Plan, call: _Call, report: StepReport) -> tuple[Scorer | None, Any]:
-        """Runs a plan on this rank, but for what follows its last backward."""
-        models, step, _, contract, groups, forward_only = call
-        config, device = contract.config, device_of(models)
-        offloader = self._memory.offloader(plan, models, groups.pp.rank(), forward_only)
-        stages = self._stages(call, plan, offloader)
-        router.begin(stages, step, contract, groups, device, forward_only)
-        if report.stopwatch is not None:
-            report.stopwatch.forget()
-        links = Links(
-            channels.channels_of(groups.pp, device), report.joint, message_shape(config, plan),
-            message_dtype(config), device, not forward_only,
-        )  # fmt: skip
-        executor = Executor(
-            plan, stages,
-            SegmentInputs(step.forest, step.rollouts, device, groups.cp.rank(), groups.cp.size()),
-            self.adapter, links, forward_only,
-            self.watch or (report.stopwatch.timing if report.stopwatch else None),
-            offloader,
-        )  # fmt: skip
-        is_last = stages[-1].scorer is not None
-        embedding = clear_embedding_activation_buffer(config, models, is_last)
-        with contextlib.nullcontext() if forward_only else gradients.no_sync(models, config):
-            executor.run(groups.pp.rank())
-        report.cache_bytes = sum(stage.cache.peak_bytes for stage in stages)
-        return stages[-1].scorer, embedding
-
-    def _stages(self, call: _Call, plan: Plan, offloader: Offloader | None) -> list[Stage]:
-        """The rank's model chunks with hooks and sidecars; the last stage's has the losses."""
-        models, step, _, contract, groups, _ = call
-        exchange = Exchange(groups.cp) if groups.cp.size() > 1 else None
-        stages = []
-        for chunk, model in enumerate(models):
-            hooks, number = install(model, self.config.kernel), plan.stage(groups.pp.rank(), chunk)
-            cache = self._cache(plan, hooks.num_layers, exchange, offloader)
-            stage = Stage(model, hooks, cache, number == 0, number == plan.num_stages - 1)
-            if stage.is_last:
-                stage.scorer = Scorer(step, contract, self.adapter, model, hooks, exchange)
-            stages.append(stage)
-        return stages
-
-    def _cache(
-        self,
-        plan: Plan,
-        num_layers: int,
-        exchange: Exchange | None,
-        offloader: Offloader | None,
-    ) -> SidecarCache:
-        """The sidecar of one model chunk on this rank."""
-        if exchange is None:
-            share = self.config.cache_host_layers
-            host = HostLayers(offloader, num_layers, share) if offloader and share else None
-            return SidecarCache(plan.segments, num_layers, host=host)
-        return ShardedCache(plan.segments, num_layers, exchange, self.config.cp_reduce)
+@functools.cache
+def _schedule(config: PrefixConfig, callbacks: Callbacks) -> PrefixSchedule:
+    """One schedule a process and configuration: plans, kernels, pools and reports stay."""
+    return PrefixSchedule(config, callbacks)
 
 
 def get_forward_backward_func(
     *_: Any,
     prefix_config: PrefixConfig | None = None,
-    adapter: BatchAdapter | None = None,
+    trained: Callable[[ModelCall], torch.Tensor | None] | None = None,
+    routes: Callable[[ModelCall], torch.Tensor | None] | None = None,
     **__: Any,
 ) -> PrefixSchedule:
     """Takes the place of megatron.core.pipeline_parallel.get_forward_backward_func.
 
+    The same schedule every time for the same arguments, however often it is called.
+
     Args:
         prefix_config: what the user set; default: always share.
-        adapter: knows the trainer's microbatches; default: mappings of tensors.
+        trained: says which positions of a model call carry loss; see `Callbacks`.
+        routes: says where routers are to send the tokens of a model call; see `Callbacks`.
 
     Megatron's own arguments (pp_size, vp_size, and schedule_pg_collection from 0.19) are taken and
     not needed.
     """
-    return PrefixSchedule(prefix_config or PrefixConfig(), adapter or TensorBatchAdapter())
+    return _schedule(prefix_config or PrefixConfig(), Callbacks(trained, routes))
+
+
+def _check_features(model: Any) -> None:
+    """Refuses a model chunk that cannot run in segments."""
+    try:
+        features.check(language_model(model), model)
+    except UserError as error:
+        raise CannotShare(str(error)) from None
 
 
 def _alignment(config: Any) -> int:
     """Segment boundaries are multiples of it: tp under sequence parallelism, times 2*cp."""
     tp = config.tensor_model_parallel_size if config.sequence_parallel else 1
     return tp * (2 * config.context_parallel_size if config.context_parallel_size > 1 else 1)
-
-
-@contextlib.contextmanager
-def _timed(config: Any) -> Iterator[None]:
-    """Megatron's timer around the whole step."""
-    timers = config.timers
-    if timers is not None:
-        timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    try:
-        yield
-    finally:
-        if timers is not None:
-            timers("forward-backward").stop()

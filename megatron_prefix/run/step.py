@@ -1,33 +1,53 @@
-"""A step's microbatches become a forest that every pipeline stage knows.
+"""A step's model calls become a forest that every pipeline stage knows.
 
-The first stage reads the trainer's microbatches and builds the forest, the last reads them for the
-losses, the others read nothing: what they must know, the lengths, comes in one broadcast.
+The first stage's calls have the tokens, the last stage's the labels and the loss mask, and those in
+the middle may have nothing.  So labels go from the last stage to the first, which builds the
+forest, and the forest goes to all.
 
-With context parallelism every rank reads its own slice of each sample (its chunks of the zig-zag,
-as get_batch_on_this_cp_rank of megatron/core/utils.py makes them).  The tree is over whole
-rollouts, the same on all ranks of the group, so they gather tokens, labels and loss flags once.
+With context parallelism every rank's call has its own slice of each sample (its chunks of the
+zig-zag, as get_batch_on_this_cp_rank of megatron/core/utils.py makes them).  The tree is over whole
+samples, the same on all ranks of the group, so they gather tokens, labels and loss flags once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
 
-from megatron_prefix.errors import UserError
-from megatron_prefix.run.batch import BatchAdapter
+from megatron_prefix.errors import CannotShare
+from megatron_prefix.run.calls import CallLayout, ModelCall, layouts
 from megatron_prefix.tree import Forest, Pairs, cp_layout
 from megatron_prefix.tree.forest import check_routes
 
 MESSAGE_NUMBERS = 1 << 13
-"""Of the one broadcast, 64 KiB: some 500 segments, more than a usual step has."""
+"""Of a broadcast's first message, 64 KiB: some 500 segments, more than a usual step has."""
 
-Builder = Callable[[Sequence[Pairs], Sequence[int], Sequence[int]], Forest]
-"""(rollouts, their groups, their microbatches) -> the step's segments."""
+Builder = Callable[[Sequence[Pairs], Sequence[int]], Forest]
+"""(samples, their microbatches) -> the step's segments."""
+
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What a trainer may say of its microbatches that its model calls do not.
+
+    Attributes:
+        trained: (model call) -> bool or float like the call's input_ids on this rank, which
+            positions carry loss; where the call has no loss_mask and this is None, all count.
+        routes: (model call) -> int like input_ids and [layers, topk] more: the experts that every
+            layer of the model sends a token to; asked on the first stage where routers replay.
+    """
+
+    trained: Callable[[ModelCall], Tensor | None] | None = None
+    routes: Callable[[ModelCall], Tensor | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -36,156 +56,284 @@ class Step:
 
     Attributes:
         forest: the step's segments.
-        microbatch_of: the trainer's microbatch of each rollout.
-        items: the trainer's microbatches, in its order; empty where none are read.
-        rollouts: their samples, whole; None where none are read. Routes are on the first stage.
+        microbatch_of: the trainer's microbatch of each sample; samples are in the calls' order.
+        packed: per microbatch whether its samples are one behind the other in one row.
+        samples: whole; None on stages in the middle. Routes are on the first stage.
         routed: whether the samples have routes.
     """
 
     forest: Forest
     microbatch_of: tuple[int, ...]
-    items: Sequence[Any]
-    rollouts: Sequence[Pairs] | None
+    packed: tuple[bool, ...]
+    samples: Sequence[Pairs] | None
     routed: bool = False
 
     @property
     def num_microbatches(self) -> int:
         """The trainer's microbatches of the step."""
-        return max(self.microbatch_of, default=-1) + 1
+        return len(self.packed)
 
-    def replay(self, data_iterator: Any) -> Any:
-        """An iterator in the place of the trainer's, for the stock schedule."""
-        if self.rollouts is None:
-            return data_iterator
-        if isinstance(data_iterator, list):
-            return [iter(self.items) for _ in data_iterator]
-        return iter(self.items)
+
+class Columns(NamedTuple):
+    """What the calls of one model chunk say of their positions on this rank.
+
+    Attributes:
+        layouts: of every call.
+        tokens: int64 [positions] of all calls one behind the other; None where none are given.
+        labels: likewise.
+        trained: whether a position carries loss, 0 or 1, likewise.
+        positions: `position_ids`, likewise; looked at only to refuse some.
+    """
+
+    layouts: list[CallLayout]
+    tokens: Numbers | None
+    labels: Numbers | None
+    trained: Numbers | None
+    positions: Numbers | None
+
+
+def read_columns(calls: Sequence[ModelCall], cp_size: int, callbacks: Callbacks) -> Columns | None:
+    """Tokens, labels and loss flags of a chunk's calls, on the host; None where they say nothing.
+
+    Raises:
+        CannotShare: see `calls.layouts`.
+    """
+    found = layouts(calls, cp_size)
+    if found is None:
+        return None
+    masks = [call["loss_mask"] for call in calls]
+    if callbacks.trained is not None and all(mask is None for mask in masks):
+        masks = [callbacks.trained(call) for call in calls]
+    tokens, labels, positions = ([call[n] for call in calls] for n in _COLUMNS)
+    flags = [None if mask is None else mask != 0 for mask in masks]
+    return Columns(found, *_on_host((tokens, labels, flags, positions), _num_positions(found)))
+
+
+_COLUMNS = ("input_ids", "labels", "position_ids")
+
+
+def _num_positions(found: Sequence[CallLayout]) -> list[int]:
+    return [sum(layout.lengths) for layout in found]
+
+
+def _on_host(
+    columns: Sequence[Sequence[Tensor | None]], lengths: Sequence[int]
+) -> list[Numbers | None]:
+    """Every column as one array; all of them come in one copy, for which the host waits once."""
+    usable = [
+        all(v is not None and not v.is_nested and v.numel() == n for v, n in zip(c, lengths))  # noqa: B905
+        for c in columns
+    ]
+    flat = [
+        value.detach().reshape(-1).to(torch.int64)  # type: ignore[union-attr]
+        for column, use in zip(columns, usable, strict=True)
+        if use
+        for value in column
+    ]
+    if not flat:
+        return [None] * len(columns)
+    table = iter(torch.cat(flat).cpu().numpy().reshape(sum(usable), -1))
+    return [next(table) if use else None for use in usable]
 
 
 def read_step(
-    data_iterator: Any,
-    num_microbatches: int,
-    adapter: BatchAdapter,
-    group: Any,
-    context_group: Any,
+    first: Columns | None,
+    last: Columns | None,
+    routes: Sequence[Tensor | None],
+    groups: Any,
     build: Builder,
     device: torch.device,
-) -> Step:
-    """Reads a step's microbatches where they are read, and tells every stage the forest.
+) -> Step | BaseException:
+    """Builds the forest on the first stage and tells it to every stage; all of them call this.
 
     Args:
-        data_iterator: the trainer's, one or a list of one a model chunk.
-        num_microbatches: how many to read.
-        adapter: knows their form.
-        group: the pipeline's process group.
-        context_group: the context-parallel process group.
-        build: makes segments of rollouts; called on the first stage.
+        first: of the first stage's calls, on that stage.
+        last: of the last stage's calls, on that stage.
+        routes: of the first stage's calls where routers follow them, [positions, layers, topk].
+        groups: process groups of the pipeline and of context parallelism.
+        build: makes segments of samples.
         device: where the process groups' tensors live.
 
-    Raises:
-        UserError: the iterator ends early, or samples are not cut for context parallelism.
+    Returns:
+        The step; or what went wrong on this or on the first stage, for `agreement.agree`.
     """
-    first, last = group.rank() == 0, group.rank() == group.size() - 1
-    items: list[Any] = []
-    rollouts: list[Pairs] | None = None
-    numbers: list[int] = []
-    if first or last:
-        many = isinstance(data_iterator, list)
-        source = data_iterator[0 if first else -1] if many else data_iterator
-        items, rollouts, microbatch_of, groups = _read(source, num_microbatches, adapter)
-        if not first:
-            rollouts = [replace(rollout, routes=None) for rollout in rollouts]
-        rollouts = _whole(rollouts, context_group, device)
-        if first:
-            forest = build(rollouts, groups, microbatch_of)
-            routed = any(rollout.routes is not None for rollout in rollouts)
-            numbers = [int(routed), len(microbatch_of), *microbatch_of, *forest.to_ints()]
-    is_routed, num_rollouts, *numbers = _broadcast(numbers, group, device)
-    microbatches_of, ints = tuple(numbers[:num_rollouts]), numbers[num_rollouts:]
-    return Step(Forest.from_ints(ints), microbatches_of, items, rollouts, bool(is_routed))
+    pp, cp = groups.pp, groups.cp
+    samples: list[Pairs] | None = None
+    numbers: Numbers = np.zeros(0, np.int64)
+    problem: BaseException = CannotShare("the first pipeline stage cannot build the step's tree")
+    known = _tell_first(last, first, pp, device)
+    try:
+        if first is not None and known is not None:
+            samples = _samples(known, routes, cp, device)
+            numbers = _told(known, samples, build)
+        elif last is not None:
+            samples = _samples(last, (), cp, device)
+    except Exception as error:  # noqa: BLE001  # the other stages wait for this one's message
+        problem = error
+    numbers = _broadcast(numbers, pp, 0, device)
+    if not len(numbers):
+        return problem
+    routed, num = numbers[:2].tolist()
+    packed, counts = numbers[2 : 2 + num].astype(bool), numbers[2 + num : 2 + 2 * num]
+    forest = Forest.from_ints(numbers[2 + 2 * num :].tolist())
+    microbatch_of = tuple(np.repeat(np.arange(num), counts).tolist())
+    return Step(forest, microbatch_of, tuple(packed.tolist()), samples, bool(routed))
 
 
-def _read(
-    source: Iterator[Any], num_microbatches: int, adapter: BatchAdapter
-) -> tuple[list[Any], list[Pairs], list[int], list[int]]:
-    """Microbatches, their samples, and each sample's microbatch and group."""
-    items: list[Any] = []
-    rollouts: list[Pairs] = []
-    microbatch_of: list[int] = []
-    groups: list[int] = []
-    numbers: dict[Any, int] = {}
-    for number in range(num_microbatches):
-        try:
-            item = next(source)
-        except StopIteration:
-            raise UserError(
-                f"the data iterator ended after {number} of {num_microbatches} microbatches"
-            ) from None
-        samples = adapter.pairs(item)
-        group = numbers.setdefault(adapter.group(item), len(numbers))
-        items.append(item)
-        rollouts += samples
-        microbatch_of += [number] * len(samples)
-        groups += [group] * len(samples)
-    return items, rollouts, microbatch_of, groups
+def _told(known: Columns, samples: Sequence[Pairs], build: Builder) -> Numbers:
+    """What the first stage tells the others."""
+    packed = [int(layout.packed) for layout in known.layouts]
+    counts = [len(layout.lengths) for layout in known.layouts]
+    forest = build(samples, np.repeat(np.arange(len(counts)), counts).tolist())
+    routed = any(sample.routes is not None for sample in samples)
+    return np.array([int(routed), len(packed), *packed, *counts, *forest.to_ints()], np.int64)
 
 
-def _whole(rollouts: list[Pairs], group: Any, device: torch.device) -> list[Pairs]:
-    """Whole samples from the slices that the context-parallel ranks have read."""
-    size = group.size()
-    if size == 1 or not rollouts:
-        return rollouts
-    for index, rollout in enumerate(rollouts):
-        if not len(rollout) or len(rollout) % 2:
-            raise UserError(
-                f"rollout {index} has {len(rollout)} positions on this context-parallel rank, which"
-                f" are not two chunks: pad rollouts to a multiple of {2 * size} and give every rank"
-                " its slice"
-            )
-    columns = [np.stack([r.inputs, r.labels, r.trained]).astype(np.int64) for r in rollouts]
-    mine = torch.from_numpy(np.concatenate(columns, axis=1)).to(device)
-    slices = mine.new_empty((size * len(mine), mine.shape[1]))
-    dist.all_gather_into_tensor(slices, mine, group)
-    view = slices.unflatten(0, (size, -1)).transpose(0, 1).flatten(1).cpu().numpy()
-    lengths = [size * len(rollout) for rollout in rollouts]
-    table = view[:, cp_layout.order(lengths, size)]
-    samples = np.split(table, np.cumsum(lengths)[:-1], axis=1)
-    routes = _whole_routes(rollouts, group, device)
-    return [
-        Pairs(inputs, labels, trained != 0, of_one)
-        for (inputs, labels, trained), of_one in zip(samples, routes, strict=True)
-    ]
+def _tell_first(
+    last: Columns | None, first: Columns | None, group: Any, device: torch.device
+) -> Columns | None:
+    """The first stage's columns, with labels and loss flags of the last where that has some."""
+    if group.size() == 1:
+        return _merged(first, last)
+    numbers = np.zeros(0, np.int64)
+    if last is not None:
+        columns = [c for c in (last.labels, last.trained) if c is not None]
+        flags = [int(last.labels is not None), int(last.trained is not None)]
+        numbers = np.concatenate([np.array(flags, np.int64), *columns])
+    numbers = _broadcast(numbers, group, group.size() - 1, device)
+    if first is None or not len(numbers):
+        return first
+    has_labels, has_trained = numbers[:2].tolist()
+    parts = iter(np.split(numbers[2:], max(has_labels + has_trained, 1)))
+    labels = next(parts) if has_labels else None
+    trained = next(parts) if has_trained else None
+    return _merged(first, first._replace(labels=labels, trained=trained))
 
 
-def _whole_routes(
-    rollouts: list[Pairs], group: Any, device: torch.device
-) -> Sequence[np.ndarray | None]:
-    """Routes of whole samples, or as many None."""
-    check_routes(rollouts)
-    routes = [rollout.routes for rollout in rollouts if rollout.routes is not None]
-    if not routes:
-        return [None] * len(rollouts)
-    mine = torch.from_numpy(np.concatenate(routes).astype(np.int32)).to(device)
-    slices = mine.new_empty((group.size() * len(mine), *mine.shape[1:]))
-    dist.all_gather_into_tensor(slices, mine, group)
-    lengths = [group.size() * len(rollout) for rollout in rollouts]
-    whole = slices.cpu().numpy()
-    # `order` counts along each rank's slices of all samples, as in `_whole`.
-    whole = whole[cp_layout.order(lengths, group.size())]
+def _merged(first: Columns | None, last: Columns | None) -> Columns | None:
+    """The first chunk's columns, and what only the last has."""
+    if first is None or last is None:
+        return first
+    return first._replace(
+        labels=first.labels if last.labels is None else last.labels,
+        trained=first.trained if last.trained is None else last.trained,
+    )
+
+
+def _samples(
+    known: Columns, routes: Sequence[Tensor | None], group: Any, device: torch.device
+) -> list[Pairs]:
+    """Whole samples from the slices of the context-parallel ranks."""
+    lengths = [length for layout in known.layouts for length in layout.lengths]
+    num, size = sum(lengths), group.size()
+    if any(c is not None and len(c) != num for c in (known.labels, known.trained)):
+        raise CannotShare("the last stage's labels have not as many positions as the tokens")
+    tokens = np.zeros(num, np.int64) if known.tokens is None else known.tokens
+    trained = np.ones(num, np.int64) if known.trained is None else known.trained
+    labels = tokens if known.labels is None else known.labels
+    table = np.stack([tokens, labels, trained])
+    paths = _split_routes(routes, lengths)
+    if size > 1:
+        table, paths = _gathered(table, paths, lengths, group, device)
+        lengths = [length * size for length in lengths]
+    found = []
+    for index, part in enumerate(np.split(table, np.cumsum(lengths)[:-1], axis=1)):
+        inputs, after, flags = part
+        if known.labels is None:
+            # Whatever follows a token may be its label; no other sample has the last one's.
+            after = np.append(inputs[1:], -2 - index)
+        found.append(Pairs(inputs, after, flags != 0, paths[index] if paths else None))
+    check_routes(found)
+    return found
+
+
+def _split_routes(routes: Sequence[Tensor | None], lengths: Sequence[int]) -> list[Numbers]:
+    """Routes of every sample's positions on this rank, or nothing."""
+    given = [one.detach().flatten(0, -3).cpu().numpy() for one in routes if one is not None]
+    if not given:
+        return []
+    if len(given) < len(routes):
+        raise CannotShare("some microbatches have routes and some have none: give all or none")
+    whole = np.concatenate(given)
+    if len(whole) != sum(lengths):
+        raise CannotShare(f"{len(whole)} routes for {sum(lengths)} positions: give one each")
     return np.split(whole, np.cumsum(lengths)[:-1])
 
 
-def _broadcast(numbers: list[int], group: Any, device: torch.device) -> list[int]:
-    """The first stage's numbers on every stage: in one message, and a second for what is over."""
+def _gathered(
+    table: Numbers, routes: list[Numbers], lengths: Sequence[int], group: Any, device: Any
+) -> tuple[Numbers, list[Numbers]]:
+    """Columns [columns, positions] and routes of whole samples from every rank's slices."""
+    size = group.size()
+    if any(length % 2 for length in lengths):
+        raise CannotShare(
+            f"a sample has {next(n for n in lengths if n % 2)} positions on a context-parallel"
+            f" rank, which are not two chunks: pad samples to a multiple of {2 * size} and give"
+            " every rank its slice of the zig-zag"
+        )
+    # `order` counts along each rank's slices of all samples, one rank behind the other.
+    whole = [length * size for length in lengths]
+    order = cp_layout.order(whole, size)
+    columns = _all_gather(table.T, group, device)[order].T
+    if not routes:
+        return columns, []
+    paths = _all_gather(np.concatenate(routes).astype(np.int32), group, device)[order]
+    return columns, np.split(paths, np.cumsum(whole)[:-1])
+
+
+def _all_gather(mine: np.ndarray, group: Any, device: torch.device) -> np.ndarray:
+    """[size * n, ...] of every rank's [n, ...]."""
+    sent = torch.from_numpy(np.ascontiguousarray(mine)).to(device)
+    views = sent.new_empty((group.size() * len(sent), *sent.shape[1:]))
+    dist.all_gather_into_tensor(views, sent, group)
+    return views.cpu().numpy()
+
+
+def check_positions(known: Columns | None, rank: int, size: int, *, used: bool) -> None:
+    """Refuses position ids that the positions of segments do not have.
+
+    Args:
+        known: of the first stage's calls.
+        rank: place in the context-parallel group.
+        size: of that group.
+        used: whether the model looks at them: a learned embedding does, rotary positions do not.
+
+    Raises:
+        CannotShare: they count otherwise, or each rank holds one contiguous part of a sample.
+    """
+    if known is None or known.positions is None or not (used or size > 1):
+        return
+    lengths = [length for layout in known.layouts for length in layout.lengths]
+    parts = np.split(known.positions, np.cumsum(lengths)[:-1])
+    for length, found in zip(lengths, parts, strict=True):
+        if size > 1 and length > 1 and np.array_equal(found, np.arange(length) + rank * length):
+            raise CannotShare(
+                "context-parallel ranks hold contiguous parts of a sample: give every rank its"
+                " chunks of Megatron's zig-zag (slime: leave out --allgather-cp)"
+            )
+        if used and not np.array_equal(found, cp_layout.positions(length * size, rank, size)):
+            raise CannotShare(
+                "position_ids of a sample do not count from 0, and the model learns positions:"
+                " pack samples without padding in front"
+            )
+
+
+def _broadcast(numbers: Numbers, group: Any, source: int, device: torch.device) -> Numbers:
+    """One stage's numbers on every stage: in one message, and a second for what is over."""
     if group.size() == 1:
         return numbers
-    source = dist.get_process_group_ranks(group)[0]
-    said = [len(numbers), *numbers[: MESSAGE_NUMBERS - 1]]
-    message = torch.tensor(said + [0] * (MESSAGE_NUMBERS - len(said)), device=device)
-    dist.broadcast(message, source, group=group)
-    count, *found = message.tolist()
+    rank = dist.get_process_group_ranks(group)[source]
+    first = np.zeros(MESSAGE_NUMBERS, np.int64)
+    first[0], sent = len(numbers), min(len(numbers), MESSAGE_NUMBERS - 1)
+    first[1 : 1 + sent] = numbers[:sent]
+    message = torch.from_numpy(first).to(device)
+    dist.broadcast(message, rank, group=group)
+    count, found = int(message[0]), message.cpu().numpy()[1:]
     if count < MESSAGE_NUMBERS:
         return found[:count]
-    rest = torch.tensor(numbers[len(found) :] or [0] * (count - len(found)), device=device)
-    dist.broadcast(rest, source, group=group)
-    return found + rest.tolist()
+    over = np.zeros(count - len(found), np.int64)
+    if group.rank() == source:
+        over[:] = numbers[len(found) :]
+    rest = torch.from_numpy(over).to(device)
+    dist.broadcast(rest, rank, group=group)
+    return np.concatenate([found, rest.cpu().numpy()])

@@ -22,7 +22,6 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.models.build import build_model
 from megatron_prefix.numerics import assert_close
 from megatron_prefix.rl.batches import on_cp_rank
-from megatron_prefix.run.batch import TensorBatchAdapter
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout
 from megatron_prefix.tree import Pairs, TreeOptions, build, cp_layout
@@ -95,7 +94,7 @@ def test_the_data_has_what_it_is_for() -> None:
         rollouts, numbers = [], []
         for number, group in enumerate(some):
             for item in align.microbatches([group], 7, 4):
-                rollouts += TensorBatchAdapter().pairs(item)
+                rollouts += steps.pairs_of(item)
                 numbers.append(number)
         forests[name] = build(rollouts, numbers, TreeOptions(4, min_gain=0))
         middle = [r.trained[cp_layout.positions(len(r), 1, 2)].any() for r in rollouts]
@@ -180,11 +179,10 @@ def differences() -> list[list[tuple[str, torch.Tensor, torch.Tensor]]]:
     found = []
     for contract in CONTRACTS:
         contract.configure(model)
-        adapter = TensorBatchAdapter("logits" if contract.logits else "loss")
         results = []
         for schedule in (
             get_forward_backward_func(),
-            PrefixSchedule(PrefixConfig(min_gain=0), adapter),
+            PrefixSchedule(PrefixConfig(min_gain=0)),
         ):
             steps.zero_gradients(model)
             logs = steps.call(schedule, contract.step, model, items)

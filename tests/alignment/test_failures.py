@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.timers import Timers
 from torch import Tensor
 
@@ -17,7 +18,8 @@ from megatron_prefix.config import MEMORY_POLICIES
 from megatron_prefix.errors import UserError
 from megatron_prefix.megatron.install import Hooks, install
 from megatron_prefix.models.build import unwrap
-from megatron_prefix.run.batch import TensorBatchAdapter
+from megatron_prefix.run import suspend
+from megatron_prefix.run.inputs import ModelArguments
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar import cache as cache_module
 from megatron_prefix.sidecar.chain import Chain
@@ -36,29 +38,16 @@ def _rank() -> Iterator[None]:
         gc.unfreeze()
 
 
-class Watched(TensorBatchAdapter):
-    """Keeps weak references to every output of the model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outputs: list[weakref.ref[Tensor]] = []
-
-    def call(self, model: Any, tokens: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
-        output = super().call(model, tokens, positions, labels)
-        self.outputs.append(weakref.ref(output))
-        return output
-
-
 @dataclass
 class Watch:
     """What a step made that must not outlive it."""
 
     buffers: list[weakref.ref[Tensor]]
-    adapter: Watched
+    outputs: list[weakref.ref[Tensor]]
 
     def alive(self) -> tuple[int, int]:
         """Numbers of K/V tensors and of outputs that are still there."""
-        references = (self.buffers, self.adapter.outputs)
+        references = (self.buffers, self.outputs)
         buffers, outputs = (sum(ref() is not None for ref in refs) for refs in references)
         return buffers, outputs
 
@@ -71,7 +60,13 @@ def num_tensors() -> int:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    found = Watch([], Watched())
+    found = Watch([], [])
+    stock = ModelArguments.call
+
+    def call(self: ModelArguments, model: Any, index: int) -> Any:
+        output = stock(self, model, index)
+        found.outputs.append(weakref.ref(output))
+        return output
 
     class WatchedChain(Chain):
         def __init__(self, *arguments: Any) -> None:
@@ -79,6 +74,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
             found.buffers.extend(map(weakref.ref, self._keys))
 
     monkeypatch.setattr(cache_module, "Chain", WatchedChain)
+    monkeypatch.setattr(ModelArguments, "call", call)
     return found
 
 
@@ -87,7 +83,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 def assert_clean(hooks: Hooks, model: Any, watch: Watch) -> None:
     """Nothing of a step is left, without the help of the garbage collector."""
-    assert hooks.current is None and hooks._answer is None
+    assert hooks.current is None and suspend.running() is None
+    assert "forward" not in vars(unwrap(model)) and "fork" not in vars(get_cuda_rng_tracker())
     assert unwrap(model).post_process is True
     assert all(group.is_last_microbatch for group in model.bucket_groups)
     assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
@@ -108,8 +105,8 @@ def no_collector() -> Iterator[None]:
 def test_a_step_that_succeeds_leaves_nothing(recompute: str, memory: str, watch: Watch) -> None:
     """Else the tests below would ask too much."""
     model = small_model(recompute=recompute)
-    run(PrefixSchedule(replace(CONFIG, memory=memory), watch.adapter), model)
-    assert len(watch.buffers) == 2 * 2 * 4 and len(watch.adapter.outputs) >= 12
+    run(PrefixSchedule(replace(CONFIG, memory=memory)), model)
+    assert len(watch.buffers) == 2 * 2 * 4 and len(watch.outputs) >= 12
     assert_clean(install(model), model, watch)
 
 
@@ -142,7 +139,7 @@ def test_a_failed_step_leaves_nothing(
 ) -> None:
     inject, after = PLACES[place]
     model = small_model(recompute=recompute)
-    schedule = PrefixSchedule(replace(CONFIG, memory=memory), watch.adapter)
+    schedule = PrefixSchedule(replace(CONFIG, memory=memory))
     run(schedule, model)
     if memory == "offload":
         run(schedule, model)  # with the staging pool that the first step has asked for
@@ -159,7 +156,7 @@ def test_a_failed_step_leaves_nothing(
 
 def test_a_failure_of_forward_only_leaves_nothing(watch: Watch, fresh: dict[str, Any]) -> None:
     model = small_model()
-    schedule = PrefixSchedule(CONFIG, watch.adapter)
+    schedule = PrefixSchedule(CONFIG)
     run(schedule, model)
     with pytest.MonkeyPatch.context() as monkeypatch:
         inject, _ = PLACES["a later forward of a layer"]

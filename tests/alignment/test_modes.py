@@ -10,8 +10,7 @@ import pytest
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.models.build import unwrap
-from megatron_prefix.run.batch import TensorBatchAdapter
+from megatron_prefix.megatron.install import is_installed
 from megatron_prefix.run.schedule import get_forward_backward_func
 from tests.harness.one_group import assert_aligned, assert_bitwise, run, schedule_with
 from tests.harness.one_rank import one_rank, small_model
@@ -23,17 +22,12 @@ def _rank() -> Iterator[None]:
         yield
 
 
-def is_installed(model: Any) -> bool:
-    return "forward" in vars(unwrap(model))
-
-
 def test_mode_off_is_megatrons_schedule() -> None:
-    class Unasked(TensorBatchAdapter):
-        def pairs(self, microbatch: Any) -> Any:
-            raise AssertionError("nobody may read the data")
+    def unasked(call: Any) -> Any:
+        raise AssertionError("nobody may look at the calls")
 
     model, twin = small_model(), small_model()
-    schedule = get_forward_backward_func(prefix_config=PrefixConfig(mode="off"), adapter=Unasked())
+    schedule = get_forward_backward_func(prefix_config=PrefixConfig(mode="off"), trained=unasked)
     assert_bitwise(run(schedule, model), run(stock_schedule(), twin))
     assert schedule.report is None and not is_installed(model)
 

@@ -21,7 +21,6 @@ from megatron_prefix.moe import versions
 from megatron_prefix.moe.observed import take_auxiliary
 from megatron_prefix.numerics import assert_close
 from megatron_prefix.run import schedule
-from megatron_prefix.run.batch import TensorBatchAdapter
 from megatron_prefix.tree import TreeOptions
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
@@ -187,5 +186,5 @@ def test_random_trees(models, name, items, contract, options: TreeOptions):
             share=options.share,
             kernel="math",
         )
-        prefix = schedule.PrefixSchedule(config, TensorBatchAdapter("logits"))
+        prefix = schedule.PrefixSchedule(config)
         check(models[name], items, contract, prefix)

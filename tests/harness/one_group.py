@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.run.schedule import PrefixSchedule, get_forward_backward_func
+from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.one_rank import small_model
@@ -29,7 +29,7 @@ def items(num: int = 5, prompt: int = 14) -> list[Microbatch]:
 
 def schedule_with(**fields: Any) -> PrefixSchedule:
     config = PrefixConfig(**{"min_gain": 0, "kernel": "math", **fields})
-    return get_forward_backward_func(prefix_config=config)
+    return PrefixSchedule(config)
 
 
 def run(schedule: Any, model: Any, contract: Contract | None = None, **options: Any) -> Any:

@@ -66,7 +66,13 @@ class Contract:
         """A `forward_step_func`."""
         batch = next(data_iterator)
         labels = None if self.logits else batch["labels"]
-        output = model(batch["tokens"], batch["position_ids"], None, labels=labels)
+        output = model(
+            batch["tokens"],
+            batch["position_ids"],
+            None,
+            labels=labels,
+            loss_mask=batch["loss_mask"],
+        )
         return output, self.loss_func(batch)
 
     def configure(self, model: Any) -> None:
@@ -112,6 +118,12 @@ def microbatch(rollouts: Sequence[Pairs], group: Any, uid: int, vocab: int = 64)
         "group": group,
         "uid": uid,
     }
+
+
+def pairs_of(item: Mapping[str, Any]) -> list[Pairs]:
+    """The samples of a microbatch, padding included."""
+    columns = [item[name].cpu().numpy() for name in ("tokens", "labels", "loss_mask")]
+    return [Pairs(i, o, m != 0) for i, o, m in zip(*columns, strict=True)]
 
 
 def replaying(step: Callable[..., Any], routers: Mapping[int, Any]) -> Callable[..., Any]:

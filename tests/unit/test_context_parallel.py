@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron_prefix.run.batch import SegmentInputs
 from torch import Tensor
 
 from megatron_prefix.attention.adaptive import AdaptiveKernel
@@ -19,7 +20,6 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.numerics import assert_close
 from megatron_prefix.rl.batches import on_cp_rank
-from megatron_prefix.run.batch import SegmentInputs
 from megatron_prefix.run.step import read_step
 from megatron_prefix.tree import Pairs, TreeOptions, cp_layout
 from tests.harness.played_ranks import PlayedRank, forest, play, random

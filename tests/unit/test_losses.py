@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from megatron_prefix.run.batch import TensorBatchAdapter
 from torch import Tensor
 
 from megatron_prefix.numerics import assert_close
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.run.batch import TensorBatchAdapter
 from megatron_prefix.run.losses import LossContract, Scorer
 from megatron_prefix.run.step import Step
 from megatron_prefix.tree import Pairs, TreeOptions, build

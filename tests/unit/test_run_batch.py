@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from megatron_prefix.run.batch import SegmentInputs, TensorBatchAdapter, join
 from torch import Tensor
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.run.batch import SegmentInputs, TensorBatchAdapter, join
 from megatron_prefix.tree import Pairs, TreeOptions, build
 from tests.harness.trees import rollout_sets, tree_options
 

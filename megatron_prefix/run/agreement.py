@@ -1,0 +1,67 @@
+"""Ranks that end or fall back together: what one of them cannot do, none does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_prefix.errors import CannotShare, StepFailed
+
+_FINE, _CANNOT_SHARE, _FAILED = range(3)
+
+
+def companions(groups: Any) -> list[Any]:
+    """Process groups whose grid holds all ranks that take part in a step."""
+    names = ("tp", "cp", "pp", "dp")
+    return [g for g in (getattr(groups, name, None) for name in names) if g and g.size() > 1]
+
+
+def agree(
+    problem: BaseException | None, groups: Sequence[Any], device: torch.device
+) -> CannotShare | None:
+    """Tells all ranks of a grid of groups what has happened; every rank of them calls this.
+
+    Args:
+        problem: of this rank.
+        groups: see `companions`; after the last of a grid's groups every rank has heard of all.
+        device: where their tensors live.
+
+    Returns:
+        Why no rank can share in this step, or None.
+
+    Raises:
+        StepFailed: another rank has failed. A rank's own failure is raised as it is.
+    """
+    level = _FINE if problem is None else _FAILED
+    if isinstance(problem, CannotShare):
+        level = _CANNOT_SHARE
+    worst = torch.tensor([level], device=device)
+    for group in groups:
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+    found = int(worst) if groups else level
+    if found == _FINE:
+        return None
+    reason = _first_reason(problem if level == found else None, groups)
+    if found == _CANNOT_SHARE:
+        return problem if isinstance(problem, CannotShare) else CannotShare(reason)
+    if problem is not None and level == _FAILED:
+        raise problem
+    raise StepFailed(f"the step ends on all ranks: {reason}")
+
+
+def _first_reason(problem: BaseException | None, groups: Sequence[Any]) -> str:
+    """The message of a rank that has one, on all ranks; only after something went wrong."""
+    mine = ""
+    if problem is not None:
+        mine = str(problem)
+        if not isinstance(problem, CannotShare):
+            rank = dist.get_rank() if groups else 0
+            mine = f"rank {rank}: {type(problem).__name__}: {problem}"
+    for group in groups:
+        heard: list[Any] = [None] * group.size()
+        dist.all_gather_object(heard, mine, group=group)
+        mine = next((text for text in heard if text), "")
+    return mine

@@ -1,0 +1,187 @@
+"""A trainer's model call: what it says of a microbatch, and where the call's positions are.
+
+All trainers call the model alike, after their own broadcast over tensor-parallel ranks, their
+packing and their slicing for context parallelism.  So the call, and not the data iterator, is where
+microbatches are taken from.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import (
+    _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
+)
+
+from megatron_prefix.errors import CannotShare
+
+PER_POSITION = ("input_ids", "position_ids", "labels", "loss_mask")
+"""Arguments of the model that have a value for every position."""
+
+REFUSED = {
+    "decoder_input": "embeddings that the trainer makes are not supported: give input_ids",
+    "inference_context": "an inference context is for generation",
+    "inference_params": "an inference context is for generation",
+    "padding_mask": "it keeps padding out of the routers' losses: leave it out (verl's and"
+    " Megatron's dynamic context parallelism set it)",
+}
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """What a forward step calls the model with.
+
+    Attributes:
+        microbatch: number of the trainer's microbatch in the step.
+        arguments: by name, as the model's `forward` names them; None and absent are the same.
+    """
+
+    microbatch: int
+    arguments: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments.get(name)
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """Arguments that are about no position and go along with every segment."""
+        own = {*PER_POSITION, *REFUSED, "attention_mask", "packed_seq_params"}
+        found = {n: v for n, v in self.arguments.items() if n not in own}
+        return {n: v for n, v in found.items() if v is not None and v != {}}
+
+
+def bound(
+    signature: inspect.Signature, args: tuple, kwargs: dict[str, Any], microbatch: int
+) -> ModelCall:
+    """A call of a language model, its arguments by the names of the signature."""
+    found = dict(signature.bind(*args, **kwargs).arguments)
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            found.update(found.pop(parameter.name, {}))
+    return ModelCall(microbatch, found)
+
+
+class CallLayout(NamedTuple):
+    """Where the positions of a microbatch's samples are on this rank.
+
+    Attributes:
+        lengths: positions of every sample on this rank, padding inside a pack included.
+        packed: whether they are one behind the other in one row (THD), else one row each.
+    """
+
+    lengths: tuple[int, ...]
+    packed: bool
+
+
+def check(calls: Sequence[ModelCall]) -> None:
+    """Refuses calls that cannot be answered from segments.
+
+    Raises:
+        CannotShare: naming the argument, and the fix.
+    """
+    for call in calls:
+        for name, why in REFUSED.items():
+            if call[name] is not None:
+                raise CannotShare(f"the forward step gives the model {name}: {why}")
+        for name, value in call.others.items():
+            if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
+                raise CannotShare(
+                    f"the forward step gives the model {name}, which has tensors: only"
+                    f" {', '.join(PER_POSITION)} can be cut into segments"
+                )
+    for name in ("labels", "loss_mask"):
+        if len({call[name] is None for call in calls}) > 1:
+            raise CannotShare(f"some model calls of the step have {name} and some have none")
+    for call in calls[1:]:
+        if call.others != calls[0].others:
+            raise CannotShare(
+                f"model calls of one step differ in {', '.join({*call.others, *calls[0].others})}:"
+                " give all microbatches the same"
+            )
+    _check_masks([call["attention_mask"] for call in calls])
+
+
+def _check_masks(masks: Sequence[Tensor | None]) -> None:
+    """Refuses attention masks that are not causal; the host waits only where there are masks."""
+    wrong = []
+    for mask in masks:
+        if mask is None:
+            continue
+        if mask.dtype != torch.bool or mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
+            wrong.append(torch.ones((), dtype=torch.bool, device=mask.device))
+            continue
+        causal = torch.ones_like(mask[(0,) * (mask.dim() - 2)]).triu(1)
+        wrong.append((mask != causal).any())
+    if wrong and bool(torch.stack(wrong).any()):
+        raise CannotShare(
+            "the attention_mask of a model call is not causal: leave out --reset-attention-mask"
+            " and padding masks, and pack samples with packed_seq_params"
+        )
+
+
+def layouts(calls: Sequence[ModelCall], cp_size: int) -> list[CallLayout] | None:
+    """Where the samples of each call are; None on a stage whose calls do not say.
+
+    Args:
+        calls: of one model chunk.
+        cp_size: context-parallel ranks, each of which has the same share of every sample.
+
+    Raises:
+        CannotShare: a form of packing that is not known, or samples of no position.
+    """
+    ends = _sample_ends([call["packed_seq_params"] for call in calls])
+    found = []
+    for call, cumulated in zip(calls, ends, strict=True):
+        shape = _shape(call)
+        if cumulated is None or (shape is not None and shape[0] > 1):
+            if shape is None:
+                return None
+            # Megatron-RL gives `packed_seq_params` of rows that are not packed, too.
+            found.append(CallLayout((shape[1],) * shape[0], False))
+            continue
+        pairs = itertools.pairwise(cumulated)
+        lengths = [(end - start) // cp_size for start, end in pairs if end > start]
+        if shape is not None and (over := shape[1] - sum(lengths)):
+            lengths.append(over)  # what is over the last sample runs through the model as well
+        found.append(CallLayout(tuple(lengths), True))
+    if any(min(layout.lengths, default=0) < 1 for layout in found):
+        raise CannotShare("a model call has no position: leave empty microbatches out")
+    return found
+
+
+def _shape(call: ModelCall) -> torch.Size | None:
+    """[samples, positions] of a call; None where nothing in it says."""
+    for name in ("input_ids", "labels", "loss_mask"):
+        value = call[name]
+        # verl gives nested tensors, which are not packed, where no embedding reads them.
+        if value is not None and not value.is_nested:
+            return value.shape
+    return None
+
+
+def _sample_ends(packings: Sequence[Any]) -> list[list[int] | None]:
+    """Per call where its samples begin and end in the whole pack; the host waits once."""
+    tensors = [_cumulated(packing) for packing in packings]
+    known = [tensor for tensor in tensors if tensor is not None]
+    if not known:
+        return [None] * len(packings)
+    numbers = iter(torch.cat(known).tolist())
+    return [None if t is None else [next(numbers) for _ in range(len(t))] for t in tensors]
+
+
+def _cumulated(packing: Any) -> Tensor | None:
+    """`cu_seqlens` of a pack, where padding inside it belongs to the sample before."""
+    if packing is None:
+        return None
+    if getattr(packing, "qkv_format", "thd") != "thd":
+        raise CannotShare(
+            f"packed_seq_params has qkv_format {packing.qkv_format!r}: give 'thd', or no packing"
+        )
+    padded = getattr(packing, "cu_seqlens_q_padded", None)
+    return packing.cu_seqlens_q if padded is None else padded

@@ -1,0 +1,153 @@
+"""The trainer's forward steps of one schedule call, suspended in their model calls.
+
+Each is run once for each of its microbatches on every model chunk, as the stock schedule has it,
+and suspended where it calls the model.  Then it is answered from segments, or it goes on with the
+model itself: that is the stock schedule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron_prefix.errors import CannotShare, UserError
+from megatron_prefix.megatron.install import intercepted, language_model
+from megatron_prefix.moe import versions
+from megatron_prefix.run import calls, states, suspend
+from megatron_prefix.run.suspend import SuspendedStep
+
+
+class Capture:
+    """The forward steps of one schedule call; use it as a context manager.
+
+    Args:
+        forward_step: the trainer's `forward_step_func`.
+        data_iterator: the trainer's, one or a list of one a model chunk; it may be anything.
+        models: the rank's model chunks, wrapped or not.
+        num_microbatches: of the trainer on this rank.
+
+    Attributes:
+        steps: per model chunk the suspended forward steps in the trainer's order.
+    """
+
+    def __init__(
+        self,
+        forward_step: Callable[..., Any],
+        data_iterator: Any,
+        models: Sequence[Any],
+        num_microbatches: int,
+    ) -> None:
+        self._forward_step, self._models = forward_step, models
+        self._num = num_microbatches
+        many = isinstance(data_iterator, list)
+        self._iterators = data_iterator if many else [data_iterator] * len(models)
+        self._inner = [language_model(model) for model in models]
+        self.steps: list[list[SuspendedStep]] = [[] for _ in models]
+        self._stack = contextlib.ExitStack()
+        self._left = [deque[SuspendedStep]() for _ in models]
+
+    def __enter__(self) -> Capture:
+        with contextlib.ExitStack() as stack:
+            self._forks = stack.enter_context(states.watched_forks())
+            for model in self._models:
+                stack.enter_context(intercepted(model, _intercepting))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._stack:
+            self.close()
+
+    def close(self) -> None:
+        """Ends every forward step that is still suspended, the last one first."""
+        with contextlib.ExitStack() as stack:  # all of them, whatever one of them raises
+            for steps in self.steps:
+                for step in steps:
+                    stack.callback(step.close)
+
+    def run(self) -> None:
+        """Runs every forward step up to its model call.
+
+        Raises:
+            UserError: the data ends early, or a forward step does not call the model.
+        """
+        for chunk, model in enumerate(self._inner):
+            swaps = (
+                states.training_modes(model),
+                states.replayed_routes([*versions.routers(model).values()]),
+                self._forks,
+            )
+            for number in range(self._num):
+                step = SuspendedStep(self._function(chunk), model, swaps, number)
+                self.steps[chunk].append(step)
+                try:
+                    step.start()
+                except StopIteration:
+                    raise UserError(
+                        f"the data iterator ended after {number} of {self._num} microbatches"
+                    ) from None
+            self._left[chunk] = deque(self.steps[chunk])
+
+    def calls(self, chunk: int) -> list[calls.ModelCall]:
+        """The model calls of a chunk, in the trainer's order."""
+        return [step.call for step in self.steps[chunk]]
+
+    def check_settings(self) -> None:
+        """Refuses calls under settings that segments, which stand for several, cannot have.
+
+        Raises:
+            CannotShare: autocast differs from call to call, or the model is in another mode.
+        """
+        steps = [step for chunk in self.steps for step in chunk]
+        if len({step.called.autocast for step in steps}) > 1:
+            raise CannotShare(
+                "model calls of one step run under different autocast settings: give all the same"
+            )
+        if any(step.changes_training for step in steps):
+            raise CannotShare(
+                "the forward step calls model.train() or model.eval() around its model call: call"
+                " it before the schedule"
+            )
+
+    def stock_step(self, _: Any, model: Any) -> Any:
+        """A `forward_step_func` for the stock schedule: the suspended steps go on, in order."""
+        chunk = next(i for i, one in enumerate(self._models) if one is model)
+        return self._left[chunk].popleft().run_model()
+
+    def _function(self, chunk: int) -> Callable[[], Any]:
+        model, iterator = self._models[chunk], self._iterators[chunk]
+        config = self._inner[chunk].config
+
+        def function() -> Any:
+            # As in megatron/core/pipeline_parallel/schedules.py, forward_step.
+            autocast = torch.autocast(
+                "cuda", dtype=config.autocast_dtype, enabled=config.enable_autocast
+            )
+            with autocast if config.enable_autocast else contextlib.nullcontext():
+                return self._forward_step(iterator, model)
+
+        return function
+
+
+def _intercepting(model: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """A `forward` that suspends the forward step which calls it."""
+    signature = inspect.signature(stock)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        step = suspend.running()
+        if step is None or step.model is not model or step.goes_on_itself:
+            return stock(*args, **kwargs)
+        if step.call is not None:
+            raise UserError(
+                "the forward step calls the model twice: the prefix schedule takes one microbatch"
+                " from one call; use mode off for such steps"
+            )
+        call = calls.bound(signature, args, kwargs, step.number)
+        return step.pause(call, lambda: stock(*args, **kwargs))
+
+    return forward

@@ -1,0 +1,86 @@
+"""What segments are computed from: tokens, labels, positions, and the model's other arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_prefix.tree import Forest, Pairs, cp_layout
+
+
+class SegmentInputs:
+    """Tokens, labels and positions of all segments of a step, on the device in one copy.
+
+    Args:
+        forest: the step's segments.
+        samples: what the forest was built from; None on a stage that knows no tokens and labels.
+        device: where the model is.
+        rank: place in the context-parallel group, whose ranks share the positions of every segment.
+        size: of that group.
+
+    Attributes:
+        max_position: the largest position of any segment.
+    """
+
+    def __init__(
+        self,
+        forest: Forest,
+        samples: Sequence[Pairs] | None,
+        device: torch.device,
+        rank: int = 0,
+        size: int = 1,
+    ) -> None:
+        self._offsets = np.cumsum([0, *(segment.padded_length for segment in forest.segments)])
+        table = np.zeros((3, self._offsets[-1]), np.int64)
+        spans = [span for segment in forest.segments for span in segment.spans]
+        offset = 0
+        for span in spans:
+            if samples is not None and span.rollouts:  # a filler has none
+                sample, here = samples[span.rollouts[0]], slice(offset, offset + span.length)
+                table[0, here] = sample.inputs[span.start : span.end]
+                table[1, here] = sample.labels[span.start : span.end]
+            # Padding goes on counting: its positions are legal and its outputs unread.
+            counted = np.arange(span.start, span.start + span.padded)
+            table[2, offset : offset + span.padded] = counted
+            offset += span.padded
+        self.max_position = int(table[2].max(initial=0))
+        if size > 1:
+            held = cp_layout.segment_rows([span.padded for span in spans], rank, size)
+            table = np.ascontiguousarray(table[:, held])
+            self._offsets //= size
+        host = torch.from_numpy(table)
+        if device.type == "cuda":
+            host = host.pin_memory()
+        self._table = host.to(device, non_blocking=True)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Tokens, labels and positions of a segment, int64 [3, positions]."""
+        return self._table[:, self._offsets[index] : self._offsets[index + 1]]
+
+
+class ModelArguments:
+    """Calls a model chunk on segments as the trainer calls it on microbatches.
+
+    Args:
+        inputs: of the segments.
+        has_labels: whether the trainer's calls have labels.
+        others: what else they have and is about no position (`runtime_gather_output`, ...).
+    """
+
+    def __init__(self, inputs: SegmentInputs, has_labels: bool, others: Mapping[str, Any]) -> None:
+        self._inputs, self._has_labels, self._others = inputs, has_labels, others
+
+    def call(self, model: Any, index: int) -> Any:
+        """The chunk's output for a segment: the trainer's kind on the last stage, else hidden."""
+        tokens, labels, positions = self._inputs[index].unsqueeze(1)
+        return model(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=None,
+            labels=labels if self._has_labels else None,
+            **self._others,
+        )

@@ -1,0 +1,106 @@
+"""State of a model and of Megatron that a forward step may change around its model call.
+
+Each function gives a `Swap` (suspend.py): it puts what a suspended step has changed out of the way,
+and back when the step goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron.core.tensor_parallel import random as megatron_random
+
+from megatron_prefix.run.suspend import Swap
+
+
+def training_modes(model: Any) -> Swap:
+    """`train()` and `eval()` of the modules of a model."""
+    modules = list(model.modules())
+    outside = [module.training for module in modules]
+
+    def swap(wanted: list[bool] | None) -> list[bool] | None:
+        inside = None
+        if model.training != outside[0]:
+            inside = [module.training for module in modules]
+        if inside is not None or wanted is not None:
+            for module, flag in zip(modules, wanted or outside, strict=True):
+                module.training = flag
+        return inside
+
+    return swap
+
+
+def replayed_routes(routers: Sequence[Any]) -> Swap:
+    """What RouterReplay is to do in the routers of a model: actions, and routes to follow.
+
+    It is kept and set again, and not put back in between: a step's segments look at it.
+    """
+    replays = [getattr(router, "router_replay", None) for router in routers]
+    replays = [replay for replay in replays if replay is not None]
+
+    def swap(wanted: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        inside = [dict(vars(replay)) for replay in replays]
+        for replay, values in zip(replays, wanted or (), strict=False):
+            vars(replay).update(values)
+        return inside
+
+    return swap
+
+
+@contextlib.contextmanager
+def watched_forks() -> Iterator[Swap]:
+    """Forks of Megatron's tracker of random states that a step is inside of.
+
+    A fork puts another state into the generator, and at its end the one that it found.  For a
+    suspended step the generator gets back what its outermost fork found, and the forks end with
+    what the generator has by then.
+    """
+    tracker, found = megatron_random.get_cuda_rng_tracker(), []  # type: ignore[var-annotated]
+    stock = tracker.fork
+
+    @contextlib.contextmanager
+    def fork(*args: Any, **kwargs: Any) -> Iterator[None]:
+        found.append((_state(tracker), _name(tracker)))
+        try:
+            with stock(*args, **kwargs):
+                yield
+        finally:
+            _set(tracker, *found.pop())
+
+    def swap(wanted: list[Any] | None) -> list[Any] | None:
+        inside = [*found, (_state(tracker), _name(tracker))] if found else None
+        outside = found[0] if found else None
+        found.clear()
+        if wanted:
+            found[:] = [(_state(tracker), _name(tracker)), *wanted[1:-1]]
+            outside = wanted[-1]
+        if outside is not None:
+            _set(tracker, *outside)
+        return inside
+
+    tracker.fork = fork
+    try:
+        yield swap
+    finally:
+        del tracker.fork
+
+
+def _state(tracker: Any) -> Any:
+    return megatron_random._get_cuda_rng_state(graph_safe=_graph_safe(tracker))
+
+
+def _set(tracker: Any, state: Any, name: str | None) -> None:
+    megatron_random._set_cuda_rng_state(state, graph_safe=_graph_safe(tracker))
+    if name is not None:
+        tracker._current_state_name = name
+
+
+def _name(tracker: Any) -> str | None:
+    """The state that the generator has now; releases before 0.16 do not say."""
+    return getattr(tracker, "_current_state_name", None)
+
+
+def _graph_safe(tracker: Any) -> bool:
+    return getattr(tracker, "use_cudagraphable_rng", False)

@@ -1,0 +1,208 @@
+"""One step of the prefix schedule on one rank: what an attempt needs, and what follows it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.schedules import (
+    clear_embedding_activation_buffer,
+    finish_embedding_wgrad_compute,
+)
+from torch import Tensor
+
+from megatron_prefix.errors import CannotShare
+from megatron_prefix.megatron.install import install, language_model
+from megatron_prefix.offload.segment import Offloader
+from megatron_prefix.offload.transfers import free_bytes
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.joint_forest import JointForest
+from megatron_prefix.run import channels, gradients
+from megatron_prefix.run import routers as router
+from megatron_prefix.run.capture import Capture
+from megatron_prefix.run.executor import Executor, Stage
+from megatron_prefix.run.inputs import ModelArguments, SegmentInputs
+from megatron_prefix.run.losses import LossContract, Losses
+from megatron_prefix.run.messages import Links, message_dtype, message_shape
+from megatron_prefix.run.oom_retry import device_of
+from megatron_prefix.run.step import Step
+from megatron_prefix.run.timing import Stopwatch
+from megatron_prefix.sidecar.cache import SidecarCache
+from megatron_prefix.sidecar.context_parallel import Exchange, ShardedCache
+from megatron_prefix.sidecar.host_chains import HostLayers
+
+
+class StepRun:
+    """Runs the segments of a step, and lets the trainer's forward steps go on.
+
+    Args:
+        schedule: whose step it is; its `report` has the plan and is completed here.
+        capture: the trainer's suspended forward steps.
+        models: the rank's model chunks.
+        step: its segments and microbatches.
+        joint: the segments among those of ranks that share experts.
+        contract: how losses are made.
+        groups: process groups.
+        forward_only: see Megatron's schedules.
+    """
+
+    def __init__(
+        self,
+        schedule: Any,
+        capture: Capture,
+        models: list[Any],
+        step: Step,
+        joint: JointForest,
+        contract: LossContract,
+        groups: Any,
+        forward_only: bool,
+    ) -> None:
+        self._schedule, self._capture, self._models = schedule, capture, models
+        self._step, self._joint, self._contract = step, joint, contract
+        self._groups, self._forward_only = groups, forward_only
+        self._config, self._memory = schedule.config, schedule._memory
+        self._report = schedule.report
+        self._device, self._rank = device_of(models), groups.pp.rank()
+        self._losses: Losses | None = None
+
+    def __call__(self, force_all_reduce: bool | None) -> list[Any]:
+        """Runs the step; returns Megatron's `forward_data_store`."""
+        report, models, groups = self._report, self._models, self._groups
+        config, is_last = self._contract.config, self._rank == groups.pp.size() - 1
+        report.stopwatch = Stopwatch(groups.pp, self._device) if self._schedule.measures else None
+        if self._device.type == "cuda":
+            report.base_bytes = torch.cuda.memory_allocated(self._device)
+            report.room_bytes = free_bytes(self._device, self._config.memory_budget)
+        if self._config.memory == "auto" and not self._forward_only:
+            report.plan = self._memory.chosen(report.plan, self._joint, models, groups)
+        with _timed(config), channels.closing_on_failure(groups.pp):
+            self._answer_other_stages()
+            embedding, plan = self._memory.run(
+                self._attempt, report.plan, models, groups, self._forward_only,
+                lambda: self._losses is None or not self._losses.begun,
+            )  # fmt: skip
+            report.retried, report.plan = plan is not report.plan, plan
+            if self._losses is not None:
+                self._losses.answers.check()
+            if not self._forward_only:
+                report.memory = self._memory.predicted(plan, models, self._rank)
+                finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
+                num_tokens = self._losses.num_tokens if self._losses is not None else 0
+                gradients.finish(models, config, num_tokens, groups, force_all_reduce)
+        return self._losses.forward_data_store if self._losses is not None else []
+
+    def _answer_other_stages(self) -> None:
+        """Lets forward steps of chunks without losses go on: their loss function is not called.
+
+        The stock schedule sends what such a forward step returns to the next stage.  Segments are
+        sent by the executor, so the answer is made of zeros and only has to come back as it is.
+        """
+        for chunk, steps in enumerate(self._capture.steps):
+            if self._report.plan.stage(self._rank, chunk) == self._report.plan.num_stages - 1:
+                continue
+            config = language_model(self._models[chunk]).config
+            for microbatch, suspended in enumerate(steps):
+                hidden = self._zeros(config, microbatch)
+                output, _ = suspended.resume(functools.partial(_same, hidden))
+                if output is not hidden or hidden._version:
+                    raise CannotShare(
+                        "the forward step changes what the model returns on a stage that has no"
+                        " loss: let it change the last stage's output only"
+                    )
+
+    def _zeros(self, config: Any, microbatch: int) -> Tensor:
+        """Hidden states of one of the trainer's microbatches on this rank, all zero."""
+        forest, groups = self._step.forest, self._groups
+        owners = self._step.microbatch_of
+        lengths = [
+            forest.num_positions[sample] for sample, m in enumerate(owners) if m == microbatch
+        ]
+        parts = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
+        packed = self._step.packed[microbatch]
+        num, batch = (sum(lengths), 1) if packed else (lengths[0], len(lengths))
+        shape = num // parts, batch, config.hidden_size
+        return torch.zeros(shape, dtype=message_dtype(config), device=self._device)
+
+    def _attempt(self, plan: Plan) -> Any:
+        """Runs a plan on this rank, but for what follows its last backward."""
+        models, groups, step, report = self._models, self._groups, self._step, self._report
+        config, forward_only = self._contract.config, self._forward_only
+        offloader = self._memory.offloader(plan, models, self._rank, forward_only)
+        inputs = SegmentInputs(
+            step.forest, step.samples, self._device, groups.cp.rank(), groups.cp.size()
+        )
+        stages = self._stages(plan, inputs, offloader)
+        router.begin(stages, step, self._contract, groups, self._device, forward_only)
+        if report.stopwatch is not None:
+            report.stopwatch.forget()
+        links = Links(
+            channels.channels_of(groups.pp, self._device), report.joint,
+            message_shape(config, plan), message_dtype(config), self._device, not forward_only,
+        )  # fmt: skip
+        executor = Executor(
+            plan, stages, inputs, links, forward_only,
+            self._schedule.watch or (report.stopwatch.timing if report.stopwatch else None),
+            offloader,
+        )  # fmt: skip
+        embedding = clear_embedding_activation_buffer(config, models, stages[-1].is_last)
+        with contextlib.nullcontext() if forward_only else gradients.no_sync(models, config):
+            executor.run(self._rank)
+        report.cache_bytes = sum(stage.cache.peak_bytes for stage in stages)
+        return embedding
+
+    def _stages(
+        self, plan: Plan, inputs: SegmentInputs, offloader: Offloader | None
+    ) -> list[Stage]:
+        """The rank's model chunks with hooks and sidecars; the last stage's has the losses."""
+        groups = self._groups
+        exchange = Exchange(groups.cp) if groups.cp.size() > 1 else None
+        stages = []
+        for chunk, model in enumerate(self._models):
+            hooks, number = install(model, self._config.kernel), plan.stage(self._rank, chunk)
+            steps = self._capture.steps[chunk]
+            call = steps[0].call
+            stage = Stage(
+                model, hooks, self._cache(plan, hooks.num_layers, exchange, offloader),
+                number == 0, number == plan.num_stages - 1,
+                ModelArguments(inputs, call["labels"] is not None, call.others), steps[0].called,
+            )  # fmt: skip
+            if stage.is_last:
+                stage.losses = self._losses = Losses(
+                    self._step, self._contract, model, steps, exchange
+                )
+            stages.append(stage)
+        return stages
+
+    def _cache(
+        self,
+        plan: Plan,
+        num_layers: int,
+        exchange: Exchange | None,
+        offloader: Offloader | None,
+    ) -> SidecarCache:
+        """The sidecar of one model chunk on this rank."""
+        if exchange is None:
+            share = self._config.cache_host_layers
+            host = HostLayers(offloader, num_layers, share) if offloader and share else None
+            return SidecarCache(plan.segments, num_layers, host=host)
+        return ShardedCache(plan.segments, num_layers, exchange, self._config.cp_reduce)
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+@contextlib.contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """Megatron's timer around the whole step."""
+    timers = config.timers
+    if timers is not None:
+        timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    try:
+        yield
+    finally:
+        if timers is not None:
+            timers("forward-backward").stop()
