@@ -209,10 +209,10 @@ def _keep_routers_float64(model: Any) -> None:
 
 
 def _block_spec(config: Any, engine: bool, vp_stage: int | None) -> Any:
-    """The layers of one chunk; the local ones get a norm that allows sequence parallelism."""
+    """The layers of one chunk; the local ones allow sequence and context parallelism and packing."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    from megatron_prefix.models.local import ContextParallelAttention, RMSNorm
+    from megatron_prefix.models.local import LocalAttention, RMSNorm
 
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage
@@ -226,8 +226,7 @@ def _block_spec(config: Any, engine: bool, vp_stage: int | None) -> Any:
         attention = layer.submodules.self_attention.submodules
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-        if config.context_parallel_size > 1:
-            attention.core_attention = ContextParallelAttention
+        attention.core_attention = LocalAttention
     return block
 
 

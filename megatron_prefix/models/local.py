@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -26,14 +28,15 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-class ContextParallelAttention(DotProductAttention):
-    """Megatron's local attention where the layout has context parallelism.
+class LocalAttention(DotProductAttention):
+    """Megatron's local attention, and what it refuses: packed samples (THD), context parallelism.
 
-    Stock code refuses to build it (transformer/dot_product_attention.py:58), because it cannot see
-    the other ranks' keys. Here they are gathered by the collective of Megatron's own sequence
-    parallelism, whose backward reduces and scatters, and a mask by position takes the place of the
-    causal one. It holds the scores of all keys at once: a reference, and a stock schedule for small
-    models. The prefix schedule replaces the instance's `forward` while a segment runs.
+    Without either it is the stock module.  With context parallelism stock code refuses to build it
+    (transformer/dot_product_attention.py:58), because it cannot see the other ranks' keys.  Here
+    they are gathered by the collective of Megatron's own sequence parallelism, whose backward
+    reduces and scatters, and a mask by sample and position takes the place of the causal one.  It
+    holds the scores of all keys at once: a reference, and a stock schedule for small models.  The
+    prefix schedule replaces the instance's `forward` while a segment runs.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -48,20 +51,45 @@ class ContextParallelAttention(DotProductAttention):
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         *args: Any,
+        packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Causal attention of this rank's zig-zag slice [rows, batch, heads, dim] to all keys."""
-        if attention_mask is not None:
-            raise ValueError("with context parallelism local attention is causal: pass no mask")
+        """Causal attention of every sample to itself, [positions, batch, heads, dim] or packed.
+
+        With context parallelism a rank gives its zig-zag slices; packed samples [positions, heads,
+        dim] are those of `packed_seq_params`, padding belonging to the sample before.
+        """
         group = self.pg_collection.cp
-        size, length = group.size(), group.size() * query.shape[0]
-        held = [torch.from_numpy(cp_layout.positions(length, rank, size)) for rank in range(size)]
-        hidden = torch.cat(held) > held[group.rank()][:, None]
-        keys, values = (
-            gather_from_sequence_parallel_region(x.contiguous(), group=group) for x in (key, value)
-        )
-        mask = hidden.to(query.device)[None, None]
-        return super().forward(query, keys, values, mask, *args, **kwargs)
+        if packed_seq_params is None and group.size() == 1:
+            return super().forward(query, key, value, attention_mask, *args, **kwargs)
+        if attention_mask is not None:
+            raise ValueError("packed or context-parallel local attention is causal: pass no mask")
+        packed = query.dim() == 3
+        if packed:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        lengths = [group.size() * len(query)]
+        if packed:
+            padded = packed_seq_params.cu_seqlens_q_padded
+            ends = packed_seq_params.cu_seqlens_q if padded is None else padded
+            lengths = [length for length in ends.diff().tolist() if length]
+        if group.size() > 1:
+            key, value = (
+                gather_from_sequence_parallel_region(x.contiguous(), group=group)
+                for x in (key, value)
+            )
+        hidden = _hidden(tuple(lengths), group.rank(), group.size()).to(query.device)
+        output = super().forward(query, key, value, hidden[None, None], *args, **kwargs)
+        return output.squeeze(1) if packed else output
+
+
+@functools.lru_cache(maxsize=16)
+def _hidden(lengths: tuple[int, ...], rank: int, size: int) -> torch.Tensor:
+    """Which keys of all ranks the queries of one rank do not see, bool [queries, keys]."""
+    held = [cp_layout.segment_rows(lengths, number, size) for number in range(size)]
+    samples = np.repeat(np.arange(len(lengths)), lengths)
+    queries, keys = held[rank], np.concatenate(held)
+    same = samples[queries][:, None] == samples[keys]
+    return torch.from_numpy(~(same & (keys <= queries[:, None])))
 
 
 class _Float64Kept(TorchFunctionMode):

@@ -21,7 +21,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.rollouts import Group
 from megatron_prefix.megatron.install import install
 from megatron_prefix.models.build import unwrap
-from megatron_prefix.models.local import ContextParallelAttention
+from megatron_prefix.models.local import LocalAttention
 from megatron_prefix.models.optimizer import build_optimizer
 from megatron_prefix.models.weights import global_parameters
 from megatron_prefix.moe.observed import take_auxiliary
@@ -192,7 +192,8 @@ def _relabelled(groups: Sequence[Group], vocab_size: int, seed: int) -> list[Gro
 def _baseline(chunks: list[Any]) -> str:
     """What the stock schedule's attention is, in words."""
     modules = [module for chunk in chunks for module in chunk.modules()]
-    return GATHERED if any(isinstance(m, ContextParallelAttention) for m in modules) else STOCK
+    gathers = (isinstance(m, LocalAttention) and m.pg_collection.cp.size() > 1 for m in modules)
+    return GATHERED if any(gathers) else STOCK
 
 
 def _largest_difference(expected: Sequence[np.ndarray], found: Sequence[np.ndarray]) -> float:
