@@ -209,7 +209,7 @@ def _keep_routers_float64(model: Any) -> None:
 
 
 def _block_spec(config: Any, engine: bool, vp_stage: int | None) -> Any:
-    """The layers of one chunk; the local ones allow sequence and context parallelism and packing."""
+    """The layers of one chunk; local ones allow packing, sequence and context parallelism."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     from megatron_prefix.models.local import LocalAttention, RMSNorm

@@ -85,7 +85,7 @@ class LocalAttention(DotProductAttention):
 @functools.lru_cache(maxsize=16)
 def _hidden(lengths: tuple[int, ...], rank: int, size: int) -> torch.Tensor:
     """Which keys of all ranks the queries of one rank do not see, bool [queries, keys]."""
-    held = [cp_layout.segment_rows(lengths, number, size) for number in range(size)]
+    held = [cp_layout.held_positions(lengths, number, size) for number in range(size)]
     samples = np.repeat(np.arange(len(lengths)), lengths)
     queries, keys = held[rank], np.concatenate(held)
     same = samples[queries][:, None] == samples[keys]

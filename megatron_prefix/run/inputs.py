@@ -49,7 +49,7 @@ class SegmentInputs:
             offset += span.padded
         self.max_position = int(table[2].max(initial=0))
         if size > 1:
-            held = cp_layout.segment_rows([span.padded for span in spans], rank, size)
+            held = cp_layout.held_positions([span.padded for span in spans], rank, size)
             table = np.ascontiguousarray(table[:, held])
             self._offsets //= size
         host = torch.from_numpy(table)

@@ -180,7 +180,7 @@ class StageAnswers:
         if exchange is None:
             return whole
         if lengths not in self._index:
-            mine = cp_layout.segment_rows(lengths, exchange.rank, exchange.size)
+            mine = cp_layout.held_positions(lengths, exchange.rank, exchange.size)
             self._index[lengths] = torch.from_numpy(mine).to(whole.device)
         return whole.index_select(0, self._index[lengths])
 

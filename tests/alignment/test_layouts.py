@@ -6,7 +6,7 @@ import pytest
 
 from megatron_prefix.cli.matrix import align_row
 from megatron_prefix.run import executor
-from megatron_prefix.verify.matrix import Span
+from megatron_prefix.verify.matrix import Row
 from tests.harness import ranks  # noqa: F401  # ranks are forked from here
 
 SAMPLE = """
@@ -25,7 +25,7 @@ moe/TP2xEP2xPP2/flat/none
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_row(name: str) -> None:
-    verdict = align_row(Span(*name.split("/")), timeout_s=60)
+    verdict = align_row(Row(*name.split("/")), timeout_s=60)
     assert verdict.passed, verdict.failures
     assert verdict.grad_max_rel_diff <= verdict.tolerance < 1e-12
     assert verdict.loss_max_abs_diff < 1e-12 and verdict.logprob_max_abs_diff < 1e-12
@@ -42,6 +42,6 @@ def test_a_row_can_be_different(monkeypatch: pytest.MonkeyPatch) -> None:
 
     run = executor.Executor.run
     monkeypatch.setattr(executor.Executor, "run", shorter)
-    verdict = align_row(Span("dense", "DP2", "flat", "none"), timeout_s=60)
+    verdict = align_row(Row("dense", "DP2", "flat", "none"), timeout_s=60)
     assert not verdict.passed
     assert any("gradient of" in failure for failure in verdict.failures)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_prefix.cli.matrix import align_row
-from megatron_prefix.verify.matrix import Span
+from megatron_prefix.verify.matrix import Row
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +23,7 @@ dense/PP4/chunked/none
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ROWS)
 def test_row(name: str, dtype: str) -> None:
-    row = Span(*name.split("/"))
+    row = Row(*name.split("/"))
     num_ranks = row.layout_in().world_size
     if torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} CUDA devices")
