@@ -1,0 +1,204 @@
+"""Model calls of every form, in every layout, answered as the stock schedule's are."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
+
+from megatron_prefix import runtime
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.models.build import build_model
+from megatron_prefix.models.presets import resolve
+from megatron_prefix.numerics import assert_close, tolerance
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.runtime import Layout
+from tests.harness import steps
+from tests.harness.calls import VOCAB, Form, Trainer
+from tests.harness.ranks import run_ranks
+
+CONFIG = PrefixConfig(min_gain=0, wave_tokens=24, chunk_tokens=8, kernel="math")
+ROWS = Form(packed=False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A form of model call, and what is special about its model or its schedule."""
+
+    form: Form
+    model: str = "tiny-qwen3"
+    overrides: dict[str, Any] = field(default_factory=dict)
+    build: dict[str, Any] = field(default_factory=dict)
+    prefix: dict[str, Any] = field(default_factory=dict)
+    forward_only: bool = False
+
+
+ONE = {
+    "rows, one sample each": Case(Form(packed=False, sizes=(1, 1, 1, 1, 1))),
+    "rows of unequal samples": Case(Form(packed=False, sizes=(3, 3, 1))),
+    "rows, logits divided in place": Case(Form(packed=False, logits=True)),
+    "packed": Case(Form()),
+    "packed, padded": Case(Form(pad=8)),
+    "packed, without a mask": Case(Form(mask=False)),
+    "packed, logits": Case(Form(logits=True)),
+    "packed, logits, no mask": Case(Form(logits=True, mask=False, pad=4)),
+    "packed, mean over tokens": Case(Form(), overrides={"calculate_per_token_loss": True}),
+    "packed, forward only": Case(Form(), forward_only=True),
+    "packed, logits, forward only": Case(Form(logits=True), forward_only=True),
+    "rows, logits, forward only": Case(Form(packed=False, logits=True), forward_only=True),
+    "numbers as microbatches": Case(Form(indices=True)),
+    "recomputed": Case(Form(), build={"recompute": "full"}, prefix={"memory": "recompute"}),
+    "offloaded": Case(Form(), prefix={"memory": "offload"}),
+    "losses in leaves": Case(Form(), prefix={"loss_in_leaves": True}),
+}
+TP2 = {
+    "packed": Case(Form(pad=2)),
+    "packed, logits": Case(Form(logits=True, pad=2)),
+    "rows": Case(ROWS),
+    "one iterator": Case(Form(by_tp_rank_0=True)),
+}
+PP2 = {
+    "packed": Case(Form(pad=2)),
+    "packed, data at the ends": Case(Form(where="ends")),
+    "packed, logits, data at the ends": Case(Form(where="ends", logits=True)),
+    "rows, data at the ends": Case(Form(packed=False, where="ends", sizes=(2, 2, 2))),
+    "forward only": Case(Form(logits=True), forward_only=True),
+    "freed outputs": Case(Form(), overrides={"deallocate_pipeline_outputs": True}),
+}
+PP4 = {"data at the ends": Case(Form(where="ends")), "rows": Case(ROWS)}
+VPP = {"packed": Case(Form(pad=2)), "data at the ends": Case(Form(where="ends", logits=True))}
+CP2 = {
+    "packed": Case(Form()),
+    "packed, logits": Case(Form(logits=True)),
+    "rows": Case(ROWS),
+    "no mask, forward only": Case(Form(mask=False), forward_only=True),
+}
+SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 5000}
+DP2 = {
+    "plain": Case(Form()),
+    "distributed optimizer, overlap": Case(Form(pad=4), build=SHARDED),
+}
+ROUTERS = {
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.05,
+    "moe_z_loss_coeff": 0.01,
+}
+EP2 = {
+    "auxiliary losses": Case(Form(pad=4), model="tiny-moe", overrides=ROUTERS),
+    "balanced by sample": Case(
+        ROWS, model="tiny-moe",
+        overrides={**ROUTERS, "moe_router_load_balancing_type": "seq_aux_loss"},
+    ),
+}  # fmt: skip
+JOBS = {
+    "one rank": (Layout(), ONE),
+    "TP2": (Layout(tp=2), TP2),
+    "TP2 SP": (Layout(tp=2, sequence_parallel=True), {k: TP2[k] for k in ("packed", "rows")}),
+    "PP2": (Layout(pp=2), PP2),
+    "PP4": (Layout(pp=4), PP4),
+    "PP2 VPP2": (Layout(pp=2, vpp=2), VPP),
+    "CP2": (Layout(cp=2), CP2),
+    "DP2": (Layout(dp=2), DP2),
+    "EP2": (Layout(ep=2, dp=2), EP2),
+    "TP2 SP PP2": (Layout(tp=2, pp=2, sequence_parallel=True), {"packed": Case(Form(pad=2))}),
+}
+
+
+def run_step(
+    schedule: Any, trainer: Trainer, chunks: list[Any], *, forward_only: bool = False
+) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Logs and gradients of a step, as the trainer's training loop makes it."""
+    for chunk in chunks:
+        steps.zero_gradients(chunk)
+    several = len(chunks) > 1
+    iterators = [trainer.iterator() for _ in chunks]
+    logs = schedule(
+        forward_step_func=trainer.step,
+        data_iterator=iterators if several else iterators[0],
+        model=chunks if several else chunks[0],
+        num_microbatches=trainer.num,
+        seq_length=64,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    named = {
+        f"chunk {number}: {name}": gradient
+        for number, chunk in enumerate(chunks)
+        for name, gradient in steps.gradients(chunk).items()
+    }
+    return logs, named
+
+
+def built(case: Case, layout: Layout) -> list[Any]:
+    """Model chunks with one layer each, in fp64, for messages of any length."""
+    spec = resolve(case.model, num_layers=max(2, layout.pp * layout.vpp)).with_vocab(VOCAB)
+    return build_model(
+        spec, layout=layout, dtype="float64", **case.build,
+        config_overrides={"variable_seq_lengths": True, **case.overrides},
+    )  # fmt: skip
+
+
+def compare(case: Case, layout: Layout) -> None:
+    """Ours against the stock schedule on the same calls."""
+    from megatron.core import parallel_state
+
+    chunks = built(case, layout)
+    seed = parallel_state.get_data_parallel_rank()
+    stock, ours = (Trainer(case.form, seed, layout) for _ in range(2))
+    options = {"forward_only": case.forward_only}
+    schedule = PrefixSchedule(PrefixConfig(**{**vars(CONFIG), **case.prefix}))
+    with torch.no_grad() if case.forward_only else torch.enable_grad():
+        expected, gradients = run_step(stock_schedule(), stock, chunks, **options)
+        found, own = run_step(schedule, ours, chunks, **options)
+    assert schedule.report is not None and schedule.report.decision.share
+    forest = schedule.report.forest
+    assert forest.executed_tokens < 0.9 * forest.raw_tokens
+    assert ours.reads == stock.reads and sorted(ours.ended) == sorted(stock.ended)
+    assert [log["number"] for log in found] == [log["number"] for log in expected]
+    if case.forward_only:
+        assert ours.order == stock.order
+    num = sum(batch["tokens"].numel() for batch in ours.batches) * layout.cp
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_close(mine["nll"], theirs["nll"], num)
+    # Megatron takes the cross-entropy of labels in fp32, whatever the model's dtype.
+    dtype = torch.float64 if case.form.logits else torch.float32
+    assert own.keys() == gradients.keys()
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    assert largest > 0 or case.forward_only
+    for name, gradient in gradients.items():
+        assert own[name].isfinite().all(), name
+        error = float((own[name] - gradient).abs().max())
+        scale = max(float(gradient.abs().max()), 0.01 * largest)
+        limit = tolerance(dtype, num) * scale
+        assert error <= limit, f"{name}: {error:.2e} exceeds {limit:.2e}"
+
+
+def run_cases(layout: Layout, cases: dict[str, Case]) -> dict[str, str]:
+    """A rank's part of a job: what went wrong in each case, "" for nothing."""
+    runtime.initialize(layout)
+    found = {}
+    for name, case in cases.items():
+        try:
+            compare(case, layout)
+            found[name] = ""
+        except Exception:  # noqa: BLE001  # the case fails, and the next one tells its own story
+            found[name] = traceback.format_exc()
+    runtime.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("job", list(JOBS))
+def test_calls_are_answered_as_by_the_stock_schedule(job: str) -> None:
+    layout, cases = JOBS[job]
+    size = layout.tp * layout.pp * layout.cp * layout.dp
+    failures = {
+        f"{name}, rank {rank}": text
+        for rank, found in enumerate(run_ranks(size, run_cases, layout, cases))
+        for name, text in found.items()
+        if text
+    }
+    assert not failures, "\n".join(f"{name}:\n{text}" for name, text in failures.items())

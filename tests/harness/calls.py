@@ -1,0 +1,209 @@
+"""Forward steps as trainers write them: how they call the model, and in which layout.
+
+The losses look at what the trainer's own batch says and weigh positions by microbatch, so that
+answers in a wrong place, order or layout give other losses and gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from torch import Tensor
+
+from megatron_prefix.tree import cp_layout
+
+VOCAB = 64
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a trainer calls the model.
+
+    Attributes:
+        packed: samples lie one behind the other (THD), else one row each, padded at the end.
+        pad: lengths of packed samples are padded to a multiple of it.
+        logits: the call has no labels; the loss divides the logits in place.
+        mask: the call has the loss mask; without it every position counts as trained.
+        where: "everywhere", or "ends": tokens on the first stage only, labels and mask on the last.
+        sizes: samples of every microbatch.
+        per_token: Megatron's calculate_per_token_loss.
+        by_tp_rank_0: only the first tensor-parallel rank has an iterator, and broadcasts.
+        indices: a microbatch is a number, and the iterator no iterator.
+    """
+
+    packed: bool = True
+    pad: int = 1
+    logits: bool = False
+    mask: bool = True
+    where: str = "everywhere"
+    sizes: tuple[int, ...] = (3, 1, 2, 2)
+    per_token: bool = False
+    by_tp_rank_0: bool = False
+    indices: bool = False
+
+
+def samples(seed: int, num: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Tokens and trained flags of rollouts of three groups with turns, in a random order."""
+    draw = np.random.default_rng(seed)
+    prompts = [draw.integers(0, VOCAB, n) for n in (17, 9, 12)]
+    turn = draw.integers(0, VOCAB, 6)
+    found = []
+    for number in range(num):
+        prompt = prompts[number % 3]
+        middle = turn if number % 2 else turn[:0]
+        answer = draw.integers(0, VOCAB, int(draw.integers(2, 9)))
+        tokens = np.concatenate([prompt, middle, answer])
+        trained = np.arange(len(tokens)) >= len(prompt) + 2 * (number % 4 == 3)
+        found.append((tokens, trained))
+    order = draw.permutation(num)
+    return [found[i] for i in order]
+
+
+class Trainer:
+    """Microbatches of one rank and the forward step over them.
+
+    Args:
+        form: how the model is called.
+        seed: of the samples.
+        layout: of the job.
+    """
+
+    def __init__(self, form: Form, seed: int, layout: Any) -> None:
+        self.form, self.layout = form, layout
+        self.num = len(form.sizes)
+        multiple = form.pad * (2 * layout.cp if layout.cp > 1 else 1)
+        if layout.sequence_parallel:
+            multiple *= layout.tp
+        some = iter(samples(seed, sum(form.sizes)))
+        self.batches = [
+            self._batch([next(some) for _ in range(size)], number, multiple)
+            for number, size in enumerate(form.sizes)
+        ]
+        self.order: list[int] = []
+        self.reads = 0
+        self.ended: list[int] = []
+
+    def _batch(self, members: Sequence[Any], number: int, multiple: int) -> dict[str, Any]:
+        form, longest = self.form, max(len(tokens) for tokens, _ in members)
+        columns: dict[str, list[np.ndarray]] = {"tokens": [], "labels": [], "loss_mask": []}
+        lengths, true = [], []
+        for tokens, trained in members:
+            length = len(tokens) - 1 if form.packed else longest - 1
+            length = -(-length // multiple) * multiple
+            pad = length - (len(tokens) - 1)
+            columns["tokens"].append(np.pad(tokens[:-1], (0, pad)))
+            columns["labels"].append(np.pad(tokens[1:], (0, pad)))
+            columns["loss_mask"].append(np.pad(trained[1:], (0, pad)).astype(np.float64))
+            lengths.append(length)
+            true.append(len(tokens) - 1)
+        held = [
+            cp_layout.positions(n, parallel_state.get_context_parallel_rank(), self.layout.cp)
+            for n in lengths
+        ]
+        batch: dict[str, Any] = {"number": number, "lengths": lengths, "true": true}
+        for name, rows in columns.items():
+            mine = [row[one] for row, one in zip(rows, held, strict=True)]
+            whole = np.concatenate(mine)[None] if form.packed else np.stack(mine)
+            batch[name] = torch.from_numpy(whole)
+        draw = torch.Generator().manual_seed(number)
+        batch["weight"] = torch.randn(
+            batch["tokens"].shape, generator=draw, dtype=torch.float64
+        )
+        return batch
+
+    def iterator(self) -> Any:
+        """What is passed as `data_iterator` for one model chunk."""
+        if self.form.by_tp_rank_0 and parallel_state.get_tensor_model_parallel_rank():
+            return None
+        if self.form.indices:
+            return _Indices(self)
+        return self._counted()
+
+    def _counted(self) -> Iterator[dict[str, Any]]:
+        for batch in self.batches:
+            self.reads += 1
+            yield batch
+
+    def _next(self, iterator: Any) -> dict[str, Any]:
+        if self.form.indices:
+            return self.batches[iterator.get_next()]
+        if not self.form.by_tp_rank_0:
+            return next(iterator)
+        number = torch.zeros(1, dtype=torch.int64)
+        if iterator is not None:
+            number[0] = next(iterator)["number"]
+        source = parallel_state.get_tensor_model_parallel_src_rank()
+        group = parallel_state.get_tensor_model_parallel_group()
+        torch.distributed.broadcast(number, source, group=group)
+        return self.batches[int(number)]
+
+    def step(self, iterator: Any, model: Any) -> Any:
+        """A `forward_step_func`."""
+        batch = self._next(iterator)
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        everywhere = self.form.where == "everywhere"
+        given = dict.fromkeys(("input_ids", "position_ids", "attention_mask"))
+        if everywhere or first:
+            given["input_ids"] = batch["tokens"]
+        if (everywhere or last) and not self.form.logits:
+            given["labels"] = batch["labels"]
+        if (everywhere or last) and self.form.mask:
+            given["loss_mask"] = batch["loss_mask"]
+        if self.form.packed:
+            given["packed_seq_params"] = self._packing(batch)
+        try:
+            output = model(**given)
+            return output, self._loss(batch)
+        finally:
+            self.ended.append(batch["number"])
+
+    def _packing(self, batch: dict[str, Any]) -> PackedSeqParams:
+        padded = torch.tensor(np.cumsum([0, *batch["lengths"]]), dtype=torch.int32)
+        true = torch.tensor(np.cumsum([0, *batch["true"]]), dtype=torch.int32)
+        return PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=true, cu_seqlens_kv=true, cu_seqlens_q_padded=padded,
+            cu_seqlens_kv_padded=padded, max_seqlen_q=max(batch["lengths"]),
+            max_seqlen_kv=max(batch["lengths"]),
+        )  # fmt: skip
+
+    def _loss(self, batch: dict[str, Any]) -> Callable[[Any], Any]:
+        def loss_func(output: Any) -> Any:
+            self.order.append(batch["number"])
+            nll = output
+            if self.form.logits:
+                output.div_(0.7)  # as trainers apply a temperature
+                nll = _nll(output, batch["labels"])
+            mask = batch["loss_mask"].to(nll.dtype)
+            loss = (nll * mask * batch["weight"].to(nll.dtype)).sum()
+            count = mask.sum().to(torch.int32)
+            log = {"number": batch["number"], "nll": (nll * mask).detach().double().clone()}
+            return loss, count, log
+
+        return loss_func
+
+
+class _Indices:
+    """Hands out numbers of microbatches by a method of its own."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._next = trainer, -1
+
+    def get_next(self) -> int:
+        self._next += 1
+        self._trainer.reads += 1
+        return self._next
+
+
+def _nll(logits: Tensor, labels: Tensor) -> Tensor:
+    whole = logits
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+        whole = gather_from_tensor_model_parallel_region(logits)
+    return -whole.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
