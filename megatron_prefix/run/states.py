@@ -58,7 +58,7 @@ def watched_forks() -> Iterator[Swap]:
     what the generator has by then.
     """
     tracker, found = megatron_random.get_cuda_rng_tracker(), []  # type: ignore[var-annotated]
-    stock = tracker.fork
+    stock, before = tracker.fork, vars(tracker).get("fork")
 
     @contextlib.contextmanager
     def fork(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -85,6 +85,8 @@ def watched_forks() -> Iterator[Swap]:
         yield swap
     finally:
         del tracker.fork
+        if before is not None:  # of a schedule that this one runs inside of
+            tracker.fork = before
 
 
 def _state(tracker: Any) -> Any:

@@ -219,14 +219,6 @@ class Forest:
                     paths[rollout].append((index, number))
         return tuple(tuple(path) for path in paths)
 
-    def cut(self, rollout: int) -> int:
-        """First position of the span that holds the rollout's first trained position."""
-        for index, number in self.paths[rollout]:
-            span = self.segments[index].spans[number]
-            if self.first_trained[rollout] < span.end:
-                return span.start
-        raise RuntimeError(f"rollout {rollout} ends before its first trained position")
-
     def to_ints(self) -> list[int]:
         """The forest as numbers, to send to ranks that read no data; `from_ints` reads them."""
         numbers = [self.align, int(self.ordered), self.unshared_by_routes, len(self.num_positions)]

@@ -113,9 +113,7 @@ class Trainer:
             whole = np.concatenate(mine)[None] if form.packed else np.stack(mine)
             batch[name] = torch.from_numpy(whole)
         draw = torch.Generator().manual_seed(number)
-        batch["weight"] = torch.randn(
-            batch["tokens"].shape, generator=draw, dtype=torch.float64
-        )
+        batch["weight"] = torch.randn(batch["tokens"].shape, generator=draw, dtype=torch.float64)
         return batch
 
     def iterator(self) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from megatron_prefix.run.batch import SegmentInputs
 from torch import Tensor
 
 from megatron_prefix.attention.adaptive import AdaptiveKernel
@@ -17,11 +17,13 @@ from megatron_prefix.attention.kernels import KERNELS, CompositeKernel
 from megatron_prefix.attention.merge import merge
 from megatron_prefix.attention.own import SpreadAttention
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.numerics import assert_close
 from megatron_prefix.rl.batches import on_cp_rank
-from megatron_prefix.run.step import read_step
-from megatron_prefix.tree import Pairs, TreeOptions, cp_layout
+from megatron_prefix.run.calls import CallLayout
+from megatron_prefix.run.inputs import SegmentInputs
+from megatron_prefix.run.step import Columns, read_step
+from megatron_prefix.tree import cp_layout
 from tests.harness.played_ranks import PlayedRank, forest, play, random
 from tests.harness.trees import flat_rollouts
 
@@ -162,27 +164,15 @@ class Alone:
         return self._size
 
 
-class OnePosition:
-    """An adapter of samples that are not cut into two chunks."""
-
-    def pairs(self, item: Any) -> list[Pairs]:
-        return [Pairs(np.arange(3), np.arange(3), np.ones(3, bool))]
-
-    def group(self, item: Any) -> str:
-        return "g"
-
-
-def test_samples_that_are_not_cut_are_refused() -> None:
-    with pytest.raises(UserError, match=r"rollout 0 has 3 positions .* multiple of 4"):
-        read_step(
-            iter([None]),
-            1,
-            OnePosition(),
-            Alone(),
-            Alone(2),
-            TreeOptions(4),
-            torch.device("cpu"),  # type: ignore[arg-type]
-        )
+def test_samples_that_are_not_cut_into_two_chunks_are_refused() -> None:
+    column = np.arange(3)
+    known = Columns([CallLayout((3,), True)], column, column, None, None)
+    groups = SimpleNamespace(pp=Alone(), cp=Alone(2))
+    build_nothing: Any = None
+    found = read_step(known, None, [], groups, build_nothing, torch.device("cpu"))
+    assert isinstance(found, CannotShare)
+    assert "a sample has 3 positions on a context-parallel rank" in str(found)
+    assert "multiple of 4" in str(found)
 
 
 def test_when_gradients_are_sent_is_checked() -> None:

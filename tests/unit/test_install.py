@@ -161,7 +161,7 @@ def test_a_failed_install_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> Non
     model = small_model()
     before = state_of(model)
     with monkeypatch.context() as patch:
-        patch.setattr(Hooks, "_answering", lambda *args: 1 / 0)
+        patch.setattr(Hooks, "_attention", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             install(model)
     assert_same_objects(state_of(model), before)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,28 +10,19 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from megatron_prefix.run.batch import TensorBatchAdapter
 from torch import Tensor
 
+from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.numerics import assert_close
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.run.losses import LossContract, Scorer
+from megatron_prefix.run.losses import LossContract, Losses
 from megatron_prefix.run.step import Step
 from megatron_prefix.tree import Pairs, TreeOptions, build
-from tests.harness import ranks  # noqa: F401  # applies the CPU platform
+from tests.harness import (
+    ranks,  # noqa: F401  # applies the CPU platform
+    steps,
+)
 from tests.harness.trees import rollout_sets, tree_options
-
-
-class Hooks:
-    """Answers the model's calls, as the real ones do."""
-
-    answer: Tensor | None = None
-
-    @contextlib.contextmanager
-    def answering(self, output: Tensor) -> Iterator[None]:
-        self.answer = output
-        yield
-        self.answer = None
 
 
 def config(**fields: Any) -> SimpleNamespace:
@@ -41,6 +31,18 @@ def config(**fields: Any) -> SimpleNamespace:
 
 
 Logs = Callable[[Tensor, dict[str, Any]], Any]
+
+
+class Paused:
+    """A suspended forward step."""
+
+    def __init__(self, job: Job, item: dict[str, Any], loss: Logs) -> None:
+        self._job, self._item, self._loss = job, item, loss
+
+    def resume(self, answer: Callable[[], Any]) -> Any:
+        output = answer()
+        self._job.seen.append((self._item["uid"], output))
+        return output, lambda value: self._loss(value, self._item)
 
 
 class Job:
@@ -60,20 +62,17 @@ class Job:
             as_item([r for r, o in zip(rollouts, microbatch_of, strict=True) if o == m], m)
             for m in range(max(microbatch_of) + 1)
         ]
-        self.rollouts = [p for item in self.items for p in TensorBatchAdapter().pairs(item)]
-        self.step = Step(self.forest, tuple(microbatch_of), self.items, self.rollouts)
-        self.hooks, self.seen, self.config = Hooks(), [], config(**fields)
+        self.rollouts = [p for item in self.items for p in steps.pairs_of(item)]
+        packed = (False,) * len(self.items)
+        self.step = Step(self.forest, tuple(microbatch_of), packed, self.rollouts)
+        self.seen: list[tuple[int, Any]] = []
         generator = torch.Generator().manual_seed(0)
         self.table = torch.randn(64, generator=generator, dtype=torch.float64, requires_grad=True)
-
-        def forward_step(iterator: Iterator[Any], model: Any) -> Any:
-            batch = next(iterator)
-            self.seen.append(batch)
-            return self.hooks.answer, lambda output: loss(output, batch)
-
-        contract = LossContract(forward_step, self.config, 1, False)
+        self.shape = fields.pop("shape", lambda output: output)
         model: Any = SimpleNamespace()
-        self.scorer = Scorer(self.step, contract, TensorBatchAdapter(), model, self.hooks)  # type: ignore[arg-type]
+        contract = LossContract(config(**fields), 1, False)
+        paused: Any = [Paused(self, item, loss) for item in self.items]
+        self.losses = Losses(self.step, contract, model, paused)
 
     def values(self, rollout: int, start: int, stop: int) -> Tensor:
         """The model's output of some positions of a rollout, [stop - start]."""
@@ -81,15 +80,15 @@ class Job:
         codes = pairs.inputs * 5 + pairs.labels * 3 + np.arange(len(pairs))
         return self.table[torch.from_numpy(codes[start:stop] % 64)]
 
-    def output(self, index: int) -> Tensor:
-        """A segment's output [1, rows], NaN where rows pad."""
+    def output(self, index: int) -> Any:
+        """A segment's output [1, positions], NaN where a span pads, in the form of `shape`."""
         parts = []
         for span in self.forest.segments[index].spans:
             parts.append(self.values(span.rollouts[0], span.start, span.end))
             parts.append(
                 torch.full((span.padded - span.length,), float("nan"), dtype=torch.float64)
             )
-        return torch.cat(parts)[None]
+        return self.shape(torch.cat(parts)[None])
 
     def run(self) -> Tensor | None:
         """Forwards and backwards in the planner's order; the table's gradient."""
@@ -99,12 +98,24 @@ class Job:
             scored = self.forest.segments[index].scored
             if action.kind == "F" and scored:
                 outputs[index] = self.output(index)
-                self.scorer.take(index, outputs[index], differentiable=True)
+                self.losses.take(index, outputs[index], differentiable=True)
             elif scored:
-                outputs.pop(index).backward(self.scorer.cotangent(index))
+                self.losses.backward(index)
+                tensors, sent = self.losses.answers.gradients(index, outputs.pop(index))
+                torch.autograd.backward(tensors, sent)
             if action.kind == "B":
-                self.scorer.release(index)
+                self.losses.release(index)
         return self.table.grad
+
+    def forward(self) -> None:
+        """Forwards only, each segment released as soon as the plan says."""
+        with torch.no_grad():
+            for action in make_plan(self.forest, microbatches=self.step.microbatch_of).programs[0]:
+                index = action.segment
+                if action.kind == "F" and self.forest.segments[index].scored:
+                    self.losses.take(index, self.output(index), differentiable=False)
+                if action.kind == "B":
+                    self.losses.release(index)
 
 
 def as_item(rollouts: Sequence[Pairs], uid: int) -> dict[str, Any]:
@@ -123,7 +134,7 @@ def padded(rollouts: Sequence[Pairs], microbatch_of: Sequence[int]) -> list[Pair
     found = []
     for microbatch in range(max(microbatch_of) + 1):
         members = [r for r, o in zip(rollouts, microbatch_of, strict=True) if o == microbatch]
-        found += TensorBatchAdapter().pairs(as_item(members, microbatch))
+        found += steps.pairs_of(as_item(members, microbatch))
     return found
 
 
@@ -144,7 +155,7 @@ def test_losses_and_cotangents_are_those_of_whole_rollouts(
     rollouts = padded([rollouts[i] for i in order], microbatch_of)
     job = Job(rollouts, groups, microbatch_of, options, squared)
     found = job.run()
-    logs = job.scorer.forward_data_store
+    logs = job.losses.forward_data_store
 
     total, num_tokens = torch.zeros((), dtype=torch.float64), 0
     table = job.table.detach().requires_grad_()
@@ -158,7 +169,7 @@ def test_losses_and_cotangents_are_those_of_whole_rollouts(
         total = total + loss / count.clamp(min=1) / len(job.items)
         num_tokens += int(count)
     total.backward()
-    assert int(job.scorer.num_tokens) == num_tokens
+    assert int(job.losses.num_tokens) == num_tokens
     expected = table.grad if num_tokens else torch.zeros_like(table)
     if found is None or not expected.abs().max():
         assert not num_tokens or not expected.abs().max()
@@ -176,27 +187,113 @@ def two(first: int, trained: Sequence[int], **fields: Any) -> Job:
     return Job(rollouts, [0, 0], [0, 1], TreeOptions(min_gain=0), loss, **fields)
 
 
-def test_the_trainer_sees_its_microbatch_without_the_positions_in_front() -> None:
+def test_the_trainer_sees_its_whole_microbatch_zero_in_front_of_the_loss() -> None:
     job = two(6, [7, 8])
     job.run()
-    assert [batch["uid"] for batch in job.seen] == [0, 1]
-    for batch, item in zip(job.seen, job.items, strict=True):
-        for name in ("tokens", "labels", "loss_mask"):
-            assert torch.equal(batch[name], item[name][:, 6:])
+    assert [uid for uid, _ in job.seen] == [0, 1]
+    for uid, output in job.seen:
+        assert output.shape == (1, 10) and (output[:, :6] == 0).all()
+        assert_close(output[0, 6:], job.values(uid, 6, 10).detach(), 10)
 
 
-def test_loss_in_a_shared_segment_keeps_that_segment() -> None:
+def test_loss_in_a_shared_segment_computes_that_segment() -> None:
     job = two(6, [4, 8])
     job.run()
-    assert [batch["tokens"].shape[1] for batch in job.seen] == [10, 4]
+    assert [bool((output != 0).all()) for _, output in job.seen] == [True, True]
+
+
+def test_a_segment_without_loss_between_two_with_loss_keeps_its_place() -> None:
+    """The first four positions carry loss for one sample, the next four for none."""
+    tokens = np.array([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+    other = np.array([1, 2, 3, 4, 50, 51, 52, 53, 54, 55])
+    third = np.array([1, 2, 3, 4, 5, 6, 7, 8, 60, 61])
+    begins = [(tokens, 8), (other, 2), (third, 8)]
+    rollouts = [Pairs(t, t, np.arange(10) >= begin) for t, begin in begins]
+    job = Job(rollouts, [0] * 3, [0, 1, 2], TreeOptions(min_gain=0), squared)
+    job.run()
+    outputs = dict(job.seen)
+    for uid, start in ((0, 8), (2, 8)):
+        assert_close(outputs[uid][0, :4], job.values(uid, 0, 4).detach(), 10)
+        assert (outputs[uid][0, 4:start] == 0).all()
+        assert_close(outputs[uid][0, start:], job.values(uid, start, 10).detach(), 10)
+
+
+def of_three(**fields: Any) -> Job:
+    rollouts = [Pairs(np.array([n, n]), np.array([n, n]), np.ones(2, bool)) for n in (1, 2, 1)]
+    return Job(rollouts, [0, 1, 0], [0, 1, 2], TreeOptions(min_gain=0), squared, **fields)
 
 
 def test_the_store_is_in_the_order_of_microbatches_and_not_of_segments() -> None:
-    rollouts = [Pairs(np.array([n, n]), np.array([n, n]), np.ones(2, bool)) for n in (1, 2, 1)]
-    job = Job(rollouts, [0, 1, 0], [0, 1, 2], TreeOptions(min_gain=0), squared)
+    job = of_three()
     job.run()
-    assert [batch["uid"] for batch in job.seen] == [0, 2, 1]
-    assert [log["uid"] for log in job.scorer.forward_data_store] == [0, 1, 2]
+    assert [uid for uid, _ in job.seen] == [0, 2, 1]  # the first backward needs both losses
+    assert [log["uid"] for log in job.losses.forward_data_store] == [0, 1, 2]
+
+
+def test_without_gradients_losses_are_called_in_the_trainers_order() -> None:
+    """Who collects results call by call would get them permuted."""
+    job = of_three()
+    job.forward()
+    assert [uid for uid, _ in job.seen] == [0, 1, 2]
+    for uid, output in job.seen:
+        assert_close(output[0], job.values(uid, 0, 2).detach(), 10)
+    assert not job.losses.answers._leaves and not job.losses.answers._spans
+
+
+def test_answers_are_memory_of_their_own() -> None:
+    """Trainers divide logits in place; copies of a rollout would see it twice."""
+    tokens = np.arange(5)
+    rollouts = [Pairs(tokens, tokens, np.ones(5, bool))] * 2
+
+    def halved(output: Tensor, batch: dict[str, Any]) -> Any:
+        output.div_(2.0)
+        return output.sum(), torch.tensor(1, dtype=torch.int32), output.detach().clone()
+
+    job = Job(rollouts, [0, 0], [0, 1], TreeOptions(min_gain=0), halved)
+    job.forward()
+    wanted = job.values(0, 0, 5).detach() / 2
+    for log in job.losses.forward_data_store:
+        assert_close(log[0], wanted, 5)
+
+
+def test_outputs_may_be_trees_in_either_order_of_dimensions() -> None:
+    def shape(output: Tensor) -> Any:
+        return {"nll": output, "states": output.t()[..., None] * torch.ones(3), "none": None}
+
+    def loss(output: Any, batch: dict[str, Any]) -> Any:
+        assert output["none"] is None and output["states"].shape == (10, 1, 3)
+        total = output["nll"].sum() + (output["states"] ** 2).sum()
+        return total, torch.tensor(1, dtype=torch.int32), total.detach()
+
+    job = two(6, [0, 0], loss=loss, shape=shape)
+    found = job.run()
+    table = job.table.detach().requires_grad_()
+    job.table = table
+    whole = [job.values(rollout, 0, 10) for rollout in range(2)]
+    (sum(one.sum() + 3 * (one**2).sum() for one in whole) / 2).backward()  # type: ignore[union-attr]
+    assert_close(found, table.grad, 10)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [torch.zeros(()), torch.zeros(3, 7)])
+def test_an_output_that_is_not_per_position_is_refused(value: Tensor) -> None:
+    job = two(6, [0, 0], shape=lambda output: (output, value))
+    with pytest.raises(CannotShare, match=r"returns a tensor of shape .* positions"):
+        job.run()
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_gradient_of_positions_that_nobody_computed_is_an_error(looks: bool) -> None:
+    def loss(output: Tensor, batch: dict[str, Any]) -> Any:
+        used = output if looks else output * batch["loss_mask"]
+        return used.sum(), torch.tensor(1, dtype=torch.int32), {}
+
+    job = two(6, [7, 8], loss=loss)
+    job.run()
+    if looks:
+        with pytest.raises(UserError, match="positions in front of a sample's first trained one"):
+            job.losses.answers.check()
+    else:
+        job.losses.answers.check()
 
 
 @pytest.mark.parametrize(
@@ -223,8 +320,8 @@ def test_losses_are_scaled_by_megatrons_contract(
     sum(twin.values(rollout, 6, 10).sum() for rollout in range(2)).backward()  # type: ignore[union-attr]
     job = two(6, [6, 6], **fields)
     assert_close(job.run(), twin.table.grad * factor, 10)  # type: ignore[arg-type, operator]
-    assert int(job.scorer.num_tokens) == (6 if triple else 0)
-    assert job.scorer.forward_data_store == ["log", "log"]
+    assert int(job.losses.num_tokens) == (6 if triple else 0)
+    assert job.losses.forward_data_store == ["log", "log"]
 
 
 def test_no_loss_for_a_segment_gives_zeros() -> None:
@@ -241,12 +338,14 @@ def test_without_gradients_nothing_is_differentiable() -> None:
     with torch.no_grad():
         for index, segment in enumerate(job.forest.segments):
             if segment.scored:
-                job.scorer.take(index, job.output(index), differentiable=False)
-    assert len(job.scorer.forward_data_store) == 2
-    assert not job.scorer._losses and not any(x.requires_grad for x in job.scorer._leaves.values())
+                job.losses.take(index, job.output(index), differentiable=False)
+    assert len(job.losses.forward_data_store) == 2 and not job.losses._losses
+    leaves = [leaf for found in job.losses.answers._leaves.values() for leaf in found]
+    assert leaves and not any(leaf.requires_grad for leaf in leaves)
 
 
 def test_a_released_segment_is_gone() -> None:
     job = two(6, [6, 6])
     job.run()
-    assert not job.scorer._leaves and not job.scorer._rows and not job.scorer._losses
+    assert not job.losses.answers._leaves and not job.losses.answers._spans
+    assert not job.losses._losses

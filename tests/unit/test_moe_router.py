@@ -244,15 +244,6 @@ def test_taking_the_hooks_off_leaves_the_routers_as_they_were(model):
     assert [dict(router.__dict__) for router in routers] == before
 
 
-def test_a_padding_mask_is_refused(model):
-    hooks = install.install(model)
-    try:
-        with hooks.answering(torch.zeros(1)), pytest.raises(UserError, match="padding_mask"):
-            model(None, None, None, padding_mask=torch.zeros(1, 1, dtype=torch.bool))
-    finally:
-        install.uninstall(model)
-
-
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,9 +23,9 @@ def told(count: int) -> tuple[bool, int]:
     try:
         numbers = list(range(5, 5 + count))
         with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
-            mine = numbers if dist.get_rank() == 0 else []
-            found = step._broadcast(mine, dist.group.WORLD, CPU)
-        return found == numbers, broadcast.call_count
+            mine = np.array(numbers if dist.get_rank() == 0 else [], np.int64)
+            found = step._broadcast(mine, dist.group.WORLD, 0, CPU)
+        return found.tolist() == numbers, broadcast.call_count
     finally:
         runtime.shutdown()
 

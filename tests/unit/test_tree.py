@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_prefix.data.pairs import pairs_of, pairs_of_groups
 from megatron_prefix.errors import UserError
-from megatron_prefix.tree import Forest, Pairs, Segment, Span, TreeOptions, build
+from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 from tests.harness import data
 from tests.harness.trees import as_pairs, exact, flat_rollouts, is_prefix_tree, trees_of, trie_size
 
@@ -150,13 +150,6 @@ def test_a_rollout_of_one_position() -> None:
 def test_no_rollouts_make_no_segments() -> None:
     forest = build([], None, exact())
     assert (forest.segments, forest.raw_tokens, forest.max_depth) == ((), 0, 0)
-
-
-def test_the_cut_of_a_rollout_without_its_loss_is_an_error() -> None:
-    row = Span(0, 2, 2, (0,))
-    forest = Forest((Segment(-1, 0, (row,), False, False, True),), (2,), (5,))
-    with pytest.raises(RuntimeError, match="ends before its first trained position"):
-        forest.cut(0)
 
 
 @pytest.mark.parametrize(
