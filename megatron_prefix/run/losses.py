@@ -16,6 +16,7 @@ joined outputs; what reaches a leaf on any rank is added up before the segment's
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -233,6 +234,10 @@ class Losses:
     A microbatch is answered when its last segment is through and all microbatches before it are, or
     sooner where a backward needs its loss.
 
+    A forward step cannot go on twice.  Where memory runs out and the segments run again
+    (`begin_again`), losses that were called stay as they are, and the gradients that they have sent
+    are sent again: so they are kept, where they are one number a position.
+
     Args:
         step: the step's segments and microbatches.
         contract: how losses are made.
@@ -251,9 +256,13 @@ class Losses:
     ) -> None:
         self._contract, self._model, self._steps = contract, model, steps
         self._forest, self._microbatch_of = step.forest, step.microbatch_of
-        self.answers = StageAnswers(step, exchange)
+        self._new_answers = functools.partial(StageAnswers, step, exchange)
+        self.answers = self._new_answers()
+        self._answers = [self.answers]
         self.num_tokens: int | Tensor = 0
-        self.begun = False
+        self._small, self._inside = True, False
+        self._sent: dict[int, list[Tensor | None]] = {}
+        self._again: dict[int, list[Tensor | None]] = {}
         self._losses: dict[int, Tensor] = {}
         self._stores: list[list[Any]] = [[] for _ in steps]
         self._rollouts: list[list[int]] = [[] for _ in steps]
@@ -286,9 +295,58 @@ class Losses:
         for microbatch in self._through[index]:
             if microbatch in self._left:
                 self._score(microbatch)
+            if microbatch in self._again:
+                self._send_again(microbatch, self._again.pop(microbatch))
         losses = [self._losses.pop(m) for m in self._through[index] if m in self._losses]
         if losses:
-            torch.autograd.backward(losses)
+            with self._once():
+                torch.autograd.backward(losses)
+
+    def begin_again(self) -> None:
+        """Forgets all segments, which will run again; losses that were called stay as they are."""
+        if self._losses:
+            torch.autograd.backward(list(self._losses.values()))
+            self._losses.clear()
+        self._again = dict(self._sent)
+        self.answers, self._taken = self._new_answers(), -1
+        self._answers.append(self.answers)
+        self._released.clear()
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether `begin_again` is possible."""
+        return self._small and not self._inside
+
+    def check(self) -> None:
+        """See `StageAnswers.check`."""
+        for answers in self._answers:
+            answers.check()
+
+    def _send_again(self, microbatch: int, gradients: list[Tensor | None]) -> None:
+        """Sends the gradients of a loss that was called in an attempt before."""
+        tensors = _with_graph(self.answers.answer(microbatch, self._rollouts[microbatch]))
+        pairs = [p for p in zip(tensors, gradients, strict=True) if p[1] is not None]
+        torch.autograd.backward([t for t, _ in pairs], [gradient for _, gradient in pairs])
+
+    def _answer(self, microbatch: int) -> Any:
+        """A microbatch's answer; the gradients that reach it are kept where they are small."""
+        answer = self.answers.answer(microbatch, self._rollouts[microbatch])
+        tensors = _with_graph(answer)
+        if any(tensor.dim() > 2 for tensor in tensors):  # logits
+            self._small = False
+            return answer
+        kept: list[Tensor | None] = [None] * len(tensors)
+        self._sent[microbatch] = kept
+        for place, tensor in enumerate(tensors):
+            tensor.register_hook(functools.partial(kept.__setitem__, place))
+        return answer
+
+    @contextlib.contextmanager
+    def _once(self) -> Iterator[None]:
+        """What fails inside cannot be repeated."""
+        self._inside = True
+        yield
+        self._inside = False
 
     def release(self, index: int) -> None:
         """Drops a segment's output as soon as no answer needs it any more."""
@@ -310,12 +368,9 @@ class Losses:
         contract, step = self._contract, self._steps[microbatch]
         if self._ready_after[microbatch] > self._taken:
             raise RuntimeError(f"microbatch {microbatch} is asked for before its last segment")
-        self.begun = True
         self._left.discard(microbatch)
-        with _timer_of_forward(contract.config):
-            output, loss_func = step.resume(
-                lambda: self.answers.answer(microbatch, self._rollouts[microbatch])
-            )
+        with self._once(), _timer_of_forward(contract.config):
+            output, loss_func = step.resume(functools.partial(self._answer, microbatch))
             loss, num_tokens = forward_step_calc_loss(
                 self._model, output, loss_func, contract.config,
                 getattr(self._model, "vp_stage", None), contract.collect_non_loss_data,
@@ -326,6 +381,12 @@ class Losses:
             scale = contract.config.grad_scale_func
             self._losses[microbatch] = loss if scale is None else scale(loss)
         self._drop()
+
+
+def _with_graph(answer: Any) -> list[Tensor]:
+    """Tensors of an answer that gradients can reach."""
+    leaves = pytree.tree_leaves(answer)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 @contextlib.contextmanager

@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import StepOutOfMemory, UserError
 from megatron_prefix.megatron.features import offload_refusal
+from megatron_prefix.moe import versions
 from megatron_prefix.moe.versions import has_global_loss
 from megatron_prefix.offload import rates
 from megatron_prefix.offload.segment import Offloader
@@ -35,7 +37,6 @@ from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.memory_policy import Rates, automatic, leaner
 from megatron_prefix.plan.peak_memory import RankMemory, predict, table
 from megatron_prefix.run import expert_sync
-from megatron_prefix.run.rewind import Rewind
 from megatron_prefix.tree import Segment, Span
 
 logger = logging.getLogger(__name__)
@@ -132,8 +133,7 @@ class MemoryControl:
             models: the rank's model chunks.
             groups: process groups.
             forward_only: whether the step has no gradients.
-            again: whether the step can still be made again, asked when memory has run out: a
-                forward step that has gone on from its model call cannot.
+            again: whether the step can still be made again, asked when memory has run out.
 
         Returns:
             What `attempt` returned, and the plan that it ran.
@@ -144,7 +144,7 @@ class MemoryControl:
         companions = _companions(groups, get_model_config(models[0]))
         alone = all(group.size() == 1 for group in companions)
         lean = leaner(plan) if alone and not forward_only else None
-        before = Rewind(models, device_of(models)) if lean is not None else None
+        before = Rewind(models) if lean is not None else None
         try:
             return attempt(plan), plan
         except torch.OutOfMemoryError as error:
@@ -155,7 +155,7 @@ class MemoryControl:
             why = "nothing leaner is left" if alone else "other ranks wait in this step"
             raise self._failure(f"{reason}; not tried again: {why}", plan, models)
         if not again():
-            why = "the trainer's loss has been called"
+            why = "it was in the trainer's loss, or the loss looks at logits"
             raise self._failure(f"{reason}; not tried again: {why}", plan, models)
         if not before.possible():
             why = "gradients were not zero when the step began"
@@ -176,6 +176,72 @@ class MemoryControl:
             f"{reason}. Give fewer wave_tokens, chunk_tokens, Megatron's recompute_granularity, or"
             f" more ranks\n{rows}"
         )
+
+
+class Rewind:
+    """What a call changes besides the weights, as it was; the host does not wait for the device.
+
+    Gradients are not copied: a call can be repeated where they were zero when it began, as they are
+    after the `zero_grad_buffer` of the usual training loop; then they are zeroed again.  Of the
+    rest there is little: buffers of modules (the experts' token counts) and Megatron's log of
+    auxiliary losses.  Random numbers are drawn by losses only, which run once in any case.
+
+    Args:
+        models: the rank's model chunks, wrapped or not.
+    """
+
+    def __init__(self, models: Sequence[Any]) -> None:
+        self._models = models
+        modules = [module for model in models for module in model.modules()]
+        self._parameters = [p for model in models for p in model.parameters()]
+        self._copies = _copies(
+            [buffer for module in modules for buffer in module._buffers.values()]
+        )
+        self._losses = {name: values.clone() for name, values in versions.logged_losses().items()}
+        self._has_gradients = any(parameter.grad is not None for parameter in self._parameters)
+        # Looked at only when memory has run out; until then it is one pass over the gradients.
+        self._is_dirty = [total.any() for total in self._totals()]
+
+    def possible(self) -> bool:
+        """Whether gradients were zero; waits for the device."""
+        return not (self._has_gradients or any(map(bool, self._is_dirty)))
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Makes everything as it was.
+
+        Raises:
+            RuntimeError: gradients were not zero.
+        """
+        if not self.possible():
+            raise RuntimeError("gradients were not zero when the step began")
+        for total in self._totals():
+            total.zero_()
+        for parameter in self._parameters:
+            parameter.grad = None
+            if hasattr(parameter, "grad_added_to_main_grad"):
+                parameter.grad_added_to_main_grad = False
+        for buffer, copy in self._copies:
+            buffer.copy_(copy)
+        for name, values in versions.logged_losses().items():
+            if name in self._losses:
+                values.copy_(self._losses[name])
+            else:
+                values.zero_()
+
+    def _totals(self) -> list[Tensor]:
+        """Buffers in which DDP adds gradients up."""
+        return [
+            buffer.grad_data
+            for model in self._models
+            for name in ("buffers", "expert_parallel_buffers")
+            for buffer in (getattr(model, name, None) if hasattr(model, "ddp_config") else None)
+            or ()
+        ]
+
+
+def _copies(buffers: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+    return [(buffer, buffer.clone()) for buffer in buffers if buffer is not None]
 
 
 def free_memory() -> None:

@@ -98,6 +98,9 @@ def read_columns(calls: Sequence[ModelCall], cp_size: int, callbacks: Callbacks)
     Raises:
         CannotShare: see `calls.layouts`.
     """
+    if not calls:  # a data-parallel rank without microbatches
+        nothing = np.zeros(0, np.int64)
+        return Columns([], nothing, nothing, nothing, None)
     found = layouts(calls, cp_size)
     if found is None:
         return None
@@ -237,7 +240,8 @@ def _samples(
         table, paths = _gathered(table, paths, lengths, group, device)
         lengths = [length * size for length in lengths]
     found = []
-    for index, part in enumerate(np.split(table, np.cumsum(lengths)[:-1], axis=1)):
+    parts = np.split(table, np.cumsum(lengths)[:-1], axis=1) if lengths else []
+    for index, part in enumerate(parts):
         inputs, after, flags = part
         if known.labels is None:
             # Whatever follows a token may be its label; no other sample has the last one's.

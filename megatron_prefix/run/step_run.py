@@ -22,6 +22,7 @@ from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.run import channels, gradients
 from megatron_prefix.run import routers as router
+from megatron_prefix.run.calls import ModelCall
 from megatron_prefix.run.capture import Capture
 from megatron_prefix.run.executor import Executor, Stage
 from megatron_prefix.run.inputs import ModelArguments, SegmentInputs
@@ -29,6 +30,7 @@ from megatron_prefix.run.losses import LossContract, Losses
 from megatron_prefix.run.messages import Links, message_dtype, message_shape
 from megatron_prefix.run.oom_retry import device_of
 from megatron_prefix.run.step import Step
+from megatron_prefix.run.suspend import Settings
 from megatron_prefix.run.timing import Stopwatch
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.context_parallel import Exchange, ShardedCache
@@ -82,11 +84,11 @@ class StepRun:
             self._answer_other_stages()
             embedding, plan = self._memory.run(
                 self._attempt, report.plan, models, groups, self._forward_only,
-                lambda: self._losses is None or not self._losses.begun,
+                lambda: self._losses is None or self._losses.repeatable,
             )  # fmt: skip
             report.retried, report.plan = plan is not report.plan, plan
             if self._losses is not None:
-                self._losses.answers.check()
+                self._losses.check()
             if not self._forward_only:
                 report.memory = self._memory.predicted(plan, models, self._rank)
                 finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
@@ -163,16 +165,18 @@ class StepRun:
         for chunk, model in enumerate(self._models):
             hooks, number = install(model, self._config.kernel), plan.stage(self._rank, chunk)
             steps = self._capture.steps[chunk]
-            call = steps[0].call
+            call = steps[0].call if steps else ModelCall(0, {})
+            called = steps[0].called if steps else Settings.now()
             stage = Stage(
                 model, hooks, self._cache(plan, hooks.num_layers, exchange, offloader),
                 number == 0, number == plan.num_stages - 1,
-                ModelArguments(inputs, call["labels"] is not None, call.others), steps[0].called,
+                ModelArguments(inputs, call["labels"] is not None, call.others), called,
             )  # fmt: skip
-            if stage.is_last:
-                stage.losses = self._losses = Losses(
-                    self._step, self._contract, model, steps, exchange
-                )
+            if stage.is_last and self._losses is not None:  # memory ran out in an attempt before
+                self._losses.begin_again()
+            elif stage.is_last:
+                self._losses = Losses(self._step, self._contract, model, steps, exchange)
+            stage.losses = self._losses if stage.is_last else None
             stages.append(stage)
         return stages
 

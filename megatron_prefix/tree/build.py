@@ -64,9 +64,10 @@ class Tries:
         if chunk_tokens is not None:
             options = replace(options, chunk_tokens=chunk_tokens)
         segments: list[Segment] = []
-        for number, roots in enumerate(self.trees):
+        for roots in self.trees:
             cut = _chunked(_copied(roots), first, options)
-            segments.extend(_flatten(cut, number, len(segments), first, options))
+            tree = segments[-1].tree + 1 if segments else 0
+            segments.extend(_flatten(cut, tree, len(segments), first, options))
         return Forest(
             tuple(segments), self.num_positions, first, options.align,
             unshared_by_routes=self.unshared_by_routes,
@@ -249,11 +250,12 @@ def _equal_bounds(start: int, end: int, longest: int, align: int) -> list[int]:
 def _flatten(
     roots: list[_Node], tree: int, offset: int, first: Sequence[int], options: TreeOptions
 ) -> list[Segment]:
-    """Segments of one tree in F-order; leaves of one parent are packed into waves."""
+    """Segments in F-order, every root a tree; leaves of one parent are packed into waves."""
     found: list[Segment] = []
     todo = [(-1, batch) for batch in reversed(_batched(roots, options))]
     while todo:
         parent, nodes = todo.pop()
+        tree += parent < 0 and bool(found)
         index, inner = offset + len(found), bool(nodes[0].children)
         spans = tuple(_span(node, options.align) for node in nodes)
         scored = any(first[m] < span.end for span in spans for m in span.rollouts)

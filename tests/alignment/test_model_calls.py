@@ -202,3 +202,143 @@ def test_calls_are_answered_as_by_the_stock_schedule(job: str) -> None:
         if text
     }
     assert not failures, "\n".join(f"{name}:\n{text}" for name, text in failures.items())
+
+
+# What falls back, fails or is refused -------------------------------------------------------------
+
+
+def fall_back(layout: Layout, prefix: dict[str, Any]) -> bool:
+    """The stock schedule to the last bit, with as many reads, three times."""
+    runtime.initialize(layout)
+    form = Form(pad=2, where="ends" if layout.pp > 1 else "everywhere")
+    chunks = built(Case(form), layout)
+    schedule = PrefixSchedule(PrefixConfig(**{**vars(CONFIG), **prefix}))
+    same = []
+    for seed in range(2):
+        stock, ours = (Trainer(form, seed, layout) for _ in range(2))
+        expected, gradients = run_step(stock_schedule(), stock, chunks)
+        found, own = run_step(schedule, ours, chunks)
+        assert schedule.report is not None and not schedule.report.decision.share
+        same.append(
+            stock.reads == ours.reads
+            and stock.order == ours.order
+            and all(torch.equal(a["nll"], b["nll"]) for a, b in zip(found, expected, strict=True))
+            and all(torch.equal(own[name], gradient) for name, gradient in gradients.items())
+        )
+    runtime.shutdown()
+    return all(same)
+
+
+@pytest.mark.parametrize("prefix", [{"mode": "observe"}, {"mode": "auto", "min_speedup": 100.0}])
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2), Layout(pp=2, vpp=2)])
+def test_steps_that_do_not_share_are_megatrons_bit_for_bit(
+    layout: Layout, prefix: dict[str, Any]
+) -> None:
+    assert all(run_ranks(layout.world_size, fall_back, layout, prefix))
+
+
+class Odd(Trainer):
+    """A trainer of which one rank does something else in one microbatch."""
+
+    def __init__(self, what: str, rank: int, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.what, self.rank = what, rank
+
+    def step(self, iterator: Any, model: Any) -> Any:
+        number = len(self.ended)
+        if torch.distributed.get_rank() != self.rank or number != 1:
+            return super().step(iterator, model)
+        if self.what == "fails":
+            raise OSError("the disk is gone")
+        output, loss_func = super().step(iterator, model)
+        if self.what == "twice":
+            super().step(iter([self.batches[1]]), model)
+        return (output * 1.0, loss_func) if self.what == "changes" else (output, loss_func)
+
+
+def one_odd_step(what: str, rank: int, mode: str) -> tuple[str, str, bool]:
+    """What a rank of two stages says to an odd step, and whether the next one is exact."""
+    layout = Layout(pp=2)
+    runtime.initialize(layout)
+    form = Form(pad=2, where="ends")
+    chunks = built(Case(form), layout)
+    schedule = PrefixSchedule(PrefixConfig(**{**vars(CONFIG), "mode": mode, "min_speedup": 0.01}))
+    odd = Odd(what, rank, form, 0, layout)
+    try:
+        run_step(schedule, odd, chunks)
+        found = "", ""
+    except Exception as error:  # noqa: BLE001  # what it is the test looks at
+        found = type(error).__name__, str(error)
+    if what != "fails":
+        return *found, True  # the other stage waits for messages; the job ends
+    expected, gradients = run_step(stock_schedule(), Trainer(form, 1, layout), chunks)
+    logs, own = run_step(schedule, Trainer(form, 1, layout), chunks)
+    scale = max(float(gradient.abs().max()) for gradient in gradients.values())
+    close = (own[name].sub(g).abs().max() <= 1e-6 * scale for name, g in gradients.items())
+    runtime.shutdown()
+    return *found, len(logs) == len(expected) and all(map(bool, close))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_that_cannot_read_its_data_ends_the_step_on_all(rank: int) -> None:
+    found = run_ranks(2, one_odd_step, "fails", rank, "on")
+    reason = f"the step ends on all ranks: rank {rank}: OSError: the disk is gone"
+    assert found[rank] == ("OSError", "the disk is gone", True)
+    assert found[1 - rank] == ("StepFailed", reason, True)
+
+
+def refusal(change: str, mode: str) -> str:
+    """The message of a schedule on one rank for a forward step that changes something."""
+    runtime.initialize(Layout())
+    form = Form(packed=False, sizes=(1, 1, 1))
+    chunks = built(Case(form), Layout())
+    schedule = PrefixSchedule(PrefixConfig(**{**vars(CONFIG), "mode": mode}))
+    trainer = Trainer(form, 0, Layout())
+
+    def step(iterator: Any, model: Any) -> Any:
+        batch = next(iterator)
+        given = {
+            "input_ids": batch["tokens"], "position_ids": None, "attention_mask": None,
+            "labels": batch["labels"], "loss_mask": batch["loss_mask"],
+        }  # fmt: skip
+        num = batch["tokens"].shape[1]
+        if change == "reset mask":
+            mask = torch.ones(1, 1, num, num, dtype=torch.bool).triu(1)
+            mask[..., num // 2 :, : num // 2] = True
+            given["attention_mask"] = mask
+        if change == "eval":
+            model.eval()
+        output = batch["labels"].double() if change == "no call" else model(**given)
+        if change == "two calls":
+            output = model(**given)
+        model.train()
+        return output, trainer._loss(batch)
+
+    trainer.step = step  # type: ignore[method-assign]
+    try:
+        run_step(schedule, trainer, chunks)
+    except Exception as error:  # noqa: BLE001  # its text is the result
+        return f"{type(error).__name__}: {error}"
+    finally:
+        runtime.shutdown()
+    assert schedule.report is not None
+    return schedule.report.decision.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "falls_back"),
+    [
+        ("reset mask", "CannotShare: the attention_mask of a model call is not causal", True),
+        ("eval", "CannotShare: the forward step calls model.train() or model.eval()", True),
+        ("no call", "UserError: the forward step has not called the model", False),
+        ("two calls", "UserError: the forward step calls the model twice", False),
+    ],
+)
+def test_forward_steps_that_cannot_be_run_are_refused_by_name(
+    change: str, message: str, falls_back: bool
+) -> None:
+    (found,) = run_ranks(1, refusal, change, "on")
+    assert found.startswith(message)
+    if falls_back:
+        (found,) = run_ranks(1, refusal, change, "auto")
+        assert found.startswith(message.partition(": ")[2])

@@ -54,7 +54,6 @@ def out_of_memory(monkeypatch: pytest.MonkeyPatch, model: Any, place: str, *at: 
         ("sending gK/gV", "auto"),
         ("taking gK/gV", "retain"),
         ("the last backward of the step", "offload"),
-        ("the backward of the loss", "retain"),
     ],
 )
 def test_the_step_is_made_again_and_is_exact(

@@ -50,7 +50,6 @@ CASES = {
         "tied, freed": Case("two-level-tree", "tiny-qwen3", overrides=FREED),
         "recomputed": Case("uneven-groups", recompute="full"),
         "per token, scaled": Case("several-groups", contract=Contract(per_token=True, scale=8.0)),
-        "data where needed": Case("two-level-tree", contract=Contract(), sparse=True),
     },
     "pp2-vpp2": {
         **{shape: Case(shape) for shape in SHAPES},
@@ -58,7 +57,6 @@ CASES = {
         "tied, freed": Case("two-level-tree", "tiny-qwen3", overrides=FREED),
         "recomputed": Case("several-groups", recompute="full", overrides=FREED),
         "per token, scaled": Case("uneven-groups", contract=Contract(per_token=True, scale=8.0)),
-        "data where needed": Case("two-level-tree", contract=Contract(), sparse=True),
         "turns of three": Case(
             "several-groups", overrides={"microbatch_group_size_per_vp_stage": 3}
         ),

@@ -186,5 +186,5 @@ def test_random_trees(models, name, items, contract, options: TreeOptions):
             share=options.share,
             kernel="math",
         )
-        prefix = schedule.PrefixSchedule(config)
+        prefix = schedule.PrefixSchedule(config, steps.routes_of(items))
         check(models[name], items, contract, prefix)

@@ -99,7 +99,7 @@ def compare(case: Case) -> tuple[int, int]:
         )  # fmt: skip
         set_action(RouterReplayAction.REPLAY_FORWARD)
         step = steps.replaying(CONTRACT.step, versions.routers(unwrap(model)))
-        ours, found = PrefixSchedule(case.prefix), []
+        ours, found = PrefixSchedule(case.prefix, steps.routes_of(items())), []
         for schedule in (get_forward_backward_func(), ours):
             logs = steps.call(schedule, step, model, items(), forward_only=True)
             steps.zero_gradients(model)
@@ -151,7 +151,7 @@ def _nothing_set() -> Iterator[None]:
 
 
 def run(model: Any, made: list[Microbatch], step: Any = CONTRACT.step) -> PrefixSchedule:
-    schedule = PrefixSchedule(CHUNKED)
+    schedule = PrefixSchedule(CHUNKED, steps.routes_of(made))
     steps.call(schedule, step, model, made)
     return schedule
 
@@ -162,20 +162,27 @@ def without_routes() -> list[Microbatch]:
 
 def test_a_trainer_that_sets_no_routes_is_told_how(model) -> None:
     set_action(RouterReplayAction.REPLAY_FORWARD)
-    with pytest.raises(UserError, match=r"REPLAY_FORWARD, .* adapter's `pairs` give `routes`"):
+    with pytest.raises(UserError, match=r"REPLAY_FORWARD, .* callback `routes`"):
         run(model, without_routes())
     set_action(RouterReplayAction.RECORD)
     with pytest.raises(UserError, match=r"records routes, .* stock schedule"):
         run(model, items())
 
 
-def test_an_action_set_by_the_forward_step_comes_too_late(model) -> None:
-    def late(*arguments: Any) -> Any:
-        set_action(RouterReplayAction.REPLAY_FORWARD)
+def test_an_action_set_by_the_forward_step_is_followed(model) -> None:
+    def setting(*arguments: Any) -> Any:
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         return CONTRACT.step(*arguments)
 
-    with pytest.raises(UserError, match=r"forward step sets .* REPLAY_FORWARD: set it before"):
-        run(model, items(), late)
+    set_action(RouterReplayAction.REPLAY_FORWARD)
+    steps.zero_gradients(model)
+    run(model, items())
+    expected = steps.gradients(model)
+    set_action(None)
+    steps.zero_gradients(model)
+    run(model, items(), setting)
+    found = steps.gradients(model)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
 def test_routes_of_another_model_are_refused(model) -> None:

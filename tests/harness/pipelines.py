@@ -45,7 +45,6 @@ class Case:
         prefix: fields of PrefixConfig.
         contract: a loss of this form; None: GRPO, by `megatron_prefix.verify.align`.
         planned: run the catalogue's plan file.
-        sparse: our schedule against itself, where only the first and the last stage have data.
     """
 
     shape: str
@@ -55,7 +54,6 @@ class Case:
     prefix: dict[str, Any] = field(default_factory=dict)
     contract: Contract | None = None
     planned: bool = False
-    sparse: bool = False
 
     def config(self, layout: Layout) -> PrefixConfig:
         """The prefix schedule's."""
@@ -103,35 +101,9 @@ def _run(layout: Layout, case: Case) -> str:
     items = microbatches(groups)
     for chunk in chunks:
         case.contract.configure(chunk)
-    if case.sparse:
-        return _sparse(case, layout, chunks, items)
     expected = run_step(get_forward_backward_func(), case.contract, chunks, items)
     found = run_step(PrefixSchedule(case.config(layout)), case.contract, chunks, items)
     return difference(expected, found, sum(item["tokens"].numel() for item in items))
-
-
-def _sparse(case: Case, layout: Layout, chunks: list[Any], items: list[Microbatch]) -> str:
-    """Same arithmetic: to the last bit, with gradients and without."""
-    ours, contract = PrefixSchedule(case.config(layout)), case.contract
-    assert contract is not None
-    for forward_only in (False, True):
-        options = {"forward_only": forward_only}
-        expected = run_step(ours, contract, chunks, items, **options)
-        found = run_step(
-            ours, contract, chunks, items, lambda: needed_only(items, chunks), **options
-        )
-        if not _equal(expected.gradients, found.gradients):
-            return f"gradients differ with {options}"
-        if len(expected.logs) != len(found.logs):
-            return f"{len(found.logs)} logs with {options}"
-        if not all(map(_equal, expected.logs, found.logs)):
-            return f"logs differ with {options}"
-    return ""
-
-
-def _equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    pairs = ((torch.as_tensor(left[name]), torch.as_tensor(right[name])) for name in left)
-    return left.keys() == right.keys() and all(torch.equal(*pair) for pair in pairs)
 
 
 def build_chunks(case: Case, layout: Layout, vocab: int) -> list[Any]:

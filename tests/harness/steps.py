@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_prefix import numerics
 from megatron_prefix.models.build import unwrap
+from megatron_prefix.run.step import Callbacks
 from megatron_prefix.tree import Pairs
 
 Microbatch = dict[str, Any]
@@ -124,6 +125,11 @@ def pairs_of(item: Mapping[str, Any]) -> list[Pairs]:
     """The samples of a microbatch, padding included."""
     columns = [item[name].cpu().numpy() for name in ("tokens", "labels", "loss_mask")]
     return [Pairs(i, o, m != 0) for i, o, m in zip(*columns, strict=True)]
+
+
+def routes_of(items: Sequence[Microbatch]) -> Callbacks:
+    """Callbacks that say where the routers are to send the tokens of these microbatches."""
+    return Callbacks(routes=lambda call: items[call.microbatch].get("routes"))
 
 
 def replaying(step: Callable[..., Any], routers: Mapping[int, Any]) -> Callable[..., Any]:
