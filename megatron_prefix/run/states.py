@@ -20,7 +20,7 @@ def training_modes(model: Any) -> Swap:
     modules = list(model.modules())
     outside = [module.training for module in modules]
 
-    def swap(wanted: list[bool] | None) -> list[bool] | None:
+    def swap(wanted: list[bool] | None, entering: bool) -> list[bool] | None:
         inside = None
         if model.training != outside[0]:
             inside = [module.training for module in modules]
@@ -35,16 +35,17 @@ def training_modes(model: Any) -> Swap:
 def replayed_routes(routers: Sequence[Any]) -> Swap:
     """What RouterReplay is to do in the routers of a model: actions, and routes to follow.
 
-    It is kept and set again, and not put back in between: a step's segments look at it.
+    It is kept and set again, and not put back in between: the segments look at the action.
     """
     replays = [getattr(router, "router_replay", None) for router in routers]
     replays = [replay for replay in replays if replay is not None]
 
-    def swap(wanted: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-        inside = [dict(vars(replay)) for replay in replays]
+    def swap(wanted: list[dict[str, Any]] | None, entering: bool) -> list[dict[str, Any]] | None:
+        if not entering:
+            return [dict(vars(replay)) for replay in replays]
         for replay, values in zip(replays, wanted or (), strict=False):
             vars(replay).update(values)
-        return inside
+        return None
 
     return swap
 
@@ -69,7 +70,7 @@ def watched_forks() -> Iterator[Swap]:
         finally:
             _set(tracker, *found.pop())
 
-    def swap(wanted: list[Any] | None) -> list[Any] | None:
+    def swap(wanted: list[Any] | None, entering: bool) -> list[Any] | None:
         inside = [*found, (_state(tracker), _name(tracker))] if found else None
         outside = found[0] if found else None
         found.clear()

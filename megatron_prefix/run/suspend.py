@@ -95,10 +95,11 @@ def _fixed() -> tuple[Any, ...]:
     )
 
 
-Swap = Callable[[Any], Any]
-"""Exchanges a step's own state of something for the present one.
+Swap = Callable[[Any, bool], Any]
+"""Exchanges a step's own state of something for the present one: (state, entering) -> state.
 
-Called with None when the step is first entered and with what it returned after that; see states.py.
+Called whenever the step is entered or left, with what it returned the last time, at first with
+None; see states.py.
 """
 
 
@@ -201,7 +202,7 @@ class SuspendedStep:
         self._greenlet.parent = greenlet.getcurrent()
         if self._settings is not None:
             self._settings.apply()
-        self._kept = [swap(kept) for swap, kept in zip(self._states, self._kept, strict=True)]
+        self._swap(entering=True)
         _running = self
         try:
             return switch()
@@ -209,4 +210,8 @@ class SuspendedStep:
             _running = around
             self._settings = Settings.now()
             outside.apply()
-            self._kept = [swap(kept) for swap, kept in zip(self._states, self._kept, strict=True)]
+            self._swap(entering=False)
+
+    def _swap(self, *, entering: bool) -> None:
+        pairs = zip(self._states, self._kept, strict=True)
+        self._kept = [swap(kept, entering) for swap, kept in pairs]

@@ -237,53 +237,36 @@ def test_steps_that_do_not_share_are_megatrons_bit_for_bit(
     assert all(run_ranks(layout.world_size, fall_back, layout, prefix))
 
 
-class Odd(Trainer):
-    """A trainer of which one rank does something else in one microbatch."""
-
-    def __init__(self, what: str, rank: int, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.what, self.rank = what, rank
-
-    def step(self, iterator: Any, model: Any) -> Any:
-        number = len(self.ended)
-        if torch.distributed.get_rank() != self.rank or number != 1:
-            return super().step(iterator, model)
-        if self.what == "fails":
-            raise OSError("the disk is gone")
-        output, loss_func = super().step(iterator, model)
-        if self.what == "twice":
-            super().step(iter([self.batches[1]]), model)
-        return (output * 1.0, loss_func) if self.what == "changes" else (output, loss_func)
-
-
-def one_odd_step(what: str, rank: int, mode: str) -> tuple[str, str, bool]:
-    """What a rank of two stages says to an odd step, and whether the next one is exact."""
+def step_without_data(rank: int) -> tuple[str, str, bool]:
+    """What a rank of two stages says when `rank` cannot read, and whether the next step is exact."""
     layout = Layout(pp=2)
     runtime.initialize(layout)
     form = Form(pad=2, where="ends")
     chunks = built(Case(form), layout)
-    schedule = PrefixSchedule(PrefixConfig(**{**vars(CONFIG), "mode": mode, "min_speedup": 0.01}))
-    odd = Odd(what, rank, form, 0, layout)
+    schedule = PrefixSchedule(CONFIG)
+    trainer = Trainer(form, 0, layout)
+    if torch.distributed.get_rank() == rank:
+        trainer.batches[2] = None  # type: ignore[call-overload]
+    found = "", ""
     try:
-        run_step(schedule, odd, chunks)
-        found = "", ""
+        run_step(schedule, trainer, chunks)
     except Exception as error:  # noqa: BLE001  # what it is the test looks at
         found = type(error).__name__, str(error)
-    if what != "fails":
-        return *found, True  # the other stage waits for messages; the job ends
     expected, gradients = run_step(stock_schedule(), Trainer(form, 1, layout), chunks)
     logs, own = run_step(schedule, Trainer(form, 1, layout), chunks)
     scale = max(float(gradient.abs().max()) for gradient in gradients.values())
-    close = (own[name].sub(g).abs().max() <= 1e-6 * scale for name, g in gradients.items())
+    limit = tolerance(torch.float32, 200) * scale
+    close = [bool((own[name] - g).abs().max() <= limit) for name, g in gradients.items()]
     runtime.shutdown()
-    return *found, len(logs) == len(expected) and all(map(bool, close))
+    return *found, len(logs) == len(expected) and all(close)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stage_that_cannot_read_its_data_ends_the_step_on_all(rank: int) -> None:
-    found = run_ranks(2, one_odd_step, "fails", rank, "on")
-    reason = f"the step ends on all ranks: rank {rank}: OSError: the disk is gone"
-    assert found[rank] == ("OSError", "the disk is gone", True)
+    found = run_ranks(2, step_without_data, rank)
+    kind, message, exact = found[rank]
+    assert (kind, exact) == ("TypeError", True)
+    reason = f"the step ends on all ranks: rank {rank}: TypeError: {message}"
     assert found[1 - rank] == ("StepFailed", reason, True)
 
 
