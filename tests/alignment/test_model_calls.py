@@ -238,7 +238,7 @@ def test_steps_that_do_not_share_are_megatrons_bit_for_bit(
 
 
 def step_without_data(rank: int) -> tuple[str, str, bool]:
-    """What a rank of two stages says when `rank` cannot read, and whether the next step is exact."""
+    """What a rank of two says when `rank` cannot read, and whether the next step is exact."""
     layout = Layout(pp=2)
     runtime.initialize(layout)
     form = Form(pad=2, where="ends")
