@@ -21,12 +21,13 @@ COUNTED = """\
 import runpy, sys
 from megatron_prefix.platforms import cpu
 cpu.enable()
-from megatron_prefix.run import schedule
-run, counts = schedule.PrefixSchedule._run, []
-def counting(self, models, step, *rest, **more):
-    counts.append((step.forest.raw_tokens, step.forest.executed_tokens))
-    return run(self, models, step, *rest, **more)
-schedule.PrefixSchedule._run = counting
+from megatron_prefix.run.step_run import StepRun
+run, counts = StepRun.__call__, []
+def counting(self, *arguments):
+    forest = self._step.forest
+    counts.append((forest.raw_tokens, forest.executed_tokens))
+    return run(self, *arguments)
+StepRun.__call__ = counting
 runpy.run_path(sys.argv[1], run_name="__main__")
 print("positions", *counts)
 """
