@@ -1,4 +1,4 @@
-"""What a user can set, checked once."""
+"""The options of the prefix schedule."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ class PrefixConfig:
     """Configuration of the prefix schedule.
 
     Attributes:
-        mode: "off": Megatron's schedule; "observe": Megatron's schedule, and what sharing would
-            have saved goes to the metrics; "auto": share where the cost model says that it pays;
-            "on": always share.
-        chunk_tokens: longest segment; 0: no limit; "auto": for every step the length whose
-            simulated run through the pipeline is shortest.
+        mode: "off": Megatron's schedule; "observe": Megatron's schedule, and metrics say what
+            sharing would save; "auto": share where the cost model says that it pays; "on": always.
+        chunk_tokens: longest span; 0: no limit; "auto": for every step the length with the shortest
+            simulated step.
         wave_tokens: most positions in a wave (a single leaf may exceed it); 0: no limit.
-        min_gain: a shared segment that saves fewer positions is dissolved; 0 dissolves nothing.
+        min_gain: a shared span that saves fewer positions is dissolved; 0 dissolves nothing.
         loss_in_leaves: never share a position at or after a first trained one.
         share: "group": one tree a group; "batch": one tree over all rollouts of the step.
         kernel: name of the attention kernel, or "auto" (megatron_prefix/attention/kernels.py).
-        memory: what an inner segment keeps between its forward and its backward: "retain": all
-            saved tensors; "offload": the same, on the host; "recompute": its K/V and its input,
-            and its forward runs again; "auto": for every step and segment the cheapest of these
-            with which the predicted peak fits in the memory that is free.
-        memory_budget_gb: GiB of device memory that a step may use besides what is in use when it
-            begins; 0: what is free. Prefetches of "offload" and the choices of "auto" keep to it.
-        cache_host_layers: attention layers of every model chunk whose sidecar, K/V and gK/gV, is in
-            host memory and comes to the device when the layer runs.
-        cp_reduce: with context parallelism, when gK/gV go to the ranks that own the keys: after
-            every "wave", or once a "segment", which sends less and holds cp times as much gK/gV.
+        memory: what an inner segment keeps between its forward and its backward. "retain": its
+            saved tensors; "offload": the same, on the host; "recompute": its K/V and its input, and
+            its forward runs again; "auto": for every step and segment the cheapest policy with
+            which the predicted peak fits in free memory.
+        memory_budget_gb: GiB of device memory that a step may use in addition to what is in use
+            when it begins; 0: what is free. Limits prefetches of "offload" and the choices of
+            "auto".
+        cache_host_layers: attention layers of every model chunk whose K/V and gK/gV are in host
+            memory, and on the device only while the layer runs.
+        cp_reduce: with context parallelism, when gK/gV are sent to the ranks that own the keys:
+            after every "wave", or once a "segment", which sends less and needs cp times the memory
+            for gK/gV.
         run_ahead: forwards that a pipeline stage runs ahead of its successor (1 or 2).
         min_speedup: in mode "auto", the predicted speedup below which the stock schedule runs.
         plan_file: a plan to run instead of the planner's (megatron_prefix/plan/planfile.py), with
@@ -89,7 +90,7 @@ class PrefixConfig:
         return self.memory_budget_gb * (1 << 30) or None
 
     def tree_options(self, align: int) -> TreeOptions:
-        """What shapes the tree in a layout with this alignment; chunks "auto" are not cut here."""
+        """The options of trees in a layout with this alignment; "auto" is chosen by plan/chunking.py."""
         chunk = 0 if isinstance(self.chunk_tokens, str) else self.chunk_tokens
         chunk = max(chunk, align) if chunk > 0 else chunk
         return TreeOptions(

@@ -20,7 +20,7 @@ _OPTIONS = {"mode": "prefix_schedule", "plan_file": "prefix_plan"}
 
 
 MOST = 10**9
-"""No count and no size that a verb takes is larger; --seed is."""
+"""The largest count or size that a verb takes; --seed may be larger."""
 
 
 def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:
@@ -58,7 +58,7 @@ def real(least: float = 0.0, most: float = MOST) -> Callable[[str], float]:
 
 
 seed = whole(0, 2**63 - 1)
-"""The argparse type of a seed: what torch and numpy both take."""
+"""The argparse type of a seed: the range of both torch and numpy."""
 
 
 def _chunk_tokens(text: str) -> int | str:
@@ -225,7 +225,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of(args: argparse.Namespace, **more: Any) -> PrefixConfig:
-    """The configuration that a verb's options say; `more` are further fields, and win.
+    """The PrefixConfig of a verb's options; fields in `more` win over them.
 
     Options have the names of their fields; a field whose option the verb lacks keeps its default.
 
@@ -237,5 +237,5 @@ def config_of(args: argparse.Namespace, **more: Any) -> PrefixConfig:
     values = {name: given[option] for name, option in names.items() if option in given}
     config = PrefixConfig(**{**values, **more})
     if config.plan_file:
-        PlanFile(config.plan_file, config.memory)  # here, and not first on every rank
+        PlanFile(config.plan_file, config.memory)  # refuse a bad plan before ranks are started
     return config

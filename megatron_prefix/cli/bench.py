@@ -15,10 +15,10 @@ from megatron_prefix.errors import StepOutOfMemory, UserError
 
 HELP = """\
 Times Megatron-Core's stock schedule and the prefix schedule on synthetic flat groups, in one
-process and one run, and compares the speedup with what the FLOP count allows. First both schedules
-are aligned on a small group and a model of the same kind with few layers; where that fails, no
-speedup is reported and the exit code is 1. `bench memory` measures what a step takes of device
-memory under each memory policy, beside the stock schedule and the memory model's prediction."""
+process and one run, and compares the speedup with the bound by the FLOP count. First both schedules
+are aligned on a small group and a model of the same kind with few layers; if that fails, no speedup
+is reported and the exit code is 1. `bench memory` measures the device memory of a step under each
+memory policy, next to the stock schedule and the prediction of the memory model."""
 EPILOG = """\
 examples:
   megatron-prefix bench --shapes 1024:64:8 --set hidden_size=512 --set num_attention_heads=8
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=("speed", "memory"),
         default="speed",
-        help="time both schedules (default), or what a step takes of device memory by policy",
+        help="speed (default): time both schedules; memory: device memory of a step by policy",
     )
     group = parser.add_argument_group("sweep")
     group.add_argument(
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         nargs="+",
         default=[],
-        help="real rollouts; a row for each file",
+        help="real rollouts; one row a file",
     )
     for option, least, usual, text in (
         ("--groups", 1, 4, "groups a file (default 4)"),

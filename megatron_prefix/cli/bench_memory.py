@@ -1,4 +1,4 @@
-"""`bench memory`: what a step takes of device memory, by policy."""
+"""`bench memory`: device memory of a step, by policy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--frontier", 1, None, "R", "also find the longest sequence that trains, responses of R"),
         ("--frontier-step", 1, 256, "N", "lengths are multiples of N (default 256)"),
         ("--tries", 0, 0, "N", "steps really run to find it, around what the memory model says"
-         " (default 0: only the model is asked)"),
+         " (default 0: only predict)"),
     ):  # fmt: skip
         group.add_argument(
             name, type=whole(least, 10**6), default=default, metavar=metavar, help=text
@@ -121,8 +121,7 @@ def _frontiers(args: argparse.Namespace, ways: list[Any], chunks: list[Any], con
 
 
 def _told(args: argparse.Namespace, one: Any) -> Any:
-    """What was found, as one line of JSON on stderr too: a long run can be followed, and what it
-    found before it was ended is not lost."""
+    """Also prints a result as JSON on stderr, so that an interrupted run keeps its results."""
     if not args.json:
         print(json.dumps(one.as_json()), file=sys.stderr, flush=True)
     return one
@@ -151,8 +150,8 @@ def _print(args: argparse.Namespace, rows: list[Any], frontiers: list[Any]) -> N
 
 
 def _cells(row: Any, stock: Any) -> list[str]:
-    """A row of the table; how much less than the stock schedule Phase B takes, without weights and
-    gradients and with them."""
+    """A row of the table: "less" is what Phase B saves against the stock schedule, without weights
+    and gradients, and with them."""
     less = of_all = ""
     if stock is not None and stock is not row:
         ours, theirs = row.wave_gib, stock.wave_gib

@@ -1,4 +1,4 @@
-"""`megatron-prefix import` (a module cannot be called so): see data/importers.py."""
+"""`megatron-prefix import`, see data/importers.py. (`import` is no name for a module.)"""
 
 from __future__ import annotations
 

@@ -49,12 +49,12 @@ examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with an error of one line and examples printed as they are written."""
+    """argparse with errors of one line, and with examples printed unchanged."""
 
     def __init__(self, **options: Any) -> None:
         defaults: dict[str, Any] = dict(
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,  # scripts must not depend on what happens to be unambiguous
+            allow_abbrev=False,  # abbreviations would break when an option is added
         )
         super().__init__(**{**defaults, **options})
 
@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(verb: str | None) -> argparse.ArgumentParser:
-    """The parser of all verbs; only `verb`, the one in use, is imported and knows its arguments."""
+    """The parser of all verbs; only the verb in use is imported and has its arguments."""
     parser = Parser(
         prog=PROG,
         description="Run the prompt a group of rollouts shares once, exactly, in Megatron-Core.",

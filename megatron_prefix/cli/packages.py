@@ -1,4 +1,4 @@
-"""Installed packages, compared with what this one asks for (setup.cfg)."""
+"""Compares installed packages with the requirements in setup.cfg."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DISTRIBUTION = "megatron_prefix"
 
 
 def version(package: str) -> str | None:
-    """The version that is installed, None when it is not."""
+    """The installed version; None: not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -21,7 +21,7 @@ def version(package: str) -> str | None:
 
 
 def asked_for() -> tuple[list[str], list[str]]:
-    """Requirements and extras of the installed package; none when it is not installed."""
+    """Requirements and extras of this package; none if it is not installed."""
     try:
         asked = metadata.metadata(DISTRIBUTION)
     except metadata.PackageNotFoundError:

@@ -58,14 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--align",
         type=arguments.whole(),
         metavar="N",
-        help="segment boundaries are multiples of N (default: what the layout needs)",
+        help="spans end at multiples of N (default: what the layout needs)",
     )
     arguments.add_layout(parser)
     parser.add_argument(
         "--model",
         default="llama3-8b",
         metavar="NAME|config.json",
-        help="whose costs predict the speedup: a preset, or a Hugging Face config.json"
+        help="model of the predicted speedup: a preset, or a Hugging Face config.json"
         " (default llama3-8b)",
     )
     parser.add_argument("--csv", metavar="FILE", help="write the plan; - is stdout")
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _PlannedStep(NamedTuple):
-    """Everything known of the step."""
+    """The rollouts, options, plan and timeline of the step."""
 
     groups: list[Group]
     dropped: int
@@ -87,7 +87,7 @@ class _PlannedStep(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans, simulates, prints, and writes what was asked for."""
+    """Plans, simulates, prints and writes."""
     layout = _layout(args)
     if args.json and args.csv == "-":
         raise UserError("--csv - and --json both write to stdout; give --csv a file")
@@ -132,7 +132,7 @@ def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
     plan = best_plan(forest, layout.pp, num_chunks=layout.vpp, run_ahead=config.run_ahead)
     timeline = simulate(plan, ready_after=loss_ready_after(forest))
     largest = max(int(rollout.tokens.max()) for group in groups for rollout in group.rollouts)
-    # Rollouts of one model are planned for another's costs; only an open vocabulary needs them.
+    # The model only gives costs; an open vocabulary takes its size from the rollouts.
     model = model if model.vocab_size else model.with_vocab(largest + 1)
     return _PlannedStep(groups, dropped, config, options, forest, plan, timeline, model, layout)
 
@@ -210,8 +210,8 @@ def cost_model(spec: ModelSpec) -> CostModel:
 
 
 def peaks(plan: Plan, spec: ModelSpec, layout: Layout) -> dict[str, float]:
-    """Per memory policy the predicted peak of the fullest rank, in bytes, besides weights and
-    gradients: bf16, transformer-engine's layers, nothing recomputed by Megatron."""
+    """Per memory policy the predicted peak in bytes of the rank with the most, without weights and
+    gradients: bf16, transformer-engine's layers, no recomputation by Megatron."""
     footprint = Footprint.of_spec(
         spec, num_stages=plan.num_stages, tp=layout.tp, cp=layout.cp,
         sequence_parallel=layout.sequence_parallel,

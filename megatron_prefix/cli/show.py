@@ -95,7 +95,7 @@ def _result(plan: Plan, timeline: Timeline) -> dict[str, Any]:
 
 
 def _grid(plan: Plan, width: int, full: bool) -> Iterator[Text]:
-    """One line a rank, cut to `width` characters; with `full` as many such blocks as it takes."""
+    """One line a rank, cut to `width` characters; with `full` in as many blocks as needed."""
     from rich.text import Text
 
     names = [f"{'stage' if plan.num_chunks == 1 else 'rank'} {r}" for r in range(plan.num_ranks)]

@@ -1,4 +1,4 @@
-"""What `train` leaves of its last update: the plan as simulated, and as it was measured."""
+"""Files of `train` about its last update: the simulated plan and the measured timeline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def draw_plan(trainer: Trainer, path: str) -> None:
 
 
 def write_traces(trainer: Trainer, paths: Sequence[str], rank: int) -> None:
-    """Writes the last update as it was measured on the pipeline of rank 0; every rank calls this.
+    """Writes the measured timeline of the last update on rank 0's pipeline; every rank calls this.
 
     Raises:
         UserError: the last update was not measured, since it ran no plan.

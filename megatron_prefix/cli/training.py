@@ -1,4 +1,4 @@
-"""Arguments of the verb `train`, and what they mean as settings of a run."""
+"""Arguments of the verb `train`, and the settings made of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from megatron_prefix.cli.arguments import config_of, real, whole
 
 GROUPS_PER_STEP = 4
-"""The default, where ranks and minibatches do not need more and the rollouts have as many."""
+"""The default; more if ranks and minibatches need more, fewer if there are fewer groups."""
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
@@ -17,10 +17,10 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     for option, kind, default, text in (
         ("--steps", whole(), None, "step to end with (default: once over the rollouts)"),
         ("--groups-per-step", whole(), None, f"groups of a step (default {GROUPS_PER_STEP})"),
-        ("--ppo-epochs", whole(), 1, "times a step goes over its rollouts (default 1)"),
-        ("--minibatches", whole(), 1, "updates of one such time, of whole groups (default 1)"),
+        ("--ppo-epochs", whole(), 1, "passes of a step over its rollouts (default 1)"),
+        ("--minibatches", whole(), 1, "updates of a pass, each of whole groups (default 1)"),
         ("--lr", number, 1e-6, "learning rate (default 1e-6)"),
-        ("--warmup-steps", whole(0), 0, "steps in which it rises (default 0)"),
+        ("--warmup-steps", whole(0), 0, "steps in which the learning rate rises (default 0)"),
         ("--weight-decay", number, 0.1, "AdamW's (default 0.1)"),
         ("--clip-grad", number, None, "largest gradient norm; 0: any (default 1; 0 in float64)"),
         ("--clip-low", number, 0.2, "ratios count no lower than 1 - X (default 0.2)"),
