@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import io
 import logging
@@ -152,6 +153,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROG} {verb}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Python would flush stdout once more at exit and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
         return 141
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename:
+            raise
+        _discard_stdout()
+        print(f"{PROG} {verb}: stdout: cannot be written ({error.strerror})", file=sys.stderr)
+        return 2
+
+
+def _discard_stdout() -> None:
+    """Python would flush it once more at exit, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -132,6 +132,7 @@ def ended(*arguments: str) -> tuple[int, str]:
     err = io.StringIO()
     handler = logging.StreamHandler(err)  # pytest takes what the logging module would print
     handler.setLevel(logging.WARNING)
+    handler.addFilter(logging.Filter("megatron_prefix"))
     logging.getLogger().addHandler(handler)
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
