@@ -90,7 +90,7 @@ class PrefixConfig:
         return self.memory_budget_gb * (1 << 30) or None
 
     def tree_options(self, align: int) -> TreeOptions:
-        """Options of trees in a layout with this alignment; plan/chunking.py chooses "auto" chunks."""
+        """Options of trees in a layout with this alignment; "auto" chunks are chosen later."""
         chunk = 0 if isinstance(self.chunk_tokens, str) else self.chunk_tokens
         chunk = max(chunk, align) if chunk > 0 else chunk
         return TreeOptions(
