@@ -164,8 +164,6 @@ def compare(case: Case, layout: Layout) -> None:
     num = sum(batch["tokens"].numel() for batch in ours.batches) * layout.cp
     for mine, theirs in zip(found, expected, strict=True):
         assert_close(mine["nll"], theirs["nll"], num)
-    # Megatron takes the cross-entropy of labels in fp32, whatever the model's dtype.
-    dtype = torch.float64 if case.form.logits else torch.float32
     assert own.keys() == gradients.keys()
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     assert largest > 0 or case.forward_only
@@ -173,7 +171,7 @@ def compare(case: Case, layout: Layout) -> None:
         assert own[name].isfinite().all(), name
         error = float((own[name] - gradient).abs().max())
         scale = max(float(gradient.abs().max()), 0.01 * largest)
-        limit = tolerance(dtype, num) * scale
+        limit = tolerance(torch.float64, num) * scale
         assert error <= limit, f"{name}: {error:.2e} exceeds {limit:.2e}"
 
 

@@ -73,10 +73,11 @@ class Trainer:
         form: how the model is called.
         seed: of the samples.
         layout: of the job.
+        device: where the batches are.
     """
 
-    def __init__(self, form: Form, seed: int, layout: Any) -> None:
-        self.form, self.layout = form, layout
+    def __init__(self, form: Form, seed: int, layout: Any, device: str = "cpu") -> None:
+        self.form, self.layout, self.device = form, layout, device
         self.num = len(form.sizes)
         multiple = form.pad * (2 * layout.cp if layout.cp > 1 else 1)
         if layout.sequence_parallel:
@@ -111,9 +112,10 @@ class Trainer:
         for name, rows in columns.items():
             mine = [row[one] for row, one in zip(rows, held, strict=True)]
             whole = np.concatenate(mine)[None] if form.packed else np.stack(mine)
-            batch[name] = torch.from_numpy(whole)
+            batch[name] = torch.from_numpy(whole).to(self.device)
         draw = torch.Generator().manual_seed(number)
-        batch["weight"] = torch.randn(batch["tokens"].shape, generator=draw, dtype=torch.float64)
+        weight = torch.randn(batch["tokens"].shape, generator=draw, dtype=torch.float64)
+        batch["weight"] = weight.to(self.device)
         return batch
 
     def iterator(self) -> Any:
@@ -164,8 +166,10 @@ class Trainer:
             self.ended.append(batch["number"])
 
     def _packing(self, batch: dict[str, Any]) -> PackedSeqParams:
-        padded = torch.tensor(np.cumsum([0, *batch["lengths"]]), dtype=torch.int32)
-        true = torch.tensor(np.cumsum([0, *batch["true"]]), dtype=torch.int32)
+        padded, true = (
+            torch.tensor(np.cumsum([0, *batch[name]]), dtype=torch.int32, device=self.device)
+            for name in ("lengths", "true")
+        )
         return PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=true, cu_seqlens_kv=true, cu_seqlens_q_padded=padded,
             cu_seqlens_kv_padded=padded, max_seqlen_q=max(batch["lengths"]),

@@ -1,0 +1,112 @@
+"""Model calls on a GPU: packed samples with transformer-engine, side streams, autocast."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
+
+from megatron_prefix import runtime
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.models.build import build_model, has_transformer_engine
+from megatron_prefix.models.presets import resolve
+from megatron_prefix.numerics import tolerance
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.run.suspend import Settings
+from megatron_prefix.runtime import Layout
+from tests.alignment.test_model_calls import ROWS, run_step
+from tests.harness.calls import VOCAB, Form, Trainer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CONFIG = PrefixConfig(min_gain=0, wave_tokens=64, chunk_tokens=16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    runtime.initialize(Layout())
+    yield
+    runtime.shutdown()
+
+
+def small(dtype: str, **options: Any) -> list[Any]:
+    spec = resolve("tiny-qwen3", num_layers=2).with_vocab(VOCAB)
+    return build_model(spec, dtype=dtype, device="cuda", **options)
+
+
+def compare(
+    chunks: list[Any], form: Form, dtype: torch.dtype, ours: type[Trainer] = Trainer
+) -> None:
+    """Losses of every position and gradients within the policy of a dtype."""
+    schedule = PrefixSchedule(CONFIG)
+    expected, gradients = run_step(stock_schedule(), Trainer(form, 0, Layout(), "cuda"), chunks)
+    before = Settings.now()
+    found, own = run_step(schedule, ours(form, 0, Layout(), "cuda"), chunks)
+    assert Settings.now() == before
+    assert schedule.report is not None and schedule.report.decision.share
+    limit = tolerance(dtype, 512)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine["nll"] - theirs["nll"]).abs().max() <= limit * theirs["nll"].abs().max()
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        assert own[name].isfinite().all(), name
+        assert float((own[name] - gradient).abs().max()) <= limit * largest, name
+
+
+@pytest.mark.parametrize("form", [Form(), Form(pad=8), Form(logits=True), Form(mask=False), ROWS])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_local_layers(form: Form, dtype: str) -> None:
+    compare(small(dtype, layer_spec="local"), form, getattr(torch, dtype))
+
+
+@pytest.mark.skipif(not has_transformer_engine(), reason="transformer-engine is not installed")
+@pytest.mark.parametrize("form", [Form(pad=8), Form(pad=8, logits=True)])
+def test_transformer_engine(form: Form) -> None:
+    compare(small("bfloat16", layer_spec="te"), form, torch.bfloat16)
+
+
+class OnAStream(Trainer):
+    """Calls the model on a stream of its own."""
+
+    stream: Any = None
+
+    def step(self, iterator: Any, model: Any) -> Any:
+        self.stream = self.stream or torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            found = super().step(iterator, model)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return found
+
+
+class UnderAutocast(Trainer):
+    """Calls the model under autocast to bf16."""
+
+    def step(self, iterator: Any, model: Any) -> Any:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            output, loss_func = super().step(iterator, model)
+        assert not torch.is_autocast_enabled("cuda")
+        return output, loss_func
+
+
+def test_a_stream_of_the_forward_steps_own() -> None:
+    compare(small("float32", layer_spec="local"), Form(), torch.float32, OnAStream)
+
+
+def test_autocast_around_the_call_reaches_the_segments() -> None:
+    chunks = small("float32", layer_spec="local")
+    seen: list[bool] = []
+    decoder = chunks[0].module.decoder
+    handle = decoder.register_forward_pre_hook(
+        lambda *_: seen.append(torch.is_autocast_enabled("cuda"))
+    )
+    with contextlib.closing(contextlib.ExitStack()) as stack:
+        stack.callback(handle.remove)
+        compare(chunks, ROWS, torch.bfloat16, UnderAutocast)
+    assert not all(seen) and seen[-1]  # the stock schedule's without, then ours with
