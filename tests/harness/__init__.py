@@ -1,1 +1,1 @@
-"""What tests share. Import it as `tests.harness`."""
+"""Helpers of tests; import them as `tests.harness`."""

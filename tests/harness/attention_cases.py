@@ -18,7 +18,7 @@ LAYOUTS = ("contiguous", "qkv", "heads_first", "buffer")
 
 @dataclass(frozen=True)
 class Case:
-    """A wave of rollouts below ancestors with these numbers of keys."""
+    """A wave of spans of `lengths` below ancestors with these numbers of keys."""
 
     ancestors: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -33,14 +33,14 @@ class Case:
 
     @property
     def reduction_length(self) -> int:
-        """Terms of the longest sum: keys of a row, rows of a key, or the width of a head."""
-        rows = sum(self.lengths)
+        """Terms of the longest sum: keys of a query, queries of a key, or the width of a head."""
+        queries = sum(self.lengths)
         group = self.heads // self.kv_heads
-        return max(sum(self.ancestors) + max(self.lengths), rows * group, self.dim)
+        return max(sum(self.ancestors) + max(self.lengths), queries * group, self.dim)
 
 
 class Tensors(NamedTuple):
-    """Row-major [rows, heads, width]; ``keys[i]`` and ``values[i]`` of ancestor i, the last own."""
+    """[positions, heads, width]; ``keys[i]`` and ``values[i]`` of ancestor i, the last its own."""
 
     q: Tensor
     keys: list[Tensor]
@@ -49,7 +49,7 @@ class Tensors(NamedTuple):
 
 
 CASES = {
-    "one row, no ancestor": Case((), (37,)),
+    "one span, no ancestor": Case((), (37,)),
     "one token": Case((), (1,)),
     "one token below one token": Case((1,), (1,)),
     "single tokens below a prefix": Case((23,), (1, 1, 1)),
@@ -69,7 +69,7 @@ def make(
 ) -> Tensors:
     """Random tensors in the memory layouts in which Megatron and the cache hold them."""
     generator = torch.Generator().manual_seed(seed)
-    rows, widths = sum(case.lengths), (case.dim, case.dim_v)
+    length, widths = sum(case.lengths), (case.dim, case.dim_v)
 
     def rand(num: int, heads: int, width: int) -> Tensor:
         x = torch.randn(num, heads, width, generator=generator, dtype=torch.float64)
@@ -82,26 +82,26 @@ def make(
             return larger[3 : 3 + num]
         return x
 
-    q = rand(rows, case.heads, case.dim)
-    counts = (*case.ancestors, rows)
+    q = rand(length, case.heads, case.dim)
+    counts = (*case.ancestors, length)
     keys = [rand(num, case.kv_heads, widths[0]) for num in counts]
     values = [rand(num, case.kv_heads, widths[1]) for num in counts]
-    if layout == "qkv":  # Megatron's fused projection, [rows, 1, heads and K/V heads, width]
+    if layout == "qkv":  # Megatron's fused projection, [positions, 1, all heads, width]
         mixed = torch.cat([q, keys[-1], values[-1]], 1).unsqueeze(1)
         split = (case.heads, case.kv_heads, case.kv_heads)
         q, keys[-1], values[-1] = (x.squeeze(1) for x in mixed.split(split, dim=2))
-    return Tensors(q, keys, values, rand(rows, case.heads, case.dim_v))
+    return Tensors(q, keys, values, rand(length, case.heads, case.dim_v))
 
 
 def wave_mask(case: Case) -> Tensor:
-    """[rows, all keys], True where a row sees a key: every ancestor, its own rollout's past."""
-    rows = sum(case.lengths)
-    own = torch.zeros(rows, rows, dtype=torch.bool)
+    """[queries, keys], True where a query sees a key: all of ancestors, earlier ones of its span."""
+    num = sum(case.lengths)
+    own = torch.zeros(num, num, dtype=torch.bool)
     start = 0
     for length in case.lengths:
         own[start : start + length, start : start + length] = torch.ones(length, length).tril() > 0
         start += length
-    return torch.cat([torch.ones(rows, sum(case.ancestors), dtype=torch.bool), own], 1)
+    return torch.cat([torch.ones(num, sum(case.ancestors), dtype=torch.bool), own], 1)
 
 
 def expected(case: Case, tensors: Tensors) -> dict[str, Tensor]:
@@ -123,7 +123,7 @@ def expected(case: Case, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def by_blocks(kernel: Kernel, case: Case, tensors: Tensors) -> dict[str, Tensor]:
-    """A dense block an ancestor and one causal block, merged; each block's backward."""
+    """A dense block for each ancestor and one causal block, merged, and their backwards."""
     q, keys, values, dout = tensors
     *above, own = zip(keys, values, strict=True)
     parts = [kernel.dense(q, k, v, case.scale) for k, v in above]
@@ -137,7 +137,7 @@ def by_blocks(kernel: Kernel, case: Case, tensors: Tensors) -> dict[str, Tensor]
     grads.append(kernel.causal_backward(dout, q, *own, out, lse, aux, case.scale, case.lengths))
     dq = grads[0][0]
     for more, _, _ in grads[1:]:
-        dq.add_(more)  # as the caller does: a gradient belongs to whoever asked for it
+        dq.add_(more)  # in place, as the caller does
     result = {"out": out, "lse": lse, "dq": dq}
     for i, (_, dk, dv) in enumerate(grads):
         result |= {f"dk{i}": dk, f"dv{i}": dv}
@@ -160,8 +160,8 @@ def check(
         assert got[name].dtype == (accumulator_dtype(dtype) if name == "lse" else dtype), what
         actual, value = got[name], wanted[name]
         if name.startswith(("dq", "dk")):
-            # dq and dk are differences that cancel, fully where a row sees one key. Their rounding
-            # is that of their terms: they are compared beside dv, which does not cancel.
+            # dq and dk are differences that cancel, completely where a query sees one key. Rounding
+            # errors are those of their terms, so they are compared together with dv.
             beside = [name, *(other for other in wanted if other.startswith("dv"))]
             actual, value = (
                 torch.cat([x[other].flatten() for other in beside]) for x in (got, wanted)

@@ -1,4 +1,4 @@
-"""The command line, called in the test's process or in one of its own, and rows to feed it."""
+"""Calls the command line, in this process or in a new one, and makes rows of rollout files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 
 def result(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
-    """What a verb prints with --json, which is all that it prints."""
+    """The JSON that a verb prints with --json; nothing else may be printed."""
     code, out, err = run(capsys, *arguments, "--json")
     assert (code, err) == (0, "")
     return json.loads(out)

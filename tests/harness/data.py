@@ -18,12 +18,12 @@ BUNDLED = REPOSITORY / "megatron_prefix" / "data" / "bundled" / "agents.jsonl.gz
 
 
 def folder() -> Path:
-    """Where the sets would be."""
+    """The folder of the sets; it may be missing."""
     return Path(os.environ.get("MEGATRON_PREFIX_DATA", REPOSITORY.parent / "shared" / "data"))
 
 
 def files() -> list[Path]:
-    """Every set that is here, by name."""
+    """Every set in the folder, by name."""
     return sorted(folder().glob("*.jsonl.gz"))
 
 

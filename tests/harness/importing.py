@@ -1,4 +1,4 @@
-"""Files to import, a tokenizer that needs no package, and what comes out of them."""
+"""Files to import, a tokenizer that needs no package, and the imported rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random plans by the thousand: trees, pipelines, chunks, microbatches and bounds of every kind."""
+"""Thousands of random plans: trees, pipelines, chunks, microbatches and bounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.harness.trees import random_forest
 
 
 class Case(NamedTuple):
-    """What a random plan is made of; `options` are `make_plan`'s."""
+    """The arguments of a random plan; `options` are `make_plan`'s."""
 
     forest: Forest
     num_ranks: int
@@ -22,7 +22,7 @@ class Case(NamedTuple):
 
 
 def random_case(rng: random.Random) -> Case:
-    """One of rollouts that were built into trees, or of trees made directly."""
+    """A random case, of rollouts built into trees or of trees made directly."""
     forest = random_forest(rng) if rng.random() < 0.5 else _built(rng)
     num_ranks = rng.randint(1, 8)
     num_chunks = rng.randint(1, 4) if num_ranks > 1 else 1
@@ -44,7 +44,7 @@ def random_case(rng: random.Random) -> Case:
 
 
 def run(case: Case, best: bool = False) -> Timeline:
-    """Plans and simulates; with `best` by the planner's search."""
+    """Plans and simulates; with `best` by `best_plan`."""
     options = case.options
     if best:
         options = {**options, "run_ahead": options["run_ahead"] or 2}
@@ -53,7 +53,7 @@ def run(case: Case, best: bool = False) -> Timeline:
 
 
 def _built(rng: random.Random) -> Forest:
-    """Groups of rollouts that branch off one text, some of them more than once."""
+    """Groups of rollouts that branch off one text; some are equal."""
     draw = np.random.default_rng(rng.randrange(2**32))
     rollouts, groups = [], []
     for group in range(rng.randint(1, 4)):

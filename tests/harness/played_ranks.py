@@ -1,4 +1,4 @@
-"""Ranks of context parallelism played by threads of this process, which wait for one another."""
+"""Context-parallel ranks as threads of this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class World:
-    """What played ranks have sent: per call, in each rank's order, what every rank gave."""
+    """What the ranks have sent: by number of the call and rank."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -41,7 +41,7 @@ class World:
 
 @dataclass
 class Later:
-    """In the place of Pending."""
+    """Replaces Pending."""
 
     make: Callable[[], tuple[Tensor, ...]]
     tensors: tuple[Tensor, ...] = ()
@@ -52,7 +52,7 @@ class Later:
 
 
 class PlayedRank(Exchange):
-    """One of several ranks in this process; `sent` is what it has sent, call by call."""
+    """One rank; `sent` is what it has sent, call by call."""
 
     def __init__(self, world: World, rank: int) -> None:
         self._world, self.rank, self.size = world, rank, world.size
@@ -78,7 +78,7 @@ class PlayedRank(Exchange):
 
 
 def play(size: int, part: Callable[[PlayedRank], T]) -> list[T]:
-    """What `part` returns on every rank."""
+    """Runs `part` on every rank; returns the results."""
     world = World(size)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(part, [PlayedRank(world, rank) for rank in range(size)]))

@@ -1,4 +1,4 @@
-"""Rows of rollout files, good unless changed, and rollouts as plain values."""
+"""Valid rows of rollout files, which tests change, and rollouts as plain values."""
 
 from __future__ import annotations
 

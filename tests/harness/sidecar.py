@@ -1,4 +1,4 @@
-"""A step's worth of what attention does with a sidecar, without a model."""
+"""Uses a sidecar as attention does in a whole step, without a model."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def _segment(parent: int, length: int, *, inner: bool, extends: bool = False) ->
     return Segment(parent, 0, (Span(0, length, length, (0,)),), inner, extends, not inner)
 
 
-def random(rows: int, width: int, seed: int, device: str = "cpu") -> Tensor:
-    """[rows, HEADS, width], fp64."""
+def random(length: int, width: int, seed: int, device: str = "cpu") -> Tensor:
+    """[length, HEADS, width], fp64."""
     generator = torch.Generator().manual_seed(seed)
-    made = torch.randn(rows, HEADS, width, generator=generator, dtype=torch.float64)
+    made = torch.randn(length, HEADS, width, generator=generator, dtype=torch.float64)
     return made.to(device)
 
 
 def visit(
     cache: SidecarCache, one: Segment, index: int, layer: int, backward: bool, device: str = "cpu"
 ) -> list[Tensor]:
-    """One segment in one layer: all that the cache gives it."""
+    """One segment in one layer; returns all that it gets from the cache."""
     seen: list[Tensor] = []
     if one.inner and not backward:
         widths = (DIM, VALUE_DIM)
@@ -69,7 +69,7 @@ def visit(
 def step(
     cache: SidecarCache, segments: tuple[Segment, ...], until: str = "", device: str = "cpu"
 ) -> list[Tensor]:
-    """All that a step's segments are given, in order, up to an action."""
+    """Everything that a step's segments get from the cache, in order, up to an action."""
     found: list[Tensor] = []
     for action in ORDER:
         if action == until:

@@ -15,7 +15,7 @@ from megatron_prefix.runtime import Layout
 LENGTH, NUM_MICROBATCHES, VOCAB = 24, 4, 97
 
 
-class Step(NamedTuple):
+class RankResult(NamedTuple):
     """What one rank holds after a step; parameters by their name in the whole model.
 
     splits: the dimension along which tensor parallelism has cut a parameter, -1 if none.
@@ -78,7 +78,7 @@ def named_parameters(chunks: list[Any]) -> dict[str, torch.nn.Parameter]:
 
 def train_one_step(
     name: str, layout: Layout, *, overrides: dict[str, Any] | None = None, **options: Any
-) -> Step:
+) -> RankResult:
     """Join the job, build the model, and do one step; `options` go to `build_model`."""
     runtime.initialize(layout)
     spec = resolve(name, **(overrides or {})).with_vocab(VOCAB)
@@ -93,7 +93,7 @@ def train_one_step(
         raise RuntimeError("the optimizer skipped the step")
     from megatron.core import parallel_state
 
-    return Step(
+    return RankResult(
         losses,
         grads,
         {name: parameter.detach().clone() for name, parameter in parameters.items()},

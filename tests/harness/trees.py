@@ -1,4 +1,4 @@
-"""Rollouts that share, made up for tests of trees and plans: no torch, no model."""
+"""Rollouts that share prefixes, for tests of trees and plans: no torch, no model."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ def is_prefix_tree(forest: Forest) -> None:
         assert segment.parent == (open_path[-1] if open_path else -1)
         open_path.append(index)
     for rollout, path in enumerate(forest.paths):
-        rows = [forest.segments[index].spans[number] for index, number in path]
-        ends = [0, *(span.end for span in rows)]
-        assert [span.start for span in rows] == ends[:-1]
+        spans = [forest.segments[index].spans[number] for index, number in path]
+        ends = [0, *(span.end for span in spans)]
+        assert [span.start for span in spans] == ends[:-1]
         assert ends[-1] == forest.num_positions[rollout]
-        assert all(span.length > 0 for span in rows)
+        assert all(span.length > 0 for span in spans)
         parents = [forest.segments[index].parent for index, _ in path]
         assert parents == [-1, *(index for index, _ in path[:-1])]
 
@@ -156,7 +156,7 @@ def flat_forest(prefix=4, suffix=2, num=2, num_groups=1, **options) -> Forest:
 
 
 def random_forest(rng: random.Random, depth: int = 3) -> Forest:
-    """Segments of random trees, made without rollouts' tokens: fast, for thousands of plans.
+    """Segments of random trees, made without tokens: fast, for thousands of plans.
 
     Some inner segments carry loss, and some are chains of chunks.
     """
@@ -166,9 +166,9 @@ def random_forest(rng: random.Random, depth: int = 3) -> Forest:
     def grow(parent: int, tree: int, level: int, start: int, members: tuple[int, ...]) -> None:
         index, length = len(segments), rng.randint(1, 60)
         if len(members) == 1 or level == 0:
-            rows = tuple(Span(start, n, n, (m,)) for m in members for n in [rng.randint(1, 60)])
-            segments.append(Segment(parent, tree, rows, False, False, True))
-            for span in rows:
+            spans = tuple(Span(start, n, n, (m,)) for m in members for n in [rng.randint(1, 60)])
+            segments.append(Segment(parent, tree, spans, False, False, True))
+            for span in spans:
                 lengths[span.rollouts[0]] = span.end
             return
         extends = parent >= 0 and rng.random() < 0.3
@@ -181,7 +181,7 @@ def random_forest(rng: random.Random, depth: int = 3) -> Forest:
         members = tuple(range(len(lengths), len(lengths) + rng.randint(1, 8)))
         lengths.extend([0] * len(members))
         grow(-1, tree, rng.randint(0, depth), 0, members)
-    # `first_trained` is not what `scored` came from; plans read `scored` only.
+    # `first_trained` does not match `scored`; plans only read `scored`.
     return Forest(tuple(segments), tuple(lengths), tuple(n - 1 for n in lengths))
 
 

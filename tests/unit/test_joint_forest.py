@@ -30,7 +30,7 @@ def all_of(forests: list[Forest], microbatches_of: list[list[int]]) -> list[Join
     return [joint_forest(forests, microbatches_of, place) for place in range(len(forests))]
 
 
-def play_in_lockstep(plans: list[Plan], ready_after: list[list[int]]) -> int:
+def play_together(plans: list[Plan], ready_after: list[list[int]]) -> int:
     """Actions done when no rank of any pipeline can go on.
 
     A rank runs its next action when it is the same in all pipelines, and each has what its own
@@ -83,7 +83,7 @@ def test_a_plan_of_the_union_is_one_for_all(rng, num, num_ranks, num_chunks) -> 
             check_segments(plan.segments)
             assert not plan.segments or Plan.from_csv(plan.to_csv()) == plan
         num_actions = 2 * num_chunks * num_ranks * len(union.segments)
-        assert play_in_lockstep(plans, ready_after) == num_actions
+        assert play_together(plans, ready_after) == num_actions
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 4))
@@ -120,14 +120,14 @@ def test_the_union_of_like_forests_has_no_fillers() -> None:
     assert joint_forest(forests[:1] * 2, [range(8)] * 2).even
 
 
-def test_plans_made_apart_hang_in_lockstep() -> None:
+def test_plans_made_apart_hang_together() -> None:
     """What a joint plan is for: the play finds it."""
     forests = [build(*flat_rollouts(64, 4096, *size)) for size in ((8, 1), (2, 4))]
     microbatches_of = [range(len(forest.num_positions)) for forest in forests]
     filled = [each.forest for each in all_of(forests, microbatches_of)]
     apart = [make_plan(forest, 4) for forest in filled]
     ready_after = [loss_ready_after(forest) for forest in filled]
-    assert play_in_lockstep(apart, ready_after) < sum(map(len, apart[0].programs))
+    assert play_together(apart, ready_after) < sum(map(len, apart[0].programs))
 
 
 def test_a_wave_is_over_before_the_next_though_another_rank_has_fewer() -> None:
