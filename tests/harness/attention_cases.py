@@ -94,7 +94,7 @@ def make(
 
 
 def wave_mask(case: Case) -> Tensor:
-    """[queries, keys], True where a query sees a key: all of ancestors, earlier ones of its span."""
+    """[queries, keys], True where a query sees a key: ancestors, earlier ones of its span."""
     num = sum(case.lengths)
     own = torch.zeros(num, num, dtype=torch.bool)
     start = 0
