@@ -153,7 +153,7 @@ def test_one_row_is_passed_on_without_a_copy(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("name", ["math", "flash_cpu"])
 def test_outputs_are_contiguous(name: str) -> None:
     """So that the caller's reshape to [positions, heads * width] is free, also from a fused QKV."""
-    for case in (CASES["one row, no ancestor"], CASES["equal rollouts"], CASES["uneven rollouts"]):
+    for case in (CASES["one span, no ancestor"], CASES["equal rollouts"], CASES["uneven rollouts"]):
         tensors = make(case, torch.float32, "qkv")
         part = KERNELS[name].causal(
             tensors.q, tensors.keys[-1], tensors.values[-1], 1.0, case.lengths
