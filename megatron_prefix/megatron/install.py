@@ -1,18 +1,18 @@
 """The only file that hooks Megatron.
 
-Hooks on a built model, none of which replaces a module or touches a checkpoint key:
+Hooks on a built model; none replaces a module or changes a checkpoint key:
 
-1. a pre-hook on the decoder gives every row its true position's rotary embedding;
+1. a pre-hook on the decoder gives every token the rotary embedding of its position in its rollout;
 2. the *instance's* `core_attention.forward` runs the segment's blocks;
-3. the *instances'* methods of routers count what a token stands for (moe/overrides.py);
+3. the *instances'* methods of routers count every rollout of a token (moe/overrides.py);
 4. the *instance's* `forward` of the decoder lets an offloaded segment take what it saves, and a
 hook on every layer says where one ends;
 5. for the time of a step, the *instance's* `forward` of the language model is where the trainer's
 forward steps are suspended (`intercepted`).
 
-Each does nothing while no segment runs, so the stock schedule works on an installed model.  The
-running segment is an attribute and not thread-local state: on CUDA backward runs on another thread,
-and activation recompute enters the forward from there.
+Outside of segments they do nothing, so the stock schedule works on an installed model. The running
+segment is an attribute, not thread-local: on CUDA backward runs on another thread, and activation
+recomputation runs the forward there.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ class Hooks:
         self.kernel = _choose_kernel(kernel, self.model, self.num_layers)
 
     def uninstall(self) -> None:
-        """Takes every hook off again; the model is as it was."""
+        """Removes every hook; the model is as before."""
         while self._undo:
             self._undo.pop()()
 
     @contextlib.contextmanager
     def running(self, context: SegmentContext, *, scored: bool = True) -> Iterator[None]:
-        """Makes `context` the running segment; around its forward and around its backward.
+        """Makes `context` the running segment; used around its forward and its backward.
 
         Args:
             context: the segment.
@@ -110,12 +110,12 @@ class Hooks:
             self.model.post_process = head
 
     def prepare(self, max_position: int) -> None:
-        """Begins a step: tells the kernel, and makes the rotary table long enough."""
+        """Begins a step: informs the kernel, and makes the rotary table long enough."""
         self.kernel.begin_step()
         rope = getattr(self.model, "rotary_pos_emb", None)
         if rope is None or (self._rope is not None and len(self._rope) > max_position):
             return
-        # get_emb and not forward: forward is memoised for the whole class and slices by CP rank.
+        # Not `forward`: that is cached for the whole class and slices by context-parallel rank.
         table = rope.get_emb(1 << max_position.bit_length())
         self._rope = table[0] if isinstance(table, tuple) else table
 
@@ -160,8 +160,8 @@ class Hooks:
             if self.current is None:
                 return stock(query, key, value, *args, **kwargs)
             if not (self.current.inner or norms):
-                # A wave saves its values, and a view of them would hold the whole projection, which
-                # only norms of queries and keys hold anyway.
+                # A wave saves its values; a view would keep the whole projection in memory. With
+                # norms of queries and keys the projection is kept anyway.
                 value = value.contiguous()
             return segment_attention(query, key, value, self.current, layer, scale, self.kernel)
 
@@ -209,7 +209,7 @@ def install(model: nn.Module, kernel: str = "auto") -> Hooks:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Takes the hooks off a model chunk; nothing happens where there are none."""
+    """Removes the hooks of a model chunk, if there are any."""
     inner = language_model(model)
     found = getattr(inner, _INSTALLED, None)
     if found is not None:
@@ -238,7 +238,7 @@ def intercepted(
 
 
 def _softmax_scale(attention: Any, core: Any) -> float:
-    """What the stock core attention uses: its own scale, the layer's, the config's, 1/sqrt(dim).
+    """The stock core attention's scale: its own, the layer's, the config's, or 1/sqrt(dim).
 
     With apply_query_key_layer_scaling Megatron's own core attention divides by the layer's number
     before the product and multiplies after it (megatron/core/transformer/dot_product_attention.py).

@@ -44,13 +44,13 @@ def build_model(
     exact_loss: bool | None = None,
     config_overrides: dict[str, Any] | None = None,
 ) -> list[Any]:
-    # long: the one place where every option of a model is handed on
+    # long: the one place where every option of a model is passed on
     """This rank's model chunks: one GPTModel a virtual pipeline stage, in order.
 
     The process groups must exist (`runtime.initialize`). Weights are random, by `seed`, and the
-    same model in every layout. What Megatron's training loop sets on the config for the schedules
-    is set here (`finalize_model_grads_func`, and `no_sync_func` when reductions overlap);
-    `build_optimizer` adds `grad_scale_func`.
+    same in every layout. The config gets what Megatron's training loop sets for schedules
+    (`finalize_model_grads_func`, and `no_sync_func` when reductions overlap); `build_optimizer`
+    adds `grad_scale_func`.
 
     Args:
         dtype: of parameters and activations: float64 (local spec only), float32 or bfloat16.
@@ -61,9 +61,9 @@ def build_model(
         wrap_ddp: wrap each chunk in Megatron's DistributedDataParallel, which holds `main_grad`.
         overlap_grad_reduce: reduce gradients during the backward pass, in buckets of
             `bucket_size` elements (None: Megatron's default).
-        exact_loss: the model's loss is computed by `vocab_parallel_log_probs`, not Megatron's
-            float32 cross entropy; None means only for float64.
-        config_overrides: fields of TransformerConfig that win over all of this.
+        exact_loss: compute the loss by `vocab_parallel_log_probs` instead of Megatron's float32
+            cross entropy; None: only for float64.
+        config_overrides: fields of TransformerConfig; they win over all other options.
 
     Raises:
         UserError: options that contradict one another or the machine.
@@ -172,7 +172,7 @@ def _build_chunk(recipe: _Recipe, stage: int) -> Any:
 
 
 def _gpt_model(recipe: _Recipe, stage: int) -> Any:
-    """Megatron's GPTModel of one virtual stage; what it computes with is not yet filled in."""
+    """Megatron's GPTModel of one virtual stage; its weights are not filled in yet."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -196,7 +196,7 @@ def _gpt_model(recipe: _Recipe, stage: int) -> Any:
 
 
 def _exact_loss(model: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """In place of LanguageModule.compute_language_model_loss: [b, s], [s, b, V/tp] -> [b, s]."""
+    """Replaces LanguageModule.compute_language_model_loss: [b, s], [s, b, V/tp] -> [b, s]."""
     return -vocab_parallel_log_probs(logits, labels, model.pg_collection.tp)
 
 
@@ -233,7 +233,7 @@ def _block_spec(config: Any, engine: bool, vp_stage: int | None) -> Any:
 def _wrap_ddp(config: Any, chunk: Any, options: dict[str, Any], index: int) -> Any:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    # Buckets serve the first chunk only: what follows it overlaps with nothing.
+    # Only the first chunk's reductions can overlap with a backward, so only it gets buckets.
     return DistributedDataParallel(
         config,
         DistributedDataParallelConfig(**options),
@@ -243,7 +243,7 @@ def _wrap_ddp(config: Any, chunk: Any, options: dict[str, Any], index: int) -> A
 
 
 def _prepare_schedule(config: Any, chunks: list[Any], ddp: bool, overlap: bool) -> None:
-    """Set on the shared config what Megatron's `train` sets before it calls a schedule."""
+    """Set on the config what Megatron's `train` sets before it calls a schedule."""
     from megatron.core.distributed import finalize_model_grads
 
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""Modules of Megatron's local layer spec that Megatron limits more than it must."""
+"""Modules for Megatron's local layer spec, for layouts that Megatron's own ones refuse."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megatron_prefix.tree import cp_layout
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm, built as Megatron builds its norms.
 
-    Megatron's own wrapper of it refuses sequence parallelism (transformer/torch_norm.py:32). All
-    that takes is a mark on the weight: each rank has seen only its part of the sequence, so
+    Megatron's own wrapper refuses sequence parallelism (transformer/torch_norm.py:32). It only
+    needs a flag on the weight: each rank has only its part of the sequence, so
     `finalize_model_grads` must sum the weight's gradient over the tensor-parallel ranks.
     """
 
@@ -93,7 +93,7 @@ def _hidden(lengths: tuple[int, ...], rank: int, size: int) -> torch.Tensor:
 
 
 class _Float64Kept(TorchFunctionMode):
-    """Casts of float64 to float32 do nothing."""
+    """Makes casts of float64 to float32 do nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -108,10 +108,10 @@ class _Float64Kept(TorchFunctionMode):
 
 
 def keep_float64(router: Any) -> None:
-    """Lets a router of a float64 model compute in float64 throughout.
+    """Makes a router of a float64 model compute in float64.
 
-    Megatron takes the softmax and the sigmoid of its logits in float32, whatever
-    `moe_router_dtype` says (transformer/moe/moe_utils.py, `topk_routing_with_score_function` and
+    Megatron computes softmax and sigmoid of its logits in float32, for any `moe_router_dtype`
+    (transformer/moe/moe_utils.py, `topk_routing_with_score_function` and
     `compute_routing_scores_for_aux_loss`).
     """
     stock = router.forward
