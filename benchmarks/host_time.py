@@ -86,9 +86,10 @@ def main() -> None:
     from megatron_prefix.run.schedule import PrefixSchedule
 
     spec = resolve("tiny-llama", num_layers=1).with_vocab(VOCAB)
-    (model,) = build_model(spec, dtype="float32")
+    on_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float32")
+    (model,) = build_model(spec, dtype=dtype, device=device)
     items = microbatches(args.microbatches, args.tokens)
-    device = next(model.parameters()).device
     items = [{name: value.to(device) for name, value in item.items()} for item in items]
     begun: list[float] = []
     run = Executor.run

@@ -17,12 +17,10 @@ from megatron_prefix.models.presets import resolve
 from megatron_prefix.numerics import assert_close, tolerance
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout
-from tests.harness import steps
-from tests.harness.calls import VOCAB, Form, Trainer
+from tests.harness.calls import ROWS, VOCAB, Form, Trainer, run_step
 from tests.harness.ranks import run_ranks
 
 CONFIG = PrefixConfig(min_gain=0, wave_tokens=24, chunk_tokens=8, kernel="math")
-ROWS = Form(packed=False)
 
 
 @dataclass(frozen=True)
@@ -106,31 +104,6 @@ JOBS = {
     "EP2": (Layout(ep=2, dp=2), EP2),
     "TP2 SP PP2": (Layout(tp=2, pp=2, sequence_parallel=True), {"packed": Case(Form(pad=2))}),
 }
-
-
-def run_step(
-    schedule: Any, trainer: Trainer, chunks: list[Any], *, forward_only: bool = False
-) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """Logs and gradients of a step, as the trainer's training loop makes it."""
-    for chunk in chunks:
-        steps.zero_gradients(chunk)
-    several = len(chunks) > 1
-    iterators = [trainer.iterator() for _ in chunks]
-    logs = schedule(
-        forward_step_func=trainer.step,
-        data_iterator=iterators if several else iterators[0],
-        model=chunks if several else chunks[0],
-        num_microbatches=trainer.num,
-        seq_length=64,
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
-    named = {
-        f"chunk {number}: {name}": gradient
-        for number, chunk in enumerate(chunks)
-        for name, gradient in steps.gradients(chunk).items()
-    }
-    return logs, named
 
 
 def built(case: Case, layout: Layout) -> list[Any]:

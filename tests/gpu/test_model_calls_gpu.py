@@ -18,8 +18,7 @@ from megatron_prefix.numerics import tolerance
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.run.suspend import Settings
 from megatron_prefix.runtime import Layout
-from tests.alignment.test_model_calls import ROWS, run_step
-from tests.harness.calls import VOCAB, Form, Trainer
+from tests.harness.calls import ROWS, VOCAB, Form, Trainer, run_step
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from torch import Tensor
 
 from megatron_prefix.tree import cp_layout
+from tests.harness import steps
 
 VOCAB = 64
 
@@ -47,6 +48,9 @@ class Form:
     per_token: bool = False
     by_tp_rank_0: bool = False
     indices: bool = False
+
+
+ROWS = Form(packed=False)
 
 
 def samples(seed: int, num: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -209,3 +213,28 @@ def _nll(logits: Tensor, labels: Tensor) -> Tensor:
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         whole = gather_from_tensor_model_parallel_region(logits)
     return -whole.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+
+def run_step(
+    schedule: Any, trainer: Trainer, chunks: list[Any], *, forward_only: bool = False
+) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Logs and gradients of a step, as the trainer's training loop makes it."""
+    for chunk in chunks:
+        steps.zero_gradients(chunk)
+    several = len(chunks) > 1
+    iterators = [trainer.iterator() for _ in chunks]
+    logs = schedule(
+        forward_step_func=trainer.step,
+        data_iterator=iterators if several else iterators[0],
+        model=chunks if several else chunks[0],
+        num_microbatches=trainer.num,
+        seq_length=64,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    named = {
+        f"chunk {number}: {name}": gradient
+        for number, chunk in enumerate(chunks)
+        for name, gradient in steps.gradients(chunk).items()
+    }
+    return logs, named
