@@ -208,7 +208,9 @@ def aligned(
     group = GroupShape(512, 128, 4).group(spec.vocab_size or 0, options.seed)
     try:
         return [
-            align.align(chunks, [group], config, seed=options.seed, reference=exact)
+            align.over_ranks(
+                align.align(chunks, [group], config, seed=options.seed, reference=exact)
+            )
             for config in configs
         ]
     finally:

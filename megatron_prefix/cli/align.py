@@ -105,19 +105,15 @@ def _print(args: argparse.Namespace, result: Any, dropped: int) -> None:
         "baseline": result.baseline,
         "tokens, all rollouts": report.number(result.raw_tokens),
         "tokens, executed": report.number(result.executed_tokens),
-        "largest difference of a loss": f"{result.loss_max_abs_diff:.2e}",
-        "of a log-prob": f"{result.logprob_max_abs_diff:.2e}",
-        "of a gradient, relative": f"{result.grad_max_rel_diff:.2e}",
-        "of a parameter after AdamW": f"{result.param_max_abs_diff:.2e}",
+        **report.differences(result),
     }
     if result.grad_error_ratio_max is not None:
         facts["gradient error against fp32, of stock's"] = (
             f"{result.grad_error_ratio_p50:.3f} median, {result.grad_error_ratio_max:.3f} most,"
-            f" over {result.draws} draws"
+            f" over {result.draws} draws (at most {result.tolerance:.2f}, chance aside)"
         )
     if dropped:
         facts["rollouts dropped by --max-tokens"] = str(dropped)
-    facts["tolerance"] = f"{result.tolerance:.2e}"
     facts["verdict"] = "aligned" if result.passed else "NOT aligned"
     report.print_facts("stock schedule against prefix schedule", facts)
     for failure in result.failures:

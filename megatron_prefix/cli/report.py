@@ -172,6 +172,25 @@ def watched(
             advance(size(item))
 
 
+def differences(result: Any) -> dict[str, str]:
+    """Lines of a table: how far the schedules are apart, each quantity with its own limit.
+
+    Args:
+        result: an Alignment, or the Summary of a run that compared. Limits are None in 16 bit.
+    """
+    lines = {}
+    for what, name, limit in (
+        ("largest difference of a loss", "loss_max_abs_diff", result.loss_limit),
+        ("of a log-prob", "logprob_max_abs_diff", getattr(result, "logprob_limit", None)),
+        ("of a gradient, relative", "grad_max_rel_diff", result.tolerance),
+        ("of a parameter after AdamW", "param_max_abs_diff", result.param_limit),
+    ):
+        if hasattr(result, name):
+            allowed = "" if result.loss_limit is None else f" (at most {limit:.2e})"
+            lines[what] = f"{getattr(result, name):.2e}{allowed}"
+    return lines
+
+
 # Files --------------------------------------------------------------------------------------------
 
 

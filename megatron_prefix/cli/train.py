@@ -263,10 +263,7 @@ def _facts(summary: Summary, dropped: int) -> dict[str, str]:
         facts["  stock schedule"] = f"{summary.stock_step_s:.3f} s"
         facts["  prefix schedule"] = f"{step_s:.3f} s"
         facts["  speedup"] = f"{summary.speedup:.2f}x"
-        facts["largest difference of a loss"] = f"{summary.loss_max_abs_diff:.2e}"
-        facts["of a gradient, relative"] = f"{summary.grad_max_rel_diff:.2e}"
-        facts["of a parameter"] = f"{summary.param_max_abs_diff:.2e}"
-        facts["tolerance"] = f"{summary.tolerance:.2e}"
+        facts |= report.differences(summary)
         facts["verdict"] = {
             True: "aligned",
             False: "NOT aligned",

@@ -3,6 +3,7 @@
 from megatron_prefix.numerics.policy import (
     DRAWS,
     ERROR_RATIO,
+    FLOOR,
     SLACK,
     accumulator_dtype,
     assert_close,
@@ -14,6 +15,7 @@ from megatron_prefix.numerics.policy import (
 __all__ = [
     "DRAWS",
     "ERROR_RATIO",
+    "FLOOR",
     "SLACK",
     "accumulator_dtype",
     "assert_close",

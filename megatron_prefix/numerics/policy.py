@@ -10,6 +10,11 @@ the accumulation, whose rounding errors behave like a random walk over the terms
 Higham, T. Mary: "A New Approach to Probabilistic Rounding Error Analysis", section 1: sqrt(n) * u
 instead of n * u). Kernels accumulate bf16 and fp16 in fp32, so the second term uses fp32's eps
 there; bf16's would accept anything. fp32 and fp64 are accumulated in themselves.
+
+Between a weight and the loss lie `depth` layers. Each adds up `width` products in the forward and
+again in the backward, and passes its errors on to the next. For a whole step the model is
+
+    SLACK * (eps(dtype) + eps(accumulator) * (sqrt(tokens) + 2 * depth * sqrt(width)))
 """
 
 from __future__ import annotations
@@ -24,6 +29,11 @@ from torch import Tensor
 SLACK = 4.0
 """The policy's one constant: several roundings in a row (logits, weights, output) instead of one,
 and a worst element instead of a typical one. Never change it for one test."""
+
+FLOOR = 1e-2
+"""A gradient below this part of the largest of all parameters is judged as if it were that large.
+All are sums of the same signals. Where a sum cancels, its rounding errors do not: the norms of
+queries and keys have no gradient where a query sees one key, and what is left is rounding."""
 
 ERROR_RATIO = 1.1
 """In 16 bit: error against fp32, over that of the stock schedule."""
@@ -51,15 +61,17 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return _ACCUMULATOR[dtype]
 
 
-def tolerance(dtype: torch.dtype, reduction_length: int) -> float:
+def tolerance(dtype: torch.dtype, reduction_length: int, width: int = 0, depth: int = 0) -> float:
     """Largest accepted `relative_error` of a result held in ``dtype``.
 
     ``reduction_length`` is the number of terms in the longest sum behind one element (keys for an
-    attention output, tokens for a weight gradient), at least 1; ValueError otherwise.
+    attention output, tokens for a weight gradient), at least 1; ValueError otherwise.  ``depth`` is
+    the number of layers that the result goes through, ``width`` the longest sum in one of them.
     """
     if reduction_length < 1:
         raise ValueError(f"reduction_length is {reduction_length}: a sum has at least one term")
-    accumulated = torch.finfo(accumulator_dtype(dtype)).eps * math.sqrt(reduction_length)
+    terms = math.sqrt(reduction_length) + 2 * depth * math.sqrt(width)
+    accumulated = torch.finfo(accumulator_dtype(dtype)).eps * terms
     return SLACK * (torch.finfo(dtype).eps + accumulated)
 
 

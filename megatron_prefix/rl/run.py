@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.numerics import compare
 from megatron_prefix.rl import checkpoint, run_folder
 from megatron_prefix.rl.checkpoint import Identity
 from megatron_prefix.rl.metrics import FILE, Metrics, MetricsWriter
@@ -21,6 +22,11 @@ from megatron_prefix.rl.trainer import CompletedStep, Trainer
 from megatron_prefix.rl.updates import TrainingError
 
 logger = logging.getLogger(__name__)
+COMPARED = (
+    "loss_max_abs_diff", "loss_limit", "grad_max_rel_diff", "tolerance", "param_max_abs_diff",
+    "param_limit", "passed",
+)  # fmt: skip
+"""What a summary takes from the verdict on a run's updates."""
 
 
 @dataclass
@@ -31,13 +37,13 @@ class Summary:
         first_step, last_step: steps of this run, from 1.
         raw_tokens, executed_tokens: positions of all updates, without and with sharing.
         step_s: one step's updates: forward, backward, optimizer.
-        stock_step_s: the stock schedule's; None without a comparison, as are the next five.
+        stock_step_s: the stock schedule's; None without a comparison, as are the next eight.
         speedup: stock_step_s / step_s.
         loss_max_abs_diff, grad_max_rel_diff, param_max_abs_diff: largest over steps.
+        loss_limit, tolerance, param_limit: the limit of each of these (`tolerance`: of gradients).
         passed: every update was within the numerics policy; None in 16 bit, where only an fp32
-            reference can tell.
-        tolerance: of gradients.
-        failures: what was outside the policy, on this rank.
+            reference can tell, and where the limits are None too.
+        failures: what was outside the policy.
         loss, reward_mean, grad_norm: of the last step.
         skipped_updates: updates skipped since the very first step.
         error: why the run ended early, or None.
@@ -56,8 +62,10 @@ class Summary:
     loss_max_abs_diff: float | None = None
     grad_max_rel_diff: float | None = None
     param_max_abs_diff: float | None = None
-    passed: bool | None = None
+    loss_limit: float | None = None
     tolerance: float | None = None
+    param_limit: float | None = None
+    passed: bool | None = None
     failures: list[str] = field(default_factory=list)
     loss: float | None = None
     reward_mean: float | None = None
@@ -167,15 +175,17 @@ def _fill(summary: Summary, steps: list[CompletedStep]) -> None:
     for name in ("loss", "reward_mean", "grad_norm"):
         setattr(summary, name, values(f"train/{name}")[-1])
     summary.step_s = statistics.median(values("train/updates_s"))
-    updates = [update for step in steps for update in step.updates]
-    differences = [update.difference for update in updates if update.difference is not None]
+    differences = {
+        f"step {step.number}, update {number}": update.difference
+        for step in steps
+        for number, update in enumerate(step.updates, start=1)
+        if update.difference is not None
+    }
     if not differences:
         return
     summary.stock_step_s = statistics.median(values("prefix_sharing/stock_updates_s"))
     summary.speedup = summary.stock_step_s / summary.step_s
-    for name in ("loss_max_abs_diff", "grad_max_rel_diff", "param_max_abs_diff"):
-        setattr(summary, name, max(values(f"prefix_sharing/{name}")))
-    summary.tolerance = min(difference.tolerance for difference in differences)
-    judged = [difference.passed for difference in differences if difference.passed is not None]
-    summary.passed = all(judged) if judged else None
-    summary.failures = [failure for d in differences for failure in d.failures]
+    verdict = compare.merged(differences)
+    for name in COMPARED:
+        setattr(summary, name, getattr(verdict, name))
+    summary.failures = list(verdict.failures)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megatron_prefix.rl import compare, passes
+from megatron_prefix.numerics import compare
+from megatron_prefix.rl import passes, snapshot
 from megatron_prefix.rl.loss import forward_step
 from megatron_prefix.rl.passes import Microbatch
 from megatron_prefix.rl.settings import ADAM_EPS, TrainSettings
@@ -50,8 +51,8 @@ class Update:
     raw_tokens: int
     executed_tokens: int
     skipped: bool
-    outcome: compare.Outcome | None = None
-    difference: compare.Difference | None = None
+    outcome: compare.Trace | None = None
+    difference: compare.Verdict | None = None
     stock_seconds: float | None = None
 
 
@@ -103,21 +104,24 @@ class Updater:
         return update
 
     def _compared(self, items: Sequence[Microbatch], weight: float, step: int) -> Update:
-        before = compare.Snapshot(self._chunks, self._optimizer)
+        before = snapshot.Snapshot(self._chunks, self._optimizer)
         stock = self._run(self._stock, items, weight, record=True)
         before.restore()
         ours = self._run(self._schedule, items, weight, record=True)
         if stock.outcome is None or ours.outcome is None:
             raise RuntimeError("an update was run for a comparison and recorded nothing")
-        difference = compare.compare(
-            stock.outcome,
-            ours.outcome,
-            num_tokens=ours.raw_tokens,
-            scales=compare.Scales.of(items, self._settings.grpo.kl_coeff),
-            lr=self._settings.lr_at(step),
+        settings = self._settings
+        conditions = snapshot.conditions(
+            self._chunks,
+            items,
+            tokens=ours.raw_tokens * parallel_state.get_data_parallel_world_size(),
+            lr=settings.lr_at(step),
             eps=ADAM_EPS,
+            kl_coeff=settings.grpo.kl_coeff,
+            may_vanish=True,
         )
-        difference = compare.over_ranks(difference, self._device)
+        mine = compare.compare(stock.outcome, ours.outcome, conditions)
+        difference = compare.over_ranks(compare.on_all_ranks(mine))
         return replace(ours, outcome=None, difference=difference, stock_seconds=stock.seconds)
 
     def _run(
@@ -135,7 +139,7 @@ class Updater:
         loss = forward_step(self._settings.grpo, weight=weight)
         logs = passes.run(schedule, loss, self._chunks, items)
         seconds = now(self._device) - begin
-        gradients = compare.gradients(self._chunks) if record else {}
+        gradients = snapshot.gradients(self._chunks) if record else {}
         begin = now(self._device)
         names = self._settings.log_names
         means = passes.mean_over_ranks(passes.log_sums(logs), names, self._device)
@@ -147,8 +151,8 @@ class Updater:
         executed = report.forest.executed_tokens if report and report.decision.share else raw
         outcome = None
         if record:
-            after = compare.parameters(self._chunks)
-            outcome = compare.Outcome(compare.losses(logs), gradients, after)
+            after = snapshot.parameters(self._chunks)
+            outcome = compare.Trace(snapshot.losses(logs), gradients, after)
         return Update(means, norm, zeros, seconds, raw, executed, skipped, outcome)
 
     def _apply(self, loss: float) -> tuple[float, float, bool]:

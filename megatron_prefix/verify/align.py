@@ -1,14 +1,14 @@
 """Stock schedule against prefix schedule: same weights, same rollouts, one optimizer step each.
 
 What is compared is what training sees: every microbatch's loss, the log-prob of every trained
-token, every parameter's gradient and every parameter after the step; verdict.py judges.
+token, every parameter's gradient and every parameter after the step; numerics/compare.py judges.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,31 +25,57 @@ from megatron_prefix.models.local import LocalAttention
 from megatron_prefix.models.optimizer import build_optimizer
 from megatron_prefix.models.weights import global_parameters
 from megatron_prefix.moe.observed import take_auxiliary
-from megatron_prefix.numerics import DRAWS
-from megatron_prefix.rl import batches, loss, passes
+from megatron_prefix.numerics import DRAWS, compare
+from megatron_prefix.numerics.compare import Trace, Verdict
+from megatron_prefix.numerics.pooled import Errors
+from megatron_prefix.rl import batches, loss, passes, snapshot
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.verify.verdict import (
-    ADAM_EPS,
-    LR,
-    STOCK,
-    Alignment,
-    Errors,
-    Trace,
-    data_rank,
-    judge,
-    over_ranks,
-)
 
+LR = 1e-3
+ADAM_EPS = 1e-8
+STOCK = "stock schedule"
+"""The usual baseline."""
 GATHERED = "stock schedule, its local attention over gathered keys"
 """The baseline where Megatron's local attention refuses context parallelism (models/local.py)."""
 
-__all__ = [
-    "Alignment", "Trace", "align", "data_rank", "microbatches", "over_ranks",
-    "run_step", "with_old_logprobs",
-]  # fmt: skip
-
 Microbatch = dict[str, Any]
 Schedule = Callable[..., list[Any]]
+
+
+@dataclass(frozen=True)
+class Alignment(Verdict):
+    """The verdict; the keys of `align --json`.
+
+    Attributes:
+        raw_tokens: positions of all rollouts.
+        executed_tokens: positions that the prefix schedule computed.
+        baseline: what the prefix schedule was compared with.
+    """
+
+    raw_tokens: int = 0
+    executed_tokens: int = 0
+    baseline: str = STOCK
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields by name."""
+        return asdict(self)
+
+
+def data_rank() -> int:
+    """This rank's place among the data-parallel ranks."""
+    return int(parallel_state.get_data_parallel_rank())
+
+
+def over_ranks(mine: Alignment) -> Alignment:
+    """The verdict of all ranks together, the same on every rank."""
+    everyone = compare.on_all_ranks((data_rank(), mine))
+    parts = dict(everyone).values()  # of the ranks that have the same rollouts, one
+    return Alignment(
+        **vars(compare.over_ranks([verdict for _, verdict in everyone])),
+        raw_tokens=sum(part.raw_tokens for part in parts),
+        executed_tokens=sum(part.executed_tokens for part in parts),
+        baseline=mine.baseline,
+    )
 
 
 def microbatches(groups: Sequence[Group], seed: int, multiple: int = 1) -> list[Microbatch]:
@@ -101,14 +127,14 @@ def run_step(
     step = _recording(loss.forward_step(loss.GrpoConfig(clip_low=1.0, clip_high=1e9)))
     logs = passes.run(schedule, step, chunks, items)
     gradients = {name: p.main_grad.detach().clone() for name, p in _parameters(chunks)}
-    after = _after_adamw(chunks) if optimize else {}
+    after = _after_adamw(chunks) if optimize else None
     auxiliary = take_auxiliary([unwrap(chunk) for chunk in chunks])
     with torch.no_grad():
         for buffer, value in buffers:
             buffer.copy_(value)
     losses = [(log["loss"][0] / log["loss"][1].clamp(min=1)).double().cpu() for log in logs]
     logprobs = [log["logprobs"].double().cpu() for log in logs]
-    return Trace(_joined(losses), _joined(logprobs), gradients, after, auxiliary)
+    return Trace(_joined(losses), gradients, after, logprobs=_joined(logprobs), auxiliary=auxiliary)
 
 
 def _after_adamw(chunks: list[Any]) -> dict[str, Tensor]:
@@ -150,34 +176,49 @@ def align(
     """
     for chunk in chunks:
         install(chunk, prefix_config.kernel)  # what cannot run is refused before anything runs
-    stock, ours = get_forward_backward_func(), PrefixSchedule(replace(prefix_config, mode="on"))
-    raw = sum(len(rollout) - 1 for group in groups for rollout in group.rollouts)
+    ours = PrefixSchedule(replace(prefix_config, mode="on"))
     exact = reference() if reference is not None else None
-
-    def run(draw: int) -> tuple[list[Microbatch], Trace, Trace, float]:
-        """Items, what stock and prefix schedule make of them, and by what log-probs differ."""
-        vocab, first = unwrap(chunks[0]).vocab_size, seed + 2 * draw
-        drawn = _relabelled(groups, vocab, first) if draw else groups
-        items = on_this_cp_rank(microbatches(drawn, first, multiple))
-        values = passes.logprobs(stock, chunks, items) or []
-        ours_values = values if draw else passes.logprobs(ours, chunks, items) or []
-        items = with_old_logprobs(items, values, first + 1)
-        expected, found = (run_step(s, chunks, items, optimize=not draw) for s in (stock, ours))
-        return items, expected, found, _largest_difference(values, ours_values)
-
-    items, expected, found, forward_diff = run(0)
+    raw = sum(len(rollout) - 1 for group in groups for rollout in group.rollouts)
+    items, expected, found = _draw(0, ours, chunks, groups, seed, multiple)
     if ours.report is None:
         raise RuntimeError("the prefix schedule left no report")
-    executed = ours.report.forest.executed_tokens
-    verdict = judge(expected, found, forward_diff, (num_tokens or raw, raw, executed))
+    conditions = snapshot.conditions(chunks, items, tokens=num_tokens or raw, lr=LR, eps=ADAM_EPS)
+    verdict = compare.compare(expected, found, conditions)
     if exact is not None:
         errors = Errors()
-        errors.add(expected, found, run_step(stock, exact, items, optimize=False))
-        for draw in range(1, DRAWS):
-            items, expected, found, _ = run(draw)
-            errors.add(expected, found, run_step(stock, exact, items, optimize=False))
+        for draw in range(DRAWS):
+            if draw:
+                items, expected, found = _draw(draw, ours, chunks, groups, seed, multiple)
+            truth = run_step(get_forward_backward_func(), exact, items, optimize=False)
+            errors.add(expected, found, truth)
         verdict = errors.judged(verdict)
-    return replace(verdict, baseline=_baseline(chunks))
+    executed = ours.report.forest.executed_tokens
+    return Alignment(
+        **vars(verdict), raw_tokens=raw, executed_tokens=executed, baseline=_baseline(chunks)
+    )
+
+
+def _draw(
+    draw: int,
+    ours: PrefixSchedule,
+    chunks: list[Any],
+    groups: Sequence[Group],
+    seed: int,
+    multiple: int,
+) -> tuple[list[Microbatch], Trace, Trace]:
+    """Items, and what stock and prefix schedule make of them; draws after the first have other
+    tokens, and neither an AdamW step nor a pass of the prefix schedule without gradients."""
+    stock, first = get_forward_backward_func(), seed + 2 * draw
+    drawn = _relabelled(groups, unwrap(chunks[0]).vocab_size, first) if draw else groups
+    items = on_this_cp_rank(microbatches(drawn, first, multiple))
+    values = passes.logprobs(stock, chunks, items) or []
+    ours_values = values if draw else passes.logprobs(ours, chunks, items) or []
+    items = with_old_logprobs(items, values, first + 1)
+    expected, found = (
+        replace(run_step(schedule, chunks, items, optimize=not draw), forward=_forward(passed))
+        for schedule, passed in ((stock, values), (ours, ours_values))
+    )
+    return items, expected, found
 
 
 def _relabelled(groups: Sequence[Group], vocab_size: int, seed: int) -> list[Group]:
@@ -196,9 +237,8 @@ def _baseline(chunks: list[Any]) -> str:
     return GATHERED if any(gathers) else STOCK
 
 
-def _largest_difference(expected: Sequence[np.ndarray], found: Sequence[np.ndarray]) -> float:
-    pairs = zip(expected, found, strict=True)
-    return max((float(np.abs(a - b).max()) for a, b in pairs if len(a)), default=0.0)
+def _forward(logprobs: Sequence[np.ndarray]) -> Tensor:
+    return _joined([torch.from_numpy(values) for values in logprobs])
 
 
 def _parameters(chunks: list[Any]) -> Iterator[tuple[str, Any]]:
@@ -207,8 +247,8 @@ def _parameters(chunks: list[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _joined(values: list[Tensor]) -> Tensor:
-    """All values in one row; a single zero on a pipeline stage that has none."""
-    return torch.cat([torch.zeros(1, dtype=torch.float64), *(v.reshape(-1) for v in values)])
+    """All values in one row; none on a pipeline stage that has none."""
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *(v.reshape(-1) for v in values)])
 
 
 def _recording(step: loss.ForwardStep) -> loss.ForwardStep:

@@ -13,7 +13,7 @@ import torch
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.rollouts import Group, Rollout, read_groups
-from megatron_prefix.rl import compare, updates
+from megatron_prefix.rl import snapshot, updates
 from megatron_prefix.rl.job import ModelOptions, fit_vocabulary
 from megatron_prefix.rl.loss import GrpoConfig
 from megatron_prefix.rl.trainer import Trainer
@@ -38,7 +38,7 @@ def test_both_schedules_make_the_same_updates(tmp_path: Path, model: str) -> Non
     job = settings(compare=True, groups_per_step=4, prefix=PrefixConfig())
     ((summary, _),) = train(tmp_path, 2, job, groups, options=ModelOptions(model))
     assert summary.passed is True and not summary.failures
-    assert 0 < summary.grad_max_rel_diff <= summary.tolerance < 1e-4
+    assert 0 < summary.grad_max_rel_diff <= summary.tolerance < 2e-4
     assert summary.raw_tokens == sum(len(r) - 1 for g in groups for r in g.rollouts)
     assert summary.executed_tokens < 0.5 * summary.raw_tokens
     assert summary.speedup > 0 and summary.stock_step_s > 0
@@ -90,8 +90,8 @@ def test_copies_whose_advantages_cancel(tmp_path: Path) -> None:
 
 def test_kl_is_to_the_initial_weights(tmp_path: Path) -> None:
     def reference_is_fresh(trainer: Trainer) -> list[bool]:
-        moved = compare.parameters(trainer.chunks)
-        kept = compare.parameters(trainer._reference)
+        moved = snapshot.parameters(trainer.chunks)
+        kept = snapshot.parameters(trainer._reference)
         return [not torch.equal(moved[name], kept[name]) for name in kept]
 
     job = settings(grpo=GrpoConfig(kl_coeff=0.2), compare=True)

@@ -12,7 +12,7 @@ import pytest
 from megatron_prefix.data.rollouts import Group
 from megatron_prefix.errors import UserError
 from megatron_prefix.numerics import assert_close
-from megatron_prefix.rl import compare
+from megatron_prefix.rl import snapshot
 from megatron_prefix.rl.job import ModelOptions
 from megatron_prefix.runtime import Layout
 from tests.harness.training import bundled, metrics_of, settings, train
@@ -27,7 +27,7 @@ def on_one_rank_and_two(folder: Path, job: Any, groups: list[Group]) -> list[lis
             job,
             groups,
             layout=Layout(dp=dp),
-            look=lambda trainer: compare.gradients(trainer.chunks),
+            look=lambda trainer: snapshot.gradients(trainer.chunks),
         )
         for dp in (1, 2)
     ]

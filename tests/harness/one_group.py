@@ -41,6 +41,7 @@ def run(schedule: Any, model: Any, contract: Contract | None = None, **options: 
 
 def assert_bitwise(found: Any, expected: Any) -> None:
     assert [log["loss"].item() for log in found[0]] == [log["loss"].item() for log in expected[0]]
+    assert found[1].keys() == expected[1].keys()
     assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())
 
 

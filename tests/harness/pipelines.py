@@ -15,13 +15,15 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_prefix import numerics, runtime
+from megatron_prefix import runtime
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.pairs import pairs_of_groups
 from megatron_prefix.data.rollouts import Group, dense_vocabulary
-from megatron_prefix.models.build import build_model
+from megatron_prefix.models.build import build_model, unwrap
 from megatron_prefix.models.presets import resolve
+from megatron_prefix.numerics.compare import Conditions, Trace, compare
 from megatron_prefix.plan import catalogue
+from megatron_prefix.rl import snapshot
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout
 from megatron_prefix.verify import align
@@ -103,7 +105,7 @@ def _run(layout: Layout, case: Case) -> str:
         case.contract.configure(chunk)
     expected = run_step(get_forward_backward_func(), case.contract, chunks, items)
     found = run_step(PrefixSchedule(case.config(layout)), case.contract, chunks, items)
-    return difference(expected, found, sum(item["tokens"].numel() for item in items))
+    return difference(expected, found, chunks, sum(item["tokens"].numel() for item in items))
 
 
 def build_chunks(case: Case, layout: Layout, vocab: int) -> list[Any]:
@@ -164,21 +166,18 @@ def run_step(
     return Result(logs, named)
 
 
-def difference(expected: Result, found: Result, num_positions: int) -> str:
+def difference(expected: Result, found: Result, chunks: list[Any], tokens: int) -> str:
     """Where two results differ by more than the numerics policy; "" for nowhere."""
-    limit = numerics.tolerance(torch.float64, num_positions)
-    wrong = []
-    if [log["uid"] for log in expected.logs] != [log["uid"] for log in found.logs]:
-        wrong.append(f"logs of {[log['uid'] for log in found.logs]}")
-    losses = [torch.stack([log["loss"] for log in r.logs]) for r in (expected, found) if r.logs]
-    pairs = {name: (g, found.gradients[name]) for name, g in expected.gradients.items()}
-    if losses and not wrong:
-        pairs["losses"] = losses[0], losses[1]
-    for name, (wanted, got) in pairs.items():
-        error = numerics.relative_error(got, wanted)
-        if not error <= limit:
-            wrong.append(f"{name}: {error:.2e}")
-    return "; ".join(wrong)
+    uids = [log["uid"] for log in found.logs]
+    if [log["uid"] for log in expected.logs] != uids:
+        return f"logs of {uids}"
+    traces = [
+        Trace(torch.tensor([log["loss"].double() for log in result.logs]), result.gradients)
+        for result in (expected, found)
+    ]
+    width, depth = snapshot.reductions(unwrap(chunks[0]).config)
+    conditions = Conditions(torch.float64, tokens, width, depth)
+    return "; ".join(compare(*traces, conditions).failures)
 
 
 def needed_only(items: Sequence[Microbatch], chunks: list[Any]) -> Any:

@@ -15,7 +15,7 @@ from megatron_prefix import runtime
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.rollouts import Group, read_groups
 from megatron_prefix.data.shorten import shorten
-from megatron_prefix.rl import compare
+from megatron_prefix.rl import snapshot
 from megatron_prefix.rl.checkpoint import Identity
 from megatron_prefix.rl.dataset import RolloutSet
 from megatron_prefix.rl.job import ModelOptions, fit_vocabulary
@@ -58,7 +58,7 @@ def train(
     *,
     layout: Layout = Layout(),  # noqa: B008  # frozen
     options: ModelOptions = SMALL,
-    look: Callable[[Trainer], Any] = lambda trainer: compare.parameters(trainer.chunks),
+    look: Callable[[Trainer], Any] = lambda trainer: snapshot.parameters(trainer.chunks),
     **more: Any,
 ) -> list[tuple[Any, Any]]:
     """Runs a job in fresh processes; per rank the summary, and what `look` found at the end."""
@@ -89,7 +89,7 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 def whole_state(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Weights and optimizer state."""
-    found = compare.parameters(trainer.chunks)
+    found = snapshot.parameters(trainer.chunks)
     for chained in trainer.optimizer.chained_optimizers:
         parameters = [p for group in chained.optimizer.param_groups for p in group["params"]]
         for number, parameter in enumerate(parameters):

@@ -86,6 +86,9 @@ def test_table_says_what_was_compared_and_where_things_are(tmp_path: Path) -> No
     for text in ("tokens, executed", "stock schedule", "prefix schedule", "speedup", "aligned"):
         assert text in out
     assert "metrics.jsonl" in out and "checkpoint" not in out and "NOT" not in out
+    limits = re.findall(r"(\S+) \(at most (\S+)\)", out)
+    assert len(limits) == 3, "each difference stands beside its own limit"
+    assert all(float(found) <= float(most) for found, most in limits)
 
 
 def test_a_difference_beyond_the_policy_is_exit_code_1(

@@ -1,0 +1,27 @@
+"""A sample of `benchmarks/false_alarms.py`: what is right is aligned, and what is wrong is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.harness.one_rank import one_rank
+from tests.harness.small_cases import small_case
+
+# Of the first hundred cases, some of the 27 that were called different when the limit followed from
+# the tokens alone and each gradient was judged by its own size.  In 28 a gradient vanishes.
+SEEDS = (4, 8, 12, 13, 21, 28, 32, 37, 40, 47, 49, 52)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_right_is_aligned_and_a_millionth_is_noticed(seed: int) -> None:
+    compared = small_case(seed).run()
+    assert compared.verdict.failures == ()
+    assert compared.unnoticed(1 + 1e-6) == []
