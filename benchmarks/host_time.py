@@ -79,15 +79,15 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         cpu.enable()
-    runtime.initialize(runtime.Layout())
+    on_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float32")
+    runtime.initialize(runtime.Layout(), device)
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_prefix.run.executor import Executor
     from megatron_prefix.run.schedule import PrefixSchedule
 
     spec = resolve("tiny-llama", num_layers=1).with_vocab(VOCAB)
-    on_gpu = torch.cuda.is_available()
-    device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float32")
     (model,) = build_model(spec, dtype=dtype, device=device)
     items = microbatches(args.microbatches, args.tokens)
     items = [{name: value.to(device) for name, value in item.items()} for item in items]

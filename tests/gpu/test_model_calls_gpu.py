@@ -29,7 +29,7 @@ CONFIG = PrefixConfig(min_gain=0, wave_tokens=64, chunk_tokens=16)
 
 @pytest.fixture(scope="module", autouse=True)
 def _rank() -> Iterator[None]:
-    runtime.initialize(Layout())
+    runtime.initialize(Layout(), "cuda")
     yield
     runtime.shutdown()
 
