@@ -191,10 +191,11 @@ def _axis(start: float, end: float, y: float, unit: str) -> Iterator[str]:
 
 
 def _trees(segments: Sequence[Segment], top: float) -> tuple[list[str], float]:
-    """The trees drawn below `top`, and their height."""
+    """The trees drawn below `top`, and their height; fillers (joint_forest.py) are in none."""
     lanes = _lanes(segments)
     shown, num_trees = _shown(segments, lanes)
     spans = [(i, span) for i, s in enumerate(segments) if s.tree in shown for span in s.spans]
+    spans = [(index, span) for index, span in spans if span.rollouts]
     if not spans:
         return [], 0
     num_lanes = 1 + max(lanes[rollout] for _, span in spans for rollout in span.rollouts)
@@ -240,8 +241,8 @@ def _shown(segments: Sequence[Segment], lanes: dict[int, int]) -> tuple[set[int]
     """The first trees that fit, at least one, and the number of all trees."""
     ends: dict[int, int] = {}
     for segment in segments:
-        last = max(lanes[rollout] for span in segment.spans for rollout in span.rollouts)
-        ends[segment.tree] = max(last, ends.get(segment.tree, 0))
+        for lane in (lanes[rollout] for span in segment.spans for rollout in span.rollouts):
+            ends[segment.tree] = max(lane, ends.get(segment.tree, 0))
     return {tree for n, tree in enumerate(ends) if not n or ends[tree] < _MOST_LANES}, len(ends)
 
 

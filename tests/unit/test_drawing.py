@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.simulator import Timeline, simulate
 from megatron_prefix.tree import Forest, TreeOptions, build
 from megatron_prefix.view import svg
@@ -196,6 +197,17 @@ def test_many_trees_are_cut_to_those_that_fit() -> None:
     picture = drawn(ruled_plan(forest_of(num=200, num_groups=2), 1))
     assert f"first 1 tree of 2: {heading}" in texts(picture)
     assert f"trees: {heading}" in texts(drawn(ruled_plan(forest_of(), 1)))
+
+
+def test_fillers_are_in_no_tree() -> None:
+    """A rank that meets others in every action runs segments of padding, see joint_forest.py."""
+    joint = joint_forest([forest_of(num=2), forest_of(num=3)], [[0, 1] * 2, [0, 1, 2] * 2])
+    fillers = [n for n, s in enumerate(joint.forest.segments) if not s.spans[0].rollouts]
+    assert fillers
+    plan = ruled_plan(joint.forest, 1)
+    words = texts(drawn(plan))
+    assert [words.count(str(n)) for n in fillers] == [0] * len(fillers)
+    assert any(word.startswith("trees: one lane a rollout") for word in words)
 
 
 def test_a_box_of_the_trees_covers_the_lanes_of_its_rollouts() -> None:
