@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import gzip
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_prefix.data.checks import check_rollout
-from megatron_prefix.data.generate import (
-    add_arguments,
-    bundled_groups,
-    bundled_rollouts,
-    generate,
-    run,
-)
+from megatron_prefix.data.generate import bundled_groups, bundled_rollouts, generate
 from megatron_prefix.data.rollouts import Group, common_prefix, read_groups, write_rollouts
 from megatron_prefix.errors import UserError
+from tests.harness.command_line import result
 
 
 def num_trie_nodes(group: Group) -> int:
@@ -144,26 +137,14 @@ def test_bad_options_are_named(option: str, changes: dict[str, object]) -> None:
         generate(**(good | changes))  # type: ignore[arg-type]
 
 
-def test_command_line(tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.jsonl.gz"
     given = (
         "--groups 3 --prompt-tokens 30 --response-tokens 20 --rollouts 4 --tree branch --depth 2"
     )
-    args = parser.parse_args([str(out), *given.split(), "--seed", "9"])
-    seen: list[Group] = []
-
-    def watch(groups: Iterable[Group]) -> Iterator[Group]:
-        for group in groups:
-            seen.append(group)
-            yield group
-
-    summary = run(args, watch)
+    summary = result(capsys, "generate", str(out), *given.split(), "--seed", "9")
     assert summary == {"path": str(out), "groups": 3, "rollouts": 12, "tokens": 600}
-    assert len(seen) == 3
     assert [len(group.rollouts) for group in read_groups(out)] == [4, 4, 4]
-    assert "--response-tokens" in parser.format_help()
 
 
 def test_the_bundled_file_is_what_the_command_makes(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,10 @@ import numpy as np
 import pytest
 
 from megatron_prefix.data import tokenizer as tokenizers
-from megatron_prefix.data.importers import KINDS, add_arguments, import_file, run
+from megatron_prefix.data.importers import KINDS, import_file
 from megatron_prefix.data.rollouts import read_groups
-from megatron_prefix.errors import UserError
 from tests.harness import importing
+from tests.harness.command_line import failure, result
 from tests.harness.importing import BOS, Characters, names, refused, write
 
 source = importing.source  # a fixture
@@ -136,16 +135,14 @@ def test_a_missing_package_is_named(source: Path, monkeypatch: pytest.MonkeyPatc
     assert "pip install transformers" in refused(source, "verl", "some/name")
 
 
-def test_command_line(source: Path, tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
+def test_command_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.jsonl.gz"
     write(source, {"input_ids": [1, 2, 3], "prompt_len": 1, "reward": 1})
-    args = parser.parse_args(["tokens", str(source), str(out), "--vocab-size", "4"])
-    assert run(args) == {"path": str(out), "groups": 1, "rollouts": 1, "tokens": 3}
+    given = ("import", "tokens", str(source))
+    summary = result(capsys, *given, str(out), "--vocab-size", "4")
+    assert summary == {"path": str(out), "groups": 1, "rollouts": 1, "tokens": 3}
     assert [len(group.rollouts) for group in read_groups(out)] == [1]
-    args = parser.parse_args(["tokens", str(source), str(tmp_path / "no.gz"), "--vocab-size", "3"])
-    with pytest.raises(UserError, match="vocabulary of 3"):
-        run(args)
-    assert not (tmp_path / "no.gz").exists()
+    missing = tmp_path / "no.gz"
+    assert "vocabulary of 3" in failure(capsys, *given, str(missing), "--vocab-size", "3")
+    assert not missing.exists()
     assert set(KINDS) == {"verl", "messages", "tokens"}
