@@ -9,13 +9,24 @@ Exit code 1 for a false alarm or a break that is not noticed.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 
+from megatron_prefix.numerics.compare import Verdict
 from tests.harness.one_rank import one_rank
 from tests.harness.small_cases import small_case
 
 WRONG = 1 + 1e-6
+
+
+def used(verdict: Verdict) -> tuple[float, ...]:
+    """Losses, log-probs, gradients: the largest difference over its limit."""
+    return (
+        verdict.loss_max_abs_diff / (verdict.loss_limit or math.inf),
+        verdict.logprob_max_abs_diff / (verdict.logprob_limit or math.inf),
+        verdict.grad_max_rel_diff / (verdict.tolerance or math.inf),
+    )
 
 
 def main() -> int:
@@ -30,7 +41,7 @@ def main() -> int:
         for seed in range(args.first, args.first + args.cases):
             compared = small_case(seed).run()
             verdict = compared.verdict
-            closest = max(closest, verdict.grad_max_rel_diff / (verdict.tolerance or 1.0))
+            closest = max(closest, *used(verdict))
             if not verdict.passed:
                 alarms += 1
                 print(f"seed {seed}: {verdict.failures[0]}", flush=True)
@@ -42,7 +53,7 @@ def main() -> int:
                     print(f"seed {seed}: {WRONG} times the gradient of {missed[0]} is not noticed")
     print(
         f"{args.cases} cases, {time.perf_counter() - begin:.0f} s: {alarms} false alarms, largest "
-        f"difference of a gradient {closest:.2f} of its limit; breaks not noticed in {unnoticed} "
+        f"difference {closest:.2f} of its limit; breaks not noticed in {unnoticed} "
         f"of {broken} cases"
     )
     return int(bool(alarms or unnoticed))

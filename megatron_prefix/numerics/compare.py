@@ -47,7 +47,7 @@ class Conditions:
         tokens: positions that a weight's gradient sums up, those of all data-parallel ranks.
         width, depth: of the model; see `policy.tolerance`.
         lr, eps: AdamW's.
-        loss: size of the terms of a microbatch's mean loss, at least 1.
+        loss: size of a microbatch's mean loss if its terms did not cancel, at least 1.
         sent: what a trained token sends back on average.
         cancellation: that, over what is left of it where its terms cancel, at least 1.
         may_vanish: gradients may all be zero (advantages are what rewards make them).
@@ -201,18 +201,17 @@ def over_ranks(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def _losses(expected: Trace, found: Trace, conditions: Conditions) -> Iterator[_Check]:
-    limit = conditions.limit * _loss_size(expected, conditions)
+    limit = conditions.limit * _size(expected.losses, conditions.loss)
     yield _Check("loss", _distance(found.losses, expected.losses), limit)
 
 
 def _logprobs(expected: Trace, found: Trace, conditions: Conditions) -> Iterator[_Check]:
-    limit = conditions.limit * _loss_size(expected, conditions)
     for what, wanted, got in (
         ("log-prob", expected.logprobs, found.logprobs),
         ("log-prob without gradients", expected.forward, found.forward),
     ):
         if wanted is not None or got is not None:
-            yield _Check(what, _distance(got, wanted), limit)
+            yield _Check(what, _distance(got, wanted), conditions.limit * _size(wanted, 1.0))
 
 
 def _gradients(
@@ -256,11 +255,10 @@ def _counts(trace: Trace) -> dict[str, int]:
     return found
 
 
-def _loss_size(expected: Trace, conditions: Conditions) -> float:
-    given = [x for x in (expected.losses, expected.logprobs) if x is not None]
-    return max(
-        conditions.loss, *(size for size in map(_largest, given) if math.isfinite(size)), 1.0
-    )
+def _size(values: Tensor | None, least: float) -> float:
+    """The largest magnitude, at least `least`, which stands where it is not finite."""
+    largest = 0.0 if values is None else _largest(values)
+    return max(least, largest) if math.isfinite(largest) else least
 
 
 def _gradient_sizes(gradients: dict[str, Tensor], conditions: Conditions) -> dict[str, float]:

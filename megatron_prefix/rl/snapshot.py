@@ -109,7 +109,8 @@ def conditions(
         kl = kl_coeff * mask.double()
         terms += float((advantages.abs() + kl).sum())
         if "old_logprobs" in item:
-            loss = max(loss, float(item["old_logprobs"].abs().max() * advantages.abs().max()))
+            terms_of_loss = item["old_logprobs"].abs().clamp(min=1) * advantages.abs()
+            loss = max(loss, float(terms_of_loss.sum() / mask.sum().clamp(min=1)))
         if "ref_logprobs" in item and "old_logprobs" in item:
             kl = kl * -torch.expm1(item["ref_logprobs"] - item["old_logprobs"])
         sent += float((kl - advantages).abs().sum())

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from megatron_prefix.data.rollouts import Group
 from megatron_prefix.errors import UserError
-from megatron_prefix.numerics import assert_close
+from megatron_prefix.numerics import assert_close, compare
 from megatron_prefix.rl import snapshot
 from megatron_prefix.rl.job import ModelOptions
 from megatron_prefix.runtime import Layout
@@ -52,6 +53,24 @@ def test_data_parallel_ranks_make_the_same_update(
         assert rows[0][name] == rows[1][name]
     for name in ("train/loss", "train/kl", "train/ratio"):
         assert rows[0][name] == pytest.approx(rows[1][name], abs=1e-5)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_difference_on_any_rank_is_heard_by_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    judge = compare.compare
+
+    def wrong_on_one(*traces: Any) -> Any:
+        verdict = judge(*traces)
+        mine = dist.get_rank() == rank
+        return replace(verdict, passed=False, failures=("seen",)) if mine else verdict
+
+    monkeypatch.setattr(compare, "compare", wrong_on_one)
+    job = settings(compare=True, groups_per_step=2)
+    for summary, _ in train(tmp_path, 1, job, bundled()[:2], layout=Layout(dp=2)):
+        assert summary.passed is False
+        assert summary.failures == [f"step 1, update 1: rank {rank}: seen"]
 
 
 def test_context_parallel_ranks_train_as_one(tmp_path: Path) -> None:
