@@ -48,7 +48,7 @@ SHAPES = [
     "8:8:1:1:1",
 ]
 # What a verb writes gets no name of a device: run by root, a mistake would replace it.
-FILES = ["x" * 300, "no/such/folder/file", "é☃.svg", "\udc80", "file\nname"]
+FILES = ["", ".", "..", "x" * 300, "no/such/folder/file", "é☃.svg", "\udc80", "file\nname"]
 WRITTEN = "out output csv svg plot bench_json markdown record plan_svg trace".split()
 
 
@@ -128,7 +128,7 @@ def options_of(verb: str) -> list[argparse.Action]:
     )
     skipped = (argparse._HelpAction, argparse._VersionAction)
     found = [one for one in verbs.choices[verb]._actions if not isinstance(one, skipped)]
-    return [one for one in found if one.dest != "progress"]  # which writes further lines
+    return [one for one in found if one.dest not in ("progress", "verbose")]  # more lines
 
 
 def value(action: argparse.Action, draw: random.Random) -> str:
