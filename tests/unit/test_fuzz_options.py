@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_prefix import platforms, runtime
 from megatron_prefix.cli import matrix, report
@@ -27,7 +28,7 @@ from megatron_prefix.models.presets import PRESETS, ModelSpec
 from megatron_prefix.runtime import Layout
 from tests.harness.command_line import BUNDLED, row
 
-CASES = 80  # of a verb
+ALONE, TOGETHER = 4, 60  # times that an option is tried by itself, and with others
 NUMBERS = [
     *("nan", "inf", "-inf", "1e300", "1e-300", "1e400", "-0.0", "0.5", "1,5", "1_000", "0x10"),
     *("-1", "0", "1", "2", "3", "64", "1023", "2e9", "\uff11\uff12", "9" * 5000, "-" + "9" * 5000),
@@ -71,6 +72,12 @@ def joined(layout: Layout, device: str, *args: Any) -> runtime.World:
     return runtime.World(layout, platform, platform.device(), 0, layout.world_size)
 
 
+def draw_a_weight(recipe: Any, stage: int) -> None:
+    """Stands in for building a part of the model."""
+    torch.empty(1).normal_(0.0, recipe.spec.init_std)
+    raise Accepted
+
+
 def stop(*args: Any, **options: Any) -> None:
     raise Accepted
 
@@ -81,7 +88,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runtime, "initialize", joined)
     monkeypatch.setattr(LAUNCH, "run_ranks", lambda fn, num, args, **options: fn(*args))
-    monkeypatch.setattr(build, "_build_chunk", stop)
+    monkeypatch.setattr(build, "_build_chunk", draw_a_weight)
     monkeypatch.setattr(matrix, "align_row", stop)
     monkeypatch.setattr(report, "write_rollouts", one_group)
     monkeypatch.setattr(generate, "_MOST_TOKENS", 10**5)
@@ -137,7 +144,7 @@ def value(action: argparse.Action, draw: random.Random) -> str:
     if action.dest == "set":
         return f"{draw.choice(FIELDS)}={draw.choice([*NUMBERS, *WORDS, 'true'])}"
     if action.dest == "tokenizer":  # other names are looked for on the network
-        return "no/such/folder/file"
+        return "no/such/folder/file.json"
     if action.dest == "model" and draw.random() < 0.7:
         return draw.choice(list(PRESETS))
     if action.dest == "shapes":
@@ -149,10 +156,12 @@ def value(action: argparse.Action, draw: random.Random) -> str:
 
 
 def command_lines(verb: str, draw: random.Random) -> Iterator[list[str]]:
-    """Each option once, and then a few at a time."""
+    """Each option by itself, and then a few at a time."""
     options = options_of(verb)
-    chosen = [[one] for one in options]
-    chosen += [draw.sample(options, draw.randint(1, 4)) for _ in range(CASES - len(chosen))]
+    chosen = [[one] for one in options] * ALONE
+    chosen += [draw.sample(options, draw.randint(1, min(4, len(options)))) for _ in range(TOGETHER)]
+    # Most of what --set can change is a number.
+    chosen += [[one] for one in options if one.dest == "set"] * 3 * len(FIELDS)
     for some in chosen:
         argv = [verb, *BASES[verb]]
         for one in some:
@@ -169,7 +178,8 @@ def command_lines(verb: str, draw: random.Random) -> Iterator[list[str]]:
 @pytest.mark.usefixtures("stopped")
 def test_success_or_one_line(verb: str) -> None:
     wrong, accepted = [], 0
-    for argv in command_lines(verb, random.Random(verb)):
+    lines = list(command_lines(verb, random.Random(verb)))
+    for argv in lines:
         code, err = outcome(argv)
         refused = code == 2 and err.count("\n") == 1 and err.endswith("\n")
         succeeded = code == 0 or (verb == "doctor" and code == 1 and not err)
@@ -177,4 +187,4 @@ def test_success_or_one_line(verb: str) -> None:
         if not (refused or succeeded):
             wrong.append((code, err[-400:], [word[:60] for word in argv]))
     assert not wrong, "\n".join(map(str, wrong))
-    assert accepted > CASES / 8  # else the values only meet argparse
+    assert accepted > len(lines) / 8  # else the values only meet argparse
