@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_prefix.errors import CannotShare, StepFailed
+from megatron_prefix.plan.cost import Decision
 
 _FINE, _CANNOT_SHARE, _FAILED = range(3)
 
 
 def companions(groups: Any) -> list[Any]:
     """Process groups whose grid holds all ranks that take part in a step."""
-    names = ("tp", "cp", "pp", "dp")
-    return [g for g in (getattr(groups, name, None) for name in names) if g and g.size() > 1]
+    data = getattr(groups, "dp_cp", None) or groups.cp  # a trainer's collection may lack the first
+    return [group for group in (groups.tp, groups.pp, data) if group.size() > 1]
+
+
+def share_together(decision: Decision, group: Any, device: torch.device, why: str) -> Decision:
+    """The stock schedule on every rank of a group, where one of them takes it.
+
+    Args:
+        decision: this rank's; every rank of the group calls this.
+        group: a process group.
+        device: where its tensors live.
+        why: why the ranks cannot differ, for the reason of those that give in.
+    """
+    share = torch.tensor([int(decision.share)], device=device)
+    dist.all_reduce(share, dist.ReduceOp.MIN, group=group)
+    if not decision.share or int(share):
+        return decision
+    reason = f"another data-parallel rank takes the stock schedule, and {why}"
+    return replace(decision, share=False, fallback=True, reason=reason)
 
 
 def agree(

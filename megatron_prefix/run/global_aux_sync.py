@@ -15,38 +15,28 @@ import torch.distributed as dist
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.cost import Decision
 from megatron_prefix.plan.joint_forest import JointForest
 
 
-def together(
-    decision: Decision, num_microbatches: int, group: Any, device: torch.device
-) -> Decision:
-    """The stock schedule on every data-parallel rank, where one of them takes it.
-
-    Every rank calls this; a rank that shares would wait for other sums than one that does not.
+def check_counts(num_microbatches: int, group: Any, device: torch.device) -> None:
+    """Refuses data-parallel ranks with different numbers of microbatches; all ranks call this.
 
     Args:
-        decision: this rank's.
         num_microbatches: of the trainer on this rank.
         group: the data-parallel process group, context parallelism included.
         device: where its tensors live.
 
     Raises:
-        UserError: the ranks have different numbers of microbatches; on every rank of the group.
+        UserError: on every rank of the group.
     """
-    mine = torch.tensor([int(decision.share), num_microbatches, -num_microbatches], device=device)
+    mine = torch.tensor([num_microbatches, -num_microbatches], device=device)
     dist.all_reduce(mine, op=dist.ReduceOp.MIN, group=group)
-    share, fewest, most = mine.tolist()
+    fewest, most = mine.tolist()
     if fewest != -most:
         raise UserError(
             f"global_aux_loss, and data-parallel ranks with {fewest} to {-most} microbatches: give"
             " all equally many, or use aux_loss"
         )
-    if not decision.share or share:
-        return decision
-    reason = "another data-parallel rank takes the stock schedule, and global_aux_loss needs one"
-    return replace(decision, share=False, fallback=True, reason=reason)
 
 
 def progress(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[tuple[int, int]]:

@@ -34,6 +34,18 @@ def default_groups() -> ProcessGroupCollection:
     return groups
 
 
+def order_shows(models: list[Any]) -> bool:
+    """Whether data-parallel ranks see in which order the schedule of another reduces gradients.
+
+    Chunks that are interleaved and reduced during the backward are reduced in the order in which
+    their backwards end, and that of the stock schedule is another one.
+    """
+    overlaps = (
+        getattr(getattr(m, "ddp_config", None), "overlap_grad_reduce", False) for m in models
+    )
+    return len(models) > 1 and any(overlaps)
+
+
 @contextlib.contextmanager
 def no_sync(models: list[Any], config: Any) -> Iterator[None]:
     """No gradient leaves the rank inside; the trainer's own `no_sync_func` where it set one."""

@@ -29,7 +29,7 @@ from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.run import calls, channels, expert_sync, global_aux_sync, gradients
 from megatron_prefix.run import routers as router
-from megatron_prefix.run.agreement import agree, companions
+from megatron_prefix.run.agreement import agree, companions, share_together
 from megatron_prefix.run.calls import ModelCall
 from megatron_prefix.run.capture import Capture
 from megatron_prefix.run.losses import LossContract
@@ -227,11 +227,15 @@ class PrefixSchedule:
         """Which schedule runs, and the count of fallbacks."""
         config = get_model_config(models[0])
         decision = decide(self.config, joint.union, CostModel.of_config(config))
+        device = device_of(models)
         if step.forest.ordered:
-            decision = global_aux_sync.together(
-                decision, step.num_microbatches, groups.dp_cp, device_of(models)
-            )
+            global_aux_sync.check_counts(step.num_microbatches, groups.dp_cp, device)
+            why = "global_aux_loss needs one schedule"
+            decision = share_together(decision, groups.dp_cp, device, why)
             global_aux_sync.prove(plan, joint, groups.pp.rank())
+        elif gradients.order_shows(models):
+            why = "interleaved chunks with overlap_grad_reduce need one schedule"
+            decision = share_together(decision, groups.dp_cp, device, why)
         if decision.fallback:
             logger.warning("stock schedule for this step: %s", decision.reason)
         union = replace(plan, segments=joint.union.segments)

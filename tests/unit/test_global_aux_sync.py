@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from megatron_prefix.plan.cost import Decision
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import loss_ready_after, make_plan
 from megatron_prefix.run import global_aux_sync
+from megatron_prefix.run.agreement import share_together
 from megatron_prefix.tree import Forest
 from tests.harness.trees import random_forest, with_programs
 from tests.unit.test_planner import flat_forest
@@ -198,18 +200,25 @@ def test_sums_start_in_order_and_once_all_routers_have_counted(log) -> None:
 @pytest.mark.parametrize("others", [0, 1])
 @pytest.mark.parametrize("share", [False, True])
 def test_all_ranks_take_one_schedule(monkeypatch, share, others) -> None:
-    limits = torch.tensor([others, 3, -3])
-    monkeypatch.setattr(dist, "all_reduce", lambda mine, **_: mine.copy_(mine.minimum(limits)))
+    limits = torch.tensor([others])
+    monkeypatch.setattr(dist, "all_reduce", lambda mine, *_, **__: mine.copy_(mine.minimum(limits)))
     mine = Decision(share, "mine", False, 1.5)
-    found = global_aux_sync.together(mine, 3, None, torch.device("cpu"))
+    found = share_together(mine, None, torch.device("cpu"), "that is so")
     assert found.share == (share and bool(others))
     if share and not others:
-        assert found.fallback and "another data-parallel rank" in found.reason
+        assert found.fallback and found.reason.endswith("takes the stock schedule, and that is so")
+        assert "another data-parallel rank" in found.reason
     else:
         assert found == mine
-    for number, words in ((2, "2 to 3"), (4, "3 to 4")):
-        with pytest.raises(UserError, match=f"with {words} microbatches"):
-            global_aux_sync.together(mine, number, None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("number", "words"), [(2, "2 to 3"), (4, "3 to 4"), (3, "")])
+def test_ranks_have_equally_many_microbatches(monkeypatch, number, words) -> None:
+    limits = torch.tensor([3, -3])
+    monkeypatch.setattr(dist, "all_reduce", lambda mine, **_: mine.copy_(mine.minimum(limits)))
+    refused = pytest.raises(UserError, match=f"with {words} microbatches")
+    with refused if words else contextlib.nullcontext():
+        global_aux_sync.check_counts(number, None, torch.device("cpu"))
 
 
 def test_a_plan_that_waits_for_what_comes_later_is_refused() -> None:
