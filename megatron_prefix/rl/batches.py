@@ -20,19 +20,19 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.tree import cp_layout
 
 STD_EPS = 1e-6
-"""Added to a group's standard deviation, so that nearly equal rewards do not explode."""
+"""Added to a group's standard deviation, so nearly equal rewards do not give huge advantages."""
 
 
 def advantages(group: Group, *, divide_by_std: bool = True) -> list[float]:
-    """One advantage a rollout of a group: how much better than the group its reward is.
+    """One advantage a rollout: how much better than the group its reward is.
 
-    (reward - mean) / (std + STD_EPS), std being that of a sample (n-1 in the denominator):
-    "DeepSeekMath", section 4.1.2. Equal rewards, so also a group of one, say nothing about which
-    rollout is better: all advantages are exactly 0. A rollout that brings its own advantage keeps
-    it; its reward still counts for the others.
+    (reward - mean) / (std + STD_EPS), with the sample standard deviation (n-1 in the denominator):
+    "DeepSeekMath", section 4.1.2. With equal rewards, and in a group of one, all advantages are
+    exactly 0. A rollout that has its own advantage keeps it; its reward still counts for the
+    others.
 
     Args:
-        divide_by_std: False leaves the difference from the mean as it is ("Understanding R1-Zero-
+        divide_by_std: False: only the difference from the mean ("Understanding R1-Zero-
             Like Training: A Critical Perspective", section 3.2: no bias towards easy and hard
             groups).
 
@@ -53,7 +53,7 @@ def advantages(group: Group, *, divide_by_std: bool = True) -> list[float]:
 
 
 def with_advantages(group: Group, *, divide_by_std: bool = True) -> Group:
-    """The group with an advantage on every rollout, so that parts of it need not know the rest."""
+    """The group with an advantage on every rollout, so that the group can be split."""
     values = advantages(group, divide_by_std=divide_by_std)
     pairs = zip(group.rollouts, values, strict=True)
     return replace(group, rollouts=tuple(replace(r, advantage=value) for r, value in pairs))
@@ -74,7 +74,7 @@ def microbatch(
     ref_logprobs: NDArray[np.float64] | None = None,
     multiple: int = 1,
 ) -> dict[str, Any]:
-    """What a forward step takes from the iterator, for one rollout of n tokens.
+    """One item of the data iterator, for one rollout of n tokens.
 
     Args:
         advantage: of the trained tokens.
@@ -116,7 +116,7 @@ def _row(values: NDArray[Any], padding: int) -> Tensor:
 def with_logprobs(
     item: Mapping[str, Any], name: str, logprobs: NDArray[np.float64]
 ) -> dict[str, Any]:
-    """A microbatch with the log-probs of its trained tokens as a further field [1, positions].
+    """A microbatch with the log-probs of its trained tokens as another field [1, positions].
 
     Args:
         item: whole, or a context-parallel rank's slice.
@@ -129,10 +129,10 @@ def with_logprobs(
 
 
 def on_cp_rank(item: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """A microbatch's slice on one of `size` context-parallel ranks: its chunks of the zig-zag.
+    """A microbatch's slice on one of `size` context-parallel ranks: its pieces of the zig-zag.
 
-    Whatever is per position, [1, positions] as `microbatch` makes it, becomes [1, positions/size];
-    the rest is passed on. The same slices as Megatron's get_batch_on_this_cp_rank.
+    Tensors with positions, [1, positions], become [1, positions/size]; everything else is
+    unchanged. The same slices as Megatron's get_batch_on_this_cp_rank.
     """
     length = item["tokens"].shape[1]
     held = torch.from_numpy(cp_layout.positions(length, rank, size))
@@ -145,7 +145,7 @@ def on_cp_rank(item: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
 
 
 def trained_logprobs(item: Mapping[str, Any], logprobs: Tensor) -> NDArray[np.float64]:
-    """The trained tokens' entries of a pass over log-probs.
+    """The log-probs of the trained tokens, from a pass over all positions.
 
     Args:
         item: the microbatch as `microbatch` made it, or a context-parallel rank's slice.
@@ -159,7 +159,7 @@ def trained_logprobs(item: Mapping[str, Any], logprobs: Tensor) -> NDArray[np.fl
 
 
 def pinned(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The microbatches in page-locked memory: copies to a GPU do not make the host wait."""
+    """The microbatches in page-locked memory, from which copies to a GPU are asynchronous."""
     return [
         {name: v.pin_memory() if isinstance(v, Tensor) else v for name, v in item.items()}
         for item in items

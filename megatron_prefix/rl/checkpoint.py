@@ -1,12 +1,12 @@
 """Checkpoints of a training run, through Megatron's dist_checkpointing.
 
-A run's folder holds `checkpoints/step-NNNNNN/` with Megatron's files and `train.json`, and
-`checkpoints/latest`, the name of the newest one. A checkpoint is written under another name and
-gets its own when it is complete, and `latest` is replaced after that: so a process that is killed
-at any moment leaves the last complete checkpoint to resume from.
+A run's folder has `checkpoints/step-NNNNNN/` with Megatron's files and `train.json`, and
+`checkpoints/latest`, the name of the newest one. A checkpoint is written under a temporary name, is
+renamed when it is complete, and only then `latest` is replaced. So a process that is killed at any
+moment leaves the last complete checkpoint to resume from.
 
-`train.json` is read first and decides whether the checkpoint fits; checkpoint_files.py reads all of
-it, and runs nothing of what it reads.
+`train.json` is read first and decides whether the checkpoint fits. checkpoint_files.py reads the
+other files without running code from them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _UNWRITTEN = ("iostream error", "inline_container", "PytorchStreamWriter")
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run must have in common with the one it resumes.
+    """The properties that a run must share with the one it resumes.
 
     Attributes:
         model: every field of the ModelSpec.

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, which may be cut, mixed up or made by somebody else.
+"""Reads the files of a checkpoint, which may be truncated, mixed up or written by others.
 
 Two of them can hold more than data: `.metadata` is a pickle, and so is every entry of a shard that
 is no tensor. The first is read here by an unpickler that knows the few classes of an index, before
@@ -82,8 +82,8 @@ def load(wanted: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _plain_values_only() -> Iterator[None]:
-    """Whatever torch loads, it loads as tensors and plain values, also where Megatron or torch's
-    own checkpoints ask for more."""
+    """Makes torch load only tensors and plain values, also where Megatron or torch's own checkpoint
+    code asks for more."""
     allow, force = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = {name: os.environ.pop(name, None) for name in (allow, force)}
     os.environ[force] = "1"
@@ -113,7 +113,7 @@ def _check_common(path: Path, wanted: Mapping[str, Any]) -> None:
 
 
 def _difference(ours: Any, theirs: Any, place: str) -> str:
-    """Where what is not in shards has another form than ours has; "" if nowhere."""
+    """Where the part outside of shards differs in form from ours; "" if nowhere."""
     if isinstance(ours, Mapping):
         if not isinstance(theirs, Mapping):
             return f"{place or 'the file'} holds no names"
@@ -147,7 +147,7 @@ def _in_common(value: Any) -> bool:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Knows the classes of an index and no function but the one that finds a layout by its name."""
+    """An unpickler that knows only an index's classes, and the function that finds a layout."""
 
     def find_class(self, module: str, name: str) -> Any:
         """See pickle."""
@@ -166,7 +166,7 @@ class _Entry(NamedTuple):
 
 
 def _entries(path: Path) -> list[_Entry]:
-    """What the index says of the shards.
+    """The index of the shards.
 
     Raises:
         UserError: it cannot be read, or holds something else.
@@ -196,7 +196,7 @@ def _possible(place: Any) -> bool:
 
 
 def _check_shards(entries: list[_Entry]) -> None:
-    """Every value is where the index says, and as it was written; ranks share the reading.
+    """Checks that every value is where the index says and undamaged; ranks share the reading.
 
     Raises:
         UserError: naming the shard.
@@ -212,7 +212,7 @@ def _check_shards(entries: list[_Entry]) -> None:
 
 
 def _check_sums(value: BinaryIO) -> None:
-    """What torch.save wrote has check sums, and torch.load does not look at them."""
+    """Checks the check sums that torch.save wrote; torch.load ignores them."""
     with zipfile.ZipFile(value) as archive:
         changed = archive.testzip()
     if changed is not None:
@@ -220,7 +220,7 @@ def _check_sums(value: BinaryIO) -> None:
 
 
 def _blame(entries: list[_Entry]) -> None:
-    """Finds the shard that cannot be read, where it is that.
+    """Finds the shard that cannot be read, if that is the cause.
 
     Raises:
         UserError: naming it.

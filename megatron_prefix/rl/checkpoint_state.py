@@ -1,4 +1,4 @@
-"""What a checkpoint says of its run: `train.json`; and what is said of files that are damaged."""
+"""`train.json` of a checkpoint, and errors about damaged files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CheckpointError(UserError):
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Whatever fails in a reader, which junk can do in many ways, is the file's fault.
+    """Turns any error of a reader into one about the file; junk can fail in many ways.
 
     Raises:
         UserError: naming the file.
@@ -39,7 +39,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """An error's first line; what torch says of a pickle goes on with advice to trust it."""
+    """An error's first line; torch's text about a pickle continues with advice to trust it."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, pickle.UnpicklingError) and "Weights only" in str(error):
@@ -50,7 +50,7 @@ def reason(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class State:
-    """What `train.json` holds.
+    """The content of `train.json`.
 
     Attributes:
         step, position, skipped, skipped_in_a_row: of the Trainer.

@@ -1,4 +1,4 @@
-"""What the verbs that run a model have in common: rollouts and model of one rank's job."""
+"""Rollouts and model of a job, for the verbs that run a model."""
 
 from __future__ import annotations
 
@@ -79,23 +79,22 @@ def place_groups(
     *,
     stock: bool,
 ) -> list[tuple[Group, ...]]:
-    """The groups of every data-parallel rank; whichever rank calls this finds the same.
+    """The groups of every data-parallel rank; every rank gets the same answer.
 
-    A rank for which there is no rollout gets one position without loss: Megatron's schedules cannot
-    run without a microbatch, and the other ranks wait for this one where gradients are reduced.
+    A rank without rollouts gets one position without loss: Megatron's schedules need a microbatch,
+    and the other ranks wait for this one when gradients are reduced.
 
     Args:
         groups: of one optimizer update.
         spec: the model's shape.
         layout: of the job.
         config: of the prefix schedule.
-        stock: Megatron's own schedule runs these rollouts too, alone or for comparison.
+        stock: whether Megatron's own schedule runs these rollouts, too.
 
     Raises:
-        UserError: the layout wants equally many rollouts on every rank (where ranks meet in every
-            microbatch's expert layers and Megatron's own schedule may run, or sum up counts of
-            every microbatch for global_aux_loss), or multiples of the pipeline's size (where
-            Megatron's interleaved schedule runs them), and these cannot be placed so.
+        UserError: the rollouts cannot be placed as the layout needs: equally many on every rank
+            (where ranks share experts and Megatron's own schedule may run, or for global_aux_loss),
+            or multiples of the pipeline's size (for Megatron's interleaved schedule).
     """
     options = config.tree_options(layout.alignment)
     interleaved = stock and layout.vpp > 1
@@ -120,8 +119,8 @@ def place_groups(
 def fit_vocabulary(options: ModelOptions, groups: Sequence[Group]) -> tuple[ModelSpec, list[Group]]:
     """The model's shape, and the rollouts in its vocabulary.
 
-    A preset without a vocabulary (the tiny ones) takes that of the rollouts, their token ids mapped
-    one to one to 0..V-1, which keeps every shared prefix shared.
+    A preset without a vocabulary (the tiny ones) takes that of the rollouts: their token ids are
+    mapped to 0..V-1, so shared prefixes stay shared.
     """
     spec = presets.resolve(options.model, **dict(options.overrides))
     if spec.vocab_size is not None:

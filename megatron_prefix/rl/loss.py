@@ -1,7 +1,7 @@
 """The GRPO loss as a Megatron forward step.
 
-The model's output is -log p(label) of every position; so entropy, which needs the whole
-distribution, is not available here.
+The model's output is -log p(label) of every position, so entropy is not available here: it needs
+the whole distribution.
 
 PPO-clip: "Proximal Policy Optimization Algorithms", section 3. Two clip ranges: "DAPO: An Open-
 Source LLM Reinforcement Learning System at Scale", section 3.1 (clip-higher). KL to a reference:
@@ -42,8 +42,8 @@ class GrpoConfig:
     trained tokens of the step, False the mean over rollouts of each rollout's token mean.
 
     Attributes:
-        clip_low: the ratio of probabilities counts no lower than 1 - clip_low.
-        clip_high: and no higher than 1 + clip_high.
+        clip_low: the ratio of probabilities is clipped below 1 - clip_low.
+        clip_high: the ratio of probabilities is clipped above 1 + clip_high.
         kl_coeff: weight of the KL divergence from the reference model; 0 needs no reference.
     """
 
@@ -67,10 +67,10 @@ def forward_step(config: GrpoConfig, *, weight: float = 1.0) -> ForwardStep:
     (int32, on the device), and logs, each a [2] tensor of a sum over trained tokens and their
     number, so that sums over microbatches and ranks give means: `loss`, `ratio` (new over old
     probability), `clip_frac`, `approx_kl` (to the old policy, "k3" as `kl`), and with kl_coeff > 0
-    `kl` (to the reference). Nothing in it waits for the device.
+    `kl` (to the reference). The host does not wait for the device.
 
     Args:
-        weight: factor of the loss, not of its log; for ranks with unequal numbers of rollouts.
+        weight: factor of the loss but not of its log; for ranks with unequal numbers of rollouts.
     """
 
     def step(data_iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Tensor, LossFunction]:
@@ -127,7 +127,7 @@ def _terms(config: GrpoConfig, batch: dict[str, Tensor], logprobs: Tensor) -> di
     mask = batch["loss_mask"].to(logprobs.dtype)
     advantages = batch["advantages"].to(logprobs.dtype)
     old = batch["old_logprobs"].to(logprobs.dtype) if "old_logprobs" in batch else logprobs.detach()
-    # Masked before exp: elsewhere the other log-prob is 0, and exp could overflow to inf * 0.
+    # Masked before exp, which could overflow on untrained positions and give inf * 0.
     log_ratio = (logprobs - old) * mask
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)

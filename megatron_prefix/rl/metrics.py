@@ -1,7 +1,7 @@
 """Metrics of a run: `metrics.jsonl`, one object a step, and TensorBoard where it is installed.
 
-Names: `train/...`, and the group `prefix_sharing/...` that other trainers can show as it is. What
-could not be measured is left out of a line, never filled in.
+Names: `train/...`, and the group `prefix_sharing/...` that other trainers can show unchanged. A
+value that could not be measured is left out of the line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Metrics = dict[str, float | int | str | None]
 
 
 def of_report(report: StepReport | None) -> Metrics:
-    """`prefix_sharing/...` of one rank's last update; empty in mode "off", where nothing is known.
+    """`prefix_sharing/...` of one rank's last update; empty in mode "off".
 
     `active` is 1 when the prefix schedule ran; the ratio and the speedup are those of sharing, also
     where the stock schedule ran (mode "observe"). Memory is in GiB of this rank: what K/V and gK/gV
@@ -65,7 +65,7 @@ def of_report(report: StepReport | None) -> Metrics:
 
 
 def of_updates(updates: Sequence[Update]) -> Metrics:
-    """Means over the updates of a step, and where they were compared the largest differences."""
+    """Means over the updates of a step, and the largest differences if they were compared."""
     found: Metrics = {
         f"train/{name}": _mean([update.means[name] for update in updates])
         for name in updates[0].means

@@ -31,7 +31,7 @@ COMPARED = (
 
 @dataclass
 class Summary:
-    """What a run did; the keys of `train --json`. Times are medians over steps, in seconds.
+    """The result of a run; the keys of `train --json`. Times are medians over steps, in seconds.
 
     Attributes:
         first_step, last_step: steps of this run, from 1.
@@ -47,7 +47,7 @@ class Summary:
         loss, reward_mean, grad_norm: of the last step.
         skipped_updates: updates skipped since the very first step.
         error: why the run ended early, or None.
-        output, metrics, checkpoint: where things are.
+        output, metrics, checkpoint: paths.
     """
 
     first_step: int
@@ -163,7 +163,7 @@ def _resume(trainer: Trainer, options: RunOptions, identity: Identity) -> None:
 
 
 def _fill(summary: Summary, steps: list[CompletedStep]) -> None:
-    """Puts what the steps did into the summary."""
+    """Fills the summary with the results of the steps."""
     if not steps:
         return
 

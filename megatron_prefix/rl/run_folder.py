@@ -1,4 +1,4 @@
-"""A run's folder: who writes into it, and which checkpoint is its newest."""
+"""The folder of a run: its lock, and its newest checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting the ranks of a job on this machine, where torchrun has not done it."""
+"""Starts the ranks of a job on this machine, without torchrun."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GRACE_S = 5.0
-"""How long a rank may take to leave, after its result or after being told to, before the kill."""
+"""Seconds that a rank may take to end, after its result or a signal, before it is killed."""
 NOTICE_S = 1.0
-"""How long to look, after a rank's failure, for another that a signal has ended, and how long ranks
-have to write down where they are."""
+"""Seconds to look, after a rank's failure, for another that a signal has ended; and seconds that
+ranks have to write their stacks."""
 
 
 MOST_RANKS = 256
@@ -137,7 +137,7 @@ def _refuse_inherited_group() -> None:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Turn signals into SystemExit, so that this process ends its ranks before it goes."""
+    """Turn signals into SystemExit, so that this process ends its ranks first."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -199,7 +199,7 @@ def _rank_main(
     threads: int,
     launcher: int,
 ) -> None:
-    """The life of one rank: run `fn`, send ("done", result) or how it failed."""
+    """The main function of a rank: runs `fn`, sends ("done", result) or how it failed."""
     _end_with(launcher)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends the ranks
     for number in ENDING:
@@ -216,7 +216,7 @@ def _rank_main(
         kind, answer = "done", pickle.dumps(fn(*args))
     except UserError as error:
         kind, answer = "user error", pickle.dumps(str(error))
-    except BaseException:  # noqa: BLE001  # whatever it is, the parent must hear of it
+    except BaseException:  # noqa: BLE001  # the parent must know of any failure
         kind, answer = "failed", pickle.dumps(traceback.format_exc())
     results.send((kind, answer))
     results.close()
@@ -325,12 +325,12 @@ def _stopped(rank: _Rank) -> bool:
 
 
 def _stacks(log: Path) -> Path:
-    """Where a rank writes down where it is."""
+    """The file to which a rank writes its stacks."""
     return log.with_suffix(".stacks")
 
 
 def _places(ranks: dict[int, _Rank]) -> str:
-    """Where ranks that do not finish are, all threads; a rank that is not up yet is ended."""
+    """Stacks of ranks that do not finish; a rank that is still starting is ended."""
     for rank in ranks.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.process.pid, signal.SIGUSR1)
@@ -350,7 +350,7 @@ def _tail(log: Path, lines: int = 20) -> str:
 
 
 def _end(ranks: list[_Rank], *, at_once: bool) -> None:
-    """Let the ranks leave, or tell them to; kill those that stay. Returns when none is left."""
+    """Wait for the ranks to end, or end them; kill those that stay. Returns when none is left."""
     for rank in ranks:
         rank.results.close()
         if at_once:
