@@ -191,7 +191,7 @@ def _axis(start: float, end: float, y: float, unit: str) -> Iterator[str]:
 
 
 def _trees(segments: Sequence[Segment], top: float) -> tuple[list[str], float]:
-    """The trees drawn below `top`, and their height; fillers (joint_forest.py) are in none."""
+    """The trees drawn below `top`, and their height; fillers (plan/joint_forest.py) are in none."""
     lanes = _lanes(segments)
     shown, num_trees = _shown(segments, lanes)
     spans = [(i, span) for i, s in enumerate(segments) if s.tree in shown for span in s.spans]
