@@ -200,7 +200,7 @@ def test_many_trees_are_cut_to_those_that_fit() -> None:
 
 
 def test_fillers_are_in_no_tree() -> None:
-    """A rank that meets others in every action runs segments of padding, see plan/joint_forest.py."""
+    """Ranks that share experts run fillers, which are only padding; see plan/joint_forest.py."""
     joint = joint_forest([forest_of(num=2), forest_of(num=3)], [[0, 1] * 2, [0, 1, 2] * 2])
     fillers = [n for n, s in enumerate(joint.forest.segments) if not s.spans[0].rollouts]
     assert fillers
