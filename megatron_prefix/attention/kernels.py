@@ -128,11 +128,11 @@ def _probed(
         return f"needs a floating dtype, got {dtype}"
     source = torch.Generator().manual_seed(0)  # leaves the global random state alone
 
-    def rows(num: int, heads: int, width: int) -> Tensor:
+    def random(num: int, heads: int, width: int) -> Tensor:
         return torch.randn(num, heads, width, generator=source).to(device, dtype)
 
-    q, dout = rows(16, 4, head_dim), rows(16, 4, head_dim_v)
-    k, v = rows(16, 2, head_dim), rows(16, 2, head_dim_v)
+    q, dout = random(16, 4, head_dim), random(16, 4, head_dim_v)
+    k, v = random(16, 2, head_dim), random(16, 2, head_dim_v)
     kernel, truth = KERNELS[name], KERNELS["math"]
     try:
         refusal = kernel.refusal(q, k, v)

@@ -62,15 +62,15 @@ def attend_backward(
     dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for start, stop, seen in _pieces(q, k, causal):
-        rows = slice(start, stop)
-        scores = _scores(q[:, rows], keys[:, :, :seen], scale, start if causal else None)
-        p = torch.exp_(scores.sub_(lse[:, :, rows].to(wide).reshape(*scores.shape[:3], 1)))
-        do = _group(dout[:, rows], kv_heads).to(wide)
-        d = (do * _group(out[:, rows], kv_heads).to(wide)).sum(-1, keepdim=True)
+        part = slice(start, stop)
+        scores = _scores(q[:, part], keys[:, :, :seen], scale, start if causal else None)
+        p = torch.exp_(scores.sub_(lse[:, :, part].to(wide).reshape(*scores.shape[:3], 1)))
+        do = _group(dout[:, part], kv_heads).to(wide)
+        d = (do * _group(out[:, part], kv_heads).to(wide)).sum(-1, keepdim=True)
         dvalues[:, :, :seen] += p.transpose(2, 3) @ do
         ds = (do @ values[:, :, :seen].transpose(2, 3)).sub_(d).mul_(p).mul_(scale)
-        dkeys[:, :, :seen] += ds.transpose(2, 3) @ _group(q[:, rows], kv_heads).to(wide)
-        dq[:, rows] = _ungroup(ds @ keys[:, :, :seen], stop - start)
+        dkeys[:, :, :seen] += ds.transpose(2, 3) @ _group(q[:, part], kv_heads).to(wide)
+        dq[:, part] = _ungroup(ds @ keys[:, :, :seen], stop - start)
     return dq, _positions_first(dkeys, k.dtype), _positions_first(dvalues, v.dtype)
 
 
@@ -88,8 +88,8 @@ def _scores(q: Tensor, keys: Tensor, scale: float, first_query: int | None) -> T
     """Scaled scores [n, h_kv, group * queries, keys]; masked if ``first_query`` is given."""
     scores = (_group(q, keys.shape[1]).to(keys.dtype) @ keys.transpose(2, 3)).mul_(scale)
     if first_query is not None:
-        rows = torch.arange(first_query, first_query + q.shape[1], device=q.device)
-        hidden = torch.arange(keys.shape[2], device=q.device) > rows[:, None]
+        queries = torch.arange(first_query, first_query + q.shape[1], device=q.device)
+        hidden = torch.arange(keys.shape[2], device=q.device) > queries[:, None]
         scores.unflatten(2, (-1, q.shape[1])).masked_fill_(hidden, float("-inf"))
     return scores
 
