@@ -264,7 +264,7 @@ def _schedule(config: PrefixConfig, callbacks: Callbacks) -> PrefixSchedule:
 
 
 def get_forward_backward_func(
-    *_: Any,
+    *megatrons: Any,
     prefix_config: PrefixConfig | None = None,
     trained: Callable[[ModelCall], torch.Tensor | None] | None = None,
     routes: Callable[[ModelCall], torch.Tensor | None] | None = None,
@@ -281,7 +281,12 @@ def get_forward_backward_func(
 
     Megatron's own arguments (pp_size, vp_size, and schedule_pg_collection from 0.19) are taken and
     not needed.
+
+    Raises:
+        UserError: a PrefixConfig that is not given by name.
     """
+    if any(isinstance(argument, PrefixConfig) for argument in megatrons):
+        raise UserError("give the configuration by name: prefix_config=PrefixConfig(...)")
     return _schedule(prefix_config or PrefixConfig(), Callbacks(trained, routes))
 
 

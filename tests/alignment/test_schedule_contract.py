@@ -13,6 +13,8 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 from torch import Tensor
 
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import UserError
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.run import gradients
 from megatron_prefix.run.schedule import PrefixSchedule, get_forward_backward_func
@@ -51,6 +53,21 @@ def test_the_factory_takes_megatrons_arguments() -> None:
     for call in ((1, None), ()):
         made = get_forward_backward_func(*call, schedule_pg_collection=None)
         assert isinstance(made, PrefixSchedule) and made.config.mode == "on"
+
+
+def test_one_schedule_a_process_and_configuration() -> None:
+    """Trainers ask for it every step; plans, kernels and pools of the first one must stay."""
+    config = PrefixConfig(min_gain=3)
+    made = get_forward_backward_func(prefix_config=config)
+    assert get_forward_backward_func(1, None, prefix_config=PrefixConfig(min_gain=3)) is made
+    assert get_forward_backward_func(prefix_config=PrefixConfig(min_gain=4)) is not made
+    assert get_forward_backward_func(prefix_config=config, trained=str) is not made
+    assert get_forward_backward_func() is get_forward_backward_func()
+
+
+def test_a_configuration_is_given_by_name() -> None:
+    with pytest.raises(UserError, match="by name: prefix_config=PrefixConfig"):
+        get_forward_backward_func(PrefixConfig())
 
 
 @pytest.mark.parametrize("mode", ["on", "observe"])
