@@ -68,6 +68,26 @@ def timed(schedule: Callable[..., Any], model: Any, items: list[Any], repeats: i
     return statistics.median(times[3:])
 
 
+def _watched(schedule: Any, executor: Any) -> tuple[Callable[..., Any], list[float]]:
+    """The schedule, and seconds from its call to its first segment, call by call."""
+    begun: list[float] = []
+    before: list[float] = []
+    run = executor.run
+
+    def marked(self: Any, rank: int) -> None:
+        begun.append(time.perf_counter())
+        run(self, rank)
+
+    def called(**arguments: Any) -> Any:
+        begin = time.perf_counter()
+        found = schedule(**arguments)
+        before.append(begun[-1] - begin)
+        return found
+
+    executor.run = marked
+    return called, before
+
+
 def main() -> None:
     """Prints milliseconds a microbatch of both schedules, and what ours takes before a segment."""
     parser = argparse.ArgumentParser(
@@ -91,23 +111,8 @@ def main() -> None:
     (model,) = build_model(spec, dtype=dtype, device=device)
     items = microbatches(args.microbatches, args.tokens)
     items = [{name: value.to(device) for name, value in item.items()} for item in items]
-    begun: list[float] = []
-    run = Executor.run
-
-    def marked(self: Executor, rank: int) -> None:
-        begun.append(time.perf_counter())
-        run(self, rank)
-
-    Executor.run = marked  # type: ignore[method-assign]
     ours = PrefixSchedule(PrefixConfig())
-    before = []
-
-    def watched(**arguments: Any) -> Any:
-        begin = time.perf_counter()
-        found = ours(**arguments)
-        before.append(begun[-1] - begin)
-        return found
-
+    watched, before = _watched(ours, Executor)
     times = {
         "stock": timed(get_forward_backward_func(), model, items, args.repeats),
         "prefix": timed(watched, model, items, args.repeats),

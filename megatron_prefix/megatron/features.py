@@ -15,6 +15,8 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.moe.versions import routers
 
 logger = logging.getLogger(__name__)
+OWN_PLAN = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
+"""Options with which Megatron's schedule asks forward steps for a plan of its own."""
 OLDEST = Version("0.16.1")
 NEWEST_TRIED = Version("0.19.2")
 

@@ -90,6 +90,11 @@ def forward_step(config: GrpoConfig, *, weight: float = 1.0) -> ForwardStep:
     return step
 
 
+def trained(call: Any) -> Any:
+    """Which positions of a model call carry loss, in passes without gradients, too."""
+    return call["loss_mask"]
+
+
 def logprob_step() -> ForwardStep:
     """A forward step for passes with `forward_only`: the log-probs are the log `logprobs`.
 

@@ -19,7 +19,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.models.build import build_model
 from megatron_prefix.models.optimizer import build_optimizer
 from megatron_prefix.models.presets import ModelSpec
-from megatron_prefix.rl import batches, metrics, passes
+from megatron_prefix.rl import batches, loss, metrics, passes
 from megatron_prefix.rl.dataset import RolloutSet, minibatches
 from megatron_prefix.rl.job import ModelOptions, place_groups
 from megatron_prefix.rl.metrics import Metrics
@@ -27,6 +27,7 @@ from megatron_prefix.rl.passes import Microbatch
 from megatron_prefix.rl.settings import ADAM_EPS, TrainSettings
 from megatron_prefix.rl.updates import Update, Updater, now
 from megatron_prefix.run.schedule import PrefixSchedule, StepReport
+from megatron_prefix.run.step import Callbacks
 from megatron_prefix.runtime.groups import World
 
 logger = logging.getLogger(__name__)
@@ -90,11 +91,12 @@ class Trainer:
             eps=ADAM_EPS,
             clip_grad=settings.clip_grad,
         )
-        self.schedule = PrefixSchedule(settings.prefix)
+        says = Callbacks(loss.trained)
+        self.schedule = PrefixSchedule(settings.prefix, says)
         # Separate schedules, so that the report is that of an update. A user's plan is for updates,
         # too.
         passes_config = replace(settings.prefix, plan_file=None)
-        self._passes = PrefixSchedule(passes_config), PrefixSchedule(passes_config)
+        self._passes = tuple(PrefixSchedule(passes_config, says) for _ in range(2))
         self._reference: list[Any] = []
         if settings.grpo.kl_coeff:
             self._reference = _build(settings, options, spec, world, reference=True)

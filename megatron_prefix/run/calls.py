@@ -19,7 +19,7 @@ from torch.utils import (
     _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
 )
 
-from megatron_prefix.errors import CannotShare
+from megatron_prefix.errors import CannotShare, UserError
 
 PER_POSITION = ("input_ids", "position_ids", "labels", "loss_mask")
 """Arguments of the model that have a value for every position."""
@@ -40,10 +40,34 @@ class ModelCall:
     Attributes:
         microbatch: number of the trainer's microbatch in the step.
         arguments: by name, as the model's `forward` names them; None and absent are the same.
+        versions: of the tensors that are per position, as torch counts writes to them.
     """
 
     microbatch: int
     arguments: Mapping[str, Any]
+    versions: tuple[int, ...] = ()
+
+    def check_unchanged(self) -> None:
+        """Refuses tensors that were written after the call: a buffer for all microbatches.
+
+        Raises:
+            UserError: nothing can be made of such a step any more.
+        """
+        if self.versions != _versions(self.arguments):
+            raise UserError(
+                f"the tokens, labels or masks of microbatch {self.microbatch} were overwritten"
+                " after its model call: all forward steps run before the first segment, so give"
+                " every microbatch tensors of its own (no static buffers), or use mode off"
+            )
+
+    def without_tensors(self) -> ModelCall:
+        """The call with True in the place of every tensor and packing."""
+        plain = {
+            name: True if isinstance(value, Tensor) or name == "packed_seq_params" else value
+            for name, value in self.arguments.items()
+            if value is not None
+        }
+        return ModelCall(self.microbatch, plain)
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments.get(name)
@@ -64,7 +88,16 @@ def bound(
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             found.update(found.pop(parameter.name, {}))
-    return ModelCall(microbatch, found)
+    return ModelCall(microbatch, found, _versions(found))
+
+
+def _versions(arguments: Mapping[str, Any]) -> tuple[int, ...]:
+    tensors = (arguments.get(name) for name in PER_POSITION)
+    return tuple(
+        t._version
+        for t in tensors
+        if isinstance(t, Tensor) and not (t.is_inference() or t.is_nested)
+    )
 
 
 class CallLayout(NamedTuple):

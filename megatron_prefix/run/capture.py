@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,9 +77,11 @@ class Capture:
         Raises:
             UserError: the data ends early, or a forward step does not call the model.
         """
+        environment = states.environment()
         for chunk, model in enumerate(self._inner):
             swaps = (
                 states.training_modes(model),
+                environment,
                 states.replayed_routes([*versions.routers(model).values()]),
                 self._forks,
             )
@@ -103,7 +106,7 @@ class Capture:
         Raises:
             CannotShare: autocast differs from call to call, or the model is in another mode.
         """
-        steps = [step for chunk in self.steps for step in chunk]
+        steps = list(itertools.chain(*self.steps))
         if len({step.called.autocast for step in steps}) > 1:
             raise CannotShare(
                 "model calls of one step run under different autocast settings: give all the same"
@@ -113,6 +116,11 @@ class Capture:
                 "the forward step calls model.train() or model.eval() around its model call: call"
                 " it before the schedule"
             )
+
+    def forget_arguments(self) -> None:
+        """Drops the tensors of all calls, once they are read."""
+        for step in itertools.chain(*self.steps):
+            step.call = step.call.without_tensors()
 
     def stock_step(self, _: Any, model: Any) -> Any:
         """A `forward_step_func` for the stock schedule: the suspended steps go on, in order."""

@@ -161,7 +161,7 @@ class Executor:
         scored = self._scored(index, stage)
         context = self._context(index, stage)
         with stage.hooks.running(context, scored=scored), stage.called.autocasting():
-            return stage.arguments.call(stage.model, index)
+            return stage.arguments.call(stage.hooks.model.forward, index)
 
     def _backward(self, action: Action, stage: Stage) -> None:
         index = action.segment

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,10 +74,14 @@ class ModelArguments:
     def __init__(self, inputs: SegmentInputs, has_labels: bool, others: Mapping[str, Any]) -> None:
         self._inputs, self._has_labels, self._others = inputs, has_labels, others
 
-    def call(self, model: Any, index: int) -> Any:
-        """The chunk's output for a segment: the trainer's kind on the last stage, else hidden."""
+    def call(self, forward: Callable[..., Any], index: int) -> Any:
+        """A language model's output for a segment: the trainer's kind on the last stage.
+
+        `forward` is the model's own, inside its wrappers and hooks: the trainer's call goes through
+        those, and its answer comes back through them.
+        """
         tokens, labels, positions = self._inputs[index].unsqueeze(1)
-        return model(
+        return forward(
             input_ids=tokens,
             position_ids=positions,
             attention_mask=None,

@@ -70,6 +70,9 @@ class StageAnswers:
     Args:
         step: the step's segments and microbatches.
         exchange: between context-parallel ranks; None where there is one.
+
+    Attributes:
+        guard: the size of gradients that have reached positions nobody computed is its `grad`.
     """
 
     def __init__(self, step: Step, exchange: Exchange | None = None) -> None:
@@ -78,8 +81,9 @@ class StageAnswers:
         self._spans: dict[int, list[list[Any]]] = {}
         self._structure: Any = None
         self._dims: list[int | None] = []
+        self._plain: list[Any] = []
         self._index: dict[tuple[int, ...], Tensor] = {}
-        self._uncomputed: Tensor | None = None
+        self.guard: Tensor | None = None
 
     def take(self, index: int, output: Any, *, differentiable: bool) -> None:
         """Takes a segment's output: a tensor, or a tree of tensors that are per position."""
@@ -132,15 +136,16 @@ class StageAnswers:
         """A microbatch's output in the layout of its call, in memory of its own.
 
         Positions in front of a sample's first segment with loss are zero; a gradient that reaches
-        one is an error (`check`).
+        one is an error (`Losses.check`).
         """
         if self._structure is None:
             raise RuntimeError("no segment has an output")
         lengths = tuple(self._forest.num_positions[rollout] for rollout in rollouts)
         found = []
+        plain = iter(self._plain)
         for number, dim in enumerate(self._dims):
             if dim is None:
-                found.append(next(iter(self._leaves.values()))[number])
+                found.append(next(plain))
                 continue
             pieces = [p for rollout in rollouts for p in self._pieces(rollout, number)]
             whole = self._on_this_rank(torch.cat(pieces), lengths)
@@ -151,29 +156,19 @@ class StageAnswers:
             found.append(rows if dim else rows.transpose(0, 1).contiguous())
         return pytree.tree_unflatten(found, self._structure)
 
-    def check(self) -> None:
-        """Refuses a step in which a gradient has reached a position that nobody computed.
-
-        The host waits for the device where such positions are.
-
-        Raises:
-            UserError: with the fix.
-        """
-        guard = self._uncomputed
-        if guard is not None and guard.grad is not None and bool(guard.grad != 0):
-            raise UserError(
-                "a gradient reaches positions in front of a sample's first trained one, which were"
-                " not computed: the loss looks at positions that the call's loss_mask, or the"
-                " callback `trained`, says carry none; correct it, or leave both out"
-            )
-
     def _remember(self, leaves: list[Any], structure: Any, num: int) -> None:
         """Which dimension of every tensor is per position: the same for all segments."""
         dims = [_position_dim(leaf, num) for leaf in leaves]
+        plain = [leaf for leaf, dim in zip(leaves, dims, strict=True) if dim is None]
         if self._structure is None:
-            self._structure, self._dims = structure, dims
-        elif structure != self._structure:
-            raise CannotShare(f"outputs of the model differ in form: {structure}")
+            self._structure, self._dims, self._plain = structure, dims, plain
+        elif structure != self._structure or plain != self._plain:
+            raise CannotShare(
+                f"outputs of the model differ from segment to segment in {structure}: what is not"
+                " per position must be the same for all"
+            )
+        elif num > 1:  # of one position either dimension could be the one
+            self._dims = dims
 
     def _on_this_rank(self, whole: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """This context-parallel rank's positions of samples that lie one behind the other."""
@@ -193,9 +188,9 @@ class StageAnswers:
             if segments[index].scored:
                 yield self._spans[index][number][place]
                 continue
-            if self._uncomputed is None:
-                self._uncomputed = like.new_zeros((), dtype=torch.float32, requires_grad=True)
-            yield _Uncomputed.apply(self._uncomputed, like, segments[index].spans[place].length)
+            if self.guard is None:
+                self.guard = like.new_zeros((), dtype=torch.float32, requires_grad=True)
+            yield _Uncomputed.apply(self.guard, like, segments[index].spans[place].length)
 
 
 class _Uncomputed(torch.autograd.Function):
@@ -213,9 +208,14 @@ class _Uncomputed(torch.autograd.Function):
 
 
 def _position_dim(leaf: Any, num: int) -> int | None:
-    """The dimension of a segment's output that is per position; None for what is no tensor."""
-    if not isinstance(leaf, Tensor):
+    """The dimension of a segment's output that is per position; None for plain values."""
+    if leaf is None or isinstance(leaf, bool | int | float | str):
         return None
+    if not isinstance(leaf, Tensor):
+        raise CannotShare(
+            f"the model returns a {type(leaf).__name__}, in which the prefix schedule finds no"
+            " tensors: return a tensor, a dict, a tuple, or register it with torch.utils.pytree"
+        )
     shape = leaf.shape
     if len(shape) > 1 and shape[0] == 1 and shape[1] == num:
         return 1
@@ -258,7 +258,7 @@ class Losses:
         self._forest, self._microbatch_of = step.forest, step.microbatch_of
         self._new_answers = functools.partial(StageAnswers, step, exchange)
         self.answers = self._new_answers()
-        self._answers = [self.answers]
+        self._guards: list[Any] = []
         self.num_tokens: int | Tensor = 0
         self._small, self._inside = True, False
         self._sent: dict[int, list[Tensor | None]] = {}
@@ -308,8 +308,8 @@ class Losses:
             torch.autograd.backward(list(self._losses.values()))
             self._losses.clear()
         self._again = dict(self._sent)
+        self._guards.append(self.answers.guard)
         self.answers, self._taken = self._new_answers(), -1
-        self._answers.append(self.answers)
         self._released.clear()
 
     @property
@@ -318,9 +318,20 @@ class Losses:
         return self._small and not self._inside
 
     def check(self) -> None:
-        """See `StageAnswers.check`."""
-        for answers in self._answers:
-            answers.check()
+        """Refuses a step in which a gradient has reached a position that nobody computed.
+
+        The host waits for the device where such positions are.
+
+        Raises:
+            UserError: with the fix.
+        """
+        for guard in [*self._guards, self.answers.guard]:
+            if guard is not None and guard.grad is not None and bool(guard.grad != 0):
+                raise UserError(
+                    "a gradient reaches positions in front of a sample's first trained one, which"
+                    " were not computed: the loss looks at positions that the call's loss_mask, or"
+                    " the callback `trained`, says carry none; correct it, or leave both out"
+                )
 
     def _send_again(self, microbatch: int, gradients: list[Tensor | None]) -> None:
         """Sends the gradients of a loss that was called in an attempt before."""

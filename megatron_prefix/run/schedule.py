@@ -104,9 +104,9 @@ class PrefixSchedule:
             pg_collection=pg_collection, force_all_reduce=force_all_reduce,
             data_iterator=data_iterator,
         )  # fmt: skip
-        if self.config.mode == "off":
-            return stock_schedule()(**arguments)
         models = model if isinstance(model, list) else [model]
+        if self.config.mode == "off" or self._calls_otherwise(models):
+            return stock_schedule()(**arguments)
         groups = self._groups(pg_collection)
         if self.config.mode != "observe":  # by all ranks, whichever schedule each of them takes
             channels.channels_of(groups.pp, device_of(models))
@@ -120,6 +120,15 @@ class PrefixSchedule:
             )
             run = StepRun(self, capture, models, step, joint, contract, groups, forward_only)
             return run(force_all_reduce)
+
+    def _calls_otherwise(self, models: list[Any]) -> bool:
+        """Whether the stock schedule gives forward steps more than an iterator and a model."""
+        config = get_model_config(models[0])
+        names = "num_microbatches_with_partial_activation_checkpoints", *features.OWN_PLAN
+        found = [name for name in names if getattr(config, name, None)]
+        if found:
+            self._refused(CannotShare(f"{found[0]}: turn it off: it changes forward steps"))
+        return bool(found)
 
     def _groups(self, given: ProcessGroupCollection | None) -> ProcessGroupCollection:
         """The process groups, which the configuration has to suit."""
@@ -145,9 +154,10 @@ class PrefixSchedule:
         found = None
         try:
             capture.run()
-            found = self._read(capture, models, groups)
-        except BaseException as error:  # noqa: BLE001  # the other ranks wait to hear of it
+            found = self._read(capture, models, groups, forward_only)
+        except BaseException as error:  # the other ranks wait to hear of it
             problem = error
+            logger.debug("this rank's microbatches cannot be read", exc_info=True)
         if (reason := agree(problem, everyone, device)) is not None:
             self._refused(reason)
             return None
@@ -162,10 +172,10 @@ class PrefixSchedule:
         if (reason := agree(problem, everyone, device)) is not None:
             self._refused(reason)
             return None
-        return self._planned(step, planner, models, groups)  # type: ignore[arg-type]
+        return self._planned(capture, step, planner, models, groups)  # type: ignore[arg-type]
 
     def _read(
-        self, capture: Capture, models: list[Any], groups: Any
+        self, capture: Capture, models: list[Any], groups: Any, forward_only: bool
     ) -> tuple[Columns | None, Columns | None, list[Any]]:
         """Columns of the first and of the last stage's calls where they are, and routes."""
         is_first, is_last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
@@ -177,9 +187,12 @@ class PrefixSchedule:
         capture.check_settings()
         first = last = None
         routes: list[Any] = []
+        read = functools.partial(
+            read_columns, cp_size=cp.size(), callbacks=self.callbacks, forward_only=forward_only
+        )
         if is_first:
             asked = capture.calls(0)
-            first = read_columns(asked, cp.size(), self.callbacks)
+            first = read(asked)
             if first is None or first.tokens is None:
                 raise CannotShare("model calls of the first pipeline stage have no input_ids")
             inner = language_model(models[0])
@@ -188,7 +201,7 @@ class PrefixSchedule:
             if replays_routes(config) and self.callbacks.routes is not None:
                 routes = [self.callbacks.routes(call) for call in asked]
         if is_last and not (is_first and len(models) == 1):
-            last = read_columns(capture.calls(-1), cp.size(), self.callbacks)
+            last = read(capture.calls(-1))
         return first, last, routes
 
     def _refused(self, reason: CannotShare) -> None:
@@ -208,7 +221,7 @@ class PrefixSchedule:
         return self.report.fallback_count if self.report else 0
 
     def _planned(
-        self, step: Step, planner: StepPlanner, models: list[Any], groups: Any
+        self, capture: Capture, step: Step, planner: StepPlanner, models: list[Any], groups: Any
     ) -> tuple[Step, JointForest] | None:
         """Sets `report` with the plan; None where the stock schedule is the better one."""
         config = get_model_config(models[0])
@@ -219,6 +232,7 @@ class PrefixSchedule:
         if not report.decision.share:
             return None
         expert_sync.check_dispatcher(config, joint)
+        capture.forget_arguments()
         return replace(step, forest=joint.forest), joint
 
     def _decided(
@@ -251,13 +265,13 @@ class PrefixSchedule:
     def _planner(self, config: Any, num_ranks: int, num_chunks: int) -> StepPlanner:
         """The planner of this pipeline, which remembers its plans."""
         turn = config.microbatch_group_size_per_vp_stage
-        shape = (_alignment(config), num_ranks, num_chunks, turn)
-        if shape not in self._planners:
-            self._planners[shape] = StepPlanner(self.config, CostModel.of_config(config), *shape)
-        return self._planners[shape]
+        key = CostModel.of_config(config), _alignment(config), num_ranks, num_chunks, turn
+        if key not in self._planners:
+            self._planners[key] = StepPlanner(self.config, *key)
+        return self._planners[key]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)  # a new callback every step must not fill the memory
 def _schedule(config: PrefixConfig, callbacks: Callbacks) -> PrefixSchedule:
     """One schedule a process and configuration: plans, kernels, pools and reports stay."""
     return PrefixSchedule(config, callbacks)

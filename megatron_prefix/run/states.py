@@ -7,6 +7,7 @@ and back when the step goes on.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,18 +17,32 @@ from megatron_prefix.run.suspend import Swap
 
 
 def training_modes(model: Any) -> Swap:
-    """`train()` and `eval()` of the modules of a model."""
+    """`train()` and `eval()` of a model and of its parts."""
     modules = list(model.modules())
     outside = [module.training for module in modules]
 
     def swap(wanted: list[bool] | None, entering: bool) -> list[bool] | None:
-        inside = None
-        if model.training != outside[0]:
-            inside = [module.training for module in modules]
-        if inside is not None or wanted is not None:
+        inside = [module.training for module in modules]
+        changed = inside != outside
+        if changed or wanted is not None:
             for module, flag in zip(modules, wanted or outside, strict=True):
                 module.training = flag
-        return inside
+        return inside if changed else None
+
+    return swap
+
+
+def environment() -> Swap:
+    """Variables of the environment: slime tells its routers by one what a call is for."""
+    outside = dict(os.environ)
+
+    def swap(wanted: dict[str, str] | None, entering: bool) -> dict[str, str] | None:
+        inside = dict(os.environ)
+        changed = inside != outside
+        if changed or wanted is not None:
+            os.environ.clear()
+            os.environ.update(wanted or outside)
+        return inside if changed else None
 
     return swap
 
@@ -64,11 +79,14 @@ def watched_forks() -> Iterator[Swap]:
     @contextlib.contextmanager
     def fork(*args: Any, **kwargs: Any) -> Iterator[None]:
         found.append((_state(tracker), _name(tracker)))
+        before = found[-1]
         try:
             with stock(*args, **kwargs):
                 yield
         finally:
-            _set(tracker, *found.pop())
+            outside = found.pop()
+            if outside is not before:  # it was suspended inside
+                _set(tracker, *outside)
 
     def swap(wanted: list[Any] | None, entering: bool) -> list[Any] | None:
         inside = [*found, (_state(tracker), _name(tracker))] if found else None

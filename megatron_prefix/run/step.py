@@ -92,11 +92,16 @@ class Columns(NamedTuple):
     positions: Numbers | None
 
 
-def read_columns(calls: Sequence[ModelCall], cp_size: int, callbacks: Callbacks) -> Columns | None:
+def read_columns(
+    calls: Sequence[ModelCall], cp_size: int, callbacks: Callbacks, *, forward_only: bool = False
+) -> Columns | None:
     """Tokens, labels and loss flags of a chunk's calls, on the host; None where they say nothing.
 
+    Without gradients nothing tells whether somebody looks at a position that the calls' loss_mask
+    leaves out, so only the callback may leave out any.
+
     Raises:
-        CannotShare: see `calls.layouts`.
+        CannotShare: see `calls.layouts`; a column of another size.
     """
     if not calls:  # a data-parallel rank without microbatches
         nothing = np.zeros(0, np.int64)
@@ -104,15 +109,20 @@ def read_columns(calls: Sequence[ModelCall], cp_size: int, callbacks: Callbacks)
     found = layouts(calls, cp_size)
     if found is None:
         return None
-    masks = [call["loss_mask"] for call in calls]
+    for call in calls:
+        call.check_unchanged()
+    masks = [None if forward_only else call["loss_mask"] for call in calls]
     if callbacks.trained is not None and all(mask is None for mask in masks):
         masks = [callbacks.trained(call) for call in calls]
-    tokens, labels, positions = ([call[n] for call in calls] for n in _COLUMNS)
-    flags = [None if mask is None else mask != 0 for mask in masks]
-    return Columns(found, *_on_host((tokens, labels, flags, positions), _num_positions(found)))
-
-
-_COLUMNS = ("input_ids", "labels", "position_ids")
+    columns = {name: [call[name] for call in calls] for name in ("input_ids", "labels")}
+    columns["trained positions"] = [None if mask is None else mask != 0 for mask in masks]
+    lengths = _num_positions(found)
+    for name, column in columns.items():
+        for value, num in zip(column, lengths, strict=True):
+            if value is not None and not value.is_nested and value.numel() != num:
+                raise CannotShare(f"{name} of a model call has {value.numel()} of {num} positions")
+    positions = [call["position_ids"] for call in calls]
+    return Columns(found, *_on_host([*columns.values(), positions], lengths))
 
 
 def _num_positions(found: Sequence[CallLayout]) -> list[int]:
@@ -127,14 +137,11 @@ def _on_host(
         all(v is not None and not v.is_nested and v.numel() == n for v, n in zip(c, lengths))  # noqa: B905
         for c in columns
     ]
-    flat = [
-        value.detach().reshape(-1).to(torch.int64)  # type: ignore[union-attr]
-        for column, use in zip(columns, usable, strict=True)
-        if use
-        for value in column
-    ]
-    if not flat:
+    values = [v for column, use in zip(columns, usable, strict=True) if use for v in column]
+    if not values:
         return [None] * len(columns)
+    device = values[0].device  # type: ignore[union-attr]
+    flat = [v.detach().reshape(-1).to(device, torch.int64) for v in values]  # type: ignore[union-attr]
     table = iter(torch.cat(flat).cpu().numpy().reshape(sum(usable), -1))
     return [next(table) if use else None for use in usable]
 
@@ -305,7 +312,14 @@ def check_positions(known: Columns | None, rank: int, size: int, *, used: bool) 
     Raises:
         CannotShare: they count otherwise, or each rank holds one contiguous part of a sample.
     """
-    if known is None or known.positions is None or not (used or size > 1):
+    if known is None or not (used or size > 1):
+        return
+    if known.positions is None:
+        if used:
+            raise CannotShare(
+                "the model learns positions, and a model call's position_ids are not one for every"
+                " position: give them in the shape of input_ids"
+            )
         return
     lengths = [length for layout in known.layouts for length in layout.lengths]
     parts = np.split(known.positions, np.cumsum(lengths)[:-1])

@@ -69,6 +69,8 @@ class Settings(NamedTuple):
             yield
         finally:
             outside.apply()
+            if any(is_on for is_on, _ in self.autocast):
+                torch.clear_autocast_cache()  # of weights, as at the end of `torch.autocast`
 
     def apply(self) -> None:
         """Makes these the settings; work on the stream waits for what the last one has to do."""
@@ -126,18 +128,20 @@ class SuspendedStep:
     ) -> None:
         self.model, self.number = model, number
         self.call: Any = None
+        self._stock: Any = None
         self.goes_on_itself = False
         self._states, self._kept = states, [None] * len(states)
         self._settings: Settings | None = None
+        self._called: Settings | None = None
         self._greenlet = greenlet.greenlet(function)
         self._greenlet.gr_context = contextvars.copy_context()
 
     @property
     def called(self) -> Settings:
         """The settings that the model was called with."""
-        if self._settings is None:
+        if self._called is None:
             raise RuntimeError("the forward step has not called the model")
-        return self._settings
+        return self._called
 
     @property
     def changes_training(self) -> bool:
@@ -164,7 +168,7 @@ class SuspendedStep:
             call: what the model is called with.
             stock: runs the model itself.
         """
-        self.call, self._stock = call, stock
+        self.call, self._stock, self._called = call, stock, Settings.now()
         if _fixed() != self._before:
             raise UserError(
                 "the forward step calls the model inside a torch function or dispatch mode,"
@@ -187,7 +191,8 @@ class SuspendedStep:
     def run_model(self) -> Any:
         """Goes on with the model itself, as if nobody had looked; see `resume`."""
         self.goes_on_itself = True
-        return self.resume(self._stock)
+        stock, self._stock, self.call = self._stock, None, None  # with the arguments they hold
+        return self.resume(stock)
 
     def close(self) -> None:
         """Ends a step that is still suspended; its `finally` blocks run."""

@@ -30,6 +30,7 @@ from megatron_prefix.numerics.compare import Trace, Verdict
 from megatron_prefix.numerics.pooled import Errors
 from megatron_prefix.rl import batches, loss, passes, snapshot
 from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.run.step import Callbacks
 
 LR = 1e-3
 ADAM_EPS = 1e-8
@@ -176,7 +177,7 @@ def align(
     """
     for chunk in chunks:
         install(chunk, prefix_config.kernel)  # what cannot run is refused before anything runs
-    ours = PrefixSchedule(replace(prefix_config, mode="on"))
+    ours = PrefixSchedule(replace(prefix_config, mode="on"), Callbacks(loss.trained))
     exact = reference() if reference is not None else None
     raw = sum(len(rollout) - 1 for group in groups for rollout in group.rollouts)
     items, expected, found = _draw(0, ours, chunks, groups, seed, multiple)

@@ -270,6 +270,56 @@ def test_a_stage_that_cannot_read_its_data_ends_the_step_on_all(rank: int) -> No
     assert found[1 - rank] == ("StepFailed", reason, True)
 
 
+def hooked(forward_only: bool) -> bool:
+    """Whether a hook outside of the model, which doubles its output, counts once."""
+    runtime.initialize(Layout())
+    chunks = built(Case(Form(logits=True)), Layout())
+    chunks[0].module.register_forward_hook(lambda module, args, output: output * 2.0)
+    found = []
+    for schedule in (stock_schedule(), PrefixSchedule(CONFIG)):
+        trainer = Trainer(Form(logits=True), 0, Layout())
+        found.append(run_step(schedule, trainer, chunks, forward_only=forward_only))
+    (expected, gradients), (logs, own) = found
+    for mine, theirs in zip(logs, expected, strict=True):
+        assert_close(mine["nll"], theirs["nll"], 200)
+    for name, gradient in gradients.items():
+        assert_close(own[name] + 1.0, gradient + 1.0, 200)
+    runtime.shutdown()
+    return True
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_hooks_around_the_model_count_once(forward_only: bool) -> None:
+    assert run_ranks(1, hooked, forward_only) == [True]
+
+
+def under_autocast() -> list[bool]:
+    """Whether the decoder of a stage ran under the forward step's autocast, call by call."""
+    layout = Layout(pp=2)
+    runtime.initialize(layout)
+    chunks = built(Case(Form(pad=2)), layout)
+    seen: list[bool] = []
+    chunks[0].module.decoder.register_forward_pre_hook(
+        lambda *_: seen.append(torch.is_autocast_enabled("cpu"))
+    )
+    trainer = Trainer(Form(pad=2), 0, layout)
+    stock = trainer.step
+
+    def step(iterator: Any, model: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return stock(iterator, model)
+
+    trainer.step = step  # type: ignore[method-assign]
+    run_step(PrefixSchedule(CONFIG), trainer, chunks, forward_only=True)
+    runtime.shutdown()
+    return seen
+
+
+def test_segments_run_under_the_calls_autocast_on_every_stage() -> None:
+    for seen in run_ranks(2, under_autocast):
+        assert seen and all(seen)
+
+
 def refusal(change: str, mode: str) -> str:
     """The message of a schedule on one rank for a forward step that changes something."""
     runtime.initialize(Layout())

@@ -26,9 +26,9 @@ def test_a_rank_alone() -> None:
         agree(KeyError("x"), [], CPU)
 
 
-def said(problems: dict[int, BaseException]) -> Any:
-    """What a rank of four hears when some have a problem."""
-    runtime.initialize(LAYOUT)
+def said(problems: dict[int, BaseException], layout: Layout = LAYOUT) -> Any:
+    """What a rank hears when some have a problem."""
+    runtime.initialize(layout)
     try:
         groups = companions(default_groups())
         found = agree(problems.get(torch.distributed.get_rank()), groups, CPU)
@@ -45,6 +45,12 @@ def test_all_ranks_go_on_where_none_has_a_problem() -> None:
 
 def test_one_that_cannot_share_takes_all_with_it() -> None:
     assert run_ranks(4, said, {2: CannotShare("a mask")}) == [("falls back", "a mask")] * 4
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(cp=2), Layout(dp=2, ep=2), Layout(pp=2)])
+def test_ranks_of_every_kind_hear_of_it(layout: Layout) -> None:
+    problems = {1: CannotShare("a mask")}
+    assert run_ranks(2, said, problems, layout) == [("falls back", "a mask")] * 2
 
 
 def test_one_that_fails_ends_all_with_its_reason() -> None:

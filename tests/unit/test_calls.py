@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_prefix.errors import CannotShare
+from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.run.calls import CallLayout, ModelCall, bound, check, layouts
 from megatron_prefix.run.step import Callbacks, Columns, check_positions, read_columns
 from tests.harness import ranks  # noqa: F401  # applies the CPU platform
@@ -148,6 +148,33 @@ def test_the_loss_mask_comes_before_the_callback() -> None:
     assert with_mask.trained is not None and with_mask.trained.tolist() == [0, 1, 1] and not asked
     without = columns_of([call(tokens, None, None)], trained)
     assert without.trained is not None and without.trained.tolist() == [1, 0, 0] and len(asked) == 1
+
+
+def test_tensors_that_are_overwritten_after_the_call_are_an_error() -> None:
+    """A static buffer holds the last microbatch when all forward steps have run."""
+    tokens = torch.tensor([[1, 2, 3]])
+    made = call(tokens, None, None)
+    columns_of([made])
+    tokens.copy_(torch.tensor([[4, 5, 6]]))
+    with pytest.raises(UserError, match="microbatch 0 were overwritten"):
+        columns_of([made])
+
+
+def test_columns_of_another_size_are_refused() -> None:
+    tokens = torch.tensor([[1, 2, 3]])
+    with pytest.raises(CannotShare, match="labels of a model call has 2 of 3 positions"):
+        columns_of([call(tokens, None, None, tokens[:, :2])])
+    with pytest.raises(CannotShare, match="trained positions of a model call has 1 of 3"):
+        columns_of([call(tokens, None, None)], lambda one: torch.ones(1))
+
+
+def test_without_gradients_only_the_callback_leaves_out_positions() -> None:
+    tokens, mask = torch.tensor([[1, 2, 3]]), torch.tensor([[0, 0, 1]])
+    calls = [call(tokens, None, None, loss_mask=mask)]
+    free = read_columns(calls, 1, Callbacks(), forward_only=True)
+    told = read_columns(calls, 1, Callbacks(lambda one: one["loss_mask"]), forward_only=True)
+    assert free is not None and free.trained is None
+    assert told is not None and told.trained is not None and told.trained.tolist() == [0, 0, 1]
 
 
 def known(positions: list[int], *lengths: int) -> Columns:

@@ -274,11 +274,44 @@ def test_outputs_may_be_trees_in_either_order_of_dimensions() -> None:
     assert_close(found, table.grad, 10)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", [torch.zeros(()), torch.zeros(3, 7)])
-def test_an_output_that_is_not_per_position_is_refused(value: Tensor) -> None:
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.zeros(()), r"returns a tensor of shape .* positions"),
+        (torch.zeros(3, 7), r"returns a tensor of shape .* positions"),
+        (SimpleNamespace(nll=torch.zeros(1, 10)), "returns a SimpleNamespace, in which"),
+    ],
+)
+def test_an_output_that_is_not_per_position_is_refused(value: Any, message: str) -> None:
     job = two(6, [0, 0], shape=lambda output: (output, value))
-    with pytest.raises(CannotShare, match=r"returns a tensor of shape .* positions"):
+    with pytest.raises(CannotShare, match=message):
         job.run()
+
+
+def test_plain_values_of_an_output_are_the_same_for_all_segments() -> None:
+    def shape(output: Tensor) -> Any:
+        return {"nll": output, "total": float(output.detach().nansum()), "name": "x"}
+
+    with pytest.raises(CannotShare, match="must be the same for all"):
+        two(6, [0, 0], shape=shape).forward()
+    job = two(6, [0, 0], shape=lambda output: {"nll": output, "name": "x"}, loss=named)
+    job.forward()
+    assert [output["name"] for _, output in job.seen] == ["x", "x"]
+
+
+def named(output: Any, batch: dict[str, Any]) -> Any:
+    return output["nll"].sum(), torch.tensor(1, dtype=torch.int32), {}
+
+
+def test_a_first_segment_of_one_position_does_not_fix_the_order_of_dimensions() -> None:
+    def shape(output: Tensor) -> Tensor:
+        return output.t()[..., None]  # [positions, 1, 1]
+
+    def loss(output: Tensor, batch: dict[str, Any]) -> Any:
+        assert output.shape == (10, 1, 1)
+        return output.sum(), torch.tensor(1, dtype=torch.int32), {}
+
+    two(1, [0, 0], shape=shape, loss=loss).forward()
 
 
 @pytest.mark.parametrize("looks", [True, False])
@@ -291,9 +324,9 @@ def test_a_gradient_of_positions_that_nobody_computed_is_an_error(looks: bool) -
     job.run()
     if looks:
         with pytest.raises(UserError, match="positions in front of a sample's first trained one"):
-            job.losses.answers.check()
+            job.losses.check()
     else:
-        job.losses.answers.check()
+        job.losses.check()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,6 +122,7 @@ def test_settings_nest_as_in_a_plain_call() -> None:
         step.resume(lambda: seen.append(torch.is_grad_enabled()))
     assert Settings.now() == before
     assert seen == [False, (False, True), 5, (True, False)]
+    assert step.called.autocast[0] == (True, torch.bfloat16)  # and not those of its end
 
 
 class _Mode(TorchFunctionMode):
@@ -194,6 +196,41 @@ def test_forks_of_the_random_tracker_nest() -> None:
     assert torch.equal(outside, torch.get_rng_state()) is False  # the step has drawn once more
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
     assert torch.equal(torch.rand(3), after) and "fork" not in vars(tracker)
+
+
+def test_a_fork_inside_a_fork_goes_on_drawing() -> None:
+    tracker = get_cuda_rng_tracker()
+
+    def draws() -> list[torch.Tensor]:
+        found = []
+        with tracker.fork():
+            for _ in range(2):
+                with tracker.fork():
+                    found.append(torch.rand(1))
+            found.append(torch.rand(1))
+        return found
+
+    saved = {name: state.clone() for name, state in tracker.get_states().items()}
+    plain = draws()
+    tracker.set_states(saved)
+    with states.watched_forks():
+        assert all(torch.equal(a, b) for a, b in zip(draws(), plain, strict=True))
+
+
+def test_variables_of_the_environment_are_each_steps_own(monkeypatch) -> None:
+    monkeypatch.setenv("STAGE", "outside")
+
+    def function() -> str:
+        os.environ["STAGE"] = "inside"
+        call()
+        found = os.environ["STAGE"]
+        os.environ["STAGE"] = "outside"
+        return found
+
+    steps = [suspended(function, states.environment()) for _ in range(2)]
+    assert os.environ["STAGE"] == "outside"
+    assert [step.run_model() for step in steps] == ["inside", "inside"]
+    assert os.environ["STAGE"] == "outside"
 
 
 class _Router:
