@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,8 +108,8 @@ def twice(iterator: Any) -> tuple[Any, Any]:
         return [one for one, _ in pairs], [other for _, other in pairs]
     if iterator is None:
         return None, None
-    if isinstance(iterator, Iterator):
-        first, second = itertools.tee(iterator)
+    if hasattr(iterator, "__next__"):  # Megatron-LM's has no __iter__
+        first, second = itertools.tee(iter(iterator.__next__, object()))
         return first, second
     return copy.copy(iterator), iterator  # a place in a list, as slime has it
 
