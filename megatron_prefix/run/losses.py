@@ -34,6 +34,9 @@ from megatron_prefix.run.suspend import SuspendedStep
 from megatron_prefix.sidecar.context_parallel import Exchange
 from megatron_prefix.tree import cp_layout
 
+FLAT = -1
+"""In the place of a dimension: the tensor is [positions], without a dimension for the batch."""
+
 
 @dataclass(frozen=True)
 class LossContract:
@@ -97,7 +100,7 @@ class StageAnswers:
             if dim is None:
                 found.append(leaf)
                 continue
-            mine = leaf.detach().squeeze(1 - dim)
+            mine = leaf.detach() if dim == FLAT else leaf.detach().squeeze(1 - dim)
             if self._exchange is not None:
                 mine = self._exchange.whole(mine[None], lengths)[0]
             # A forward that will run again has no graph yet, so the leaf cannot ask for one.
@@ -124,7 +127,7 @@ class StageAnswers:
             if self._exchange is not None:
                 gradient = self._exchange.share(gradient[None], lengths)[0]
             tensors.append(tensor)
-            gradients.append(gradient.unsqueeze(1 - dim))
+            gradients.append(gradient if dim == FLAT else gradient.unsqueeze(1 - dim))
         return tensors, gradients
 
     def drop(self, index: int) -> None:
@@ -149,6 +152,14 @@ class StageAnswers:
                 continue
             pieces = [p for rollout in rollouts for p in self._pieces(rollout, number)]
             whole = self._on_this_rank(torch.cat(pieces), lengths)
+            if dim == FLAT and (self._packed[microbatch] or len(rollouts) == 1):
+                found.append(whole)
+                continue
+            if dim == FLAT:
+                raise CannotShare(
+                    f"the model returns [positions] for {len(rollouts)} rows, whose order in it is"
+                    " not known: return [batch, positions], or pack the samples"
+                )
             if self._packed[microbatch]:
                 found.append(whole.unsqueeze(1 - dim))
                 continue
@@ -208,7 +219,7 @@ class _Uncomputed(torch.autograd.Function):
 
 
 def _position_dim(leaf: Any, num: int) -> int | None:
-    """The dimension of a segment's output that is per position; None for plain values."""
+    """The dimension of a segment's output that is per position, or FLAT; None for plain values."""
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return None
     if not isinstance(leaf, Tensor):
@@ -217,14 +228,16 @@ def _position_dim(leaf: Any, num: int) -> int | None:
             " tensors: return a tensor, a dict, a tuple, or register it with torch.utils.pytree"
         )
     shape = leaf.shape
+    if shape == (num,):  # verl's fused kernels
+        return FLAT
     if len(shape) > 1 and shape[0] == 1 and shape[1] == num:
         return 1
     if len(shape) > 1 and shape[0] == num and shape[1] == 1:
         return 0
     raise CannotShare(
         f"the model returns a tensor of shape {list(shape)} for {num} positions: the prefix"
-        " schedule puts together what is per position, [batch, positions, ...] or [positions,"
-        " batch, ...]"
+        " schedule puts together what is per position, [batch, positions, ...], [positions, batch,"
+        " ...] or [positions]"
     )
 
 

@@ -39,7 +39,9 @@ class Trainer(NamedTuple):
 
 TRAINERS = {
     "verl, engine": Trainer(
-        "verl_steps", ("verl",), ("1", "tp2", "pp2", "tp2-pp2", "cp2", "pp2-cp2")
+        "verl_steps", ("verl",),
+        ("1", "tp2", "tp2-sp", "pp2", "tp2-pp2", "cp2", "pp2-cp2", "1-fused", "tp2-fused",
+         "pp2-fused"),
     ),
     "Megatron-LM, pretrain_gpt.py": Trainer(
         "megatron_lm_steps", ("Megatron-LM",),

@@ -1,4 +1,7 @@
-"""verl's own engine steps: log-probs and the actor's update, packed, in dynamic batches."""
+"""verl's own engine steps: log-probs and the actor's update, packed, in dynamic batches.
+
+"fused" in a layout's name: with `use_fused_kernels`, which replaces the model's `forward`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ VOCAB, PROMPT, ANSWER, GROUPS, SIZE = 128, 40, 12, 3, 4
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
 
-def engine_of(layout: Any, chunks: list[Any]) -> Any:
+def engine_of(layout: Any, chunks: list[Any], *, fused: bool) -> Any:
     """verl's engine around a model; its `__init__` would build one with mbridge."""
     from verl.workers.config import McoreEngineConfig
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
@@ -27,6 +30,7 @@ def engine_of(layout: Any, chunks: list[Any]) -> Any:
     engine.engine_config = McoreEngineConfig(
         tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp, use_remove_padding=True, use_dynamic_bsz=True,
+        use_fused_kernels=fused,
     )  # fmt: skip
     engine.model_config = SimpleNamespace(
         hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
@@ -37,6 +41,25 @@ def engine_of(layout: Any, chunks: list[Any]) -> Any:
     engine.enable_routing_replay = False
     engine.is_mp_src_rank_with_outputs = lambda: True
     return engine
+
+
+def fuse(chunk: Any) -> None:
+    """Lets verl replace the model's `forward`; what its kernels for a GPU compute, torch does."""
+    from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+    from verl.models.mcore import model_forward_fused
+    from verl.utils.megatron import tensor_parallel
+
+    def linear_cross_entropy(
+        hidden: Any, weight: Any, labels: Any, temperature: float, *_: Any
+    ) -> tuple[Any, Any]:
+        hidden = copy_to_tensor_model_parallel_region(hidden.flatten(0, 1))
+        logits = hidden @ weight.T / temperature
+        entropy = tensor_parallel.vocab_parallel_entropy(logits)
+        labels = labels.flatten()
+        return tensor_parallel.vocab_parallel_log_probs_from_logits(logits.clone(), labels), entropy
+
+    model_forward_fused.linear_cross_entropy = linear_cross_entropy
+    model_forward_fused.patch_fused_forward(chunk)
 
 
 def rows() -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,7 +119,9 @@ def steps(name: str) -> list[Step]:
     runtime.initialize(layout)
     spec = resolve("tiny-qwen3", num_layers=2).with_vocab(VOCAB)
     chunks = build_model(spec, layout=layout, config_overrides={"variable_seq_lengths": True})
-    engine, both = engine_of(layout, chunks), Both()
+    engine, both = engine_of(layout, chunks, fused="fused" in name), Both()
+    if "fused" in name:
+        fuse(chunks[0])
     transformer_impl.get_forward_backward_func = both
     actor = ActorConfig(
         strategy="megatron", rollout_n=SIZE, ppo_mini_batch_size=GROUPS * SIZE,

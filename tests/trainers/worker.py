@@ -3,7 +3,7 @@
     python -m tests.trainers.verl_steps FOLDER[:FOLDER...] LAYOUT...
 
 The folders are where the trainer's modules are. A layout is "1", or what it has, joined by "-":
-"tp2-pp2".
+"tp2-pp2"; "sp" is sequence parallelism.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ from tests.trainers.both import Step
 
 
 def layout_of(name: str) -> Layout:
-    """The layout that a name such as "tp2-cp2" means."""
+    """The layout that a name such as "tp2-sp-cp2" means."""
     sizes = dict(re.findall(r"\b(tp|pp|vpp|cp|dp)(\d+)", name))
-    return Layout(**{key: int(size) for key, size in sizes.items()})
+    sequence_parallel = "-sp" in name
+    return Layout(
+        **{key: int(size) for key, size in sizes.items()}, sequence_parallel=sequence_parallel
+    )
 
 
 def main(modules: Sequence[str], steps: Callable[[str], list[Step]]) -> None:

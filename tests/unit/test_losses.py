@@ -258,11 +258,13 @@ def test_answers_are_memory_of_their_own() -> None:
 
 def test_outputs_may_be_trees_in_either_order_of_dimensions() -> None:
     def shape(output: Tensor) -> Any:
-        return {"nll": output, "states": output.t()[..., None] * torch.ones(3), "none": None}
+        states = output.t()[..., None] * torch.ones(3)
+        return {"nll": output, "states": states, "flat": 2 * output[0], "none": None}
 
     def loss(output: Any, batch: dict[str, Any]) -> Any:
         assert output["none"] is None and output["states"].shape == (10, 1, 3)
-        total = output["nll"].sum() + (output["states"] ** 2).sum()
+        assert output["flat"].shape == (10,)
+        total = output["nll"].sum() + (output["states"] ** 2).sum() + output["flat"].sum()
         return total, torch.tensor(1, dtype=torch.int32), total.detach()
 
     job = two(6, [0, 0], loss=loss, shape=shape)
@@ -270,7 +272,7 @@ def test_outputs_may_be_trees_in_either_order_of_dimensions() -> None:
     table = job.table.detach().requires_grad_()
     job.table = table
     whole = [job.values(rollout, 0, 10) for rollout in range(2)]
-    (sum(one.sum() + 3 * (one**2).sum() for one in whole) / 2).backward()  # type: ignore[union-attr]
+    (sum(3 * one.sum() + 3 * (one**2).sum() for one in whole) / 2).backward()  # type: ignore[union-attr]
     assert_close(found, table.grad, 10)  # type: ignore[arg-type]
 
 
@@ -285,6 +287,13 @@ def test_outputs_may_be_trees_in_either_order_of_dimensions() -> None:
 def test_an_output_that_is_not_per_position_is_refused(value: Any, message: str) -> None:
     job = two(6, [0, 0], shape=lambda output: (output, value))
     with pytest.raises(CannotShare, match=message):
+        job.run()
+
+
+def test_an_output_without_a_batch_is_refused_for_several_rows() -> None:
+    rollouts = [Pairs(np.arange(n, n + 5), np.arange(5), np.ones(5, bool)) for n in range(2)]
+    job = Job(rollouts, [0, 0], [0, 0], TreeOptions(min_gain=0), squared, shape=lambda o: o[0])
+    with pytest.raises(CannotShare, match="for 2 rows, whose order"):
         job.run()
 
 
