@@ -161,12 +161,12 @@ def _step(name: str, schedule: Any, chunks: list[Any], items: Sequence[Any]) -> 
     import torch
 
     from megatron_prefix.rl import loss, passes
-    from megatron_prefix.run import schedule as schedules
+    from megatron_prefix.run import step_run
 
     for chunk in chunks:
         chunk.zero_grad_buffer()
     with mock.patch.object(
-        schedules, "Links", barrier_links if name == BARRIERS else schedules.Links
+        step_run, "Links", barrier_links if name == BARRIERS else step_run.Links
     ):
         _meet()
         begin = time.perf_counter()
