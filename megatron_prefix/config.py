@@ -27,7 +27,8 @@ class PrefixConfig:
         wave_tokens: most positions in a wave (a single leaf may exceed it); 0: no limit.
         min_gain: a shared span that saves fewer positions is dissolved; 0 dissolves nothing.
         loss_in_leaves: never share a position at or after a first trained one.
-        share: "group": one tree a group; "batch": one tree over all rollouts of the step.
+        share: what `plan` and the placement on data-parallel ranks compare: "batch", all rollouts
+            of a step, as a step does; "group": only those of one group.
         kernel: name of the attention kernel, or "auto" (megatron_prefix/attention/kernels.py).
         memory: what an inner segment keeps between its forward and its backward. "retain": its
             saved tensors; "offload": the same, on the host; "recompute": its K/V and its input, and
@@ -52,7 +53,7 @@ class PrefixConfig:
     wave_tokens: int = 4096
     min_gain: int = 64
     loss_in_leaves: bool = False
-    share: str = "group"
+    share: str = "batch"
     kernel: str = "auto"
     memory: str = "retain"
     memory_budget_gb: float = 0.0

@@ -188,7 +188,8 @@ def add_lengths(parser: argparse.ArgumentParser) -> None:
         "--share",
         choices=("group", "batch"),
         default=_DEFAULTS.share,
-        help=f"one tree a group, or one over all rollouts of a step (default {_DEFAULTS.share})",
+        help="what is compared to find what rollouts share: a step compares all of its rollouts"
+        f" (default {_DEFAULTS.share})",
     )
     group.add_argument(
         "--loss-in-leaves",

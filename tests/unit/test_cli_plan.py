@@ -24,7 +24,7 @@ EXACT = ["--align", "1", "--min-gain", "0"]
 
 
 def test_plan_json_has_the_keys_of_the_contract_and_their_values(capsys) -> None:
-    found = result(capsys, "plan", BUNDLED, *EXACT)
+    found = result(capsys, "plan", BUNDLED, *EXACT, "--share", "group")
     groups = list(read_groups(BUNDLED))
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     ratios = [rollout.prompt_len / len(rollout) for rollout in rollouts]
@@ -52,7 +52,7 @@ def test_plan_json_has_the_keys_of_the_contract_and_their_values(capsys) -> None
 )
 def test_plan_finds_what_was_measured(capsys, name, p50, p95, compression) -> None:
     """The data's README gives whole sets, each file is half of one: the figures are near."""
-    found = result(capsys, "plan", str(data.path(name)), *EXACT)
+    found = result(capsys, "plan", str(data.path(name)), *EXACT, "--share", "group")
     assert found["prefix_ratio_p50"] == pytest.approx(p50, abs=0.06)
     assert found["prefix_ratio_p95"] == pytest.approx(p95, abs=0.06)
     assert found["compression"] == pytest.approx(compression, rel=0.08)
@@ -209,8 +209,10 @@ def test_bad_rollouts_fail_with_one_line_and_write_nothing(capsys, tmp_path, con
 def test_groups_of_one_and_copies_are_valid(capsys, tmp_path) -> None:
     path = tmp_path / "one.jsonl"
     path.write_text(row() + row(group="h") + row(group="h", uid="1"), encoding="utf-8")
-    found = result(capsys, "plan", str(path))
-    assert (found["groups"], found["raw_tokens"], found["executed_tokens"]) == (2, 6, 4)
+    for share, executed in (("group", 4), ("batch", 2)):
+        found = result(capsys, "plan", str(path), "--share", share)
+        assert (found["groups"], found["raw_tokens"]) == (2, 6)
+        assert found["executed_tokens"] == executed
 
 
 @pytest.mark.parametrize(
