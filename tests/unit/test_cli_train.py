@@ -137,7 +137,7 @@ def test_bad_rollouts_are_exit_code_2(tmp_path: Path, rows: list[dict], message:
         (["--groups-per-step", "3"], "--groups-per-step 3 exceeds the 1 groups"),
         (["--minibatches", "2"], "--minibatches is 2, but .* 1 groups"),
         (["--clip-low", "0"], "clip_low is 0.0"),
-        (["--lr", "nan"], "lr is nan"),
+        (["--lr", "nan"], "--lr: .nan. is no number"),
         (["--steps", "0"], "--steps"),
         (["--cp", "2"], "cp"),
         (["--model", "llama-9b"], "neither a preset"),

@@ -43,7 +43,8 @@ def relative(path: Path) -> str:
 
 
 DOCUMENTS = tracked(".md")
-SOURCES = tracked(".py", ".sh", ".sbatch")
+# What runs other projects' trainers names their files.
+SOURCES = [path for path in tracked(".py", ".sh", ".sbatch") if path.parent.name != "trainers"]
 
 
 def prose(path: Path) -> str:
