@@ -288,32 +288,35 @@ def _gather_unequal_shapes() -> None:
     """
     gather, scatter = dist.all_gather, dist.reduce_scatter
 
-    def all_gather(
-        outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    def all_gather(  # by the names that torch gives its arguments: some trainers use them
+        tensor_list: list[torch.Tensor],
+        tensor: torch.Tensor,
+        group: Any = None,
+        async_op: bool = False,
     ) -> Any:
-        lengths = {output.shape[0] if output.dim() else 1 for output in outputs}
+        lengths = {output.shape[0] if output.dim() else 1 for output in tensor_list}
         if len(lengths) == 1:
-            return gather(outputs, tensor, group=group, async_op=async_op)
+            return gather(tensor_list, tensor, group=group, async_op=async_op)
         longest = max(lengths)
-        padded = [tensor.new_empty((longest, *tensor.shape[1:])) for _ in outputs]
+        padded = [tensor.new_empty((longest, *tensor.shape[1:])) for _ in tensor_list]
         gather(padded, _padded(tensor, longest), group=group)
-        for output, piece in zip(outputs, padded, strict=True):
+        for output, piece in zip(tensor_list, padded, strict=True):
             output.copy_(piece[: output.shape[0]])
         return None
 
     def reduce_scatter(
         output: torch.Tensor,
-        inputs: list[torch.Tensor],
+        input_list: list[torch.Tensor],
         op: Any = dist.ReduceOp.SUM,
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        lengths = {piece.shape[0] if piece.dim() else 1 for piece in inputs}
+        lengths = {piece.shape[0] if piece.dim() else 1 for piece in input_list}
         if len(lengths) == 1:
-            return scatter(output, inputs, op=op, group=group, async_op=async_op)
+            return scatter(output, input_list, op=op, group=group, async_op=async_op)
         longest = max(lengths)
         summed = output.new_empty((longest, *output.shape[1:]))
-        scatter(summed, [_padded(piece, longest) for piece in inputs], op=op, group=group)
+        scatter(summed, [_padded(piece, longest) for piece in input_list], op=op, group=group)
         output.copy_(summed[: output.shape[0]])
         return None
 

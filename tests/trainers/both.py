@@ -109,9 +109,15 @@ def twice(iterator: Any) -> tuple[Any, Any]:
     if iterator is None:
         return None, None
     if hasattr(iterator, "__next__"):  # Megatron-LM's has no __iter__
-        first, second = itertools.tee(iter(iterator.__next__, object()))
+        pair = itertools.tee(iter(iterator.__next__, object()))
+        # pretrain_gpt of 0.19 puts this rank's slices into the dict that it gets.
+        first, second = (map(_own, one) for one in pair)
         return first, second
     return copy.copy(iterator), iterator  # a place in a list, as slime has it
+
+
+def _own(batch: Any) -> Any:
+    return dict(batch) if isinstance(batch, dict) else batch
 
 
 def gradients(chunks: list[Any]) -> dict[str, Tensor]:

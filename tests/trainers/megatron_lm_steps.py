@@ -1,4 +1,4 @@
-"""Megatron-LM's pretrain_gpt.py, its whole training loop on mock data whose samples begin alike.
+"""Megatron-LM's pretrain_gpt, its whole training loop on mock data whose samples begin alike.
 
 "thd" in a layout's name: two samples are packed into one row; "sharded": the distributed
 optimizer, with both overlaps.
@@ -61,12 +61,12 @@ def train_on_cpu(both: Both) -> None:
     from megatron.training import initialize, training
 
     training.get_forward_backward_func = both
-    # pretrain_gpt.py of 0.16.1 hands on the cumulated lengths as [1, n], which rotary embeddings
+    # pretrain_gpt of 0.16.1 hands on the cumulated lengths as [1, n], which rotary embeddings
     # without transformer-engine do not take.
-    stock = pretrain_gpt.get_thd_batch_on_this_cp_rank
-    pretrain_gpt.get_thd_batch_on_this_cp_rank = lambda batch, ends, *rest: stock(
-        batch, ends.flatten(), *rest
-    )
+    if stock := getattr(pretrain_gpt, "get_thd_batch_on_this_cp_rank", None):
+        pretrain_gpt.get_thd_batch_on_this_cp_rank = lambda batch, ends, *rest: stock(
+            batch, ends.flatten(), *rest
+        )
     training.initialize_megatron = functools.partial(
         training.initialize_megatron, allow_no_cuda=True
     )
@@ -100,7 +100,7 @@ def begin_alike(*, packed: bool) -> None:
 
 
 def arguments(name: str) -> list[str]:
-    """pretrain_gpt.py's command line for a layout."""
+    """pretrain_gpt's command line for a layout."""
     layout = worker.layout_of(name)
     found = [
         *ARGUMENTS.split(),
@@ -114,6 +114,19 @@ def arguments(name: str) -> list[str]:
     return found
 
 
+def pretrain(script: Any) -> None:
+    """What pretrain_gpt does as a program."""
+    data, kind = script.train_valid_test_datasets_provider, script.ModelType.encoder_or_decoder
+    data.is_distributed = True
+    if hasattr(script, "gpt_config_from_args"):  # 0.19
+        args = script.parse_and_validate_args(args_defaults={})
+        config = script.pretrain_cfg_container_from_args(args, script.gpt_config_from_args(args))
+        script.pretrain(config, data, kind, script.forward_step)
+        return
+    model = functools.partial(script.model_provider, script.gpt_builder)
+    script.pretrain(data, model, kind, script.forward_step)
+
+
 def steps(name: str) -> list[Step]:
     """Two iterations, on one rank."""
     import pretrain_gpt
@@ -123,14 +136,8 @@ def steps(name: str) -> list[Step]:
     train_on_cpu(both)
     begin_alike(packed="thd" in name)
     sys.argv = ["pretrain_gpt.py", *arguments(name)]
-    pretrain_gpt.train_valid_test_datasets_provider.is_distributed = True
     with contextlib.redirect_stdout(sys.stderr):
-        pretrain_gpt.pretrain(
-            pretrain_gpt.train_valid_test_datasets_provider,
-            functools.partial(pretrain_gpt.model_provider, pretrain_gpt.gpt_builder),
-            pretrain_gpt.ModelType.encoder_or_decoder,
-            pretrain_gpt.forward_step,
-        )
+        pretrain(pretrain_gpt)
     return both.steps
 
 

@@ -43,11 +43,11 @@ TRAINERS = {
         ("1", "tp2", "tp2-sp", "pp2", "tp2-pp2", "cp2", "pp2-cp2", "1-fused", "tp2-fused",
          "pp2-fused"),
     ),
-    "Megatron-LM, pretrain_gpt.py": Trainer(
+    "Megatron-LM, pretrain_gpt": Trainer(
         "megatron_lm_steps", ("Megatron-LM",),
         ("1", "tp2", "pp2", "cp2", "dp2-sharded", "1-thd", "pp2-thd", "tp2-pp2"),
     ),
-    "Megatron-RL, train_rl.py": Trainer(
+    "Megatron-RL, train_rl": Trainer(
         "megatron_rl_steps", ("Megatron-LM", "verl"), ("1", "tp2", "pp2", "tp2-pp2")
     ),
     "slime, model.py": Trainer(

@@ -49,6 +49,12 @@ def test_both_schedules_read_the_same_microbatches(make: Any) -> None:
     assert twice(None) == (None, None)
 
 
+def test_a_forward_step_may_change_its_batch() -> None:
+    first, second = twice(iter([{"tokens": 1}]))
+    next(first)["tokens"] = 2
+    assert next(second) == {"tokens": 1}
+
+
 def test_numbers_in_results_are_found_by_their_place() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
     found = flat([{"loss": 2.0, "name": "x", "values": nested}, (torch.ones(1), 3)])

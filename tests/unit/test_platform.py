@@ -119,9 +119,10 @@ def gather_and_scatter():
     lengths = [2, 0, 3]
     mine = torch.full((lengths[rank], 2), float(rank + 1))
     gathered = [torch.empty(length, 2) for length in lengths]
-    torch.distributed.all_gather(gathered, mine)
+    torch.distributed.all_gather(tensor_list=gathered, tensor=mine)
     out = torch.empty(lengths[rank], 2)
-    torch.distributed.reduce_scatter(out, [piece * (rank + 1) for piece in gathered])
+    pieces = [piece * (rank + 1) for piece in gathered]
+    torch.distributed.reduce_scatter(output=out, input_list=pieces)
     return gathered, out
 
 
