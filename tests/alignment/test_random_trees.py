@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
 from megatron_prefix.numerics import assert_close
 from megatron_prefix.run import schedule
+from megatron_prefix.run.step import Callbacks
 from megatron_prefix.tree import Pairs, TreeOptions
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
@@ -253,6 +254,7 @@ def test_the_cases_share_what_their_names_say(
     counts = {}
     for name, groups in CASES.items():
         schedule = schedule_with(TreeOptions(min_gain=0), contract, monkeypatch)
+        schedule.callbacks = Callbacks(lambda call: call["loss_mask"])
         model = models["tiny-llama"].model
         contract.configure(model)
         steps.call(schedule, contract.step, model, as_items(groups), forward_only=True)

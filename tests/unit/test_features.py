@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
@@ -124,15 +123,18 @@ def test_all_refusals_are_found() -> None:
 
 
 @pytest.mark.parametrize("share", ["on", "auto"])
-def test_the_schedule_refuses_before_it_runs(
+def test_the_schedule_refuses_or_falls_back(
     share: str, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unwrap(model).config, "attention_dropout", 0.1)
-    tokens = torch.arange(8)[None] % 3
-    item = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(1, 8), "uid": 0}
     schedule = PrefixSchedule(PrefixConfig(mode=share, min_speedup=0.01))
-    with pytest.raises(UserError, match="attention_dropout: set it to 0"):
-        steps.call(schedule, Contract().step, model, [item])
+    if share == "on":
+        with pytest.raises(UserError, match="attention_dropout: set it to 0"):
+            steps.call(schedule, Contract().step, model, steps.group(0, 2))
+        return
+    steps.call(schedule, Contract().step, model, steps.group(0, 2))  # by the stock schedule
+    assert schedule.report is not None and schedule.report.fallback_count == 1
+    assert "attention_dropout: set it to 0" in schedule.report.decision.reason
 
 
 def test_multimodal_positions_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def test_a_failed_step_leaves_nothing_behind(reduce: str) -> None:
     cache.add_gradient(1, PROMPT, random(16, 2, 3), random(16, 2, 2))
     cache.clear()
     assert cache.num_bytes == 0
-    with pytest.raises(RuntimeError, match="0 there: before their forward"):
+    with pytest.raises(RuntimeError, match="0 are there: before their forward"):
         cache.read(0, PROMPT)
     with pytest.raises(RuntimeError, match="after their backward"):
         cache.add_gradient(0, PROMPT, random(16, 2, 3), random(16, 2, 2))
