@@ -54,8 +54,11 @@ CASES = {
     "pp2-vpp2": {
         **{shape: Case(shape) for shape in SHAPES},
         "plan file": Case("two-level-tree", planned=True),
-        "tied, freed": Case("two-level-tree", "tiny-qwen3", overrides=FREED),
-        "recomputed": Case("several-groups", recompute="full", overrides=FREED),
+        # No FREED here: with interleaving Megatron frees an output whose message may still be on
+        # its way (schedules.py, deallocate_output_tensor behind a send), so with gloo the
+        # stock schedule now and then computes something else.
+        "tied": Case("two-level-tree", "tiny-qwen3"),
+        "recomputed": Case("several-groups", recompute="full"),
         "per token, scaled": Case("uneven-groups", contract=Contract(per_token=True, scale=8.0)),
         "turns of three": Case(
             "several-groups", overrides={"microbatch_group_size_per_vp_stage": 3}
