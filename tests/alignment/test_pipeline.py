@@ -55,8 +55,8 @@ CASES = {
         **{shape: Case(shape) for shape in SHAPES},
         "plan file": Case("two-level-tree", planned=True),
         # No FREED here: with interleaving Megatron frees an output whose message may still be on
-        # its way (schedules.py, deallocate_output_tensor behind a send), so with gloo the
-        # stock schedule now and then computes something else.
+        # its way (megatron/core/pipeline_parallel/schedules.py), so with gloo the stock schedule
+        # now and then computes something else.
         "tied": Case("two-level-tree", "tiny-qwen3"),
         "recomputed": Case("several-groups", recompute="full"),
         "per token, scaled": Case("uneven-groups", contract=Contract(per_token=True, scale=8.0)),
