@@ -111,10 +111,10 @@ class PrefixSchedule:
         if self.config.mode != "observe":  # by all ranks, whichever schedule each of them takes
             channels.channels_of(groups.pp, device_of(models))
         with Capture(forward_step_func, data_iterator, models, num_microbatches) as capture:
-            made = self._made(capture, models, groups, forward_only)
-            if made is None:
+            prepared = self._prepared(capture, models, groups, forward_only)
+            if prepared is None:
                 return stock_schedule()(**{**arguments, "forward_step_func": capture.stock_step})
-            step, joint = made
+            step, joint = prepared
             contract = LossContract(
                 get_model_config(models[0]), groups.cp.size(), collect_non_loss_data
             )
@@ -140,7 +140,7 @@ class PrefixSchedule:
             )
         return groups
 
-    def _made(
+    def _prepared(
         self, capture: Capture, models: list[Any], groups: Any, forward_only: bool
     ) -> tuple[Step, JointForest] | None:
         """The step to run, with `report` set; None where the stock schedule runs it.

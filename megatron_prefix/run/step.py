@@ -175,7 +175,7 @@ def read_step(
     try:
         if first is not None and known is not None:
             samples = _samples(known, routes, cp, device)
-            numbers = _told(known, samples, build)
+            numbers = _message(known, samples, build)
         elif last is not None:
             samples = _samples(last, (), cp, device)
     except Exception as error:  # noqa: BLE001  # the other stages wait for this one's message
@@ -190,7 +190,7 @@ def read_step(
     return Step(forest, microbatch_of, tuple(packed.tolist()), samples, bool(routed))
 
 
-def _told(known: Columns, samples: Sequence[Pairs], build: Builder) -> Numbers:
+def _message(known: Columns, samples: Sequence[Pairs], build: Builder) -> Numbers:
     """What the first stage tells the others."""
     packed = [int(layout.packed) for layout in known.layouts]
     counts = [len(layout.lengths) for layout in known.layouts]
