@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from megatron_prefix.attention.kernels import Kernel, available, choose
+from megatron_prefix.attention.kernels import Kernel, Runs, available, choose
 from megatron_prefix.attention.merge import merge
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -106,24 +106,26 @@ def group_steps(
     own_k, own_v = (device.rows(shape.rows, device.kv_heads) for _ in range(2))
     prefix_q, prefix_dout = (device.rows(shape.prefix, device.heads) for _ in range(2))
     k, v = (device.rows(shape.prefix, device.kv_heads) for _ in range(2))
-    scale, whole, kept = device.dim**-0.5, (shape.prefix,), {}
+    scale, kept = device.dim**-0.5, {}
+    above = Runs.dense(shape.rows, shape.prefix)
+    whole, own = Runs.own((shape.prefix,)), Runs.own(lengths)
 
     def keep(name: str, value: Any) -> None:
         kept[name] = value
 
     return {
-        "prefix_forward": lambda: keep("prefix", kernel.causal(prefix_q, k, v, scale, whole)),
-        "prefix_backward": lambda: kernel.causal_backward(
-            prefix_dout, prefix_q, k, v, *kept["prefix"], scale, whole
+        "prefix_forward": lambda: keep("prefix", kernel.forward(prefix_q, k, v, whole, scale)),
+        "prefix_backward": lambda: kernel.backward(
+            prefix_dout, prefix_q, k, v, *kept["prefix"], whole, scale
         ),
-        "dense_forward": lambda: keep("dense", kernel.dense(q, k, v, scale)),
-        "causal_forward": lambda: keep("own", kernel.causal(q, own_k, own_v, scale, lengths)),
+        "dense_forward": lambda: keep("dense", kernel.forward(q, k, v, above, scale)),
+        "causal_forward": lambda: keep("own", kernel.forward(q, own_k, own_v, own, scale)),
         "merge": lambda: keep("merged", merge([kept["own"], kept["dense"]])),
-        "dense_backward": lambda: kernel.dense_backward(
-            dout, q, k, v, *kept["merged"], kept["dense"].aux, scale
+        "dense_backward": lambda: kernel.backward(
+            dout, q, k, v, *kept["merged"], kept["dense"].aux, above, scale
         ),
-        "causal_backward": lambda: kernel.causal_backward(
-            dout, q, own_k, own_v, *kept["merged"], kept["own"].aux, scale, lengths
+        "causal_backward": lambda: kernel.backward(
+            dout, q, own_k, own_v, *kept["merged"], kept["own"].aux, own, scale
         ),
     }
 
@@ -158,9 +160,10 @@ def time_new_shapes(device: Device, name: str, shape: Shape, num: int) -> dict[s
         rows, keys = shape.rows + 24 * i + 8, shape.prefix + 40 * i + 8
         q, dout = (device.rows(rows, device.heads) for _ in range(2))
         k, v = (device.rows(keys, device.kv_heads) for _ in range(2))
-        forward = partial(kernel.dense, q, k, v, scale)
+        of = Runs.dense(rows, keys)
+        forward = partial(kernel.forward, q, k, v, of, scale)
         forward_ms = device.wall_ms(forward) - device.wall_ms(forward)
-        backward = partial(kernel.dense_backward, dout, q, k, v, *forward(), scale)
+        backward = partial(kernel.backward, dout, q, k, v, *forward(), of, scale)
         backward_ms = device.wall_ms(backward) - device.wall_ms(backward)
         surplus.append((forward_ms, backward_ms))
     forwards, backwards = zip(*surplus, strict=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_prefix.attention.kernels import Kernel
+from megatron_prefix.attention.kernels import Kernel, Runs
 from megatron_prefix.attention.merge import merge
 from megatron_prefix.attention.own import own_attention
 from megatron_prefix.sidecar.cache import SidecarCache
@@ -119,7 +119,8 @@ class _SegmentAttention(torch.autograd.Function):
         dense = []
         for block, piece in _pieces(context):
             seen, values = cache.read(layer, block)
-            dense.append(kernel.dense(query, seen[piece], values[piece], scale))
+            runs = Runs.dense(len(query), piece.stop - piece.start)
+            dense.append(kernel.forward(query, seen[piece], values[piece], runs, scale))
         parts = [*own.forward(), *dense]
         out, lse = merge(parts)
         if not context.backward:  # in recomputation the layer's backward comes next
@@ -144,8 +145,9 @@ class _SegmentAttention(torch.autograd.Function):
         query_grad = own.backward(out_grad, out, lse, aux[:num_own])
         for (block, piece), piece_aux in zip(pieces, aux[num_own:], strict=True):
             seen, values = cache.read(layer, block)
-            more, seen_grad, values_grad = kernel.dense_backward(
-                out_grad, query, seen[piece], values[piece], out, lse, piece_aux, scale
+            runs = Runs.dense(len(query), piece.stop - piece.start)
+            more, seen_grad, values_grad = kernel.backward(
+                out_grad, query, seen[piece], values[piece], out, lse, piece_aux, runs, scale
             )
             query_grad = query_grad.add_(more)
             cache.add_gradient(layer, block, seen_grad, values_grad, piece.start)

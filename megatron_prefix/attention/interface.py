@@ -22,7 +22,6 @@ from torch import Tensor
 
 Aux = tuple[Any, ...]
 Gradients = tuple[Tensor, Tensor, Tensor]
-Lengths = tuple[tuple[int, ...], tuple[int, ...]]  # of each span: queries and keys
 
 
 class Partial(NamedTuple):
@@ -33,11 +32,36 @@ class Partial(NamedTuple):
     aux: Aux = ()
 
 
-class Kernel(Protocol):
-    """One way to run blocks; shapes as above.
+class Runs(NamedTuple):
+    """Which keys the queries of a block see.
 
-    ``lengths`` are Python integers, the lengths of a segment's spans; they sum to s.
+    The block is a list of runs: consecutive queries that see the same consecutive keys. The keys of
+    the runs lie one after another, without gaps, in the order of the runs.
+
+    Attributes:
+        queries: queries of each run, at least one; they sum to s.
+        keys: keys of each run, at least one; they sum to t.
+        causal: whether query i of a run sees its first i + 1 keys (a run then has as many keys as
+            queries), or every query all keys of its run.
     """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    causal: bool = False
+
+    @classmethod
+    def dense(cls, num_queries: int, num_keys: int) -> Runs:
+        """Every query sees every key."""
+        return cls((num_queries,), (num_keys,))
+
+    @classmethod
+    def own(cls, lengths: tuple[int, ...]) -> Runs:
+        """Spans of these lengths, each of which sees itself causally."""
+        return cls(lengths, lengths, causal=True)
+
+
+class Kernel(Protocol):
+    """One way to run blocks; shapes as above."""
 
     @property
     def name(self) -> str:
@@ -52,62 +76,28 @@ class Kernel(Protocol):
         """Why this kernel cannot take these tensors; None if it can."""
         ...
 
-    def dense(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
-        """Every query sees every key."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
+        """The block's result.
+
+        Raises:
+            ValueError: ``runs`` do not fit the tensors.
+            UserError: the operator would fault on these tensors.
+        """
         ...
 
-    def causal(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: tuple[int, ...]
-    ) -> Partial:
-        """A query sees the keys of its span up to its own position."""
-        ...
-
-    def paired(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, q_lengths: tuple[int, ...],
-        k_lengths: tuple[int, ...],
-    ) -> Partial:  # fmt: skip
-        """A query sees every key of its span; ``k_lengths`` sum to t."""
-        ...
-
-    def dense_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        aux: Aux,
-        scale: float,
-    ) -> Gradients:
-        """(dq, dk, dv) of a dense block from the merged ``out`` and ``lse``."""
-        ...
-
-    def causal_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        aux: Aux,
-        scale: float,
-        lengths: tuple[int, ...],
-    ) -> Gradients:
-        """(dq, dk, dv) of a causal block from the merged ``out`` and ``lse``."""
-        ...
-
-    def paired_backward(
+    def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
-        scale: float, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...],
+        runs: Runs, scale: float,
     ) -> Gradients:  # fmt: skip
-        """(dq, dk, dv) of a paired block from the merged ``out`` and ``lse``."""
+        """(dq, dk, dv) of the block from the merged ``out`` and ``lse``; ``aux`` is the forward's.
+
+        Raises as `forward`. The gradients are newly allocated.
+        """
         ...
 
 
 class Saved(NamedTuple):
-    """What a backward reads, for n spans: lse [n, h, s], the others [n, positions, heads, d]."""
+    """What a backward reads, for n runs: lse [n, h, s], the others [n, positions, heads, d]."""
 
     dout: Tensor
     q: Tensor
@@ -117,48 +107,40 @@ class Saved(NamedTuple):
     lse: Tensor
 
 
-class Run(NamedTuple):
-    """``num`` consecutive spans of ``length`` positions each: one batched call."""
+class Batch(NamedTuple):
+    """``num`` consecutive runs of ``length`` positions each: one batched call."""
 
     start: int
     num: int
     length: int
 
     def view(self, x: Tensor) -> Tensor:
-        """[positions, heads, d] -> this run's [num, length, heads, d], a view."""
+        """[positions, heads, d] -> this batch's [num, length, heads, d], a view."""
         mine = x[self.start : self.start + self.num * self.length]
         return mine.unflatten(0, (self.num, self.length))
 
     def view_lse(self, lse: Tensor) -> Tensor:
-        """[heads, positions] -> this run's [num, heads, length], a view."""
+        """[heads, positions] -> this batch's [num, heads, length], a view."""
         columns = lse[:, self.start : self.start + self.num * self.length]
         return columns.unflatten(1, (self.num, self.length)).transpose(0, 1)
 
 
 @functools.lru_cache(maxsize=1024)
-def runs(lengths: tuple[int, ...], padded_length: int) -> tuple[Run, ...]:
-    """Consecutive spans of equal length are one run.
+def batches(runs: Runs, num_queries: int, num_keys: int) -> tuple[tuple[Batch, Batch], ...]:
+    """Consecutive runs of equal shape are one batch; its queries and its keys.
 
-    Raises ValueError for an empty span, or if the lengths do not sum to ``padded_length``.
+    Raises ValueError if a run is empty, the runs do not sum to ``num_queries`` and ``num_keys``, or
+    a causal run has more or fewer keys than queries.
     """
-    return tuple(run for run, _ in run_pairs(lengths, lengths, padded_length, padded_length))
-
-
-@functools.lru_cache(maxsize=1024)
-def run_pairs(
-    q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], num_queries: int, num_keys: int
-) -> tuple[tuple[Run, Run], ...]:
-    """Consecutive spans with equal numbers of queries and equal numbers of keys are one run.
-
-    Raises ValueError as `runs`, and for unequal numbers of spans.
-    """
-    for lengths, padded_length in ((q_lengths, num_queries), (k_lengths, num_keys)):
-        if min(lengths, default=0) < 1 or sum(lengths) != padded_length:
-            raise ValueError(f"lengths {lengths} must be positive and sum to {padded_length}")
+    for lengths, total in ((runs.queries, num_queries), (runs.keys, num_keys)):
+        if min(lengths, default=0) < 1 or sum(lengths) != total:
+            raise ValueError(f"lengths {lengths} must be positive and sum to {total}")
+    if runs.causal and runs.queries != runs.keys:
+        raise ValueError(f"causal runs of {runs.queries} queries cannot have {runs.keys} keys")
     found, start, key_start = [], 0, 0
-    for (length, num_seen), members in groupby(zip(q_lengths, k_lengths, strict=True)):
+    for (length, num_seen), members in groupby(zip(runs.queries, runs.keys, strict=True)):
         num = len(list(members))
-        found.append((Run(start, num, length), Run(key_start, num, num_seen)))
+        found.append((Batch(start, num, length), Batch(key_start, num, num_seen)))
         start, key_start = start + num * length, key_start + num * num_seen
     return tuple(found)
 
@@ -166,8 +148,8 @@ def run_pairs(
 class Batched:
     """Blocks as batched calls of one operator on [n, positions, heads, d] tensors.
 
-    A dense block, one long span and a wave of equal spans are one call on views. A wave of several
-    runs is one call a run, joined by one copy. A subclass has a ``name``, `forward` and `backward`.
+    A single run and equal runs are one call on views. Unequal runs are one call a batch, joined by
+    one copy. A subclass has a ``name``, `attend` and `attend_backward`.
     """
 
     name: str
@@ -175,13 +157,13 @@ class Batched:
     def begin_step(self) -> None:
         """See `Kernel.begin_step`."""
 
-    def forward(
+    def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor, Aux]:
-        """(out [n, s, h, dv], lse [n, h, s], aux) of n spans with the same mask."""
+        """(out [n, s, h, dv], lse [n, h, s], aux) of n runs of the same shape."""
         raise NotImplementedError
 
-    def backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
+    def attend_backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
         """(dq, dk, dv), shapes as q, k, v of ``saved``, newly allocated."""
         raise NotImplementedError
 
@@ -207,95 +189,31 @@ class Batched:
             more: dout and out of a backward.
         """
 
-    def dense(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
-        """See `Kernel.dense`."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
+        """See `Kernel.forward`."""
         self.guard(q, k, v)
-        out, lse, aux = self.forward(q[None], k[None], v[None], scale, causal=False)
-        return Partial(out[0], lse[0], aux)
-
-    def dense_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        aux: Aux,
-        scale: float,
-    ) -> Gradients:
-        """See `Kernel.dense_backward`."""
-        self.guard(q, k, v, dout, out)
-        saved = Saved(*(x[None] for x in (dout, q, k, v, out, lse)))
-        dq, dk, dv = self.backward(saved, aux, scale, causal=False)
-        return dq[0], dk[0], dv[0]
-
-    def causal(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: tuple[int, ...]
-    ) -> Partial:
-        """See `Kernel.causal`."""
-        self.guard(q, k, v)
-        return self.packed(q, k, v, scale, (lengths, lengths), causal=True)
-
-    def causal_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        aux: Aux,
-        scale: float,
-        lengths: tuple[int, ...],
-    ) -> Gradients:
-        """See `Kernel.causal_backward`."""
-        self.guard(q, k, v, dout, out)
-        saved = Saved(dout, q, k, v, out, lse)
-        return self.packed_backward(saved, aux, scale, (lengths, lengths), causal=True)
-
-    def paired(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, q_lengths: tuple[int, ...],
-        k_lengths: tuple[int, ...],
-    ) -> Partial:  # fmt: skip
-        """See `Kernel.paired`."""
-        self.guard(q, k, v)
-        return self.packed(q, k, v, scale, (q_lengths, k_lengths), causal=False)
-
-    def paired_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
-        scale: float, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...],
-    ) -> Gradients:  # fmt: skip
-        """See `Kernel.paired_backward`."""
-        self.guard(q, k, v, dout, out)
-        saved = Saved(dout, q, k, v, out, lse)
-        return self.packed_backward(saved, aux, scale, (q_lengths, k_lengths), causal=False)
-
-    def packed(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: Lengths, causal: bool
-    ) -> Partial:
-        """Spans side by side, each with keys of its own; shapes as in `Kernel`."""
         parts = [
-            self.forward(mine.view(q), seen.view(k), seen.view(v), scale, causal=causal)
-            for mine, seen in run_pairs(*lengths, q.shape[0], k.shape[0])
+            self.attend(mine.view(q), seen.view(k), seen.view(v), scale, runs.causal)
+            for mine, seen in batches(runs, q.shape[0], k.shape[0])
         ]
         outs = [out.flatten(0, 1) for out, _, _ in parts]
         lses = [lse.transpose(0, 1).flatten(1, 2) for _, lse, _ in parts]
         return Partial(joined(outs), joined(lses, dim=1), tuple(aux for _, _, aux in parts))
 
-    def packed_backward(
-        self, saved: Saved, aux: Aux, scale: float, lengths: Lengths, causal: bool
-    ) -> Gradients:
-        """The gradients of `packed`; ``saved`` has no leading dimension."""
-        dout, q, k, v, out, lse = saved
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
+        runs: Runs, scale: float,
+    ) -> Gradients:  # fmt: skip
+        """See `Kernel.backward`."""
+        self.guard(q, k, v, dout, out)
         shares = []
-        pairs = run_pairs(*lengths, q.shape[0], k.shape[0])
-        for (mine, seen), run_aux in zip(pairs, aux, strict=True):
-            batch = Saved(
+        found = batches(runs, q.shape[0], k.shape[0])
+        for (mine, seen), batch_aux in zip(found, aux, strict=True):
+            saved = Saved(
                 mine.view(dout), mine.view(q), seen.view(k), seen.view(v), mine.view(out),
                 mine.view_lse(lse),
             )  # fmt: skip
-            shares.append(self.backward(batch, run_aux, scale, causal=causal))
+            shares.append(self.attend_backward(saved, batch_aux, scale, runs.causal))
         dq, dk, dv = (
             joined([gradient.flatten(0, 1) for gradient in gradients])
             for gradients in zip(*shares, strict=True)

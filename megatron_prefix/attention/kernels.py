@@ -1,9 +1,9 @@
 """Chooses the attention kernel: by name, or by trying what works here.
 
 A name is `math`, `flash_cpu`, `flash` or `cudnn` (megatron_prefix/attention/operators.py), or two
-of them: `a+b` runs dense blocks with `a` and causal blocks with `b`. cuDNN is fastest on long spans
-but builds a plan, on the host, for every new shape; FlashAttention-2 (`flash`) takes any shape at
-once, and spans of unequal lengths in one call. `cudnn+flash` needs plans for dense blocks only.
+of them: `a+b` takes runs without a mask to `a` and causal runs to `b`. cuDNN is fastest on long
+runs but builds a plan, on the host, for every new shape; FlashAttention-2 (`flash`) takes any shape
+at once, and unequal runs in one call. `cudnn+flash` needs plans for runs without a mask only.
 benchmarks/bench_kernels.py measures them.
 """
 
@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_prefix.attention.adaptive import AdaptiveKernel
-from megatron_prefix.attention.interface import Kernel, Partial
+from megatron_prefix.attention.interface import Aux, Gradients, Kernel, Partial, Runs
 from megatron_prefix.attention.operators import (
     CudnnKernel,
     FlashCpuKernel,
@@ -27,20 +26,17 @@ from megatron_prefix.attention.operators import (
 from megatron_prefix.errors import UserError
 from megatron_prefix.numerics import assert_close
 
-__all__ = ["KERNELS", "CompositeKernel", "Kernel", "Partial", "available", "choose"]
+__all__ = ["KERNELS", "CompositeKernel", "Kernel", "Partial", "Runs", "available", "choose"]
 
 logger = logging.getLogger(__name__)
 
 
 class CompositeKernel:
-    """Dense and paired blocks by one kernel, causal blocks by another."""
+    """Runs without a mask by one kernel, causal runs by another."""
 
     def __init__(self, dense: Kernel, causal: Kernel) -> None:
         self.name = f"{dense.name}+{causal.name}"
         self._parts = (dense, causal)
-        self.dense, self.dense_backward = dense.dense, dense.dense_backward
-        self.causal, self.causal_backward = causal.causal, causal.causal_backward
-        self.paired, self.paired_backward = dense.paired, dense.paired_backward
 
     def begin_step(self) -> None:
         """See `Kernel.begin_step`."""
@@ -51,6 +47,18 @@ class CompositeKernel:
         """See `Kernel.refusal`."""
         dense, causal = (part.refusal(q, k, v) for part in self._parts)
         return dense or causal
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
+        """See `Kernel.forward`."""
+        return self._parts[runs.causal].forward(q, k, v, runs, scale)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
+        runs: Runs, scale: float,
+    ) -> Gradients:  # fmt: skip
+        """See `Kernel.backward`."""
+        kernel = self._parts[runs.causal]
+        return kernel.backward(dout, q, k, v, out, lse, aux, runs, scale)
 
 
 KERNELS: dict[str, Kernel] = {
@@ -67,7 +75,7 @@ def available(
 ) -> dict[str, str | None]:
     """Every kernel by name, with the reason why it does not work here; None: it works.
 
-    Each kernel runs a tiny block of each kind, forward and backward, and is compared with `math`
+    Each kernel runs tiny blocks of each kind, forward and backward, and is compared with `math`
     under the numerics policy; the answer is cached. ``head_dim_v`` is ``head_dim`` if None.
     """
     device = torch.device(device)
@@ -148,17 +156,13 @@ def _probed(
 
 
 def _tiny_run(kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Every result of a dense block with fewer keys than queries, and of an uneven causal and an
-    uneven paired block."""
+    """Every result of one run with fewer keys than queries, and of uneven runs with and without a
+    mask."""
     scale, lengths = q.shape[-1] ** -0.5, (5, 11)
-    blocks: tuple[tuple[Any, Any, Tensor, Tensor, tuple[Any, ...]], ...] = (
-        (kernel.dense, kernel.dense_backward, k[:9], v[:9], ()),
-        (kernel.causal, kernel.causal_backward, k, v, (lengths,)),
-        (kernel.paired, kernel.paired_backward, k, v, (lengths, (9, 7))),
-    )
     results: list[Tensor] = []
     with torch.no_grad():
-        for run, back, keys, values, more in blocks:
-            part = run(q, keys, values, scale, *more)
-            results += [part.out, part.lse, *back(dout, q, keys, values, *part, scale, *more)]
+        for runs in (Runs.dense(16, 9), Runs.own(lengths), Runs(lengths, (9, 7))):
+            call = (q, k[: sum(runs.keys)], v[: sum(runs.keys)])
+            part = kernel.forward(*call, runs, scale)
+            results += [part.out, part.lse, *kernel.backward(dout, *call, *part, runs, scale)]
     return results

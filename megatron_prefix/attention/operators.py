@@ -23,10 +23,10 @@ from megatron_prefix.attention.interface import (
     Aux,
     Batched,
     Gradients,
-    Lengths,
     Partial,
+    Runs,
     Saved,
-    run_pairs,
+    batches,
 )
 from megatron_prefix.errors import UserError
 
@@ -38,14 +38,14 @@ class MathKernel(Batched):
 
     name = "math"
 
-    def forward(
+    def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor, Aux]:
-        """See `Batched.forward`."""
+        """See `Batched.attend`."""
         return *exact.attend(q, k, v, scale, causal), ()
 
-    def backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
-        """See `Batched.backward`."""
+    def attend_backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
+        """See `Batched.attend_backward`."""
         return exact.attend_backward(*saved, scale, causal)
 
 
@@ -53,8 +53,8 @@ class FlashCpuKernel(Batched):
     """torch's tiled CPU kernel: fp64, fp32, bf16, fp16.
 
     Its fp32 forward has a fast exponential (about 20 bits); its 16-bit backward sums dk and dv in
-    16 bits. It needs as many K/V heads as query heads: for one span they are views with stride 0
-    over the group, for several spans they are copied (a wave's own K/V, not a prefix's).
+    16 bits. It needs as many K/V heads as query heads: for one run they are views with stride 0
+    over the group, for several runs they are copied (a wave's own K/V, not a prefix's).
     """
 
     name = "flash_cpu"
@@ -65,18 +65,18 @@ class FlashCpuKernel(Batched):
             return f"runs on the CPU, got {q.device}"
         return _needs_equal_widths(q, v) or super().refusal(q, k, v)
 
-    def forward(
+    def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor, Aux]:
-        """See `Batched.forward`."""
+        """See `Batched.attend`."""
         heads = (_query_heads(q, k), _kv_heads(q, k), _kv_heads(q, v))
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             *heads, 0.0, causal, scale=scale
         )
         return _positions_first(out, q), lse.reshape(q.shape[0], q.shape[2], q.shape[1]), ()
 
-    def backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
-        """See `Batched.backward`."""
+    def attend_backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
+        """See `Batched.attend_backward`."""
         dout, q, k, v, out, lse = saved
         queries = _query_heads(q, k)
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -106,7 +106,7 @@ class _Aligned(Batched):
 
 
 class FlashKernel(_Aligned):
-    """FlashAttention-2 of torch; spans of unequal lengths are one varlen call."""
+    """FlashAttention-2 of torch; unequal runs are one varlen call."""
 
     name = "flash"
 
@@ -114,51 +114,51 @@ class FlashKernel(_Aligned):
         """See `Kernel.refusal`."""
         return _needs_cuda_16bit(q, k, v) or _needs_equal_widths(q, v) or super().refusal(q, k, v)
 
-    def forward(
+    def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor, Aux]:
-        """See `Batched.forward`."""
+        """See `Batched.attend`."""
         out, lse, *state, _ = aten._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
         )
         return out, lse, tuple(state)
 
-    def backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
-        """See `Batched.backward`."""
+    def attend_backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
+        """See `Batched.attend_backward`."""
         dout, q, k, v, out, lse = saved
         lengths = (None, None, q.shape[1], k.shape[1])
         return aten._flash_attention_backward(
             dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *aux, scale=scale
         )
 
-    def packed(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: Lengths, causal: bool
-    ) -> Partial:
-        """See `Batched.packed`."""
-        if len(run_pairs(*lengths, q.shape[0], k.shape[0])) == 1:
-            return super().packed(q, k, v, scale, lengths, causal)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
+        """See `Kernel.forward`."""
+        if len(batches(runs, q.shape[0], k.shape[0])) == 1:
+            return super().forward(q, k, v, runs, scale)
+        self.guard(q, k, v)
         out, lse, *state, _ = aten._flash_attention_forward(
-            q, k, v, *_spans(lengths, q.device), 0.0, causal, False, scale=scale
+            q, k, v, *_varlen(runs, q.device), 0.0, runs.causal, False, scale=scale
         )
         return Partial(out, lse, tuple(state))
 
-    def packed_backward(
-        self, saved: Saved, aux: Aux, scale: float, lengths: Lengths, causal: bool
-    ) -> Gradients:
-        """See `Batched.packed_backward`."""
-        dout, q, k, v, out, lse = saved
-        if len(run_pairs(*lengths, q.shape[0], k.shape[0])) == 1:
-            return super().packed_backward(saved, aux, scale, lengths, causal)
-        spans = _spans(lengths, q.device)
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
+        runs: Runs, scale: float,
+    ) -> Gradients:  # fmt: skip
+        """See `Kernel.backward`."""
+        if len(batches(runs, q.shape[0], k.shape[0])) == 1:
+            return super().backward(dout, q, k, v, out, lse, aux, runs, scale)
+        self.guard(q, k, v, dout, out)
+        lengths = _varlen(runs, q.device)
         return aten._flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), *spans, 0.0, causal, *aux, scale=scale
+            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, runs.causal, *aux, scale=scale
         )
 
 
 class CudnnKernel(_Aligned):
     """cuDNN's fused attention.
 
-    It cannot run spans of a single query or key, which trees have; these small blocks run with the
+    It cannot run runs of a single query or key, which trees have; these small blocks run with the
     exact formulas.
     """
 
@@ -168,10 +168,10 @@ class CudnnKernel(_Aligned):
         """See `Kernel.refusal`."""
         return _needs_cuda_16bit(q, k, v) or super().refusal(q, k, v)
 
-    def forward(
+    def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor, Aux]:
-        """See `Batched.forward`."""
+        """See `Batched.attend`."""
         if 1 in (q.shape[1], k.shape[1]):
             return *exact.attend(q, k, v, scale, causal), ()
         heads = (x.transpose(1, 2) for x in (q, k, v))
@@ -181,8 +181,8 @@ class CudnnKernel(_Aligned):
         lse = stats.reshape(q.shape[0], q.shape[2], q.shape[1])
         return out.transpose(1, 2), lse, (out.stride(), stats.shape, stats.stride(), *state)
 
-    def backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
-        """See `Batched.backward`."""
+    def attend_backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
+        """See `Batched.attend_backward`."""
         if not aux:
             return exact.attend_backward(*saved, scale, causal)
         dout, q, k, v, out = (x.transpose(1, 2) for x in saved[:5])
@@ -248,28 +248,28 @@ def _needs_equal_widths(q: Tensor, v: Tensor) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """First position of each span and the end, int32 on ``device``; the host does not wait."""
+    """First position of each run and the end, int32 on ``device``; the host does not wait."""
     host = torch.tensor(
         [0, *accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda"
     )
     return host.to(device, non_blocking=True)
 
 
-def _spans(lengths: Lengths, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+def _varlen(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     """The varlen operator's arguments: starts of queries and keys, longest of both."""
-    queries, keys = lengths
-    return _starts(queries, device), _starts(keys, device), max(queries), max(keys)
+    starts = (_starts(lengths, device) for lengths in (runs.queries, runs.keys))
+    return *starts, max(runs.queries), max(runs.keys)  # type: ignore[return-value]
 
 
 def _query_heads(x: Tensor, k: Tensor) -> Tensor:
-    """[n, s, h, d] as a view: [h_kv, group, s, d] for a single span, else [n, h, s, d]."""
+    """[n, s, h, d] as a view: [h_kv, group, s, d] for a single run, else [n, h, s, d]."""
     if x.shape[0] > 1:
         return x.transpose(1, 2)
     return x[0].unflatten(1, (k.shape[2], -1)).permute(1, 2, 0, 3)
 
 
 def _kv_heads(q: Tensor, x: Tensor) -> Tensor:
-    """K or V [n, t, h_kv, d] to match `_query_heads`; for a single span with stride 0."""
+    """K or V [n, t, h_kv, d] to match `_query_heads`; for a single run with stride 0."""
     group = q.shape[2] // x.shape[2]
     repeated = x.unsqueeze(3).expand(-1, -1, -1, group, -1)
     if x.shape[0] > 1:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_prefix.attention.interface import Aux, Kernel, Partial
+from megatron_prefix.attention.interface import Aux, Kernel, Partial, Runs
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.context_parallel import Exchange, ShardedCache, on, side_by_side
 from megatron_prefix.tree import cp_layout
@@ -39,16 +39,16 @@ class OwnAttention:
         lengths: tuple[int, ...],
     ) -> None:
         self._kernel, self._tensors = kernel, (query, key, value)
-        self._scale, self._lengths = scale, lengths
+        self._runs, self._scale = Runs.own(lengths), scale
 
     def forward(self) -> list[Partial]:
         """One partial result."""
-        return [self._kernel.causal(*self._tensors, self._scale, self._lengths)]
+        return [self._kernel.forward(*self._tensors, self._runs, self._scale)]
 
     def backward(self, dout: Tensor, out: Tensor, lse: Tensor, aux: Sequence[Aux]) -> Tensor:
         """The gradient of the queries, from the merged `out` and `lse`."""
-        query_grad, *self._gradients = self._kernel.causal_backward(
-            dout, *self._tensors, out, lse, aux[0], self._scale, self._lengths
+        query_grad, *self._gradients = self._kernel.backward(
+            dout, *self._tensors, out, lse, aux[0], self._runs, self._scale
         )
         return query_grad
 
@@ -83,28 +83,26 @@ class SpreadAttention:
         self._query, self._key, self._value = query, key, value
         whole = tuple(length * exchange.size for length in lengths)
         blocks = cp_layout.own_blocks(whole, exchange.rank, exchange.size)
-        self._pieces, self._paired = blocks.pieces, blocks.paired
+        self._pieces, self._paired = Runs.own(blocks.pieces), blocks.paired
         self._indices = _indices(whole, exchange.rank, exchange.size, query.device)
         self._views = exchange.gather(key, value)
 
     def forward(self) -> list[Partial]:
         """Partial results: every piece with itself, and with earlier pieces."""
         query, scale = self._query, self._scale
-        parts = [self._kernel.causal(query, self._key, self._value, scale, self._pieces)]
+        parts = [self._kernel.forward(query, self._key, self._value, self._pieces, scale)]
         key, value = self._views.wait()
         for block, (mine, seen) in zip(self._paired, self._indices, strict=True):
-            part = self._kernel.paired(
-                _selected(query, mine), key[seen], value[seen], scale,
-                block.query_lengths, block.key_lengths,
-            )  # fmt: skip
+            runs = Runs(block.query_lengths, block.key_lengths)
+            part = self._kernel.forward(_selected(query, mine), key[seen], value[seen], runs, scale)
             parts.append(_spread(part, mine, len(query)))
         return parts
 
     def backward(self, dout: Tensor, out: Tensor, lse: Tensor, aux: Sequence[Aux]) -> Tensor:
         """The gradient of the queries; starts to send those of keys and values."""
         query, scale = self._query, self._scale
-        query_grad, *self._diagonal = self._kernel.causal_backward(
-            dout, query, self._key, self._value, out, lse, aux[0], scale, self._pieces
+        query_grad, *self._diagonal = self._kernel.backward(
+            dout, query, self._key, self._value, out, lse, aux[0], self._pieces, scale
         )
         key, value = self._views.wait()
         dtype = torch.promote_types(key.dtype, torch.float32)
@@ -113,10 +111,10 @@ class SpreadAttention:
         for block, (mine, seen), block_aux in zip(
             self._paired, self._indices, aux[1:], strict=True
         ):
-            more, *gradients = self._kernel.paired_backward(
+            more, *gradients = self._kernel.backward(
                 _selected(dout, mine), _selected(query, mine), key[seen], value[seen],
-                _selected(out, mine), lse if mine is None else lse[:, mine], block_aux, scale,
-                block.query_lengths, block.key_lengths,
+                _selected(out, mine), lse if mine is None else lse[:, mine], block_aux,
+                Runs(block.query_lengths, block.key_lengths), scale,
             )  # fmt: skip
             view_grad[seen] = side_by_side(*gradients)
             if mine is None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_prefix.attention.interface import Partial
+from megatron_prefix.attention.interface import Partial, Runs
 from megatron_prefix.attention.operators import MathKernel
 from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
 from megatron_prefix.models.build import unwrap
@@ -83,14 +83,17 @@ def check(options: dict[str, Any], name: str = "tiny-llama") -> None:
 def test_long_blocks_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "PIECE_KEYS", 4)
     keys: list[int] = []
-    dense = MathKernel.dense
+    forward = MathKernel.forward
 
-    def counted(self: MathKernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
-        keys.append(len(k))
-        return dense(self, q, k, v, scale)
+    def counted(
+        self: MathKernel, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float
+    ) -> Partial:
+        if not runs.causal:
+            keys.append(len(k))
+        return forward(self, q, k, v, runs, scale)
 
     check({})  # the kernels are probed with longer blocks before the first step
-    monkeypatch.setattr(MathKernel, "dense", counted)
+    monkeypatch.setattr(MathKernel, "forward", counted)
     check({})
     assert max(keys) == 4 and min(keys) < 4
 

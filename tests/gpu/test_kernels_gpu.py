@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_prefix.attention import merge as merging
-from megatron_prefix.attention.interface import Kernel
+from megatron_prefix.attention.interface import Kernel, Runs
 from megatron_prefix.attention.kernels import KERNELS, available, choose
 from megatron_prefix.attention.merge import merge
 from megatron_prefix.errors import UserError
@@ -129,7 +129,8 @@ def test_the_fused_merge_is_the_eager_one(num: int, caplog: pytest.LogCaptureFix
         case = Case((9,) * num, (rows,), dim=64, dim_v=64)
         tensors = make(case, torch.bfloat16, device="cuda")
         pairs = zip(tensors.keys[:num], tensors.values[:num], strict=True)
-        parts = [KERNELS["math"].dense(tensors.q, k, v, case.scale) for k, v in pairs]
+        of = Runs.dense(rows, 9)
+        parts = [KERNELS["math"].forward(tensors.q, k, v, of, case.scale) for k, v in pairs]
         parts[0].lse[:, :1] = -float("inf")
         parts[0].out[:1] = float("nan")
         got, got_lse = merge(parts)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_prefix.attention.interface import Kernel
+from megatron_prefix.attention.interface import Kernel, Runs
 from megatron_prefix.attention.merge import merge
 from megatron_prefix.numerics import accumulator_dtype, assert_close
 
@@ -125,16 +125,15 @@ def expected(case: Case, tensors: Tensors) -> dict[str, Tensor]:
 def by_blocks(kernel: Kernel, case: Case, tensors: Tensors) -> dict[str, Tensor]:
     """A dense block for each ancestor and one causal block, merged, and their backwards."""
     q, keys, values, dout = tensors
-    *above, own = zip(keys, values, strict=True)
-    parts = [kernel.dense(q, k, v, case.scale) for k, v in above]
-    parts.append(kernel.causal(q, *own, case.scale, case.lengths))
+    pairs = list(zip(keys, values, strict=True))
+    runs = [*(Runs.dense(len(q), n) for n in case.ancestors), Runs.own(case.lengths)]
+    blocks = list(zip(pairs, runs, strict=True))
+    parts = [kernel.forward(q, k, v, of, case.scale) for (k, v), of in blocks]
     out, lse = merge(parts)
     grads = [
-        kernel.dense_backward(dout, q, k, v, out, lse, part.aux, case.scale)
-        for (k, v), part in zip(above, parts[:-1], strict=True)
+        kernel.backward(dout, q, k, v, out, lse, part.aux, of, case.scale)
+        for ((k, v), of), part in zip(blocks, parts, strict=True)
     ]
-    aux = parts[-1].aux
-    grads.append(kernel.causal_backward(dout, q, *own, out, lse, aux, case.scale, case.lengths))
     dq = grads[0][0]
     for more, _, _ in grads[1:]:
         dq.add_(more)  # in place, as the caller does

@@ -90,6 +90,22 @@ def before_call(owner: Any, name: str) -> Inject:
     return inject
 
 
+def before_kernel(name: str, *, causal: bool) -> Inject:
+    """Fails in a call of the kernel on runs with a mask, or without one."""
+
+    def inject(monkeypatch: pytest.MonkeyPatch, model: Any, tick: Callable[[], None]) -> None:
+        stock = getattr(KERNELS["math"], name)
+
+        def failing(*args: Any) -> Any:
+            if args[-2].causal == causal:
+                tick()
+            return stock(*args)
+
+        monkeypatch.setattr(KERNELS["math"], name, failing)
+
+    return inject
+
+
 def in_backward_of(name: str) -> Inject:
     """Fails in a hook on the gradient of a module's output, in the middle of a backward."""
 
@@ -147,10 +163,10 @@ PLACES: dict[str, tuple[Inject, int]] = {
     "a later forward of a layer": (before_call(mlp, "forward"), 9),
     "the decoder's forward": (before_call(lambda m: unwrap(m).decoder, "forward"), 4),
     "the output layer": (before_call(lambda m: unwrap(m).output_layer, "forward"), 3),
-    "a dense block": (before_call(KERNELS["math"], "dense"), 11),
-    "a causal block": (before_call(KERNELS["math"], "causal"), 7),
-    "the backward of a dense block": (before_call(KERNELS["math"], "dense_backward"), 7),
-    "the backward of a causal block": (before_call(KERNELS["math"], "causal_backward"), 9),
+    "a dense block": (before_kernel("forward", causal=False), 11),
+    "a causal block": (before_kernel("forward", causal=True), 7),
+    "the backward of a dense block": (before_kernel("backward", causal=False), 7),
+    "the backward of a causal block": (before_kernel("backward", causal=True), 9),
     "capture of K/V": (before_call(cache_module.SidecarCache, "capture"), 4),
     "sending gK/gV": (before_call(cache_module.SidecarCache, "add_gradient"), 5),
     "taking gK/gV": (before_call(cache_module.SidecarCache, "take_gradient"), 2),

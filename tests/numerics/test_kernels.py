@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_prefix.attention import kernels, math, operators
-from megatron_prefix.attention.interface import Kernel, Partial, Run, runs
+from megatron_prefix.attention.interface import Batch, Kernel, Partial, Runs, batches
 from megatron_prefix.attention.kernels import KERNELS, CompositeKernel, available, choose
 from megatron_prefix.errors import UserError
 from megatron_prefix.numerics import assert_close
@@ -60,6 +60,26 @@ def test_composite_takes_each_block_to_its_kernel(case: Case) -> None:
     check(CompositeKernel(KERNELS["flash_cpu"], KERNELS["math"]), case, torch.float32)
 
 
+class _Recorded(operators.MathKernel):
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, bool]] = []
+
+    def forward(self, *args: object) -> Partial:
+        self.calls.append(("forward", args[3].causal))  # type: ignore[attr-defined]
+        return super().forward(*args)  # type: ignore[arg-type]
+
+    def backward(self, *args: object) -> tuple[Tensor, Tensor, Tensor]:
+        self.calls.append(("backward", args[7].causal))  # type: ignore[attr-defined]
+        return super().backward(*args)  # type: ignore[arg-type]
+
+
+def test_only_causal_runs_go_to_the_second_kernel() -> None:
+    first, second = _Recorded(), _Recorded()
+    check(CompositeKernel(first, second), CASES["three ancestors"], torch.float64)
+    assert first.calls == [("forward", False)] * 3 + [("backward", False)] * 3
+    assert second.calls == [("forward", True), ("backward", True)]
+
+
 def test_math_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bound on held scores so small that every row is a piece of its own, or two are one."""
     for bound in (1, 2 * 4 * 40):
@@ -86,9 +106,9 @@ def test_math_bounds_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_keys_count_for_nothing() -> None:
     q, empty = torch.randn(3, 4, 8), torch.randn(0, 2, 8)
-    part = KERNELS["math"].dense(q, empty, empty, 1.0)
-    assert torch.equal(part.out, torch.zeros(3, 4, 8))
-    assert torch.isneginf(part.lse).all()
+    out, lse = math.attend(q[None], empty[None], empty[None], 1.0, causal=False)
+    assert torch.equal(out, torch.zeros(1, 3, 4, 8))
+    assert torch.isneginf(lse).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -111,13 +131,13 @@ def test_single_call_where_one_is_enough(monkeypatch: pytest.MonkeyPatch) -> Non
     """One row and equal rollouts are one call; so is a run of equal rollouts among others."""
     kernel = operators.FlashCpuKernel()
     calls: list[torch.Size] = []
-    stock = kernel.forward
+    stock = kernel.attend
 
     def spy(q: Tensor, *args: object) -> object:
         calls.append(q.shape)
         return stock(q, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(kernel, "forward", lambda q, k, v, s, causal: spy(q, k, v, s, causal))
+    monkeypatch.setattr(kernel, "attend", spy)
     for lengths, shapes in (
         ((12,), [(1, 12)]),
         ((4, 4, 4), [(3, 4)]),
@@ -125,7 +145,7 @@ def test_single_call_where_one_is_enough(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         calls.clear()
         q = torch.randn(12, 4, 8)
-        kernel.causal(q, q[:, :2], q[:, :2], 1.0, lengths)
+        kernel.forward(q, q[:, :2], q[:, :2], Runs.own(lengths), 1.0)
         assert [tuple(shape[:2]) for shape in calls] == shapes
 
 
@@ -143,8 +163,8 @@ def test_one_row_is_passed_on_without_a_copy(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(operators, "aten", Spy())
     case = Case((9,), (6,))
     q, keys, values, _ = make(case, torch.float32, "qkv")
-    KERNELS["flash_cpu"].causal(q, keys[-1], values[-1], 1.0, case.lengths)
-    KERNELS["flash_cpu"].dense(q, keys[0], values[0], 1.0)
+    KERNELS["flash_cpu"].forward(q, keys[-1], values[-1], Runs.own(case.lengths), 1.0)
+    KERNELS["flash_cpu"].forward(q, keys[0], values[0], Runs.dense(6, 9), 1.0)
     sources = (q, keys[-1], values[-1], q, keys[0], values[0])
     for got, source in zip(seen, sources, strict=True):
         assert got.data_ptr() == source.data_ptr()
@@ -155,9 +175,8 @@ def test_outputs_are_contiguous(name: str) -> None:
     """So that the caller's reshape to [positions, heads * width] is free, also from a fused QKV."""
     for case in (CASES["one span, no ancestor"], CASES["equal rollouts"], CASES["uneven rollouts"]):
         tensors = make(case, torch.float32, "qkv")
-        part = KERNELS[name].causal(
-            tensors.q, tensors.keys[-1], tensors.values[-1], 1.0, case.lengths
-        )
+        own = (tensors.q, tensors.keys[-1], tensors.values[-1])
+        part = KERNELS[name].forward(*own, Runs.own(case.lengths), 1.0)
         assert part.out.is_contiguous()
         assert part.lse.shape == (case.heads, sum(case.lengths))
 
@@ -167,11 +186,20 @@ def test_lengths_that_do_not_fit_are_refused(lengths: tuple[int, ...]) -> None:
     q = torch.randn(12, 2, 8)
     for kernel in KERNELS.values():
         with pytest.raises(ValueError, match="sum to 12"):
-            kernel.causal(q, q, q, 1.0, lengths)
+            kernel.forward(q, q, q, Runs.own(lengths), 1.0)
 
 
-def test_runs_group_equal_neighbours() -> None:
-    assert runs((5, 5, 2, 5), 17) == (Run(0, 2, 5), Run(10, 1, 2), Run(12, 1, 5))
+def test_causal_runs_have_a_key_for_every_query() -> None:
+    q = torch.randn(12, 2, 8)
+    for kernel in KERNELS.values():
+        with pytest.raises(ValueError, match=r"causal runs of \(5, 7\) queries"):
+            kernel.forward(q, q, q, Runs((5, 7), (7, 5), causal=True), 1.0)
+
+
+def test_equal_neighbours_are_one_batch() -> None:
+    found = batches(Runs((5, 5, 2, 5), (3, 3, 3, 4)), 17, 13)
+    assert [mine for mine, _ in found] == [Batch(0, 2, 5), Batch(10, 1, 2), Batch(12, 1, 5)]
+    assert [seen for _, seen in found] == [Batch(0, 2, 3), Batch(6, 1, 3), Batch(9, 1, 4)]
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn"])
@@ -245,22 +273,23 @@ def test_a_kernel_that_cannot_work_is_a_user_error(name: str, message: str) -> N
 class _Wrong(operators.FlashCpuKernel):
     """One gradient is off by a factor that only a comparison can see."""
 
-    def backward(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = super().backward(*args, **kwargs)  # type: ignore[arg-type]
+    def attend_backward(self, *args: object) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = super().attend_backward(*args)  # type: ignore[arg-type]
         return dq, 1.01 * dk, dv
 
 
 class _Broken(operators.FlashCpuKernel):
-    def forward(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor, tuple[()]]:
+    def attend(self, *args: object) -> tuple[Tensor, Tensor, tuple[()]]:
         raise RuntimeError("no such kernel image\nand a second line")
 
 
 class _WrongPairs(operators.FlashCpuKernel):
     """Only rollouts with keys of their own come out wrong."""
 
-    def paired(self, *args: object) -> Partial:
-        part = super().paired(*args)  # type: ignore[arg-type]
-        return part._replace(out=1.01 * part.out)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
+        part = super().forward(q, k, v, runs, scale)
+        wrong = not runs.causal and len(runs.queries) > 1
+        return part._replace(out=1.01 * part.out) if wrong else part
 
 
 @pytest.mark.parametrize(
@@ -283,10 +312,11 @@ def test_probing_refuses_a_broken_kernel(
         choose("flash_cpu", "cpu", torch.float32, 16)
 
 
-CALLS = {  # of a kernel: what follows q, k, v; a backward has dout first, and out and lse behind
-    "dense": (1.0,),
-    "causal": (1.0, (3, 6)),
-    "paired": (1.0, (3, 6), (4, 5)),
+RUNS = {
+    "one": Runs.dense(9, 9),
+    "equal": Runs((3, 3, 3), (3, 3, 3)),
+    "causal": Runs.own((3, 6)),
+    "paired": Runs((3, 6), (4, 5)),
 }
 
 
@@ -304,21 +334,23 @@ def _reached(*args: object, **kwargs: object) -> None:
 
 @pytest.mark.parametrize("name", ["flash", "cudnn"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
 def test_every_call_is_guarded_against_misaligned_tensors(
-    kind: str, backward: bool, name: str, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, backward: bool, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernels would fault on them; what a guard reads is the same on the CPU."""
     kernel = KERNELS[name]
-    for method in ("forward", "backward", "packed", "packed_backward"):
+    for method in ("attend", "attend_backward"):
         monkeypatch.setattr(kernel, method, _reached)
+    monkeypatch.setattr(operators, "_varlen", _reached)
     x = torch.zeros(9, 2, 8, dtype=torch.bfloat16)
     tensors = ["dout", "q", "k", "v", "out"] if backward else ["q", "k", "v"]
-    rest = ((torch.zeros(2, 9), ()) if backward else ()) + CALLS[kind]
+    aux = ((),) * len(batches(runs, 9, 9))
+    rest = (*((torch.zeros(2, 9), aux) if backward else ()), runs, 1.0)
 
     def run(wrong: str, odd: Tensor) -> None:
-        call = getattr(kernel, f"{kind}_backward" if backward else kind)
-        call(*(odd if one == wrong else x for one in tensors), *rest)
+        call = kernel.backward if backward else kernel.forward
+        call(*(odd if one == wrong else x for one in tensors), *rest)  # type: ignore[arg-type]
 
     for wrong in tensors:
         with pytest.raises(UserError, match="8 bytes off; give --kernel math"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.attention import merge as merging
-from megatron_prefix.attention.interface import Partial
+from megatron_prefix.attention.interface import Partial, Runs
 from megatron_prefix.attention.kernels import KERNELS
 from megatron_prefix.attention.merge import merge
 from megatron_prefix.numerics import assert_close
@@ -41,8 +41,10 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_merged_blocks_are_one_softmax(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     q, k, v = (random_rows(n, HEADS, dtype, i) for i, n in enumerate((ROWS, *(2 * [sum(sizes)]))))
     blocks = zip(k.split(sizes), v.split(sizes), strict=True)
-    out, lse = merge([MATH.dense(q, *block, 1.0) for block in blocks])
-    whole = MATH.dense(q.double(), k.double(), v.double(), 1.0)
+    out, lse = merge(
+        [MATH.forward(q, *block, Runs.dense(ROWS, len(block[0])), 1.0) for block in blocks]
+    )
+    whole = MATH.forward(q.double(), k.double(), v.double(), Runs.dense(ROWS, len(k)), 1.0)
     assert out.dtype == dtype and out.is_contiguous()
     assert_close(out, softmax_attention(q.double(), k.double(), v.double()), sum(sizes), dtype)
     assert_close(lse, whole.lse, sum(sizes))

@@ -7,6 +7,7 @@ import torch
 
 from megatron_prefix.attention import adaptive
 from megatron_prefix.attention.adaptive import AdaptiveKernel
+from megatron_prefix.attention.interface import Runs
 from megatron_prefix.attention.operators import MathKernel
 from megatron_prefix.numerics import assert_close
 
@@ -18,13 +19,13 @@ class Named(MathKernel):
         self.name = name
         self.calls: list[str] = []
 
-    def forward(self, q, k, v, scale, causal):
+    def forward(self, *args):
         self.calls.append("forward")
-        return super().forward(q, k, v, scale, causal)
+        return super().forward(*args)
 
-    def backward(self, saved, aux, scale, causal):
+    def backward(self, *args):
         self.calls.append("backward")
-        return super().backward(saved, aux, scale, causal)
+        return super().backward(*args)
 
 
 @pytest.fixture
@@ -49,14 +50,14 @@ def test_a_shape_earns_its_plan_between_steps(pair):
         before = len(runs_on.calls)
         kernel.begin_step()
         for _ in range(3):
-            kernel.dense(q, k, v, 0.5)
+            kernel.forward(q, k, v, Runs.dense(8, 8), 0.5)
         assert len(runs_on.calls) == before + 3, f"step {step}"
 
 
 def test_a_large_shape_is_planned_at_once(pair):
     planned, ready, kernel = pair
     kernel.begin_step()
-    kernel.dense(rows(16), rows(8), rows(8), 0.5)
+    kernel.forward(rows(16), rows(8), rows(8), Runs.dense(16, 8), 0.5)
     assert planned.calls == ["forward"]
     assert ready.calls == []
 
@@ -65,14 +66,15 @@ def test_backward_stays_with_the_forwards_kernel(pair):
     planned, ready, kernel = pair
     q, k, v, dout = rows(8), rows(8), rows(8), rows(8)
     kernel.begin_step()
-    part = kernel.causal(q, k, v, 0.5, (3, 5))
+    runs = Runs.own((3, 5))
+    part = kernel.forward(q, k, v, runs, 0.5)
     kernel.begin_step()  # by now the shape may have earned a plan
-    got = kernel.causal_backward(dout, q, k, v, *part, 0.5, (3, 5))
+    got = kernel.backward(dout, q, k, v, *part, runs, 0.5)
     assert "backward" in ready.calls
     assert planned.calls == []
     exact = MathKernel()
-    truth = exact.causal(q, k, v, 0.5, (3, 5))
-    wanted = exact.causal_backward(dout, q, k, v, *truth, 0.5, (3, 5))
+    truth = exact.forward(q, k, v, runs, 0.5)
+    wanted = exact.backward(dout, q, k, v, *truth, runs, 0.5)
     for one, other in zip(got, wanted, strict=True):
         assert_close(one, other, 8)
 
@@ -80,7 +82,25 @@ def test_backward_stays_with_the_forwards_kernel(pair):
 def test_every_distinct_length_of_a_wave_needs_its_own_plans(pair):
     planned, ready, kernel = pair
     kernel.begin_step()
-    kernel.causal(rows(16), rows(16), rows(16), 0.5, (16,))  # 128 pairs, one plan
+    kernel.forward(rows(16), rows(16), rows(16), Runs.own((16,)), 0.5)  # 128 pairs, one plan
     assert planned.calls
-    kernel.causal(rows(17), rows(17), rows(17), 0.5, (1, 16))  # about as many pairs, two plans
+    both = Runs.own((1, 16))  # about as many pairs, two plans
+    kernel.forward(rows(17), rows(17), rows(17), both, 0.5)
     assert ready.calls
+
+
+def test_many_unequal_runs_stay_one_call(pair, monkeypatch):
+    """However often they return: a call each would cost more than the faster kernel saves."""
+    planned, ready, kernel = pair
+    monkeypatch.setattr(adaptive, "CALL_S", adaptive.PLAN_S)
+    lengths = (3, 5, 4, 4)
+    for runs in (Runs.own(lengths), Runs(lengths, (2, 6, 3, 5))):
+        for _ in range(60):
+            kernel.begin_step()
+            kernel.forward(rows(16), rows(16), rows(16), runs, 0.5)
+    assert len(ready.calls) == 120
+    equal = Runs.own((4, 4, 4, 4))  # one call of one shape
+    for _ in range(60):
+        kernel.begin_step()
+        kernel.forward(rows(16), rows(16), rows(16), equal, 0.5)
+    assert planned.calls

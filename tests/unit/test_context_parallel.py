@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.attention.adaptive import AdaptiveKernel
-from megatron_prefix.attention.interface import Kernel
+from megatron_prefix.attention.interface import Kernel, Runs
 from megatron_prefix.attention.kernels import KERNELS, CompositeKernel
 from megatron_prefix.attention.merge import merge
 from megatron_prefix.attention.own import SpreadAttention
@@ -48,13 +48,15 @@ def test_a_paired_block_is_a_dense_block_a_rollout(
     out, lse, dout = random(sum(queries), 4, 8, seed=2), random(4, sum(queries)), random(*q.shape)
     wanted: list[list[Tensor]] = []
     for mine, seen in zip(spans(queries), spans(keys), strict=True):
-        part = math.dense(q[mine], k[seen], v[seen], 0.3)
+        runs = Runs.dense(mine.stop - mine.start, seen.stop - seen.start)
+        part = math.forward(q[mine], k[seen], v[seen], runs, 0.3)
         saved = dout[mine], q[mine], k[seen], v[seen], out[mine], lse[:, mine]
-        gradients = math.dense_backward(*saved, part.aux, 0.3)
+        gradients = math.backward(*saved, part.aux, runs, 0.3)
         wanted.append([part.out, part.lse.T, *gradients])
     for kernel in kernels:
-        part = kernel.paired(q, k, v, 0.3, queries, keys)
-        gradients = kernel.paired_backward(dout, q, k, v, out, lse, part.aux, 0.3, queries, keys)
+        runs = Runs(queries, keys)
+        part = kernel.forward(q, k, v, runs, 0.3)
+        gradients = kernel.backward(dout, q, k, v, out, lse, part.aux, runs, 0.3)
         found = [part.out, part.lse.T, *gradients]
         for actual, pieces in zip(found, zip(*wanted, strict=True), strict=True):
             assert_close(actual, torch.cat(pieces), 64, what=kernel.name)
@@ -72,7 +74,7 @@ def spans(lengths: Sequence[int]) -> list[slice]:
 def test_lengths_that_do_not_fit_are_refused(queries: Any, keys: Any, message: str) -> None:
     q, k = random(4, 2, 8), random(6, 2, 8)
     with pytest.raises(ValueError, match=message):
-        KERNELS["math"].paired(q, k, k, 0.3, queries, keys)
+        KERNELS["math"].forward(q, k, k, Runs(queries, keys), 0.3)
 
 
 # A segment's own attention ------------------------------------------------------------------------
@@ -89,8 +91,8 @@ def test_spread_rows_compute_what_one_rank_does(
     q, k, v = random(rows, 4, 8), random(rows, 2, 8, seed=1), random(rows, 2, 6, seed=2)
     v = random(rows, 2, 8, seed=2) if name == "flash_cpu" else v
     dout, exact = random(rows, 4, v.shape[-1], seed=3), KERNELS["math"]
-    whole = exact.causal(q, k, v, scale, lengths)
-    gradients = exact.causal_backward(dout, q, k, v, *whole, scale, lengths)
+    whole = exact.forward(q, k, v, Runs.own(lengths), scale)
+    gradients = exact.backward(dout, q, k, v, *whole, Runs.own(lengths), scale)
 
     def part(rank: PlayedRank) -> list[Tensor]:
         mine = torch.from_numpy(cp_layout.held_positions(lengths, rank.rank, size))
