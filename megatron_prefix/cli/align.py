@@ -8,11 +8,13 @@ from typing import Any
 
 from megatron_prefix.cli import report
 from megatron_prefix.cli.arguments import (
+    add_baseline,
     add_layout,
     add_lengths,
     add_messages,
     add_plan,
     add_rollouts,
+    baseline_of,
     config_of,
     layout_of,
 )
@@ -21,9 +23,10 @@ from megatron_prefix.cli.modelling import add_model, model_options
 from megatron_prefix.errors import UserError
 
 HELP = """\
-Runs Megatron-Core's stock schedule on full sequences, one rollout a microbatch, and the prefix
-schedule, from the same weights on the same rollouts, with one AdamW step each, and compares every
-loss, log-prob, gradient and parameter. Exit code 0 when all are within the numerics policy, else 1.
+Runs Megatron-Core's stock schedule on full sequences and the prefix schedule, from the same
+weights on the same microbatches, with one AdamW step each, and compares every loss, log-prob,
+gradient and parameter. Microbatches are packed rollouts, or with --baseline rollout one rollout
+each. Exit code 0 when all are within the numerics policy, else 1.
 With --cp, which the stock schedule's local attention refuses, it attends to gathered keys instead,
 and the output says so.
 Advantages are drawn by --seed, so that equal rewards do not make a comparison of zeros."""
@@ -31,6 +34,7 @@ EPILOG = """\
 examples:
   megatron-prefix align --rollouts rollouts.jsonl.gz --groups 2 --max-tokens 512
   megatron-prefix align --rollouts rollouts.jsonl.gz --model tiny-qwen3 --dtype float32 --json
+  megatron-prefix align --rollouts rollouts.jsonl.gz --baseline packed --pack-tokens 4096
   megatron-prefix align --rollouts rollouts.jsonl.gz --model llama3-8b --set num_layers=4 \\
       --dtype bfloat16 --device cuda
 """
@@ -43,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_layout(parser)
     add_lengths(parser)
     add_plan(parser)
+    add_baseline(parser)
     add_messages(parser)
 
 
@@ -59,30 +64,29 @@ def run(args: argparse.Namespace) -> int:
             "--dtype float64 --device cuda: Megatron's optimizer takes no float64 gradients on a"
             " GPU; give --device cpu, or float32"
         )
-    config = config_of(args)
+    config, baseline = config_of(args), baseline_of(args)
     spec = presets.resolve(options.model, **dict(options.overrides))
     groups, dropped = load_groups(args, spec.vocab_size)
     spec, groups = fit_vocabulary(options, groups)
-    result = runtime.launch(
-        align_rank, layout.world_size, options, spec, layout, groups, config, device=args.device
-    )
+    job = (options, spec, layout, groups, config, baseline)
+    result = runtime.launch(align_rank, layout.world_size, *job, device=args.device)
     if os.environ.get("RANK", "0") == "0":  # one of torchrun's ranks speaks
         _print(args, result, dropped)
     return 0 if result.passed else 1
 
 
-def align_rank(options: Any, spec: Any, layout: Any, groups: list, config: Any) -> Any:
+def align_rank(
+    options: Any, spec: Any, layout: Any, groups: list, config: Any, baseline: Any
+) -> Any:
     """One rank's part; returns the verdict over all ranks."""
     from megatron_prefix import runtime
-    from megatron_prefix.rl.job import place_groups
     from megatron_prefix.verify import align
 
     runtime.initialize(layout, options.device, options.seed, options.message_timeout_minutes)
     try:
         chunks = options.build(spec, layout)
         exact = options.reference(spec, layout, chunks) if options.dtype == "bfloat16" else None
-        # Both schedules run the same placement, so they can be compared as they are.
-        mine = place_groups(groups, spec, layout, config, stock=True)[align.data_rank()]
+        mine, least = _mine(spec, layout, groups, config, baseline)
         verdict = align.align(
             chunks,
             mine,
@@ -91,10 +95,33 @@ def align_rank(options: Any, spec: Any, layout: Any, groups: list, config: Any) 
             multiple=layout.alignment,
             reference=exact,
             num_tokens=sum(len(rollout) - 1 for group in groups for rollout in group.rollouts),
+            baseline=baseline,
+            least=least,
         )
         return align.over_ranks(verdict)
     finally:
         runtime.shutdown()
+
+
+def _mine(spec: Any, layout: Any, groups: list, config: Any, baseline: Any) -> tuple[Any, int]:
+    """This rank's groups, and its least number of packed microbatches.
+
+    Both schedules run the same placement, so they can be compared as they are.
+    """
+    from megatron_prefix.rl.baseline import num_packs
+    from megatron_prefix.rl.job import place_groups
+    from megatron_prefix.verify.align import data_rank
+
+    stock = not baseline.packed  # packs can be made equally many of any placement
+    ranks = place_groups(groups, spec, layout, config, stock=stock)
+    if not baseline.packed:
+        return ranks[data_rank()], 1
+    multiple = layout.alignment
+    lengths = [
+        [-(-(len(r) - 1) // multiple) * multiple for group in rank for r in group.rollouts]
+        for rank in ranks
+    ]
+    return ranks[data_rank()], num_packs(lengths, baseline, layout)[data_rank()]
 
 
 def _print(args: argparse.Namespace, result: Any, dropped: int) -> None:
@@ -102,7 +129,8 @@ def _print(args: argparse.Namespace, result: Any, dropped: int) -> None:
         report.print_json({**result.as_json(), "dropped_rollouts": dropped})
         return
     facts = {
-        "baseline": result.baseline,
+        "compared with": result.compared_with,
+        "microbatches": _microbatches(result),
         "tokens, all rollouts": report.number(result.raw_tokens),
         "tokens, executed": report.number(result.executed_tokens),
         **report.differences(result),
@@ -118,3 +146,10 @@ def _print(args: argparse.Namespace, result: Any, dropped: int) -> None:
     report.print_facts("stock schedule against prefix schedule", facts)
     for failure in result.failures:
         print(f"  {failure}")
+
+
+def _microbatches(result: Any) -> str:
+    number = report.number(result.microbatches)
+    if not result.pack_tokens:
+        return f"{number}, one rollout each"
+    return f"{number}, packed to {report.number(result.pack_tokens)} tokens"

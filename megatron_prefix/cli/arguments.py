@@ -11,6 +11,7 @@ from typing import Any
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import shown
 from megatron_prefix.plan.planfile import PlanFile
+from megatron_prefix.rl.baseline import BASELINES, PACK_TOKENS, Baseline
 from megatron_prefix.runtime.groups import MESSAGE_TIMEOUT_MINUTES
 from megatron_prefix.runtime.layout import Layout
 
@@ -212,6 +213,31 @@ def _add_run_ahead(group: Any) -> None:
     group.add_argument(
         "--extra", dest="run_ahead", type=int, choices=(1, 2), help=argparse.SUPPRESS
     )
+
+
+def add_baseline(parser: argparse.ArgumentParser) -> None:
+    """`--baseline --pack-tokens`; see `baseline_of`."""
+    group = parser.add_argument_group("baseline")
+    group.add_argument(
+        "--baseline",
+        choices=BASELINES,
+        default=BASELINES[0],
+        help="microbatches of both schedules. packed (default): rollouts one behind the other"
+        " (THD), as trainers run them; rollout: one each",
+    )
+    group.add_argument(
+        "--pack-tokens",
+        type=whole(),
+        default=PACK_TOKENS,
+        metavar="N",
+        help="most positions of a packed microbatch, on all context-parallel ranks together; a"
+        f" longer rollout is alone (default {PACK_TOKENS})",
+    )
+
+
+def baseline_of(args: argparse.Namespace) -> Baseline:
+    """The baseline that `add_baseline` read."""
+    return Baseline(args.baseline, args.pack_tokens)
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:

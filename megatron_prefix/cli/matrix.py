@@ -22,12 +22,14 @@ from megatron_prefix.verify.matrix import Result, Row
 
 HELP = """\
 Aligns the prefix schedule with Megatron-Core's stock schedule in many layouts: models without and
-with experts, flat groups, trees and chunks, without and with activation recomputation. Every row is
-one `align` in a fresh set of ranks. Under torchrun the rows run in its world, data parallelism
-filling it. Exit code 0 when every row is aligned."""
+with experts, flat groups, trees and chunks with one rollout a microbatch, packed microbatches,
+without and with activation recomputation. Every row is one `align` in a fresh set of ranks. Under
+torchrun the rows run in its world, data parallelism filling it. Exit code 0 when every row is
+aligned."""
 EPILOG = """\
 examples:
   megatron-prefix matrix --only 'dense/*/flat/none' '*/TP2xPP2/*'
+  megatron-prefix matrix --only '*/packed/*' --device cpu
   megatron-prefix matrix --continue rows.jsonl --markdown matrix.md
   torchrun --nproc-per-node 8 -m megatron_prefix matrix --device cuda --only 'dense/*'
 """
@@ -167,6 +169,7 @@ def _run_row(args: argparse.Namespace, row: Row, world: int | None) -> Result:
             "grad_max_rel_diff": verdict.grad_max_rel_diff,
             "tolerance": verdict.tolerance,
             "baseline": verdict.baseline,
+            "compared_with": verdict.compared_with,
             "grad_error_ratio_max": verdict.grad_error_ratio_max,
         }
     )
@@ -212,7 +215,7 @@ def align_row(
         message_timeout_minutes=message_timeout_minutes,
     )
     spec, groups = fit_vocabulary(model, shape.groups(layout.dp, dtype))
-    job = (model, spec, layout, groups, shape.config(dtype))
+    job = (model, spec, layout, groups, shape.config(dtype), shape.baseline(dtype))
     if world is not None:
         return align_rank(*job)
     fork = device == "cpu" and sys.platform == "linux"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -34,9 +32,10 @@ class LocalAttention(DotProductAttention):
     Without either it is the stock module.  With context parallelism stock code refuses to build it
     (transformer/dot_product_attention.py:58), because it cannot see the other ranks' keys.  Here
     they are gathered by the collective of Megatron's own sequence parallelism, whose backward
-    reduces and scatters, and a mask by sample and position takes the place of the causal one.  It
-    holds the scores of all keys at once: a reference, and a stock schedule for small models.  The
-    prefix schedule replaces the instance's `forward` while a segment runs.
+    reduces and scatters, and a mask by position takes the place of the causal one.  Samples of a
+    pack attend one by one, so it holds the scores of one sample at once, against all its keys: a
+    reference, and a stock schedule for small models.  The prefix schedule replaces the instance's
+    `forward` while a segment runs.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -67,29 +66,41 @@ class LocalAttention(DotProductAttention):
         packed = query.dim() == 3
         if packed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        lengths = [group.size() * len(query)]
-        if packed:
-            padded = packed_seq_params.cu_seqlens_q_padded
-            ends = packed_seq_params.cu_seqlens_q if padded is None else padded
-            lengths = [length for length in ends.diff().tolist() if length]
+        lengths = _lengths(packed_seq_params) if packed else [group.size() * len(query)]
         if group.size() > 1:
+            order = torch.from_numpy(cp_layout.order(lengths, group.size())).to(query.device)
             key, value = (
-                gather_from_sequence_parallel_region(x.contiguous(), group=group)
+                gather_from_sequence_parallel_region(x.contiguous(), group=group)[order]
                 for x in (key, value)
             )
-        hidden = _hidden(tuple(lengths), group.rank(), group.size()).to(query.device)
-        output = super().forward(query, key, value, hidden[None, None], *args, **kwargs)
+        queries = query.split([length // group.size() for length in lengths])
+        samples = zip(lengths, queries, key.split(lengths), value.split(lengths), strict=True)
+        outputs = [
+            super(LocalAttention, self).forward(
+                q, k, v, _hidden(length, group.rank(), group.size(), q.device), *args, **kwargs
+            )
+            for length, q, k, v in samples
+        ]
+        output = torch.cat(outputs)
         return output.squeeze(1) if packed else output
 
 
-@functools.lru_cache(maxsize=16)
-def _hidden(lengths: tuple[int, ...], rank: int, size: int) -> torch.Tensor:
-    """Which keys of all ranks the queries of one rank do not see, bool [queries, keys]."""
-    held = [cp_layout.held_positions(lengths, number, size) for number in range(size)]
-    samples = np.repeat(np.arange(len(lengths)), lengths)
-    queries, keys = held[rank], np.concatenate(held)
-    same = samples[queries][:, None] == samples[keys]
-    return torch.from_numpy(~(same & (keys <= queries[:, None])))
+def _lengths(packed_seq_params: Any) -> list[int]:
+    """Positions of every sample of a pack on all ranks, padding included."""
+    padded = packed_seq_params.cu_seqlens_q_padded
+    ends = packed_seq_params.cu_seqlens_q if padded is None else padded
+    return [length for length in ends.diff().tolist() if length]
+
+
+def _hidden(length: int, rank: int, size: int, device: torch.device) -> torch.Tensor | None:
+    """Which keys of a sample the queries of one rank do not see, bool [1, 1, queries, keys].
+
+    None where the rank has the whole sample: the stock module's own mask.
+    """
+    if size == 1:
+        return None
+    held = torch.from_numpy(cp_layout.positions(length, rank, size)).to(device)
+    return (torch.arange(length, device=device) > held[:, None])[None, None]
 
 
 class _Float64Kept(TorchFunctionMode):

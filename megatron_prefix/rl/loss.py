@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.rl.packing import packed_seq_params
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 ForwardStep = Callable[[Iterator[dict[str, Any]], Any], tuple[Tensor, LossFunction]]
@@ -39,7 +40,9 @@ class GrpoConfig:
     """The loss of a trained token: clipped surrogate plus kl_coeff times KL.
 
     How tokens are averaged is Megatron's `calculate_per_token_loss`: True takes the mean over all
-    trained tokens of the step, False the mean over rollouts of each rollout's token mean.
+    trained tokens of the step, False the mean over microbatches of each one's token mean. That is
+    the mean over rollouts where a microbatch is a rollout; in a pack of several (packing.py) every
+    trained token counts alike.
 
     Attributes:
         clip_low: the ratio of probabilities is clipped below 1 - clip_low.
@@ -61,7 +64,7 @@ class GrpoConfig:
 
 
 def forward_step(config: GrpoConfig, *, weight: float = 1.0) -> ForwardStep:
-    """A forward step over the microbatches of `batches.microbatch`.
+    """A forward step over the microbatches of `batches.microbatch`, or packs of them.
 
     Its loss function returns Megatron's triple: the loss summed over trained tokens, their number
     (int32, on the device), and logs, each a [2] tensor of a sum over trained tokens and their
@@ -74,7 +77,8 @@ def forward_step(config: GrpoConfig, *, weight: float = 1.0) -> ForwardStep:
     """
 
     def step(data_iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Tensor, LossFunction]:
-        batch = _on_device(next(data_iterator), model)
+        item = next(data_iterator)
+        batch = _on_device(item, model)
 
         def loss_func(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             if config.kl_coeff and "ref_logprobs" not in batch:
@@ -85,7 +89,7 @@ def forward_step(config: GrpoConfig, *, weight: float = 1.0) -> ForwardStep:
             logs = {n: torch.stack([v.detach().sum(), count]) for n, v in terms.items()}
             return terms["loss"].sum() * weight, num_tokens, logs
 
-        return _output(model, batch), loss_func
+        return _output(model, batch, item), loss_func
 
     return step
 
@@ -107,7 +111,8 @@ def logprob_step() -> ForwardStep:
         return output.new_zeros([]), num_tokens, {"logprobs": -output.detach()[0]}
 
     def step(data_iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Tensor, LossFunction]:
-        return _output(model, _on_device(next(data_iterator), model)), loss_func
+        item = next(data_iterator)
+        return _output(model, _on_device(item, model), item), loss_func
 
     return step
 
@@ -117,13 +122,15 @@ def _on_device(item: dict[str, Any], model: Any) -> dict[str, Tensor]:
     return {n: item[n].to(device, non_blocking=True) for n in _PER_POSITION if n in item}
 
 
-def _output(model: Any, batch: dict[str, Tensor]) -> Tensor:
+def _output(model: Any, batch: dict[str, Tensor], item: dict[str, Any]) -> Tensor:
+    packing = packed_seq_params(item, batch["tokens"].device)
     return model(
         batch["tokens"],
         batch["position_ids"],
         None,
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],  # the prefix schedule skips what carries no loss
+        **({} if packing is None else {"packed_seq_params": packing}),
     )
 
 

@@ -1,4 +1,4 @@
-"""Stock schedule against prefix schedule: same weights, same rollouts, one optimizer step each.
+"""Stock schedule against prefix schedule: same weights, same microbatches, one optimizer step each.
 
 What is compared is what training sees: every microbatch's loss, the log-prob of every trained
 token, every parameter's gradient and every parameter after the step; numerics/compare.py judges.
@@ -6,6 +6,7 @@ token, every parameter's gradient and every parameter after the step; numerics/c
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +29,8 @@ from megatron_prefix.moe.observed import take_auxiliary
 from megatron_prefix.numerics import DRAWS, compare
 from megatron_prefix.numerics.compare import Trace, Verdict
 from megatron_prefix.numerics.pooled import Errors
-from megatron_prefix.rl import batches, loss, passes, snapshot
+from megatron_prefix.rl import batches, loss, packing, passes, snapshot
+from megatron_prefix.rl.baseline import Baseline
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.run.step import Callbacks
 
@@ -38,6 +40,7 @@ STOCK = "stock schedule"
 """The usual baseline."""
 GATHERED = "stock schedule, its local attention over gathered keys"
 """The baseline where Megatron's local attention refuses context parallelism (models/local.py)."""
+ROLLOUT = Baseline("rollout")
 
 Microbatch = dict[str, Any]
 Schedule = Callable[..., list[Any]]
@@ -50,12 +53,18 @@ class Alignment(Verdict):
     Attributes:
         raw_tokens: positions of all rollouts.
         executed_tokens: positions that the prefix schedule computed.
-        baseline: what the prefix schedule was compared with.
+        baseline: "packed" or "rollout": the microbatches of both schedules.
+        pack_tokens: most positions of a packed microbatch; 0 where each is one rollout.
+        microbatches: their number.
+        compared_with: what the prefix schedule was compared with, in words.
     """
 
     raw_tokens: int = 0
     executed_tokens: int = 0
-    baseline: str = STOCK
+    baseline: str = ROLLOUT.name
+    pack_tokens: int = 0
+    microbatches: int = 0
+    compared_with: str = STOCK
 
     def as_json(self) -> dict[str, Any]:
         """The fields by name."""
@@ -76,6 +85,9 @@ def over_ranks(mine: Alignment) -> Alignment:
         raw_tokens=sum(part.raw_tokens for part in parts),
         executed_tokens=sum(part.executed_tokens for part in parts),
         baseline=mine.baseline,
+        pack_tokens=mine.pack_tokens,
+        microbatches=sum(part.microbatches for part in parts),
+        compared_with=mine.compared_with,
     )
 
 
@@ -160,6 +172,8 @@ def align(
     multiple: int = 1,
     reference: Callable[[], list[Any]] | None = None,
     num_tokens: int | None = None,
+    baseline: Baseline = ROLLOUT,
+    least: int = 1,
 ) -> Alignment:
     """Compares the two schedules on one rank's rollouts.
 
@@ -174,13 +188,20 @@ def align(
             pooled over several draws.
         num_tokens: positions of all data-parallel ranks' rollouts, which a gradient sums up; None:
             this rank's are all.
+        baseline: the microbatches of both schedules.
+        least: packed microbatches to make at least; see `rl.baseline.num_packs`.
+
+    Raises:
+        UserError: the model cannot run them.
     """
+    packing.check(chunks, baseline)
     for chunk in chunks:
         install(chunk, prefix_config.kernel)  # what cannot run is refused before anything runs
     ours = PrefixSchedule(replace(prefix_config, mode="on"), Callbacks(loss.trained))
     exact = reference() if reference is not None else None
     raw = sum(len(rollout) - 1 for group in groups for rollout in group.rollouts)
-    items, expected, found = _draw(0, ours, chunks, groups, seed, multiple)
+    make = functools.partial(_made, groups, baseline, multiple, least)
+    items, expected, found = _draw(0, ours, chunks, make, seed)
     if ours.report is None:
         raise RuntimeError("the prefix schedule left no report")
     conditions = snapshot.conditions(chunks, items, tokens=num_tokens or raw, lr=LR, eps=ADAM_EPS)
@@ -189,29 +210,41 @@ def align(
         errors = Errors()
         for draw in range(DRAWS):
             if draw:
-                items, expected, found = _draw(draw, ours, chunks, groups, seed, multiple)
+                items, expected, found = _draw(draw, ours, chunks, make, seed)
             truth = run_step(get_forward_backward_func(), exact, items, optimize=False)
             errors.add(expected, found, truth)
         verdict = errors.judged(verdict)
     executed = ours.report.forest.executed_tokens
+    packs = baseline.pack_tokens if baseline.packed else 0
     return Alignment(
-        **vars(verdict), raw_tokens=raw, executed_tokens=executed, baseline=_baseline(chunks)
-    )
+        **vars(verdict), raw_tokens=raw, executed_tokens=executed, baseline=baseline.name,
+        pack_tokens=packs, microbatches=len(items), compared_with=_compared_with(chunks),
+    )  # fmt: skip
+
+
+def _made(
+    groups: Sequence[Group],
+    baseline: Baseline,
+    multiple: int,
+    least: int,
+    seed: int,
+    vocab_size: int | None,
+) -> list[Microbatch]:
+    """This rank's microbatches, with advantages of a seed, and with other tokens of a vocabulary
+    where there is one."""
+    drawn = groups if vocab_size is None else _relabelled(groups, vocab_size, seed)
+    items = on_this_cp_rank(microbatches(drawn, seed, multiple))
+    size = parallel_state.get_context_parallel_world_size()
+    return packing.microbatches(items, baseline, cp_size=size, least=least)
 
 
 def _draw(
-    draw: int,
-    ours: PrefixSchedule,
-    chunks: list[Any],
-    groups: Sequence[Group],
-    seed: int,
-    multiple: int,
+    draw: int, ours: PrefixSchedule, chunks: list[Any], make: Callable[..., Any], seed: int
 ) -> tuple[list[Microbatch], Trace, Trace]:
     """Items, and what stock and prefix schedule make of them; draws after the first have other
     tokens, and neither an AdamW step nor a pass of the prefix schedule without gradients."""
     stock, first = get_forward_backward_func(), seed + 2 * draw
-    drawn = _relabelled(groups, unwrap(chunks[0]).vocab_size, first) if draw else groups
-    items = on_this_cp_rank(microbatches(drawn, first, multiple))
+    items = make(first, unwrap(chunks[0]).vocab_size if draw else None)
     values = passes.logprobs(stock, chunks, items) or []
     ours_values = values if draw else passes.logprobs(ours, chunks, items) or []
     items = with_old_logprobs(items, values, first + 1)
@@ -231,7 +264,7 @@ def _relabelled(groups: Sequence[Group], vocab_size: int, seed: int) -> list[Gro
     ]
 
 
-def _baseline(chunks: list[Any]) -> str:
+def _compared_with(chunks: list[Any]) -> str:
     """What the stock schedule's attention is, in words."""
     modules = [module for chunk in chunks for module in chunk.modules()]
     gathers = (isinstance(m, LocalAttention) and m.pg_collection.cp.size() > 1 for m in modules)

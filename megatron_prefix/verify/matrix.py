@@ -1,7 +1,8 @@
 """The rows of the verb `matrix`: layouts, models, shapes and recomputations. [pure]
 
 A row is one run of `align`: Megatron's stock schedule on full sequences against the prefix
-schedule, both in the row's layout. To add a layout, add a line to LAYOUTS.
+schedule, both in the row's layout and on the same microbatches: one rollout each, and in the shape
+"packed" several. To add a layout, add a line to LAYOUTS.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.generate import generate
 from megatron_prefix.data.rollouts import Group
 from megatron_prefix.errors import UserError
+from megatron_prefix.rl.baseline import Baseline
 from megatron_prefix.runtime.layout import Layout
 
 MODELS = {"dense": "tiny-qwen3", "moe": "tiny-moe"}
 RECOMPUTES = ("none", "full")
+ROLLOUT = Baseline("rollout")
 # In 16 bit the ratio of two errors is judged, parameter by parameter. That needs many roundings, so
 # layers are wider, there are more tokens, and weights are smaller. A token that goes to another
 # expert than in fp32 would hide all roundings, so tokens go to all experts.
@@ -53,6 +56,11 @@ LAYOUTS: dict[str, tuple[Layout, tuple[str, ...]]] = {
     "PP2xEP2": (Layout(pp=2, ep=2, dp=2), ("moe",)),
     "TP2xPP2xCP2": (Layout(tp=2, pp=2, cp=2), ("dense", "moe")),
     "TP2xEP2xPP2": (Layout(tp=2, pp=2, ep=2, dp=2, sequence_parallel=True), ("moe",)),
+    # Experts are spread over context- and data-parallel ranks, in this order.
+    "CP2xEP2": (Layout(cp=2, ep=2), ("moe",)),
+    "CP2xEP4": (Layout(cp=2, ep=4, dp=2), ("moe",)),
+    "TP2xCP2xEP2xPP2": (Layout(tp=2, cp=2, pp=2, ep=2, sequence_parallel=True), ("moe",)),
+    "TP2xCP2xEP4xPP2": (Layout(tp=2, cp=2, pp=2, ep=4, dp=2, sequence_parallel=True), ("moe",)),
 }
 
 
@@ -68,10 +76,12 @@ class RolloutShape:
     Attributes:
         tree: see data/generate.py; "branch" has loss in inner segments.
         chunk_tokens: see PrefixConfig.
+        pack_tokens: of a packed microbatch; 0: one rollout a microbatch.
     """
 
     tree: str
     chunk_tokens: int = 0
+    pack_tokens: int = 0
 
     def groups(self, dp: int, dtype: str) -> list[Group]:
         """At least four groups of four uneven rollouts; a multiple of `dp`.
@@ -86,6 +96,11 @@ class RolloutShape:
         )  # fmt: skip
         return list(made)
 
+    def baseline(self, dtype: str) -> Baseline:
+        """Microbatches of one rollout, or of a few uneven ones."""
+        scale = 16 if is_sixteen_bit(dtype) else 1
+        return Baseline("packed", scale * self.pack_tokens) if self.pack_tokens else ROLLOUT
+
     def config(self, dtype: str) -> PrefixConfig:
         """Waves of two or three rollouts, and nothing dissolved."""
         scale = 16 if is_sixteen_bit(dtype) else 1
@@ -98,6 +113,7 @@ SHAPES = {
     "flat": RolloutShape("flat"),
     "tree": RolloutShape("branch"),
     "chunked": RolloutShape("branch", chunk_tokens=16),
+    "packed": RolloutShape("branch", chunk_tokens=16, pack_tokens=192),
 }
 
 
@@ -168,7 +184,8 @@ class Result:
         grad_error_ratio_max: in 16 bit, error against fp32 over the stock schedule's.
         reason: why it is not aligned, one line.
         run: dtype and device; only rows of one run are shown together.
-        baseline: what the prefix schedule was compared with.
+        baseline: "packed" or "rollout", the microbatches of both schedules.
+        compared_with: what the prefix schedule was compared with, in words.
     """
 
     row: str
@@ -181,6 +198,7 @@ class Result:
     reason: str = ""
     run: str = ""
     baseline: str = ""
+    compared_with: str = ""
 
     @property
     def cell(self) -> str:
@@ -241,8 +259,8 @@ def baselines(results: Sequence[Result]) -> dict[str, list[str]]:
     """Rows by what they were compared with."""
     found: dict[str, list[str]] = {}
     for result in results:
-        if result.baseline:
-            found.setdefault(f"compared with: {result.baseline}", []).append(result.row)
+        if result.compared_with:
+            found.setdefault(f"compared with: {result.compared_with}", []).append(result.row)
     return found
 
 

@@ -74,7 +74,7 @@ def check(layout: Layout, recompute: str, model: str = "tiny-llama") -> None:
         for (name, options), verdict in zip(CASES[recompute], found, strict=True):
             assert verdict.passed, (name, options, verdict.failures)
             assert verdict.executed_tokens < 0.8 * verdict.raw_tokens
-            assert verdict.baseline == align.GATHERED
+            assert verdict.compared_with == align.GATHERED
 
 
 @pytest.mark.parametrize("recompute", CASES)
@@ -210,7 +210,7 @@ def test_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["align", "--rollouts", str(BUNDLED), *arguments.split()])
     result = json.loads(capsys.readouterr().out)
     assert code == 0 and result["passed"]
-    assert result["baseline"] == align.GATHERED
+    assert result["baseline"] == "packed" and result["compared_with"] == align.GATHERED
 
 
 def test_a_sidecar_on_the_host_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

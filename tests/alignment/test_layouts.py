@@ -20,13 +20,17 @@ dense/PP2xCP2/flat/none
 moe/EP2/tree/none
 moe/PP2xEP2/flat/full
 moe/TP2xEP2xPP2/flat/none
+dense/PP2xVPP2/packed/full
+moe/CP2xEP4/packed/none
+moe/TP2xCP2xEP2xPP2/packed/none
 """.split()
 
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_row(name: str) -> None:
-    verdict = align_row(Row(*name.split("/")), timeout_s=60)
+    verdict = align_row(Row(*name.split("/")), timeout_s=120)
     assert verdict.passed, verdict.failures
+    assert (verdict.baseline == "packed") == ("/packed/" in name)
     assert verdict.grad_max_rel_diff <= verdict.tolerance < 1e-12
     assert verdict.loss_max_abs_diff < 1e-12 and verdict.logprob_max_abs_diff < 1e-12
     assert 0 < verdict.executed_tokens < verdict.raw_tokens

@@ -13,6 +13,7 @@ from megatron_prefix import runtime
 from megatron_prefix.cli import matrix as verb
 from megatron_prefix.cli.main import main
 from megatron_prefix.errors import UserError
+from megatron_prefix.rl.baseline import pack_sizes
 from megatron_prefix.runtime.layout import Layout
 from megatron_prefix.tree import TreeOptions
 from megatron_prefix.verify import matrix
@@ -20,7 +21,7 @@ from megatron_prefix.verify.matrix import LAYOUTS, SHAPES, Result, Row, rows
 
 VERDICT = SimpleNamespace(
     passed=True, failures=(), grad_max_rel_diff=3e-15, tolerance=3e-14, grad_error_ratio_max=None,
-    baseline="stock schedule",
+    baseline="rollout", compared_with="stock schedule",
 )  # fmt: skip
 
 
@@ -41,11 +42,12 @@ def answers(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Row], SimpleNames
 
 def test_the_table_has_every_combination_once():
     names = [row.name for row in rows()]
-    assert len(names) == len(set(names)) == (12 + 15) * 3 * 2
+    assert len(names) == len(set(names)) == (12 + 19) * 4 * 2
     for layout in "TP2 PP2xVPP2 CP4 DP2 TP2xPP2xCP2".split():
         assert f"dense/{layout}/chunked/full" in names
-    for layout in "EP2 EP4 PP2xEP2 TP2xEP2xPP2 TP2xCP2".split():
+    for layout in "EP2 EP4 PP2xEP2 TP2xEP2xPP2 TP2xCP2 CP2xEP2 TP2xCP2xEP2xPP2".split():
         assert f"moe/{layout}/flat/none" in names
+        assert f"moe/{layout}/packed/full" in names
 
 
 def test_names_of_layouts_are_true():
@@ -54,7 +56,8 @@ def test_names_of_layouts_are_true():
                      for part in name.replace("+SP", "").split("x"))  # fmt: skip
         for key in ("tp", "pp", "cp", "ep", "vpp"):
             assert getattr(layout, key) == sizes.get(key.upper(), 1), name
-        assert layout.dp == sizes.get("DP", sizes.get("EP", 1)), name
+        # Experts take the context-parallel ranks first, then as many data-parallel ones as needed.
+        assert layout.dp == sizes.get("DP", sizes.get("EP", layout.cp) // layout.cp), name
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -68,6 +71,15 @@ def test_every_rank_has_rollouts_and_something_to_share(shape):
     options = SHAPES[shape].config("float64").tree_options(align=8)  # the most that any row needs
     assert isinstance(options, TreeOptions)
     assert max(layout.alignment for layout, _ in LAYOUTS.values()) == 8
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_packed_rows_have_packs_of_several_rollouts(dtype):
+    shape = SHAPES["packed"]
+    lengths = [len(rollout) - 1 for group in shape.groups(1, dtype) for rollout in group.rollouts]
+    sizes = pack_sizes(lengths, shape.baseline(dtype).pack_tokens)
+    assert len(sizes) > 1 and min(sizes) > 1
+    assert {SHAPES[name].baseline(dtype).name for name in SHAPES if name != "packed"} == {"rollout"}
 
 
 def test_data_parallelism_fills_a_larger_world():
@@ -94,13 +106,13 @@ def test_one_line_a_layout(monkeypatch, capsys, tmp_path):
         main(["matrix", "--only", "dense/TP2/*", "dense/PP?/*", "--markdown", str(document)]) == 0
     )
     told = capsys.readouterr()
-    assert "18 rows: 18 aligned" in told.out
-    assert told.err.count("aligned") == 18
+    assert "24 rows: 24 aligned" in told.out
+    assert told.err.count("aligned") == 24
     lines = document.read_text(encoding="utf-8").splitlines()
     assert [line.split(" | ")[0] for line in lines if line.startswith("| dense")] == [
         "| dense TP2", "| dense PP2", "| dense PP4",
     ]  # fmt: skip
-    assert lines[4] == "| dense TP2 | 3e-15 | 3e-15 | 3e-15 | 3e-15 | 3e-15 | 3e-15 |"
+    assert lines[4] == f"| dense TP2{' | 3e-15' * 8} |"
 
 
 def refuse(row: Row) -> SimpleNamespace:
@@ -173,7 +185,7 @@ def test_bad_usage_is_exit_code_2(capsys, tmp_path, arguments, message):
 
 
 def test_results_survive_the_record():
-    result = Result("dense/DP2/flat/none", "aligned", 2, 1.5, 3e-15, 3e-14, None, "", "x", "y")
+    result = Result("dense/DP2/flat/none", "aligned", 2, 1.5, 3e-15, 3e-14, None, "", "x", "y", "z")
     assert matrix.result_of(json.loads(json.dumps(result.as_json()))) == result
 
 
