@@ -1,17 +1,23 @@
 """Rollouts become spans, segments and a forest of them. [pure]
 
-Read forest.py (what there is), then build.py (how it is made).
+Read forest.py (what there is), build.py (how trees are found), packing.py (how they become
+segments).
 """
 
 from megatron_prefix.tree.build import (
     Forest,
     Pairs,
+    Place,
     Segment,
     Span,
     TreeOptions,
     Tries,
     build,
     find_shared,
+    trees,
 )
 
-__all__ = ["Forest", "Pairs", "Segment", "Span", "TreeOptions", "Tries", "build", "find_shared"]
+__all__ = [
+    "Forest", "Pairs", "Place", "Segment", "Span", "TreeOptions", "Tries", "build", "find_shared",
+    "trees",
+]  # fmt: skip

@@ -13,31 +13,29 @@ experts of a position belong to its pair.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.tree.forest import Forest, Pairs, Segment, Span, TreeOptions, check_routes
+from megatron_prefix.tree.forest import (
+    Forest,
+    Pairs,
+    Place,
+    Segment,
+    Span,
+    TreeOptions,
+    check_routes,
+    trees,
+)
+from megatron_prefix.tree.node import Node, preorder
+from megatron_prefix.tree.packing import pack
 
-__all__ = ["Forest", "Pairs", "Segment", "Span", "TreeOptions", "Tries", "build", "find_shared"]
-
-
-@dataclass
-class _Node:
-    """A trie node under construction: positions [start, end) of the rollouts `members`."""
-
-    start: int
-    end: int
-    members: list[int]
-    children: list[_Node] = field(default_factory=list)
-    chained: bool = False  # the next chunk of its parent's chain
-
-    def ending(self) -> list[int]:
-        """Members that end here: no child continues them."""
-        below = {member for child in self.children for member in child.members}
-        return [member for member in self.members if member not in below]
+__all__ = [
+    "Forest", "Pairs", "Place", "Segment", "Span", "TreeOptions", "Tries", "build", "find_shared",
+    "trees",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Tries:
     Building them reads every token; trying another chunk length afterwards is cheap.
     """
 
-    trees: tuple[list[_Node], ...]
+    trees: tuple[list[Node], ...]
     num_positions: tuple[int, ...]
     first_trained: tuple[int, ...]
     options: TreeOptions
@@ -56,20 +54,16 @@ class Tries:
     @property
     def executed_tokens(self) -> int:
         """Positions that the prefix schedule computes; chunks do not change it."""
-        return sum(node.end - node.start for roots in self.trees for node in _preorder(roots))
+        return sum(node.end - node.start for roots in self.trees for node in preorder(roots))
 
     def forest(self, chunk_tokens: int | None = None) -> Forest:
         """The segments, with chunks of at most `chunk_tokens` (default: the options')."""
         options, first = self.options, self.first_trained
         if chunk_tokens is not None:
             options = replace(options, chunk_tokens=chunk_tokens)
-        segments: list[Segment] = []
-        for roots in self.trees:
-            cut = _chunked(_copied(roots), first, options)
-            tree = segments[-1].tree + 1 if segments else 0
-            segments.extend(_flatten(cut, tree, len(segments), first, options))
+        roots = [root for tree in self.trees for root in _chunked(_copied(tree), first, options)]
         return Forest(
-            tuple(segments), self.num_positions, first, options.align,
+            pack(roots, first, options), self.num_positions, first, options.align,
             unshared_by_routes=self.unshared_by_routes,
         )  # fmt: skip
 
@@ -125,7 +119,7 @@ def find_shared(
 
 def _trie(
     rollouts: Sequence[Pairs], members: list[int], first: Sequence[int], options: TreeOptions
-) -> list[_Node]:
+) -> list[Node]:
     """The compressed trie of `members`, with boundaries rounded down to the alignment."""
     codes = {m: rollouts[m].codes() for m in members}
     same: dict[bytes, list[int]] = {}
@@ -133,7 +127,7 @@ def _trie(
         same.setdefault(codes[m].astype(">u8").tobytes(), []).append(m)
     # Equal rollouts have one node; with loss_in_leaves the earliest trained position counts.
     earliest = {copies[0]: min(first[m] for m in copies) for copies in same.values()}
-    top = _Node(0, 0, [])
+    top = Node(0, 0, [])
     stack, before = [top], -1
     for _, copies in sorted(same.items()):
         rollout = copies[0]
@@ -144,11 +138,11 @@ def _trie(
         if stack[-1].end < shared:
             if lower is None:
                 raise RuntimeError("shared positions without a node below them")
-            middle = _Node(stack[-1].end, shared, [], [lower])
+            middle = Node(stack[-1].end, shared, [], [lower])
             stack[-1].children[-1] = middle
             lower.start = shared
             stack.append(middle)
-        leaf = _Node(shared, len(codes[rollout]), copies)
+        leaf = Node(shared, len(codes[rollout]), copies)
         stack[-1].children.append(leaf)
         stack.append(leaf)
         before = rollout
@@ -168,27 +162,18 @@ def _shared(
     return shared // options.align * options.align
 
 
-def _preorder(roots: Sequence[_Node]) -> Iterator[_Node]:
-    """Parents before children. The caller may change a node's children when it gets the node."""
-    todo = list(reversed(roots))
-    while todo:
-        node = todo.pop()
-        yield node
-        todo.extend(reversed(node.children))
-
-
-def _gather_members(top: _Node) -> None:
+def _gather_members(top: Node) -> None:
     """Fills `members` of inner nodes and sorts children by their first rollout."""
-    for node in reversed(list(_preorder([top]))):
+    for node in reversed(list(preorder([top]))):
         node.members = sorted({*node.members, *(m for c in node.children for m in c.members)})
         node.children.sort(key=lambda child: child.members[0])
 
 
-def _dissolved(roots: list[_Node], min_gain: int) -> list[_Node]:
+def _dissolved(roots: list[Node], min_gain: int) -> list[Node]:
     """Merges nodes that save fewer than `min_gain` positions into their children, top down."""
-    top = _Node(0, 0, [], roots)
-    for node in _preorder([top]):
-        kept: list[_Node] = []
+    top = Node(0, 0, [], roots)
+    for node in preorder([top]):
+        kept: list[Node] = []
         todo = list(reversed(node.children))
         while todo:
             child = todo.pop()
@@ -198,25 +183,25 @@ def _dissolved(roots: list[_Node], min_gain: int) -> list[_Node]:
                 continue
             for grandchild in child.children:
                 grandchild.start = child.start
-            ends_here = [_Node(child.start, child.end, child.ending())] if child.ending() else []
+            ends_here = [Node(child.start, child.end, child.ending())] if child.ending() else []
             todo.extend(reversed([*ends_here, *child.children]))
         node.children = kept
     return top.children
 
 
-def _copied(roots: list[_Node]) -> list[_Node]:
-    top = _Node(0, 0, [], roots)
-    for node in _preorder([top]):
+def _copied(roots: list[Node]) -> list[Node]:
+    top = Node(0, 0, [], roots)
+    for node in preorder([top]):
         node.children = [replace(child) for child in node.children]
     return top.children
 
 
-def _chunked(roots: list[_Node], first: Sequence[int], options: TreeOptions) -> list[_Node]:
+def _chunked(roots: list[Node], first: Sequence[int], options: TreeOptions) -> list[Node]:
     """Cuts every node longer than `chunk_tokens` into a chain of nearly equal chunks."""
     longest = options.chunk_tokens // options.align * options.align
     if not longest:
         return roots
-    for node in list(_preorder(roots)):
+    for node in list(preorder(roots)):
         # With loss_in_leaves only the part before the first trained position may be cut.
         end = node.end
         if options.loss_in_leaves:
@@ -225,14 +210,13 @@ def _chunked(roots: list[_Node], first: Sequence[int], options: TreeOptions) -> 
         bounds = _equal_bounds(node.start, end, longest, options.align)
         if end < node.end:
             bounds.append(node.end)
-        tail, last = _Node(bounds[-2], bounds[-1], node.members, node.children), node
+        tail, last = Node(bounds[-2], bounds[-1], node.members, node.children), node
         if len(bounds) == 2:
             continue
         node.end = bounds[1]
         for start, stop in itertools.pairwise(bounds[1:-1]):
-            chunk = _Node(start, stop, node.members, chained=True)
+            chunk = Node(start, stop, node.members)
             last.children, last = [chunk], chunk
-        tail.chained = True
         last.children = [tail]
     return roots
 
@@ -245,45 +229,3 @@ def _equal_bounds(start: int, end: int, longest: int, align: int) -> list[int]:
     units = -(-(end - start) // align)
     bounds = [start + align * (units * i // num) for i in range(num)]
     return [*bounds, end]
-
-
-def _flatten(
-    roots: list[_Node], tree: int, offset: int, first: Sequence[int], options: TreeOptions
-) -> list[Segment]:
-    """Segments in F-order, every root a tree; leaves of one parent are packed into waves."""
-    found: list[Segment] = []
-    todo = [(-1, batch) for batch in reversed(_batched(roots, options))]
-    while todo:
-        parent, nodes = todo.pop()
-        tree += parent < 0 and bool(found)
-        index, inner = offset + len(found), bool(nodes[0].children)
-        spans = tuple(_span(node, options.align) for node in nodes)
-        scored = any(first[m] < span.end for span in spans for m in span.rollouts)
-        found.append(Segment(parent, tree, spans, inner, inner and nodes[0].chained, scored))
-        if inner:
-            todo.extend((index, batch) for batch in reversed(_batched(nodes[0].children, options)))
-    return found
-
-
-def _span(node: _Node, align: int) -> Span:
-    length = node.end - node.start
-    return Span(node.start, length, -(-length // align) * align, tuple(node.members))
-
-
-def _batched(nodes: Sequence[_Node], options: TreeOptions) -> list[list[_Node]]:
-    """Siblings as segments: an inner node alone, leaves packed in order up to `wave_tokens`."""
-    batches: list[list[_Node]] = []
-    room = -1
-    wave: list[_Node] | None = None
-    for node in nodes:
-        padded = _span(node, options.align).padded
-        if node.children:
-            batches.append([node])
-        elif wave is not None and (padded <= room or not options.wave_tokens):
-            wave.append(node)
-            room -= padded
-        else:
-            wave = [node]
-            batches.append(wave)
-            room = options.wave_tokens - padded
-    return batches

@@ -86,12 +86,12 @@ def check_routes(rollouts: Sequence[Pairs]) -> None:
 
 @dataclass(frozen=True)
 class TreeOptions:
-    """How rollouts become segments.
+    """How rollouts become spans, and spans segments.
 
     Attributes:
         align: segment boundaries are multiples of it (1, or tp when sequence-parallel, times 2*cp).
         chunk_tokens: longest span; longer ones become a chain of chunks. 0: no limit.
-        wave_tokens: most positions in a wave; a single leaf may exceed it. 0: no limit.
+        segment_tokens: most positions in a segment; a single span may exceed it. 0: no limit.
         min_gain: a shared span that saves fewer positions than this is dissolved into its
             children. 0 dissolves nothing.
         loss_in_leaves: positions from the first trained one on are shared only by equal rollouts.
@@ -100,13 +100,13 @@ class TreeOptions:
 
     align: int = 1
     chunk_tokens: int = 0
-    wave_tokens: int = 4096
+    segment_tokens: int = 8192
     min_gain: int = 64
     loss_in_leaves: bool = False
     share: str = "group"
 
     def __post_init__(self) -> None:
-        for name in ("chunk_tokens", "wave_tokens", "min_gain"):
+        for name in ("chunk_tokens", "segment_tokens", "min_gain"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}: give 0 (no limit) or more")
         if self.align < 1:
@@ -120,20 +120,29 @@ class TreeOptions:
             raise UserError(f"share is {self.share!r}: give 'group' or 'batch'")
 
 
+class Place(NamedTuple):
+    """Where a span is: the segment, and the span's number in it."""
+
+    segment: int
+    number: int
+
+
 class Span(NamedTuple):
-    """Consecutive positions of one or more rollouts inside a segment.
+    """Consecutive positions of one or more rollouts: a node of a prefix tree.
 
     Attributes:
         start: first position in the rollout.
         length: number of positions.
         padded: positions with padding, a multiple of the alignment, at least `length`.
         rollouts: indices of all rollouts that pass through these positions.
+        parent: the span that it continues, in an earlier segment; None for a root.
     """
 
     start: int
     length: int
     padded: int
     rollouts: tuple[int, ...]
+    parent: Place | None = None
 
     @property
     def end(self) -> int:
@@ -142,22 +151,16 @@ class Span(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """What one action runs: an inner segment (one span) or a wave (one span a leaf).
+    """What one action runs: spans of one tree or of many, none of them an ancestor of another.
 
     Attributes:
-        parent: index of the parent segment, -1 for a root.
-        tree: index of the tree it belongs to.
-        spans: what it computes.
-        inner: whether other segments read its K/V.
-        extends: whether it continues its parent's K/V buffer (a chunk chain).
+        spans: what it computes; spans with one parent are neighbours.
+        inner: whether other segments read its K/V; a segment that nobody reads is a wave.
         scored: whether its outputs reach a loss.
     """
 
-    parent: int
-    tree: int
     spans: tuple[Span, ...]
     inner: bool
-    extends: bool
     scored: bool
 
     @property
@@ -166,14 +169,30 @@ class Segment(NamedTuple):
         return sum(span.padded for span in self.spans)
 
     @property
-    def start(self) -> int:
-        """Position at which every span begins."""
-        return self.spans[0].start
+    def parents(self) -> tuple[int, ...]:
+        """Segments of its spans' parents, ascending."""
+        return tuple(sorted({span.parent.segment for span in self.spans if span.parent}))
+
+
+def trees(segments: Sequence[Segment]) -> list[tuple[int, ...]]:
+    """Per segment the tree of every span; trees are counted from 0 in the order of their roots."""
+    found: list[tuple[int, ...]] = []
+    num_trees = 0
+    for segment in segments:
+        numbers = []
+        for span in segment.spans:
+            if span.parent is None:
+                numbers.append(num_trees)
+                num_trees += 1
+            else:
+                numbers.append(found[span.parent.segment][span.parent.number])
+        found.append(tuple(numbers))
+    return found
 
 
 @dataclass(frozen=True)
 class Forest:
-    """All segments of a step in F-order (depth first, parents before children).
+    """All segments of a step in F-order: parents before children.
 
     Attributes:
         segments: in F-order.
@@ -203,20 +222,26 @@ class Forest:
 
     @cached_property
     def max_depth(self) -> int:
-        """Most segments on a path from a root to a leaf."""
-        depth: list[int] = []
-        for segment in self.segments:
-            depth.append(1 if segment.parent < 0 else depth[segment.parent] + 1)
-        return max(depth, default=0)
+        """Most spans on a path from a root to a leaf."""
+        return max(map(len, self.paths), default=0)
 
     @cached_property
-    def paths(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Per rollout its (segment, number of the span in it) pairs, root first."""
-        paths: list[list[tuple[int, int]]] = [[] for _ in self.num_positions]
+    def num_trees(self) -> int:
+        """Number of trees; a rollout that shares nothing is one."""
+        return sum(
+            span.parent is None and bool(span.rollouts)
+            for segment in self.segments
+            for span in segment.spans
+        )
+
+    @cached_property
+    def paths(self) -> tuple[tuple[Place, ...], ...]:
+        """Per rollout the places of its spans, root first."""
+        paths: list[list[Place]] = [[] for _ in self.num_positions]
         for index, segment in enumerate(self.segments):
             for number, span in enumerate(segment.spans):
                 for rollout in span.rollouts:
-                    paths[rollout].append((index, number))
+                    paths[rollout].append(Place(index, number))
         return tuple(tuple(path) for path in paths)
 
     def to_ints(self) -> list[int]:
@@ -224,16 +249,10 @@ class Forest:
         numbers = [self.align, int(self.ordered), self.unshared_by_routes, len(self.num_positions)]
         numbers += [*self.num_positions, *self.first_trained]
         for segment in self.segments:
-            flags = segment.inner + 2 * segment.extends + 4 * segment.scored
-            numbers += [segment.parent, segment.tree, flags, len(segment.spans)]
+            numbers += [segment.inner + 2 * segment.scored, len(segment.spans)]
             for span in segment.spans:
-                numbers += [
-                    span.start,
-                    span.length,
-                    span.padded,
-                    len(span.rollouts),
-                    *span.rollouts,
-                ]
+                numbers += [*(span.parent or (-1, -1)), *span[:3]]
+                numbers += [len(span.rollouts), *span.rollouts]
         return numbers
 
     @classmethod
@@ -247,19 +266,12 @@ class Forest:
         align, ordered, unshared, num_rollouts = take(4)
         num_positions, first_trained = take(num_rollouts), take(num_rollouts)
         segments = []
-        while head := take(4):
-            parent, tree, flags, num_spans = head
+        while head := take(2):
+            flags, num_spans = head
             spans = []
             for _ in range(num_spans):
-                start, length, padded, members = take(4)
-                spans.append(Span(start, length, padded, take(members)))
-            inner, extends, scored = (bool(flags & bit) for bit in (1, 2, 4))
-            segments.append(Segment(parent, tree, tuple(spans), inner, extends, scored))
+                *parent, start, length, padded, members = take(6)
+                place = None if parent[0] < 0 else Place(*parent)
+                spans.append(Span(start, length, padded, take(members), place))
+            segments.append(Segment(tuple(spans), bool(flags & 1), bool(flags & 2)))
         return cls(tuple(segments), num_positions, first_trained, align, bool(ordered), unshared)
-
-    def ancestors(self, index: int) -> list[int]:
-        """Segments whose K/V segment `index` reads, root first."""
-        found = []
-        while (index := self.segments[index].parent) >= 0:
-            found.append(index)
-        return found[::-1]

@@ -1,69 +1,236 @@
-"""Where the K/V of inner segments lie, and which of them a segment's queries see.  Pure.
+"""Where the K/V of inner segments lie in a layer's arena, and which of them queries see.  Pure.
 
-Every chain of chunks has one buffer, so all its chunks are one dense block to the segments below. A
-segment's own keys are its causal block and have no entry here. ("DualKV", section 3, is the case of
-one dense and one causal block.)
+A layer of a model chunk has one *arena*: rows of K and V for all inner segments that wait for their
+backward. An inner segment is one interval of rows, planned from the rank's program: free again
+after its backward. A segment of a single span lies right behind the segment it continues, where
+that is possible, so a chain of chunks is one block of keys to all that hangs below it.
+
+A segment's queries see their ancestors in a few *levels*. A level is one call of a kernel: runs of
+queries, each with an interval of keys and no mask. A segment's own keys are its causal block and
+have no entry here. ("DualKV", section 3, is the case of one dense and one causal block.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_prefix.tree import Segment
+from megatron_prefix.tree.forest import Place, Segment
 
 PIECE_KEYS = 1 << 15
-"""Most keys of a dense block in one call of a kernel (sidecar/cache.py)."""
+"""Most keys of a single run in one level. In one piece a long block would need memory for all its
+gradients beside their sums."""
 
 
-class Block(NamedTuple):
-    """Keys [0, stop) of the buffer of the chain that begins at segment `head`; no mask."""
+class Run(NamedTuple):
+    """Queries [first, stop) of a segment see the keys [start, end) of the arena."""
 
-    head: int
+    first: int
     stop: int
+    start: int
+    end: int
+
+
+class Level(NamedTuple):
+    """Runs of one call of a kernel, in the order of their queries; their keys do not overlap.
+
+    Attributes:
+        runs: at least one.
+    """
+
+    runs: tuple[Run, ...]
+
+    @property
+    def queries(self) -> tuple[int, ...]:
+        """Number of queries of every run."""
+        return tuple(run.stop - run.first for run in self.runs)
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """Number of keys of every run."""
+        return tuple(run.end - run.start for run in self.runs)
+
+    @property
+    def rows(self) -> slice | None:
+        """The keys as one interval of the arena; None where they are not, in the runs' order."""
+        pairs = itertools.pairwise(self.runs)
+        adjacent = all(before.end == after.start for before, after in pairs)
+        return slice(self.runs[0].start, self.runs[-1].end) if adjacent else None
 
 
 @dataclass(frozen=True)
-class BufferMap:
-    """Where every inner segment's K/V lies.
+class ArenaMap:
+    """Where K/V lie on one rank, for one model chunk.
 
     Attributes:
-        head: per segment the first segment of its chain (itself for a wave).
-        offset: per segment its first position in the chain's buffer.
-        length: per chain head the positions of its buffer.
-        blocks: per segment the dense blocks that its queries see, root first.
+        length: rows of the arena.
+        intervals: per segment its rows; None for a wave.
+        levels: per segment what its queries see of their ancestors, root first.
+        seen: per segment the inner segments that its queries see, ascending.
     """
 
-    head: tuple[int, ...]
-    offset: tuple[int, ...]
-    length: dict[int, int]
-    blocks: tuple[tuple[Block, ...], ...]
+    length: int
+    intervals: tuple[slice | None, ...]
+    levels: tuple[tuple[Level, ...], ...]
+    seen: tuple[tuple[int, ...], ...]
 
 
-def buffer_map(segments: Sequence[Segment], parts: int = 1) -> BufferMap:
-    """Lays out the inner segments of a step in buffers.
+def arena_map(
+    segments: Sequence[Segment], program: Sequence[tuple[str, int]] | None = None, parts: int = 1
+) -> ArenaMap:
+    """Plans the arena of one model chunk.
 
     Args:
         segments: the step's, in F-order.
+        program: ("F" or "B", segment) in the order in which the rank runs them; default: all
+            forwards first, so that every segment has rows of its own.
         parts: context-parallel ranks, which hold equal parts of every segment; the map is of one
             rank's part.
     """
-    head: list[int] = []
-    offset: list[int] = []
-    length: dict[int, int] = {}
-    blocks: list[tuple[Block, ...]] = []
-    for index, segment in enumerate(segments):
-        chained = segment.extends and segment.parent >= 0
-        head.append(head[segment.parent] if chained else index)
-        offset.append(length[head[index]] if chained else 0)
-        if segment.inner:
-            length[head[index]] = offset[index] + segment.padded_length // parts
-        if segment.parent < 0:
-            blocks.append(())
-            continue
-        above = segment.parent
-        seen = Block(head[above], offset[above] + segments[above].padded_length // parts)
-        before = tuple(block for block in blocks[above] if block.head != seen.head)
-        blocks.append((*before, seen))
-    return BufferMap(tuple(head), tuple(offset), length, tuple(blocks))
+    if program is None:
+        program = [("F", index) for index in range(len(segments))]
+    arena = _Arena(segments, parts)
+    for kind, index in program:
+        if segments[index].inner:
+            arena.take(index) if kind == "F" else arena.free(index)
+    intervals = tuple(arena.placed.get(index) for index in range(len(segments)))
+    below = _Levels(segments, intervals, parts)
+    levels = tuple(below.of(index) for index in range(len(segments)))
+    return ArenaMap(arena.length, intervals, levels, tuple(map(tuple, below.seen)))
+
+
+class _Arena:
+    """Rows as they are taken and freed in the order of a program.
+
+    Attributes:
+        length: rows needed so far.
+        placed: the interval of every segment that has been taken.
+    """
+
+    def __init__(self, segments: Sequence[Segment], parts: int) -> None:
+        self.sizes = [segment.padded_length // parts for segment in segments]
+        self.above = [_line_parent(segments, index) for index in range(len(segments))]
+        self.line = list(self.sizes)  # rows of the longest line of segments from this one down
+        for index in reversed(range(len(segments))):
+            parent = self.above[index]
+            if parent is not None and segments[index].inner:
+                rows = self.sizes[parent] + self.line[index]
+                self.line[parent] = max(self.line[parent], rows)
+        self.length = 0
+        self.placed: dict[int, slice] = {}
+        self.reserved: dict[int, slice] = {}  # by the first segment of a line
+        self.head: dict[int, int] = {}
+        self.used: dict[int, set[int]] = {}  # by head, the segments in its reservation
+
+    def take(self, index: int) -> None:
+        """Places a segment behind its parent if there is room, else at the first gap."""
+        parent, size = self.above[index], self.sizes[index]
+        if parent is not None and self._fits_behind(parent, size):
+            self.head[index] = self.head[parent]
+            start = self.placed[parent].stop
+        else:
+            start = self._gap(self.line[index])
+            self.reserved[index] = slice(start, start + self.line[index])
+            self.length = max(self.length, start + self.line[index])
+            self.head[index], self.used[index] = index, set()
+        self.used[self.head[index]].add(index)
+        self.placed[index] = slice(start, start + size)
+
+    def free(self, index: int) -> None:
+        """Gives a segment's rows back; those of a line with its first segment."""
+        head = self.head[index]
+        self.used[head].discard(index)
+        if head == index:
+            del self.reserved[index]
+
+    def _fits_behind(self, parent: int, size: int) -> bool:
+        head, start = self.head[parent], self.placed[parent].stop
+        others = (self.placed[other] for other in self.used[head])
+        free = all(rows.stop <= start or rows.start >= start + size for rows in others)
+        return free and start + size <= self.reserved[head].stop
+
+    def _gap(self, size: int) -> int:
+        start = 0
+        for rows in sorted(self.reserved.values(), key=lambda rows: rows.start):
+            if rows.start - start >= size:
+                break
+            start = max(start, rows.stop)
+        return start
+
+
+def _line_parent(segments: Sequence[Segment], index: int) -> int | None:
+    """The segment that one of a single span continues, if that one has a single span, too."""
+    spans = segments[index].spans
+    parent = spans[0].parent if len(spans) == 1 else None
+    return parent.segment if parent and len(segments[parent.segment].spans) == 1 else None
+
+
+class _Levels:
+    """Finds what the queries of segments see.
+
+    Attributes:
+        seen: per segment, as far as `of` has been called, the inner segments that it sees.
+    """
+
+    def __init__(
+        self, segments: Sequence[Segment], intervals: Sequence[slice | None], parts: int
+    ) -> None:
+        self.segments, self.parts = segments, parts
+        self.rows: dict[Place, tuple[int, int]] = {}
+        for index, interval in enumerate(intervals):
+            start = interval.start if interval else 0
+            for number, span in enumerate(segments[index].spans if interval else ()):
+                end = start + span.padded // parts
+                self.rows[Place(index, number)] = start, end
+                start = end
+        self.paths: dict[Place, tuple[Place, ...]] = {}
+        self.seen: list[list[int]] = []
+
+    def of(self, index: int) -> tuple[Level, ...]:
+        """The levels of a segment; call it for all segments, in F-order."""
+        spans = self.segments[index].spans
+        paths = [self.paths[span.parent] if span.parent else () for span in spans]
+        if self.segments[index].inner:
+            for number, path in enumerate(paths):
+                place = Place(index, number)
+                self.paths[place] = (*path, place)
+        self.seen.append(sorted({place.segment for path in {*paths} for place in path}))
+        bounds = [0, *itertools.accumulate(span.padded // self.parts for span in spans)]
+        common = _num_common(paths)
+        levels = list(self._shared(paths[0][:common], bounds[-1]))
+        for depth in range(common, max(map(len, paths))):
+            runs = []
+            keyed = [path[depth] if depth < len(path) else None for path in paths]
+            for place, group in itertools.groupby(range(len(spans)), keyed.__getitem__):
+                numbers = [*group]
+                if place is not None:
+                    run = Run(bounds[numbers[0]], bounds[numbers[-1] + 1], *self.rows[place])
+                    runs.append(run)
+            levels.append(Level(tuple(runs)))
+        return tuple(levels)
+
+    def _shared(self, path: Sequence[Place], num_queries: int) -> Iterator[Level]:
+        """Levels of the ancestors that all queries see: neighbours in the arena are one block."""
+        rows = [self.rows[place] for place in path]
+        for number, (start, end) in enumerate(rows):
+            if number and rows[number - 1][1] == start:
+                continue
+            for _, more in itertools.takewhile(
+                lambda pair: pair[0][1] == pair[1][0], itertools.pairwise(rows[number:])
+            ):
+                end = more[1]
+            # Gathered keys of all ranks are sent back in one message, so they stay in one piece.
+            longest = PIECE_KEYS if self.parts == 1 else end - start
+            for first in range(start, end, longest):
+                yield Level((Run(0, num_queries, first, min(end, first + longest)),))
+
+
+def _num_common(paths: Sequence[tuple[Place, ...]]) -> int:
+    """How many ancestors all spans have in common."""
+    shortest = min(map(len, paths))
+    for depth in range(shortest):
+        if any(path[depth] != paths[0][depth] for path in paths):
+            return depth
+    return shortest

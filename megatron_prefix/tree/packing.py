@@ -1,0 +1,165 @@
+"""Prefix trees -> segments: what is small is packed, what is large is walked.  Pure.
+
+A microbatch of a hundred tokens costs nearly what one of thousands costs. So small subtrees, of one
+tree or of many, are put together into *bundles*. A bundle runs level by level: first the nodes that
+others read, those of one depth packed into segments, then all its leaves, packed into waves. What
+is too large for a bundle is walked depth first: a node alone, then what hangs below it.
+
+Bundles bound memory: at most `_BUNDLE` segments' worth of positions wait for their backward, with
+what lies above them, unless a depth-first walk with these segments needs more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron_prefix.tree.forest import Place, Segment, TreeOptions
+from megatron_prefix.tree.node import Node, preorder
+
+_BUNDLE = 4
+"""Largest bundle, in budgets of a segment, together with all nodes above it."""
+
+
+def pack(
+    roots: Sequence[Node], first_trained: Sequence[int], options: TreeOptions
+) -> tuple[Segment, ...]:
+    """The segments of trees, in F-order.
+
+    Args:
+        roots: of all trees of a step, in the order in which they are to run.
+        first_trained: of every rollout.
+        options: see TreeOptions.
+    """
+    return _Packing(roots, first_trained, options).run(roots)
+
+
+class _Packing:
+    """Segments under construction.
+
+    Attributes:
+        rows: per node (by identity) the positions of its subtree, padding included.
+        places: per node where its span is.
+    """
+
+    def __init__(
+        self, roots: Sequence[Node], first_trained: Sequence[int], options: TreeOptions
+    ) -> None:
+        self.first, self.align = first_trained, options.align
+        self.budget = options.segment_tokens
+        self.rows: dict[int, int] = {}
+        self.places: dict[int, Place] = {}
+        self.parents: dict[int, Node] = {}
+        self.segments: list[Segment] = []
+        for node in reversed(list(preorder(roots))):
+            below = sum(self.rows[id(child)] for child in node.children)
+            self.rows[id(node)] = node.padded(self.align) + below
+            self.parents.update((id(child), node) for child in node.children)
+
+    def run(self, roots: Sequence[Node]) -> tuple[Segment, ...]:
+        """Goes through siblings from left to right, bundles first where they come first."""
+        todo = list(reversed(self._split(roots, 0)))
+        while todo:
+            nodes, above = todo.pop()
+            if len(nodes) == 1 and nodes[0].children and not self._fits(nodes[0], above):
+                self._add(nodes, inner=True)
+                above += nodes[0].padded(self.align)
+                todo.extend(reversed(self._split(nodes[0].children, above)))
+            else:
+                self._add_bundle(nodes)
+        return tuple(self.segments)
+
+    def _limit(self, above: int) -> int:
+        return max(self.budget, _BUNDLE * self.budget - above)
+
+    def _fits(self, node: Node, above: int) -> bool:
+        return not self.budget or self.rows[id(node)] <= self._limit(above)
+
+    def _split(self, nodes: Sequence[Node], above: int) -> list[tuple[list[Node], int]]:
+        """Siblings as bundles and single nodes too large for one, in their order.
+
+        Args:
+            nodes: siblings.
+            above: positions of all nodes above them.
+        """
+        found: list[tuple[list[Node], int]] = []
+        room = -1  # in the last bundle
+        for node in nodes:
+            rows = self.rows[id(node)]
+            if not self._fits(node, above) and node.children:
+                found.append(([node], above))
+                room = -1
+            elif room >= rows or (found and room >= 0 and not self.budget):
+                found[-1][0].append(node)
+                room -= rows
+            else:
+                found.append(([node], above))
+                room = max(0, self._limit(above) - rows)
+        return found
+
+    def _add_bundle(self, nodes: Sequence[Node]) -> None:
+        """Inner nodes level by level, then all leaves."""
+        level: Sequence[Node] = [node for node in nodes if node.children]
+        while level:
+            for spans in self._filled(level):
+                self._add(spans, inner=True)
+            level = [child for node in level for child in node.children if child.children]
+        for wave in self._filled(_leaves(nodes)):
+            self._add(wave, inner=False)
+
+    def _filled(self, nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
+        """Nodes in order as the fewest segments of about equal length."""
+        lengths = [node.padded(self.align) for node in nodes]
+        yield from (nodes[start:stop] for start, stop in even_parts(lengths, self.budget))
+
+    def _add(self, nodes: Sequence[Node], *, inner: bool) -> None:
+        for number, node in enumerate(nodes):
+            self.places[id(node)] = Place(len(self.segments), number)
+        spans = tuple(node.span(self.align, self._above(node)) for node in nodes)
+        scored = any(self.first[m] < span.end for span in spans for m in span.rollouts)
+        self.segments.append(Segment(spans, inner, scored))
+
+    def _above(self, node: Node) -> Place | None:
+        parent = self.parents.get(id(node))
+        return None if parent is None else self.places[id(parent)]
+
+
+def _leaves(nodes: Sequence[Node]) -> list[Node]:
+    """All leaves of subtrees; those with one parent are neighbours, and so are all of a subtree."""
+    families = [nodes, *(node.children for node in preorder(nodes))]
+    return [node for family in families for node in family if not node.children]
+
+
+def even_parts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
+    """Cuts a sequence into the fewest parts whose sums are at most `budget`, about equally long.
+
+    Args:
+        lengths: of the things, above 0; one longer than `budget` is a part of its own.
+        budget: 0: no limit.
+
+    Returns:
+        (start, stop) of every part.
+    """
+    if not lengths:
+        return []
+    if not budget:
+        return [(0, len(lengths))]
+    fewest = len(_parts(lengths, budget))
+    low, high = -(-sum(lengths) // fewest), budget
+    while low < high:
+        middle = (low + high) // 2
+        if len(_parts(lengths, middle)) > fewest:
+            low = middle + 1
+        else:
+            high = middle
+    return _parts(lengths, max(low, high))
+
+
+def _parts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
+    """Parts filled one after the other."""
+    bounds, total = [0], 0
+    for number, length in enumerate(lengths):
+        if total and total + length > budget:
+            bounds.append(number)
+            total = 0
+        total += length
+    return [*zip(bounds, [*bounds[1:], len(lengths)], strict=True)]
