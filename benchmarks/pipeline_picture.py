@@ -33,7 +33,7 @@ def flat_groups(
             trained = np.arange(len(tokens) - 1) >= prompt
             rollouts.append(Pairs(tokens[:-1], tokens[1:], trained))
             groups.append(group)
-    options = TreeOptions(chunk_tokens=chunk_tokens, wave_tokens=response)
+    options = TreeOptions(chunk_tokens=chunk_tokens, segment_tokens=response)
     return build(rollouts, groups, options)
 
 

@@ -87,7 +87,7 @@ class Setting:
 
     def configs(self, plan_file: str) -> dict[str, PrefixConfig]:
         """Of the three plans, one rollout a wave; `plan_file` is the one with barriers."""
-        whole = PrefixConfig(wave_tokens=self.response, min_gain=0)
+        whole = PrefixConfig(segment_tokens=self.response, min_gain=0)
         return {
             BARRIERS: replace(whole, plan_file=plan_file),
             WHOLE: whole,

@@ -49,7 +49,7 @@ def main() -> None:
     groups = [rollouts(seed=1), rollouts(seed=2)]
     numbers = [number for number, group in enumerate(groups) for _ in group]
     # Chunks about as long as a wave keep every stage of a pipeline busy.
-    options = TreeOptions(chunk_tokens=256, wave_tokens=256)
+    options = TreeOptions(chunk_tokens=256, segment_tokens=256)
     forest = build([rollout for group in groups for rollout in group], numbers, options)
     print(f"{forest.raw_tokens} tokens, {forest.executed_tokens} of them executed\n")
     show_tree(forest)

@@ -24,7 +24,7 @@ class PrefixConfig:
             sharing would save; "auto": share where the cost model says that it pays; "on": always.
         chunk_tokens: longest span; 0: no limit; "auto": for every step the length with the shortest
             simulated step.
-        wave_tokens: most positions in a wave (a single leaf may exceed it); 0: no limit.
+        segment_tokens: most positions in a segment (a single span may exceed it); 0: no limit.
         min_gain: a shared span that saves fewer positions is dissolved; 0 dissolves nothing.
         loss_in_leaves: never share a position at or after a first trained one.
         share: what `plan` and the placement on data-parallel ranks compare: "batch", all rollouts
@@ -50,7 +50,7 @@ class PrefixConfig:
 
     mode: str = "on"
     chunk_tokens: int | str = 0
-    wave_tokens: int = 4096
+    segment_tokens: int = 8192
     min_gain: int = 64
     loss_in_leaves: bool = False
     share: str = "batch"
@@ -95,5 +95,5 @@ class PrefixConfig:
         chunk = 0 if isinstance(self.chunk_tokens, str) else self.chunk_tokens
         chunk = max(chunk, align) if chunk > 0 else chunk
         return TreeOptions(
-            align, chunk, self.wave_tokens, self.min_gain, self.loss_in_leaves, self.share
+            align, chunk, self.segment_tokens, self.min_gain, self.loss_in_leaves, self.share
         )

@@ -14,5 +14,5 @@ LAYOUT_ARGS=(
 LENGTH_ARGS=(
     --max-tokens 8192
     --chunk-tokens 2048
-    --wave-tokens 4096
+    --segment-tokens 4096
 )

@@ -16,5 +16,5 @@ LAYOUT_ARGS=(
 LENGTH_ARGS=(
     --max-tokens 32768
     --chunk-tokens 4096
-    --wave-tokens 4096
+    --segment-tokens 4096
 )

@@ -61,7 +61,7 @@ def frontier(
     """
     device = next(chunks[0].parameters()).device
     capacity = capacity or free_bytes(device)
-    config = replace(config, mode="on", wave_tokens=1, min_gain=0)
+    config = replace(config, mode="on", segment_tokens=1, min_gain=0)
 
     def shape(steps: int) -> GroupShape:
         return GroupShape(max(1, steps * step - response), response, 2)

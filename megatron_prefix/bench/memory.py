@@ -114,7 +114,7 @@ def measure(
         repeats: measured calls; 0: measure the first call.
         seed: of tokens and advantages.
     """
-    config = replace(config, mode="on", wave_tokens=shape.wave_tokens or 1)
+    config = replace(config, mode="on", segment_tokens=shape.segment_tokens or 1)
     vocab_size = unwrap(chunks[0]).vocab_size
     with recomputing(chunks, way.recompute):
         found = predicted(shape, way, chunks, config)
@@ -269,7 +269,7 @@ def _plan(shape: GroupShape, way: Way, config: PrefixConfig) -> Plan:
         rollouts.append(Pairs(inputs, labels, np.arange(tokens - 1) >= shape.prompt - 1))
     options = config.tree_options(align=1)
     if way.policy == STOCK:
-        options = TreeOptions(min_gain=shape.rollouts * tokens, wave_tokens=1)
+        options = TreeOptions(min_gain=shape.rollouts * tokens, segment_tokens=1)
     plan = make_plan(build(rollouts, [0] * shape.rollouts, options))
     kept = policies(plan.segments, "retain" if way.policy == STOCK else way.policy)
     return replace(plan, policies=kept)

@@ -45,13 +45,13 @@ class GroupShape:
         prompt: tokens of the shared prompt.
         response: tokens of each response.
         rollouts: rollouts of the group.
-        wave_tokens: see PrefixConfig; None keeps the configured one.
+        segment_tokens: see PrefixConfig; None keeps the configured one.
     """
 
     prompt: int
     response: int
     rollouts: int
-    wave_tokens: int | None = None
+    segment_tokens: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> GroupShape:
@@ -90,7 +90,7 @@ class Timing:
     Attributes:
         name: P:R:n of a synthetic shape, or the rollout file.
         rollouts: their number.
-        wave_tokens: most positions in a wave.
+        segment_tokens: most positions in a wave.
         raw_tokens, executed_tokens: positions without and with sharing.
         stock_ms, prefix_ms: median time of a forward-backward call.
         stock_gib, prefix_gib: peak of allocated device memory; 0 on the CPU.
@@ -103,7 +103,7 @@ class Timing:
 
     name: str
     rollouts: int
-    wave_tokens: int
+    segment_tokens: int
     raw_tokens: int
     executed_tokens: int
     stock_ms: float
@@ -164,7 +164,7 @@ def time_groups(
     speedup = stock_ms / prefix_ms
     predicted = (ours.report.predicted_peak or 0.0) / GIB
     return Timing(
-        name, len(items), config.wave_tokens, forest.raw_tokens, forest.executed_tokens,
+        name, len(items), config.segment_tokens, forest.raw_tokens, forest.executed_tokens,
         stock_ms, prefix_ms, stock_gib, prefix_gib, predicted, speedup, bound, speedup / bound,
     )  # fmt: skip
 

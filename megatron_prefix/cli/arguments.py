@@ -164,7 +164,7 @@ def layout_of(args: argparse.Namespace, world_size: int | None = None) -> Layout
 
 
 def add_lengths(parser: argparse.ArgumentParser) -> None:
-    """Options of tree and plan: `--chunk-tokens --wave-tokens --min-gain --share ...`."""
+    """Options of tree and plan: `--chunk-tokens --segment-tokens --min-gain --share ...`."""
     group = parser.add_argument_group("lengths, in tokens")
     group.add_argument(
         "--chunk-tokens",
@@ -174,17 +174,22 @@ def add_lengths(parser: argparse.ArgumentParser) -> None:
         help="cut longer spans into chunks of at most N; 0: never; auto: the length with the"
         f" shortest simulated step (default {_DEFAULTS.chunk_tokens})",
     )
-    for option, default, text in (
-        ("--wave-tokens", _DEFAULTS.wave_tokens, "most positions of a wave; 0: no limit"),
+    for options, default, text in (
         (
-            "--min-gain",
+            ("--segment-tokens", "--wave-tokens"),
+            _DEFAULTS.segment_tokens,
+            "most positions that one forward runs, of one tree or of many; 0: no limit",
+        ),
+        (
+            ("--min-gain",),
             _DEFAULTS.min_gain,
             "dissolve a shared span that saves fewer positions; 0 dissolves nothing",
         ),
     ):
         group.add_argument(
-            option, type=whole(0), default=default, metavar="N", help=f"{text} (default {default})"
-        )
+            *options, type=whole(0), default=default, metavar="N",
+            help=f"{text} (default {default})",
+        )  # fmt: skip
     group.add_argument(
         "--share",
         choices=("group", "batch"),

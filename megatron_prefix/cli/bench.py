@@ -138,9 +138,9 @@ def _work(
     from megatron_prefix.cli.inputs import load_groups
 
     for shape in shapes:
-        wave = config.wave_tokens if shape.wave_tokens is None else shape.wave_tokens
+        wave = config.segment_tokens if shape.segment_tokens is None else shape.segment_tokens
         group = shape.group(spec.vocab_size, args.seed)
-        yield shape.name, [group], dataclasses.replace(config, wave_tokens=wave)
+        yield shape.name, [group], dataclasses.replace(config, segment_tokens=wave)
     for path in args.rollouts:
         one_file = argparse.Namespace(**{**vars(args), "rollouts": [path]})
         groups, _ = load_groups(one_file, spec.vocab_size)
@@ -167,7 +167,7 @@ def _print(args: argparse.Namespace, verdict: Any, rows: list[Any]) -> None:
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
-            row.name, str(row.wave_tokens), f"{row.stock_ms:.1f}", f"{row.prefix_ms:.1f}",
+            row.name, str(row.segment_tokens), f"{row.stock_ms:.1f}", f"{row.prefix_ms:.1f}",
             f"{row.speedup:.2f}x", f"{row.bound:.2f}x", f"{row.of_bound:.3f}",
             f"{row.stock_gib:.1f}, {row.prefix_gib:.1f}", f"{row.predicted_gib:.1f}",
         )  # fmt: skip

@@ -80,7 +80,7 @@ def _result(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "num_ranks": plan.num_ranks,
         "num_chunks": plan.num_chunks,
         "segments": len(plan.segments),
-        "trees": len({segment.tree for segment in plan.segments}),
+        "trees": forest.num_trees,
         "rollouts": len(forest.num_positions),
         "raw_tokens": forest.raw_tokens,
         "executed_tokens": forest.executed_tokens,

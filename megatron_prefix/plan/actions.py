@@ -17,24 +17,25 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.tree import Segment, Span
+from megatron_prefix.tree import Place, Segment, Span
 
-VERSION = 2
+VERSION = 3
 POLICIES = ("retain", "offload", "recompute")
 """What a segment can keep between its forward and its backward; see PrefixConfig.memory."""
 _MAKE = "make one with `megatron-prefix plan … --csv`"
 _CELL = re.compile(r"([FB])(\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
-_SPAN = re.compile(r"(\d{1,9})\+(\d{1,9})/(\d{1,9}):((?:\d{1,9}(?: \d{1,9})*)?)", re.ASCII)
+_SPAN = re.compile(
+    r"(\d{1,9})\+(\d{1,9})/(\d{1,9}):((?:\d{1,9}(?: \d{1,9})*)?)(?:<(\d{1,9})\.(\d{1,9}))?", re.ASCII
+)
 _NUMBER = re.compile(r"-?\d{1,9}", re.ASCII)
 _HEADER = ["megatron_prefix plan", "version", "ranks", "chunks"]
-_COLUMNS = ["segment", "parent", "tree", "kind", "policy", "spans (start+length/padded:rollouts)"]
+_COLUMNS = [
+    "segment", "kind", "policy", "spans (start+length/padded:rollouts<parent segment.span)",
+]  # fmt: skip
 # How a segment's flags are written in the table.
 _KINDS = {
-    (inner, extends, scored): ("inner" if inner else "wave")
-    + ("+extends" if extends else "")
-    + ("+scored" if scored else "")
+    (inner, scored): ("inner" if inner else "wave") + ("+scored" if scored else "")
     for inner in (True, False)
-    for extends in (True, False)
     for scored in (True, False)
 }
 
@@ -100,6 +101,10 @@ class Plan:
         """Stage that model chunk `chunk` of a pipeline rank holds, counted from the embedding."""
         return chunk * self.num_ranks + rank
 
+    def actions_of(self, rank: int, chunk: int) -> list[tuple[str, int]]:
+        """("F" or "B", segment) of one model chunk of a rank, in order."""
+        return [(kind, index) for kind, index, on in self.programs[rank] if on == chunk]
+
     def policy(self, index: int) -> str:
         """What a segment keeps between its forward and its backward."""
         return self.policies[index] if self.policies else "retain"
@@ -113,7 +118,7 @@ class Plan:
         write(_COLUMNS)
         for index, segment in enumerate(self.segments):
             cells = segment_cells(index, segment)
-            write([*cells[:4], self.policy(index), *cells[4:]])
+            write([*cells[:2], self.policy(index), *cells[2:]])
         for rank, program in enumerate(self.programs):
             write([f"rank {rank}", *map(str, program)])
         return out.getvalue()
@@ -185,39 +190,41 @@ def _read_lines(
 
 def segment_cells(index: int, segment: Segment) -> list[str]:
     """A segment as it stands in the table, without its policy."""
-    kind = _KINDS[segment.inner, segment.extends, segment.scored]
-    return [*map(str, (index, segment.parent, segment.tree)), kind, *map(_span_text, segment.spans)]
+    return [
+        str(index), _KINDS[segment.inner, segment.scored], *map(_span_text, segment.spans)
+    ]  # fmt: skip
 
 
 def _span_text(span: Span) -> str:
     members = " ".join(map(str, span.rollouts))
-    return f"{span.start}+{span.length}/{span.padded}:{members}"
+    above = "" if span.parent is None else f"<{span.parent.segment}.{span.parent.number}"
+    return f"{span.start}+{span.length}/{span.padded}:{members}{above}"
 
 
 def _segment_from(number: int, line: Sequence[str]) -> tuple[Segment, str]:
     """A segment and its policy."""
-    index, parent, tree, kind, policy, *spans = line
-    if _number(index) != number or not -1 <= _number(parent) < number or not spans:
-        raise UserError(
-            f"segment {index} with parent {parent}: number from 0, parents first, with spans"
-        )
+    index, kind, policy, *spans = line
+    if _number(index) != number or not spans:
+        raise UserError(f"segment {index}: number from 0, with spans")
     flags = {text: key for key, text in _KINDS.items()}.get(kind)
     if flags is None:
         raise UserError(f"kind {_shown(kind)}: give one of {', '.join(_KINDS.values())}")
     known = POLICIES if flags[0] else POLICIES[:1]
     if policy not in known:
         raise UserError(f"policy {_shown(policy)}: {kind} can have {' or '.join(known)}")
-    return Segment(int(parent), _number(tree), tuple(map(_span_from, spans)), *flags), policy
+    return Segment(tuple(map(_span_from, spans)), *flags), policy
 
 
 def _span_from(text: str) -> Span:
     match = _SPAN.fullmatch(text)
     if not match:
         raise UserError(
-            f"{_shown(text)} is not a span: write start+length/padded:rollouts, below 10^9 each"
+            f"{_shown(text)} is not a span: write start+length/padded:rollouts, and <segment.span"
+            " of its parent if it has one, below 10^9 each"
         )
     start, length, padded = (int(match[k]) for k in (1, 2, 3))
-    return Span(start, length, padded, tuple(map(int, match[4].split())))
+    parent = Place(int(match[5]), int(match[6])) if match[5] else None
+    return Span(start, length, padded, tuple(map(int, match[4].split())), parent)
 
 
 def _program_from(number: int, line: Sequence[str]) -> tuple[Action, ...]:

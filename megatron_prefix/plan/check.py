@@ -8,12 +8,13 @@ direction is a FIFO. Deadlocks are found by the simulator (plan/simulator.py).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.grid import Cell, marked_grid
-from megatron_prefix.tree import Segment
+from megatron_prefix.tree import Place, Segment, Span
 
 
 class PlanError(UserError):
@@ -42,12 +43,9 @@ def check(plan: Plan, ready_after: Sequence[int] | None = None) -> None:
     Raises:
         PlanError: naming rank, place and action, with the grid.
     """
-    children = [0] * len(plan.segments)
-    for segment in plan.segments:
-        if segment.parent >= 0:
-            children[segment.parent] += 1
+    parents = [segment.parents for segment in plan.segments]
     for rank in range(plan.num_ranks):
-        _Program(plan, rank, children).check(ready_after)
+        _Program(plan, rank, parents).check(ready_after)
     if plan.num_ranks > 1:
         for rank in range(plan.num_ranks):
             _check_link(plan, "F", rank, (rank + 1) % plan.num_ranks)
@@ -55,19 +53,22 @@ def check(plan: Plan, ready_after: Sequence[int] | None = None) -> None:
 
 
 class _Program:
-    """Checks one rank's program: each action once, parents and children in order.
+    """Checks one rank's program: each action once, parents and readers in order.
 
     Attributes:
         forwards, backwards: per model chunk and segment whether it has run.
-        waiting: per model chunk and segment the children whose backward has not run.
+        waiting: per model chunk and segment how many that read it wait for their backward.
         reached: on the last stage, the forwards of all segments before this one have run.
     """
 
-    def __init__(self, plan: Plan, rank: int, children: Sequence[int]) -> None:
-        self.plan, self.rank, self.reached = plan, rank, 0
-        self.forwards = [[False] * len(children) for _ in range(plan.num_chunks)]
-        self.backwards = [[False] * len(children) for _ in range(plan.num_chunks)]
-        self.waiting = [list(children) for _ in range(plan.num_chunks)]
+    def __init__(self, plan: Plan, rank: int, parents: Sequence[Sequence[int]]) -> None:
+        self.plan, self.rank, self.reached, self.parents = plan, rank, 0, parents
+        readers = [0] * len(parents)
+        for parent in itertools.chain.from_iterable(parents):
+            readers[parent] += 1
+        self.forwards = [[False] * len(parents) for _ in range(plan.num_chunks)]
+        self.backwards = [[False] * len(parents) for _ in range(plan.num_chunks)]
+        self.waiting = [list(readers) for _ in range(plan.num_chunks)]
 
     def check(self, ready_after: Sequence[int] | None) -> None:
         """Checks every action in order."""
@@ -94,26 +95,27 @@ class _Program:
                     raise self._missing(Action(kind, done.index(False), chunk))
 
     def _forward(self, index: int, chunk: int) -> str:
-        done, parent = self.forwards[chunk], self.plan.segments[index].parent
+        done = self.forwards[chunk]
         if done[index]:
             return "runs a second time"
-        if parent >= 0 and not done[parent]:
-            return f"runs before the forward of its parent {parent}"
+        for parent in self.parents[index]:
+            if not done[parent]:
+                return f"runs before the forward of its parent {parent}"
         done[index] = True
         return ""
 
     def _backward(self, index: int, chunk: int) -> str:
-        done, parent = self.backwards[chunk], self.plan.segments[index].parent
+        done = self.backwards[chunk]
         if done[index]:
             return "runs a second time"
         if not self.forwards[chunk][index]:
             return "runs before its own forward"
         if self.waiting[chunk][index]:
-            segments = enumerate(self.plan.segments)
-            child = next(c for c, s in segments if s.parent == index and not done[c])
+            readers = enumerate(self.parents)
+            child = next(c for c, above in readers if index in above and not done[c])
             return f"runs before the backward of its child {child}"
         done[index] = True
-        if parent >= 0:
+        for parent in self.parents[index]:
             self.waiting[chunk][parent] -= 1
         return ""
 
@@ -168,50 +170,48 @@ def _error(plan: Plan, rank: int, place: int, text: str) -> PlanError:
 
 
 def check_segments(segments: Sequence[Segment]) -> None:
-    """Checks that segments read from a file are a forest as tree/build.py makes it.
+    """Checks that segments read from a file are a forest as `tree.build` makes it.
 
     Raises:
         UserError: names the segment, or a rollout that is in no segment.
     """
-    reached: dict[int, int] = {}  # last segment of each rollout so far
+    reached: dict[int, Place] = {}  # last span of each rollout so far
     for index, segment in enumerate(segments):
-        fault = _segment_fault(segments, index)
         members = [rollout for span in segment.spans for rollout in span.rollouts]
-        if not fault and len(set(members)) < len(members):
-            fault = "has a rollout twice"
-        lost = [rollout for rollout in members if reached.get(rollout, -1) != segment.parent]
-        if not fault and lost:
-            where = reached.get(lost[0], -1)
-            fault = f"rollout {lost[0]} comes from segment {where}, not from {segment.parent}"
-        if fault:
-            raise UserError(f"segment {index}: {fault}")
-        reached.update(dict.fromkeys(members, index))
+        fault = "has a rollout twice" if len(set(members)) < len(members) else ""
+        for span in segment.spans:
+            fault = fault or _span_fault(segments, index, span)
+            for rollout in span.rollouts:
+                before = reached.get(rollout)
+                if not fault and before != span.parent:
+                    where = f"comes from {_name(before)}, not from {_name(span.parent)}"
+                    fault = f"rollout {rollout} {where}"
+        if fault or not segment.spans:
+            raise UserError(f"segment {index}: {fault or 'has no span'}")
+        for number, span in enumerate(segment.spans):
+            reached.update(dict.fromkeys(span.rollouts, Place(index, number)))
     for rollout in range(max(reached, default=-1)):
         if rollout not in reached:
             raise UserError(f"rollout {rollout} is in no segment")
 
 
-def _segment_fault(segments: Sequence[Segment], index: int) -> str:
-    """What is wrong with one segment, not looking at its rollouts."""
-    segment = segments[index]
+def _span_fault(segments: Sequence[Segment], index: int, span: Span) -> str:
+    """What is wrong with one span, not looking at its rollouts."""
     # A span without rollouts is a filler (plan/joint_forest.py): only padding.
-    if not segment.spans or any(
-        not bool(span.rollouts) <= span.length <= span.padded or not span.padded
-        for span in segment.spans
-    ):
+    if not bool(span.rollouts) <= span.length <= span.padded or not span.padded:
         return "a span has no positions, or more than its padded length"
-    if segment.inner and (
-        len(segment.spans) > 1 or segment.spans[0].length < segment.spans[0].padded
-    ):
-        return "an inner segment is one span without padding"
-    begin = 0
-    if segment.parent >= 0:
-        parent = segments[segment.parent]
-        if segment.parent >= index or not parent.inner:
-            return f"its parent {segment.parent} is no inner segment before it"
-        begin = parent.spans[0].end
-    if segment.extends and not (segment.inner and segment.parent >= 0):
-        return "only an inner segment extends its parent"
-    if any(span.start != begin for span in segment.spans):
-        return f"a span starts at {segment.start}, not at {begin}, where its parent ends"
+    if segments[index].inner and span.rollouts and span.length < span.padded:
+        return "a span of an inner segment has padding"
+    if span.parent is None:
+        return f"a root starts at {span.start}, not at 0" if span.start else ""
+    above, number = span.parent
+    if above >= index or not segments[above].inner or number >= len(segments[above].spans):
+        return f"its parent {_name(span.parent)} is no span of an inner segment before it"
+    begin = segments[above].spans[number].end
+    if span.start != begin:
+        return f"a span starts at {span.start}, not at {begin}, where its parent ends"
     return ""
+
+
+def _name(place: Place | None) -> str:
+    return "no span" if place is None else f"span {place.segment}.{place.number}"

@@ -114,6 +114,6 @@ def _first_groups(groups: Sequence[int]) -> list[int]:
 def _lengths(whole: Forest, options: TreeOptions) -> set[int]:
     """Chunk lengths to try."""
     longest = max(span.length for segment in whole.segments for span in segment.spans)
-    wave = min(options.wave_tokens or longest, longest)
+    wave = min(options.segment_tokens or longest, longest)
     lengths = {longest // share for share in _SHARES} | {2 * wave, wave, wave // 2, wave // 4}
     return {n for n in lengths if max(_LEAST, options.align) <= n < longest}

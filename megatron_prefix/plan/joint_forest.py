@@ -2,18 +2,19 @@
 
 Ranks that share experts exchange tokens in every expert layer: a backward returns gradients to the
 ranks whose tokens came in the forward. So segments that run forward together must run backward
-together, on every stage. The forests of these ranks are merged, k-th tree with k-th tree, k-th
-child with k-th child. The union is one forest and its plan is a plan for all ranks. Where a rank's
-forest has no segment, it gets a filler, which is only padding.
+together, on every stage. The F-orders of these ranks are laid side by side, inner segments beside
+inner segments and waves beside waves. The union is one forest, in which a segment has the parents
+that it has on any rank, and its plan is a plan for all ranks. Where a rank has no segment, it gets
+a filler, which is only padding.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_prefix.tree import Forest, Segment, Span
+from megatron_prefix.tree import Forest, Place, Segment, Span
 
 _Node = tuple[int | None, ...]
 """Per forest the segment at one place of the union; None: it has none there."""
@@ -54,25 +55,14 @@ def joint_forest(
         microbatches_of: per forest the trainer's microbatch of every rollout.
         place: number of the rank's own pipeline.
     """
-    nodes, parents = _overlay(forests)
+    nodes = _side_by_side(forests)
     filled = [_filled(forest, nodes, place) for place, forest in enumerate(forests)]
-    union = []
-    rollouts = [0, *itertools.accumulate(len(forest.num_positions) for forest in forests)]
-    for index, parent in enumerate(parents):
-        here = [forest.segments[index] for forest in filled]
-        spans = [
-            span._replace(rollouts=tuple(first + rollout for rollout in span.rollouts))
-            for first, segment in zip(rollouts, here, strict=False)
-            for span in segment.spans
-        ]
-        flags = (any(column) for column in zip(*(s[3:] for s in here), strict=True))
-        union.append(Segment(parent, here[0].tree, tuple(spans), *flags))
     ordered = any(forest.ordered for forest in forests)
     return JointForest(
         filled[place],
         tuple(microbatches_of[place]),
         Forest(
-            tuple(union),
+            tuple(_union(filled)),
             tuple(number for forest in forests for number in forest.num_positions),
             tuple(number for forest in forests for number in forest.first_trained),
             forests[place].align,
@@ -93,40 +83,59 @@ def _numbered(microbatches_of: Sequence[Sequence[int]], ordered: bool) -> Iterat
         first += 0 if ordered else max(microbatch_of, default=-1) + 1
 
 
-def _overlay(forests: Sequence[Forest]) -> tuple[list[_Node], list[int]]:
-    """Places of the union in F-order, and their parents; k-th children share a place."""
-    children: list[dict[int, list[int]]] = []
-    for forest in forests:
-        below: dict[int, list[int]] = {}
-        for index, segment in enumerate(forest.segments):
-            below.setdefault(segment.parent, []).append(index)
-        children.append(below)
-
-    def under(node: _Node) -> list[_Node]:
-        pairs = zip(children, node, strict=True)
-        lists = [below.get(index, []) if index is not None else [] for below, index in pairs]
-        return list(itertools.zip_longest(*lists))
-
+def _side_by_side(forests: Sequence[Forest]) -> list[_Node]:
+    """Places of the union in F-order: waves first where some have a wave next and some have not."""
     nodes: list[_Node] = []
-    parents: list[int] = []
-    waiting = [(node, -1) for node in reversed(under((-1,) * len(forests)))]
-    while waiting:
-        node, parent = waiting.pop()
-        waiting += [(child, len(nodes)) for child in reversed(under(node))]
-        nodes.append(node)
-        parents.append(parent)
-    return nodes, parents
+    done = [0] * len(forests)
+    while any(place < len(forest.segments) for place, forest in zip(done, forests, strict=True)):
+        left = [
+            forest.segments[place].inner if place < len(forest.segments) else None
+            for place, forest in zip(done, forests, strict=True)
+        ]
+        taken = [inner is (False not in left) for inner in left]
+        nodes.append(tuple(n if take else None for n, take in zip(done, taken, strict=True)))
+        done = [n + take for n, take in zip(done, taken, strict=True)]
+    return nodes
 
 
 def _filled(forest: Forest, nodes: Sequence[_Node], place: int) -> Forest:
     """One of the forests, with fillers where it has no segment."""
-    tree = max((segment.tree for segment in forest.segments), default=-1) + 1
-    padding = Span(0, 0, forest.align, ())
-    filler = Segment(-1, tree, (padding,), inner=False, extends=False, scored=False)
-    new = {node[place]: index for index, node in enumerate(nodes)} | {-1: -1}
-    segments = []
-    for node in nodes:
-        index = node[place]
-        segment = filler if index is None else forest.segments[index]
-        segments.append(segment._replace(parent=new[segment.parent]))
+    filler = Segment((Span(0, 0, forest.align, ()),), inner=False, scored=False)
+    new = {node[place]: index for index, node in enumerate(nodes)}
+    segments = [
+        filler if node[place] is None else _moved(forest.segments[node[place]], new)
+        for node in nodes
+    ]
     return replace(forest, segments=tuple(segments))
+
+
+def _moved(segment: Segment, new: Mapping[int | None, int]) -> Segment:
+    """A segment whose parents have new numbers."""
+    spans = (
+        span if span.parent is None
+        else span._replace(parent=span.parent._replace(segment=new[span.parent.segment]))
+        for span in segment.spans
+    )  # fmt: skip
+    return segment._replace(spans=tuple(spans))
+
+
+def _union(forests: Sequence[Forest]) -> Iterator[Segment]:
+    """Segments of equally many places as one; rollouts and spans are numbered on."""
+    rollouts = [0, *itertools.accumulate(len(forest.num_positions) for forest in forests)]
+    for here in zip(*(forest.segments for forest in forests), strict=True):
+        spans = []
+        for forest, (first, segment) in zip(
+            range(len(forests)), zip(rollouts, here, strict=False), strict=True
+        ):
+            for span in segment.spans:
+                members = tuple(first + rollout for rollout in span.rollouts)
+                spans.append(span._replace(rollouts=members, parent=_shifted(forests, forest, span)))
+        yield Segment(tuple(spans), *(any(s[k] for s in here) for k in (1, 2)))
+
+
+def _shifted(forests: Sequence[Forest], number: int, span: Span) -> Place | None:
+    """The parent of a forest's span in the union, where the spans of the forests before come first."""
+    if span.parent is None:
+        return None
+    before = sum(len(f.segments[span.parent.segment].spans) for f in forests[:number])
+    return span.parent._replace(number=span.parent.number + before)

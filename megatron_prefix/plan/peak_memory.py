@@ -1,9 +1,9 @@
 """Predicted memory of every rank of a pipeline in one step.  Pure.
 
-Goes through a rank's program action by action. A forward adds what the segment's policy keeps, and
-at the head of a chain the chain's K/V. The first backward that sees a chain adds its gK/gV. A
-backward adds for its duration what it recomputes or loads, and then releases its segment. Weights,
-their gradients and the optimizer are not counted.
+Goes through a rank's program action by action. A forward adds what the segment's policy keeps. The
+first inner segment that is live adds the arena of K/V, the first backward that reads it that of
+gK/gV, and both go with the last one. A backward adds for its duration what it recomputes or loads,
+and then releases its segment. Weights, their gradients and the optimizer are not counted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.footprint import Footprint
-from megatron_prefix.tree.kv_layout import PIECE_KEYS, buffer_map
+from megatron_prefix.tree.kv_layout import ArenaMap, Level, arena_map
 
 MESSAGES = 4
 """Receives posted ahead and sends under way, both directions together (run/messages.py)."""
@@ -91,7 +91,6 @@ class _MemoryRun:
 
     def __init__(self, plan: Plan, footprint: Footprint) -> None:
         self.plan, self.one = plan, footprint
-        self.map = buffer_map(plan.segments, footprint.parts)
         self.positions = [segment.padded_length / footprint.parts for segment in plan.segments]
         message = footprint.stage_input * max(self.positions, default=0.0)
         self.messages = MESSAGES * message if plan.num_ranks > 1 else 0.0
@@ -100,26 +99,19 @@ class _MemoryRun:
     def rank(self, rank: int) -> RankMemory:
         """Goes through one rank's program."""
         held: dict[tuple[int, int], float] = {}
-        chains: dict[tuple[int, int], float] = {}
-        gradients: dict[tuple[int, int], float] = {}
-        activations = kv = kv_grad = saved = cache = wave = 0.0
+        arenas = [_Arena(one) for one in self._maps(rank)]
+        activations = saved = cache = wave = 0.0
         host, here = self.one.host_layers, self.one.num_layers - self.one.host_layers
         found = RankMemory(0.0, 0.0, Action("F", 0), *(0.0,) * 9, ())
         for action in self.plan.programs[rank]:
-            key, head = (action.chunk, action.segment), self.map.head[action.segment]
+            key = action.chunk, action.segment
             if action.kind == "F":
                 held[key] = self._kept(rank, action)
                 activations += held[key]
-                if head in self.map.length and (action.chunk, head) not in chains:
-                    chains[action.chunk, head] = self.map.length[head] * self.one.kv
-                    kv += chains[action.chunk, head]
-            else:
-                for block in self.map.blocks[action.segment]:
-                    place = action.chunk, block.head
-                    if place not in gradients:
-                        gradients[place] = self.map.length[block.head] * self.kv_grad
-                        kv_grad += gradients[place]
-            again, temporary = self._moment(rank, action)
+            arenas[action.chunk].begin(action)
+            kv = self.one.kv * sum(arena.rows for arena in arenas)
+            kv_grad = self.kv_grad * sum(arena.summed for arena in arenas)
+            again, temporary = self._moment(rank, action, arenas[action.chunk].map)
             total = activations + here * (kv + kv_grad)
             saved, cache = max(saved, total + again), max(cache, kv + kv_grad)
             used = total + again + temporary + self.messages
@@ -133,10 +125,18 @@ class _MemoryRun:
                 )  # fmt: skip
             if action.kind == "B":
                 activations -= held.pop(key)
-                kv, kv_grad = kv - chains.pop(key, 0.0), kv_grad - gradients.pop(key, 0.0)
+                arenas[action.chunk].end(action)
         found = replace(found, staged=max(itertools.accumulate(self._staged(rank)), default=0.0))
         found = replace(found, cache_peak=here * cache, cache_staged=host * cache)
         return replace(found, saved=saved, wave_peak=wave)
+
+    def _maps(self, rank: int) -> list[ArenaMap]:
+        """The arena of every model chunk of a rank."""
+        plan = self.plan
+        return [
+            arena_map(plan.segments, plan.actions_of(rank, chunk), self.one.parts)
+            for chunk in range(plan.num_chunks)
+        ]
 
     def _ends(self, rank: int, action: Action) -> tuple[bool, bool]:
         stage = self.plan.stage(rank, action.chunk)
@@ -158,17 +158,13 @@ class _MemoryRun:
                 sign = 1 if action.kind == "F" else -1
                 yield sign * self.positions[action.segment] * away
 
-    def _moment(self, rank: int, action: Action) -> tuple[float, float]:
+    def _moment(self, rank: int, action: Action, arena: ArenaMap) -> tuple[float, float]:
         """Bytes in use only while an action runs: saved ones, and temporaries."""
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
         first, last = self._ends(rank, action)
         positions, one = self.positions[action.segment], self.one
-        seen = [block.stop * one.parts for block in self.map.blocks[action.segment]]
-        piece = max(seen, default=0) if one.parts > 1 else min(max(seen, default=0), PIECE_KEYS)
-        temporary = positions * one.temporary + one.seen * piece
-        if one.parts > 1:  # gathered K/V of ancestors, of two layers
-            temporary += 2 * one.kv * sum(seen)
-        visited = sum(seen) + (positions if segment.inner else 0.0)
+        temporary = positions * one.temporary + self._of_ancestors(arena.levels[action.segment])
+        visited = arena.length if segment.inner or arena.levels[action.segment] else 0
         temporary += visited * min(LAYERS_VISITED, one.host_layers) * one.kv
         if action.kind == "B":
             temporary += visited * min(GRADIENTS_VISITED, one.host_layers) * one.kv_grad
@@ -189,3 +185,38 @@ class _MemoryRun:
                 whole = one.kept("retain", segment.inner, segment.scored, first, last)
                 again += whole - (0.0 if first else one.stage_input)
         return positions * again, temporary
+
+    def _of_ancestors(self, levels: Sequence[Level]) -> float:
+        """Transient bytes of one layer's attention to ancestors."""
+        one = self.one
+        seen = [sum(level.keys) * one.parts for level in levels]
+        copied = [n for n, level in zip(seen, levels, strict=True) if level.rows is None]
+        found = one.seen * max(seen, default=0) + one.kv * max(copied, default=0)
+        # Of two layers K/V of ancestors are gathered from the context-parallel ranks.
+        return found + (2 * one.kv * sum(seen) if one.parts > 1 else 0.0)
+
+
+class _Arena:
+    """How much of an arena is in use while a program runs.
+
+    Attributes:
+        rows: of K/V.
+        summed: rows of gK/gV.
+    """
+
+    def __init__(self, planned: ArenaMap) -> None:
+        self.map, self.rows, self.summed, self.live = planned, 0, 0, 0
+
+    def begin(self, action: Action) -> None:
+        """Takes what an action needs."""
+        if action.kind == "F" and self.map.intervals[action.segment] is not None:
+            self.live += 1
+            self.rows = self.map.length
+        if action.kind == "B" and self.map.levels[action.segment]:
+            self.summed = self.map.length
+
+    def end(self, action: Action) -> None:
+        """Gives it back after a backward."""
+        self.live -= self.map.intervals[action.segment] is not None
+        if not self.live:
+            self.rows = self.summed = 0

@@ -1,7 +1,7 @@
 """Segments -> two orders -> one program a rank.  Pure.
 
-F-order is depth first over all trees of the step; in B-order a segment comes after its descendants.
-Both are the same on every stage, so messages between two neighbours in one direction are a FIFO,
+F-order is that of the forest; in B-order a segment comes after all that read it, and as soon as it
+can. Both are the same on every stage, so messages between two neighbours in one direction are a FIFO,
 and no plan made here can deadlock. ("Schedule-Level Shared-Prefix Reuse for LLM RL Training",
 section 4.5, reorders phases stage by stage for flat groups; here for any tree.)
 """
@@ -18,14 +18,25 @@ from megatron_prefix.tree import Forest, Segment
 
 
 def backward_order(segments: Sequence[Segment]) -> list[int]:
-    """B-order: postorder of the trees; F-order is their preorder."""
+    """B-order: waves in F-order, and every inner segment right after the last one that reads it.
+
+    For trees that are walked depth first it is their postorder; F-order is their preorder.
+    """
+    parents = [segment.parents for segment in segments]
+    readers = [0] * len(segments)
+    for parent in itertools.chain.from_iterable(parents):
+        readers[parent] += 1
     order: list[int] = []
-    path: list[int] = []
-    for index, segment in enumerate(segments):
-        while path and path[-1] != segment.parent:
-            order.append(path.pop())
-        path.append(index)
-    return order + path[::-1]
+    for index in range(len(segments)):
+        ready = [] if readers[index] else [index]
+        while ready:
+            done = ready.pop()
+            order.append(done)
+            for parent in parents[done]:  # ascending, so the deepest is next
+                readers[parent] -= 1
+                if not readers[parent]:
+                    ready.append(parent)
+    return order
 
 
 def loss_ready_after(forest: Forest, microbatches: Sequence[int] | None = None) -> list[int]:

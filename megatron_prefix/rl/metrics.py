@@ -43,7 +43,7 @@ def of_report(report: StepReport | None) -> Metrics:
     values: Metrics = {
         "active": int(decision.share),
         "shared_ratio": 1 - forest.executed_tokens / forest.raw_tokens,
-        "groups": len({segment.tree for segment in forest.segments}),
+        "groups": forest.num_trees,
         "fallback_count": report.fallback_count,
         "predicted_speedup": decision.predicted_speedup,
     }

@@ -37,7 +37,7 @@ from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.memory_policy import Rates, automatic, leaner
 from megatron_prefix.plan.peak_memory import RankMemory, predict, table
 from megatron_prefix.run import expert_sync
-from megatron_prefix.tree import Segment, Span
+from megatron_prefix.tree import Place, Segment, Span
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -173,7 +173,7 @@ class MemoryControl:
         rows = table(plan, predict(plan, self.footprint(models)))
         logger.error("predicted besides weights and gradients, GiB:\n%s", rows)
         return StepOutOfMemory(
-            f"{reason}. Give fewer wave_tokens, chunk_tokens, Megatron's recompute_granularity, or"
+            f"{reason}. Give fewer segment_tokens, chunk_tokens, Megatron's recompute_granularity, or"
             f" more ranks\n{rows}"
         )
 
@@ -279,14 +279,16 @@ def _rounded(number: float) -> float:
 
 
 def _longest(joint: JointForest) -> tuple[Segment, ...]:
-    """The segments of the rank that has most rows, place by place."""
+    """As long as on the rank that has most rows, place by place: one span below the last parent."""
     if len(joint.lengths[0]) == 1:
         return joint.forest.segments
-    return tuple(
-        segment._replace(spans=(Span(segment.spans[0].start, n, n, segment.spans[0].rollouts),))
-        for segment, lengths in zip(joint.union.segments, joint.lengths, strict=True)
-        for n in [max(lengths)]
-    )
+    found = []
+    for segment, lengths in zip(joint.union.segments, joint.lengths, strict=True):
+        num, parents = max(lengths), segment.parents
+        parent = Place(parents[-1], 0) if parents else None
+        span = Span(0, num, num, segment.spans[0].rollouts, parent)
+        found.append(segment._replace(spans=(span,)))
+    return tuple(found)
 
 
 def device_of(models: list[Any]) -> torch.device:

@@ -8,18 +8,18 @@ capture after release is an error instead of wrong gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from megatron_prefix.sidecar.chain import Chain
-from megatron_prefix.tree import Segment
-from megatron_prefix.tree.kv_layout import PIECE_KEYS, Block, BufferMap, buffer_map
+from megatron_prefix.sidecar.arena import Arena, Both
+from megatron_prefix.tree.kv_layout import ArenaMap, Level
 
 if TYPE_CHECKING:
-    from megatron_prefix.sidecar.host_chains import HostLayers
+    from megatron_prefix.sidecar.host_arena import HostLayers
 
 
 class SegmentState(Enum):
@@ -35,30 +35,29 @@ class SidecarCache:
     """K/V and gK/gV of one model chunk for one step.
 
     Args:
-        segments: the step's segments.
+        planned: where they lie; of this rank's part of every segment.
         num_layers: attention layers of the model chunk.
-        parts: context-parallel ranks, which hold equal parts of every segment; this cache holds one
-            rank's part.
-        host: layers whose chains are on the host, and on the device only while they are used.
+        parts: context-parallel ranks, which hold equal parts of every segment.
+        host: layers whose arena is on the host, and on the device only while it is used.
 
     Attributes:
+        map: `planned`.
         peak_bytes: the most device memory that K/V and gK/gV have taken.
     """
 
     def __init__(
         self,
-        segments: Sequence[Segment],
+        planned: ArenaMap,
         num_layers: int,
         parts: int = 1,
         host: HostLayers | None = None,
     ) -> None:
-        self.map: BufferMap = buffer_map(segments, parts)
-        self.parts = parts
-        self._lengths = [segment.padded_length // parts for segment in segments]
-        self._inner = [segment.inner for segment in segments]
+        self.map, self.parts = planned, parts
         self._num_layers, self._host = num_layers, host
-        self._chains: dict[tuple[int, int], Chain] = {}
+        self._arenas: dict[int, Arena] = {}
         self._states: dict[tuple[int, int], SegmentState] = {}
+        self._live: list[set[int]] = [set() for _ in range(num_layers)]
+        self._rows: dict[tuple[int, int], slice | Tensor] = {}
         self._held = self.peak_bytes = 0
 
     def state(self, layer: int, index: int) -> SegmentState:
@@ -72,7 +71,7 @@ class SidecarCache:
 
     def capture(self, layer: int, index: int, key: Tensor, value: Tensor) -> None:
         """Copies a segment's K [positions, kv_heads, dim] and V [positions, kv_heads, value_dim]
-        into its chain.
+        into its layer's arena.
 
         They are copied because Megatron frees the storage of K and V under some recompute and
         offload options. A second call comes from activation recomputation and changes nothing.
@@ -80,22 +79,22 @@ class SidecarCache:
         if self.state(layer, index) is SegmentState.CAPTURED:
             return
         self._expect(layer, index, SegmentState.EMPTY)
-        head, span = self.map.head[index], self._span(index)
-        chain = self._chains.get((layer, head))
-        if chain is None:
-            made = self._host.chain if self._host is not None and layer in self._host else Chain
-            chain = made(self.map.length[head], key, value, self._count)
-            self._chains[layer, head] = chain
-        chain.write(span, key, value)
-        chain.num_open = span.stop
+        if layer not in self._arenas:
+            made = self._host.arena if self._host is not None and layer in self._host else Arena
+            self._arenas[layer] = made(
+                self.map.intervals, self.map.length, key, value, self._count
+            )
+        self._arenas[layer].write(index, key, value)
+        self._live[layer].add(index)
         self._states[layer, index] = SegmentState.CAPTURED
 
-    def own(self, layer: int, index: int) -> tuple[Tensor, Tensor]:
+    def own(self, layer: int, index: int) -> Both:
         """K and V of the segment itself, views."""
         self._expect(layer, index, SegmentState.CAPTURED)
-        span = self._span(index)
-        key, value = self._chains[layer, self.map.head[index]].read(span.stop)
-        return key[span], value[span]
+        rows = self.map.intervals[index]
+        if rows is None:
+            raise RuntimeError(f"segment {index} is a wave: it has no K/V here")
+        return self._arenas[layer].read((index,), rows)
 
     def prefetch(self, layer: int, index: int, *, backward: bool = False) -> None:
         """Announces that a segment's attention will run in a layer.
@@ -107,53 +106,39 @@ class SidecarCache:
         """
         if self._host is None or (near := self._host.near(layer, backward)) is None:
             return
-        wanted = {block.head: (block.stop, block.stop) for block in self.map.blocks[index]}
-        if self._inner[index]:
-            span, there = self._span(index), self.state(near, index) is SegmentState.CAPTURED
-            wanted[self.map.head[index]] = (span.stop if there else span.start, span.stop)
-        for head, (loaded, length) in wanted.items():
-            if (near, head) in self._chains:
-                self._chains[near, head].fetch(loaded, length, gradients=backward)
+        if near in self._arenas:
+            there = self.state(near, index) is SegmentState.CAPTURED
+            wanted = (*self.map.seen[index], index) if there else self.map.seen[index]
+            if wanted:
+                self._arenas[near].fetch(wanted, gradients=backward)
 
     def release(self, layer: int) -> None:
         """Tells that a segment is done in a layer."""
-        if self._host is not None and layer in self._host:
-            for (number, _), chain in self._chains.items():
-                if number == layer:
-                    chain.leave()
+        if self._host is not None and layer in self._host and layer in self._arenas:
+            self._arenas[layer].leave()
 
-    def read(self, layer: int, block: Block) -> tuple[Tensor, Tensor]:
-        """K and V of a dense block, views."""
-        return self._open(layer, block).read(block.stop)
-
-    def pieces(self, block: Block) -> list[slice]:
-        """The pieces of a block for which attention is computed one by one, in order.
-
-        In one piece a long block would need memory for all its gradients beside their sums, and a
-        new kernel plan for every length of a growing chain.
-        """
-        return [
-            slice(start, min(start + PIECE_KEYS, block.stop))
-            for start in range(0, block.stop, PIECE_KEYS)
-        ]
+    def read(self, layer: int, index: int, number: int) -> Both:
+        """K and V of a segment's level, run after run: views, or copies where its runs' rows are
+        not one interval."""
+        return self._open(layer, index).read(self.map.seen[index], self._level_rows(index, number))
 
     def add_gradient(
-        self, layer: int, block: Block, key_grad: Tensor, value_grad: Tensor, start: int = 0
+        self, layer: int, index: int, number: int, key_grad: Tensor, value_grad: Tensor
     ) -> None:
-        """Adds a wave's gK, gV of a dense block, or of its piece from position `start` on, in fp32
-        or wider."""
-        self._open(layer, block).add(block.stop, start, key_grad, value_grad)
+        """Adds what a segment sends to the keys of a level (shapes of `read`), in fp32 or wider."""
+        self._open(layer, index).add(
+            self.map.seen[index], self._level_rows(index, number), (key_grad, value_grad)
+        )
 
-    def take_gradient(self, layer: int, index: int) -> tuple[Tensor, Tensor] | None:
+    def take_gradient(self, layer: int, index: int) -> Both | None:
         """The accumulated gK, gV of a segment; only once. None where nothing was sent."""
         self._expect(layer, index, SegmentState.CAPTURED)
         self._states[layer, index] = SegmentState.CONSUMED
-        chain, span = self._chains[layer, self.map.head[index]], self._span(index)
-        chain.num_open = span.start
-        return chain.sent(span)
+        self._live[layer].discard(index)
+        return self._arenas[layer].sent(index)
 
     def free(self, index: int, *, consumed: bool) -> None:
-        """Releases a segment after its backward; its chain is freed with the chain's first segment.
+        """Releases a segment after its backward; an arena is freed with the last one in it.
 
         Args:
             index: the segment.
@@ -162,35 +147,45 @@ class SidecarCache:
         for layer in range(self._num_layers):
             self._expect(layer, index, SegmentState.CONSUMED if consumed else SegmentState.CAPTURED)
             self._states[layer, index] = SegmentState.FREED
-            self._chains[layer, self.map.head[index]].num_open = self.map.offset[index]
-            if self.map.head[index] == index:
-                self._chains.pop((layer, index)).drop()
+            self._live[layer].discard(index)
+            if not self._live[layer]:
+                self._arenas.pop(layer).drop()
 
     def clear(self) -> None:
         """Drops everything in any state: at the end of a step, also of a failed one."""
-        for chain in self._chains.values():
-            chain.drop()
+        for arena in self._arenas.values():
+            arena.drop()
         if self._host is not None:
             self._host.clear()
-        self._chains.clear()
-        self._states.clear()
+        for held in (self._arenas, self._states, self._rows, *self._live):
+            held.clear()
 
     def _count(self, num_bytes: int) -> None:
         self._held += num_bytes
         self.peak_bytes = max(self.peak_bytes, self._held)
 
-    def _open(self, layer: int, block: Block) -> Chain:
-        chain = self._chains.get((layer, block.head))
-        num_open = 0 if chain is None else chain.num_open
-        if chain is None or block.stop > num_open:
+    def _open(self, layer: int, index: int) -> Arena:
+        """The arena in which all that a segment sees is captured and not consumed."""
+        closed = [seen for seen in self.map.seen[index] if seen not in self._live[layer]]
+        if closed:
             raise RuntimeError(
-                f"layer {layer}: positions up to {block.stop} of the chain of segment {block.head}"
-                f" are read, {num_open} are there: before their forward or after their backward"
+                f"layer {layer}: segment {index} reads segment {closed[0]}, which is"
+                f" {self.state(layer, closed[0]).value}: before its forward or after its backward"
             )
-        return chain
+        return self._arenas[layer]
 
-    def _span(self, index: int) -> slice:
-        return slice(self.map.offset[index], self.map.offset[index] + self._lengths[index])
+    def _level_rows(self, index: int, number: int) -> slice | Tensor:
+        """Rows of a level's keys; an index is made once a step."""
+        if (index, number) not in self._rows:
+            level = self.map.levels[index][number]
+            rows: slice | Tensor | None = level.rows
+            self._rows[index, number] = self._on_device(key_rows(level)) if rows is None else rows
+        return self._rows[index, number]
+
+    def _on_device(self, index: np.ndarray) -> Tensor:
+        """An index on the device; the host does not wait."""
+        arena = next(iter(self._arenas.values()))
+        return on(arena.device, index)
 
     def _expect(self, layer: int, index: int, wanted: SegmentState) -> None:
         found = self.state(layer, index)
@@ -198,3 +193,21 @@ class SidecarCache:
             raise RuntimeError(
                 f"layer {layer}, segment {index}: {found.value}, expected {wanted.value}"
             )
+
+
+def key_rows(level: Level) -> np.ndarray:
+    """The arena's rows that a level's keys are, run after run, int64 [keys]."""
+    return np.concatenate([np.arange(run.start, run.end) for run in level.runs])
+
+
+def query_rows(level: Level, num_queries: int) -> np.ndarray | None:
+    """The queries of a level's runs, int64; None where they are all `num_queries`."""
+    if sum(level.queries) == num_queries:
+        return None
+    return np.concatenate([np.arange(run.first, run.stop) for run in level.runs])
+
+
+def on(device: torch.device, index: np.ndarray) -> Tensor:
+    """Indices on the device; the host does not wait."""
+    host = torch.from_numpy(index)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -105,7 +105,7 @@ class RolloutShape:
         """Waves of two or three rollouts, and nothing dissolved."""
         scale = 16 if is_sixteen_bit(dtype) else 1
         return PrefixConfig(
-            chunk_tokens=scale * self.chunk_tokens, wave_tokens=scale * 64, min_gain=0
+            chunk_tokens=scale * self.chunk_tokens, segment_tokens=scale * 64, min_gain=0
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.simulator import Timeline
+from megatron_prefix.tree import trees
 
 _KINDS = {"F": "forward", "B": "backward"}
 
@@ -20,6 +21,7 @@ def chrome_trace(timeline: Timeline, plan: Plan) -> str:
     events: list[dict[str, Any]] = [_named("process_name", 0, timeline.unit)]
     name = "stage" if plan.num_chunks == 1 else "rank"
     events += [_named("thread_name", rank, f"{name} {rank}") for rank in range(plan.num_ranks)]
+    tree_of = trees(plan.segments)
     for rank, action, start, end in timeline.events:
         segment = plan.segments[action.segment]
         what = "inner" if segment.inner else "wave"
@@ -29,7 +31,8 @@ def chrome_trace(timeline: Timeline, plan: Plan) -> str:
                 "pid": 0, "tid": rank, "ts": _microseconds(start),
                 "dur": _microseconds(end - start),
                 "args": {
-                    "segment": action.segment, "chunk": action.chunk, "tree": segment.tree,
+                    "segment": action.segment, "chunk": action.chunk,
+                    "trees": sorted({*tree_of[action.segment]}),
                     "rows": segment.padded_length,
                 },
             }

@@ -42,7 +42,7 @@ LAYOUTS = {
 # data, settings
 CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "none": [
-        ("flat", {"wave_tokens": 48}),
+        ("flat", {"segment_tokens": 48}),
         ("long prompt", {"chunk_tokens": 16, "cp_reduce": "segment"}),
         ("tree", {"memory": "recompute"}),
         ("tree", {"memory": "offload"}),
@@ -50,7 +50,7 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "full": [
         ("flat", {"chunk_tokens": 16}),
-        ("tree", {"cp_reduce": "segment", "wave_tokens": 48}),
+        ("tree", {"cp_reduce": "segment", "segment_tokens": 48}),
     ],
 }
 

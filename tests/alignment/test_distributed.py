@@ -26,7 +26,7 @@ from megatron_prefix.runtime import Layout
 from tests.harness.ranks import run_ranks
 
 VOCAB = 96
-CONFIG = PrefixConfig(wave_tokens=64, min_gain=0, chunk_tokens=24)
+CONFIG = PrefixConfig(segment_tokens=64, min_gain=0, chunk_tokens=24)
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 5000}
 SHARDED = {"use_distributed_optimizer": True}
 PER_TOKEN = {"config_overrides": {"calculate_per_token_loss": True}}

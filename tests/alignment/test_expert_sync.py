@@ -30,7 +30,7 @@ from tests.harness.steps import Contract, Microbatch
 
 EP2 = Layout(dp=2, ep=2)
 PP2_EP2 = Layout(pp=2, dp=2, ep=2)
-CHUNKED = PrefixConfig(min_gain=0, chunk_tokens=8, wave_tokens=24)
+CHUNKED = PrefixConfig(min_gain=0, chunk_tokens=8, segment_tokens=24)
 CONTRACT = Contract(per_token=True)
 
 
@@ -40,7 +40,7 @@ class Case:
 
     groups: tuple[tuple[int, ...], ...]
     layout: Layout = EP2
-    prefix: PrefixConfig = PrefixConfig(min_gain=0, wave_tokens=24)  # noqa: RUF009  # frozen
+    prefix: PrefixConfig = PrefixConfig(min_gain=0, segment_tokens=24)  # noqa: RUF009  # frozen
     recompute: str = "none"
 
 

@@ -20,7 +20,7 @@ from megatron_prefix.runtime import Layout
 from tests.harness.calls import ROWS, VOCAB, Form, Trainer, run_step
 from tests.harness.ranks import run_ranks
 
-CONFIG = PrefixConfig(min_gain=0, wave_tokens=24, chunk_tokens=8, kernel="math")
+CONFIG = PrefixConfig(min_gain=0, segment_tokens=24, chunk_tokens=8, kernel="math")
 
 
 @dataclass(frozen=True)

@@ -70,12 +70,12 @@ class Case:
     uneven: bool = False  # flat groups on odd data-parallel ranks
 
 
-CHUNKED = PrefixConfig(min_gain=1, chunk_tokens=8, wave_tokens=16)
+CHUNKED = PrefixConfig(min_gain=1, chunk_tokens=8, segment_tokens=16)
 CASES = {
     "no auxiliary loss": Case({"moe_aux_loss_coeff": 0.0}),
     "aux_loss": Case(AUX),
     "aux_loss, flat groups": Case(AUX, flat=True),
-    "aux_loss, one rollout a wave": Case(AUX, prefix=PrefixConfig(min_gain=1, wave_tokens=1)),
+    "aux_loss, one rollout a wave": Case(AUX, prefix=PrefixConfig(min_gain=1, segment_tokens=1)),
     "aux_loss, all groups in one tree": Case(AUX, prefix=PrefixConfig(min_gain=1, share="batch")),
     "seq_aux_loss": Case(SEQ),
     "global_aux_loss": Case(GLOBAL),
@@ -271,7 +271,7 @@ def test_one_schedule_on_all_data_parallel_ranks():
             others = [groups(True, seed)[0] for seed in range(1, 9)]
             mine = [replace(group, rollouts=group.rollouts[:1]) for group in others]
         ours = PrefixSchedule(
-            PrefixConfig(min_gain=1, wave_tokens=16, mode="auto", min_speedup=1.2)
+            PrefixConfig(min_gain=1, segment_tokens=16, mode="auto", min_speedup=1.2)
         )
         items = align.microbatches(mine, 0)
         # Without gradients nothing is counted, so ranks need not go together.

@@ -126,7 +126,7 @@ def test_twice_is_an_error_with_a_table(caplog: pytest.LogCaptureFixture) -> Non
         text = raised(StepOutOfMemory, run, schedule, model)
     first, *table = text.splitlines()
     assert first.startswith("out of device memory: CUDA out of memory; with all inner segments")
-    assert "wave_tokens" in first and "Tried to allocate" not in first
+    assert "segment_tokens" in first and "Tried to allocate" not in first
     assert table[0].split()[:2] == ["rank", "peak"] and table[1].split()[0] == "0"
     assert "predicted besides weights and gradients" in caplog.text
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

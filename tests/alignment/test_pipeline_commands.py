@@ -42,7 +42,7 @@ def rollouts(tmp_path_factory) -> str:
 
 def test_align_runs_a_plan_of_the_catalogue(rollouts: str) -> None:
     """With the options that the README names."""
-    options = ["--min-gain", "0", "--wave-tokens", "32"]
+    options = ["--min-gain", "0", "--segment-tokens", "32"]
     plan = "schedules/two-level-tree-pp2.csv"
     done = run(
         "align", "--rollouts", rollouts, *TWO_STAGES, *options, "--prefix-plan", plan, "--json"
@@ -69,7 +69,7 @@ def test_train_runs_a_plan_and_measures_it(tmp_path: Path) -> None:
         "128",
         "--chunk-tokens",
         "32",
-        "--wave-tokens",
+        "--segment-tokens",
         "64",
     ]
     done = run("plan", str(BUNDLED), *lengths, "--pp", "2", "--extra", "1", "--csv", str(plan))

@@ -180,7 +180,7 @@ def test_random_trees(models, name, items, contract, options: TreeOptions):
         patch.setattr(schedule, "_alignment", lambda config: options.align)
         config = PrefixConfig(
             chunk_tokens=options.chunk_tokens,
-            wave_tokens=options.wave_tokens,
+            segment_tokens=options.segment_tokens,
             min_gain=options.min_gain,
             loss_in_leaves=options.loss_in_leaves,
             share=options.share,

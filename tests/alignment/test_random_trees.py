@@ -91,7 +91,7 @@ def schedule_with(
     monkeypatch.setattr(schedule, "_alignment", lambda config: options.align)
     config = PrefixConfig(
         chunk_tokens=options.chunk_tokens,
-        wave_tokens=options.wave_tokens,
+        segment_tokens=options.segment_tokens,
         min_gain=options.min_gain,
         loss_in_leaves=options.loss_in_leaves,
         share=options.share,
@@ -232,8 +232,8 @@ def as_items(groups: Sequence[Sequence[Sequence[Pairs]]]) -> list[Microbatch]:
     "options",
     [
         TreeOptions(min_gain=0),
-        TreeOptions(min_gain=0, align=4, share="batch", wave_tokens=1),
-        TreeOptions(min_gain=0, chunk_tokens=5, loss_in_leaves=True, wave_tokens=0),
+        TreeOptions(min_gain=0, align=4, share="batch", segment_tokens=1),
+        TreeOptions(min_gain=0, chunk_tokens=5, loss_in_leaves=True, segment_tokens=0),
         TreeOptions(min_gain=10**6),
     ],
     ids=["plain", "align 4, whole batch", "chunks, loss in leaves", "nothing shared"],

@@ -38,7 +38,7 @@ LAYERS, EXPERTS, ROLLOUTS = 4, 8, 6
 ROUTED = {"moe_enable_routing_replay": True, "moe_router_enable_expert_bias": True,
           "moe_router_score_function": "sigmoid"}  # fmt: skip
 CONTRACT = Contract()
-CHUNKED = PrefixConfig(min_gain=0, chunk_tokens=8, wave_tokens=24, memory="recompute")
+CHUNKED = PrefixConfig(min_gain=0, chunk_tokens=8, segment_tokens=24, memory="recompute")
 
 
 @dataclass(frozen=True)

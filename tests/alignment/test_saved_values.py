@@ -35,7 +35,7 @@ def test_a_wave_holds_the_projection_only_where_norms_do(
 
     monkeypatch.setattr(install, "segment_attention", watched)
     groups = list(generate(1, 9, 4, 3, vocab_size=64))
-    schedule = PrefixSchedule(PrefixConfig(kernel="math", min_gain=0, wave_tokens=4))
+    schedule = PrefixSchedule(PrefixConfig(kernel="math", min_gain=0, segment_tokens=4))
     align.run_step(schedule, [small_model(name)], align.microbatches(groups, 0))
     assert larger[False] == {whole}
     assert larger[True] == {True}  # the sidecar copies them anyway

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-CONFIG = PrefixConfig(min_gain=0, wave_tokens=64, chunk_tokens=16)
+CONFIG = PrefixConfig(min_gain=0, segment_tokens=64, chunk_tokens=16)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -39,7 +39,7 @@ def items() -> list[Microbatch]:
     return found
 
 
-CONFIG = PrefixConfig(min_gain=0, chunk_tokens=8, wave_tokens=8, kernel="math")
+CONFIG = PrefixConfig(min_gain=0, chunk_tokens=8, segment_tokens=8, kernel="math")
 
 
 class Countdown:

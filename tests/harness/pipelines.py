@@ -65,7 +65,7 @@ class Case:
         return PrefixConfig(
             **{
                 "chunk_tokens": options.chunk_tokens,
-                "wave_tokens": options.wave_tokens,
+                "segment_tokens": options.segment_tokens,
                 "min_gain": options.min_gain,
                 "kernel": "math",
                 "plan_file": str(path) if self.planned else None,

@@ -68,7 +68,7 @@ def _built(rng: random.Random) -> Forest:
     options = TreeOptions(
         align=align,
         chunk_tokens=rng.choice((0, 8, 16, 32)),
-        wave_tokens=rng.choice((0, 16, 64)),
+        segment_tokens=rng.choice((0, 16, 64)),
         min_gain=rng.choice((0, 20)),
         loss_in_leaves=rng.random() < 0.2,
         share=rng.choice(("group", "batch")),

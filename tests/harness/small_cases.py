@@ -66,7 +66,7 @@ def small_case(seed: int) -> SmallCase:
     draw = random.Random(seed)
     config = PrefixConfig(
         chunk_tokens=draw.choice((0, 0, 3, 8)),
-        wave_tokens=draw.choice((0, 1, 16, 4096)),
+        segment_tokens=draw.choice((0, 1, 16, 4096)),
         min_gain=draw.choice((0, 0, 4)),
         loss_in_leaves=draw.random() < 0.2,
         share=draw.choice(("group", "group", "batch")),

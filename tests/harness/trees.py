@@ -93,7 +93,7 @@ def tree_options(draw: Any) -> TreeOptions:
     return TreeOptions(
         align=align,
         chunk_tokens=draw(st.sampled_from([0, 0, align, align + 1, 3 * align, 64])),
-        wave_tokens=draw(st.sampled_from([0, 1, 8, 20, 64])),
+        segment_tokens=draw(st.sampled_from([0, 1, 8, 20, 64])),
         min_gain=draw(st.sampled_from([0, 0, 1, 5, 20])),
         loss_in_leaves=draw(st.booleans()),
         share=draw(st.sampled_from(["group", "batch"])),
@@ -102,7 +102,7 @@ def tree_options(draw: Any) -> TreeOptions:
 
 def exact(**changes) -> TreeOptions:
     """Nothing dissolved, nothing cut."""
-    return TreeOptions(**{"min_gain": 0, "wave_tokens": 0, **changes})
+    return TreeOptions(**{"min_gain": 0, "segment_tokens": 0, **changes})
 
 
 def trees_of(rollouts: list[Pairs], groups: list[int], share: str) -> list[list[Pairs]]:
@@ -151,7 +151,7 @@ def trie_size(rollouts: Sequence[Pairs], align: int = 1) -> int:
 def flat_forest(prefix=4, suffix=2, num=2, num_groups=1, **options) -> Forest:
     """Flat groups, one rollout a wave."""
     rollouts, groups = flat_rollouts(prefix, suffix, num, num_groups)
-    given = {"min_gain": 0, "wave_tokens": suffix, **options}
+    given = {"min_gain": 0, "segment_tokens": suffix, **options}
     return build(rollouts, groups, TreeOptions(**given))
 
 

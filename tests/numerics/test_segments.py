@@ -181,7 +181,7 @@ TREES = {
         [(0, 90), (70, 20), (40, 50), (60, 5)], TreeOptions(min_gain=0, chunk_tokens=16, align=8)
     ),
     "one rollout": forest_of([(0, 50)]),
-    "small waves": forest_of([(0, 60), (40, 20), (40, 7)], TreeOptions(min_gain=0, wave_tokens=1)),
+    "small waves": forest_of([(0, 60), (40, 20), (40, 7)], TreeOptions(min_gain=0, segment_tokens=1)),
 }
 
 
@@ -229,7 +229,7 @@ def test_random_trees(sets: tuple[list[Pairs], list[int]], options: TreeOptions)
 def test_gradients_of_waves_add_up_in_fp32() -> None:
     """512 waves send a little over 1 each to one key; in bf16 the steps become 2 from 256 on."""
     rollouts = [Pairs(np.array([0, i]), np.array([0, i]), np.ones(2, bool)) for i in range(512)]
-    forest = build(rollouts, None, TreeOptions(min_gain=0, wave_tokens=1))
+    forest = build(rollouts, None, TreeOptions(min_gain=0, segment_tokens=1))
     num = len(forest.segments)
     assert num == 513
     heads = Heads(query=1, kv=1, dim=2, value_dim=2)

@@ -22,7 +22,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.numerics import tolerance
 from megatron_prefix.run.schedule import get_forward_backward_func
 
-CONFIG = PrefixConfig(min_gain=0, wave_tokens=128, chunk_tokens=32, kernel="math")
+CONFIG = PrefixConfig(min_gain=0, segment_tokens=128, chunk_tokens=32, kernel="math")
 """Small segments, so that small steps have many; the kernel without probing."""
 
 

@@ -26,14 +26,14 @@ from tests.harness.trees import flat_rollouts
     ],
 )
 def test_bubbles_with_barriers(p, r, n, stages, bubble) -> None:
-    forest = build(*flat_rollouts(p, r, n, 4), TreeOptions(wave_tokens=r))
+    forest = build(*flat_rollouts(p, r, n, 4), TreeOptions(segment_tokens=r))
     plan = barrier_plan(forest, stages)
     simulate(plan, ready_after=loss_ready_after(forest))
     assert round(simulate_with_barriers(plan).bubble_fraction, 2) == bubble
 
 
 def test_no_phase_begins_before_the_last_has_ended_everywhere() -> None:
-    forest = build(*flat_rollouts(64, 16, 5, 3), TreeOptions(wave_tokens=16, chunk_tokens=32))
+    forest = build(*flat_rollouts(64, 16, 5, 3), TreeOptions(segment_tokens=16, chunk_tokens=32))
     plan = barrier_plan(forest, 3)
     timeline = simulate_with_barriers(plan)
     assert timeline.num_actions == 2 * 3 * len(forest.segments)

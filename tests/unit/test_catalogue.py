@@ -24,7 +24,7 @@ from tests.harness.data import REPOSITORY
 
 FOLDER = REPOSITORY / "schedules"
 WANTED = dict(catalogue.plans(FOLDER))
-ONE_SHAPE = '[[shape]]\nname = "x"\nabout = ""\nwave_tokens = 1\n'
+ONE_SHAPE = '[[shape]]\nname = "x"\nabout = ""\nsegment_tokens = 1\n'
 SHAPES = {shape.name: shape for shape in catalogue.read_catalogue(FOLDER)[0]}
 
 
@@ -135,5 +135,5 @@ def test_the_readme_tells_the_truth() -> None:
     for name in re.findall(r"schedules/([\w.-]+\.csv)", text):
         assert name in WANTED
     lengths = SHAPES["two-level-tree"].options
-    assert f"--wave-tokens {lengths.wave_tokens} --prefix-plan" in text
+    assert f"--segment-tokens {lengths.segment_tokens} --prefix-plan" in text
     assert lengths.chunk_tokens == 0

@@ -28,11 +28,11 @@ from tests.harness.trees import flat_rollouts
 )
 def test_auto_is_within_five_percent_of_a_sweep(p, r, n, stages, wave, chunks) -> None:
     rollouts, groups = flat_rollouts(p, r, n, 4)
-    shared = find_shared(rollouts, groups, TreeOptions(wave_tokens=wave))
+    shared = find_shared(rollouts, groups, TreeOptions(segment_tokens=wave))
     sweep = (0, *range(p // 20, p + 1, p // 20))
     plans = {n: best_plan(shared.forest(n), stages, num_chunks=chunks) for n in sweep}
     chooser = ChunkChooser(stages, num_chunks=chunks)
-    chosen = chooser.choose(rollouts, groups, TreeOptions(wave_tokens=wave))
+    chosen = chooser.choose(rollouts, groups, TreeOptions(segment_tokens=wave))
     found = best_plan(shared.forest(chosen), stages, num_chunks=chunks)
 
     def makespan(plan, cost: Cost) -> float:
@@ -58,7 +58,7 @@ def test_auto_is_within_five_percent_on_uneven_trees(seed) -> None:
             trained = np.arange(len(tokens) - 1) >= len(prompt)
             rollouts.append(Pairs(tokens[:-1], tokens[1:], trained))
             groups.append(group)
-    options = TreeOptions(wave_tokens=rng.choice((512, 1024, 2048)))
+    options = TreeOptions(segment_tokens=rng.choice((512, 1024, 2048)))
     stages, chunks = rng.choice(((2, 1), (4, 1), (4, 2), (8, 1)))
     shared = find_shared(rollouts, groups, options)
 
@@ -82,7 +82,7 @@ def test_the_first_groups_stand_for_a_large_step() -> None:
     """As many as fit, at least one; microbatches_of are of those rollouts only."""
     few, some = flat_rollouts(2048, 256, 16, 4)
     many, all_groups = flat_rollouts(2048, 256, 16, 12)
-    options = TreeOptions(wave_tokens=256)
+    options = TreeOptions(segment_tokens=256)
     microbatch_of = [1000 + rollout // 2 for rollout in range(len(many))]
     chosen = ChunkChooser(4).choose(many, all_groups, options, microbatch_of)
     assert chosen == ChunkChooser(4).choose(few, some, options, microbatch_of) > 0
@@ -111,7 +111,7 @@ def test_align_is_kept() -> None:
     """Where a shorter chunk would be chosen without it, and chunks pay all the same."""
     rollouts, groups = flat_rollouts(3000, 300, 4, 2)
     chosen = [
-        ChunkChooser(4).choose(rollouts, groups, TreeOptions(align=align, wave_tokens=1000))
+        ChunkChooser(4).choose(rollouts, groups, TreeOptions(align=align, segment_tokens=1000))
         for align in (1, 1000)
     ]
     assert 0 < chosen[0] < 1000 <= chosen[1]

@@ -84,7 +84,7 @@ def test_options_reach_the_tree(capsys) -> None:
         found = result(capsys, "plan", BUNDLED, *EXACT, *arguments)
         assert found["executed_tokens"] > plain["executed_tokens"]
         assert found["raw_tokens"] == plain["raw_tokens"]
-    cut = result(capsys, "plan", BUNDLED, *EXACT, "--wave-tokens", "100", "--chunk-tokens", "50")
+    cut = result(capsys, "plan", BUNDLED, *EXACT, "--segment-tokens", "100", "--chunk-tokens", "50")
     assert cut["segments"] > plain["segments"]
     assert cut["executed_tokens"] == plain["executed_tokens"]
     twice = result(capsys, "plan", BUNDLED, *EXACT, "--share", "batch")
@@ -96,7 +96,7 @@ def test_options_reach_the_tree(capsys) -> None:
 def test_auto_chunks_wait_no_more_than_whole_prefixes(capsys, tmp_path) -> None:
     path = str(tmp_path / "long.jsonl.gz")
     result(capsys, "generate", path, "--prompt-tokens", "4096", "--groups", "4")
-    options = ("plan", path, "--pp", "4", "--wave-tokens", "512")
+    options = ("plan", path, "--pp", "4", "--segment-tokens", "512")
     whole, auto = (result(capsys, *options, "--chunk-tokens", text) for text in ("0", "auto"))
     assert 0 < auto["chunk_tokens"] < 4096
     assert auto["makespan"] < 0.8 * whole["makespan"]

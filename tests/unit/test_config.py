@@ -34,7 +34,7 @@ def test_defaults_are_valid_and_those_of_the_tree() -> None:
         ({"memory_budget_gb": float("nan")}, "memory_budget_gb is nan"),
         ({"min_speedup": float("nan")}, "min_speedup is nan"),
         ({"chunk_tokens": -1}, "chunk_tokens is -1"),
-        ({"wave_tokens": -1}, "wave_tokens is -1"),
+        ({"segment_tokens": -1}, "segment_tokens is -1"),
         ({"min_gain": -1}, "min_gain is -1"),
         ({"share": "world"}, "share is 'world'"),
     ],
@@ -48,7 +48,7 @@ def test_values_that_mean_nothing_are_refused(fields, message) -> None:
 
 def test_the_tree_gets_what_the_user_set() -> None:
     config = PrefixConfig(
-        chunk_tokens=512, wave_tokens=99, min_gain=7, loss_in_leaves=True, share="batch"
+        chunk_tokens=512, segment_tokens=99, min_gain=7, loss_in_leaves=True, share="batch"
     )
     assert config.tree_options(8) == TreeOptions(8, 512, 99, 7, True, "batch")
 
@@ -64,7 +64,7 @@ def test_a_configuration_cannot_be_changed() -> None:
 
 
 ANSWERS = {
-    "mode": "auto", "chunk_tokens": 512, "wave_tokens": 99, "min_gain": 7, "loss_in_leaves": True,
+    "mode": "auto", "chunk_tokens": 512, "segment_tokens": 99, "min_gain": 7, "loss_in_leaves": True,
     "share": "batch", "kernel": "math", "memory": "offload", "memory_budget_gb": 3.0,
     "cache_host_layers": 2, "cp_reduce": "segment", "run_ahead": 1,
 }  # fmt: skip

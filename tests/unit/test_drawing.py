@@ -23,7 +23,7 @@ _NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 def forest_of(prefix=1000, suffix=200, num=4, num_groups=2, **options) -> Forest:
     rollouts, groups = flat_rollouts(prefix, suffix, num, num_groups)
-    return build(rollouts, groups, TreeOptions(**{"min_gain": 0, "wave_tokens": 400, **options}))
+    return build(rollouts, groups, TreeOptions(**{"min_gain": 0, "segment_tokens": 400, **options}))
 
 
 def drawn(plan: Plan, title: str = "", **changes) -> ElementTree.Element:
@@ -55,12 +55,12 @@ def extent(text: ElementTree.Element) -> tuple[float, float]:
 
 PLANS = {
     "one rank, few actions": ruled_plan(forest_of(num=2, num_groups=1), 1),
-    "one rank, 500 actions": ruled_plan(forest_of(num=60, num_groups=4, wave_tokens=200), 1),
+    "one rank, 500 actions": ruled_plan(forest_of(num=60, num_groups=4, segment_tokens=200), 1),
     "four ranks": ruled_plan(forest_of(chunk_tokens=200), 4),
-    "eight ranks, 500 actions": ruled_plan(forest_of(num=7, num_groups=4, wave_tokens=200), 8),
+    "eight ranks, 500 actions": ruled_plan(forest_of(num=7, num_groups=4, segment_tokens=200), 8),
     "sixteen ranks": ruled_plan(forest_of(), 16),
     "a tree with levels": ruled_plan(random_forest(random.Random(2), depth=4), 3),
-    "many rollouts": ruled_plan(forest_of(num=150, num_groups=3, wave_tokens=0), 2),
+    "many rollouts": ruled_plan(forest_of(num=150, num_groups=3, segment_tokens=0), 2),
 }
 
 

@@ -18,7 +18,7 @@ NUM_CASES = 300
 
 def texts() -> list[str]:
     rollouts, groups = flat_rollouts(9, 4, 3, 2)
-    forest = build(rollouts, groups, TreeOptions(min_gain=0, wave_tokens=8, chunk_tokens=4))
+    forest = build(rollouts, groups, TreeOptions(min_gain=0, segment_tokens=8, chunk_tokens=4))
     plain = make_plan(forest, 2)
     mixed = replace(plain, policies=policies(plain.segments, "recompute"))
     return [plan.to_csv() for plan in (plain, mixed, make_plan(forest, 2, num_chunks=2))]

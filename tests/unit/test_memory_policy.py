@@ -34,7 +34,7 @@ FAST, SLOW = Rates(5e14, 1e13), Rates(5e14, 1e9)
 def plan_of(prompt: int = 10240, response: int = 2048, num: int = 8, num_ranks: int = 1,
             num_groups: int = 1, chunk_tokens: int = 0) -> Plan:  # fmt: skip
     rollouts, groups = flat_rollouts(prompt, response, num, num_groups)
-    options = TreeOptions(wave_tokens=response, chunk_tokens=chunk_tokens)
+    options = TreeOptions(segment_tokens=response, chunk_tokens=chunk_tokens)
     return make_plan(build(rollouts, groups, options), num_ranks)
 
 

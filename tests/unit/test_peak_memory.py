@@ -40,7 +40,7 @@ def _rank() -> Iterator[None]:
 
 def plan_of(prompt: int, response: int, num: int, wave: int, chunk: int = 0, **more: Any) -> Plan:
     rollouts, groups = flat_rollouts(prompt, response, num, 1)
-    options = TreeOptions(wave_tokens=wave, chunk_tokens=chunk, **more)
+    options = TreeOptions(segment_tokens=wave, chunk_tokens=chunk, **more)
     return make_plan(build(rollouts, groups, options))
 
 
@@ -54,7 +54,7 @@ def counted(
     items = [steps.microbatch([rollout], group, uid) for uid, (rollout, group) in pairs]
     inner = unwrap(model)
     count = SavedBytes(addresses(*inner.parameters(), *inner.buffers()))
-    config = PrefixConfig(wave_tokens=wave, chunk_tokens=chunk, min_gain=0, memory=memory)
+    config = PrefixConfig(segment_tokens=wave, chunk_tokens=chunk, min_gain=0, memory=memory)
     config = replace(config, cache_host_layers=host_layers)
     schedule = PrefixSchedule(config)
     steps.zero_gradients(model)
@@ -102,9 +102,9 @@ def test_layers_on_the_host_are_on_the_device_for_a_visit() -> None:
 def test_a_stage_counts_its_own_layers() -> None:
     footprint = Footprint.of_spec(resolve("llama3-8b"), num_stages=2)
     rollouts, groups = flat_rollouts(1024, 256, 4, 1)
-    plan = make_plan(build(rollouts, groups, TreeOptions(wave_tokens=256)), 2)
+    plan = make_plan(build(rollouts, groups, TreeOptions(segment_tokens=256)), 2)
     first, last = predict(plan, footprint)
-    whole = predict(make_plan(build(rollouts, groups, TreeOptions(wave_tokens=256))),
+    whole = predict(make_plan(build(rollouts, groups, TreeOptions(segment_tokens=256))),
                     replace(footprint, num_layers=32))[0]  # fmt: skip
     assert first.messages == last.messages > 0 == whole.messages
     assert whole.cache_peak == first.cache_peak + last.cache_peak

@@ -38,7 +38,7 @@ def test_it_runs_and_compares_orders(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_ranks_wait_between_phases_and_nowhere_else(rank, monkeypatch) -> None:
-    forest = build(*flat_rollouts(64, 16, 5, 3), TreeOptions(wave_tokens=16, chunk_tokens=32))
+    forest = build(*flat_rollouts(64, 16, 5, 3), TreeOptions(segment_tokens=16, chunk_tokens=32))
     plan = barrier_plan(forest, 3)
     waits: list[int] = []
     done: list[Action] = []

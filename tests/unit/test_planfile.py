@@ -24,7 +24,7 @@ COST = CostModel(linear=1e6, head=0.0, attention=10.0, action_tokens=4.0)
 
 def forest(prefix=8, suffix=4, num=3, num_groups=2, **options) -> Forest:
     rollouts, groups = flat_rollouts(prefix, suffix, num, num_groups)
-    return build(rollouts, groups, TreeOptions(**{"min_gain": 0, "wave_tokens": suffix, **options}))
+    return build(rollouts, groups, TreeOptions(**{"min_gain": 0, "segment_tokens": suffix, **options}))
 
 
 def saved(folder: Path, plan: Plan) -> str:
@@ -157,7 +157,7 @@ def test_the_forest_of_a_plan_is_the_step_but_for_what_is_trained(tmp_path) -> N
 def test_steps_are_planned_as_the_user_set() -> None:
     rollouts, groups = flat_rollouts(1024, 256, 4, 2)
     microbatch_of = [0, 0, 1, 1, 2, 2, 3, 3]
-    config = PrefixConfig(chunk_tokens=200, wave_tokens=256, run_ahead=1)
+    config = PrefixConfig(chunk_tokens=200, segment_tokens=256, run_ahead=1)
     planner = StepPlanner(config, COST, 8, 4, 2, None)
     step = planner.build(rollouts, groups, microbatch_of)
     assert step == build(rollouts, groups, TreeOptions(8, 200, 256))
@@ -172,7 +172,7 @@ def test_steps_are_planned_as_the_user_set() -> None:
 def test_chunks_are_chosen_by_the_cost_of_the_model() -> None:
     """Where an action costs next to nothing there are many, where it costs a lot there are few."""
     rollouts, groups = flat_rollouts(8192, 512, 8, 2)
-    config = PrefixConfig(chunk_tokens="auto", wave_tokens=512)
+    config = PrefixConfig(chunk_tokens="auto", segment_tokens=512)
     num = {}
     for action_tokens in (1.0, 4000.0):
         cost = CostModel(1e6, 0.0, 1.0, action_tokens)

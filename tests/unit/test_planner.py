@@ -27,7 +27,7 @@ forests = st.builds(lambda sets, options: build(*sets, options), rollout_sets(),
 def flat_forest(**options) -> Forest:
     """Two groups of two rollouts: 0 (inner), 1 2 (waves of one), 3 (inner), 4 5."""
     rollouts, groups = flat_rollouts(prefix=6, suffix=2, num=2, num_groups=2)
-    return build(rollouts, groups, TreeOptions(**{"min_gain": 0, "wave_tokens": 2, **options}))
+    return build(rollouts, groups, TreeOptions(**{"min_gain": 0, "segment_tokens": 2, **options}))
 
 
 @given(forests)
@@ -126,7 +126,7 @@ def test_one_rank_runs_depth_first() -> None:
 )
 def test_bubbles_are_those_of_the_simple_rule_or_less(p, r, n, stages, bubble, peak) -> None:
     rollouts, groups = flat_rollouts(p, r, n, 4)
-    forest = build(rollouts, groups, TreeOptions(chunk_tokens=r, wave_tokens=r))
+    forest = build(rollouts, groups, TreeOptions(chunk_tokens=r, segment_tokens=r))
     for planned in (make_plan(forest, stages), best_plan(forest, stages)):
         timeline = simulate(planned, ready_after=loss_ready_after(forest))
         assert round(timeline.bubble_fraction, 3) <= bubble
@@ -151,7 +151,7 @@ def test_no_stage_waits_for_a_prompt_sixteen_times_a_wave(stages, num_groups) ->
     rollouts, groups = flat_rollouts(prompt, wave, 8, num_groups)
     waits = []
     for chunk_tokens in (0, wave):
-        forest = build(rollouts, groups, TreeOptions(chunk_tokens=chunk_tokens, wave_tokens=wave))
+        forest = build(rollouts, groups, TreeOptions(chunk_tokens=chunk_tokens, segment_tokens=wave))
         waits.append(
             longest_wait(simulate(best_plan(forest, stages), ready_after=loss_ready_after(forest)))
         )
@@ -209,7 +209,7 @@ def test_the_best_plan_is_the_shortest_that_holds_no_more() -> None:
 @pytest.mark.parametrize("num_chunks", [2, 3])
 def test_virtual_stages_wait_less(num_chunks) -> None:
     rollouts, groups = flat_rollouts(10240, 2048, 8, 4)
-    forest = build(rollouts, groups, TreeOptions(chunk_tokens=2048, wave_tokens=2048))
+    forest = build(rollouts, groups, TreeOptions(chunk_tokens=2048, segment_tokens=2048))
     plain = simulate(best_plan(forest, 4))
     virtual = simulate(best_plan(forest, 4, num_chunks=num_chunks))
     assert virtual.bubble_fraction < plain.bubble_fraction / num_chunks * 1.2

@@ -72,7 +72,7 @@ def test_a_missing_action() -> None:
 
 
 def test_a_missing_leaf_without_parent() -> None:
-    forest = flat_forest(prefix=4, suffix=2, min_gain=100, wave_tokens=6)
+    forest = flat_forest(prefix=4, suffix=2, min_gain=100, segment_tokens=6)
     plan = with_programs(ruled_plan(forest), [["F0", "B0"]])
     error = refused(plan)
     assert (headline(error), error.marked) == ("rank 0 never runs F1", ((0, 2),))

@@ -151,7 +151,7 @@ def test_orders_of_their_own_would_make_them_wait_in_a_circle(monkeypatch) -> No
 
 @pytest.mark.parametrize(("num_ranks", "num_chunks"), [(2, 1), (4, 1), (3, 2), (2, 3)])
 def test_messages_leave_behind_their_action_and_come_before_they_are_used(num_ranks, num_chunks):
-    forest = build(*flat_rollouts(64, 16, 4, 2), TreeOptions(wave_tokens=16))
+    forest = build(*flat_rollouts(64, 16, 4, 2), TreeOptions(segment_tokens=16))
     plan = make_plan(forest, num_ranks, num_chunks=num_chunks)
     place: dict[Any, int] = {}
     for number, entry in enumerate(timetable(plan)):
@@ -179,7 +179,7 @@ def test_messages_leave_behind_their_action_and_come_before_they_are_used(num_ra
 
 def test_a_message_is_issued_when_its_sender_ends() -> None:
     """A receive waits on its device for no longer than the simulated run says."""
-    forest = build(*flat_rollouts(256, 32, 6, 3), TreeOptions(wave_tokens=32, chunk_tokens=64))
+    forest = build(*flat_rollouts(256, 32, 6, 3), TreeOptions(segment_tokens=32, chunk_tokens=64))
     plan = best_plan(forest, 4)
     starts: dict[int, list[float]] = {rank: [] for rank in range(4)}
     ends = {}

@@ -12,7 +12,7 @@ from tests.harness.trees import flat_rollouts
 
 
 def test_every_action_is_one_event() -> None:
-    forest = build(*flat_rollouts(64, 16, 3, 2), TreeOptions(wave_tokens=16, chunk_tokens=32))
+    forest = build(*flat_rollouts(64, 16, 3, 2), TreeOptions(segment_tokens=16, chunk_tokens=32))
     plan = make_plan(forest, 2, num_chunks=2)
     timeline = simulate(plan)
     trace = json.loads(chrome_trace(timeline, plan))

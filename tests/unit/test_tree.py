@@ -157,7 +157,7 @@ def test_no_rollouts_make_no_segments() -> None:
     [
         ({"align": 0}, "align is 0"),
         ({"chunk_tokens": -1}, "chunk_tokens is -1"),
-        ({"wave_tokens": -2}, "wave_tokens is -2"),
+        ({"segment_tokens": -2}, "segment_tokens is -2"),
         ({"min_gain": -3}, "min_gain is -3"),
         ({"align": 8, "chunk_tokens": 4}, "chunk_tokens 4 is below the alignment 8"),
         ({"share": "all"}, "share is 'all'"),

@@ -136,9 +136,9 @@ def test_waves_hold_siblings_within_the_budget(sets, options) -> None:
     forest = build(*sets, options)
     for segment in forest.segments:
         assert len({span.start for span in segment.spans}) == 1
-        if len(segment.spans) > 1 and options.wave_tokens:
-            assert segment.padded_length <= options.wave_tokens
-        if not options.wave_tokens and not segment.inner:
+        if len(segment.spans) > 1 and options.segment_tokens:
+            assert segment.padded_length <= options.segment_tokens
+        if not options.segment_tokens and not segment.inner:
             waves = [s for s in forest.segments if not s.inner and s.parent == segment.parent]
             assert len([s for s in waves if s.tree == segment.tree]) == 1
 
@@ -184,7 +184,7 @@ def test_executed_tokens_are_those_of_the_trie(sets, align, share) -> None:
 @given(rollout_sets(), tree_options())
 @settings(max_examples=100)
 def test_cutting_chunks_and_waves_changes_no_sharing(sets, options) -> None:
-    uncut = TreeOptions(**{**vars(options), "chunk_tokens": 0, "wave_tokens": 0})
+    uncut = TreeOptions(**{**vars(options), "chunk_tokens": 0, "segment_tokens": 0})
     assert build(*sets, options).executed_tokens == build(*sets, uncut).executed_tokens
 
 

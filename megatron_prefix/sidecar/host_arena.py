@@ -2,7 +2,7 @@
 
 K/V and gK/gV of a long prompt are most of a step's memory, and a layer uses only its own. Layers on
 the host are spread among the others, so that copies for the next one run while several layers
-compute. On the device are the chains of the layer that runs, of the next one on the host, and
+compute. On the device are the arenas of the layer that runs, of the next one on the host, and
 gradients on their way back. Memory that is being copied is held until the computing stream has
 waited for the copy, so the next layer can use it again without a wait of the host.
 """
@@ -10,7 +10,7 @@ waited for the copy, so the next layer can use it again without a wait of the ho
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,9 +18,10 @@ from torch import Tensor
 from megatron_prefix.offload.pool import Lease, StagingPool
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import Pairs
-from megatron_prefix.sidecar.chain import Chain, Sent, wide
-from megatron_prefix.tree.kv_layout import PIECE_KEYS
+from megatron_prefix.sidecar.arena import Arena, Both, wide
 
+PIECE_ROWS = 1 << 15
+"""Rows of one lease of host memory."""
 LEAVING = 1
 """Visits whose copies to the host may still run."""
 
@@ -54,11 +55,16 @@ class HostLayers:
             return max((number for number in self._layers if number <= layer), default=None)
         return min((number for number in self._layers if number >= layer), default=None)
 
-    def chain(
-        self, length: int, key: Tensor, value: Tensor, count: Callable[[int], None]
-    ) -> HostChain:
-        """A chain on the host; arguments as of `Chain`."""
-        return HostChain(self, length, key, value, count)
+    def arena(
+        self,
+        intervals: Sequence[slice | None],
+        length: int,
+        key: Tensor,
+        value: Tensor,
+        count: Callable[[int], None],
+    ) -> HostArena:
+        """An arena on the host; arguments as of `Arena`."""
+        return HostArena(self, intervals, length, key, value, count)
 
     def hold(self, mark: Any, tensors: Sequence[Tensor]) -> None:
         """Keeps tensors until their copies to the host have been waited for."""
@@ -77,8 +83,8 @@ class HostLayers:
             self._leaving.popleft()
 
 
-class HostChain(Chain):
-    """A chain on the host that is on the device during a visit; see `Chain`.
+class HostArena(Arena):
+    """An arena on the host that is on the device during a visit; see `Arena`.
 
     A visit begins with `fetch`, or with the first use, and ends with `leave`.
     """
@@ -86,65 +92,72 @@ class HostChain(Chain):
     def __init__(
         self,
         host: HostLayers,
+        intervals: Sequence[slice | None],
         length: int,
         key: Tensor,
         value: Tensor,
         count: Callable[[int], None],
     ) -> None:
-        self._host, self._length = host, length
+        self._host = host
         self._likes = [like.new_empty((0, *like.shape[1:])) for like in (key, value)]
         self._there = _OnHost(host, length, self._likes)
         self._sums_there: _OnHost | None = None
-        self._loaded = 0  # so many first positions of K/V are on the device
-        self._summed = 0  # so many first positions of gK/gV are on the host
-        self._changed = False
+        self._loaded: set[int] = set()  # segments whose K/V are on the device
+        self._summed: set[int] = set()  # segments whose gK/gV are on the host
+        self._sums_loaded: set[int] = set()  # of these, whose are on the device, too
+        self._changed: set[int] = set()  # segments whose gK/gV on the device are newer
         self._pending: list[Any] = []
-        super().__init__(0, key, value, count)
+        super().__init__(intervals, length, key, value, count)
+        self._loaded.clear()
 
-    def write(self, span: slice, key: Tensor, value: Tensor) -> None:
-        """Copies K and V of a segment to its place, and from there to the host."""
-        self.fetch(span.start, span.stop, gradients=False)
-        super().write(span, key, value)
-        self._loaded = span.stop
-        # Clones: else the whole chain would have to stay until they are on the host.
-        self._there.store([whole[span].clone() for whole in self._keys], span)
+    def write(self, index: int, key: Tensor, value: Tensor) -> None:
+        """Copies a segment's K and V to its rows, and from there to the host."""
+        self._begin()
+        super().write(index, key, value)
+        self._loaded.add(index)
+        self._summed.discard(index)
+        self._sums_loaded.discard(index)
+        # Clones: else the whole arena would have to stay until they are on the host.
+        rows = self._rows(index)
+        self._there.store([whole[rows].clone() for whole in self._keys], rows)
 
-    def read(self, stop: int) -> Sent:
-        """See `Chain.read`."""
-        self.fetch(stop, stop, gradients=False)
+    def read(self, seen: Iterable[int], rows: slice | Tensor) -> Both:
+        """See `Arena.read`."""
+        self.fetch(seen, gradients=False)
         self._arrive()
-        return super().read(stop)
+        return super().read(seen, rows)
 
-    def add(self, stop: int, start: int, key_grad: Tensor, value_grad: Tensor) -> None:
-        """See `Chain.add`."""
-        self.fetch(stop, stop, gradients=True)
+    def add(self, seen: Iterable[int], rows: slice | Tensor, gradients: Sequence[Tensor]) -> None:
+        """See `Arena.add`."""
+        self.fetch(seen, gradients=True)
         self._arrive()
-        super().add(stop, start, key_grad, value_grad)
-        self._changed = True
+        super().add(seen, rows, gradients)
+        self._changed.update(seen)
 
-    def sent(self, span: slice) -> Sent | None:
-        """See `Chain.sent`; the views last until `leave`."""
-        if not (self._summed or self._gradients):
+    def sent(self, index: int) -> Both | None:
+        """See `Arena.sent`; the views last until `leave`."""
+        if not (self._summed or self._sums):
             return None
-        self.fetch(span.stop, span.stop, gradients=True)
+        self.fetch((index,), gradients=True)
         self._arrive()
-        return super().sent(span)
+        return super().sent(index)
 
-    def fetch(self, loaded: int, length: int, *, gradients: bool) -> None:
-        """Starts a visit: makes room for the first `length` positions of K/V, loads the first
-        `loaded` of them from the host, and gK/gV if they are needed."""
-        if len(self._keys[0]) < length:
-            self.leave()
-            self._keys = self._make(length, self._likes)
-        if self._loaded < loaded:
-            self._pending.append(self._there.load(self._keys, slice(self._loaded, loaded)))
-            self._loaded = loaded
-        if gradients and (self._gradients is None or len(self._gradients[0]) < length):
-            self._end_sums()
-            self._gradients = self._make(len(self._keys[0]), self._likes, sums=True)
-            if self._sums_there is not None:
-                there = slice(0, min(self._summed, len(self._keys[0])))
-                self._pending.append(self._sums_there.load(self._gradients, there))
+    def fetch(self, seen: Iterable[int], *, gradients: bool) -> None:
+        """Goes on with a visit: loads K/V of segments from the host, and gK/gV if needed."""
+        self._begin()
+        wanted = [index for index in seen if index not in self._loaded]
+        for rows in self._merged(wanted):
+            self._pending.append(self._there.load(self._keys, rows))
+        self._loaded.update(wanted)
+        if not gradients:
+            return
+        if self._sums is None:
+            self._sums = self._make(self._likes, sums=True)
+        if self._sums_there is not None:
+            missing = self._summed.intersection(seen) - self._sums_loaded
+            for rows in self._merged(missing):
+                self._pending.append(self._sums_there.load(self._sums, rows))
+            self._sums_loaded |= missing
 
     def leave(self) -> None:
         """Ends a visit: changed gK/gV are copied to the host, device memory is freed."""
@@ -152,26 +165,47 @@ class HostChain(Chain):
         self._end_sums()
         self._count(-sum(tensor.nbytes for tensor in self._keys))
         self._keys = self._likes
-        self._loaded = 0
+        self._loaded.clear()
 
     def drop(self) -> None:
-        """See `Chain.drop`."""
-        self._changed = False  # the gradients are not needed any more
+        """See `Arena.drop`."""
+        self._changed.clear()  # the gradients are not needed any more
         self.leave()
         del self._there, self._sums_there
 
+    def _begin(self) -> None:
+        if len(self._keys[0]) < self.length:
+            self._keys = self._make(self._likes)
+
     def _end_sums(self) -> None:
-        if self._gradients is None:
+        if self._sums is None:
             return
-        length = min(len(self._gradients[0]), self.num_open)
-        if self._changed and length:
+        for rows in self._merged(self._changed):
             if self._sums_there is None:
                 sums = [like.to(wide(like)) for like in self._likes]
-                self._sums_there = _OnHost(self._host, self._length, sums)
-            self._sums_there.store([total[:length] for total in self._gradients], slice(0, length))
-            self._summed = max(self._summed, length)
-        self._count(-sum(tensor.nbytes for tensor in self._gradients))
-        self._gradients, self._changed = None, False
+                self._sums_there = _OnHost(self._host, self.length, sums)
+            self._sums_there.store([total[rows] for total in self._sums], rows)
+        self._summed |= self._changed
+        self._changed.clear()
+        self._sums_loaded.clear()
+        self._count(-sum(tensor.nbytes for tensor in self._sums))
+        self._sums = None
+
+    def _rows(self, index: int) -> slice:
+        rows = self.intervals[index]
+        if rows is None:
+            raise RuntimeError(f"segment {index} is a wave: it has no K/V here")
+        return rows
+
+    def _merged(self, segments: Iterable[int]) -> list[slice]:
+        """The rows of segments; neighbours are one interval, and one copy."""
+        merged: list[slice] = []
+        for rows in sorted(map(self._rows, segments), key=lambda rows: rows.start):
+            if merged and merged[-1].stop == rows.start:
+                merged[-1] = slice(merged[-1].start, rows.stop)
+            else:
+                merged.append(rows)
+        return merged
 
     def _arrive(self) -> None:
         """Makes the computing stream wait for the loads."""
@@ -181,11 +215,11 @@ class HostChain(Chain):
 
 
 class _OnHost:
-    """K and V of a chain on the host, or gK and gV.
+    """K and V of an arena on the host, or gK and gV.
 
     Args:
         host: the layers on the host.
-        length: positions of the chain.
+        length: rows of the arena.
         likes: two tensors; they give the shape of a position and the dtype.
     """
 
@@ -225,16 +259,16 @@ class _HostBuffer:
         self._shape, self._dtype = like.shape[1:], like.dtype
         size = self._shape.numel() * like.element_size()
         self._leases: list[Lease] = [
-            pool.take(min(PIECE_KEYS, length - start) * size)
-            for start in range(0, length, PIECE_KEYS)
+            pool.take(min(PIECE_ROWS, length - start) * size)
+            for start in range(0, length, PIECE_ROWS)
         ]
 
     def pairs(self, device: Tensor, span: slice) -> Pairs:
         """(device, host) pairs: a tensor on the device, and the positions `span` on the host."""
         found = []
         for number, lease in enumerate(self._leases):
-            first = number * PIECE_KEYS
-            start, stop = max(span.start, first), min(span.stop, first + PIECE_KEYS)
+            first = number * PIECE_ROWS
+            start, stop = max(span.start, first), min(span.stop, first + PIECE_ROWS)
             if start < stop:
                 host = lease.tensor.view(self._dtype).view(-1, *self._shape)
                 there, here = (slice(start - at, stop - at) for at in (first, span.start))
