@@ -1,4 +1,4 @@
-"""Attention of a segment: its causal block, its ancestors' dense blocks, one merge.
+"""Attention of a segment: its spans' causal blocks, a block a level of ancestors, one merge.
 
 One autograd function computes attention and uses the sidecar. Its forward copies an inner segment's
 K/V into the sidecar. Its backward sends each ancestor its part of gK/gV, and adds what descendants
@@ -22,9 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_prefix.attention.kernels import Kernel, Runs
 from megatron_prefix.attention.merge import merge
-from megatron_prefix.attention.own import own_attention
+from megatron_prefix.attention.own import add_selected, own_attention, selected, spread
 from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.tree.kv_layout import Block
 
 if TYPE_CHECKING:
     from megatron_prefix.moe.ledger import RouterLedger
@@ -39,7 +38,7 @@ class SegmentContext:
         index: the segment.
         inner: whether other segments read its K/V.
         lengths: of its spans on this rank, padding included.
-        blocks: its dense blocks.
+        num_levels: calls in which its queries see their ancestors.
         positions: position of every token in its rollout, int64 [padded_length], on the model's
             device.
         cache: the sidecar of this model chunk.
@@ -53,7 +52,7 @@ class SegmentContext:
     index: int
     inner: bool
     lengths: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    num_levels: int
     positions: Tensor
     cache: SidecarCache
     ledger: RouterLedger | None = None
@@ -91,11 +90,6 @@ def segment_attention(
     return out.flatten(1).unsqueeze(1)
 
 
-def _pieces(context: SegmentContext) -> list[tuple[Block, slice]]:
-    """The pieces of a segment's dense blocks, one a kernel call."""
-    return [(block, piece) for block in context.blocks for piece in context.cache.pieces(block)]
-
-
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
@@ -116,12 +110,14 @@ class _SegmentAttention(torch.autograd.Function):
         cache.prefetch(layer, context.index, backward=context.backward)
         after = layer - 1 if context.backward else layer + 1
         cache.prefetch(after, context.index, backward=context.backward)
-        dense = []
-        for block, piece in _pieces(context):
-            seen, values = cache.read(layer, block)
-            runs = Runs.dense(len(query), piece.stop - piece.start)
-            dense.append(kernel.forward(query, seen[piece], values[piece], runs, scale))
-        parts = [*own.forward(), *dense]
+        above = []
+        for number in range(context.num_levels):
+            level = cache.level(context.index, number)
+            seen, values = cache.read(layer, context.index, number)
+            runs = Runs(level.query_lengths, level.key_lengths)
+            part = kernel.forward(selected(query, level.queries), seen, values, runs, scale)
+            above.append(spread(part, level.queries, len(query)))
+        parts = [*own.forward(), *above]
         out, lse = merge(parts)
         if not context.backward:  # in recomputation the layer's backward comes next
             cache.release(layer)
@@ -140,17 +136,19 @@ class _SegmentAttention(torch.autograd.Function):
         own = own_attention(cache, kernel, query, key, value, scale, context.lengths)
         cache.prefetch(layer, context.index, backward=True)
         cache.prefetch(layer - 1, context.index, backward=True)
-        pieces = _pieces(context)
-        num_own = len(aux) - len(pieces)
+        num_own = len(aux) - context.num_levels
         query_grad = own.backward(out_grad, out, lse, aux[:num_own])
-        for (block, piece), piece_aux in zip(pieces, aux[num_own:], strict=True):
-            seen, values = cache.read(layer, block)
-            runs = Runs.dense(len(query), piece.stop - piece.start)
+        for number, level_aux in enumerate(aux[num_own:]):
+            level = cache.level(context.index, number)
+            mine = level.queries
+            seen, values = cache.read(layer, context.index, number)
             more, seen_grad, values_grad = kernel.backward(
-                out_grad, query, seen[piece], values[piece], out, lse, piece_aux, runs, scale
-            )
-            query_grad = query_grad.add_(more)
-            cache.add_gradient(layer, block, seen_grad, values_grad, piece.start)
+                selected(out_grad, mine), selected(query, mine), seen, values,
+                selected(out, mine), selected(lse, mine, 1), level_aux,
+                Runs(level.query_lengths, level.key_lengths), scale,
+            )  # fmt: skip
+            query_grad = add_selected(query_grad, mine, more)
+            cache.add_gradient(layer, context.index, number, seen_grad, values_grad)
         key_grad, value_grad = own.gradients()
         if context.inner and (sent := cache.take_gradient(layer, context.index)):
             key_grad, value_grad = sent[0] + key_grad, sent[1] + value_grad

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.attention.interface import Aux, Kernel, Partial, Runs
-from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.sidecar.context_parallel import Exchange, ShardedCache, on, side_by_side
+from megatron_prefix.sidecar.arena import Rows
+from megatron_prefix.sidecar.cache import SidecarCache, on
+from megatron_prefix.sidecar.context_parallel import Exchange, ShardedCache, side_by_side
 from megatron_prefix.tree import cp_layout
 
 
@@ -94,8 +95,8 @@ class SpreadAttention:
         key, value = self._views.wait()
         for block, (mine, seen) in zip(self._paired, self._indices, strict=True):
             runs = Runs(block.query_lengths, block.key_lengths)
-            part = self._kernel.forward(_selected(query, mine), key[seen], value[seen], runs, scale)
-            parts.append(_spread(part, mine, len(query)))
+            part = self._kernel.forward(selected(query, mine), key[seen], value[seen], runs, scale)
+            parts.append(spread(part, mine, len(query)))
         return parts
 
     def backward(self, dout: Tensor, out: Tensor, lse: Tensor, aux: Sequence[Aux]) -> Tensor:
@@ -112,15 +113,12 @@ class SpreadAttention:
             self._paired, self._indices, aux[1:], strict=True
         ):
             more, *gradients = self._kernel.backward(
-                _selected(dout, mine), _selected(query, mine), key[seen], value[seen],
-                _selected(out, mine), lse if mine is None else lse[:, mine], block_aux,
+                selected(dout, mine), selected(query, mine), key[seen], value[seen],
+                selected(out, mine), selected(lse, mine, 1), block_aux,
                 Runs(block.query_lengths, block.key_lengths), scale,
             )  # fmt: skip
             view_grad[seen] = side_by_side(*gradients)
-            if mine is None:
-                query_grad = query_grad.add_(more)
-            else:
-                query_grad[mine] += more
+            query_grad = add_selected(query_grad, mine, more)
         self._sent = self._exchange.reduce_scatter(view_grad)
         return query_grad
 
@@ -131,18 +129,30 @@ class SpreadAttention:
         return both[..., :width] + key_grad, both[..., width:] + value_grad
 
 
-def _selected(x: Tensor, mine: Tensor | None) -> Tensor:
-    return x if mine is None else x[mine]
+def selected(x: Tensor, mine: Rows, dim: int = 0) -> Tensor:
+    """Some queries: a view of consecutive ones, else a copy."""
+    if isinstance(mine, slice):
+        return x.narrow(dim, mine.start, mine.stop - mine.start)
+    return x.index_select(dim, mine)
 
 
-def _spread(part: Partial, mine: Tensor | None, padded_length: int) -> Partial:
+def spread(part: Partial, mine: Rows, num_queries: int) -> Partial:
     """A result for some queries as one for all; the other queries see no key."""
-    if mine is None:
+    if isinstance(mine, slice) and mine == slice(0, num_queries):
         return part
-    out = part.out.new_zeros((padded_length, *part.out.shape[1:]))
-    lse = part.lse.new_full((part.lse.shape[0], padded_length), float("-inf"))
+    out = part.out.new_zeros((num_queries, *part.out.shape[1:]))
+    lse = part.lse.new_full((part.lse.shape[0], num_queries), float("-inf"))
     out[mine], lse[:, mine] = part.out, part.lse
     return Partial(out, lse, part.aux)
+
+
+def add_selected(total: Tensor, mine: Rows, part: Tensor) -> Tensor:
+    """Adds the gradient of some queries to that of all, in place."""
+    if isinstance(mine, slice):
+        total[mine].add_(part)
+    else:
+        total.index_add_(0, mine, part)
+    return total
 
 
 def own_attention(
@@ -163,11 +173,12 @@ def own_attention(
 @functools.lru_cache(maxsize=256)
 def _indices(
     lengths: tuple[int, ...], rank: int, size: int, device: torch.device
-) -> tuple[tuple[Tensor | None, Tensor], ...]:
-    """Queries (None: all of the rank) and keys of the paired blocks, on the device."""
+) -> tuple[tuple[Rows, Tensor], ...]:
+    """Queries and keys of the paired blocks, on the device."""
     local = sum(lengths) // size
     found = []
     for block in cp_layout.own_blocks(lengths, rank, size).paired:
-        mine = None if len(block.queries) == local else on(device, block.queries)
+        whole = len(block.queries) == local
+        mine: Rows = slice(0, local) if whole else on(device, block.queries)
         found.append((mine, on(device, block.keys)))
     return tuple(found)

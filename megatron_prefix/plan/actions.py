@@ -25,7 +25,8 @@ POLICIES = ("retain", "offload", "recompute")
 _MAKE = "make one with `megatron-prefix plan … --csv`"
 _CELL = re.compile(r"([FB])(\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
 _SPAN = re.compile(
-    r"(\d{1,9})\+(\d{1,9})/(\d{1,9}):((?:\d{1,9}(?: \d{1,9})*)?)(?:<(\d{1,9})\.(\d{1,9}))?", re.ASCII
+    r"(\d{1,9})\+(\d{1,9})/(\d{1,9}):((?:\d{1,9}(?: \d{1,9})*)?)(?:<(\d{1,9})\.(\d{1,9}))?",
+    re.ASCII,
 )
 _NUMBER = re.compile(r"-?\d{1,9}", re.ASCII)
 _HEADER = ["megatron_prefix plan", "version", "ranks", "chunks"]

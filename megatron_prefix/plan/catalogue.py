@@ -101,7 +101,9 @@ def _shape(entry: Mapping[str, Any]) -> CanonicalStep:
         for number, tree in enumerate(entry["groups"])
     )
     options = TreeOptions(
-        chunk_tokens=entry.get("chunk_tokens", 0), segment_tokens=entry["segment_tokens"], min_gain=0
+        chunk_tokens=entry.get("chunk_tokens", 0),
+        segment_tokens=entry["segment_tokens"],
+        min_gain=0,
     )
     return CanonicalStep(entry["name"], entry["about"], options, groups)
 

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_prefix.tree import Forest, Place, Segment, Span
+from megatron_prefix.tree import Forest, Segment, Span
 
 _Node = tuple[int | None, ...]
 """Per forest the segment at one place of the union; None: it has none there."""
@@ -101,15 +101,19 @@ def _side_by_side(forests: Sequence[Forest]) -> list[_Node]:
 def _filled(forest: Forest, nodes: Sequence[_Node], place: int) -> Forest:
     """One of the forests, with fillers where it has no segment."""
     filler = Segment((Span(0, 0, forest.align, ()),), inner=False, scored=False)
-    new = {node[place]: index for index, node in enumerate(nodes)}
-    segments = [
-        filler if node[place] is None else _moved(forest.segments[node[place]], new)
-        for node in nodes
-    ]
+    new: dict[int, int] = {}
+    segments = []
+    for number, node in enumerate(nodes):
+        index = node[place]
+        if index is None:
+            segments.append(filler)
+        else:
+            new[index] = number
+            segments.append(_moved(forest.segments[index], new))
     return replace(forest, segments=tuple(segments))
 
 
-def _moved(segment: Segment, new: Mapping[int | None, int]) -> Segment:
+def _moved(segment: Segment, new: Mapping[int, int]) -> Segment:
     """A segment whose parents have new numbers."""
     spans = (
         span if span.parent is None
@@ -120,22 +124,19 @@ def _moved(segment: Segment, new: Mapping[int | None, int]) -> Segment:
 
 
 def _union(forests: Sequence[Forest]) -> Iterator[Segment]:
-    """Segments of equally many places as one; rollouts and spans are numbered on."""
+    """Segments at one place as one; spans and rollouts are numbered on from forest to forest."""
     rollouts = [0, *itertools.accumulate(len(forest.num_positions) for forest in forests)]
+    before: list[list[int]] = []  # per place and forest the spans of the forests before it
     for here in zip(*(forest.segments for forest in forests), strict=True):
+        before.append([0, *itertools.accumulate(len(segment.spans) for segment in here)])
         spans = []
-        for forest, (first, segment) in zip(
-            range(len(forests)), zip(rollouts, here, strict=False), strict=True
-        ):
+        for number, segment in enumerate(here):
             for span in segment.spans:
-                members = tuple(first + rollout for rollout in span.rollouts)
-                spans.append(span._replace(rollouts=members, parent=_shifted(forests, forest, span)))
-        yield Segment(tuple(spans), *(any(s[k] for s in here) for k in (1, 2)))
-
-
-def _shifted(forests: Sequence[Forest], number: int, span: Span) -> Place | None:
-    """The parent of a forest's span in the union, where the spans of the forests before come first."""
-    if span.parent is None:
-        return None
-    before = sum(len(f.segments[span.parent.segment].spans) for f in forests[:number])
-    return span.parent._replace(number=span.parent.number + before)
+                members = tuple(rollouts[number] + rollout for rollout in span.rollouts)
+                parent = span.parent
+                if parent is not None:
+                    shift = before[parent.segment][number]
+                    parent = parent._replace(number=parent.number + shift)
+                spans.append(span._replace(rollouts=members, parent=parent))
+        inner, scored = (any(flags) for flags in zip(*(s[1:] for s in here), strict=True))
+        yield Segment(tuple(spans), inner, scored)

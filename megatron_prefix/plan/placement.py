@@ -168,7 +168,7 @@ class _Leaves:
         if start == end:
             return 0.0
         span = Span(start, end - start, end - start, (0,))
-        return self.cost.segment(Segment(-1, 0, (span,), False, False, scored))
+        return self.cost.segment(Segment((span,), inner=False, scored=scored))
 
     def load(self, part: Part) -> float:
         """Cost of a part's trees; two leaves share the least that neighbours between them share."""

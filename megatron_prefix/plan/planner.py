@@ -1,8 +1,8 @@
 """Segments -> two orders -> one program a rank.  Pure.
 
 F-order is that of the forest; in B-order a segment comes after all that read it, and as soon as it
-can. Both are the same on every stage, so messages between two neighbours in one direction are a FIFO,
-and no plan made here can deadlock. ("Schedule-Level Shared-Prefix Reuse for LLM RL Training",
+can. Both are the same on every stage, so messages between two neighbours in one direction are a
+FIFO, and no plan made here can deadlock. ("Schedule-Level Shared-Prefix Reuse for LLM RL Training",
 section 4.5, reorders phases stage by stage for flat groups; here for any tree.)
 """
 

@@ -128,11 +128,11 @@ class Executor:
     def _context(self, index: int, stage: Stage, backward: bool = False) -> SegmentContext:
         segment = self._plan.segments[index]
         lengths = tuple(span.padded // stage.cache.parts for span in segment.spans)
-        blocks = stage.cache.map.blocks[index]
+        num_levels = len(stage.cache.map.levels[index])
         positions = self._inputs[index][2]
         return SegmentContext(
-            index, segment.inner, lengths, blocks, positions, stage.cache, stage.ledger, backward,
-            None if backward else stage.offloads.get(index), stage.ahead,
+            index, segment.inner, lengths, num_levels, positions, stage.cache, stage.ledger,
+            backward, None if backward else stage.offloads.get(index), stage.ahead,
         )  # fmt: skip
 
     def _forward(self, action: Action, stage: Stage) -> None:

@@ -173,8 +173,8 @@ class MemoryControl:
         rows = table(plan, predict(plan, self.footprint(models)))
         logger.error("predicted besides weights and gradients, GiB:\n%s", rows)
         return StepOutOfMemory(
-            f"{reason}. Give fewer segment_tokens, chunk_tokens, Megatron's recompute_granularity, or"
-            f" more ranks\n{rows}"
+            f"{reason}. Give fewer segment_tokens, chunk_tokens, Megatron's recompute_granularity,"
+            f" or more ranks\n{rows}"
         )
 
 

@@ -34,7 +34,8 @@ from megatron_prefix.run.suspend import Settings
 from megatron_prefix.run.timing import Stopwatch
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.context_parallel import Exchange, ShardedCache
-from megatron_prefix.sidecar.host_chains import HostLayers
+from megatron_prefix.sidecar.host_arena import HostLayers
+from megatron_prefix.tree.kv_layout import arena_map
 
 
 class StepRun:
@@ -168,7 +169,7 @@ class StepRun:
             call = steps[0].call if steps else ModelCall(0, {})
             called = steps[0].called if steps else Settings.now()
             stage = Stage(
-                model, hooks, self._cache(plan, hooks.num_layers, exchange, offloader),
+                model, hooks, self._cache(plan, chunk, hooks.num_layers, exchange, offloader),
                 number == 0, number == plan.num_stages - 1,
                 ModelArguments(inputs, call["labels"] is not None, call.others), called,
             )  # fmt: skip
@@ -183,16 +184,19 @@ class StepRun:
     def _cache(
         self,
         plan: Plan,
+        chunk: int,
         num_layers: int,
         exchange: Exchange | None,
         offloader: Offloader | None,
     ) -> SidecarCache:
         """The sidecar of one model chunk on this rank."""
+        actions, parts = plan.actions_of(self._rank, chunk), self._groups.cp.size()
+        planned = arena_map(plan.segments, actions, parts)
         if exchange is None:
             share = self._config.cache_host_layers
             host = HostLayers(offloader, num_layers, share) if offloader and share else None
-            return SidecarCache(plan.segments, num_layers, host=host)
-        return ShardedCache(plan.segments, num_layers, exchange, self._config.cp_reduce)
+            return SidecarCache(planned, num_layers, host=host)
+        return ShardedCache(planned, num_layers, exchange, self._config.cp_reduce)
 
 
 def _same(value: Tensor) -> Tensor:

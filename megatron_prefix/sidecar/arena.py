@@ -9,6 +9,8 @@ from torch import Tensor
 
 Both = tuple[Tensor, Tensor]
 """Of keys and of values."""
+Rows = slice | Tensor
+"""Consecutive rows, or an index, int64 [n]."""
 
 
 class Arena:
@@ -42,17 +44,17 @@ class Arena:
         for total in self._sums or ():
             total[rows].zero_()
 
-    def read(self, seen: Iterable[int], rows: slice | Tensor) -> Both:
+    def read(self, seen: Iterable[int], rows: Rows) -> Both:
         """K and V of some rows, of segments `seen`: views of an interval, copies for an index."""
         key, value = self._keys
         if isinstance(rows, slice):
             return key[rows], value[rows]
         return key.index_select(0, rows), value.index_select(0, rows)
 
-    def add(self, seen: Iterable[int], rows: slice | Tensor, gradients: Sequence[Tensor]) -> None:
+    def add(self, seen: Iterable[int], rows: Rows, gradients: Sequence[Tensor]) -> None:
         """Adds gK and gV of some rows, which are all different."""
         if self._sums is None:
-            if len(gradients[0]) == self.length and rows == slice(0, self.length):
+            if isinstance(rows, slice) and len(gradients[0]) == self.length:
                 self._sums = [part.to(wide(part), copy=True) for part in gradients]
                 self._count(_size(self._sums))
                 return

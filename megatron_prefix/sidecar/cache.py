@@ -8,15 +8,17 @@ capture after release is an error instead of wrong gradients.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_prefix.sidecar.arena import Arena, Both
-from megatron_prefix.tree.kv_layout import ArenaMap, Level
+from megatron_prefix.sidecar.arena import Arena, Both, Rows
+from megatron_prefix.tree.kv_layout import ArenaMap
 
 if TYPE_CHECKING:
     from megatron_prefix.sidecar.host_arena import HostLayers
@@ -29,6 +31,22 @@ class SegmentState(Enum):
     CAPTURED = "captured"
     CONSUMED = "consumed"
     FREED = "freed"
+
+
+class LevelRows(NamedTuple):
+    """What a segment sees in one level (megatron_prefix/tree/kv_layout.py).
+
+    Attributes:
+        query_lengths: queries of every run, on this rank.
+        key_lengths: keys of every run, of all ranks.
+        queries: the queries among the segment's positions on this rank.
+        keys: this rank's rows in the arena, run after run.
+    """
+
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    queries: Rows
+    keys: Rows
 
 
 class SidecarCache:
@@ -57,7 +75,7 @@ class SidecarCache:
         self._arenas: dict[int, Arena] = {}
         self._states: dict[tuple[int, int], SegmentState] = {}
         self._live: list[set[int]] = [set() for _ in range(num_layers)]
-        self._rows: dict[tuple[int, int], slice | Tensor] = {}
+        self._levels: dict[tuple[int, int], LevelRows] = {}
         self._held = self.peak_bytes = 0
 
     def state(self, layer: int, index: int) -> SegmentState:
@@ -81,9 +99,7 @@ class SidecarCache:
         self._expect(layer, index, SegmentState.EMPTY)
         if layer not in self._arenas:
             made = self._host.arena if self._host is not None and layer in self._host else Arena
-            self._arenas[layer] = made(
-                self.map.intervals, self.map.length, key, value, self._count
-            )
+            self._arenas[layer] = made(self.map.intervals, self.map.length, key, value, self._count)
         self._arenas[layer].write(index, key, value)
         self._live[layer].add(index)
         self._states[layer, index] = SegmentState.CAPTURED
@@ -120,14 +136,14 @@ class SidecarCache:
     def read(self, layer: int, index: int, number: int) -> Both:
         """K and V of a segment's level, run after run: views, or copies where its runs' rows are
         not one interval."""
-        return self._open(layer, index).read(self.map.seen[index], self._level_rows(index, number))
+        return self._open(layer, index).read(self.map.seen[index], self.level(index, number).keys)
 
     def add_gradient(
         self, layer: int, index: int, number: int, key_grad: Tensor, value_grad: Tensor
     ) -> None:
         """Adds what a segment sends to the keys of a level (shapes of `read`), in fp32 or wider."""
         self._open(layer, index).add(
-            self.map.seen[index], self._level_rows(index, number), (key_grad, value_grad)
+            self.map.seen[index], self.level(index, number).keys, (key_grad, value_grad)
         )
 
     def take_gradient(self, layer: int, index: int) -> Both | None:
@@ -157,8 +173,11 @@ class SidecarCache:
             arena.drop()
         if self._host is not None:
             self._host.clear()
-        for held in (self._arenas, self._states, self._rows, *self._live):
-            held.clear()
+        for live in self._live:
+            live.clear()
+        self._arenas.clear()
+        self._states.clear()
+        self._levels.clear()
 
     def _count(self, num_bytes: int) -> None:
         self._held += num_bytes
@@ -174,18 +193,19 @@ class SidecarCache:
             )
         return self._arenas[layer]
 
-    def _level_rows(self, index: int, number: int) -> slice | Tensor:
-        """Rows of a level's keys; an index is made once a step."""
-        if (index, number) not in self._rows:
-            level = self.map.levels[index][number]
-            rows: slice | Tensor | None = level.rows
-            self._rows[index, number] = self._on_device(key_rows(level)) if rows is None else rows
-        return self._rows[index, number]
-
-    def _on_device(self, index: np.ndarray) -> Tensor:
-        """An index on the device; the host does not wait."""
-        arena = next(iter(self._arenas.values()))
-        return on(arena.device, index)
+    def level(self, index: int, number: int) -> LevelRows:
+        """A segment's level as a kernel's call needs it; made once a step."""
+        found = self._levels.get((index, number))
+        if found is None:
+            level, parts = self.map.levels[index][number], self.parts
+            device = next(iter(self._arenas.values())).device
+            found = LevelRows(
+                level.queries, tuple(num * parts for num in level.keys),
+                _rows(device, [(run.first, run.stop) for run in level.runs]),
+                _rows(device, [(run.start, run.end) for run in level.runs]),
+            )  # fmt: skip
+            self._levels[index, number] = found
+        return found
 
     def _expect(self, layer: int, index: int, wanted: SegmentState) -> None:
         found = self.state(layer, index)
@@ -195,16 +215,11 @@ class SidecarCache:
             )
 
 
-def key_rows(level: Level) -> np.ndarray:
-    """The arena's rows that a level's keys are, run after run, int64 [keys]."""
-    return np.concatenate([np.arange(run.start, run.end) for run in level.runs])
-
-
-def query_rows(level: Level, num_queries: int) -> np.ndarray | None:
-    """The queries of a level's runs, int64; None where they are all `num_queries`."""
-    if sum(level.queries) == num_queries:
-        return None
-    return np.concatenate([np.arange(run.first, run.stop) for run in level.runs])
+def _rows(device: torch.device, intervals: Sequence[tuple[int, int]]) -> Rows:
+    """Intervals one after another: one interval if they are neighbours, else an index."""
+    if all(before[1] == after[0] for before, after in itertools.pairwise(intervals)):
+        return slice(intervals[0][0], intervals[-1][1])
+    return on(device, np.concatenate([np.arange(*interval) for interval in intervals]))
 
 
 def on(device: torch.device, index: np.ndarray) -> Tensor:

@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.tree import Segment, cp_layout
-from megatron_prefix.tree.kv_layout import Block
+from megatron_prefix.sidecar.arena import Both
+from megatron_prefix.sidecar.cache import SegmentState, SidecarCache, on
+from megatron_prefix.tree import cp_layout
+from megatron_prefix.tree.kv_layout import ArenaMap
 
 
 class Pending(NamedTuple):
@@ -100,82 +101,93 @@ class ShardedCache(SidecarCache):
     ("segment").
 
     Args:
-        segments: the step's segments.
+        planned: where this rank's part of every segment lies.
         num_layers: attention layers of the model chunk.
         exchange: the group's collectives.
         reduce: "wave" or "segment".
     """
 
-    def __init__(
-        self, segments: Sequence[Segment], num_layers: int, exchange: Exchange, reduce: str
-    ) -> None:
-        super().__init__(segments, num_layers, exchange.size)
+    def __init__(self, planned: ArenaMap, num_layers: int, exchange: Exchange, reduce: str) -> None:
+        super().__init__(planned, num_layers, exchange.size)
         self.exchange, self._once = exchange, reduce == "segment"
-        self._views: dict[tuple[int, Block], Pending] = {}
-        self._sent: dict[tuple[int, int], tuple[Block, Pending]] = {}
-        self._sums: dict[tuple[int, int], Tensor] = {}
+        self._views: dict[tuple[int, int, int], Pending] = {}
+        self._sent: dict[int, list[tuple[int, int, Pending]]] = {}
+        self._sums: dict[int, Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
         """Bytes held now, with gathered views and sums of gradients."""
-        pending = [*self._views.values(), *(pending for _, pending in self._sent.values())]
-        tensors = [*self._sums.values(), *(t for p in pending for t in p.tensors)]
+        sent = (pending for all_sent in self._sent.values() for *_, pending in all_sent)
+        tensors = [*self._sums.values(), *(t for p in (*self._views.values(), *sent) for t in p[1])]
         return super().num_bytes + sum(t.numel() * t.element_size() for t in tensors)
+
+    def capture(self, layer: int, index: int, key: Tensor, value: Tensor) -> None:
+        """See SidecarCache."""
+        if self.state(layer, index) is SegmentState.EMPTY and layer in self._sums:
+            self._sums[layer][:, self.map.intervals[index]] = 0
+        super().capture(layer, index, key, value)
 
     def prefetch(self, layer: int, index: int, *, backward: bool = False) -> None:
         """Starts to gather what a layer will read; `layer` may be out of range."""
         if 0 <= layer < self._num_layers:
-            for block in self.map.blocks[index]:
-                self._gather(layer, block)
+            for number in range(len(self.map.levels[index])):
+                self._gather(layer, index, number)
 
-    def _gather(self, layer: int, block: Block) -> None:
-        if (layer, block) not in self._views:
-            self._views[layer, block] = self.exchange.gather(*super().read(layer, block))
+    def _gather(self, layer: int, index: int, number: int) -> None:
+        key = layer, index, number
+        if key not in self._views:
+            self._views[key] = self.exchange.gather(*super().read(*key))
 
     def release(self, layer: int) -> None:
         """Drops the views of a layer."""
         for key in [key for key in self._views if key[0] == layer]:
             del self._views[key]
 
-    def read(self, layer: int, block: Block) -> tuple[Tensor, Tensor]:
-        """K and V of a dense block on all ranks, views [size * positions, kv_heads, dim]."""
-        self._gather(layer, block)
-        key, value = self._views[layer, block].wait()
-        self._views[layer, block] = Pending((), (key, value))
+    def read(self, layer: int, index: int, number: int) -> Both:
+        """K and V of a level on all ranks, [size * keys, kv_heads, dim], run after run."""
+        self._gather(layer, index, number)
+        both = self._views[layer, index, number].wait()
+        order = self._run_order(index, number)
+        if order is not None and self._views[layer, index, number].works:
+            both = tuple(view.index_select(0, order) for view in both)
+        self._views[layer, index, number] = Pending((), both)
+        key, value = both
         return key, value
 
-    def pieces(self, block: Block) -> list[slice]:
-        """One piece, the whole view: its gradients are sent in one message."""
-        return [slice(0, self.parts * block.stop)]
-
     def add_gradient(
-        self, layer: int, block: Block, key_grad: Tensor, value_grad: Tensor, start: int = 0
+        self, layer: int, index: int, number: int, key_grad: Tensor, value_grad: Tensor
     ) -> None:
-        """Adds a wave's gK, gV of a view (shapes of `read`), which is one piece."""
-        self._open(layer, block)
+        """Adds what a segment sends to the keys of a level (shapes of `read`)."""
+        self._open(layer, index)
+        view = side_by_side(key_grad, value_grad)
+        order = self._run_order(index, number)
+        if order is not None:
+            view = torch.empty_like(view).index_copy_(0, order, view)
         if not self._once:
-            self._settle(layer, block.head)
-            pending = self.exchange.reduce_scatter(side_by_side(key_grad, value_grad))
-            self._sent[layer, block.head] = block, pending
+            self._settle(layer, index)
+            pending = self.exchange.reduce_scatter(view)
+            self._sent.setdefault(layer, []).append((index, number, pending))
             return
-        part = side_by_side(key_grad, value_grad).unflatten(0, (self.parts, -1))
-        total = self._sums.get((layer, block.head))
+        part = view.unflatten(0, (self.parts, -1))
+        total = self._sums.get(layer)
         if total is None:
-            length = self.map.length[block.head]
-            total = part.new_zeros((self.parts, length, *part.shape[2:]))
-            self._sums[layer, block.head] = total
-        total[:, : block.stop] += part
+            total = part.new_zeros((self.parts, self.map.length, *part.shape[2:]))
+            self._sums[layer] = total
+        rows = self.level(index, number).keys
+        if isinstance(rows, slice):
+            total[:, rows] += part
+        else:
+            total.index_add_(1, rows, part)
 
-    def take_gradient(self, layer: int, index: int) -> tuple[Tensor, Tensor] | None:
+    def take_gradient(self, layer: int, index: int) -> Both | None:
         """The accumulated gK, gV of this rank's positions of a segment; see SidecarCache."""
-        head = self.map.head[index]
-        self._settle(layer, head)
+        self._settle(layer, None)
         width = self.own(layer, index)[0].shape[-1]
         mine = super().take_gradient(layer, index)
-        total = self._sums.get((layer, head))
+        total = self._sums.get(layer)
         if total is None:
             return mine
-        view = total[:, self._span(index)].flatten(0, 1)
+        view = total[:, self.map.intervals[index]].flatten(0, 1)
         (both,) = self.exchange.reduce_scatter(view).wait()
         return both[..., :width], both[..., width:]
 
@@ -183,7 +195,8 @@ class ShardedCache(SidecarCache):
         """See SidecarCache."""
         super().free(index, consumed=consumed)
         for layer in range(self._num_layers):
-            self._sums.pop((layer, index), None)
+            if layer not in self._arenas:
+                self._sums.pop(layer, None)
 
     def clear(self) -> None:
         """See SidecarCache."""
@@ -191,14 +204,24 @@ class ShardedCache(SidecarCache):
         for held in (self._views, self._sent, self._sums):
             held.clear()
 
-    def _settle(self, layer: int, head: int) -> None:
-        """Adds the result of the last reduction of a chain's gradients."""
-        if (layer, head) not in self._sent:
-            return
-        block, pending = self._sent.pop((layer, head))
-        (both,) = pending.wait()
-        width = super().read(layer, block)[0].shape[-1]
-        super().add_gradient(layer, block, both[..., :width], both[..., width:])
+    def _run_order(self, index: int, number: int) -> Tensor | None:
+        """Where the keys of every run are in the gathered view, in which the ranks' keys of all
+        runs lie end to end; None for a single run, whose order does not matter."""
+        lengths = self.level(index, number).key_lengths
+        if len(lengths) == 1:
+            return None
+        device = next(iter(self._arenas.values())).device
+        return _runs_in_view(lengths, self.parts, device)
+
+    def _settle(self, layer: int, newer: int | None) -> None:
+        """Adds the results of a layer's reductions, but not those of the segment `newer`."""
+        waiting = self._sent.get(layer, [])
+        self._sent[layer] = [sent for sent in waiting if sent[0] == newer]
+        for index, number, pending in waiting:
+            if index != newer:
+                (both,) = pending.wait()
+                width = super().read(layer, index, number)[0].shape[-1]
+                super().add_gradient(layer, index, number, both[..., :width], both[..., width:])
 
 
 def side_by_side(key_grad: Tensor, value_grad: Tensor) -> Tensor:
@@ -207,10 +230,10 @@ def side_by_side(key_grad: Tensor, value_grad: Tensor) -> Tensor:
     return torch.cat([key_grad.to(dtype), value_grad.to(dtype)], dim=-1)
 
 
-def on(device: torch.device, index: cp_layout.Index) -> Tensor:
-    """Indices on the device; the host does not wait."""
-    host = torch.from_numpy(index)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+@functools.lru_cache(maxsize=256)
+def _runs_in_view(lengths: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """`cp_layout.runs_in_view` on the device."""
+    return on(device, cp_layout.runs_in_view(lengths, size))
 
 
 @functools.lru_cache(maxsize=256)

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_prefix.offload.pool import Lease, StagingPool
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import Pairs
-from megatron_prefix.sidecar.arena import Arena, Both, wide
+from megatron_prefix.sidecar.arena import Arena, Both, Rows, wide
 
 PIECE_ROWS = 1 << 15
 """Rows of one lease of host memory."""
@@ -121,13 +121,13 @@ class HostArena(Arena):
         rows = self._rows(index)
         self._there.store([whole[rows].clone() for whole in self._keys], rows)
 
-    def read(self, seen: Iterable[int], rows: slice | Tensor) -> Both:
+    def read(self, seen: Iterable[int], rows: Rows) -> Both:
         """See `Arena.read`."""
         self.fetch(seen, gradients=False)
         self._arrive()
         return super().read(seen, rows)
 
-    def add(self, seen: Iterable[int], rows: slice | Tensor, gradients: Sequence[Tensor]) -> None:
+    def add(self, seen: Iterable[int], rows: Rows, gradients: Sequence[Tensor]) -> None:
         """See `Arena.add`."""
         self.fetch(seen, gradients=True)
         self._arrive()

@@ -76,6 +76,21 @@ def order(lengths: Sequence[int], size: int) -> Index:
     return found
 
 
+def runs_in_view(lengths: Sequence[int], size: int) -> Index:
+    """Where runs of keys of these (whole) lengths, equally shared, are in the view: run by run.
+
+    In the view the first rank's parts of all runs come first, then the second rank's.
+    """
+    local = [length // size for length in lengths]
+    starts, total = np.cumsum([0, *local]), sum(local)
+    pieces = [
+        np.arange(num) + start + rank * total
+        for start, num in zip(starts, local, strict=False)
+        for rank in range(size)
+    ]
+    return np.concatenate(pieces)
+
+
 @functools.lru_cache(maxsize=1024)
 def own_blocks(lengths: tuple[int, ...], rank: int, size: int) -> OwnBlocks:
     """A segment's own attention on one rank, for spans of these (whole) lengths.

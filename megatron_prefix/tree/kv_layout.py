@@ -203,10 +203,10 @@ class _Levels:
         for depth in range(common, max(map(len, paths))):
             runs = []
             keyed = [path[depth] if depth < len(path) else None for path in paths]
-            for place, group in itertools.groupby(range(len(spans)), keyed.__getitem__):
+            for seen, group in itertools.groupby(range(len(spans)), keyed.__getitem__):
                 numbers = [*group]
-                if place is not None:
-                    run = Run(bounds[numbers[0]], bounds[numbers[-1] + 1], *self.rows[place])
+                if seen is not None:
+                    run = Run(bounds[numbers[0]], bounds[numbers[-1] + 1], *self.rows[seen])
                     runs.append(run)
             levels.append(Level(tuple(runs)))
         return tuple(levels)

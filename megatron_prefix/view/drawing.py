@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.simulator import Event, Timeline
-from megatron_prefix.tree import Segment
+from megatron_prefix.tree import Segment, Span, trees
 from megatron_prefix.view import svg
 
 # Widths and heights, in pixels.
@@ -97,7 +97,7 @@ def comparison_svg(runs: Sequence[tuple[str, Timeline, Plan]], title: str) -> st
 
 def _header(timeline: Timeline, plan: Plan, title: str) -> Iterator[str]:
     stages = _counted(plan.num_stages, "stage")
-    num_trees = len({segment.tree for segment in plan.segments})
+    num_trees = len({tree for numbers in trees(plan.segments) for tree in numbers})
     facts = (
         stages,
         f"{_counted(len(plan.segments), 'segment')} in {_counted(num_trees, 'tree')}",
@@ -121,7 +121,7 @@ def _legend(plan: Plan, y: float) -> Iterator[str]:
     yield svg.rect(svg.Box(x, y, 27, 12), _BUBBLE)
     yield svg.text(x + 33, y + 10.5, "waiting (bubble)", 12)
     x += 33 + 12 * svg.CHARACTER * 16 + 16
-    note = "the hue changes from tree to tree"
+    note = "the hue changes from tree to tree; of several trees it is the first one's"
     if plan.num_chunks > 1:
         note += "; a bar on top: model chunk 1 and up"
     yield svg.text(x, y + 10.5, note, 12, _FAINT)
@@ -145,26 +145,33 @@ def _rows(
         yield svg.text(_LEFT + width + 56, middle, bubble, 12, anchor="end")
         peak = _short(timeline.peak_positions[rank])
         yield svg.text(_WIDTH - 20, middle, peak, 12, anchor="end")
+    tree_of = trees(plan.segments)
     for event in timeline.events:
         x, end = _LEFT + event.start * scale, _LEFT + event.end * scale
         box = svg.Box(x, top + event.rank * (height + _GAP), end - x, height)
         segment = plan.segments[event.action.segment]
-        tip = _tip(event, segment, timeline.unit) if tips else ""
-        yield from _action(event.action, segment, box, tip)
+        numbers = sorted({*tree_of[event.action.segment]})
+        tip = _tip(event, segment, numbers, timeline.unit) if tips else ""
+        yield from _action(event.action, segment.inner, numbers, box, tip)
 
 
-def _action(action: Action, segment: Segment, box: svg.Box, tip: str) -> Iterator[str]:
-    colour = _colour(action.kind, segment.inner, segment.tree)
-    yield from svg.labelled(box, colour, str(action), tip)
+def _action(
+    action: Action, inner: bool, numbers: Sequence[int], box: svg.Box, tip: str
+) -> Iterator[str]:
+    """One box; of several trees it has the first one's hue."""
+    yield from svg.labelled(box, _colour(action.kind, inner, numbers[0]), str(action), tip)
     if action.chunk:
         yield svg.rect(svg.shrunk(box)._replace(height=3.0), "#ffffff", opacity=0.75)
 
 
-def _tip(event: Event, segment: Segment, unit: str) -> str:
-    what = "inner" if segment.inner else f"wave of {len(segment.spans)}"
+def _tip(event: Event, segment: Segment, numbers: Sequence[int], unit: str) -> str:
+    what = f"{'inner' if segment.inner else 'wave'}, {_counted(len(segment.spans), 'span')}"
+    where = f"tree {numbers[0]}"
+    if len(numbers) > 1:
+        where = f"{len(numbers)} trees, {numbers[0]} to {numbers[-1]}"
     num_rollouts = sum(len(span.rollouts) for span in segment.spans)
     return (
-        f"{event.action}: {what}, tree {segment.tree}\n{_extent(segment)}, "
+        f"{event.action}: {what}, {where}\n{_extent(segment)}, "
         f"{_counted(num_rollouts, 'rollout')}\n"
         f"{_number(event.start)} to {_number(event.end)} {unit}"
     )
@@ -173,7 +180,7 @@ def _tip(event: Event, segment: Segment, unit: str) -> str:
 def _extent(segment: Segment) -> str:
     longest = max(span.length for span in segment.spans)
     upto = "up to " if len(segment.spans) > 1 else ""
-    return f"from position {segment.start}, {upto}{longest} tokens"
+    return f"from position {min(span.start for span in segment.spans)}, {upto}{longest} tokens"
 
 
 def _axis(start: float, end: float, y: float, unit: str) -> Iterator[str]:
@@ -193,21 +200,25 @@ def _axis(start: float, end: float, y: float, unit: str) -> Iterator[str]:
 def _trees(segments: Sequence[Segment], top: float) -> tuple[list[str], float]:
     """The trees drawn below `top`, and their height; fillers (plan/joint_forest.py) are in none."""
     lanes = _lanes(segments)
-    shown, num_trees = _shown(segments, lanes)
-    spans = [(i, span) for i, s in enumerate(segments) if s.tree in shown for span in s.spans]
-    spans = [(index, span) for index, span in spans if span.rollouts]
+    spans = [
+        (index, tree, span)
+        for index, (segment, numbers) in enumerate(zip(segments, trees(segments), strict=True))
+        for span, tree in zip(segment.spans, numbers, strict=True)
+        if span.rollouts
+    ]
+    shown, num_trees = _shown(spans, lanes)
+    spans = [entry for entry in spans if entry[1] in shown]
     if not spans:
         return [], 0
-    num_lanes = 1 + max(lanes[rollout] for _, span in spans for rollout in span.rollouts)
+    num_lanes = 1 + max(lanes[rollout] for *_, span in spans for rollout in span.rollouts)
     lane = min(14.0, _TREES_HEIGHT / num_lanes)
-    width, length = _WIDTH - _LEFT - _RIGHT, max(span.end for _, span in spans)
+    width, length = _WIDTH - _LEFT - _RIGHT, max(span.end for *_, span in spans)
     which = f"first {_counted(len(shown), 'tree')} of {num_trees}"
     if len(shown) == num_trees:
         which = "tree" if num_trees == 1 else "trees"
     heading = f"{which}: one lane a rollout, a tall box is shared; numbers are segments"
     parts = [svg.text(_LEFT, top - 10, heading, 12, _FAINT)]
-    for index, span in spans:
-        segment = segments[index]
+    for index, tree, span in spans:
         first = min(lanes[rollout] for rollout in span.rollouts)
         box = svg.Box(
             _LEFT + width * span.start / length,
@@ -216,11 +227,11 @@ def _trees(segments: Sequence[Segment], top: float) -> tuple[list[str], float]:
             lane * len(span.rollouts),
         )
         tip = (
-            f"segment {index}, tree {segment.tree}\n"
+            f"segment {index}, tree {tree}\n"
             f"from position {span.start}, {span.length} tokens\n"
             f"{_counted(len(span.rollouts), 'rollout')}: {_listed(span.rollouts)}"
         )
-        colour = _colour("F", segment.inner, segment.tree)
+        colour = _colour("F", segments[index].inner, tree)
         parts.extend(svg.labelled(box, colour, str(index), tip))
     parts.extend(_axis(0, length, top + lane * num_lanes + 3, "position in the rollout"))
     return parts, lane * num_lanes
@@ -237,12 +248,11 @@ def _lanes(segments: Sequence[Segment]) -> dict[int, int]:
     return {rollout: lane for lane, rollout in enumerate(order)}
 
 
-def _shown(segments: Sequence[Segment], lanes: dict[int, int]) -> tuple[set[int], int]:
+def _shown(spans: Sequence[tuple[int, int, Span]], lanes: dict[int, int]) -> tuple[set[int], int]:
     """The first trees that fit, at least one, and the number of all trees."""
     ends: dict[int, int] = {}
-    for segment in segments:
-        for lane in (lanes[rollout] for span in segment.spans for rollout in span.rollouts):
-            ends[segment.tree] = max(lane, ends.get(segment.tree, 0))
+    for _, tree, span in spans:
+        ends[tree] = max(*(lanes[rollout] for rollout in span.rollouts), ends.get(tree, 0))
     return {tree for n, tree in enumerate(ends) if not n or ends[tree] < _MOST_LANES}, len(ends)
 
 
