@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 from torch import Tensor
@@ -31,8 +32,9 @@ from torch.utils import (
 from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.run.step import Step
 from megatron_prefix.run.suspend import SuspendedStep
+from megatron_prefix.sidecar.cache import on
 from megatron_prefix.sidecar.context_parallel import Exchange
-from megatron_prefix.tree import cp_layout
+from megatron_prefix.tree import Place, cp_layout
 
 FLAT = -1
 """In the place of a dimension: the tensor is [positions], without a dimension for the batch."""
@@ -75,7 +77,8 @@ class StageAnswers:
         exchange: between context-parallel ranks; None where there is one.
 
     Attributes:
-        guard: the size of gradients that have reached positions nobody computed is its `grad`.
+        guards: zeros in the place of positions that nobody computed; what reaches them is their
+            `grad`.
     """
 
     def __init__(self, step: Step, exchange: Exchange | None = None) -> None:
@@ -86,7 +89,7 @@ class StageAnswers:
         self._dims: list[int | None] = []
         self._plain: list[Any] = []
         self._index: dict[tuple[int, ...], Tensor] = {}
-        self.guard: Tensor | None = None
+        self.guards: list[Tensor] = []
 
     def take(self, index: int, output: Any, *, differentiable: bool) -> None:
         """Takes a segment's output: a tensor, or a tree of tensors that are per position."""
@@ -150,8 +153,7 @@ class StageAnswers:
             if dim is None:
                 found.append(next(plain))
                 continue
-            pieces = [p for rollout in rollouts for p in self._pieces(rollout, number)]
-            whole = self._on_this_rank(torch.cat(pieces), lengths)
+            whole = self._on_this_rank(self._joined(rollouts, number), lengths)
             if dim == FLAT and (self._packed[microbatch] or len(rollouts) == 1):
                 found.append(whole)
                 continue
@@ -191,17 +193,52 @@ class StageAnswers:
             self._index[lengths] = torch.from_numpy(mine).to(whole.device)
         return whole.index_select(0, self._index[lengths])
 
-    def _pieces(self, rollout: int, number: int) -> Iterator[Tensor]:
-        """One tensor's positions along a rollout's path, [positions, ...] each."""
-        segments, path = self._forest.segments, self._forest.paths[rollout]
-        like = self._spans[path[-1][0]][number][path[-1][1]]
-        for index, place in path:
-            if segments[index].scored:
-                yield self._spans[index][number][place]
-                continue
-            if self.guard is None:
-                self.guard = like.new_zeros((), dtype=torch.float32, requires_grad=True)
-            yield _Uncomputed.apply(self.guard, like, segments[index].spans[place].length)
+    def _joined(self, rollouts: Sequence[int], number: int) -> Tensor:
+        """One tensor's positions along the paths of rollouts, [positions, ...]."""
+        places = [place for rollout in rollouts for place in self._forest.paths[rollout]]
+        like = self._leaves[places[-1].segment][number]
+        if like.dim() > 1:  # logits: no second copy of them
+            return torch.cat([self._piece(place, number, like) for place in places])
+        used = sorted({place.segment for place in places if self._is_computed(place)})
+        starts, total = self._starts(used)
+        index = []
+        missing = total  # zeros behind the outputs stand for positions that nobody computed
+        for place in places:
+            length = self._forest.segments[place.segment].spans[place.number].length
+            if self._is_computed(place):
+                start = starts[place]
+            else:
+                start, missing = missing, missing + length
+            index.append(np.arange(start, start + length))
+        outputs = [self._leaves[segment][number] for segment in used]
+        whole = torch.cat([*outputs, self._guard(like, missing - total)])
+        return whole.index_select(0, on(like.device, np.concatenate(index)))
+
+    def _is_computed(self, place: Place) -> bool:
+        return self._forest.segments[place.segment].scored
+
+    def _starts(self, segments: Sequence[int]) -> tuple[dict[Place, int], int]:
+        """Where spans begin when the outputs of segments lie one behind the other, and the end."""
+        starts, total = {}, 0
+        for index in segments:
+            for number, span in enumerate(self._forest.segments[index].spans):
+                starts[Place(index, number)] = total
+                total += span.padded
+        return starts, total
+
+    def _piece(self, place: Place, number: int, like: Tensor) -> Tensor:
+        """One tensor's positions of a span."""
+        if self._is_computed(place):
+            return self._spans[place.segment][number][place.number]
+        length = self._forest.segments[place.segment].spans[place.number].length
+        return _Uncomputed.apply(self._guard(like, 1), like, length)
+
+    def _guard(self, like: Tensor, length: int) -> Tensor:
+        """Zeros, [length], for positions that nobody computed: `Losses.check` reads their grad."""
+        guard = like.new_zeros(length)
+        if length and like.requires_grad:
+            self.guards.append(guard.requires_grad_())
+        return guard
 
 
 class _Uncomputed(torch.autograd.Function):
@@ -213,9 +250,8 @@ class _Uncomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        # A loss that is not finite sends NaN to masked positions, too: the trainer's to see.
         finite = gradient.nan_to_num(0.0, 0.0, 0.0)
-        return finite.abs().amax().float(), None, None
+        return finite.abs().amax().view(1), None, None
 
 
 def _position_dim(leaf: Any, num: int) -> int | None:
@@ -321,7 +357,7 @@ class Losses:
             torch.autograd.backward(list(self._losses.values()))
             self._losses.clear()
         self._again = dict(self._sent)
-        self._guards.append(self.answers.guard)
+        self._guards += self.answers.guards
         self.answers, self._taken = self._new_answers(), -1
         self._released.clear()
 
@@ -338,13 +374,19 @@ class Losses:
         Raises:
             UserError: with the fix.
         """
-        for guard in [*self._guards, self.answers.guard]:
-            if guard is not None and guard.grad is not None and bool(guard.grad != 0):
-                raise UserError(
-                    "a gradient reaches positions in front of a sample's first trained one, which"
-                    " were not computed: the loss looks at positions that the call's loss_mask, or"
-                    " the callback `trained`, says carry none; correct it, or leave both out"
-                )
+        guards = [*self._guards, *self.answers.guards]
+        # A loss that is not finite sends NaN to masked positions, too: the trainer's to see.
+        sizes = [
+            guard.grad.nan_to_num(0.0, 0.0, 0.0).abs().amax().float()
+            for guard in guards
+            if guard.grad is not None
+        ]
+        if sizes and bool(torch.stack(sizes).amax() != 0):
+            raise UserError(
+                "a gradient reaches positions in front of a sample's first trained one, which"
+                " were not computed: the loss looks at positions that the call's loss_mask, or"
+                " the callback `trained`, says carry none; correct it, or leave both out"
+            )
 
     def _send_again(self, microbatch: int, gradients: list[Tensor | None]) -> None:
         """Sends the gradients of a loss that was called in an attempt before."""
