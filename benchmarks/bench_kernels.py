@@ -2,12 +2,17 @@
 
     python benchmarks/bench_kernels.py                       # every kernel that works on the GPU
     python benchmarks/bench_kernels.py --shapes 8x10240x2048 --kernels cudnn,flash --json out.json
+    python benchmarks/bench_kernels.py --shapes 8x10240x2048 --kernels fa4,flash --runs 60x137
 
 A shape is rollouts x prefix tokens x response tokens. For each it times the prefix's own causal
 block, the wave's dense block against the prefix, its causal block and the merge, forward and
 backward, with rollouts of equal and of unequal lengths (same sum). "first" is what the first pass
 over new shapes took beyond the later ones: cuDNN builds an execution plan for each on the host.
-The last table is that cost alone, for lone dense blocks of sizes never used before.
+The second table is that cost alone, for lone dense blocks of sizes never used before.
+
+The last table has runs of queries side by side, each with keys of its own: NUMxQUERIESxKEYS, where
+LOW-HIGH spreads lengths evenly, and NUMxLENGTH is causal. Each is timed as one call of the kernel,
+and as a call for every run.
 """
 
 from __future__ import annotations
@@ -29,10 +34,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from megatron_prefix.attention.kernels import Kernel, Runs, available, choose
+from megatron_prefix.attention.kernels import Kernel, Partial, Runs, available, choose
 from megatron_prefix.attention.merge import merge
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DEFAULT_RUNS = (
+    "1x2048x10240,1x8192x10240,1x8192x16384,15x548x101,10x700x1800-3000,3x2300-2500x5000,60x137x120,"
+    "1x10240,4x2048,60x137,16x300-700"
+)
 DEFAULT_SHAPES = "8x10240x2048,9x16384x64,28x4096x2048,28x16384x2048,16x32768x2048"
 STEPS = (
     "prefix_forward", "prefix_backward", "dense_forward", "dense_backward",
@@ -72,6 +81,11 @@ class Device:
         self.dtype = DTYPES[options.dtype]
         self.heads, self.kv_heads, self.dim = options.heads, options.kv_heads, options.dim
         self.generator = torch.Generator(self.name).manual_seed(0)
+
+    def kernel(self, name: str) -> Kernel:
+        """The kernel for these heads."""
+        group = self.heads // self.kv_heads
+        return choose(name, self.name, self.dtype, self.dim, group=group)
 
     def rows(self, num: int, heads: int) -> Tensor:
         """[num, heads, dim], normally distributed."""
@@ -138,7 +152,7 @@ def group_flops(device: Device, shape: Shape, lengths: tuple[int, ...]) -> float
 
 def time_group(device: Device, name: str, shape: Shape, equal: bool) -> dict[str, Any]:
     """Steady milliseconds of every step, their sum, TFLOP/s, and the first pass's surplus."""
-    kernel = choose(name, device.name, device.dtype, device.dim)
+    kernel = device.kernel(name)
     lengths = shape.lengths(equal)
     steps = group_steps(device, kernel, shape, lengths)
     first = sum(device.wall_ms(run) for run in steps.values())
@@ -154,7 +168,7 @@ def time_group(device: Device, name: str, shape: Shape, equal: bool) -> dict[str
 
 def time_new_shapes(device: Device, name: str, shape: Shape, num: int) -> dict[str, Any]:
     """Median cost of a dense block's first call at sizes never used before, beyond a second."""
-    kernel = choose(name, device.name, device.dtype, device.dim)
+    kernel = device.kernel(name)
     scale, surplus = device.dim**-0.5, []
     for i in range(num):
         rows, keys = shape.rows + 24 * i + 8, shape.prefix + 40 * i + 8
@@ -172,6 +186,55 @@ def time_new_shapes(device: Device, name: str, shape: Shape, num: int) -> dict[s
         "new_shape_forward_ms": statistics.median(forwards),
         "new_shape_backward_ms": statistics.median(backwards),
     }
+
+
+def time_runs(device: Device, name: str, text: str, runs: Runs, calls: bool) -> dict[str, Any]:
+    """Median milliseconds of a block, as one call of the kernel or as a call for each run."""
+    kernel, scale = device.kernel(name), device.dim**-0.5
+    q, dout = (device.rows(sum(runs.queries), device.heads) for _ in range(2))
+    k, v = (device.rows(sum(runs.keys), device.kv_heads) for _ in range(2))
+    pieces = [((dout, q, k, v), runs)]
+    if calls:
+        dealt = zip(
+            *(x.split(runs.queries) for x in (dout, q)), *(x.split(runs.keys) for x in (k, v)),
+            strict=True,
+        )  # fmt: skip
+        each = zip(runs.queries, runs.keys, strict=True)
+        pieces = [
+            (tensors, Runs((queries,), (keys,), runs.causal))
+            for tensors, (queries, keys) in zip(dealt, each, strict=True)
+        ]
+
+    def forward() -> list[Partial]:
+        return [kernel.forward(*tensors[1:], of, scale) for tensors, of in pieces]
+
+    def backward() -> None:
+        for (tensors, of), part in zip(pieces, kept, strict=True):
+            kernel.backward(*tensors, *part, of, scale)
+
+    kept = forward()
+    forward_ms, backward_ms = device.median_ms(forward), device.median_ms(backward)
+    pairs = sum(a * b for a, b in zip(runs.queries, runs.keys, strict=True))
+    flops = 7 * 2 * pairs * device.heads * device.dim / (2 if runs.causal else 1)
+    return {
+        "kernel": name, "shape": text, "calls": len(pieces), "forward_ms": forward_ms,
+        "backward_ms": backward_ms, "tflops": flops / (forward_ms + backward_ms) / 1e9,
+    }  # fmt: skip
+
+
+def measure_runs(
+    device: Device, names: list[str], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Every kernel on every list of runs."""
+    rows = []
+    for text, runs in options.runs:
+        distinct = len(set(zip(runs.queries, runs.keys, strict=True)))
+        for name in names:
+            if "cudnn" in name.split("+") and distinct > options.unequal_up_to:
+                continue
+            ways = (False, True) if len(runs.queries) > 1 and "+" not in name else (False,)
+            rows += [time_runs(device, name, text, runs, calls) for calls in ways]
+    return rows
 
 
 def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
@@ -198,10 +261,31 @@ def parse_shapes(text: str) -> list[Shape]:
     return found
 
 
+def spread(text: str, num: int) -> tuple[int, ...]:
+    """ "700" as num equal lengths, "500-900" as num lengths from the first to the last."""
+    low, high = (int(x) for x in (text.split("-") * 2)[:2])
+    return tuple(low + (high - low) * i // max(num - 1, 1) for i in range(num))
+
+
+def parse_runs(text: str) -> list[tuple[str, Runs]]:
+    """ "15x548x101,60x137,..." as runs; argparse.ArgumentTypeError for anything else."""
+    found = []
+    for part in text.split(","):
+        length = r"[1-9]\d*(?:-[1-9]\d*)?"
+        match = re.fullmatch(rf"([1-9]\d*)x({length})(?:x({length}))?", part.strip())
+        if match is None:
+            raise argparse.ArgumentTypeError(f"{part!r} is not NUMxQUERIESxKEYS or NUMxLENGTH")
+        queries = spread(match[2], int(match[1]))
+        keys = spread(match[3], int(match[1])) if match[3] else None
+        found.append((part, Runs(queries, keys) if keys else Runs.own(queries)))
+    return found
+
+
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--shapes", type=parse_shapes, default=parse_shapes(DEFAULT_SHAPES))
+    parser.add_argument("--runs", type=parse_runs, default=parse_runs(DEFAULT_RUNS))
     parser.add_argument("--kernels", help="names by comma; default: every one that works")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
@@ -222,7 +306,8 @@ def kernel_names(options: argparse.Namespace, console: Console) -> list[str]:
     """Those asked for, or all fast ones that work here, the two CUDA kernels mixed included."""
     if options.kernels:
         return options.kernels.split(",")
-    reasons = available(options.device, DTYPES[options.dtype], options.dim)
+    group = options.heads // options.kv_heads
+    reasons = available(options.device, DTYPES[options.dtype], options.dim, group=group)
     for name, reason in reasons.items():
         console.print(f"{name}: {reason or 'works'}", highlight=False)
     names = [name for name, reason in reasons.items() if reason is None and name != "math"]
@@ -235,7 +320,7 @@ def measure(device: Device, names: list[str], options: argparse.Namespace) -> li
     small = Shape(2, 64, 64)
     for run in group_steps(
         device,
-        choose("math", device.name, device.dtype, device.dim),
+        device.kernel("math"),
         small,
         small.lengths(equal=True),
     ).values():
@@ -267,9 +352,11 @@ def main() -> None:
     single = [name for name in names if "+" not in name]
     new = [time_new_shapes(device, name, options.shapes[0], options.new_shapes) for name in single]
     show(console, "attention of one group, forward and backward, ms", groups)
+    runs = measure_runs(device, names, options)
     show(console, "surplus of a dense block's first call at a new size, ms", new)
+    show(console, "runs side by side, ms", runs)
     if options.json:
-        report = {"versions": versions, "groups": groups, "new_shapes": new}
+        report = {"versions": versions, "groups": groups, "new_shapes": new, "runs": runs}
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""The kernel `auto` on a GPU: cuDNN where its plan pays, FlashAttention-2 elsewhere.
+"""The kernel `auto` on a GPU without FlashAttention-4: cuDNN where its plan pays, else FA2.
 
 cuDNN is faster on large blocks but builds a plan, on the host, for every new shape, and the lengths
 of real rollouts are new in every step. A shape changes to cuDNN when the time that cuDNN would have

@@ -1,9 +1,10 @@
 """Chooses the attention kernel: by name, or by trying what works here.
 
-A name is `math`, `flash_cpu`, `flash` or `cudnn` (megatron_prefix/attention/operators.py), or two
-of them: `a+b` takes runs without a mask to `a` and causal runs to `b`. cuDNN is fastest on long
-runs but builds a plan, on the host, for every new shape; FlashAttention-2 (`flash`) takes any shape
-at once, and unequal runs in one call. `cudnn+flash` needs plans for runs without a mask only.
+A name is `math`, `flash_cpu`, `flash`, `cudnn` or `fa4` (megatron_prefix/attention/operators.py),
+or two of them: `a+b` takes runs without a mask to `a` and causal runs to `b`. FlashAttention-4
+(`fa4`, an extra) takes any shape at once, unequal runs in one call, and is fastest where it runs.
+cuDNN is fast on long runs but builds a plan, on the host, for every new shape; FlashAttention-2
+(`flash`) takes any shape as `fa4` does. `cudnn+flash` needs plans for runs without a mask only.
 benchmarks/bench_kernels.py measures them.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,7 +20,9 @@ from torch import Tensor
 from megatron_prefix.attention.adaptive import AdaptiveKernel
 from megatron_prefix.attention.interface import Aux, Gradients, Kernel, Partial, Runs
 from megatron_prefix.attention.operators import (
+    FA4_SHORT,
     CudnnKernel,
+    Fa4Kernel,
     FlashCpuKernel,
     FlashKernel,
     MathKernel,
@@ -62,9 +66,13 @@ class CompositeKernel:
 
 
 KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel for kernel in (MathKernel(), FlashCpuKernel(), FlashKernel(), CudnnKernel())
+    kernel.name: kernel
+    for kernel in (MathKernel(), FlashCpuKernel(), FlashKernel(), CudnnKernel(), Fa4Kernel())
 }
-_AUTO = {"cuda": ("cudnn", "flash", "math"), "cpu": ("flash_cpu", "math")}
+PROBE_ROWS = FA4_SHORT + 32
+"""Queries of a probe: long enough for every call that has to be compiled."""
+Probe = Callable[[str], "str | None"]
+_AUTO = {"cuda": ("fa4", "cudnn", "flash", "math"), "cpu": ("flash_cpu", "math")}
 
 
 def available(
@@ -72,17 +80,22 @@ def available(
     dtype: torch.dtype,
     head_dim: int,
     head_dim_v: int | None = None,
+    group: int = 2,
 ) -> dict[str, str | None]:
     """Every kernel by name, with the reason why it does not work here; None: it works.
 
-    Each kernel runs tiny blocks of each kind, forward and backward, and is compared with `math`
-    under the numerics policy; the answer is cached. ``head_dim_v`` is ``head_dim`` if None.
+    Each kernel runs small blocks of each kind, forward and backward, and is compared with `math`
+    under the numerics policy; the answer is cached. `fa4` compiles here, for about half a minute.
+
+    Args:
+        device: where it is to run.
+        dtype: of queries, keys and values.
+        head_dim: width of a head of queries and keys.
+        head_dim_v: width of a head of values; ``head_dim`` if None.
+        group: query heads of each K/V head.
     """
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    width_v = head_dim if head_dim_v is None else head_dim_v
-    return {name: _probed(name, device, dtype, head_dim, width_v) for name in KERNELS}
+    probe = _probe(device, dtype, head_dim, head_dim_v, group)
+    return {name: probe(name) for name in KERNELS}
 
 
 def choose(
@@ -92,76 +105,103 @@ def choose(
     head_dim: int,
     head_dim_v: int | None = None,
     num_layers: int = 1,
+    group: int = 2,
 ) -> Kernel:
     """The kernel called ``name`` (see the table above), or the best one here for "auto".
 
-    "auto" is `math` for fp64 and torch's flash on the CPU; on CUDA cuDNN or FlashAttention-2 by
-    shape (megatron_prefix/attention/adaptive.py), or whichever of them works. A kernel that does
-    not work here is a UserError that says why and which do. ``num_layers`` is how many attention
-    layers will use it.
+    "auto" is `math` for fp64 and torch's flash on the CPU; on CUDA FlashAttention-4, else cuDNN or
+    FlashAttention-2 by shape (megatron_prefix/attention/adaptive.py), or whichever of them works. A
+    kernel that does not work here is a UserError that says why and which do. ``num_layers`` is how
+    many attention layers will use it; the others as in `available`. Only kernels that could be
+    chosen are tried.
     """
-    reasons = available(device, dtype, head_dim, head_dim_v)
+    probe = _probe(device, dtype, head_dim, head_dim_v, group)
     if name == "auto":
-        if reasons["cudnn"] is None and reasons["flash"] is None:
+        best = _best(probe, torch.device(device), dtype)
+        if best == "cudnn" and probe("flash") is None:
             return AdaptiveKernel(KERNELS["cudnn"], KERNELS["flash"], num_layers)
-        return KERNELS[_best(reasons, torch.device(device), dtype)]
+        return KERNELS[best]
     parts = name.split("+")
-    working = ", ".join(known for known, reason in reasons.items() if reason is None)
     for part in parts:
         if part not in KERNELS or len(parts) > 2:
             known = ", ".join(KERNELS)
             raise UserError(f"attention kernel {name!r} is not auto, one of {known}, or a+b")
-        if reasons[part] is not None:
+        reason = probe(part)
+        if reason is not None:
+            working = ", ".join(known for known in KERNELS if probe(known) is None)
             raise UserError(
-                f"attention kernel {part!r} does not work here: {reasons[part]}; use {working}"
+                f"attention kernel {part!r} does not work here: {reason}; use {working}"
             )
     return KERNELS[parts[0]] if len(parts) == 1 else CompositeKernel(*(KERNELS[p] for p in parts))
 
 
-def _best(reasons: dict[str, str | None], device: torch.device, dtype: torch.dtype) -> str:
+def _best(probe: Probe, device: torch.device, dtype: torch.dtype) -> str:
     order = ("math",) if dtype is torch.float64 else _AUTO.get(device.type, ("math",))
     for name in order:
-        if reasons[name] is None:
+        reason = probe(name)
+        if reason is None:
             return name
-        logger.info("attention kernel %s does not work here: %s", name, reasons[name])
-    raise UserError(f"no attention kernel for {dtype} on {device}: {reasons['math']}")
+        logger.info("attention kernel %s does not work here: %s", name, reason)
+    raise UserError(f"no attention kernel for {dtype} on {device}: {reason}")
+
+
+def _probe(
+    device: torch.device | str, dtype: torch.dtype, head_dim: int, head_dim_v: int | None,
+    group: int,
+) -> Probe:  # fmt: skip
+    """Why a kernel does not work for these heads, by its name."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    width_v = head_dim if head_dim_v is None else head_dim_v
+    return lambda name: _probed(name, device, dtype, head_dim, width_v, group)
 
 
 @functools.cache
 def _probed(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    group: int = 2,
 ) -> str | None:
-    """Tries one kernel on tiny blocks; returns why it fails, or None."""
+    """Tries one kernel on small blocks; returns why it fails, or None."""
     if not dtype.is_floating_point:
         return f"needs a floating dtype, got {dtype}"
     source = torch.Generator().manual_seed(0)  # leaves the global random state alone
 
-    def random(num: int, heads: int, width: int) -> Tensor:
-        return torch.randn(num, heads, width, generator=source).to(device, dtype)
+    def random(heads: int, width: int) -> Tensor:
+        return torch.randn(PROBE_ROWS, heads, width, generator=source).to(device, dtype)
 
-    q, dout = random(16, 4, head_dim), random(16, 4, head_dim_v)
-    k, v = random(16, 2, head_dim), random(16, 2, head_dim_v)
+    q, dout = random(2 * group, head_dim), random(2 * group, head_dim_v)
+    k, v = random(2, head_dim), random(2, head_dim_v)
     kernel, truth = KERNELS[name], KERNELS["math"]
     try:
         refusal = kernel.refusal(q, k, v)
         if refusal is not None or kernel is truth:
             return refusal
+        terms = max(PROBE_ROWS * group, head_dim)
         for got, wanted in zip(
-            _tiny_run(kernel, dout, q, k, v), _tiny_run(truth, dout, q, k, v), strict=True
+            _small_run(kernel, dout, q, k, v), _small_run(truth, dout, q, k, v), strict=True
         ):
-            assert_close(got, wanted, max(16, head_dim), dtype, f"the probe of {name}")
+            assert_close(got, wanted, terms, dtype, f"the probe of {name}")
     except Exception as error:  # noqa: BLE001 - a private operator may throw anything
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
     return None
 
 
-def _tiny_run(kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Every result of one run with fewer keys than queries, and of uneven runs with and without a
-    mask."""
-    scale, lengths = q.shape[-1] ** -0.5, (5, 11)
+def _small_run(kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Every result of one run and of uneven runs, with and without a mask."""
+    scale, lengths = q.shape[-1] ** -0.5, (5, PROBE_ROWS - 5)
     results: list[Tensor] = []
     with torch.no_grad():
-        for runs in (Runs.dense(16, 9), Runs.own(lengths), Runs(lengths, (9, 7))):
+        for runs in (
+            Runs.dense(PROBE_ROWS, PROBE_ROWS - 9),
+            Runs.own((PROBE_ROWS,)),
+            Runs.own(lengths),
+            Runs(lengths, (PROBE_ROWS - 7, 7)),
+        ):
             call = (q, k[: sum(runs.keys)], v[: sum(runs.keys)])
             part = kernel.forward(*call, runs, scale)
             results += [part.out, part.lse, *kernel.backward(dout, *call, *part, runs, scale)]

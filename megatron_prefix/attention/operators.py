@@ -1,4 +1,4 @@
-"""Four stock kernels; the only file that names private torch operators.
+"""Five stock kernels; the only file that names private operators of torch and flash-attn-4.
 
 | name        | operator                                          | takes                         |
 |-------------|---------------------------------------------------|-------------------------------|
@@ -6,6 +6,7 @@
 | `flash_cpu` | aten._scaled_dot_product_flash_attention_for_cpu  | CPU, dv = d                   |
 | `flash`     | aten._flash_attention_forward: FlashAttention-2   | CUDA, 16 bit, dv = d          |
 | `cudnn`     | aten._scaled_dot_product_cudnn_attention          | CUDA, 16 bit                  |
+| `fa4`       | flash_attn.cute: FlashAttention-4                 | Hopper and Blackwell, 16 bit  |
 
 All but `math` get q, k and v as views. megatron_prefix/attention/kernels.py chooses among them.
 """
@@ -13,7 +14,10 @@ All but `math` get q, k and v as views. megatron_prefix/attention/kernels.py cho
 from __future__ import annotations
 
 import functools
+import importlib
+import logging
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +34,12 @@ from megatron_prefix.attention.interface import (
 )
 from megatron_prefix.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 aten = torch.ops.aten
+
+FA4_SHORT = 256
+"""Queries or keys up to which flash-attn-4 compiles a call for itself (see `Fa4Kernel`)."""
 
 
 class MathKernel(Batched):
@@ -209,6 +218,73 @@ class CudnnKernel(_Aligned):
         return dq, dk, dv
 
 
+class Fa4Kernel(Batched):
+    """FlashAttention-4: one long run is a dense call, anything else one varlen call.
+
+    It needs no plan for a shape, but compiles for seconds: for each dtype, pair of widths, number
+    of query heads a K/V head, mask, and dense or varlen call; again for calls of one or two tiles,
+    and for more than 256 runs. So short runs are varlen calls too, whose bounds on the lengths are
+    never short. What is left are four forwards and four backwards, which probing compiles before
+    the first step (attention/kernels.py); only a call of more than 256 runs compiles later.
+
+    It relies on these facts of flash-attn-4 4.0.0b36, in flash_attn.cute:
+
+    - interface: lse is fp32, [n, h, s] dense and [h, s] varlen. max_seqlen_q and max_seqlen_k
+      are upper bounds, which choose a kernel and size its grid. Strided views with rows aligned to
+      16 bytes are read as they lie, others are copied (cute_dsl_utils, `maybe_contiguous`).
+    - Outputs and gradients are not zeroed first: rows outside every run would stay unwritten. Runs
+      are never empty and cover all rows.
+    - Sums of gradients are fp32, padded for each run (seqlen_info, `padded_offset_k`): wrong if
+      the keys of a run lay before those of the run before it. Those of `Runs` never do.
+    - dk and dv are summed over the query heads of a K/V head in fp32, and rounded once. The order
+      of the sums differs from call to call (``deterministic`` is off).
+    """
+
+    name = "fa4"
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """See `Kernel.refusal`."""
+        return _needs_cuda_16bit(q, k, v) or super().refusal(q, k, v) or _needs_fa4(q, k, v)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
+        """See `Kernel.forward`."""
+        batches(runs, q.shape[0], k.shape[0])  # refuses runs that do not fit
+        if _is_long(runs):
+            return super().forward(q, k, v, runs, scale)
+        return Partial(*self.attend(q, k, v, scale, runs.causal, **_fa4_runs(runs, q.device)))
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
+        runs: Runs, scale: float,
+    ) -> Gradients:  # fmt: skip
+        """See `Kernel.backward`."""
+        batches(runs, q.shape[0], k.shape[0])
+        if _is_long(runs):
+            return super().backward(dout, q, k, v, out, lse, aux, runs, scale)
+        saved = Saved(dout, q, k, v, out, lse)
+        return self.attend_backward(saved, aux, scale, runs.causal, **_fa4_runs(runs, q.device))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, **lengths: Any
+    ) -> tuple[Tensor, Tensor, Aux]:
+        """See `Batched.attend`; with ``lengths`` of runs the tensors have no leading dimension."""
+        _say_that_it_compiles(q.dtype, q.shape[-1], v.shape[-1], q.shape[-2] // k.shape[-2])
+        out, lse, *_ = _fa4()._flash_attn_fwd(
+            q, k, v, softmax_scale=scale, causal=causal, return_lse=True, **lengths
+        )
+        return out, lse, ()
+
+    def attend_backward(
+        self, saved: Saved, aux: Aux, scale: float, causal: bool, **lengths: Any
+    ) -> Gradients:
+        """See `Batched.attend_backward`; ``lengths`` as in `attend`."""
+        dout, q, k, v, out, lse = saved
+        dq, dk, dv = _fa4()._flash_attn_bwd(
+            q, k, v, out, dout, lse.contiguous(), softmax_scale=scale, causal=causal, **lengths
+        )
+        return dq, dk, dv
+
+
 def _needs_cuda_16bit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why the CUDA kernels cannot take these tensors; None if they can."""
     if q.device.type != "cuda":
@@ -238,6 +314,62 @@ def _misaligned(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> str | None:
         if x.data_ptr() % 16:
             return f"needs tensors aligned to 16 bytes, got one {x.data_ptr() % 16} bytes off"
     return None
+
+
+def _needs_fa4(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why flash-attn-4 cannot take tensors that `_needs_cuda_16bit` lets pass; None if it can."""
+    major, minor = torch.cuda.get_device_capability(q.device)
+    widths = (q.shape[-1], v.shape[-1])
+    if major not in (9, 10):
+        return f"runs on Hopper and Blackwell (capability 9.x and 10.x), got {major}.{minor}"
+    if major == 9 and widths[0] != widths[1] and q.shape[1] != k.shape[1]:
+        # flash_attn.cute.flash_bwd_sm90, FlashAttentionBackwardSm90
+        return f"needs values as wide as queries where K/V heads are shared, got {widths}"
+    if major == 10 and max(widths) > 128 and widths not in ((192, 128), (256, 256)):
+        # flash_attn.cute.interface, _validate_head_dims
+        return f"takes head widths up to 128, (192, 128) and (256, 256) on Blackwell, got {widths}"
+    try:
+        _fa4()
+    except ImportError as error:
+        why = str(error).strip().splitlines()[0]
+        return f"needs flash-attn-4: pip install 'megatron_prefix[fa4]' ({why})"
+    return None
+
+
+@functools.cache
+def _fa4() -> Any:
+    """The module of flash-attn-4 whose functions return and take a log-sum-exp.
+
+    Imported at the first use: it loads a compiler. Raises ImportError without the package.
+    """
+    return importlib.import_module("flash_attn.cute.interface")
+
+
+@functools.cache
+def _say_that_it_compiles(dtype: torch.dtype, width: int, width_v: int, group: int) -> None:
+    """Once for what flash-attn-4 compiles for."""
+    logger.warning(
+        "attention kernel fa4 compiles for %s, head widths %d and %d, %d query heads a K/V head: "
+        "about half a minute, once a process (FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps the "
+        "result on disk)",
+        *(dtype, width, width_v, group),
+    )
+
+
+def _is_long(runs: Runs) -> bool:
+    """Whether this is one run that flash-attn-4 takes as a dense call."""
+    return len(runs.queries) == 1 and min(runs.queries[0], runs.keys[0]) > FA4_SHORT
+
+
+def _fa4_runs(runs: Runs, device: torch.device) -> dict[str, Any]:
+    """The varlen arguments of flash-attn-4."""
+    q_starts, k_starts, longest_q, longest_k = _varlen(runs, device)
+    return {
+        "cu_seqlens_q": q_starts,
+        "cu_seqlens_k": k_starts,
+        "max_seqlen_q": max(longest_q, FA4_SHORT + 1),
+        "max_seqlen_k": max(longest_k, FA4_SHORT + 1),
+    }
 
 
 def _needs_equal_widths(q: Tensor, v: Tensor) -> str | None:

@@ -4,31 +4,43 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_prefix.cli import bench_memory, report
-from megatron_prefix.cli.arguments import add_lengths, config_of, whole
+from megatron_prefix.cli.arguments import (
+    add_baseline,
+    add_lengths,
+    baseline_of,
+    config_of,
+    whole,
+)
 from megatron_prefix.cli.modelling import add_model, machine, model_options
 from megatron_prefix.errors import StepOutOfMemory, UserError
 
 HELP = """\
-Times Megatron-Core's stock schedule and the prefix schedule on synthetic flat groups, in one
-process and one run, and compares the speedup with the bound by the FLOP count. First both schedules
-are aligned on a small group and a model of the same kind with few layers; if that fails, no speedup
-is reported and the exit code is 1. `bench memory` measures the device memory of a step under each
-memory policy, next to the stock schedule and the prediction of the memory model."""
+Times Megatron-Core's stock schedule and the prefix schedule on the same microbatches, packed as
+trainers pack them, in one process and one run, and compares the speedup with the bound by the FLOP
+count: on synthetic flat groups, or with --rollouts and --steps on consecutive steps of new groups.
+First both schedules are aligned on a small group and a model of the same kind with few layers; if
+that fails, no speedup is reported and the exit code is 1. `bench memory` measures the device memory
+of a step under each memory policy (one rollout a microbatch), next to the stock schedule and the
+prediction of the memory model."""
 EPILOG = """\
 examples:
   megatron-prefix bench --shapes 1024:64:8 --set hidden_size=512 --set num_attention_heads=8
   megatron-prefix bench --model llama3-8b --dtype bfloat16 --device cuda \\
       --shapes 10240:2048:8 16384:64:9 --bench-json bench.json --plot bench.png
+  megatron-prefix bench --model qwen3-8b --set num_layers=12 --dtype bfloat16 --device cuda \\
+      --rollouts rollouts.jsonl.gz --groups 8 --steps 4 --pack-tokens 16384
+  megatron-prefix bench --rollouts rollouts.jsonl.gz --groups 2 --steps 2 --prefix-schedule auto
   megatron-prefix bench memory --shapes 512:64:4 --frontier 64 --capacity-gb 1
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    # long: a list of options, each with its help
     """The verb's options."""
     parser.add_argument(
         "what",
@@ -54,14 +66,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="real rollouts; one row a file",
     )
     for option, least, usual, text in (
-        ("--groups", 1, 4, "groups a file (default 4)"),
+        ("--groups", 1, 4, "groups a step (default 4)"),
+        ("--steps", 1, None, "time N consecutive steps of a file, each once and of new groups,"
+         " after one that is not timed (default: its first step, --repeats times)"),
         ("--max-tokens", 2, None, "shorten rollouts to N tokens"),
-        ("--repeats", 0, 3, "timed calls of each (default 3)"),
+        ("--repeats", 0, 3, "timed calls of each step without --steps (default 3)"),
         ("--align-layers", 1, 2, "layers of the aligned model (default 2)"),
-    ):
+    ):  # fmt: skip
         group.add_argument(option, type=whole(least), default=usual, metavar="N", help=text)
+    group.add_argument(
+        "--prefix-schedule",
+        choices=("on", "auto"),
+        default="on",
+        help="on (default): the prefix schedule; auto: in steps where the cost model says that it"
+        " pays, else the stock one",
+    )
     group.add_argument("--bench-json", metavar="FILE", help="write the result as JSON to FILE too")
     group.add_argument("--plot", metavar="FILE", help="draw speedups and bounds (png, svg, pdf)")
+    add_baseline(parser)
     bench_memory.add_arguments(parser)
     add_model(parser, model="tiny-llama", dtype="float32")
     add_lengths(parser)
@@ -81,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--repeats 0 is for `bench memory`; give 1 or more")
     if args.chunk_tokens == "auto":
         raise UserError("--chunk-tokens auto: give a number; `plan --chunk-tokens auto` finds one")
+    if args.steps is not None and not args.rollouts:
+        raise UserError("--steps is for rollout files; give --rollouts FILE, or leave it out")
     verdict, rows, failures = _measure(args, shapes)
     result = {
         **machine(args),
@@ -99,79 +123,136 @@ def _measure(args: argparse.Namespace, shapes: list[Any]) -> tuple[Any, list[Any
 
     from megatron_prefix import runtime
     from megatron_prefix.bench import steps
-    from megatron_prefix.models import presets
 
-    options = model_options(args)
-    config = config_of(args)
-    spec = presets.resolve(options.model, **dict(options.overrides))
-    spec = spec if spec.vocab_size else spec.with_vocab(2048)
+    options, config, baseline = model_options(args), config_of(args), baseline_of(args)
+    spec, files = _files(args, options)
+    work = [*_shapes(args, shapes, spec, config), *_steps(args, files, config)]
     layout = runtime.Layout()
     runtime.initialize(layout, options.device, options.seed)
     try:
-        [verdict] = steps.aligned(options, spec, layout, [config], args.align_layers)
+        [verdict] = steps.aligned(options, spec, layout, [config], args.align_layers, baseline)
         if not verdict.passed:
             return verdict, [], []
         chunks = options.build(spec, layout)
-        known: dict[str, tuple[float, float]] = {}
+        known: dict[str, steps.Measured] = {}
         rows, failures = [], []
-        work = list(_work(args, shapes, spec, config))
-        for name, groups, one in report.watched(args, work, "rows timed", len(work)):
+        for one in report.watched(args, work, "rows timed", len(work)):
             try:
                 rows.append(
-                    steps.time_groups(
-                        name, groups, spec, chunks, one,
-                        repeats=args.repeats, seed=args.seed, stock_times=known,
-                    )
-                )  # fmt: skip
+                    steps.time_work(one, spec, chunks, baseline, seed=args.seed, stock_times=known)
+                )
             except (torch.OutOfMemoryError, StepOutOfMemory) as error:
-                failures.append(f"{name}: {str(error).partition('.')[0]}")
+                failures.append(f"{one.name}: {str(error).partition('.')[0]}")
                 steps.free_memory()
         return verdict, rows, failures
     finally:
         runtime.shutdown()
 
 
-def _work(
-    args: argparse.Namespace, shapes: list[Any], spec: Any, config: Any
-) -> Iterator[tuple[str, list[Any], Any]]:
-    """Name, groups and configuration of every row."""
+def _files(args: argparse.Namespace, options: Any) -> tuple[Any, dict[str, list[Any]]]:
+    """The model's shape, and the groups of every file.
+
+    A preset without a vocabulary gets that of the rollouts, at least 2048.
+    """
     from megatron_prefix.cli.inputs import load_groups
+    from megatron_prefix.models import presets
+    from megatron_prefix.rl.job import fit_vocabulary
+
+    spec = presets.resolve(options.model, **dict(options.overrides))
+    own = spec.vocab_size is not None
+    wanted = args.groups * (1 if args.steps is None else args.steps + 1)
+    found = []
+    for path in args.rollouts:
+        one_file = argparse.Namespace(**{**vars(args), "rollouts": [path], "groups": wanted})
+        groups, _ = load_groups(one_file, spec.vocab_size)
+        if args.steps is not None and len(groups) < wanted:
+            raise UserError(
+                f"{path} has {report.counted(len(groups), 'group')} that can be used, and --steps"
+                f" {args.steps} of --groups {args.groups} need {wanted}, {args.groups} of them to"
+                " warm up; give fewer"
+            )
+        found.append(groups)
+    if found:
+        spec, mapped = fit_vocabulary(options, [group for groups in found for group in groups])
+        rest = iter(mapped)
+        found = [[next(rest) for _ in groups] for groups in found]
+    if not own:
+        spec = dataclasses.replace(spec, vocab_size=max(2048, spec.vocab_size or 0))
+    return spec, dict(zip(args.rollouts, found, strict=True))
+
+
+def _shapes(args: argparse.Namespace, shapes: list[Any], spec: Any, config: Any) -> Iterator[Any]:
+    """The rows of the synthetic shapes."""
+    from megatron_prefix.bench.steps import Work
 
     for shape in shapes:
         wave = config.segment_tokens if shape.segment_tokens is None else shape.segment_tokens
-        group = shape.group(spec.vocab_size, args.seed)
-        yield shape.name, [group], dataclasses.replace(config, segment_tokens=wave)
-    for path in args.rollouts:
-        one_file = argparse.Namespace(**{**vars(args), "rollouts": [path]})
-        groups, _ = load_groups(one_file, spec.vocab_size)
-        yield Path(path).name, groups, config
+        groups = [shape.group(spec.vocab_size, args.seed)]
+        one = dataclasses.replace(config, segment_tokens=wave)
+        yield Work(shape.name, one, groups, [groups], args.repeats)
+
+
+def _steps(args: argparse.Namespace, files: dict[str, list[Any]], config: Any) -> Iterator[Any]:
+    """The rows of the rollout files."""
+    from megatron_prefix.bench.steps import Work
+
+    for path, groups in files.items():
+        name = Path(path).name
+        if args.steps is None:
+            yield Work(name, config, groups, [groups], args.repeats)
+            continue
+        first, *rest = (
+            groups[number : number + args.groups] for number in range(0, len(groups), args.groups)
+        )
+        yield Work(name, config, first, rest)
 
 
 def _print(args: argparse.Namespace, verdict: Any, rows: list[Any]) -> None:
     if not verdict.passed:
         print("NOT aligned, so nothing was timed:", *verdict.failures, sep="\n  ")
         return
-    table = report.new_table(f"{args.model}, {args.dtype}, {args.device}: a step of one group")
+    baseline = baseline_of(args)
+    packs = f"packs of {report.number(baseline.pack_tokens)} tokens"
+    table = report.new_table(
+        f"{args.model}, {args.dtype}, {args.device}: a step, both schedules on"
+        f" {packs if baseline.packed else 'one rollout a microbatch'}"
+    )
     columns = (
         "P:R:n",
         "wave",
+        "tokens",
+        "executed",
+        "segments",
         "stock ms",
         "prefix ms",
         "speedup",
         "bound",
         "of it",
-        "peak GiB",
-        "predicted",
+        "peak GiB (predicted)",
     )
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            row.name, str(row.segment_tokens), f"{row.stock_ms:.1f}", f"{row.prefix_ms:.1f}",
-            f"{row.speedup:.2f}x", f"{row.bound:.2f}x", f"{row.of_bound:.3f}",
-            f"{row.stock_gib:.1f}, {row.prefix_gib:.1f}", f"{row.predicted_gib:.1f}",
+            row.name.partition(".")[0], str(row.segment_tokens), report.number(row.raw_tokens),
+            report.number(row.executed_tokens), str(row.segments), f"{row.stock_ms:.1f}",
+            f"{row.prefix_ms:.1f}", f"{row.speedup:.2f}x", f"{row.bound:.2f}x",
+            f"{row.of_bound:.3f}",
+            f"{row.stock_gib:.1f}, {row.prefix_gib:.1f} ({row.predicted_gib:.1f})",
         )  # fmt: skip
     report.print_rich(table)
+    _print_steps([row for row in rows if row.steps > 1])
+
+
+def _print_steps(rows: Sequence[Any]) -> None:
+    """Every step's times, where there are several."""
+    for row in rows:
+        for name, times in (("stock", row.stock_step_ms), ("prefix", row.prefix_step_ms)):
+            print(f"{row.name}, {name}, ms a step: {', '.join(f'{one:.1f}' for one in times)}")
+        print(
+            f"{row.name}: {row.speedup:.2f}x of {row.steps} steps together,"
+            f" {row.median_speedup:.2f}x of their medians; shared in {row.shared_steps}"
+        )
 
 
 def _plot(path: str, rows: list[Any]) -> None:

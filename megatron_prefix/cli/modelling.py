@@ -85,7 +85,8 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         "--kernel",
         default="auto",
         metavar="NAME",
-        help="attention kernel: math, flash_cpu, flash, cudnn, dense+causal, or auto (default)",
+        help="attention kernel: math, flash_cpu, flash, cudnn, fa4, dense+causal, or auto"
+        " (default)",
     )
     group.add_argument(
         "--seed",

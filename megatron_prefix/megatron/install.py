@@ -252,9 +252,18 @@ def _softmax_scale(attention: Any, core: Any) -> float:
     return 1.0 / math.sqrt(config.kv_channels)
 
 
+def _group(config: Any) -> int:
+    """Query heads of each K/V head on a rank; a rank of tensor parallelism has at least one."""
+    ranks = config.tensor_model_parallel_size
+    kv_heads = config.num_query_groups or config.num_attention_heads
+    return max(config.num_attention_heads // ranks // max(kv_heads // ranks, 1), 1)
+
+
 def _choose_kernel(name: str, model: Any, num_layers: int) -> Kernel:
     parameter = next(model.parameters())
     dim = model.config.kv_channels
-    kernel = choose(name, parameter.device, parameter.dtype, dim, dim, num_layers)
+    kernel = choose(
+        name, parameter.device, parameter.dtype, dim, dim, num_layers, _group(model.config)
+    )
     logger.info("attention blocks run on kernel %s", kernel.name)
     return kernel

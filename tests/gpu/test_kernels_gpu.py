@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -29,10 +30,19 @@ ODD = {
 }
 
 
-def working(name: str, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> Kernel:
+LONG = {  # fa4's dense calls, and both calls beside each other
+    "one long run": Case((700,), (530,), heads=8, kv_heads=2),
+    "long runs": Case((1000, 300), (300, 513, 270), heads=8, kv_heads=2),
+    "many short runs": Case((90,), tuple(range(1, 60)), heads=8, kv_heads=2),
+}
+
+
+def working(
+    name: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, group: int = 2
+) -> Kernel:
     """The kernel, or a skip that says why this machine cannot run it."""
     try:
-        return choose(name, "cuda", dtype, head_dim, head_dim_v)
+        return choose(name, "cuda", dtype, head_dim, head_dim_v, group=group)
     except UserError as reason:
         pytest.skip(str(reason))
 
@@ -44,7 +54,8 @@ def test_a_fused_kernel_works_on_this_device() -> None:
     reasons = available("cuda", torch.bfloat16, 128)
     assert reasons["math"] is None and reasons["flash"] is None, reasons
     auto = choose("auto", "cuda", torch.bfloat16, 128).name
-    assert auto in ("cudnn or flash by shape", "cudnn", "flash"), reasons
+    others = ("cudnn or flash by shape", "cudnn", "flash")
+    assert auto in (("fa4",) if reasons["fa4"] is None else others), reasons
     assert choose("auto", "cuda", torch.float64, 128).name == "math"
     assert choose("auto", "cuda", torch.float32, 128).name == "math"
 
@@ -59,6 +70,68 @@ def test_blocks_match_full_attention(
 ) -> None:
     kernel = working(name, dtype, head_dim, head_dim)
     check(kernel, replace(case, dim=head_dim, dim_v=head_dim), dtype, device="cuda")
+
+
+@pytest.mark.parametrize("group", [4, 1, 7])
+def test_fa4_matches_full_attention(group: int) -> None:
+    """One number of query heads a K/V head at a time: it compiles for each."""
+    kernel = working("fa4", torch.bfloat16, 128, 128, group)
+    for case in (*CASES.values(), *ODD.values(), *LONG.values()):
+        heads = dict(heads=2 * group, kv_heads=2, dim=128, dim_v=128)
+        check(kernel, replace(case, **heads), torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("widths", [(64, 64), (256, 256), (192, 128), (128, 64)], ids=str)
+def test_fa4_at_other_widths(widths: tuple[int, int]) -> None:
+    group = 2 if widths[0] == widths[1] else 1  # on Hopper shared heads are as wide as queries
+    kernel = working("fa4", torch.bfloat16, *widths, group)
+    for case in (CASES["uneven rollouts"], CASES["three ancestors"], *LONG.values()):
+        heads = dict(heads=2 * group, kv_heads=2, dim=widths[0], dim_v=widths[1])
+        check(kernel, replace(case, **heads), torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fa4_takes_any_strides(layout: str) -> None:
+    kernel = working("fa4", torch.float16, 64, 64)
+    for case in (CASES["equal rollouts"], CASES["uneven rollouts"], LONG["one long run"]):
+        heads = dict(heads=4, kv_heads=2, dim=64, dim_v=64)
+        check(kernel, replace(case, **heads), torch.float16, layout, "cuda")
+
+
+def test_fa4_reads_a_slice_of_a_cache_as_it_lies() -> None:
+    """K/V of a range of a layer's arena, K beside V: no copy, and the same numbers as from one."""
+    kernel = working("fa4", torch.bfloat16, 128, 128)
+    for runs in (Runs.dense(600, 520), Runs((200, 400), (20, 500))):
+        arena = torch.randn(4096, 2, 2, 128, device="cuda").to(torch.bfloat16)
+        q, dout = (torch.randn(600, 4, 128, device="cuda").to(torch.bfloat16) for _ in range(2))
+        k, v = arena[1000:1520, 0], arena[1000:1520, 1]
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        part = kernel.forward(q, k, v, runs, 0.1)
+        held = torch.cuda.max_memory_allocated() - before
+        assert held < 1.1 * (part.out.nbytes + part.lse.nbytes) + (1 << 16)
+        copied = kernel.forward(q, k.contiguous(), v.contiguous(), runs, 0.1)
+        assert torch.equal(part.out, copied.out) and torch.equal(part.lse, copied.lse)
+        truth = KERNELS["math"].forward(q, k, v, runs, 0.1)
+        wanted = KERNELS["math"].backward(dout, q, k, v, *truth, runs, 0.1)
+        got = kernel.backward(dout, q, k, v, *part, runs, 0.1)
+        for one, other, what in zip(got, wanted, ("dq", "dk", "dv"), strict=True):
+            assert_close(one, other, 1200, torch.bfloat16, what)
+
+
+def test_fa4_compiles_before_the_first_step() -> None:
+    """What probing left to compile would stop a step for seconds."""
+    kernel = working("fa4", torch.bfloat16, 128, 128)
+    library = importlib.import_module("flash_attn.cute.interface")
+    names = ("_flash_attn_fwd", "_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert")
+    caches = [getattr(library, name).compile_cache.cache for name in names]
+    before = [len(cache) for cache in caches]
+    assert min(before) > 0
+    for case in (*CASES.values(), *ODD.values(), *LONG.values()):
+        alike = replace(case, heads=4, kv_heads=2, dim=128, dim_v=128)
+        by_blocks(kernel, alike, make(alike, torch.bfloat16, device="cuda"))
+    assert [len(cache) for cache in caches] == before
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -91,13 +164,13 @@ def test_math_in_full_precision(case: Case, dtype: torch.dtype) -> None:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-@pytest.mark.parametrize("name", ["flash", "cudnn"])
+@pytest.mark.parametrize("name", ["flash", "cudnn", "fa4"])
 def test_no_step_of_a_wave_waits_for_the_device(name: str) -> None:
     """Forward, merge and backward of an uneven wave never seen before, without a host sync."""
     kernel = working(name, torch.bfloat16, 64, 64)
-    lengths = (17, 5, 11) if name == "flash" else (11, 11, 11)
+    lengths = (11, 11, 11) if name == "cudnn" else (17, 5, 11)
     case = Case((70, 33), lengths, dim=64, dim_v=64)
-    warm = replace(case, lengths=(11, 17, 5) if name == "flash" else lengths)
+    warm = replace(case, lengths=lengths if name == "cudnn" else (11, 17, 5))
     by_blocks(kernel, warm, make(warm, torch.bfloat16, device="cuda"))  # compiles, builds plans
     tensors = make(case, torch.bfloat16, device="cuda")
     torch.cuda.synchronize()
@@ -119,7 +192,7 @@ def test_a_misaligned_tensor_is_refused() -> None:
 
 def test_fp32_is_refused_by_the_fused_kernels() -> None:
     reasons = available("cuda", torch.float32, 64)
-    assert "float32" in (reasons["flash"] or "") and "float32" in (reasons["cudnn"] or "")
+    assert all("float32" in (reasons[name] or "") for name in ("flash", "cudnn", "fa4"))
 
 
 @pytest.mark.parametrize("num", [2, 3, 5, 9])

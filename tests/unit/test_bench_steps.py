@@ -1,8 +1,11 @@
-"""`bench`: both schedules are timed in the same way."""
+"""`bench`: both schedules are timed in the same way, on the same microbatches."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,26 +13,119 @@ import torch
 
 from megatron_prefix.bench import steps
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.data.generate import generate
+from megatron_prefix.data.rollouts import Group
 from megatron_prefix.models.presets import resolve
 from megatron_prefix.rl import passes
+from megatron_prefix.rl.baseline import Baseline
+from tests.harness.command_line import BUNDLED, command, failure
 from tests.harness.one_rank import one_rank, small_model
 
+SPEC = resolve("tiny-llama", num_layers=1).with_vocab(64)
+CONFIG = PrefixConfig(min_gain=0)
+BASELINES = (Baseline("rollout"), Baseline("packed", 64), Baseline("packed", 10_000))
 
-def test_both_schedules_are_warmed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: Counter[Any] = Counter()
+
+@pytest.fixture(scope="module")
+def chunks() -> Iterator[list[Any]]:
+    with one_rank():
+        yield [small_model(vocab=64, spec=dict(num_layers=1), dtype=torch.float32)]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[list[int]]]]:
+    """Schedule and tokens of every forward-backward call."""
+    made = []
     run = passes.run
 
-    def counted(schedule: Any, *arguments: Any) -> Any:
-        calls[type(schedule).__name__] += 1
-        return run(schedule, *arguments)
+    def noted(schedule: Any, step: Any, chunks: Any, items: Any) -> Any:
+        made.append((type(schedule).__name__, [item["tokens"].tolist() for item in items]))
+        return run(schedule, step, chunks, items)
 
-    monkeypatch.setattr(passes, "run", counted)
-    shape, spec = steps.GroupShape(24, 8, 3), resolve("tiny-llama", num_layers=1).with_vocab(64)
-    with one_rank():
-        chunks = [small_model(vocab=64, spec=dict(num_layers=1), dtype=torch.float32)]
-        timing = steps.time_groups(
-            "shape", [shape.group(64, 1)], spec, chunks, PrefixConfig(min_gain=0), repeats=2,
-            seed=1, stock_times={},
-        )  # fmt: skip
-    assert timing.executed_tokens < timing.raw_tokens
-    assert list(calls.values()) == [steps.WARM_UP + 2] * 2
+    monkeypatch.setattr(passes, "run", noted)
+    return made
+
+
+def some_groups(num: int) -> list[Group]:
+    return list(generate(num, 24, 8, 3, vocab_size=64, uneven=True))
+
+
+def timed(chunks: list[Any], work: steps.Work, baseline: Baseline) -> steps.Timing:
+    return steps.time_work(work, SPEC, chunks, baseline, seed=1, stock_times={})
+
+
+@pytest.mark.parametrize("baseline", BASELINES, ids=str)
+def test_both_schedules_are_warmed_alike(chunks, calls, baseline) -> None:
+    shape = steps.GroupShape(24, 8, 3)
+    groups = [shape.group(64, 1)]
+    timing = timed(chunks, steps.Work("shape", CONFIG, groups, [groups], repeats=2), baseline)
+    assert timing.executed_tokens < timing.raw_tokens == 3 * 31
+    assert [*Counter(name for name, _ in calls).values()] == [steps.WARM_UP + 2] * 2
+    assert {len(tokens) for _, tokens in calls} == {timing.microbatches}
+    assert (
+        timing.microbatches
+        == {"rollout": 3, "packed": 1 + (baseline.pack_tokens == 64)}[baseline.name]
+    )
+
+
+def test_steps_are_of_new_groups_and_each_is_run_once_by_both(chunks, calls) -> None:
+    groups = some_groups(8)
+    work = steps.Work("file", CONFIG, groups[:2], [groups[2:4], groups[4:6], groups[6:]])
+    timing = timed(chunks, work, BASELINES[1])
+    half = len(calls) // 2
+    stock, prefix = ([tokens for _, tokens in part] for part in (calls[:half], calls[half:]))
+    assert stock == prefix and len(stock) == steps.WARM_UP + 3
+    assert len({str(tokens) for tokens in stock}) == 1 + 3
+    assert timing.steps == timing.shared_steps == len(timing.prefix_step_ms) == 3
+    assert timing.rollouts == 18 and timing.microbatches == sum(map(len, stock[steps.WARM_UP :]))
+    assert timing.raw_tokens == sum(len(r) - 1 for g in groups[2:] for r in g.rollouts)
+    assert timing.speedup == sum(timing.stock_step_ms) / sum(timing.prefix_step_ms)
+    assert timing.median_speedup == timing.stock_ms / timing.prefix_ms
+
+
+def test_steps_that_fall_back_execute_every_token(chunks) -> None:
+    groups = some_groups(4)
+    config = replace(CONFIG, mode="auto", min_speedup=100.0)
+    timing = timed(chunks, steps.Work("file", config, groups[:2], [groups[2:]]), BASELINES[1])
+    assert (timing.shared_steps, timing.segments) == (0, 0)
+    assert timing.executed_tokens == timing.raw_tokens
+
+
+def test_the_bound_counts_attention_pairs_and_everything_that_can_be_shared() -> None:
+    """A prompt of 24 tokens, three responses of 8: 23 positions are shared, the last prompt token
+    predicts tokens of its own, and only those 8 of each rollout need the output layer."""
+    group = steps.GroupShape(24, 8, 3).group(64, 1)
+    cost = steps.cost_model(SPEC)
+    stock = 3 * (31 * (cost.linear + cost.head) + cost.attention * 31 * 32 / 2)
+    shared = 23 * cost.linear + cost.attention * 23 * 24 / 2
+    own = 3 * (8 * (cost.linear + cost.head) + cost.attention * (8 * 23 + 8 * 9 / 2))
+    bound = steps.flop_bound(SPEC, PrefixConfig(min_gain=10**6), [[group]] * 2)
+    assert bound == pytest.approx(stock / (shared + own), rel=1e-12)
+
+
+# The verb -----------------------------------------------------------------------------------------
+
+
+def test_consecutive_steps_of_a_file() -> None:
+    options = "--groups 1 --steps 2 --max-tokens 96 --min-gain 0 --pack-tokens 200".split()
+    options += ["--prefix-schedule", "auto", "--set", "num_layers=1", "--json"]
+    done = command("bench", "--rollouts", BUNDLED, *options)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    [row] = result["rows"]
+    assert result["alignment"]["passed"] and result["alignment"]["baseline"] == "packed"
+    assert (row["baseline"], row["pack_tokens"], row["steps"]) == ("packed", 200, 2)
+    assert len(row["stock_step_ms"]) == len(row["prefix_step_ms"]) == 2
+    assert row["executed_tokens"] < row["raw_tokens"] and row["segments"] > 0
+    assert row["bound"] > 1 and row["microbatches"] < row["rollouts"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "2"], "--steps is for rollout files"),
+        (["--rollouts", BUNDLED, "--groups", "4", "--steps", "99"], "--groups 4 need 400, 4 of"),
+    ],
+)
+def test_steps_that_cannot_be_made_are_refused(capsys, options, message) -> None:
+    assert message in failure(capsys, "bench", *options)

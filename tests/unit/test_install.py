@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 from megatron_prefix.attention.kernels import KERNELS
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.megatron import install as installing
 from megatron_prefix.megatron.install import Hooks, install, uninstall
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.numerics import assert_close
@@ -155,6 +157,24 @@ def test_a_second_install_may_change_the_kernel() -> None:
     assert install(model, "flash_cpu").kernel is KERNELS["flash_cpu"]
     assert install(model, "math").kernel is KERNELS["math"]
     assert install(model, "auto").kernel is KERNELS["flash_cpu"]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "group"),
+    [(32, 8, 1, 4), (32, 8, 4, 4), (32, 2, 4, 8), (16, None, 2, 1), (28, 4, 2, 7)],
+)
+def test_kernels_are_probed_with_the_heads_of_a_rank(
+    heads: int, kv_heads: int | None, ranks: int, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(installing, "choose", lambda *how: asked.append(how) or KERNELS["math"])
+    config = SimpleNamespace(
+        kv_channels=16, num_attention_heads=heads, num_query_groups=kv_heads,
+        tensor_model_parallel_size=ranks,
+    )  # fmt: skip
+    model = SimpleNamespace(config=config, parameters=lambda: iter([torch.zeros(1)]))
+    installing._choose_kernel("auto", model, 3)
+    assert asked == [("auto", torch.device("cpu"), torch.float32, 16, 16, 3, group)]
 
 
 def test_a_failed_install_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
