@@ -129,7 +129,9 @@ class Timing:
             gradients.
         speedup: stock over prefix, of the summed times.
         median_speedup: stock over prefix, of the medians.
-        bound: what the FLOP count allows.
+        bound: what the FLOP count allows where all that can be shared is.
+        plan_bound: what it allows with the segments that ran; lower where short spans were
+            dissolved.
         of_bound: speedup / bound.
     """
 
@@ -154,6 +156,7 @@ class Timing:
     speedup: float
     median_speedup: float
     bound: float
+    plan_bound: float
     of_bound: float
 
     def as_json(self) -> dict[str, Any]:
@@ -224,8 +227,18 @@ def time_work(
         )
     stock = stock_times[work.name]
     prefix = _timed(PrefixSchedule(work.config), chunks, first, steps, work.repeats)
-    bound = flop_bound(spec, work.config, work.steps)
-    return _timing(work, baseline, sum(map(len, steps)), stock, prefix, bound)
+    bounds = flop_bound(spec, work.config, work.steps), _plan_bound(spec, prefix.reports)
+    return _timing(work, baseline, sum(map(len, steps)), stock, prefix, bounds)
+
+
+def _plan_bound(spec: ModelSpec, reports: Sequence[StepReport]) -> float:
+    cost = cost_model(spec)
+    stock = [cost.stock(report.forest) for report in reports]
+    prefix = [
+        cost.prefix(report.forest) if report.decision.share else whole
+        for report, whole in zip(reports, stock, strict=True)
+    ]
+    return sum(stock) / sum(prefix)
 
 
 def _timing(
@@ -234,7 +247,7 @@ def _timing(
     microbatches: int,
     stock: Measured,
     prefix: Measured,
-    bound: float,
+    bounds: tuple[float, float],
 ) -> Timing:
     shared = [report for report in prefix.reports if report.decision.share]
     kept = [report for report in prefix.reports if not report.decision.share]
@@ -262,8 +275,9 @@ def _timing(
         predicted_gib=max(report.predicted_peak or 0.0 for report in prefix.reports) / GIB,
         speedup=speedup,
         median_speedup=medians[0] / medians[1],
-        bound=bound,
-        of_bound=speedup / bound,
+        bound=bounds[0],
+        plan_bound=bounds[1],
+        of_bound=speedup / bounds[0],
     )
 
 

@@ -215,30 +215,21 @@ def _print(args: argparse.Namespace, verdict: Any, rows: list[Any]) -> None:
     packs = f"packs of {report.number(baseline.pack_tokens)} tokens"
     table = report.new_table(
         f"{args.model}, {args.dtype}, {args.device}: a step, both schedules on"
-        f" {packs if baseline.packed else 'one rollout a microbatch'}"
+        f" {packs if baseline.packed else 'one rollout a microbatch'};"
+        " peaks: stock, prefix (predicted)"
     )
-    columns = (
-        "P:R:n",
-        "wave",
-        "tokens",
-        "executed",
-        "segments",
-        "stock ms",
-        "prefix ms",
-        "speedup",
-        "bound",
-        "of it",
-        "peak GiB (predicted)",
-    )
-    for name in columns:
+    waves = len({row.segment_tokens for row in rows}) > 1
+    names = "P:R:n,tokens,executed,segments,stock ms,prefix ms,speedup,bound,of it,peak GiB"
+    for name in [*names.split(","), *(["wave"] if waves else [])]:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            row.name.partition(".")[0], str(row.segment_tokens), report.number(row.raw_tokens),
+            row.name.partition(".")[0], report.number(row.raw_tokens),
             report.number(row.executed_tokens), str(row.segments), f"{row.stock_ms:.1f}",
             f"{row.prefix_ms:.1f}", f"{row.speedup:.2f}x", f"{row.bound:.2f}x",
             f"{row.of_bound:.3f}",
             f"{row.stock_gib:.1f}, {row.prefix_gib:.1f} ({row.predicted_gib:.1f})",
+            *([str(row.segment_tokens)] if waves else []),
         )  # fmt: skip
     report.print_rich(table)
     _print_steps([row for row in rows if row.steps > 1])
