@@ -95,14 +95,14 @@ class Work:
     Attributes:
         name: P:R:n of a synthetic shape, or the rollout file.
         config: of the prefix schedule.
-        warm_up: groups of the step that is run before the timed ones.
+        warm_up: groups of the steps that are run before the timed ones, at least one.
         steps: groups of every timed step.
         repeats: how often each step is timed; its time is the median.
     """
 
     name: str
     config: PrefixConfig
-    warm_up: Sequence[Group]
+    warm_up: Sequence[Sequence[Group]]
     steps: Sequence[Sequence[Group]]
     repeats: int = 1
 
@@ -217,10 +217,11 @@ def time_work(
         UserError: the model cannot run the microbatches.
     """
     packing.check(chunks, baseline)
-    first, *steps = (
+    all_steps = [
         packing.microbatches(align.microbatches(groups, seed + number), baseline)
-        for number, groups in enumerate([work.warm_up, *work.steps])
-    )
+        for number, groups in enumerate([*work.warm_up, *work.steps])
+    ]
+    first, steps = all_steps[: len(work.warm_up)], all_steps[len(work.warm_up) :]
     if work.name not in stock_times:
         stock_times[work.name] = _timed(
             get_forward_backward_func(), chunks, first, steps, work.repeats
@@ -284,13 +285,13 @@ def _timing(
 def _timed(
     schedule: align.Schedule,
     chunks: list[Any],
-    warm_up: Sequence[Any],
+    warm_up: Sequence[Sequence[Any]],
     steps: Sequence[Sequence[Any]],
     repeats: int,
 ) -> Measured:
-    """Runs the warm-up's microbatches WARM_UP times, then times those of every step."""
-    for _ in range(WARM_UP):
-        _call(schedule, chunks, warm_up)
+    """Runs the warm-up's steps, at least WARM_UP calls, then times the others."""
+    for number in range(max(WARM_UP, len(warm_up))):
+        _call(schedule, chunks, warm_up[number % len(warm_up)])
     if _on_gpu(chunks):
         torch.cuda.reset_peak_memory_stats()
     found = Measured()

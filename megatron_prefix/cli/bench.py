@@ -68,7 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option, least, usual, text in (
         ("--groups", 1, 4, "groups a step (default 4)"),
         ("--steps", 1, None, "time N consecutive steps of a file, each once and of new groups,"
-         " after one that is not timed (default: its first step, --repeats times)"),
+         " after those of --warm-up (default: its first step, --repeats times)"),
+        ("--step-tokens", 1, None, "groups a step: as many as have N tokens, instead of --groups"),
+        ("--warm-up", 1, 1, "with --steps, steps that are run and not timed (default 1)"),
         ("--max-tokens", 2, None, "shorten rollouts to N tokens"),
         ("--repeats", 0, 3, "timed calls of each step without --steps (default 3)"),
         ("--align-layers", 1, 2, "layers of the aligned model (default 2)"),
@@ -160,16 +162,18 @@ def _files(args: argparse.Namespace, options: Any) -> tuple[Any, dict[str, list[
 
     spec = presets.resolve(options.model, **dict(options.overrides))
     own = spec.vocab_size is not None
-    wanted = args.groups * (1 if args.steps is None else args.steps + 1)
+    steps = 1 if args.steps is None else args.steps + args.warm_up
+    wanted = None if args.step_tokens else args.groups * steps
     found = []
     for path in args.rollouts:
         one_file = argparse.Namespace(**{**vars(args), "rollouts": [path], "groups": wanted})
         groups, _ = load_groups(one_file, spec.vocab_size)
-        if args.steps is not None and len(groups) < wanted:
+        if args.steps is not None and len([*_cut(args, groups)]) < steps:
+            size = f"--step-tokens {args.step_tokens}" if args.step_tokens else f"{args.groups}"
             raise UserError(
-                f"{path} has {report.counted(len(groups), 'group')} that can be used, and --steps"
-                f" {args.steps} of --groups {args.groups} need {wanted}, {args.groups} of them to"
-                " warm up; give fewer"
+                f"{path} has {report.counted(len(groups), 'group')} that can be used, too few for"
+                f" --steps {args.steps} and --warm-up {args.warm_up} of {size}"
+                f"{'' if args.step_tokens else ' groups each'}; give fewer"
             )
         found.append(groups)
     if found:
@@ -189,7 +193,7 @@ def _shapes(args: argparse.Namespace, shapes: list[Any], spec: Any, config: Any)
         wave = config.segment_tokens if shape.segment_tokens is None else shape.segment_tokens
         groups = [shape.group(spec.vocab_size, args.seed)]
         one = dataclasses.replace(config, segment_tokens=wave)
-        yield Work(shape.name, one, groups, [groups], args.repeats)
+        yield Work(shape.name, one, [groups], [groups], args.repeats)
 
 
 def _steps(args: argparse.Namespace, files: dict[str, list[Any]], config: Any) -> Iterator[Any]:
@@ -199,12 +203,21 @@ def _steps(args: argparse.Namespace, files: dict[str, list[Any]], config: Any) -
     for path, groups in files.items():
         name = Path(path).name
         if args.steps is None:
-            yield Work(name, config, groups, [groups], args.repeats)
+            yield Work(name, config, [groups], [groups], args.repeats)
             continue
-        first, *rest = (
-            groups[number : number + args.groups] for number in range(0, len(groups), args.groups)
-        )
-        yield Work(name, config, first, rest)
+        cut = [*_cut(args, groups)][: args.warm_up + args.steps]
+        yield Work(name, config, cut[: args.warm_up], cut[args.warm_up :])
+
+
+def _cut(args: argparse.Namespace, groups: list[Any]) -> Iterator[list[Any]]:
+    """Consecutive steps of --groups groups, or of --step-tokens tokens."""
+    step: list[Any] = []
+    for group in groups:
+        step.append(group)
+        num_tokens = sum(len(rollout) for one in step for rollout in one.rollouts)
+        if num_tokens >= args.step_tokens if args.step_tokens else len(step) == args.groups:
+            yield step
+            step = []
 
 
 def _print(args: argparse.Namespace, verdict: Any, rows: list[Any]) -> None:

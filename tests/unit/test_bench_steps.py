@@ -58,7 +58,7 @@ def timed(chunks: list[Any], work: steps.Work, baseline: Baseline) -> steps.Timi
 def test_both_schedules_are_warmed_alike(chunks, calls, baseline) -> None:
     shape = steps.GroupShape(24, 8, 3)
     groups = [shape.group(64, 1)]
-    timing = timed(chunks, steps.Work("shape", CONFIG, groups, [groups], repeats=2), baseline)
+    timing = timed(chunks, steps.Work("shape", CONFIG, [groups], [groups], repeats=2), baseline)
     assert timing.executed_tokens < timing.raw_tokens == 3 * 31
     assert [*Counter(name for name, _ in calls).values()] == [steps.WARM_UP + 2] * 2
     assert {len(tokens) for _, tokens in calls} == {timing.microbatches}
@@ -70,7 +70,7 @@ def test_both_schedules_are_warmed_alike(chunks, calls, baseline) -> None:
 
 def test_steps_are_of_new_groups_and_each_is_run_once_by_both(chunks, calls) -> None:
     groups = some_groups(8)
-    work = steps.Work("file", CONFIG, groups[:2], [groups[2:4], groups[4:6], groups[6:]])
+    work = steps.Work("file", CONFIG, [groups[:2]], [groups[2:4], groups[4:6], groups[6:]])
     timing = timed(chunks, work, BASELINES[1])
     half = len(calls) // 2
     stock, prefix = ([tokens for _, tokens in part] for part in (calls[:half], calls[half:]))
@@ -83,10 +83,18 @@ def test_steps_are_of_new_groups_and_each_is_run_once_by_both(chunks, calls) -> 
     assert timing.median_speedup == timing.stock_ms / timing.prefix_ms
 
 
+def test_several_steps_warm_up_in_turn(chunks, calls) -> None:
+    groups = some_groups(8)
+    before = [groups[n : n + 1] for n in range(5)]
+    timed(chunks, steps.Work("file", CONFIG, before, [groups[5:]]), BASELINES[0])
+    assert len(calls) == 2 * 6 and len({str(tokens) for _, tokens in calls}) == 6
+    assert calls[0][1] == calls[6][1]
+
+
 def test_steps_that_fall_back_execute_every_token(chunks) -> None:
     groups = some_groups(4)
     config = replace(CONFIG, mode="auto", min_speedup=100.0)
-    timing = timed(chunks, steps.Work("file", config, groups[:2], [groups[2:]]), BASELINES[1])
+    timing = timed(chunks, steps.Work("file", config, [groups[:2]], [groups[2:]]), BASELINES[1])
     assert (timing.shared_steps, timing.segments) == (0, 0)
     assert timing.executed_tokens == timing.raw_tokens
     assert timing.plan_bound == 1 < timing.bound
@@ -125,7 +133,8 @@ def test_consecutive_steps_of_a_file() -> None:
     ("options", "message"),
     [
         (["--steps", "2"], "--steps is for rollout files"),
-        (["--rollouts", BUNDLED, "--groups", "4", "--steps", "99"], "--groups 4 need 400, 4 of"),
+        (["--rollouts", BUNDLED, "--groups", "4", "--steps", "99"], "too few for --steps 99"),
+        (["--rollouts", BUNDLED, "--step-tokens", "10000000", "--steps", "1"], "too few for"),
     ],
 )
 def test_steps_that_cannot_be_made_are_refused(capsys, options, message) -> None:
