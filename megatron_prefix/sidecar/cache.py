@@ -164,7 +164,7 @@ class SidecarCache:
             self._expect(layer, index, SegmentState.CONSUMED if consumed else SegmentState.CAPTURED)
             self._states[layer, index] = SegmentState.FREED
             self._live[layer].discard(index)
-            if not self._live[layer]:
+            if not self._live[layer] and layer in self._arenas:
                 self._arenas.pop(layer).drop()
 
     def clear(self) -> None:

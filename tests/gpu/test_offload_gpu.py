@@ -9,7 +9,7 @@ from megatron_prefix.offload.rates import measured
 from megatron_prefix.offload.segment import Offloader, addresses
 from megatron_prefix.offload.transfers import CudaTransfers, free_bytes
 from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.sidecar.host_chains import HostLayers
+from megatron_prefix.sidecar.host_arena import HostLayers
 from tests.harness.sidecar import LAYERS, step, tree
 from tests.unit.test_offload import expected_gradient, layers
 
@@ -63,19 +63,19 @@ def test_what_is_measured_is_possible() -> None:
 
 def test_a_sidecar_on_the_host_gives_the_same() -> None:
     """With pieces of 32,768 rows, in several steps with one pool."""
-    device, segments = torch.device("cuda", torch.cuda.current_device()), tree(8192)
-    expected = step(SidecarCache(segments, LAYERS), segments, device="cuda")
+    device, made = torch.device("cuda", torch.cuda.current_device()), tree(8192)
+    expected = step(SidecarCache(made.planned(), LAYERS), made, device="cuda")
     owner = Offloader(CudaTransfers(device))
     peaks = []
     for _ in range(3):
         owner.begin_step()
-        cache = SidecarCache(segments, LAYERS, host=HostLayers(owner, LAYERS, LAYERS))
-        found = step(cache, segments, device="cuda")
+        cache = SidecarCache(made.planned(), LAYERS, host=HostLayers(owner, LAYERS, LAYERS))
+        found = step(cache, made, device="cuda")
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         peaks.append(cache.peak_bytes)
         cache.clear()
         owner.end_step()
         assert owner.pool.used_bytes == 0
-    whole = SidecarCache(segments, LAYERS)
-    step(whole, segments, device="cuda")
+    whole = SidecarCache(made.planned(), LAYERS)
+    step(whole, made, device="cuda")
     assert max(peaks) < 0.8 * whole.peak_bytes

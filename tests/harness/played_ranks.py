@@ -45,6 +45,7 @@ class Later:
 
     make: Callable[[], tuple[Tensor, ...]]
     tensors: tuple[Tensor, ...] = ()
+    works: tuple[Any, ...] = (None,)
 
     def wait(self) -> tuple[Tensor, ...]:
         self.tensors = self.make()

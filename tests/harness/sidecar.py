@@ -2,33 +2,79 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.tree import Segment, Span
+from megatron_prefix.tree import Place, Segment, Span
+from megatron_prefix.tree.kv_layout import ArenaMap, arena_map
 
 HEADS, DIM, VALUE_DIM, LAYERS = 2, 4, 3, 4
-ORDER = ("F0", "F1", "F2", "F5", "B5", "B2", "F3", "F7", "B7", "F4", "F6", "B6", "B4", "B3", "B1",
-         "B0")  # fmt: skip
+SpanOf = tuple[tuple[int, int] | None, int]
+"""A span's parent and length."""
 
 
-def tree(scale: int = 1) -> tuple[Segment, ...]:
-    """Three chunks, a branch below the second one in two chunks, and waves below all of them."""
-    return (
-        _segment(-1, 5 * scale, inner=True),
-        _segment(0, 4 * scale, inner=True, extends=True),
-        _segment(1, 3 * scale, inner=True, extends=True),
-        _segment(1, 6 * scale, inner=True),
-        _segment(3, 2 * scale, inner=True, extends=True),
-        _segment(2, 3 * scale, inner=False),
-        _segment(4, 3 * scale, inner=False),
-        _segment(3, 2 * scale, inner=False),
+class Step(NamedTuple):
+    """Segments, and the order in which one rank runs them."""
+
+    segments: tuple[Segment, ...]
+    order: tuple[str, ...]
+
+    def planned(self, parts: int = 1) -> ArenaMap:
+        """Where K/V lie in this order; rows of finished segments are used again."""
+        program = [(action[0], int(action[1:])) for action in self.order]
+        return arena_map(self.segments, program, parts)
+
+
+def segment(*spans: SpanOf, inner: bool) -> Segment:
+    """A segment of spans without padding; each is of a rollout of its own."""
+    made = (
+        Span(0, length, length, (number,), None if parent is None else Place(*parent))
+        for number, (parent, length) in enumerate(spans)
     )
+    return Segment(tuple(made), inner, not inner)
 
 
-def _segment(parent: int, length: int, *, inner: bool, extends: bool = False) -> Segment:
-    return Segment(parent, 0, (Span(0, length, length, (0,)),), inner, extends, not inner)
+def tree(scale: int = 1) -> Step:
+    """Three chunks, a branch below the second one in two chunks, and waves below all of them.
+
+    The branch lies where the third chunk has been.
+    """
+    parents = (None, 0, 1, 1, 3, 2, 4, 3)
+    lengths = (5, 4, 3, 6, 2, 3, 3, 2)
+    made = (
+        segment((None if above is None else (above, 0), length * scale), inner=number < 5)
+        for number, (above, length) in enumerate(zip(parents, lengths, strict=True))
+    )
+    order = "F0 F1 F2 F5 B5 B2 F3 F7 B7 F4 F6 B6 B4 B3 B1 B0"
+    return Step(tuple(made), tuple(order.split()))
+
+
+def packed(scale: int = 1) -> Step:
+    """Several trees in one segment: waves of several depths, keys side by side and apart.
+
+    The prompt of segment 5 lies where that of segment 2 has been.
+    """
+    shapes: tuple[tuple[SpanOf, ...], ...] = (
+        ((None, 5), (None, 4)),
+        (((0, 0), 3), ((0, 0), 2), ((0, 1), 4)),
+        ((None, 3),),
+        (((1, 0), 2), ((1, 1), 3), ((1, 1), 1), ((1, 2), 2), ((2, 0), 4), (None, 2)),
+        (((0, 1), 3), ((1, 0), 2)),
+        ((None, 7),),
+        (((5, 0), 1), ((5, 0), 2), (None, 1), ((0, 0), 4)),
+    )
+    made = (
+        segment(*((above, length * scale) for above, length in spans), inner=number in (0, 1, 2, 5))
+        for number, spans in enumerate(shapes)
+    )
+    order = "F0 F1 F2 F3 B3 B2 F4 F5 F6 B6 B5 B4 B1 B0"
+    return Step(tuple(made), tuple(order.split()))
+
+
+STEPS = {"a tree": tree, "packed trees": packed}
 
 
 def random(length: int, width: int, seed: int, device: str = "cpu") -> Tensor:
@@ -52,13 +98,11 @@ def visit(
         seen += cache.own(layer, index)
     for ahead in (layer, layer - 1 if backward else layer + 1):
         cache.prefetch(ahead, index, backward=backward)
-    for block in cache.map.blocks[index]:
-        key, value = cache.read(layer, block)
+    for number in range(len(cache.map.levels[index])):
+        key, value = cache.read(layer, index, number)
         seen += [key, value]
         if backward:
-            half = block.stop // 2  # in two pieces
-            cache.add_gradient(layer, block, 2 * key[half:], value[half:], half)
-            cache.add_gradient(layer, block, 2 * key[:half], value[:half])
+            cache.add_gradient(layer, index, number, 2 * key, (index + 1) * value)
     if backward and one.inner:
         seen += cache.take_gradient(layer, index) or ()
     seen = [tensor.clone() for tensor in seen]
@@ -66,17 +110,15 @@ def visit(
     return seen
 
 
-def step(
-    cache: SidecarCache, segments: tuple[Segment, ...], until: str = "", device: str = "cpu"
-) -> list[Tensor]:
+def step(cache: SidecarCache, made: Step, until: str = "", device: str = "cpu") -> list[Tensor]:
     """Everything that a step's segments get from the cache, in order, up to an action."""
     found: list[Tensor] = []
-    for action in ORDER:
+    for action in made.order:
         if action == until:
             break
         index, backward = int(action[1:]), action[0] == "B"
         for layer in range(LAYERS)[:: -1 if backward else 1]:
-            found += visit(cache, segments[index], index, layer, backward, device)
-        if backward and segments[index].inner:
+            found += visit(cache, made.segments[index], index, layer, backward, device)
+        if backward and made.segments[index].inner:
             cache.free(index, consumed=True)
     return found

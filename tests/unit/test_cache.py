@@ -7,25 +7,25 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
-from megatron_prefix.tree import Segment, Span
-from megatron_prefix.tree.kv_layout import Block
-
-HEADS, DIM, VALUE_DIM = 2, 4, 3
-
-
-def segment(parent: int, length: int, *, inner: bool, extends: bool = False) -> Segment:
-    return Segment(parent, 0, (Span(0, length, length, (0,)),), inner, extends, not inner)
-
+from megatron_prefix.tree.kv_layout import arena_map
+from tests.harness import sidecar
+from tests.harness.sidecar import DIM, HEADS, VALUE_DIM, segment
 
 # A chain of two chunks, a branch below it with a wave, and a wave of its own.
 SEGMENTS = (
-    segment(-1, 4, inner=True),
-    segment(0, 2, inner=True, extends=True),
-    segment(1, 3, inner=True),
-    segment(2, 5, inner=False),
-    segment(1, 5, inner=False),
+    segment((None, 4), inner=True),
+    segment(((0, 0), 2), inner=True),
+    segment(((1, 0), 3), inner=True),
+    segment(((2, 0), 5), inner=False),
+    segment(((1, 0), 5), inner=False),
 )
-CHAIN, ALL, BRANCH = Block(0, 4), Block(0, 6), Block(2, 3)
+CHUNK, BELOW_BRANCH, BELOW_CHAIN = 1, 3, 4
+"""They see 4, all 9, and 6 rows."""
+ROWS = 4 + 2 + 3
+
+
+def cache_of(num_layers: int = 1) -> SidecarCache:
+    return SidecarCache(arena_map(SEGMENTS), num_layers)
 
 
 def kv(index: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -36,16 +36,16 @@ def kv(index: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     return key, torch.randn(rows, HEADS, VALUE_DIM, generator=generator).to(dtype)
 
 
-def ones(block: Block, value: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """gK and gV of a block, all of one value."""
-    shapes = ((block.stop, HEADS, DIM), (block.stop, HEADS, VALUE_DIM))
+def ones(rows: int, value: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """gK and gV of some rows, all of one value."""
+    shapes = ((rows, HEADS, DIM), (rows, HEADS, VALUE_DIM))
     return tuple(torch.full(shape, value, dtype=dtype) for shape in shapes)  # type: ignore[return-value]
 
 
 def captured(
     *indices: int, num_layers: int = 1, dtype: torch.dtype = torch.float32
 ) -> SidecarCache:
-    cache = SidecarCache(SEGMENTS, num_layers)
+    cache = cache_of(num_layers)
     for layer in range(num_layers):
         for index in indices:
             cache.capture(layer, index, *kv(index, dtype))
@@ -54,20 +54,21 @@ def captured(
 
 def test_a_chain_is_read_as_one_block() -> None:
     cache = captured(0, 1, 2)
-    for number, expected in enumerate(zip(kv(0), kv(1), strict=True)):
-        assert torch.equal(cache.read(0, ALL)[number], torch.cat(expected))
-        assert torch.equal(cache.read(0, CHAIN)[number], expected[0])
-        assert torch.equal(cache.own(0, 1)[number], expected[1])
-        assert torch.equal(cache.read(0, BRANCH)[number], kv(2)[number])
+    for number, parts in enumerate(zip(kv(0), kv(1), kv(2), strict=True)):
+        assert torch.equal(cache.read(0, BELOW_BRANCH, 0)[number], torch.cat(parts))
+        assert torch.equal(cache.read(0, BELOW_CHAIN, 0)[number], torch.cat(parts[:2]))
+        assert torch.equal(cache.read(0, CHUNK, 0)[number], parts[0])
+        assert torch.equal(cache.own(0, 1)[number], parts[1])
+    assert [len(levels) for levels in cache.map.levels] == [0, 1, 1, 1, 1]
 
 
 def test_reads_are_views_and_captures_are_copies() -> None:
-    cache = SidecarCache(SEGMENTS, 1)
+    cache = cache_of()
     key, value = kv(0)
     cache.capture(0, 0, key, value)
     expected = key.clone()
     key.zero_(), value.untyped_storage().resize_(0)  # as Megatron frees storage
-    read = cache.read(0, CHAIN)
+    read = cache.read(0, CHUNK, 0)
     assert torch.equal(read[0], expected) and torch.equal(read[1], kv(0)[1])
     assert read[0].data_ptr() == cache.own(0, 0)[0].data_ptr() != key.data_ptr()
 
@@ -75,26 +76,26 @@ def test_reads_are_views_and_captures_are_copies() -> None:
 def test_the_second_capture_is_recomputation_and_changes_nothing() -> None:
     cache = captured(0)
     cache.capture(0, 0, torch.zeros(4, HEADS, DIM), torch.zeros(4, HEADS, VALUE_DIM))
-    assert torch.equal(cache.read(0, CHAIN)[0], kv(0)[0])
+    assert torch.equal(cache.read(0, CHUNK, 0)[0], kv(0)[0])
 
 
 def test_layers_are_apart() -> None:
     cache = captured(0, num_layers=2)
-    cache.add_gradient(1, CHAIN, *ones(CHAIN, 3.0))
+    cache.add_gradient(1, CHUNK, 0, *ones(4, 3.0))
     assert cache.take_gradient(0, 0) is None
     sent = cache.take_gradient(1, 0)
     assert sent is not None and (sent[0] == 3).all() and (sent[1] == 3).all()
 
 
-def test_gradients_add_up_over_the_blocks_that_cover_a_row() -> None:
+def test_gradients_add_up_over_the_segments_that_see_a_row() -> None:
     cache = captured(0, 1, 2)
-    cache.add_gradient(0, ALL, *ones(ALL, 1.0))
-    cache.add_gradient(0, BRANCH, *ones(BRANCH, 7.0))
-    cache.add_gradient(0, ALL, *ones(ALL, 10.0))
+    cache.add_gradient(0, BELOW_CHAIN, 0, *ones(6, 1.0))
+    cache.add_gradient(0, BELOW_BRANCH, 0, *ones(9, 7.0))
+    cache.add_gradient(0, BELOW_CHAIN, 0, *ones(6, 10.0))
     found = {2: cache.take_gradient(0, 2), 1: cache.take_gradient(0, 1)}
-    cache.add_gradient(0, CHAIN, *ones(CHAIN, 100.0))  # the second chunk's own backward
+    cache.add_gradient(0, CHUNK, 0, *ones(4, 100.0))  # the second chunk's own backward
     found[0] = cache.take_gradient(0, 0)
-    for index, total in {2: 7.0, 1: 11.0, 0: 111.0}.items():
+    for index, total in {2: 7.0, 1: 18.0, 0: 118.0}.items():
         sent = found[index]
         assert sent is not None
         assert [len(x) for x in sent] == [SEGMENTS[index].padded_length] * 2
@@ -102,9 +103,9 @@ def test_gradients_add_up_over_the_blocks_that_cover_a_row() -> None:
 
 
 def test_a_short_block_comes_first() -> None:
-    """The rest of the chain begins at zero and not at what the memory held."""
+    """The rest of the arena begins at zero and not at what the memory held."""
     cache = captured(0, 1)
-    cache.add_gradient(0, CHAIN, *ones(CHAIN, 2.0))
+    cache.add_gradient(0, CHUNK, 0, *ones(4, 2.0))
     sent = cache.take_gradient(0, 1)
     assert sent is not None and all((x == 0).all() for x in sent)
 
@@ -118,33 +119,38 @@ def test_a_short_block_comes_first() -> None:
         (torch.float64, torch.float64),
     ],
 )
-def test_gradients_are_kept_in_fp32_or_wider(dtype: torch.dtype, wide: torch.dtype) -> None:
-    cache = captured(0, 1, dtype=dtype)
-    key_grad, value_grad = ones(ALL, 1.0, dtype)
-    cache.add_gradient(0, ALL, key_grad, value_grad)
+@pytest.mark.parametrize("first", [BELOW_BRANCH, BELOW_CHAIN], ids=["whole arena", "part of it"])
+def test_gradients_are_kept_in_fp32_or_wider(
+    dtype: torch.dtype, wide: torch.dtype, first: int
+) -> None:
+    cache = captured(0, 1, 2, dtype=dtype)
+    key_grad, value_grad = ones({BELOW_BRANCH: 9, BELOW_CHAIN: 6}[first], 1.0, dtype)
+    cache.add_gradient(0, first, 0, key_grad, value_grad)
     key_grad.zero_()  # what is given stays the caller's
     small = torch.finfo(torch.bfloat16).eps / 4
-    cache.add_gradient(0, CHAIN, *ones(CHAIN, small, torch.float32))
+    cache.add_gradient(0, CHUNK, 0, *ones(4, small, torch.float32))
     for index, total in ((1, 1.0), (0, 1.0 + small)):
         sent = cache.take_gradient(0, index)
         assert sent is not None and all(x.dtype == wide and (x == total).all() for x in sent)
 
 
 def test_memory_is_counted_and_given_back() -> None:
+    """A layer's arena is taken as a whole, and goes with the last segment in it."""
     cache = captured(0, 1, num_layers=2, dtype=torch.bfloat16)
-    rows = 6 * HEADS * (DIM + VALUE_DIM)
+    rows = ROWS * HEADS * (DIM + VALUE_DIM)
     assert cache.num_bytes == 2 * rows * 2
-    cache.add_gradient(0, CHAIN, *ones(CHAIN, 1.0))
-    assert cache.num_bytes == 2 * rows * 2 + rows * 4
+    cache.add_gradient(0, CHUNK, 0, *ones(4, 1.0))
+    assert cache.num_bytes == 2 * rows * 2 + rows * 4 == cache.peak_bytes
     for index in (1, 0):
+        assert cache.num_bytes == cache.peak_bytes
         for layer in (1, 0):
             cache.take_gradient(layer, index)
         cache.free(index, consumed=True)
-    assert cache.num_bytes == 0
+    assert cache.num_bytes == 0 and cache.peak_bytes == 2 * rows * 2 + rows * 4
 
 
 def test_the_life_of_a_segment() -> None:
-    cache = SidecarCache(SEGMENTS, 1)
+    cache = cache_of()
     assert cache.state(0, 0) is SegmentState.EMPTY
     cache.capture(0, 0, *kv(0))
     assert cache.state(0, 0) is SegmentState.CAPTURED
@@ -159,41 +165,42 @@ def test_the_life_of_a_segment() -> None:
 def test_forward_only_frees_without_gradients() -> None:
     cache = captured(0, 1)
     cache.free(1, consumed=False)
-    with pytest.raises(RuntimeError, match="positions up to 6 of the chain of segment 0"):
-        cache.read(0, ALL)
-    assert len(cache.read(0, CHAIN)[0]) == 4
+    with pytest.raises(RuntimeError, match="segment 4 reads segment 1, which is freed"):
+        cache.read(0, BELOW_CHAIN, 0)
+    assert len(cache.read(0, CHUNK, 0)[0]) == 4
     cache.free(0, consumed=False)
     assert cache.num_bytes == 0
 
 
 def test_clearing_drops_everything_in_any_state() -> None:
     cache = captured(0, 1, 2)
-    cache.add_gradient(0, BRANCH, *ones(BRANCH, 1.0))
+    cache.add_gradient(0, BELOW_BRANCH, 0, *ones(9, 1.0))
     cache.take_gradient(0, 2)
     cache.clear()
     assert cache.num_bytes == 0
     cache.capture(0, 0, *kv(0))
 
 
-NOT_THERE = "before their forward or after their backward"
+NOT_THERE = "before its forward or after its backward"
 
 
 def test_wrong_orders_raise() -> None:
     """Each would otherwise train on wrong numbers."""
-    cache = SidecarCache(SEGMENTS, 1)
+    cache = cache_of()
     with pytest.raises(
-        RuntimeError, match=f"layer 0: positions up to 4 .* 0 are there: {NOT_THERE}"
+        RuntimeError,
+        match=f"layer 0: segment 1 reads segment 0, which is empty: {NOT_THERE}",
     ):
-        cache.read(0, CHAIN)
+        cache.read(0, CHUNK, 0)
     with pytest.raises(RuntimeError, match=NOT_THERE):
-        cache.add_gradient(0, CHAIN, *ones(CHAIN, 1.0))
+        cache.add_gradient(0, CHUNK, 0, *ones(4, 1.0))
     with pytest.raises(RuntimeError, match="layer 0, segment 0: empty, expected captured"):
         cache.own(0, 0)
     with pytest.raises(RuntimeError, match="empty, expected captured"):
         cache.take_gradient(0, 0)
     cache.capture(0, 0, *kv(0))
-    with pytest.raises(RuntimeError, match=f"positions up to 6 .* 4 are there: {NOT_THERE}"):
-        cache.read(0, ALL)  # the second chunk has not run
+    with pytest.raises(RuntimeError, match=f"reads segment 1, which is empty: {NOT_THERE}"):
+        cache.read(0, BELOW_CHAIN, 0)  # the second chunk has not run
     with pytest.raises(RuntimeError, match="captured, expected consumed"):
         cache.free(0, consumed=True)
     cache.capture(0, 1, *kv(1))
@@ -204,8 +211,8 @@ def test_wrong_orders_raise() -> None:
         cache.own(0, 1)
     with pytest.raises(RuntimeError, match="consumed, expected empty"):
         cache.capture(0, 1, *kv(1))
-    with pytest.raises(RuntimeError, match=f"positions up to 6 .* 4 are there: {NOT_THERE}"):
-        cache.add_gradient(0, ALL, *ones(ALL, 1.0))  # nobody would take it
+    with pytest.raises(RuntimeError, match=f"reads segment 1, which is consumed: {NOT_THERE}"):
+        cache.add_gradient(0, BELOW_CHAIN, 0, *ones(6, 1.0))  # nobody would take it
     cache.take_gradient(0, 0)
     cache.free(1, consumed=True)
     cache.free(0, consumed=True)
@@ -213,8 +220,15 @@ def test_wrong_orders_raise() -> None:
         cache.free(0, consumed=True)
     with pytest.raises(RuntimeError, match="freed, expected empty"):
         cache.capture(0, 0, *kv(0))
-    with pytest.raises(RuntimeError, match=NOT_THERE):
-        cache.read(0, CHAIN)
+    with pytest.raises(RuntimeError, match=f"which is freed: {NOT_THERE}"):
+        cache.read(0, CHUNK, 0)
+
+
+def test_a_wave_has_nothing_in_the_arena() -> None:
+    cache = captured(0, 1)
+    cache._states[0, BELOW_CHAIN] = SegmentState.CAPTURED
+    with pytest.raises(RuntimeError, match="segment 4 is a wave: it has no K/V here"):
+        cache.own(0, BELOW_CHAIN)
 
 
 def test_a_segment_is_freed_when_every_layer_is_done() -> None:
@@ -222,3 +236,124 @@ def test_a_segment_is_freed_when_every_layer_is_done() -> None:
     cache.take_gradient(0, 0)
     with pytest.raises(RuntimeError, match="layer 1, segment 0: captured, expected consumed"):
         cache.free(0, consumed=True)
+
+
+# Segments of several trees, and rows that are used again --------------------------------------------
+
+
+def span_of(made: sidecar.Step, whole: Tensor, index: int, number: int) -> Tensor:
+    """The rows of one span of a segment's tensor."""
+    lengths = [span.padded for span in made.segments[index].spans]
+    return whole.split(lengths)[number]
+
+
+def test_every_run_of_a_level_reads_its_own_ancestor() -> None:
+    made = sidecar.packed()
+    cache = SidecarCache(made.planned(), 1)
+    given = {}
+    for index in (0, 1, 2):
+        rows = made.segments[index].padded_length
+        given[index] = [sidecar.random(rows, width, index) for width in (DIM, VALUE_DIM)]
+        cache.capture(0, index, *given[index])
+    # (segment, level): queries, and the spans (segment, number) that their runs see.
+    wanted = {
+        (1, 0): ((5, 4), [(0, 0), (0, 1)]),
+        (3, 0): ((6, 2, 4), [(0, 0), (0, 1), (2, 0)]),
+        (3, 1): ((2, 4, 2), [(1, 0), (1, 1), (1, 2)]),
+        (4, 0): ((3, 2), [(0, 1), (0, 0)]),
+        (4, 1): ((2,), [(1, 0)]),
+    }
+    for (index, number), (queries, seen) in wanted.items():
+        level = cache.level(index, number)
+        for kind, found in enumerate(cache.read(0, index, number)):
+            parts = [span_of(made, given[above][kind], above, n) for above, n in seen]
+            assert torch.equal(found, torch.cat(parts))
+            assert level.key_lengths == tuple(map(len, parts))
+        assert level.query_lengths == queries
+    assert cache.level(3, 0).queries == slice(0, 12)  # the last span is a root: it sees nothing
+    assert cache.level(4, 1).queries == slice(3, 5)
+    # Keys side by side are a view, others are gathered.
+    ways = {key: type(cache.level(*key).keys) for key in wanted}
+    assert ways == {(1, 0): slice, (3, 0): Tensor, (3, 1): slice, (4, 0): Tensor, (4, 1): slice}
+    base = cache.own(0, 0)[0].untyped_storage().data_ptr()
+    assert cache.read(0, 3, 1)[0].untyped_storage().data_ptr() == base
+    assert cache.read(0, 3, 0)[0].untyped_storage().data_ptr() != base
+
+
+@pytest.mark.parametrize("name", sidecar.STEPS)
+def test_every_segment_gets_what_was_sent_to_its_rows(name: str) -> None:
+    """In a whole step, in every layer: the sums of a dictionary of rows, span by span."""
+    made = sidecar.STEPS[name]()
+    cache = SidecarCache(made.planned(), sidecar.LAYERS)
+    paths: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    sent: dict[tuple[int, int, int], Tensor] = {}
+    num_taken = 0
+    for action in made.order:
+        index, backward = int(action[1:]), action[0] == "B"
+        one = made.segments[index]
+        for number, span in enumerate(one.spans):
+            above = paths[span.parent] if span.parent else []
+            paths[index, number] = [*above, (index, number)]
+        for layer in range(sidecar.LAYERS)[:: -1 if backward else 1]:
+            if backward:
+                for number in range(len(one.spans)):
+                    expect_of(made, sent, paths[index, number], index, layer)
+            *_, value = sidecar.visit(cache, one, index, layer, backward)
+            if backward and one.inner:
+                zeros = torch.zeros(one.padded_length, HEADS, VALUE_DIM, dtype=torch.float64)
+                wanted = sent.get((layer, index, 1), zeros)
+                assert torch.equal(value, wanted), (index, layer)
+                num_taken += 1
+        if backward and one.inner:
+            cache.free(index, consumed=True)
+    assert num_taken == sidecar.LAYERS * sum(one.inner for one in made.segments)
+    assert cache.num_bytes == 0
+
+
+def expect_of(
+    made: sidecar.Step,
+    sent: dict[tuple[int, int, int], Tensor],
+    path: list[tuple[int, int]],
+    index: int,
+    layer: int,
+) -> None:
+    """Adds what one span sends to its ancestors: once a run, so only the first of neighbours."""
+    spans = made.segments[index].spans
+    own = path[-1][1]
+    for depth, (above, number) in enumerate(path[:-1]):
+        same = [_path_to(made, span.parent)[depth : depth + 1] for span in spans[:own]]
+        if same and same[-1] == [(above, number)]:
+            continue
+        rows = made.segments[above].padded_length
+        whole = sidecar.random(rows, VALUE_DIM, 100 * layer + above)
+        zeros = torch.zeros_like(whole)
+        total = sent.setdefault((layer, above, 1), zeros)
+        span_of(made, total, above, number).add_(
+            (index + 1) * span_of(made, whole, above, number)
+        )
+
+
+def _path_to(made: sidecar.Step, place: tuple[int, int] | None) -> list[tuple[int, int]]:
+    path: list[tuple[int, int]] = []
+    while place is not None:
+        path.insert(0, (place[0], place[1]))
+        place = made.segments[place[0]].spans[place[1]].parent
+    return path
+
+
+def test_rows_of_a_finished_segment_are_used_again_with_gradients_of_zero() -> None:
+    made = sidecar.tree()
+    planned = made.planned()
+    third, branch = planned.intervals[2], planned.intervals[3]
+    assert third is not None and branch is not None and third.start == branch.start
+    assert planned.length < sum(one.padded_length for one in made.segments if one.inner)
+    cache = SidecarCache(planned, 1)
+    for index in (0, 1, 2):
+        sidecar.visit(cache, made.segments[index], index, 0, backward=False)
+    cache.add_gradient(0, 5, 0, *(torch.ones_like(x) for x in cache.read(0, 5, 0)))
+    cache.take_gradient(0, 2)
+    cache.free(2, consumed=True)
+    sidecar.visit(cache, made.segments[3], 3, 0, backward=False)
+    for index, value in ((3, 0), (1, 1), (0, 1)):
+        taken = cache.take_gradient(0, index)
+        assert taken is not None and all((x == value).all() for x in taken), index

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_prefix.numerics import assert_close
-from megatron_prefix.sidecar.cache import SegmentState
+from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
 from megatron_prefix.sidecar.context_parallel import ShardedCache
 from megatron_prefix.tree import cp_layout
-from megatron_prefix.tree.kv_layout import Block
+from megatron_prefix.tree.kv_layout import Run, arena_map
+from tests.harness import sidecar
 from tests.harness.played_ranks import PlayedRank, World, forest, play, random
 
 NUM_LAYERS = 2
@@ -20,7 +23,7 @@ def filled(rank: PlayedRank, reduce: str, dtype: torch.dtype = torch.float64) ->
     """A rank's sidecar with the K/V of the prompt; position p has the key p in layer 0."""
     tree = forest()
     assert [segment.inner for segment in tree.segments] == [True, True, False, False]
-    cache = ShardedCache(tree.segments, NUM_LAYERS, rank, reduce)
+    cache = ShardedCache(arena_map(tree.segments, parts=2), NUM_LAYERS, rank, reduce)
     for layer in range(NUM_LAYERS):
         for index in (0, 1):
             held = torch.from_numpy(cp_layout.positions(8, rank.rank, 2) + 8 * index)
@@ -29,8 +32,8 @@ def filled(rank: PlayedRank, reduce: str, dtype: torch.dtype = torch.float64) ->
     return cache
 
 
-PROMPT = Block(0, 8)
-"""What a wave reads: both chunks' rows of this rank."""
+WAVE, CHUNK = 2, 1
+"""A wave reads both chunks: 8 rows of this rank; the second chunk the first one's 4."""
 ROW_BYTES = (3 + 2) * 2 * 8  # dims * heads * bytes
 both_ways = pytest.mark.parametrize("reduce", ["wave", "segment"])
 
@@ -38,7 +41,10 @@ both_ways = pytest.mark.parametrize("reduce", ["wave", "segment"])
 def test_a_rank_holds_its_own_rows_only() -> None:
     cache = filled(PlayedRank(World(2), 0), "wave")
     assert cache.num_bytes == NUM_LAYERS * 8 * ROW_BYTES
-    assert cache.map.blocks[2] == cache.map.blocks[3] == (PROMPT,)
+    wave, other = cache.map.levels[2], cache.map.levels[3]
+    assert [level.runs for level in wave] == [(Run(0, 8, 0, 8),)]
+    assert wave == other
+    assert [level.runs for level in cache.map.levels[CHUNK]] == [(Run(0, 4, 0, 4),)]
 
 
 def test_reads_are_gathered_ahead_once_and_released() -> None:
@@ -50,14 +56,14 @@ def test_reads_are_gathered_ahead_once_and_released() -> None:
         assert len(rank.sent) == NUM_LAYERS
         for layer in range(NUM_LAYERS):
             for _ in range(2):
-                key, value = cache.read(layer, PROMPT)
+                key, value = cache.read(layer, WAVE, 0)
                 assert sorted(key[:, 0, 0].tolist()) == [100 * layer + p for p in range(16)]
                 assert torch.equal(value, -key[..., :2])
         assert len(rank.sent) == NUM_LAYERS
         assert cache.num_bytes == kept + NUM_LAYERS * 16 * ROW_BYTES
         cache.release(0)
         assert cache.num_bytes == kept + 16 * ROW_BYTES
-        cache.read(0, PROMPT)
+        cache.read(0, WAVE, 0)
         assert len(rank.sent) == NUM_LAYERS + 1, "what was released is gathered again"
 
     play(2, part)
@@ -75,7 +81,7 @@ def test_gradients_reach_the_owners_of_the_keys(reduce: str) -> None:
     def part(rank: PlayedRank) -> None:
         cache = filled(rank, reduce)
         for wave in parts[rank.rank]:
-            cache.add_gradient(0, PROMPT, wave[..., :3], wave[..., 3:])
+            cache.add_gradient(0, WAVE, 0, wave[..., :3], wave[..., 3:])
         for index in (1, 0):
             taken = cache.take_gradient(0, index)
             assert taken is not None and cache.state(0, index) is SegmentState.CONSUMED
@@ -97,7 +103,7 @@ def test_gradients_of_16_bit_keys_are_added_up_in_32(reduce: str) -> None:
         cache = filled(rank, reduce, torch.bfloat16)
         for size in (1.0, 1 / 1024):
             wave = torch.full((16, 2, 5), size, dtype=torch.bfloat16)
-            cache.add_gradient(0, PROMPT, wave[..., :3], wave[..., 3:])
+            cache.add_gradient(0, WAVE, 0, wave[..., :3], wave[..., 3:])
         taken = [cache.take_gradient(0, index) for index in (1, 0)]
         assert {given.dtype for (given,) in rank.sent} == {torch.float32}
         found = torch.cat([torch.cat(both, -1) for both in taken if both is not None])
@@ -112,11 +118,9 @@ def test_a_chunk_adds_to_the_chunks_above_it(reduce: str) -> None:
 
     def part(rank: PlayedRank) -> None:
         cache = filled(rank, reduce)
-        (above,) = cache.map.blocks[1]
-        assert above == Block(0, 4)
         ones = torch.ones(16, 2, 5, dtype=torch.float64)
-        cache.add_gradient(0, PROMPT, ones[..., :3], ones[..., 3:])
-        cache.add_gradient(0, above, ones[:8, :, :3], ones[:8, :, 3:])
+        cache.add_gradient(0, WAVE, 0, ones[..., :3], ones[..., 3:])
+        cache.add_gradient(0, CHUNK, 0, ones[:8, :, :3], ones[:8, :, 3:])
         for index, factor in ((1, 2), (0, 4)):  # ranks, and blocks that cover the chunk
             taken = cache.take_gradient(0, index)
             assert taken is not None
@@ -135,13 +139,13 @@ def test_where_nothing_was_sent_nothing_comes(reduce: str) -> None:
 def test_a_failed_step_leaves_nothing_behind(reduce: str) -> None:
     cache = filled(PlayedRank(World(2), 0), reduce)
     cache.prefetch(0, 2)  # the other rank does not come any more
-    cache.add_gradient(1, PROMPT, random(16, 2, 3), random(16, 2, 2))
+    cache.add_gradient(1, WAVE, 0, random(16, 2, 3), random(16, 2, 2))
     cache.clear()
     assert cache.num_bytes == 0
-    with pytest.raises(RuntimeError, match="0 are there: before their forward"):
-        cache.read(0, PROMPT)
-    with pytest.raises(RuntimeError, match="after their backward"):
-        cache.add_gradient(0, PROMPT, random(16, 2, 3), random(16, 2, 2))
+    with pytest.raises(RuntimeError, match="segment 2 reads segment 0, which is empty: before"):
+        cache.read(0, WAVE, 0)
+    with pytest.raises(RuntimeError, match="after its backward"):
+        cache.add_gradient(0, WAVE, 0, random(16, 2, 3), random(16, 2, 2))
 
 
 @both_ways
@@ -149,7 +153,7 @@ def test_segments_are_freed_with_their_sums(reduce: str) -> None:
     def part(rank: PlayedRank) -> int:
         cache = filled(rank, reduce)
         for layer in range(NUM_LAYERS):
-            cache.add_gradient(layer, PROMPT, random(16, 2, 3), random(16, 2, 2))
+            cache.add_gradient(layer, WAVE, 0, random(16, 2, 3), random(16, 2, 2))
         for index in (1, 0):
             for layer in range(NUM_LAYERS):
                 cache.take_gradient(layer, index)
@@ -157,3 +161,129 @@ def test_segments_are_freed_with_their_sums(reduce: str) -> None:
         return cache.num_bytes
 
     assert play(2, part) == [0, 0]
+
+
+# Segments of several trees ------------------------------------------------------------------------
+
+
+def packed(rank: PlayedRank, reduce: str) -> tuple[sidecar.Step, ShardedCache]:
+    """A rank's sidecar with three inner segments; the key of a position is its number in all."""
+    made = sidecar.packed(4)
+    cache = ShardedCache(made.planned(2), 1, rank, reduce)
+    for index in (0, 1, 2):
+        held = cp_layout.held_positions(lengths_of(made, index), rank.rank, 2)
+        key = (1000.0 * index + torch.from_numpy(held).double()).view(-1, 1, 1).expand(-1, 2, 3)
+        cache.capture(0, index, key, -key[..., :2])
+    return made, cache
+
+
+def lengths_of(made: sidecar.Step, index: int) -> list[int]:
+    return [span.padded for span in made.segments[index].spans]
+
+
+def keys_of(made: sidecar.Step, index: int, number: int) -> list[float]:
+    """The keys of a span, as `packed` numbers them."""
+    start = sum(lengths_of(made, index)[:number])
+    return [1000.0 * index + start + i for i in range(lengths_of(made, index)[number])]
+
+
+# (segment, level): the spans (segment, number) that its runs see.
+RUNS = {
+    (1, 0): [(0, 0), (0, 1)],
+    (3, 0): [(0, 0), (0, 1), (2, 0)],
+    (3, 1): [(1, 0), (1, 1), (1, 2)],
+    (4, 0): [(0, 1), (0, 0)],
+    (4, 1): [(1, 0)],
+}
+
+
+def test_views_are_read_run_by_run() -> None:
+    def part(rank: PlayedRank) -> None:
+        made, cache = packed(rank, "wave")
+        for (index, number), spans in RUNS.items():
+            for _ in range(2):  # gathered and put in order once
+                key, value = cache.read(0, index, number)
+                assert torch.equal(value, -key[..., :2])
+                lengths = cache.level(index, number).key_lengths
+                runs = key[:, 0, 0].split(lengths)
+                assert [sorted(run.tolist()) for run in runs] == [keys_of(made, *s) for s in spans]
+        assert len(rank.sent) == len(RUNS)
+
+    play(2, part)
+
+
+@both_ways
+def test_gradients_of_runs_reach_the_owners_of_their_keys(reduce: str) -> None:
+    """Each rank sends the key itself, times a factor of the rank and the reader."""
+    factors = {key: 1 + number for number, key in enumerate(RUNS)}
+
+    def part(rank: PlayedRank) -> None:
+        made, cache = packed(rank, reduce)
+        for (index, number), factor in factors.items():
+            key, value = cache.read(0, index, number)
+            scale = factor * (1 + 10 * rank.rank)
+            cache.add_gradient(0, index, number, scale * key, 2 * scale * value)
+        for index in (2, 1, 0):
+            taken = cache.take_gradient(0, index)
+            assert taken is not None
+            held = cp_layout.held_positions(lengths_of(made, index), rank.rank, 2)
+            keys = torch.tensor([k for n in range(3) for k in keys_or_none(made, index, n)])
+            times = torch.tensor(
+                [
+                    sum(f for key, f in factors.items() if (index, n) in RUNS[key]) * (1 + 11)
+                    for n in range(3)
+                    for _ in keys_or_none(made, index, n)
+                ]
+            )
+            wanted = (keys * times).double()[torch.from_numpy(held)]
+            assert torch.equal(taken[0], wanted.view(-1, 1, 1).expand(-1, 2, 3))
+            assert torch.equal(taken[1], -2 * wanted.view(-1, 1, 1).expand(-1, 2, 2))
+
+    play(2, part)
+
+
+def keys_or_none(made: sidecar.Step, index: int, number: int) -> list[float]:
+    return keys_of(made, index, number) if number < len(lengths_of(made, index)) else []
+
+
+@both_ways
+@pytest.mark.parametrize("name", sidecar.STEPS)
+def test_a_step_on_two_ranks_takes_what_one_rank_takes(name: str, reduce: str) -> None:
+    """Rows that are used again, and gradients under way when their segment is taken."""
+    made = sidecar.STEPS[name](4)
+    order = [(action[0] == "B", int(action[1:])) for action in made.order]
+
+    def run(cache: SidecarCache, of: Callable[[int], torch.Tensor]) -> dict[int, torch.Tensor]:
+        found = {}
+        for backward, index in order:
+            one = made.segments[index]
+            if one.inner and not backward:
+                key = of(index)
+                cache.capture(0, index, key[..., :3], key[..., 3:])
+            cache.prefetch(0, index, backward=backward)
+            for number in range(len(cache.map.levels[index]) if backward else 0):
+                key, value = cache.read(0, index, number)
+                cache.add_gradient(0, index, number, (1 + index) * key, value)
+            if one.inner and backward:
+                taken = cache.take_gradient(0, index)
+                assert taken is not None
+                found[index] = torch.cat(taken, -1).clone()
+                cache.free(index, consumed=True)
+            cache.release(0)
+        assert cache.num_bytes == 0
+        return found
+
+    wholes = {i: random(s.padded_length, 2, 5, seed=i) for i, s in enumerate(made.segments)}
+    expected = run(SidecarCache(made.planned(), 1), wholes.__getitem__)
+
+    def part(rank: PlayedRank) -> None:
+        def mine(index: int) -> torch.Tensor:
+            held = cp_layout.held_positions(lengths_of(made, index), rank.rank, 2)
+            return wholes[index][torch.from_numpy(held)]
+
+        found = run(ShardedCache(made.planned(2), 1, rank, reduce), mine)
+        for index, whole in expected.items():
+            held = cp_layout.held_positions(lengths_of(made, index), rank.rank, 2)
+            assert_close(found[index], 2 * whole[torch.from_numpy(held)], 64)  # both ranks send
+
+    play(2, part)

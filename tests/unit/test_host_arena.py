@@ -1,4 +1,4 @@
-"""Chains on the host: what they return, what is on the device, and the order of copies."""
+"""Arenas on the host: what they return, what is on the device, and the order of copies."""
 
 from __future__ import annotations
 
@@ -14,36 +14,39 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import CudaTransfers, HostTransfers
-from megatron_prefix.sidecar import host_chains as module
+from megatron_prefix.sidecar import host_arena as module
 from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.sidecar.host_chains import HostLayers
-from megatron_prefix.tree.kv_layout import Block
-from tests.harness.sidecar import DIM, HEADS, LAYERS, VALUE_DIM, random, step, tree, visit
+from megatron_prefix.sidecar.host_arena import HostLayers
+from tests.harness.sidecar import DIM, HEADS, LAYERS, STEPS, VALUE_DIM, Step, random, step, visit
 from tests.unit.test_transfers import DEVICE, streams
 
 __all__ = ["streams"]  # a fixture
 
-SEGMENTS = tree()
+TREE = STEPS["a tree"]()
+any_step = pytest.mark.parametrize("made", [make() for make in STEPS.values()], ids=[*STEPS])
 
 
 @pytest.fixture(autouse=True)
 def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every chain has a border of pieces in it."""
-    monkeypatch.setattr(module, "PIECE_KEYS", 4)
+    """Every segment has a border of pieces in it."""
+    monkeypatch.setattr(module, "PIECE_ROWS", 4)
 
 
-def hosted(transfers: Any, num_host: int) -> tuple[SidecarCache, Offloader]:
+def hosted(
+    transfers: Any, num_host: int, made: Step = TREE
+) -> tuple[SidecarCache, Offloader]:
     offloader = Offloader(transfers)
     offloader.begin_step()
     host = HostLayers(offloader, LAYERS, num_host)
-    return SidecarCache(SEGMENTS, LAYERS, host=host), offloader
+    return SidecarCache(made.planned(), LAYERS, host=host), offloader
 
 
+@any_step
 @pytest.mark.parametrize("num_host", [1, 2, 3, 4, 9])
-def test_the_same_as_on_the_device(num_host: int) -> None:
-    expected = step(SidecarCache(SEGMENTS, LAYERS), SEGMENTS)
-    cache, offloader = hosted(HostTransfers(), num_host)
-    found = step(cache, SEGMENTS)
+def test_the_same_as_on_the_device(num_host: int, made: Step) -> None:
+    expected = step(SidecarCache(made.planned(), LAYERS), made)
+    cache, offloader = hosted(HostTransfers(), num_host, made)
+    found = step(cache, made)
     assert len(found) == len(expected) > 100
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert cache.num_bytes == 0
@@ -51,15 +54,17 @@ def test_the_same_as_on_the_device(num_host: int) -> None:
     assert offloader.pool.used_bytes == 0
 
 
+@any_step
 @pytest.mark.parametrize("num_host", [1, 2, 4])
-def test_copies_are_waited_for(streams: dict[str, Any], num_host: int) -> None:
+def test_copies_are_waited_for(streams: dict[str, Any], num_host: int, made: Step) -> None:
     """On streams as late (stores: or as early) as allowed, in several steps with one pool."""
-    expected = step(SidecarCache(SEGMENTS, LAYERS), SEGMENTS)
+    expected = step(SidecarCache(made.planned(), LAYERS), made)
     offloader = Offloader(CudaTransfers(DEVICE))
     for _ in range(3):
         offloader.begin_step()
-        cache = SidecarCache(SEGMENTS, LAYERS, host=HostLayers(offloader, LAYERS, num_host))
-        found = step(cache, SEGMENTS)
+        host = HostLayers(offloader, LAYERS, num_host)
+        cache = SidecarCache(made.planned(), LAYERS, host=host)
+        found = step(cache, made)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         cache.clear()
         offloader.end_step()
@@ -97,10 +102,11 @@ class Watching(HostTransfers):
         return mark
 
 
-def test_memory_on_its_way_is_held_and_no_more_than_that() -> None:
+@any_step
+def test_memory_on_its_way_is_held_and_no_more_than_that(made: Step) -> None:
     transfers = Watching()
-    cache, _ = hosted(transfers, 2)
-    step(cache, SEGMENTS)
+    cache, _ = hosted(transfers, 2, made)
+    step(cache, made)
     cache.clear()
     assert not transfers.under_way
     assert transfers.most["store"] == module.LEAVING + 1  # until the one before is waited for
@@ -109,7 +115,7 @@ def test_memory_on_its_way_is_held_and_no_more_than_that() -> None:
 @pytest.mark.parametrize("until", ["F1", "B5", "F3", "B4"])
 def test_a_failed_step_leaves_nothing_behind(streams: dict[str, Any], until: str) -> None:
     cache, offloader = hosted(CudaTransfers(DEVICE), 2)
-    step(cache, SEGMENTS, until)
+    step(cache, TREE, until)
     cache.prefetch(1, 4, backward=True)  # on its way when the step fails
     cache.clear()
     assert cache.num_bytes == 0 == offloader.pool.used_bytes
@@ -119,7 +125,7 @@ def test_a_failed_step_leaves_nothing_behind(streams: dict[str, Any], until: str
 def test_what_is_loaded_in_vain_is_waited_for() -> None:
     transfers = Watching()
     cache, _ = hosted(transfers, 2)
-    step(cache, SEGMENTS, "B4")
+    step(cache, TREE, "B4")
     cache.prefetch(1, 4, backward=True)
     assert [kind for kind, _ in transfers.under_way.values()].count("fill") > 1
     cache.clear()
@@ -127,23 +133,51 @@ def test_what_is_loaded_in_vain_is_waited_for() -> None:
 
 
 def test_only_what_a_layer_uses_is_on_the_device() -> None:
+    """The whole arena of a layer, during its visit; copies of the segments that need one."""
     cache, offloader = hosted(HostTransfers(), LAYERS)
-    size = torch.float64.itemsize * HEADS * (DIM + VALUE_DIM)
+    row = torch.float64.itemsize * HEADS * (DIM + VALUE_DIM)
+    arena = cache.map.length * row
+    assert cache.map.length == 5 + 4 + 6 + 2  # the third chunk lies where the branch will be
     for layer in range(LAYERS):
-        visit(cache, SEGMENTS[0], 0, layer, backward=False)
+        visit(cache, TREE.segments[0], 0, layer, backward=False)
         assert cache.num_bytes == 0
         cache.prefetch(layer, 1)
-        assert cache.num_bytes == (5 + 4) * size  # the first chunk, and room for the second
+        assert cache.num_bytes == arena
         cache.release(layer)
-    assert offloader.pool.used_bytes >= LAYERS * 12 * size
-    visit(cache, SEGMENTS[1], 1, 3, backward=False)
-    cache.read(3, Block(0, 9))
-    cache.add_gradient(3, Block(0, 9), random(9, DIM, 1), random(9, VALUE_DIM, 1))
-    assert cache.num_bytes == 2 * 9 * size
+    assert offloader.pool.used_bytes >= LAYERS * arena
+    for index in (1, 2):
+        visit(cache, TREE.segments[index], index, 3, backward=False)
+    key, _ = cache.read(3, 5, 0)
+    assert len(key) == 5 + 4 + 3
+    cache.add_gradient(3, 5, 0, random(12, DIM, 1), random(12, VALUE_DIM, 1))
+    assert cache.num_bytes == 2 * arena
     before = offloader.counts.stored
     cache.release(3)
     assert cache.num_bytes == 0
-    assert before == (LAYERS * 5 + 4) * size and offloader.counts.stored == before + 9 * size
+    assert before == (LAYERS * 5 + 4 + 3) * row and offloader.counts.stored == before + 12 * row
+
+
+class Counting(HostTransfers):
+    """Counts the rows of K that are loaded, in one list a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[int] = []
+
+    def fill(self, pairs: Any, stored: Any) -> Any:
+        widths = (DIM, VALUE_DIM)
+        self.loaded.append(sum(device[..., 0].shape[0] for device, _ in pairs) // len(widths))
+        return super().fill(pairs, stored)
+
+
+def test_only_what_a_segment_sees_is_loaded_and_neighbours_in_one_copy() -> None:
+    made, transfers = STEPS["packed trees"](), Counting()
+    cache, _ = hosted(transfers, LAYERS, made)
+    for index in (0, 1, 2):
+        visit(cache, made.segments[index], index, 0, backward=False)
+    transfers.loaded.clear()
+    visit(cache, made.segments[4], 4, 0, backward=False)
+    assert transfers.loaded == [9 + 9]  # segments 0 and 1 lie side by side; 2 is not seen
 
 
 def test_layers_are_spread_and_found_in_both_directions() -> None:
