@@ -65,7 +65,7 @@ def new_table(title: str) -> Table:
 
 
 def print_rich(*things: Any, stderr: bool = False) -> None:
-    """Prints what rich can draw (without colours where it is no terminal)."""
+    """Prints what rich can draw, one below the other (without colours where it is no terminal)."""
     from rich.console import Console
 
     class Quiet(Console):
@@ -75,7 +75,7 @@ def print_rich(*things: Any, stderr: bool = False) -> None:
     stream = sys.stderr if stderr else sys.stdout
     # rich takes 80 columns for a file, and would cut numbers of our wider tables.
     width = None if stream.isatty() or "COLUMNS" in os.environ else FILE_COLUMNS
-    Quiet(stderr=stderr, highlight=False, width=width).print(*things)
+    Quiet(stderr=stderr, highlight=False, width=width).print(*things, sep="\n")
 
 
 def number(value: float) -> str:

@@ -14,11 +14,13 @@ from tests.harness import data
 from tests.harness.command_line import BUNDLED, failure, result, run
 from tests.harness.trees import cells, with_programs
 
+STEP = [BUNDLED, "--pp", "2", "--segment-tokens", "200"]
+
 
 @pytest.fixture
 def plan_file(capsys, tmp_path) -> Path:
     path = tmp_path / "plan.csv"
-    run(capsys, "plan", BUNDLED, "--pp", "2", "--csv", str(path))
+    run(capsys, "plan", *STEP, "--csv", str(path))
     return path
 
 
@@ -32,7 +34,7 @@ def edited(path: Path, rank: int, edit) -> None:
 
 def test_show_json_agrees_with_plan(capsys, plan_file) -> None:
     shown = result(capsys, "show", str(plan_file))
-    planned = result(capsys, "plan", BUNDLED, "--pp", "2")
+    planned = result(capsys, "plan", *STEP)
     for key in (
         "makespan",
         "bubble_fraction",
@@ -61,6 +63,17 @@ def test_show_cuts_the_grid_to_the_terminal(capsys, plan_file, monkeypatch) -> N
     assert shown == [str(action) for action in program[: len(shown)]]
     assert lines[0].endswith(f"... {len(program) - len(shown)} more")
     assert "bubble" in out
+
+
+def test_show_has_a_line_a_stage_of_a_short_plan(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    path = data.REPOSITORY / "schedules" / "small-groups-pp4.csv"
+    programs = Plan.from_csv(path.read_text(encoding="utf-8")).programs
+    for options in ([], ["--full"]):
+        _, out, _ = run(capsys, "show", str(path), *options)
+        rows = [line.split() for line in out.splitlines()[:4]]
+        wanted = [["stage", str(n), *map(str, program)] for n, program in enumerate(programs)]
+        assert rows == wanted
 
 
 def test_show_full_prints_every_action(capsys, plan_file, monkeypatch) -> None:
@@ -97,10 +110,13 @@ def test_show_marks_the_bad_cell_of_an_invalid_plan(capsys, plan_file, tmp_path)
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("\n1,0,0,", "\n1,-1,0,", "segment 1: a span starts at"),
+        ("<0.0", "", "a root starts at"),
+        ("<0.0", "<999.0", "its parent span 999.0 is no span of an inner segment before it"),
+        ("<0.0", "<0.7", "its parent span 0.7 is no span of an inner segment before it"),
         ("rank 0,F0", "rank 0,X0", "'X0' is not an action"),
-        ("plan,2,2,1", "plan,2,3,1", "expected 'rank 0', found"),
-        ("plan,2,2,1", "plan,2,2,1000000000", "ranks and chunks must be whole numbers"),
+        ("plan,3,2,1", "plan,3,3,1", "expected 'rank 0', found"),
+        ("plan,3,2,1", "plan,3,2,1000000000", "ranks and chunks must be whole numbers"),
+        ("plan,3,2,1", "plan,2,2,1", "version 2"),
         ("0+", "0+999999999999", "is not a span"),
     ],
 )
