@@ -42,7 +42,7 @@ def rollouts(tmp_path_factory) -> str:
 
 def test_align_runs_a_plan_of_the_catalogue(rollouts: str) -> None:
     """With the options that the README names."""
-    options = ["--min-gain", "0", "--segment-tokens", "32"]
+    options = ["--baseline", "rollout", "--min-gain", "0", "--segment-tokens", "32"]
     plan = "schedules/two-level-tree-pp2.csv"
     done = run(
         "align", "--rollouts", rollouts, *TWO_STAGES, *options, "--prefix-plan", plan, "--json"
@@ -56,7 +56,7 @@ def test_a_plan_of_another_step_is_refused_in_one_line(rollouts: str) -> None:
     done = run("align", "--rollouts", rollouts, *TWO_STAGES, "--prefix-plan", plan)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"megatron-prefix align: {plan}: segment 0 is 0,-1,0,inner,0+48")
+    assert line.startswith(f"megatron-prefix align: {plan}: segment 0 is 0,inner,0+48")
     assert line.endswith("plan the same rollouts with the same lengths")
 
 
