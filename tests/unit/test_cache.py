@@ -238,7 +238,7 @@ def test_a_segment_is_freed_when_every_layer_is_done() -> None:
         cache.free(0, consumed=True)
 
 
-# Segments of several trees, and rows that are used again --------------------------------------------
+# Segments of several trees, and rows that are used again ------------------------------------------
 
 
 def span_of(made: sidecar.Step, whole: Tensor, index: int, number: int) -> Tensor:
@@ -328,9 +328,7 @@ def expect_of(
         whole = sidecar.random(rows, VALUE_DIM, 100 * layer + above)
         zeros = torch.zeros_like(whole)
         total = sent.setdefault((layer, above, 1), zeros)
-        span_of(made, total, above, number).add_(
-            (index + 1) * span_of(made, whole, above, number)
-        )
+        span_of(made, total, above, number).add_((index + 1) * span_of(made, whole, above, number))
 
 
 def _path_to(made: sidecar.Step, place: tuple[int, int] | None) -> list[tuple[int, int]]:

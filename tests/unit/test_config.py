@@ -64,9 +64,9 @@ def test_a_configuration_cannot_be_changed() -> None:
 
 
 ANSWERS = {
-    "mode": "auto", "chunk_tokens": 512, "segment_tokens": 99, "min_gain": 7, "loss_in_leaves": True,
-    "share": "batch", "kernel": "math", "memory": "offload", "memory_budget_gb": 3.0,
-    "cache_host_layers": 2, "cp_reduce": "segment", "run_ahead": 1,
+    "mode": "auto", "chunk_tokens": 512, "segment_tokens": 99, "min_gain": 7,
+    "loss_in_leaves": True, "share": "batch", "kernel": "math", "memory": "offload",
+    "memory_budget_gb": 3.0, "cache_host_layers": 2, "cp_reduce": "segment", "run_ahead": 1,
 }  # fmt: skip
 
 

@@ -45,16 +45,14 @@ def test_every_row_is_held_once_and_the_order_is_found_again(case: Any) -> None:
     assert in_order.tolist() == list(range(sum(lengths)))
 
 
-@given(
-    st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 5), st.randoms()
-)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 5), st.randoms())
 def test_runs_are_found_in_the_view(parts: list[int], size: int, random: Any) -> None:
     """By hand: every rank gives its part of all runs; the runs' keys come in a run each."""
     names = [[(run, i) for i in range(size * num)] for run, num in enumerate(parts)]
     dealt = []  # per run the ranks' equal parts, whoever has which key
     for run in names:
         shuffled = random.sample(run, len(run))
-        dealt.append([shuffled[rank :: size] for rank in range(size)])
+        dealt.append([shuffled[rank::size] for rank in range(size)])
     view = [key for rank in range(size) for run in dealt for key in run[rank]]
     order = cp_layout.runs_in_view([len(run) for run in names], size)
     assert sorted(order.tolist()) == list(range(len(view)))

@@ -32,9 +32,7 @@ def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PIECE_ROWS", 4)
 
 
-def hosted(
-    transfers: Any, num_host: int, made: Step = TREE
-) -> tuple[SidecarCache, Offloader]:
+def hosted(transfers: Any, num_host: int, made: Step = TREE) -> tuple[SidecarCache, Offloader]:
     offloader = Offloader(transfers)
     offloader.begin_step()
     host = HostLayers(offloader, LAYERS, num_host)

@@ -218,21 +218,28 @@ def test_a_segment_without_loss_between_two_with_loss_keeps_its_place() -> None:
         assert_close(outputs[uid][0, start:], job.values(uid, start, 10).detach(), 10)
 
 
-def of_three(**fields: Any) -> Job:
+def of_three(segment_tokens: int) -> Job:
+    """The first and the third are equal; in segments of two positions a wave each, else in one."""
     rollouts = [Pairs(np.array([n, n]), np.array([n, n]), np.ones(2, bool)) for n in (1, 2, 1)]
-    return Job(rollouts, [0, 1, 0], [0, 1, 2], TreeOptions(min_gain=0), squared, **fields)
+    options = TreeOptions(min_gain=0, segment_tokens=segment_tokens)
+    return Job(rollouts, [0, 1, 0], [0, 1, 2], options, squared)
 
 
-def test_the_store_is_in_the_order_of_microbatches_and_not_of_segments() -> None:
-    job = of_three()
+@pytest.mark.parametrize(("segment_tokens", "called"), [(2, [0, 2, 1]), (0, [0, 1, 2])])
+def test_the_store_is_in_the_order_of_microbatches_and_not_of_segments(
+    segment_tokens: int, called: list[int]
+) -> None:
+    job = of_three(segment_tokens)
+    assert len(job.forest.segments) == (2 if segment_tokens else 1)
     job.run()
-    assert [uid for uid, _ in job.seen] == [0, 2, 1]  # the first backward needs both losses
+    assert [uid for uid, _ in job.seen] == called  # the first backward needs both losses
     assert [log["uid"] for log in job.losses.forward_data_store] == [0, 1, 2]
 
 
-def test_without_gradients_losses_are_called_in_the_trainers_order() -> None:
+@pytest.mark.parametrize("segment_tokens", [2, 0])
+def test_without_gradients_losses_are_called_in_the_trainers_order(segment_tokens: int) -> None:
     """Who collects results call by call would get them permuted."""
-    job = of_three()
+    job = of_three(segment_tokens)
     job.forward()
     assert [uid for uid, _ in job.seen] == [0, 1, 2]
     for uid, output in job.seen:

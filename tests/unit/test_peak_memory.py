@@ -21,15 +21,24 @@ from megatron_prefix.plan.peak_memory import RankMemory, predict, table
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar import cache as cache_module
-from megatron_prefix.tree import TreeOptions, build
+from megatron_prefix.tree import TreeOptions, build, trees
+from megatron_prefix.tree.kv_layout import arena_map
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts
 
 VOCAB, GIB = 128, float(1 << 30)
-# prompt, response, rollouts, wave tokens, chunk tokens
-SHAPES = [(384, 64, 3, 1, 0), (128, 192, 2, 1, 0), (96, 96, 4, 192, 0), (384, 64, 3, 128, 96)]
+# prompt, response, rollouts, segment tokens, chunk tokens, groups; five small groups are packed, in
+# one bundle or in two of which the second takes the rows of the first.
+PACKED = (40, 24, 3, 256, 0, 5), (40, 24, 3, 128, 0, 5)
+SHAPES = [
+    (384, 64, 3, 1, 0, 1),
+    (128, 192, 2, 1, 0, 1),
+    (96, 96, 4, 192, 0, 1),
+    (384, 64, 3, 128, 96, 1),
+    *PACKED,
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,8 +57,8 @@ def counted(
     model: Any, shape: tuple[int, ...], memory: str, host_layers: int = 0
 ) -> tuple[int, int, RankMemory]:
     """Peaks of what autograd and the sidecar hold in a step, and the prediction."""
-    prompt, response, num, wave, chunk = shape
-    rollouts, groups = flat_rollouts(prompt, response, num, 1)
+    prompt, response, num, wave, chunk, num_groups = shape
+    rollouts, groups = flat_rollouts(prompt, response, num, num_groups)
     pairs = enumerate(zip(rollouts, groups, strict=True))
     items = [steps.microbatch([rollout], group, uid) for uid, (rollout, group) in pairs]
     inner = unwrap(model)
@@ -62,6 +71,8 @@ def counted(
         steps.call(schedule, Contract().step, model, items)
     report = schedule.report
     assert report is not None and report.memory is not None and count.now == 0
+    packed = max(len({*numbers}) for numbers in trees(report.plan.segments))
+    assert (packed > 1) == (num_groups > 1)
     assert host_layers or report.memory.cache_peak == report.cache_bytes
     return count.peak, report.cache_bytes, report.memory
 
@@ -223,15 +234,30 @@ def test_the_table_names_what_is_held() -> None:
 def test_the_sidecar_counts_its_bytes() -> None:
     """Else the comparison above compares nothing."""
     plan = plan_of(12, 3, 3, 4, min_gain=0)
-    cache = cache_module.SidecarCache(plan.segments, 1)
+    cache = cache_module.SidecarCache(arena_map(plan.segments), 1)
     rows = plan.segments[0].padded_length
+    assert cache.map.length == rows
     key = torch.ones(rows, 2, 4)
     cache.capture(0, 0, key, key)
     assert cache.num_bytes == cache.peak_bytes == 2 * key.nbytes
-    block = cache.map.blocks[1][0]
-    cache.add_gradient(0, block, key, key)
-    cache.add_gradient(0, block, key, key)
+    cache.add_gradient(0, 1, 0, key, key)
+    cache.add_gradient(0, 1, 0, key, key)
     assert cache.num_bytes == 4 * key.nbytes
     cache.take_gradient(0, 0)
     cache.free(0, consumed=True)
     assert cache.num_bytes == 0 and cache.peak_bytes == 4 * key.nbytes
+
+
+def test_bundles_that_follow_one_another_share_an_arena() -> None:
+    (_, _, _, one, _, _), (prompt, response, num, two, _, num_groups) = PACKED
+    assert one > two
+    rollouts, groups = flat_rollouts(prompt, response, num, num_groups)
+    footprint = Footprint.of_spec(resolve("tiny-llama").with_vocab(VOCAB))
+    rows = {}
+    for budget in (one, two):
+        options = TreeOptions(segment_tokens=budget, min_gain=0)
+        plan = make_plan(build(rollouts, groups, options))
+        (memory,) = predict(plan, footprint)
+        each = footprint.num_layers * (footprint.kv + footprint.kv_grad)
+        rows[budget] = memory.cache_peak / each
+    assert rows == {one: num_groups * prompt, two: 4 * prompt}

@@ -24,7 +24,9 @@ COST = CostModel(linear=1e6, head=0.0, attention=10.0, action_tokens=4.0)
 
 def forest(prefix=8, suffix=4, num=3, num_groups=2, **options) -> Forest:
     rollouts, groups = flat_rollouts(prefix, suffix, num, num_groups)
-    return build(rollouts, groups, TreeOptions(**{"min_gain": 0, "segment_tokens": suffix, **options}))
+    return build(
+        rollouts, groups, TreeOptions(**{"min_gain": 0, "segment_tokens": suffix, **options})
+    )
 
 
 def saved(folder: Path, plan: Plan) -> str:

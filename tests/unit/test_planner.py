@@ -151,7 +151,9 @@ def test_no_stage_waits_for_a_prompt_sixteen_times_a_wave(stages, num_groups) ->
     rollouts, groups = flat_rollouts(prompt, wave, 8, num_groups)
     waits = []
     for chunk_tokens in (0, wave):
-        forest = build(rollouts, groups, TreeOptions(chunk_tokens=chunk_tokens, segment_tokens=wave))
+        forest = build(
+            rollouts, groups, TreeOptions(chunk_tokens=chunk_tokens, segment_tokens=wave)
+        )
         waits.append(
             longest_wait(simulate(best_plan(forest, stages), ready_after=loss_ready_after(forest)))
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.plan.simulator import Event, Timeline, simulate
 from megatron_prefix.tree import TreeOptions, build
@@ -11,8 +13,13 @@ from megatron_prefix.view.trace import chrome_trace
 from tests.harness.trees import flat_rollouts
 
 
-def test_every_action_is_one_event() -> None:
-    forest = build(*flat_rollouts(64, 16, 3, 2), TreeOptions(segment_tokens=16, chunk_tokens=32))
+@pytest.mark.parametrize(
+    ("budget", "most"), [(16, 1), (64, 2)], ids=["a tree a segment", "both trees in a segment"]
+)
+def test_every_action_is_one_event(budget: int, most: int) -> None:
+    options = TreeOptions(segment_tokens=budget, chunk_tokens=32)
+    forest = build(*flat_rollouts(64, 16, 3, 2), options)
+    tree_of_rollout = [0] * 3 + [1] * 3
     plan = make_plan(forest, 2, num_chunks=2)
     timeline = simulate(plan)
     trace = json.loads(chrome_trace(timeline, plan))
@@ -31,9 +38,10 @@ def test_every_action_is_one_event() -> None:
         assert event["args"] == {
             "segment": action.segment,
             "chunk": action.chunk,
-            "tree": segment.tree,
+            "trees": sorted({tree_of_rollout[r] for s in segment.spans for r in s.rollouts}),
             "rows": segment.padded_length,
         }
+    assert max(len(event["args"]["trees"]) for event in events) == most
 
 
 def test_milliseconds_are_written_as_microseconds() -> None:
