@@ -24,7 +24,7 @@ from megatron_prefix.numerics import assert_close
 from megatron_prefix.rl.batches import on_cp_rank
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout
-from megatron_prefix.tree import Pairs, TreeOptions, build, cp_layout
+from megatron_prefix.tree import Pairs, TreeOptions, build, cp_layout, trees
 from megatron_prefix.verify import align
 from tests.harness import steps
 from tests.harness.context_parallel import DATA, VOCAB, spec
@@ -99,6 +99,8 @@ def test_the_data_has_what_it_is_for() -> None:
         forests[name] = build(rollouts, numbers, TreeOptions(4, min_gain=0))
         middle = [r.trained[cp_layout.positions(len(r), 1, 2)].any() for r in rollouts]
         assert any(middle) == (name != "long prompt")
+        together = [len({*numbers}) for numbers in trees(forests[name].segments)]
+        assert max(together) == 2, "no segment has spans of both trees"
     for forest in forests.values():
         assert any(len({span.padded for span in s.spans}) > 1 for s in forest.segments), "uneven"
     assert any(s.inner and s.scored for s in forests["tree"].segments)

@@ -17,8 +17,8 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.models.build import build_model
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout
-from megatron_prefix.tree import Forest
-from megatron_prefix.tree.kv_layout import buffer_map
+from megatron_prefix.tree import Forest, trees
+from megatron_prefix.tree.kv_layout import arena_map
 from megatron_prefix.verify import align
 from tests.harness.context_parallel import DATA, spec
 from tests.harness.ranks import run_ranks
@@ -57,15 +57,22 @@ def _groups(args: Any) -> list[str]:
 
 
 def expected_traffic(
-    forest: Forest, num_layers: int, width: int, recompute: bool, reduce: str, num_local: int
+    forest: Forest,
+    program: list[tuple[str, int]],
+    num_layers: int,
+    width: int,
+    recompute: bool,
+    reduce: str,
+    num_local: int,
 ) -> collections.Counter[tuple[str, torch.dtype, int]]:
     """K/V there and gK/gV back, a number a token of a scored segment, and the tokens once.
 
     Args:
+        program: the actions of the only stage.
         width: elements of a token's K, and of its V, in one layer.
         num_local: positions of this rank's microbatches.
     """
-    size, layout = 2, buffer_map(forest.segments, 2)
+    size, layout = 2, arena_map(forest.segments, program, 2)
     seen: collections.Counter[tuple[str, torch.dtype, int]] = collections.Counter()
 
     def gather(rows: int, times: int) -> None:
@@ -78,10 +85,10 @@ def expected_traffic(
         rows = segment.padded_length // size
         gather(rows, num_layers * (3 if recompute else 2))
         scatter(rows)
-        for block in layout.blocks[index]:
-            gather(block.stop, num_layers * 2)  # recomputation shares the backward's
+        for level in layout.levels[index]:
+            gather(sum(level.keys), num_layers * 2)  # recomputation shares the backward's
             if reduce == "wave":
-                scatter(block.stop)
+                scatter(sum(level.keys))
         if segment.inner and reduce == "segment":
             scatter(rows)
         if segment.scored:
@@ -91,29 +98,38 @@ def expected_traffic(
     return seen
 
 
-def traffic(recompute: str, reduce: str) -> tuple[Any, Any]:
+def traffic(recompute: str, reduce: str, options: dict[str, int]) -> tuple[Any, Any]:
     layout, model = Layout(cp=2), spec()
     runtime.initialize(layout)
     chunks = build_model(model, layout=layout, dtype="float64", recompute=recompute)
     items = align.microbatches(DATA["tree"], 7, layout.alignment)
     items = align.on_this_cp_rank(items)
-    schedule = PrefixSchedule(PrefixConfig(min_gain=0, chunk_tokens=16, cp_reduce=reduce))
+    schedule = PrefixSchedule(PrefixConfig(min_gain=0, cp_reduce=reduce, **options))
     with Traffic(parallel_state.get_context_parallel_group()) as counted:
         align.run_step(schedule, chunks, items)
     assert schedule.report is not None
-    forest = schedule.report.forest
+    forest, program = schedule.report.forest, schedule.report.plan.actions_of(0, 0)
+    together = max(len({*numbers}) for numbers in trees(forest.segments))
+    assert (together > 1) == (options == PACKED)
     assert any(segment.inner and segment.scored for segment in forest.segments)
     num_local = sum(item["tokens"].numel() for item in items)
     width = model.num_query_groups * model.kv_channels
     expected = expected_traffic(
-        forest, model.num_layers, width, recompute == "full", reduce, num_local
+        forest, program, model.num_layers, width, recompute == "full", reduce, num_local
     )
     return counted.seen, expected
 
 
+CHUNKED = {"chunk_tokens": 16, "segment_tokens": 48}
+PACKED: dict[str, int] = {}  # both trees in a segment a level
+
+
+@pytest.mark.parametrize("options", [CHUNKED, PACKED], ids=["chunks", "packed"])
 @pytest.mark.parametrize(
     ("recompute", "reduce"), [("none", "wave"), ("none", "segment"), ("full", "wave")]
 )
-def test_only_keys_values_and_their_gradients_cross_ranks(recompute: str, reduce: str) -> None:
-    for seen, expected in run_ranks(2, traffic, recompute, reduce):
+def test_only_keys_values_and_their_gradients_cross_ranks(
+    recompute: str, reduce: str, options: dict[str, int]
+) -> None:
+    for seen, expected in run_ranks(2, traffic, recompute, reduce, options):
         assert seen == expected

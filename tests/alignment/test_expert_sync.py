@@ -23,7 +23,7 @@ from megatron_prefix.models.weights import global_parameters
 from megatron_prefix.numerics import tolerance
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout
-from megatron_prefix.tree import Pairs
+from megatron_prefix.tree import Pairs, TreeOptions, build, trees
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract, Microbatch
@@ -31,6 +31,7 @@ from tests.harness.steps import Contract, Microbatch
 EP2 = Layout(dp=2, ep=2)
 PP2_EP2 = Layout(pp=2, dp=2, ep=2)
 CHUNKED = PrefixConfig(min_gain=0, chunk_tokens=8, segment_tokens=24)
+PACKED = PrefixConfig(min_gain=0)
 CONTRACT = Contract(per_token=True)
 
 
@@ -52,6 +53,9 @@ CASES = {
     "VPP2": Case(((4, 1), (2,)), replace(PP2_EP2, vpp=2), CHUNKED),
     "segments recomputed": Case(((2, 2), (4,)), EP2, replace(CHUNKED, memory="recompute")),
     "full recompute": Case(((1, 1, 1), (4,)), EP2, CHUNKED, "full"),
+    "several trees a segment": Case(((2, 3, 1), (1, 2)), EP2, PACKED),
+    "several trees a segment beside none": Case(((3, 3), ()), EP2, PACKED),
+    "several trees a segment, VPP2": Case(((2, 2, 2), (3, 2)), replace(PP2_EP2, vpp=2), PACKED),
 }
 
 
@@ -112,6 +116,20 @@ def worst(case: Case) -> float:
         for rank in ranks
         for name, found in rank.items()
     )
+
+
+def test_some_cases_have_segments_of_several_trees() -> None:
+    """Prompts of several groups in one segment, turns in the next, then leaves of all depths."""
+    for case in CASES.values():
+        for seed, sizes in enumerate(case.groups):
+            found = items(sizes, seed)
+            rollouts = [pairs for item in found for pairs in steps.pairs_of(item)]
+            options = TreeOptions(segment_tokens=case.prefix.segment_tokens, min_gain=0)
+            forest = build(rollouts, [item["group"] for item in found], options)
+            together = [len({*numbers}) for numbers in trees(forest.segments)]
+            if case.prefix == PACKED and sum(n > 1 for n in sizes) > 1:
+                inner = [n for n, s in zip(together, forest.segments, strict=True) if s.inner]
+                assert max(inner) > 1 and together[-1] == len(sizes)
 
 
 @pytest.mark.parametrize("name", CASES)

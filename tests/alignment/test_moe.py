@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron_prefix import runtime
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.data.pairs import pairs_of_groups
 from megatron_prefix.data.rollouts import Group, Rollout
 from megatron_prefix.errors import UserError
 from megatron_prefix.models.build import build_model
@@ -30,6 +31,7 @@ from megatron_prefix.rl import passes
 from megatron_prefix.rl.job import place_groups
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout
+from megatron_prefix.tree import TreeOptions, build, trees
 from megatron_prefix.verify import align
 from tests.harness.ranks import run_ranks
 
@@ -162,6 +164,19 @@ def groups(flat: bool, seed: int) -> list[Group]:
             rollouts.append(Rollout(f"g{number}", str(member), ids, len(prompt), spans, 0.0))
         found.append(Group(f"g{number}", tuple(rollouts)))
     return found
+
+
+def test_the_groups_are_packed_unless_a_case_says_otherwise() -> None:
+    """Both prompts in one segment, spans of four rollouts beside spans of two, and of one."""
+    for flat in (False, True):
+        options = TreeOptions(min_gain=1)
+        forest = build(*pairs_of_groups(groups(flat, 0)), options)
+        together = [len({*numbers}) for numbers in trees(forest.segments)]
+        assert together == [2] * len(forest.segments)
+        counts = {len(span.rollouts) for segment in forest.segments for span in segment.spans}
+        assert counts == ({4, 1} if flat else {4, 2, 1})
+    budgets = {case.prefix.segment_tokens for case in CASES.values()}
+    assert budgets == {PrefixConfig().segment_tokens, CHUNKED.segment_tokens, 1}
 
 
 class Forgetful(PrefixSchedule):

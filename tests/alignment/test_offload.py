@@ -14,10 +14,11 @@ from megatron_prefix.data.generate import generate
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.offload.segment import OffloadedSegment, addresses
 from megatron_prefix.offload.transfers import HostTransfers
+from megatron_prefix.plan.actions import Plan
 from megatron_prefix.run import executor
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar import cache as cache_module
-from megatron_prefix.sidecar.chain import Chain
+from megatron_prefix.sidecar.arena import Arena
 from megatron_prefix.verify import align
 from tests.harness.failures import CONFIG, run
 from tests.harness.one_rank import one_rank, small_model
@@ -38,7 +39,7 @@ def test_neither_weights_nor_cached_keys_and_nothing_twice(
     stored: list[int] = []
     num_layers: dict[int, int] = {}
 
-    class WatchedChain(Chain):
+    class WatchedArena(Arena):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             held.extend(self._keys)
@@ -57,19 +58,32 @@ def test_neither_weights_nor_cached_keys_and_nothing_twice(
         num_layers[id(self)] = len(self._layers)
         held.append(self)
 
-    monkeypatch.setattr(cache_module, "Chain", WatchedChain)
+    monkeypatch.setattr(cache_module, "Arena", WatchedArena)
     monkeypatch.setattr(HostTransfers, "store", store)
     monkeypatch.setattr(OffloadedSegment, "layer_done", layer_done)
     model = small_model(recompute=recompute)
-    run(PrefixSchedule(replace(CONFIG, memory="offload")), model)
+    schedule = PrefixSchedule(replace(CONFIG, memory="offload"))
+    run(schedule, model)
     inner = unwrap(model)
     weights = addresses(*inner.parameters(), *inner.buffers())
-    assert len(cached) == 2 * 2 * 4 and len(stored) > 10
+    assert schedule.report is not None
+    plan = schedule.report.plan
+    assert len(cached) == 2 * 2 * num_arenas(plan) and len(stored) > 10  # K and V of two layers
     assert len(stored) == len(set(stored))
     assert not set(stored) & (cached | weights)
-    # Five inner segments in each of two trees; two layers each, and what follows the last.
-    assert len(num_layers) == 10
+    # Inner segments of two trees; two layers each, and what follows the last.
+    assert len(num_layers) == sum(segment.inner for segment in plan.segments) >= 10
     assert set(num_layers.values()) <= {2, 3}
+
+
+def num_arenas(plan: Plan) -> int:
+    """How often a layer takes an arena: for an inner segment, when no other one waits."""
+    found = waiting = 0
+    for action in plan.programs[0]:
+        if plan.segments[action.segment].inner:
+            found += action.kind == "F" and not waiting
+            waiting += 1 if action.kind == "F" else -1
+    return found
 
 
 def test_a_segment_is_loaded_in_the_backward_before_its_own(

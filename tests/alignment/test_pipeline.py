@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 
+from megatron_prefix.data.pairs import pairs_of_groups
 from megatron_prefix.runtime import Layout
-from tests.harness.pipelines import SHAPES, Case, run_cases
+from megatron_prefix.tree import build, trees
+from tests.harness.pipelines import SHAPES, Case, rollouts_of, run_cases
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract
 
@@ -16,6 +19,7 @@ LAYOUTS = {
     "pp4": Layout(pp=4),
     "pp2-vpp2": Layout(pp=2, vpp=2),
     "pp3-vpp2": Layout(pp=3, vpp=2),
+    "tp2-pp2": Layout(tp=2, pp=2, sequence_parallel=True),
 }
 FREED = {"deallocate_pipeline_outputs": True}
 CASES = {
@@ -72,7 +76,35 @@ CASES = {
         "several-groups": Case("several-groups"),
         "tree": Case("two-level-tree"),
     },
+    "tp2-pp2": {
+        "small-groups": Case("small-groups"),
+        "tree, all in a few segments": Case("two-level-tree", prefix={"segment_tokens": 240}),
+        "recomputed": Case("small-groups", "tiny-qwen3", recompute="full", overrides=FREED),
+        "memory offload": Case("small-groups", prefix={"memory": "offload"}),
+    },
 }
+
+
+@pytest.mark.parametrize(("shape", "budget"), [("small-groups", None), ("two-level-tree", 240)])
+@pytest.mark.parametrize("align", [1, 2])
+def test_segments_of_several_trees_are_among_the_cases(
+    shape: str, budget: int | None, align: int
+) -> None:
+    """Prompts, turns of agents with loss, and waves, beside those of other groups."""
+    options = replace(SHAPES[shape].options, align=align)
+    options = replace(options, segment_tokens=budget or options.segment_tokens)
+    forest = build(*pairs_of_groups(rollouts_of(shape)[0]), options)
+    together = [len({*numbers}) for numbers in trees(forest.segments)]
+    inner = [n for n, segment in zip(together, forest.segments, strict=True) if segment.inner]
+    waves = [n for n, segment in zip(together, forest.segments, strict=True) if not segment.inner]
+    assert max(inner) > 1 and max(waves) > 1
+    assert forest.num_trees == len(SHAPES[shape].groups)
+    if shape == "two-level-tree":
+        assert (
+            max(n for n, s in zip(together, forest.segments, strict=True) if s.inner and s.scored)
+            > 1
+        )
+        assert any(len(segment.parents) > 1 for segment in forest.segments)
 
 
 @functools.cache

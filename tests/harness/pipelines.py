@@ -97,7 +97,9 @@ def _run(layout: Layout, case: Case) -> str:
     groups, vocab = rollouts_of(case.shape)
     chunks = build_chunks(case, layout, vocab)
     if case.contract is None:
-        verdict = align.over_ranks(align.align(chunks, groups, case.config(layout)))
+        verdict = align.over_ranks(
+            align.align(chunks, groups, case.config(layout), multiple=layout.alignment)
+        )
         shared = verdict.executed_tokens < verdict.raw_tokens
         return "; ".join(verdict.failures) if shared else "nothing was shared"
     items = microbatches(groups)
