@@ -188,7 +188,10 @@ def cost_model(spec: ModelSpec) -> CostModel:
 
 def flop_bound(spec: ModelSpec, config: PrefixConfig, steps: Sequence[Sequence[Group]]) -> float:
     """FLOPs of the stock schedule over those of one that shares all it may share."""
-    cost, options = cost_model(spec), replace(config.tree_options(1), min_gain=0, share="batch")
+    cost, options = (
+        cost_model(spec),
+        replace(config.tree_options(1), min_gain=0, segment_gain=0, share="batch"),
+    )
     forests = [build(*pairs_of_groups(groups), options) for groups in steps]
     return sum(map(cost.stock, forests)) / sum(map(cost.prefix, forests))
 

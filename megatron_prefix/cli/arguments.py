@@ -185,7 +185,8 @@ def add_lengths(parser: argparse.ArgumentParser) -> None:
         (
             ("--min-gain",),
             _DEFAULTS.min_gain,
-            "dissolve a shared span that saves fewer positions; 0 dissolves nothing",
+            "dissolve a shared span that saves fewer positions, and an inner segment that saves"
+            " fewer than 32 times as many; 0 dissolves nothing",
         ),
     ):
         group.add_argument(

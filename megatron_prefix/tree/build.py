@@ -13,7 +13,7 @@ experts of a position belong to its pair.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,7 +30,7 @@ from megatron_prefix.tree.forest import (
     trees,
 )
 from megatron_prefix.tree.node import Node, preorder
-from megatron_prefix.tree.packing import pack
+from megatron_prefix.tree.packing import inner_segments, pack
 
 __all__ = [
     "Forest", "Pairs", "Place", "Segment", "Span", "TreeOptions", "Tries", "build", "find_shared",
@@ -61,7 +61,8 @@ class Tries:
         options, first = self.options, self.first_trained
         if chunk_tokens is not None:
             options = replace(options, chunk_tokens=chunk_tokens)
-        roots = [root for tree in self.trees for root in _chunked(_copied(tree), first, options)]
+        roots = _worthwhile(_copied([root for tree in self.trees for root in tree]), first, options)
+        roots = _chunked(roots, first, options)
         return Forest(
             pack(roots, first, options), self.num_positions, first, options.align,
             unshared_by_routes=self.unshared_by_routes,
@@ -109,7 +110,7 @@ def find_shared(
     for index, group in enumerate(groups):
         trees.setdefault(group if options.share == "group" else 0, []).append(index)
     roots = (_trie(rollouts, members, first, options) for members in trees.values())
-    found = tuple(_dissolved(nodes, options.min_gain) for nodes in roots)
+    found = tuple(_dissolved(nodes, lambda node: node.saved >= options.min_gain) for nodes in roots)
     tries = Tries(found, tuple(len(r) for r in rollouts), first, options)
     if not any(rollout.routes is not None for rollout in rollouts):
         return tries
@@ -169,16 +170,33 @@ def _gather_members(top: Node) -> None:
         node.children.sort(key=lambda child: child.members[0])
 
 
-def _dissolved(roots: list[Node], min_gain: int) -> list[Node]:
-    """Merges nodes that save fewer than `min_gain` positions into their children, top down."""
+def _worthwhile(roots: list[Node], first: Sequence[int], options: TreeOptions) -> list[Node]:
+    """Dissolves the nodes of inner segments that save too little, the one that saves least first.
+
+    What is left of the others is packed again, and may need fewer segments.
+    """
+    while options.segment_gain:
+        packed = inner_segments(roots, first, options)
+        saved, weakest = min(
+            ((sum(node.saved for node in nodes), nodes) for nodes in packed),
+            key=lambda entry: entry[0], default=(options.segment_gain, ()),
+        )  # fmt: skip
+        if saved >= options.segment_gain:
+            break
+        weak = {id(node) for node in weakest}
+        roots = _dissolved(roots, lambda node, weak=weak: id(node) not in weak)  # type: ignore[misc]
+    return roots
+
+
+def _dissolved(roots: list[Node], pays: Callable[[Node], bool]) -> list[Node]:
+    """Merges inner nodes that do not pay into their children, top down."""
     top = Node(0, 0, [], roots)
     for node in preorder([top]):
         kept: list[Node] = []
         todo = list(reversed(node.children))
         while todo:
             child = todo.pop()
-            copies = len(child.children) + bool(child.ending())
-            if not child.children or (copies - 1) * (child.end - child.start) >= min_gain:
+            if not child.children or pays(child):
                 kept.append(child)
                 continue
             for grandchild in child.children:

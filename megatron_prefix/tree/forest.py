@@ -94,6 +94,8 @@ class TreeOptions:
         segment_tokens: most positions in a segment; a single span may exceed it. 0: no limit.
         min_gain: a shared span that saves fewer positions than this is dissolved into its
             children. 0 dissolves nothing.
+        segment_gain: an inner segment whose spans save fewer positions together is dissolved, too:
+            an action costs as much as some positions. 0 dissolves nothing.
         loss_in_leaves: positions from the first trained one on are shared only by equal rollouts.
         share: "group": one tree a group; "batch": one tree over all rollouts of the step.
     """
@@ -102,11 +104,12 @@ class TreeOptions:
     chunk_tokens: int = 0
     segment_tokens: int = 8192
     min_gain: int = 64
+    segment_gain: int = 0
     loss_in_leaves: bool = False
     share: str = "group"
 
     def __post_init__(self) -> None:
-        for name in ("chunk_tokens", "segment_tokens", "min_gain"):
+        for name in ("chunk_tokens", "segment_tokens", "min_gain", "segment_gain"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}: give 0 (no limit) or more")
         if self.align < 1:

@@ -22,6 +22,12 @@ class Node:
         below = {member for child in self.children for member in child.members}
         return [member for member in self.members if member not in below]
 
+    @property
+    def saved(self) -> int:
+        """Positions that are computed once here and not once more in every child."""
+        copies = len(self.children) + bool(self.ending())
+        return (copies - 1) * (self.end - self.start)
+
     def padded(self, align: int) -> int:
         """Its positions, rounded up to a multiple of `align`."""
         return -(-(self.end - self.start) // align) * align

@@ -30,13 +30,26 @@ def pack(
         first_trained: of every rollout.
         options: see TreeOptions.
     """
-    return _Packing(roots, first_trained, options).run(roots)
+    packing = _Packing(roots, first_trained, options)
+    packing.run(roots)
+    return tuple(packing.segments)
+
+
+def inner_segments(
+    roots: Sequence[Node], first_trained: Sequence[int], options: TreeOptions
+) -> list[Sequence[Node]]:
+    """The nodes of every inner segment that `pack` makes."""
+    packing = _Packing(roots, first_trained, options)
+    packing.run(roots)
+    return packing.inner
 
 
 class _Packing:
     """Segments under construction.
 
     Attributes:
+        segments: so far.
+        inner: the nodes of every inner segment.
         rows: per node (by identity) the positions of its subtree, padding included.
         places: per node where its span is.
     """
@@ -50,12 +63,13 @@ class _Packing:
         self.places: dict[int, Place] = {}
         self.parents: dict[int, Node] = {}
         self.segments: list[Segment] = []
+        self.inner: list[Sequence[Node]] = []
         for node in reversed(list(preorder(roots))):
             below = sum(self.rows[id(child)] for child in node.children)
             self.rows[id(node)] = node.padded(self.align) + below
             self.parents.update((id(child), node) for child in node.children)
 
-    def run(self, roots: Sequence[Node]) -> tuple[Segment, ...]:
+    def run(self, roots: Sequence[Node]) -> None:
         """Goes through siblings from left to right, bundles first where they come first."""
         todo = list(reversed(self._split(roots, 0)))
         while todo:
@@ -66,7 +80,6 @@ class _Packing:
                 todo.extend(reversed(self._split(nodes[0].children, above)))
             else:
                 self._add_bundle(nodes)
-        return tuple(self.segments)
 
     def _limit(self, above: int) -> int:
         return max(self.budget, _BUNDLE * self.budget - above)
@@ -117,6 +130,8 @@ class _Packing:
         spans = tuple(node.span(self.align, self._above(node)) for node in nodes)
         scored = any(self.first[m] < span.end for span in spans for m in span.rollouts)
         self.segments.append(Segment(spans, inner, scored))
+        if inner:
+            self.inner.append(nodes)
 
     def _above(self, node: Node) -> Place | None:
         parent = self.parents.get(id(node))
