@@ -44,6 +44,8 @@ class PrefixConfig:
             for gK/gV.
         run_ahead: forwards that a pipeline stage runs ahead of its successor (1 or 2).
         min_speedup: in mode "auto", the predicted speedup below which the stock schedule runs.
+        cost_file: where mode "auto" keeps what it measures of this model, layout and device, for
+            the next run (megatron_prefix/plan/cost_file.py); None: for this process only.
         plan_file: a plan to run instead of the planner's (megatron_prefix/plan/planfile.py), with
             what it says that each segment keeps.
     """
@@ -61,6 +63,7 @@ class PrefixConfig:
     cp_reduce: str = "wave"
     run_ahead: int = 2
     min_speedup: float = 1.05
+    cost_file: str | None = None
     plan_file: str | None = None
 
     def __post_init__(self) -> None:

@@ -9,7 +9,9 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.data.files import check_writable
 from megatron_prefix.errors import shown
+from megatron_prefix.plan.cost_file import read_costs
 from megatron_prefix.plan.planfile import PlanFile
 from megatron_prefix.rl.baseline import BASELINES, PACK_TOKENS, Baseline
 from megatron_prefix.runtime.groups import MESSAGE_TIMEOUT_MINUTES
@@ -265,4 +267,7 @@ def config_of(args: argparse.Namespace, **more: Any) -> PrefixConfig:
     config = PrefixConfig(**{**values, **more})
     if config.plan_file:
         PlanFile(config.plan_file, config.memory)  # refuse a bad plan before ranks are started
+    if config.cost_file is not None:  # likewise
+        check_writable(config.cost_file, makes_folders=True)
+        read_costs(config.cost_file)
     return config

@@ -47,7 +47,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def add_schedule(parser: argparse.ArgumentParser) -> None:
-    """`--prefix-schedule` and `--compare`."""
+    """`--prefix-schedule`, `--cost-file` and `--compare`."""
     group = parser.add_argument_group("schedule")
     group.add_argument(
         "--prefix-schedule",
@@ -55,6 +55,11 @@ def add_schedule(parser: argparse.ArgumentParser) -> None:
         default="on",
         help="off: Megatron's; observe: Megatron's, and metrics say what sharing would give; auto:"
         " share where it pays; on: always (default)",
+    )
+    group.add_argument(
+        "--cost-file",
+        metavar="FILE",
+        help="keep what mode auto measures of this model, layout and device, for the next run",
     )
     group.add_argument(
         "--compare", action="store_true", help="run Megatron's schedule too, time and compare both"

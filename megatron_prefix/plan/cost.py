@@ -1,20 +1,70 @@
-"""What a step costs with and without sharing, and whether to share.  Pure.
+"""What a step computes with and without sharing, counted.  Pure.
 
 Costs are FLOPs of matrix products: a linear part a position, the output layer a scored position,
 attention a visible (query, key) pair, and for kernel launches an overhead an action, expressed in
 positions. A backward costs two forwards, so only forwards are counted. ("Schedule-Level
 Shared-Prefix Reuse for LLM RL Training", section 3.2; "AReaL-DTA", section 4, balances the same
-quantity.)
+quantity.) plan/times.py makes seconds of the same counts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_prefix.config import PrefixConfig
 from megatron_prefix.models.presets import ModelSpec
 from megatron_prefix.tree import Forest, Segment
+
+
+class Work(NamedTuple):
+    """What one or more actions compute, in all layers.
+
+    Attributes:
+        positions: computed, padding included.
+        scored: positions that go through the output layer.
+        pairs: visible (query, key) pairs.
+        actions: microbatches, or segments.
+        calls: attention calls of a layer.
+    """
+
+    positions: float = 0.0
+    scored: float = 0.0
+    pairs: float = 0.0
+    actions: float = 0.0
+    calls: float = 0.0
+
+
+def segment_work(segment: Segment) -> Work:
+    """The forward of one segment."""
+    positions = segment.padded_length
+    pairs = sum(_causal(span.start, span.padded) for span in segment.spans)
+    scored = positions if segment.scored else 0
+    return Work(positions, scored, pairs, 1, num_attention_calls(segment))
+
+
+def num_attention_calls(segment: Segment) -> int:
+    """Attention calls of a layer: one for the spans' own keys, one for those of their ancestors."""
+    return 1 + any(span.start > 0 for span in segment.spans)
+
+
+def stock_work(forest: Forest, microbatch_of: Sequence[int] | None = None) -> Work:
+    """The forwards of the stock schedule; all positions of a microbatch go to the output layer.
+
+    Args:
+        forest: of the step; its segments are not looked at.
+        microbatch_of: the trainer's microbatch of each sample (default: one sample each).
+    """
+    lengths = forest.num_positions
+    num = len(lengths) if microbatch_of is None else len(set(microbatch_of))
+    positions = sum(lengths)
+    pairs = sum(_causal(0, length) for length in lengths)
+    return Work(positions, positions, pairs, num, num)
+
+
+def _causal(start: int, length: int) -> float:
+    """Visible (query, key) pairs of `length` positions that begin at position `start`."""
+    return length * (start + (length + 1) / 2)
 
 
 @dataclass(frozen=True)
@@ -41,11 +91,16 @@ class CostModel:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        ffn_hidden_size: int,
+        ffn_hidden_size: float,
         vocab_size: int,
         gated: bool = True,
     ) -> CostModel:
-        """Counts the matrix products of a dense transformer."""
+        """Counts the matrix products of a transformer.
+
+        Args:
+            ffn_hidden_size: width of the MLP that a token goes through, the mean of all layers.
+            gated: whether the MLP has a gate.
+        """
         projections = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
         mlp = hidden_size * ffn_hidden_size * (3 if gated else 2)
         return cls(
@@ -65,75 +120,57 @@ class CostModel:
         ]
         return cls.of_shape(
             spec.num_layers, spec.hidden_size, spec.num_attention_heads, spec.num_query_groups,
-            spec.kv_channels, round(sum(widths) / len(widths)), spec.vocab_size or 0,
+            spec.kv_channels, sum(widths) / len(widths), spec.vocab_size or 0,
         )  # fmt: skip
 
     @classmethod
     def of_config(cls, config: Any, vocab_size: int = 0) -> CostModel:
-        """Counts for a Megatron TransformerConfig, which has no vocabulary size."""
+        """Counts for a Megatron TransformerConfig, which has no vocabulary size.
+
+        Of the experts those count that a token visits, and shared ones.
+        """
         heads = config.num_attention_heads
         return cls.of_shape(
             config.num_layers, config.hidden_size, heads, config.num_query_groups or heads,
-            config.kv_channels, config.ffn_hidden_size, vocab_size, config.gated_linear_unit,
+            config.kv_channels, _mean_width(config), vocab_size, config.gated_linear_unit,
         )  # fmt: skip
 
-    def stock(self, forest: Forest) -> float:
-        """Forward FLOPs of the stock schedule, one rollout a microbatch."""
-        return sum(
-            (self.linear + self.head) * n + self.attention * _causal(0, n) + self._overhead
-            for n in forest.num_positions
+    def flops(self, work: Work) -> float:
+        """Forward FLOPs of some work, overheads included."""
+        return (
+            self.linear * (work.positions + self.action_tokens * work.actions)
+            + self.head * work.scored
+            + self.attention * work.pairs
         )
+
+    def stock(self, forest: Forest, microbatch_of: Sequence[int] | None = None) -> float:
+        """Forward FLOPs of the stock schedule; see `stock_work`."""
+        return self.flops(stock_work(forest, microbatch_of))
 
     def segment(self, segment: Segment) -> float:
         """Forward FLOPs of one segment."""
-        positions = segment.padded_length
-        pairs = sum(_causal(span.start, span.padded) for span in segment.spans)
-        head = self.head if segment.scored else 0.0
-        return (self.linear + head) * positions + self.attention * pairs + self._overhead
+        return self.flops(segment_work(segment))
 
     def prefix(self, forest: Forest) -> float:
         """Forward FLOPs of the prefix schedule."""
         return sum(map(self.segment, forest.segments))
 
-    def speedup(self, forest: Forest) -> float:
-        """Predicted time of the stock schedule over that of the prefix schedule."""
-        return self.stock(forest) / self.prefix(forest) if forest.segments else 1.0
-
-    @property
-    def _overhead(self) -> float:
-        return self.action_tokens * self.linear
+    def speedup(self, forest: Forest, microbatch_of: Sequence[int] | None = None) -> float:
+        """FLOPs of the stock schedule over those of the prefix schedule."""
+        if not forest.segments:
+            return 1.0
+        return self.stock(forest, microbatch_of) / self.prefix(forest)
 
 
-def _causal(start: int, length: int) -> float:
-    """Visible (query, key) pairs of `length` positions that begin at position `start`."""
-    return length * (start + (length + 1) / 2)
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Whether a step shares.
-
-    Attributes:
-        share: run the prefix schedule.
-        reason: why, in one line.
-        fallback: the stock schedule runs although the user wanted sharing.
-        predicted_speedup: of sharing over the stock schedule.
-    """
-
-    share: bool
-    reason: str
-    fallback: bool
-    predicted_speedup: float
-
-
-def decide(config: PrefixConfig, forest: Forest, cost: CostModel) -> Decision:
-    """Whether a step shares: mode "on" always, "auto" where it pays, "observe" and "off" never."""
-    speedup = cost.speedup(forest)
-    if config.mode == "on":
-        return Decision(True, "mode on", False, speedup)
-    if config.mode in ("off", "observe"):
-        return Decision(False, f"mode {config.mode}", False, speedup)
-    if speedup >= config.min_speedup:
-        return Decision(True, f"predicted speedup {speedup:.2f}", False, speedup)
-    reason = f"predicted speedup {speedup:.2f} is below min_speedup {config.min_speedup:.2f}"
-    return Decision(False, reason, True, speedup)
+def _mean_width(config: Any) -> float:
+    """Width of the MLP that a token goes through in a layer, on average over the layers."""
+    dense = config.ffn_hidden_size
+    if not getattr(config, "num_moe_experts", None):
+        return dense
+    expert = getattr(config, "moe_ffn_hidden_size", None) or dense
+    shared = getattr(config, "moe_shared_expert_intermediate_size", None) or 0
+    frequency = getattr(config, "moe_layer_freq", 1)
+    if isinstance(frequency, int):  # as in megatron/core/models/gpt/gpt_layer_specs.py
+        frequency = [layer % frequency == 0 for layer in range(config.num_layers)]
+    routed = expert * config.moe_router_topk + shared
+    return sum(routed if sparse else dense for sparse in frequency) / len(frequency)

@@ -34,19 +34,21 @@ def of_report(report: StepReport | None) -> Metrics:
     """`prefix_sharing/...` of one rank's last update; empty in mode "off".
 
     `active` is 1 when the prefix schedule ran; the ratio and the speedup are those of sharing, also
-    where the stock schedule ran (mode "observe"). Memory is in GiB of this rank: what K/V and gK/gV
-    took at most, and the peak as predicted and, on a GPU, as measured.
+    where the stock schedule ran (mode "observe"); a step for which no tree was built has none.
+    Memory is in GiB of this rank: what K/V and gK/gV took at most, and the peak as predicted and,
+    on a GPU, as measured.
     """
     if report is None:
         return {}
     forest, decision = report.forest, report.decision
     values: Metrics = {
         "active": int(decision.share),
-        "shared_ratio": 1 - forest.executed_tokens / forest.raw_tokens,
-        "groups": len({segment.tree for segment in forest.segments}),
         "fallback_count": report.fallback_count,
-        "predicted_speedup": decision.predicted_speedup,
     }
+    if forest.segments:
+        values["shared_ratio"] = 1 - forest.executed_tokens / forest.raw_tokens
+        values["groups"] = len({segment.tree for segment in forest.segments})
+        values["predicted_speedup"] = decision.predicted_speedup
     if decision.share:
         values["kv_cache_gb"] = report.cache_bytes / GIB
         values["bubble_fraction"] = report.bubble_fraction

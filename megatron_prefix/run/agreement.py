@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_prefix.errors import CannotShare, StepFailed
-from megatron_prefix.plan.cost import Decision
+from megatron_prefix.plan.gate import Decision
 
 _FINE, _CANNOT_SHARE, _FAILED = range(3)
 
@@ -36,6 +36,29 @@ def share_together(decision: Decision, group: Any, device: torch.device, why: st
         return decision
     reason = f"another data-parallel rank takes the stock schedule, and {why}"
     return replace(decision, share=False, fallback=True, reason=reason)
+
+
+def all_agree(mine: bool, group: Any, device: torch.device) -> bool:
+    """Whether something holds on all ranks of a group; None or one rank: on this one."""
+    if group is None or group.size() == 1:
+        return mine
+    flag = torch.tensor([int(mine)], device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
+    return bool(flag)
+
+
+def first_says(value: Any, groups: Sequence[Any]) -> Any:
+    """The value of the first rank of a grid of groups, on all ranks; every rank calls this.
+
+    Args:
+        value: of this rank; it can be pickled.
+        groups: see `companions`.
+    """
+    for group in groups:
+        heard: list[Any] = [None] * group.size()
+        dist.all_gather_object(heard, value, group=group)
+        value = heard[0]
+    return value
 
 
 def agree(

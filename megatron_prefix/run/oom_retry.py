@@ -74,18 +74,16 @@ class MemoryControl:
         free, flops, link = map(_rounded, numbers)
         policies = automatic(
             replace(plan, segments=_longest(joint)), self.footprint(models),
-            CostModel.of_config(config), Rates(flops, link), free,
+            cost_of(models[0]), Rates(flops, link), free,
             not any(map(offload_refusal, models)),
         )  # fmt: skip
         return replace(plan, policies=policies)
 
     def footprint(self, models: list[Any]) -> Footprint:
         """Bytes per row of the model on this rank."""
-        language_model = get_attr_wrapped_model(models[0], "decoder", return_model_obj=True)
-        vocab_size = getattr(language_model, "vocab_size", 0)
         return Footprint.of_config(
-            language_model.config,
-            vocab_size,
+            get_model_config(models[0]),
+            vocab_size_of(models[0]),
             self._config.cp_reduce,
             self._config.cache_host_layers,
         )
@@ -287,6 +285,17 @@ def _longest(joint: JointForest) -> tuple[Segment, ...]:
         for segment, lengths in zip(joint.union.segments, joint.lengths, strict=True)
         for n in [max(lengths)]
     )
+
+
+def vocab_size_of(model: Any) -> int:
+    """The model's vocabulary, which every pipeline stage knows; 0 where it does not say."""
+    language_model = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+    return getattr(language_model, "vocab_size", 0)
+
+
+def cost_of(model: Any) -> CostModel:
+    """FLOPs of the whole model that a chunk belongs to; the same on every rank."""
+    return CostModel.of_config(get_model_config(model), vocab_size_of(model))
 
 
 def device_of(models: list[Any]) -> torch.device:

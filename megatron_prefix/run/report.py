@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.cost import Decision
+from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.peak_memory import RankMemory
 from megatron_prefix.plan.simulator import simulate
+from megatron_prefix.plan.times import Prediction
 from megatron_prefix.run.timing import Stopwatch
 from megatron_prefix.tree import Forest
 
@@ -25,6 +26,7 @@ class StepReport:
         fallback_count: steps so far in which the stock schedule ran although sharing was wanted.
         plan: what the prefix schedule runs or would have run.
         joint: the same actions on the segments of all pipelines that run side by side.
+        prediction: both schedules' times; None where none was made.
         stopwatch: times of this rank's actions, in a step that was measured.
         memory: predicted of this rank, where the prefix schedule ran with gradients.
         base_bytes: allocated on the device when the step began.
@@ -38,6 +40,7 @@ class StepReport:
     fallback_count: int
     plan: Plan
     joint: Plan
+    prediction: Prediction | None = None
     stopwatch: Stopwatch | None = None
     memory: RankMemory | None = None
     base_bytes: int = 0

@@ -28,12 +28,17 @@ def builder(build: Builder, config: Any, forward_only: bool) -> Builder:
         config: Megatron's, of the model.
         forward_only: see Megatron's schedules; then there are no losses of routers.
     """
-    ordered = has_global_loss(config) and not forward_only
+    ordered = are_ordered(config, forward_only)
 
     def built(samples: Sequence[Pairs], microbatch_of: Sequence[int]) -> Forest:
         return replace(build(samples, microbatch_of), ordered=ordered)
 
     return built
+
+
+def are_ordered(config: Any, forward_only: bool) -> bool:
+    """Whether a microbatch's losses need all microbatches before it."""
+    return has_global_loss(config) and not forward_only
 
 
 def begin(

@@ -24,27 +24,30 @@ from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import is_installed, language_model
 from megatron_prefix.moe.versions import replays_routes
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.cost import CostModel, Decision, decide
+from megatron_prefix.plan.gate import Decision, decide, unshared, without_sharing
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.step_planner import StepPlanner
+from megatron_prefix.plan.times import Shape, predict
 from megatron_prefix.run import calls, channels, expert_sync, global_aux_sync, gradients
 from megatron_prefix.run import routers as router
-from megatron_prefix.run.agreement import agree, companions, share_together
+from megatron_prefix.run.agreement import agree, all_agree, companions, share_together
 from megatron_prefix.run.calls import ModelCall
 from megatron_prefix.run.capture import Capture
+from megatron_prefix.run.cost_meter import CostMeter, key_of, prior_of
 from megatron_prefix.run.losses import LossContract
-from megatron_prefix.run.oom_retry import MemoryControl, device_of
+from megatron_prefix.run.oom_retry import MemoryControl, cost_of, device_of
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.run.step import (
     Callbacks,
     Columns,
+    Prefilter,
     Step,
     check_positions,
     read_columns,
     read_step,
 )
 from megatron_prefix.run.step_run import StepRun
-from megatron_prefix.tree import Forest
+from megatron_prefix.tree import Forest, Pairs
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +70,7 @@ class PrefixSchedule:
     measures: bool = False
     watch: Callable[[Action], contextlib.AbstractContextManager] | None = None
     _planners: dict[Any, StepPlanner] = field(default_factory=dict, init=False, repr=False)
+    _meters: dict[Any, CostMeter] = field(default_factory=dict, init=False, repr=False)
     _memory: MemoryControl = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -110,16 +114,21 @@ class PrefixSchedule:
         groups = self._groups(pg_collection)
         if self.config.mode != "observe":  # by all ranks, whichever schedule each of them takes
             channels.channels_of(groups.pp, device_of(models))
+        meter = self._meter(models, groups)
+        meter.begin(forward_only)
         with Capture(forward_step_func, data_iterator, models, num_microbatches) as capture:
             prepared = self._prepared(capture, models, groups, forward_only)
-            if prepared is None:
-                return stock_schedule()(**{**arguments, "forward_step_func": capture.stock_step})
-            step, joint = prepared
-            contract = LossContract(
-                get_model_config(models[0]), groups.cp.size(), collect_non_loss_data
-            )
-            run = StepRun(self, capture, models, step, joint, contract, groups, forward_only)
-            return run(force_all_reduce)
+            with meter.step(self.report, groups.pp.rank()):  # type: ignore[arg-type]
+                if prepared is None:
+                    arguments["forward_step_func"] = capture.stock_step
+                    return stock_schedule()(**arguments)
+                config = get_model_config(models[0])
+                contract = LossContract(config, groups.cp.size(), collect_non_loss_data)
+                run = StepRun(
+                    self, capture, models, *prepared, contract, groups, forward_only,
+                    self.measures or meter.due,
+                )  # fmt: skip
+                return run(force_all_reduce)
 
     def _calls_otherwise(self, models: list[Any]) -> bool:
         """Whether the stock schedule gives forward steps more than an iterator and a model."""
@@ -162,17 +171,44 @@ class PrefixSchedule:
             self._refused(reason)
             return None
         first, last, routes = found  # type: ignore[misc]
-        planner = self._planner(config, groups.pp.size(), len(models))
+        planner = self._planner(models, groups.pp.size())
         build = router.builder(
             lambda samples, microbatches: planner.build(samples, [0] * len(samples), microbatches),
             config, forward_only,
         )  # fmt: skip
-        step = read_step(first, last, routes, groups, build, device)
+        step = read_step(
+            first, last, routes, groups, build, device, self._prefilter(config, groups, device)
+        )
         problem = step if isinstance(step, BaseException) else None
         if (reason := agree(problem, everyone, device)) is not None:
             self._refused(reason)
             return None
-        return self._planned(capture, step, planner, models, groups)  # type: ignore[arg-type]
+        if step.unshared:  # type: ignore[union-attr]
+            self._unshared(step, models, groups, forward_only)  # type: ignore[arg-type]
+            return None
+        return self._planned(capture, step, planner, models, groups, forward_only)  # type: ignore[arg-type]
+
+    def _prefilter(self, config: Any, groups: Any, device: torch.device) -> Prefilter:
+        """Finds steps without sharing; where pipelines share experts all of them must be such."""
+        experts = expert_sync.expert_group(groups)
+
+        def nothing_to_share(samples: Sequence[Pairs] | None) -> bool:
+            if self.config.mode != "auto":
+                return False
+            mine = samples is not None and without_sharing(self.config, samples, _alignment(config))
+            return all_agree(mine, experts, device)
+
+        return nothing_to_share
+
+    def _unshared(self, step: Step, models: list[Any], groups: Any, forward_only: bool) -> None:
+        """Sets `report` for a step for which no tree was built."""
+        ordered = router.are_ordered(get_model_config(models[0]), forward_only)
+        decision = self._together(unshared(self.config), step, ordered, models, groups)
+        plan = Plan((), ((),) * groups.pp.size(), len(models))
+        count = self._fallbacks() + bool(decision.fallback)
+        self.report = StepReport(step.forest, decision, count, plan, plan)
+        experts = expert_sync.expert_group(groups)
+        expert_sync.check(self._unplanned(step.num_microbatches, groups.pp.rank()), experts)
 
     def _read(
         self, capture: Capture, models: list[Any], groups: Any, forward_only: bool
@@ -221,13 +257,21 @@ class PrefixSchedule:
         return self.report.fallback_count if self.report else 0
 
     def _planned(
-        self, capture: Capture, step: Step, planner: StepPlanner, models: list[Any], groups: Any
+        self,
+        capture: Capture,
+        step: Step,
+        planner: StepPlanner,
+        models: list[Any],
+        groups: Any,
+        forward_only: bool,
     ) -> tuple[Step, JointForest] | None:
         """Sets `report` with the plan; None where the stock schedule is the better one."""
         config = get_model_config(models[0])
         experts = expert_sync.expert_group(groups)
         joint = expert_sync.meet(step.forest, step.microbatch_of, experts)
-        self.report = report = self._decided(models, step, joint, planner.plan(joint), groups)
+        self.report = report = self._decided(
+            models, step, joint, planner.plan(joint), groups, forward_only
+        )
         expert_sync.check(self._unplanned(step.num_microbatches, groups.pp.rank()), experts)
         if not report.decision.share:
             return None
@@ -236,25 +280,43 @@ class PrefixSchedule:
         return replace(step, forest=joint.forest), joint
 
     def _decided(
-        self, models: list[Any], step: Step, joint: JointForest, plan: Plan, groups: Any
+        self,
+        models: list[Any],
+        step: Step,
+        joint: JointForest,
+        plan: Plan,
+        groups: Any,
+        forward_only: bool,
     ) -> StepReport:
         """Which schedule runs, and the count of fallbacks."""
-        config = get_model_config(models[0])
-        decision = decide(self.config, joint.union, CostModel.of_config(config))
-        device = device_of(models)
+        union = replace(plan, segments=joint.union.segments)
+        experts, meter = expert_sync.expert_group(groups), self._meter(models, groups)
+        prediction = predict(
+            meter.times, joint.union, joint.union_microbatch_of, union, forward_only=forward_only,
+            num_pipelines=experts.size() if experts is not None else 1,
+        )  # fmt: skip
+        decision = meter.chosen(decide(self.config, prediction))
+        decision = self._together(decision, step, step.forest.ordered, models, groups)
         if step.forest.ordered:
+            global_aux_sync.prove(plan, joint, groups.pp.rank())
+        count = self._fallbacks() + bool(decision.fallback)
+        return StepReport(step.forest, decision, count, plan, union, prediction)
+
+    def _together(
+        self, decision: Decision, step: Step, ordered: bool, models: list[Any], groups: Any
+    ) -> Decision:
+        """The decision of all data-parallel ranks where they need one; a fallback is logged."""
+        device = device_of(models)
+        if ordered:
             global_aux_sync.check_counts(step.num_microbatches, groups.dp_cp, device)
             why = "global_aux_loss needs one schedule"
             decision = share_together(decision, groups.dp_cp, device, why)
-            global_aux_sync.prove(plan, joint, groups.pp.rank())
         elif gradients.order_shows(models):
             why = "interleaved chunks with overlap_grad_reduce need one schedule"
             decision = share_together(decision, groups.dp_cp, device, why)
         if decision.fallback:
             logger.warning("stock schedule for this step: %s", decision.reason)
-        union = replace(plan, segments=joint.union.segments)
-        count = self._fallbacks() + bool(decision.fallback)
-        return StepReport(step.forest, decision, count, plan, union)
+        return decision
 
     def _unplanned(self, num_microbatches: int, rank: int) -> Sequence[Any] | None:
         """Actions of a rank that were not planned together with those of other pipelines."""
@@ -262,13 +324,34 @@ class PrefixSchedule:
             return range(num_microbatches)
         return self.report.plan.programs[rank] if self.config.plan_file else None  # type: ignore[union-attr]
 
-    def _planner(self, config: Any, num_ranks: int, num_chunks: int) -> StepPlanner:
+    def _planner(self, models: list[Any], num_ranks: int) -> StepPlanner:
         """The planner of this pipeline, which remembers its plans."""
+        config = get_model_config(models[0])
         turn = config.microbatch_group_size_per_vp_stage
-        key = CostModel.of_config(config), _alignment(config), num_ranks, num_chunks, turn
+        key = cost_of(models[0]), _alignment(config), num_ranks, len(models), turn
         if key not in self._planners:
             self._planners[key] = StepPlanner(self.config, *key)
         return self._planners[key]
+
+    def _meter(self, models: list[Any], groups: Any) -> CostMeter:
+        """What is known of this model's times; all ranks ask together the first time."""
+        config, device = get_model_config(models[0]), device_of(models)
+        parts = groups.tp.size() * groups.cp.size()
+        shape = Shape(config.num_layers, groups.pp.size(), len(models), parts)
+        cost = cost_of(models[0])
+        if (cost, shape) not in self._meters:
+            key = key_of(cost, shape, config, self.config.kernel, device)
+            everyone = companions(groups)
+            experts = expert_sync.expert_group(groups)
+            if (
+                experts is not None
+                and experts.size() > 1
+                and getattr(groups, "dp_cp", None) is None
+            ):
+                everyone.append(experts)
+            prior = prior_of(cost, shape, device)
+            self._meters[cost, shape] = CostMeter(self.config, key, prior, everyone, device)
+        return self._meters[cost, shape]
 
 
 @functools.lru_cache(maxsize=8)  # a new callback every step must not fill the memory

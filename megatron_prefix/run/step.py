@@ -32,6 +32,9 @@ MESSAGE_NUMBERS = 1 << 13
 Builder = Callable[[Sequence[Pairs], Sequence[int]], Forest]
 """(samples, their microbatches) -> the step's segments."""
 
+Prefilter = Callable[[Sequence[Pairs] | None], bool]
+"""Whether nobody has to build a tree for these samples; all ranks of the first stage ask."""
+
 Numbers = NDArray[np.int64]
 
 
@@ -60,6 +63,7 @@ class Step:
         packed: per microbatch whether its samples are one behind the other in one row.
         samples: whole; None on stages in the middle. Routes are on the first stage.
         routed: whether the samples have routes.
+        unshared: the prefilter says that sharing does not pay; the forest has no segments then.
     """
 
     forest: Forest
@@ -67,6 +71,7 @@ class Step:
     packed: tuple[bool, ...]
     samples: Sequence[Pairs] | None
     routed: bool = False
+    unshared: bool = False
 
     @property
     def num_microbatches(self) -> int:
@@ -153,6 +158,7 @@ def read_step(
     groups: Any,
     build: Builder,
     device: torch.device,
+    prefilter: Prefilter = lambda _: False,
 ) -> Step | BaseException:
     """Builds the forest on the first stage and tells it to every stage; all of them call this.
 
@@ -163,6 +169,7 @@ def read_step(
         groups: process groups of the pipeline and of context parallelism.
         build: makes segments of samples.
         device: where the process groups' tensors live.
+        prefilter: asked on the first stage before anything is built; None: samples were not read.
 
     Returns:
         The step; or what went wrong on this or on the first stage, for `agreement.agree`.
@@ -175,28 +182,41 @@ def read_step(
     try:
         if first is not None and known is not None:
             samples = _samples(known, routes, cp, device)
-            numbers = _message(known, samples, build)
         elif last is not None:
             samples = _samples(last, (), cp, device)
     except Exception as error:  # noqa: BLE001  # the other stages wait for this one's message
         problem = error
+    if first is not None:
+        unshared = prefilter(samples)
+        try:
+            if known is not None and samples is not None:
+                numbers = _message(known, samples, _not_built if unshared else build, unshared)
+        except Exception as error:  # noqa: BLE001  # likewise
+            problem = error
     numbers = _broadcast(numbers, pp, 0, device)
     if not len(numbers):
         return problem
-    routed, num = numbers[:2].tolist()
+    flags, num = numbers[:2].tolist()
     packed, counts = numbers[2 : 2 + num].astype(bool), numbers[2 + num : 2 + 2 * num]
     forest = Forest.from_ints(numbers[2 + 2 * num :].tolist())
     microbatch_of = tuple(np.repeat(np.arange(num), counts).tolist())
-    return Step(forest, microbatch_of, tuple(packed.tolist()), samples, bool(routed))
+    return Step(
+        forest, microbatch_of, tuple(packed.tolist()), samples, bool(flags & 1), bool(flags & 2)
+    )
 
 
-def _message(known: Columns, samples: Sequence[Pairs], build: Builder) -> Numbers:
+def _not_built(samples: Sequence[Pairs], _: Sequence[int]) -> Forest:
+    """Samples without their tree; nobody asks for their first trained positions."""
+    return Forest((), tuple(map(len, samples)), (0,) * len(samples))
+
+
+def _message(known: Columns, samples: Sequence[Pairs], build: Builder, unshared: bool) -> Numbers:
     """What the first stage tells the others."""
     packed = [int(layout.packed) for layout in known.layouts]
     counts = [len(layout.lengths) for layout in known.layouts]
     forest = build(samples, np.repeat(np.arange(len(counts)), counts).tolist())
-    routed = any(sample.routes is not None for sample in samples)
-    return np.array([int(routed), len(packed), *packed, *counts, *forest.to_ints()], np.int64)
+    flags = any(sample.routes is not None for sample in samples) + 2 * unshared
+    return np.array([flags, len(packed), *packed, *counts, *forest.to_ints()], np.int64)
 
 
 def _tell_first(

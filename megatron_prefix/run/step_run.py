@@ -49,6 +49,7 @@ class StepRun:
         contract: how losses are made.
         groups: process groups.
         forward_only: see Megatron's schedules.
+        measures: time every action.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class StepRun:
         contract: LossContract,
         groups: Any,
         forward_only: bool,
+        measures: bool = False,
     ) -> None:
+        self._measures = measures
         self._schedule, self._capture, self._models = schedule, capture, models
         self._step, self._joint, self._contract = step, joint, contract
         self._groups, self._forward_only = groups, forward_only
@@ -74,7 +77,7 @@ class StepRun:
         """Runs the step; returns Megatron's `forward_data_store`."""
         report, models, groups = self._report, self._models, self._groups
         config, is_last = self._contract.config, self._rank == groups.pp.size() - 1
-        report.stopwatch = Stopwatch(groups.pp, self._device) if self._schedule.measures else None
+        report.stopwatch = Stopwatch(groups.pp, self._device) if self._measures else None
         if self._device.type == "cuda":
             report.base_bytes = torch.cuda.memory_allocated(self._device)
             report.room_bytes = free_bytes(self._device, self._config.memory_budget)

@@ -44,6 +44,15 @@ class Stopwatch:
         yield
         self._marks.append((action, begin, self._now()))
 
+    def seconds(self) -> dict[Action, float]:
+        """What this rank's actions took, parts of an action added up; waits for the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        found: dict[Action, float] = {}
+        for action, begin, end in self._marks:
+            found[action] = found.get(action, 0.0) + (self._ms(end) - self._ms(begin)) / 1e3
+        return found
+
     def timeline(self, plan: Plan) -> Timeline:
         """The step of all ranks in milliseconds; every rank of the pipeline calls this together."""
         if self._device.type == "cuda":

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.megatron.install import is_installed
+from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.run.schedule import get_forward_backward_func
+from tests.harness import one_group
 from tests.harness.one_group import assert_aligned, assert_bitwise, run, schedule_with
 from tests.harness.one_rank import one_rank, small_model
 
@@ -46,7 +49,7 @@ def test_mode_observe_runs_megatrons_schedule_and_says_what_sharing_would_save()
 
 def test_mode_auto_falls_back_loudly(caplog: pytest.LogCaptureFixture) -> None:
     model, twin = small_model(), small_model()
-    schedule = schedule_with(mode="auto", min_speedup=100.0)
+    schedule = schedule_with(mode="auto", min_speedup=3.2)
     expected = run(stock_schedule(), twin)
     for count in (1, 2):
         caplog.clear()
@@ -56,10 +59,34 @@ def test_mode_auto_falls_back_loudly(caplog: pytest.LogCaptureFixture) -> None:
         assert report is not None and report.fallback_count == count
         assert report.decision.share is False and report.decision.fallback is True
         reason = f"predicted speedup {report.decision.predicted_speedup:.2f} is below min_speedup"
-        assert report.decision.reason == f"{reason} 100.00"
+        assert report.decision.reason == f"{reason} 3.20"
+        assert report.forest.executed_tokens == 33
         messages = [record.getMessage() for record in caplog.records]
         assert messages == [f"stock schedule for this step: {report.decision.reason}"]
     assert not is_installed(model)
+
+
+def test_a_step_without_sharing_gets_no_tree(caplog: pytest.LogCaptureFixture) -> None:
+    """Its first positions tell; in the other modes everything is planned as ever."""
+    model, twin = small_model(), small_model()
+    auto, on = schedule_with(mode="auto"), schedule_with()
+    alone = [one_group.items(num=1)[0] for _ in range(3)]
+    for number, item in enumerate(alone):
+        item["tokens"][:, 0] = number
+        item["uid"] = number
+    expected = run(stock_schedule(), twin, data=alone)
+    with (
+        caplog.at_level(logging.WARNING),
+        mock.patch.object(StepPlanner, "build", side_effect=AssertionError("a tree is built")),
+    ):
+        assert_bitwise(run(auto, model, data=alone), expected)
+        with pytest.raises(AssertionError, match="a tree is built"):
+            run(on, model, data=alone)
+    report = auto.report
+    assert report is not None and report.decision.fallback and report.fallback_count == 1
+    assert report.forest.segments == () and report.forest.raw_tokens == 3 * 17
+    assert "share too few first positions" in report.decision.reason
+    assert [report.decision.reason in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_mode_auto_shares_where_it_pays(caplog: pytest.LogCaptureFixture) -> None:

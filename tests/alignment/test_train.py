@@ -206,11 +206,11 @@ SCHEMA = {
     "prefix_sharing/raw_tokens": int,
     "prefix_sharing/executed_tokens": int,
 }
+OF_MODE = {"prefix_sharing/active": int, "prefix_sharing/fallback_count": int}
 OF_SHARING = {
-    "prefix_sharing/active": int,
+    **OF_MODE,
     "prefix_sharing/shared_ratio": float,
     "prefix_sharing/groups": int,
-    "prefix_sharing/fallback_count": int,
     "prefix_sharing/predicted_speedup": float,
 }
 WHEN_SHARING = {
@@ -229,9 +229,10 @@ FALLBACK = {"prefix_sharing/fallback_reason": str}
         (PrefixConfig(mode="observe"), OF_SHARING, 0, 0),
         (PrefixConfig(mode="on"), OF_SHARING | WHEN_SHARING, 1, 0),
         (PrefixConfig(mode="auto"), OF_SHARING | WHEN_SHARING, 1, 0),
-        (PrefixConfig(mode="auto", min_speedup=99.0), OF_SHARING | FALLBACK, 0, 2),
+        (PrefixConfig(mode="auto", min_speedup=3.3), OF_SHARING | FALLBACK, 0, 2),
+        (PrefixConfig(mode="auto", min_speedup=99.0), OF_MODE | FALLBACK, 0, 2),
     ],
-    ids=["off", "observe", "on", "auto", "auto, falling back"],
+    ids=["off", "observe", "on", "auto", "auto, falling back", "auto, without a tree"],
 )
 def test_metrics_of_every_mode(
     tmp_path: Path, prefix: PrefixConfig, more: dict[str, type], active: int, fallbacks: int
@@ -249,7 +250,7 @@ def test_metrics_of_every_mode(
     assert row.get("prefix_sharing/fallback_count") == fallbacks
     raw, executed = row["prefix_sharing/raw_tokens"], row["prefix_sharing/executed_tokens"]
     assert (executed < raw) is (active == 1)
-    if more:
+    if "prefix_sharing/shared_ratio" in more:
         assert 0 < row["prefix_sharing/shared_ratio"] < 1
         assert row["prefix_sharing/predicted_speedup"] > 1
     if active:

@@ -32,10 +32,17 @@ def schedule_with(**fields: Any) -> PrefixSchedule:
     return PrefixSchedule(config)
 
 
-def run(schedule: Any, model: Any, contract: Contract | None = None, **options: Any) -> Any:
+def run(
+    schedule: Any,
+    model: Any,
+    contract: Contract | None = None,
+    data: list[Microbatch] | None = None,
+    **options: Any,
+) -> Any:
     """A step's logs and gradients."""
     steps.zero_gradients(model)
-    logs = steps.call(schedule, (contract or Contract()).step, model, items(), **options)
+    step = (contract or Contract()).step
+    logs = steps.call(schedule, step, model, data or items(), **options)
     return logs, steps.gradients(model)
 
 

@@ -1,18 +1,21 @@
-"""The cost model against counts made position by position, and the gate."""
+"""The cost model against counts made position by position."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 
 from megatron_prefix.cli.plan import cost_model
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix.models.config import transformer_config
 from megatron_prefix.models.presets import resolve
-from megatron_prefix.plan.cost import CostModel, decide
-from megatron_prefix.tree import Forest, TreeOptions, build
-from tests.harness.trees import flat_rollouts, rollout_sets, tree_options
+from megatron_prefix.plan.cost import CostModel, Work, segment_work, stock_work
+from megatron_prefix.runtime import Layout
+from megatron_prefix.tree import Forest, build
+from tests.harness.trees import flat_forest, rollout_sets, tree_options
 
 COST = CostModel(linear=1000.0, head=70.0, attention=3.0, action_tokens=2.0)
 
@@ -42,6 +45,23 @@ def test_flops_are_those_of_every_position(sets, options) -> None:
     assert sum(map(COST.segment, forest.segments)) == COST.prefix(forest)
 
 
+def test_the_stock_schedule_runs_the_trainers_microbatches() -> None:
+    """Positions and pairs are those of the samples, overheads those of microbatches."""
+    forest = flat_forest(prefix=4, suffix=2, num=3)
+    assert forest.num_positions == (6, 6, 6)
+    alone, packed = stock_work(forest), stock_work(forest, [0, 5, 5])
+    assert alone == Work(18, 18, 3 * 21, 3, 3)
+    assert packed == alone._replace(actions=2, calls=2)
+    assert COST.stock(forest) - COST.stock(forest, [0, 5, 5]) == 2000
+    assert COST.speedup(forest, [0, 0, 0]) < COST.speedup(forest)
+
+
+def test_work_of_segments() -> None:
+    prompt, *waves = flat_forest(prefix=4, suffix=2, num=2).segments
+    assert segment_work(prompt) == Work(4, 0, 10, 1, 1)
+    assert {segment_work(wave) for wave in waves} == {Work(2, 2, 11, 1, 2)}
+
+
 def test_nothing_is_as_fast_as_nothing() -> None:
     assert COST.speedup(build([])) == 1.0
 
@@ -69,6 +89,36 @@ def test_a_megatron_config_counts_like_its_shape() -> None:
     )  # fmt: skip
     wanted = CostModel.of_shape(3, 8, 4, 4, 2, 20, 0, gated=False)
     assert CostModel.of_config(config) == wanted
+    assert CostModel.of_config(config, 50) == replace(wanted, head=2.0 * 8 * 50)
+
+
+@pytest.mark.parametrize(
+    ("frequency", "num_sparse"), [(1, 4), (2, 2), (3, 2), ([0, 1, 1, 1], 3), ([1, 0, 0, 0], 1)]
+)
+def test_experts_of_a_megatron_config(frequency, num_sparse) -> None:
+    """Layers with experts have the visited and the shared ones, the others their own MLP."""
+    config = SimpleNamespace(
+        num_layers=4, hidden_size=8, num_attention_heads=4, num_query_groups=2, kv_channels=2,
+        ffn_hidden_size=20, gated_linear_unit=True, num_moe_experts=16, moe_router_topk=2,
+        moe_ffn_hidden_size=6, moe_shared_expert_intermediate_size=10, moe_layer_freq=frequency,
+    )  # fmt: skip
+    attention = 8 * 2 * (2 * 4 + 2 * 2)
+    mlps = num_sparse * (2 * 6 + 10) + (4 - num_sparse) * 20
+    assert CostModel.of_config(config).linear == pytest.approx(2 * (4 * attention + 3 * 8 * mlps))
+    config.moe_shared_expert_intermediate_size = None
+    less = 2 * 3 * 8 * num_sparse * 10
+    wanted = 2 * (4 * attention + 3 * 8 * mlps) - less
+    assert CostModel.of_config(config).linear == pytest.approx(wanted)
+
+
+def test_a_config_counts_as_megatron_makes_it() -> None:
+    """Of a real TransformerConfig and of the spec that it was made of."""
+    for name in ("tiny-llama", "tiny-moe"):
+        spec = resolve(name).with_vocab(64)
+        config = transformer_config(
+            spec, Layout(), "float32", torch.device("cpu"), transformer_engine=False
+        )
+        assert CostModel.of_config(config, 64) == CostModel.of_spec(spec)
 
 
 def test_parameters_of_llama3_8b() -> None:
@@ -81,35 +131,3 @@ def test_experts_count_where_a_token_goes() -> None:
     """Qwen3-30B-A3B computes with 3.3 G of its weights, of which 0.3 G are the input embedding."""
     cost = cost_model(resolve("qwen3-30b-a3b"))
     assert (cost.linear + cost.head) / 2 == pytest.approx(3.0e9, rel=0.03)
-
-
-# The gate -----------------------------------------------------------------------------------------
-
-
-def forest_of(num: int) -> Forest:
-    rollouts, groups = flat_rollouts(400, 100, num, 1)
-    return build(rollouts, groups, TreeOptions())
-
-
-@pytest.mark.parametrize(("mode", "share"), [("on", True), ("off", False), ("observe", False)])
-def test_modes_that_do_not_ask(mode, share) -> None:
-    decision = decide(PrefixConfig(mode=mode), forest_of(1), COST)
-    assert (decision.share, decision.fallback, decision.reason) == (share, False, f"mode {mode}")
-    assert decision.predicted_speedup == COST.speedup(forest_of(1))
-
-
-def test_auto_shares_where_it_pays() -> None:
-    speedup = COST.speedup(forest_of(8))
-    assert speedup > 2
-    config = PrefixConfig(mode="auto", min_speedup=speedup)
-    assert decide(config, forest_of(8), COST).share
-    decision = decide(PrefixConfig(mode="auto", min_speedup=speedup * 1.01), forest_of(8), COST)
-    assert not decision.share
-    assert decision.fallback
-    assert "below min_speedup" in decision.reason
-
-
-def test_auto_falls_back_for_rollouts_that_share_nothing() -> None:
-    decision = decide(PrefixConfig(mode="auto"), forest_of(1), COST)
-    assert decision.fallback
-    assert decision.predicted_speedup == pytest.approx(1.0)

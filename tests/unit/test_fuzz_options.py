@@ -50,7 +50,7 @@ SHAPES = [
 ]
 # What a verb writes gets no name of a device: run by root, a mistake would replace it.
 FILES = ["", ".", "..", "x" * 300, "no/such/folder/file", "é☃.svg", "\udc80", "file\nname"]
-WRITTEN = "out output csv svg plot bench_json markdown record plan_svg trace".split()
+WRITTEN = "out output csv svg plot bench_json markdown record plan_svg trace cost_file".split()
 
 
 class Accepted(BaseException):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_prefix.errors import UserError
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.cost import Decision
+from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import loss_ready_after, make_plan
 from megatron_prefix.run import global_aux_sync

@@ -1,0 +1,68 @@
+"""Measurements of several models, layouts and devices in one JSON file.  Pure.
+
+{"format": "megatron_prefix costs", "version": 1, "measured": {KEY: {...}}} with the keys that
+`run/cost_meter.py` makes and `Evidence.to_json` of each. Several jobs may share a file: what others
+wrote in the meantime stays, and of two that write at once the last one wins.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron_prefix.data.files import write_text, writing
+from megatron_prefix.errors import UserError
+from megatron_prefix.plan.cost_fit import Evidence
+
+FORMAT, VERSION = "megatron_prefix costs", 1
+_MOST_BYTES = 1 << 26
+_FIX = "name another file, or move this one away to measure again"
+
+
+def read_costs(path: str) -> dict[str, Evidence]:
+    """What a file has, by key; nothing where it is missing or empty.
+
+    A damaged file is refused and not overwritten: it may be the user's, and another one.
+
+    Raises:
+        UserError: unreadable, or no file of measurements.
+    """
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: cannot be read ({why}); {_FIX}") from None
+    if not text.strip():
+        return {}
+    try:
+        values = json.loads(text) if len(text) <= _MOST_BYTES else None
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise UserError(f"{path}: no file of measured costs; {_FIX}")
+    if values.get("version") != VERSION:
+        raise UserError(f"{path}: measured costs of another version than {VERSION}; {_FIX}")
+    try:
+        return {key: Evidence.from_json(one) for key, one in values["measured"].items()}
+    except (ValueError, AttributeError, KeyError) as error:
+        raise UserError(f"{path}: damaged ({error}); {_FIX}") from None
+
+
+def write_costs(path: str, key: str, measured: Evidence) -> None:
+    """Writes what was measured under a key, beside what the file has under others; whole or not
+    at all.
+
+    Raises:
+        UserError: see `read_costs`; the file cannot be written.
+    """
+    entries = {**read_costs(path), key: measured}
+    values = {
+        "format": FORMAT, "version": VERSION,
+        "measured": {name: one.to_json() for name, one in sorted(entries.items())},
+    }  # fmt: skip
+    with writing(path):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(values, allow_nan=False) + "\n")

@@ -1,0 +1,78 @@
+"""Whether a step shares.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.plan.times import Prediction
+from megatron_prefix.tree import Pairs
+from megatron_prefix.tree.prefilter import most_saved
+
+DOUBT = 1.5
+"""A schedule that was never timed gets a step to itself where the prediction is this close."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether a step shares.
+
+    Attributes:
+        share: run the prefix schedule.
+        reason: why, in one line.
+        fallback: the stock schedule runs although the user wanted sharing.
+        predicted_speedup: of sharing over the stock schedule.
+    """
+
+    share: bool
+    reason: str
+    fallback: bool
+    predicted_speedup: float
+
+
+def decide(config: PrefixConfig, prediction: Prediction) -> Decision:
+    """Whether a step shares: mode "on" always, "auto" where it pays, "observe" and "off" never."""
+    speedup = prediction.speedup
+    if config.mode == "on":
+        return Decision(True, "mode on", False, speedup)
+    if config.mode in ("off", "observe"):
+        return Decision(False, f"mode {config.mode}", False, speedup)
+    if speedup >= config.min_speedup:
+        return Decision(True, f"predicted speedup {speedup:.2f}", False, speedup)
+    reason = f"predicted speedup {speedup:.2f} is below min_speedup {config.min_speedup:.2f}"
+    return Decision(False, reason, True, speedup)
+
+
+def other_way(config: PrefixConfig, decision: Decision) -> Decision:
+    """The other schedule, to time it, where the prediction leaves that open; else the decision."""
+    ratio = decision.predicted_speedup / config.min_speedup
+    if config.mode != "auto" or not 1 / DOUBT <= ratio <= DOUBT:
+        return decision
+    name = "stock" if decision.share else "prefix"
+    reason = f"predicted speedup {decision.predicted_speedup:.2f}: times the {name} schedule"
+    return Decision(not decision.share, reason, decision.share, decision.predicted_speedup)
+
+
+def without_sharing(config: PrefixConfig, rollouts: Sequence[Pairs], align: int) -> bool:
+    """Whether a look at the first positions shows that mode "auto" will not share; builds no tree.
+
+    What rollouts share is computed at least once, so sharing S of R positions is no more than
+    R / (R - S) times as fast.
+    """
+    if config.mode != "auto":
+        return False
+    if not rollouts:
+        return config.min_speedup > 1
+    raw = sum(map(len, rollouts))
+    saved = most_saved(rollouts, config.tree_options(align))
+    return raw < config.min_speedup * (raw - saved)
+
+
+def unshared(config: PrefixConfig) -> Decision:
+    """The decision for steps in which `without_sharing` holds."""
+    reason = (
+        "the rollouts share too few first positions for a speedup of"
+        f" {config.min_speedup:.2f} (min_speedup)"
+    )
+    return Decision(False, reason, True, 1.0)

@@ -1,0 +1,184 @@
+"""Mode "auto" measures: what actions and steps take on this machine, for the gate's next decisions.
+
+A few steps are measured, the first ones and then one in 50. In those the host waits for the device
+at the beginning and at the end, and all ranks put together what they have measured; all others run
+as without it. Ranks that must decide alike have the same numbers: those of the first rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_prefix import __version__
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.data.files import check_writable
+from megatron_prefix.errors import UserError
+from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.plan.cost_file import read_costs, write_costs
+from megatron_prefix.plan.cost_fit import KEPT, Evidence, StepTime, together
+from megatron_prefix.plan.gate import Decision, other_way
+from megatron_prefix.plan.times import FLOPS_PER_SECOND, Shape, TimeModel, action_row
+from megatron_prefix.run.agreement import first_says
+from megatron_prefix.run.report import StepReport
+
+logger = logging.getLogger(__name__)
+
+FIRST, EVERY = (2, 3, 4, 5), 50
+"""Steps with gradients that are measured: these, and every so many."""
+_KERNELS = ("flash-attn", "flash-attn-4", "nvidia-cudnn-frontend", "transformer-engine")
+
+
+class CostMeter:
+    """The time model of one model in one layout; all ranks make theirs together.
+
+    Args:
+        config: what the user set.
+        key: names model, layout, device and versions; see `key_of`.
+        prior: the time model before anything is measured.
+        groups: see `agreement.companions`.
+        device: of the model.
+
+    Raises:
+        UserError: the user's file cannot be read or written; on every rank.
+    """
+
+    def __init__(
+        self, config: PrefixConfig, key: str, prior: TimeModel, groups: Sequence[Any], device: Any
+    ) -> None:
+        self._config, self._key, self._prior = config, key, prior
+        self._groups, self._device = groups, device
+        self._measured = self._loaded() if config.cost_file else Evidence()
+        self.times = first_says(self._measured.times(prior), groups)
+        self._num_steps = 0
+        self._ran: set[bool] = set()
+        self.due = False
+
+    def _loaded(self) -> Evidence:
+        found: Evidence | str = Evidence()
+        path = self._config.cost_file or ""
+        try:
+            found = read_costs(path).get(self._key, Evidence())
+            check_writable(path, makes_folders=True)
+        except UserError as error:
+            found = str(error)
+        found = first_says(found, self._groups)
+        if isinstance(found, str):
+            raise UserError(found)
+        return found
+
+    def begin(self, forward_only: bool) -> None:
+        """Counts a step; all ranks call this for every step, and measure the same ones (`due`)."""
+        self._num_steps += not forward_only
+        first = self._num_steps in FIRST and not self._knows_both
+        often = self._num_steps % EVERY == 0
+        self.due = self._config.mode == "auto" and not forward_only and (first or often)
+
+    @property
+    def _knows_both(self) -> bool:
+        return self._measured.measured(True) and self._measured.measured(False)
+
+    def chosen(self, decision: Decision) -> Decision:
+        """The decision, or the other schedule where that was never timed and could be faster.
+
+        The first run of a schedule is not timed, so a schedule that is new runs twice.
+        """
+        if self.due and self._measured.measured(decision.share) and not self._knows_both:
+            return other_way(self._config, decision)
+        return decision
+
+    @contextlib.contextmanager
+    def step(self, report: StepReport, rank: int) -> Iterator[None]:
+        """Surrounds a step after its planning, whichever schedule runs it.
+
+        Args:
+            report: of the step, with decision and prediction.
+            rank: place in the pipeline.
+        """
+        if not self.due:
+            yield
+            self._ran.add(report.decision.share)
+            return
+        self._wait()
+        begin = time.perf_counter()
+        yield
+        self._wait()
+        self._learn(report, rank, time.perf_counter() - begin)
+
+    def _learn(self, report: StepReport, rank: int, seconds: float) -> None:
+        """Fits the time model to what all ranks have measured in a step."""
+        mine, share = Evidence(), report.decision.share
+        if report.stopwatch is not None and share and not report.retried:
+            timed = report.stopwatch.seconds()
+            rows = [action_row(report.plan, action, rank) for action in timed]
+            mine = Evidence.of_actions(rows, list(timed.values()), self._prior)
+        if report.prediction is not None and share in self._ran and not report.retried:
+            predicted = report.prediction
+            row = predicted.prefix_row if share else predicted.stock_row
+            if row.any():
+                mine = mine.and_also(
+                    Evidence(steps=(StepTime(share, tuple(row.tolist()), seconds),))
+                )
+        self._ran.add(share)
+        for group in self._groups:
+            heard: list[Any] = [None] * group.size()
+            dist.all_gather_object(heard, mine, group=group)
+            mine = together(heard, self.times)
+        self._measured = self._measured.and_also(mine, KEPT)
+        self.times = first_says(self._measured.times(self._prior), self._groups)
+        logger.info("measured step %d: %s", self._num_steps, self.times)
+        self._save()
+
+    def _save(self) -> None:
+        path = self._config.cost_file
+        if path is None or any(group.rank() for group in self._groups):
+            return
+        try:
+            write_costs(path, self._key, self._measured)
+        except UserError as error:  # a full disk must not end the training
+            logger.warning("measured costs are not kept: %s", error)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def prior_of(cost: CostModel, shape: Shape, device: torch.device) -> TimeModel:
+    """The time model of a device on which nothing was measured."""
+    rate = FLOPS_PER_SECOND.get(device.type, FLOPS_PER_SECOND["cuda"])
+    return TimeModel.of_flops(cost, shape, rate)
+
+
+def key_of(cost: CostModel, shape: Shape, config: Any, kernel: str, device: torch.device) -> str:
+    """Names what measurements are good for: another model, layout, device or version has its own.
+
+    Args:
+        cost: of the model.
+        shape: how it is spread.
+        config: Megatron's, of the model.
+        kernel: see PrefixConfig.
+        device: of the model.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    versions = [f"megatron_prefix {__version__}", f"torch {torch.__version__}"]
+    for package in _KERNELS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    layout = (
+        f"pp {shape.num_ranks} vpp {shape.num_chunks} tp {config.tensor_model_parallel_size}"
+        f" cp {config.context_parallel_size} ep {config.expert_model_parallel_size}"
+        f" sp {int(bool(config.sequence_parallel))}"
+    )
+    model = (
+        f"{shape.num_layers} layers, {cost.linear:.6g} + {cost.head:.6g} FLOPs a position,"
+        f" {cost.attention:.6g} a pair, {config.params_dtype}"
+    )
+    recompute = f"recompute {config.recompute_granularity or 'none'}"
+    return "; ".join([model, layout, recompute, name, f"kernel {kernel}", ", ".join(versions)])

@@ -1,0 +1,123 @@
+"""Which schedule a step gets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.plan.gate import Decision, decide, other_way, unshared, without_sharing
+from megatron_prefix.plan.planner import make_plan
+from megatron_prefix.plan.times import Prediction, Shape, TimeModel, predict
+from megatron_prefix.tree import Forest, TreeOptions, build
+from tests.harness.trees import flat_rollouts
+
+
+def prediction(speedup: float) -> Prediction:
+    return Prediction(np.ones(10), np.ones(10), speedup, 1.0)
+
+
+def forest_of(num: int, prefix: int = 400) -> Forest:
+    rollouts, groups = flat_rollouts(prefix, 100, num, 1)
+    return build(rollouts, groups, TreeOptions())
+
+
+def decided(config: PrefixConfig, forest: Forest, times: TimeModel, microbatch_of) -> Decision:
+    plan = make_plan(forest, microbatches=microbatch_of)
+    return decide(config, predict(times, forest, microbatch_of, plan))
+
+
+@pytest.mark.parametrize(("mode", "share"), [("on", True), ("off", False), ("observe", False)])
+def test_modes_that_do_not_ask(mode, share) -> None:
+    decision = decide(PrefixConfig(mode=mode), prediction(0.5))
+    assert decision == Decision(share, f"mode {mode}", False, 0.5)
+
+
+@pytest.mark.parametrize(("speedup", "share"), [(1.05, True), (1.0499, False), (9.0, True)])
+def test_auto_falls_back_exactly_where_the_speedup_is_too_small(speedup, share) -> None:
+    decision = decide(PrefixConfig(mode="auto"), prediction(speedup))
+    assert (decision.share, decision.fallback) == (share, not share)
+    assert ("below min_speedup 1.05" in decision.reason) == (not share)
+    assert decide(PrefixConfig(mode="auto", min_speedup=0.01), prediction(speedup)).share
+
+
+def test_the_baseline_is_the_trainers_packing() -> None:
+    """Small groups: many segments beat single rollouts, and lose to a few full microbatches."""
+    times = TimeModel.of_flops(CostModel.of_shape(12, 4096, 32, 8, 128, 12288, 0), Shape(12), 4e14)
+    rollouts, groups = flat_rollouts(100, 30, 4, 60)
+    forest = build(rollouts, groups, TreeOptions())
+    config = PrefixConfig(mode="auto", min_speedup=1.0)
+    assert decided(config, forest, times, range(240)).share
+    packed = [rollout // 120 for rollout in range(240)]
+    assert decided(config, forest, times, packed).share == (len(forest.segments) < 10)
+    slow = replace(times, coefficients=tuple(
+        c * (20 if place in (3, 8) else 1) for place, c in enumerate(times.coefficients)
+    ))  # fmt: skip
+    assert not decided(config, forest, slow, [0] * 240).share
+
+
+def test_vocabulary_and_experts_decide() -> None:
+    """Prompts have no loss: a large output layer is work that sharing saves; experts are work that
+    a dense count of their layers would not see."""
+    forest = forest_of(2, prefix=150)
+    shape, config = Shape(2), PrefixConfig(mode="auto")
+
+    def speedup(vocab_size: int, width: float) -> float:
+        cost = CostModel.of_shape(2, 256, 4, 4, 64, width, vocab_size)
+        times = TimeModel.of_flops(cost, shape, 5e10)
+        return decided(config, forest, times, [0, 0]).predicted_speedup
+
+    plain = speedup(0, 64)
+    assert speedup(150_000, 64) > 1.1 * plain
+    assert speedup(0, 8 * 2048) > 1.1 * plain
+    limit = PrefixConfig(mode="auto", min_speedup=1.05 * plain)
+    for vocab_size, share in ((0, False), (150_000, True)):
+        cost = CostModel.of_shape(2, 256, 4, 4, 64, 64, vocab_size)
+        assert decided(limit, forest, TimeModel.of_flops(cost, shape, 5e10), [0, 0]).share == share
+
+
+# The schedule that was never timed ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("speedup", "turns"), [(1.0, True), (1.5, True), (1.7, False), (0.6, False)]
+)
+def test_a_close_prediction_times_the_other_schedule(speedup, turns) -> None:
+    config = PrefixConfig(mode="auto")
+    decision = decide(config, prediction(speedup))
+    other = other_way(config, decision)
+    assert (other.share != decision.share) == turns
+    if turns:
+        assert other.fallback == (not other.share)
+        assert other.reason.endswith(f"times the {'prefix' if other.share else 'stock'} schedule")
+    on = PrefixConfig(mode="on")
+    assert other_way(on, decide(on, prediction(speedup))).share
+
+
+# The prefilter ------------------------------------------------------------------------------------
+
+
+def test_steps_without_sharing_are_found_in_mode_auto_only() -> None:
+    rollouts, _ = flat_rollouts(40, 10, 1, 20)
+    for number, rollout in enumerate(rollouts):
+        rollout.inputs[0] = number
+    assert without_sharing(PrefixConfig(mode="auto"), rollouts, 1)
+    assert without_sharing(PrefixConfig(mode="auto"), [], 1)
+    assert not without_sharing(PrefixConfig(mode="on"), rollouts, 1)
+    assert not without_sharing(PrefixConfig(mode="observe"), rollouts, 1)
+    assert not without_sharing(PrefixConfig(mode="auto", min_speedup=1.0), rollouts, 1)
+    decision = unshared(PrefixConfig(mode="auto"))
+    assert (decision.share, decision.fallback) == (False, True)
+
+
+def test_what_may_be_shared_is_weighed_against_all_positions() -> None:
+    """Two of twenty rollouts are equal: 1.05 times as fast at best."""
+    rollouts, _ = flat_rollouts(40, 10, 1, 20)
+    for number, rollout in enumerate(rollouts[1:]):
+        rollout.inputs[0] = number
+    rollouts[1] = rollouts[0]
+    assert without_sharing(PrefixConfig(mode="auto", min_speedup=1.06), rollouts, 1)
+    assert not without_sharing(PrefixConfig(mode="auto", min_speedup=1.05), rollouts, 1)
