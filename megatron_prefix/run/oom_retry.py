@@ -300,17 +300,6 @@ def cost_of(model: Any) -> CostModel:
     return CostModel.of_config(get_model_config(model), vocab_size_of(model))
 
 
-def vocab_size_of(model: Any) -> int:
-    """The model's vocabulary, which every pipeline stage knows; 0 where it does not say."""
-    language_model = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
-    return getattr(language_model, "vocab_size", 0)
-
-
-def cost_of(model: Any) -> CostModel:
-    """FLOPs of the whole model that a chunk belongs to; the same on every rank."""
-    return CostModel.of_config(get_model_config(model), vocab_size_of(model))
-
-
 def device_of(models: list[Any]) -> torch.device:
     """Where a rank's model chunks are."""
     return next(models[0].parameters()).device
