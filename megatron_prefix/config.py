@@ -15,6 +15,8 @@ MOST_MEMORY_GB = 1e6
 """No machine has as much."""
 
 
+SEGMENT_TOKENS = (2048, 4096, 8192, 16384, 32768)
+"""What segment_tokens "auto" chooses from."""
 SEGMENT_GAIN = 32
 """Times `min_gain` that an inner segment saves at least. On an H200, with 12 layers of Qwen3-8B's
 widths, forward and backward of a segment of 26 positions took as long as those of 2,600 more
@@ -30,7 +32,9 @@ class PrefixConfig:
             sharing would save; "auto": share where the cost model says that it pays; "on": always.
         chunk_tokens: longest span; 0: no limit; "auto": for every step the length with the shortest
             simulated step.
-        segment_tokens: most positions in a segment (a single span may exceed it); 0: no limit.
+        segment_tokens: most positions in a segment (a single span may exceed it); 0: no limit;
+            "auto": for every step the number of SEGMENT_TOKENS with the shortest predicted time
+            among those whose predicted peak fits in free memory.
         min_gain: a shared span that saves fewer positions is dissolved, and an inner segment that
             saves fewer than SEGMENT_GAIN times as many; 0 dissolves nothing.
         loss_in_leaves: never share a position at or after a first trained one.
@@ -59,7 +63,7 @@ class PrefixConfig:
 
     mode: str = "on"
     chunk_tokens: int | str = 0
-    segment_tokens: int = 8192
+    segment_tokens: int | str = 8192
     min_gain: int = 64
     loss_in_leaves: bool = False
     share: str = "batch"
@@ -74,8 +78,10 @@ class PrefixConfig:
     plan_file: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.chunk_tokens, str) and self.chunk_tokens != "auto":
-            raise UserError(f"chunk_tokens is {self.chunk_tokens!r}: give a number or 'auto'")
+        for name in ("chunk_tokens", "segment_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, str) and value != "auto":
+                raise UserError(f"{name} is {value!r}: give a number or 'auto'")
         self.tree_options(align=1)
         for name, value, known in (
             ("mode", self.mode, MODES),
@@ -101,10 +107,13 @@ class PrefixConfig:
         return self.memory_budget_gb * (1 << 30) or None
 
     def tree_options(self, align: int) -> TreeOptions:
-        """Options of trees in a layout with this alignment; "auto" chunks are chosen later."""
+        """Options of trees in a layout with this alignment; "auto" lengths are chosen later."""
         chunk = 0 if isinstance(self.chunk_tokens, str) else self.chunk_tokens
+        segment = (
+            SEGMENT_TOKENS[-1] if isinstance(self.segment_tokens, str) else self.segment_tokens
+        )
         chunk = max(chunk, align) if chunk > 0 else chunk
         return TreeOptions(
-            align, chunk, self.segment_tokens, self.min_gain, SEGMENT_GAIN * self.min_gain,
+            align, chunk, segment, self.min_gain, SEGMENT_GAIN * self.min_gain,
             self.loss_in_leaves, self.share,
         )  # fmt: skip

@@ -142,7 +142,7 @@ class Timing:
     shared_steps: int
     rollouts: int
     microbatches: int
-    segment_tokens: int
+    segment_tokens: int | str
     segments: int
     raw_tokens: int
     executed_tokens: int

@@ -64,7 +64,7 @@ seed = whole(0, 2**63 - 1)
 """The argparse type of a seed: the range of both torch and numpy."""
 
 
-def _chunk_tokens(text: str) -> int | str:
+def _length(text: str) -> int | str:
     if text == "auto":
         return text
     try:
@@ -170,18 +170,22 @@ def add_lengths(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("lengths, in tokens")
     group.add_argument(
         "--chunk-tokens",
-        type=_chunk_tokens,
+        type=_length,
         default=_DEFAULTS.chunk_tokens,
         metavar="N|auto|0",
         help="cut longer spans into chunks of at most N; 0: never; auto: the length with the"
         f" shortest simulated step (default {_DEFAULTS.chunk_tokens})",
     )
+    group.add_argument(
+        "--segment-tokens",
+        "--wave-tokens",
+        type=_length,
+        default=_DEFAULTS.segment_tokens,
+        metavar="N|auto|0",
+        help="most positions that one forward runs, of one tree or of many; 0: no limit; auto: by"
+        f" step, what is fastest and fits in free memory (default {_DEFAULTS.segment_tokens})",
+    )
     for options, default, text in (
-        (
-            ("--segment-tokens", "--wave-tokens"),
-            _DEFAULTS.segment_tokens,
-            "most positions that one forward runs, of one tree or of many; 0: no limit",
-        ),
         (
             ("--min-gain",),
             _DEFAULTS.min_gain,

@@ -89,6 +89,10 @@ class _PlannedStep(NamedTuple):
 def run(args: argparse.Namespace) -> int:
     """Plans, simulates, prints and writes."""
     layout = _layout(args)
+    if args.segment_tokens == "auto":
+        raise UserError(
+            "--segment-tokens auto goes by the free memory of a running model; give `plan` a number"
+        )
     if args.json and args.csv == "-":
         raise UserError("--csv - and --json both write to stdout; give --csv a file")
     check_outputs(args.csv, args.svg)

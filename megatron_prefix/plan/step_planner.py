@@ -7,10 +7,10 @@ further passes over the same rollouts (log-probs, several epochs) ask for the sa
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix.config import SEGMENT_TOKENS, PrefixConfig
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.chunking import ChunkChooser
 from megatron_prefix.plan.cost import CostModel
@@ -19,7 +19,10 @@ from megatron_prefix.plan.memory_policy import policies
 from megatron_prefix.plan.planfile import PlanFile
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.plan.simulator import Cost
-from megatron_prefix.tree import Forest, Pairs, Segment, build
+from megatron_prefix.tree import Forest, Pairs, Segment, TreeOptions, build
+
+Judge = Callable[[Forest, Sequence[int], Plan], tuple[bool, float]]
+"""(segments, microbatch of each rollout, plan) -> (whether it fits in memory, seconds)"""
 
 
 class StepPlanner:
@@ -48,6 +51,7 @@ class StepPlanner:
     ) -> None:
         self._options, self._shape = config.tree_options(align), (num_ranks, num_chunks)
         self._memory = config.memory
+        self._segments = SEGMENT_TOKENS if config.segment_tokens == "auto" else ()
         self._file = PlanFile(config.plan_file, config.memory) if config.plan_file else None
         self._chooser: ChunkChooser | None = None
         if config.chunk_tokens == "auto":
@@ -63,7 +67,11 @@ class StepPlanner:
         )  # fmt: skip
 
     def build(
-        self, rollouts: Sequence[Pairs], groups: Sequence[int], microbatch_of: Sequence[int]
+        self,
+        rollouts: Sequence[Pairs],
+        groups: Sequence[int],
+        microbatch_of: Sequence[int],
+        judge: Judge | None = None,
     ) -> Forest:
         """The step's segments.
 
@@ -71,8 +79,28 @@ class StepPlanner:
             rollouts: of the step.
             groups: see `tree.build`.
             microbatch_of: the trainer's microbatch of each rollout.
+            judge: chooses among lengths of segments, where that is "auto".
         """
-        options = self._options
+        if not self._segments or judge is None:
+            return self._built(rollouts, groups, microbatch_of, self._options)
+        found: list[tuple[bool, float, Forest]] = []
+        for number in self._segments:
+            options = replace(self._options, segment_tokens=max(number, self._options.align))
+            forest = self._built(rollouts, groups, microbatch_of, options)
+            plan = self._best(forest, microbatches=tuple(microbatch_of))
+            plan = replace(plan, policies=policies(forest.segments, self._memory))
+            fits, seconds = judge(forest, microbatch_of, plan)
+            found.append((fits, seconds, forest))
+        fitting = [entry for entry in found if entry[0]] or found[:1]
+        return min(fitting, key=lambda entry: entry[1])[2]
+
+    def _built(
+        self,
+        rollouts: Sequence[Pairs],
+        groups: Sequence[int],
+        microbatch_of: Sequence[int],
+        options: TreeOptions,
+    ) -> Forest:
         if self._chooser is not None:
             chunk_tokens = self._chooser.choose(rollouts, groups, options, microbatch_of)
             options = replace(options, chunk_tokens=chunk_tokens)

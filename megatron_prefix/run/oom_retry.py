@@ -88,6 +88,15 @@ class MemoryControl:
             self._config.cache_host_layers,
         )
 
+    def fits(self, plan: Plan, models: list[Any]) -> bool:
+        """Whether a plan is predicted to fit on every rank that has as much memory as this one.
+
+        With memory "auto" inner segments may be recomputed.
+        """
+        free = free_bytes(device_of(models), self._config.memory_budget)
+        lean = leaner(plan) if self._config.memory == "auto" else None
+        return max(one.peak for one in predict(lean or plan, self.footprint(models))) <= free
+
     def predicted(self, plan: Plan, models: list[Any], rank: int) -> RankMemory:
         """What one rank of the pipeline is predicted to hold."""
         return predict(plan, self.footprint(models))[rank]

@@ -26,7 +26,7 @@ from megatron_prefix.moe.versions import replays_routes
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.gate import Decision, decide, unshared, without_sharing
 from megatron_prefix.plan.joint_forest import JointForest
-from megatron_prefix.plan.step_planner import StepPlanner
+from megatron_prefix.plan.step_planner import Judge, StepPlanner
 from megatron_prefix.plan.times import Shape, predict
 from megatron_prefix.run import calls, channels, expert_sync, global_aux_sync, gradients
 from megatron_prefix.run import routers as router
@@ -172,8 +172,9 @@ class PrefixSchedule:
             return None
         first, last, routes = found  # type: ignore[misc]
         planner = self._planner(models, groups.pp.size())
+        judge = self._judge(models, groups, forward_only)
         build = router.builder(
-            lambda samples, microbatches: planner.build(samples, [0] * len(samples), microbatches),
+            lambda samples, owners: planner.build(samples, [0] * len(samples), owners, judge),
             config, forward_only,
         )  # fmt: skip
         step = read_step(
@@ -187,6 +188,16 @@ class PrefixSchedule:
             self._unshared(step, models, groups, forward_only)  # type: ignore[arg-type]
             return None
         return self._planned(capture, step, planner, models, groups, forward_only)  # type: ignore[arg-type]
+
+    def _judge(self, models: list[Any], groups: Any, forward_only: bool) -> Judge:
+        """Says of plans whether they fit in this rank's memory, and how long they take."""
+
+        def judged(forest: Forest, microbatch_of: Sequence[int], plan: Plan) -> tuple[bool, float]:
+            times = self._meter(models, groups).times
+            found = predict(times, forest, microbatch_of, plan, forward_only=forward_only)
+            return self._memory.fits(plan, models), found.prefix_seconds
+
+        return judged
 
     def _prefilter(self, config: Any, groups: Any, device: torch.device) -> Prefilter:
         """Finds steps without sharing; where pipelines share experts all of them must be such."""

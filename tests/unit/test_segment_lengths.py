@@ -1,0 +1,51 @@
+"""`segment_tokens` "auto": the fastest length that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from megatron_prefix.config import SEGMENT_TOKENS, PrefixConfig
+from megatron_prefix.errors import UserError
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.plan.step_planner import StepPlanner
+from megatron_prefix.tree import Forest
+from tests.harness.command_line import failure
+from tests.harness.trees import flat_rollouts
+
+COST = CostModel(1.0, 1.0, 0.0)
+
+
+def chosen(room: int, per_action: float) -> int:
+    """The longest segment, where at most `room` positions fit and an action costs so much."""
+    rollouts, groups = flat_rollouts(100, 900, 4, 20)
+    planner = StepPlanner(PrefixConfig(segment_tokens="auto"), COST, 1, 1, 1, None)
+
+    def judge(forest: Forest, _: Sequence[int], plan: Plan) -> tuple[bool, float]:
+        longest = max(segment.padded_length for segment in plan.segments)
+        return longest <= room, sum(s.padded_length + per_action for s in plan.segments)
+
+    forest = planner.build(rollouts, groups, list(range(len(rollouts))), judge)
+    return max(segment.padded_length for segment in forest.segments)
+
+
+def test_the_longest_that_fits_where_actions_cost() -> None:
+    assert 8192 < chosen(room=20000, per_action=500.0) <= 16384
+    assert 2048 < chosen(room=5000, per_action=500.0) <= 4096
+
+
+def test_the_shortest_where_nothing_fits() -> None:
+    assert chosen(room=10, per_action=500.0) <= SEGMENT_TOKENS[0]
+
+
+def test_no_other_word() -> None:
+    with pytest.raises(UserError, match="segment_tokens is 'all'"):
+        PrefixConfig(segment_tokens="all")
+
+
+def test_a_plan_without_a_device_needs_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--segment-tokens auto goes by" in failure(
+        capsys, "plan", "x.jsonl", "--segment-tokens", "auto"
+    )
