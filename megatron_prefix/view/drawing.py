@@ -97,7 +97,8 @@ def comparison_svg(runs: Sequence[tuple[str, Timeline, Plan]], title: str) -> st
 
 def _header(timeline: Timeline, plan: Plan, title: str) -> Iterator[str]:
     stages = _counted(plan.num_stages, "stage")
-    num_trees = len({tree for numbers in trees(plan.segments) for tree in numbers})
+    spans = (span for segment in plan.segments for span in segment.spans)
+    num_trees = sum(span.parent is None and bool(span.rollouts) for span in spans)
     facts = (
         stages,
         f"{_counted(len(plan.segments), 'segment')} in {_counted(num_trees, 'tree')}",
@@ -121,9 +122,9 @@ def _legend(plan: Plan, y: float) -> Iterator[str]:
     yield svg.rect(svg.Box(x, y, 27, 12), _BUBBLE)
     yield svg.text(x + 33, y + 10.5, "waiting (bubble)", 12)
     x += 33 + 12 * svg.CHARACTER * 16 + 16
-    note = "the hue changes from tree to tree; of several trees it is the first one's"
+    note = "hue: the tree (the first of several)"
     if plan.num_chunks > 1:
-        note += "; a bar on top: model chunk 1 and up"
+        note += "; bar: model chunk 1 up"
     yield svg.text(x, y + 10.5, note, 12, _FAINT)
 
 

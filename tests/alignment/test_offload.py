@@ -62,18 +62,22 @@ def test_neither_weights_nor_cached_keys_and_nothing_twice(
     monkeypatch.setattr(HostTransfers, "store", store)
     monkeypatch.setattr(OffloadedSegment, "layer_done", layer_done)
     model = small_model(recompute=recompute)
-    schedule = PrefixSchedule(replace(CONFIG, memory="offload"))
-    run(schedule, model)
+    plan = plan_of_offloaded_step(model)
     inner = unwrap(model)
     weights = addresses(*inner.parameters(), *inner.buffers())
-    assert schedule.report is not None
-    plan = schedule.report.plan
     assert len(cached) == 2 * 2 * num_arenas(plan) and len(stored) > 10  # K and V of two layers
     assert len(stored) == len(set(stored))
     assert not set(stored) & (cached | weights)
     # Inner segments of two trees; two layers each, and what follows the last.
     assert len(num_layers) == sum(segment.inner for segment in plan.segments) >= 10
     assert set(num_layers.values()) <= {2, 3}
+
+
+def plan_of_offloaded_step(model: Any) -> Plan:
+    schedule = PrefixSchedule(replace(CONFIG, memory="offload"))
+    run(schedule, model)
+    assert schedule.report is not None
+    return schedule.report.plan
 
 
 def num_arenas(plan: Plan) -> int:

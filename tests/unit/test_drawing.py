@@ -13,10 +13,10 @@ import pytest
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.simulator import Timeline, simulate
-from megatron_prefix.tree import Forest, TreeOptions, build
+from megatron_prefix.tree import Forest, TreeOptions, build, trees
 from megatron_prefix.view import svg
 from megatron_prefix.view.drawing import comparison_svg, timeline_svg
-from tests.harness.trees import flat_rollouts, random_forest, ruled_plan
+from tests.harness.trees import flat_rollouts, interleaved, random_forest, ruled_plan
 
 _NAMESPACE = "{http://www.w3.org/2000/svg}"
 
@@ -59,7 +59,9 @@ PLANS = {
     "four ranks": ruled_plan(forest_of(chunk_tokens=200), 4),
     "eight ranks, 500 actions": ruled_plan(forest_of(num=7, num_groups=4, segment_tokens=200), 8),
     "sixteen ranks": ruled_plan(forest_of(), 16),
-    "a tree with levels": ruled_plan(random_forest(random.Random(2), depth=4), 3),
+    "trees with levels": ruled_plan(random_forest(random.Random(2), depth=4), 3),
+    "small groups, packed": ruled_plan(forest_of(prefix=30, suffix=20, num=3, num_groups=6), 2),
+    "virtual stages": interleaved(forest_of(num=2), 2, 2),
     "many rollouts": ruled_plan(forest_of(num=150, num_groups=3, segment_tokens=0), 2),
 }
 
@@ -142,12 +144,25 @@ def test_places_and_widths_are_times() -> None:
 def test_tooltips_tell_what_an_action_is() -> None:
     forest = forest_of(prefix=100, suffix=20, num=2, num_groups=1, chunk_tokens=50)
     found = tips(drawn(ruled_plan(forest, 1)))
-    assert "F1: inner, tree 0\nfrom position 50, 50 tokens, 2 rollouts\n50 to 100 tokens" in found
-    wave = (
-        "B2: wave of 2, tree 0\nfrom position 100, up to 20 tokens, 2 rollouts\n140 to 220 tokens"
-    )
-    assert wave in found
+    inner = "F1: inner, 1 span, tree 0\nfrom position 50, 50 tokens, 2 rollouts\n50 to 100 tokens"
+    wave = "B2: wave, 2 spans, tree 0\nfrom position 100, up to 20 tokens, 2 rollouts"
+    assert inner in found
+    assert f"{wave}\n140 to 220 tokens" in found
     assert "segment 0, tree 0\nfrom position 0, 50 tokens\n2 rollouts: 0, 1" in found
+
+
+def test_tooltips_tell_of_several_trees() -> None:
+    """An action names all its trees; a box of the trees below is of one."""
+    forest = forest_of(prefix=30, suffix=20, num=2, num_groups=3)
+    assert len(forest.segments) == 2
+    found = tips(drawn(ruled_plan(forest, 1)))
+    text = "F0: inner, 3 spans, 3 trees, 0 to 2\nfrom position 0, up to 30 tokens, 6 rollouts"
+    assert f"{text}\n0 to 90 tokens" in found
+    assert any(tip.startswith("B1: wave, 6 spans, 3 trees, 0 to 2\n") for tip in found)
+    for tree in range(3):
+        members = f"{2 * tree}, {2 * tree + 1}"
+        text = f"segment 0, tree {tree}\nfrom position 0, 30 tokens\n2 rollouts: {members}"
+        assert text in found
 
 
 def test_phases_and_trees_have_their_own_colours() -> None:
@@ -208,14 +223,20 @@ def test_fillers_are_in_no_tree() -> None:
     words = texts(drawn(plan))
     assert [words.count(str(n)) for n in fillers] == [0] * len(fillers)
     assert any(word.startswith("trees: one lane a rollout") for word in words)
+    assert any(" segments in 2 trees" in word for word in words)
 
 
-def test_a_box_of_the_trees_covers_the_lanes_of_its_rollouts() -> None:
-    """However the rollouts are numbered: no two boxes overlap, and what is shared stands above."""
+@pytest.mark.parametrize("budget", [60, 300, 0], ids=["a tree a segment", "two", "all in two"])
+def test_a_box_of_the_trees_covers_the_lanes_of_its_rollouts(budget: int) -> None:
+    """However the rollouts are numbered and packed: no two boxes overlap, what is shared stands
+    above."""
     straight, numbers = flat_rollouts(100, 20, 3, 4)
     order = random.Random(0).sample(range(12), 12)
     groups = [numbers[i] for i in order]
-    forest = build([straight[i] for i in order], groups, TreeOptions(min_gain=0))
+    options = TreeOptions(min_gain=0, segment_tokens=budget)
+    forest = build([straight[i] for i in order], groups, options)
+    most = max(len({*numbers}) for numbers in trees(forest.segments))
+    assert (most > 1) == (budget != 60)
     rects = [
         (title.text or "", [float(rect.get(name, 0)) for name in ("x", "y", "width", "height")])
         for rect in shapes(drawn(ruled_plan(forest)), "rect")
@@ -262,7 +283,7 @@ def compared(*names: str) -> ElementTree.Element:
 
 
 def test_timelines_are_compared_on_one_scale() -> None:
-    names = ("four ranks", "a tree with levels", "one rank, few actions")
+    names = ("four ranks", "trees with levels", "one rank, few actions")
     picture = compared(*names)
     check_frame(picture)
     assert {"Several schedules", *names} <= set(texts(picture))
