@@ -23,7 +23,7 @@ from megatron_prefix.models.weights import global_parameters
 from megatron_prefix.numerics import tolerance
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout
-from megatron_prefix.tree import Pairs, TreeOptions, build, trees
+from megatron_prefix.tree import Pairs, build, trees
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract, Microbatch
@@ -124,8 +124,8 @@ def test_some_cases_have_segments_of_several_trees() -> None:
         for seed, sizes in enumerate(case.groups):
             found = items(sizes, seed)
             rollouts = [pairs for item in found for pairs in steps.pairs_of(item)]
-            options = TreeOptions(segment_tokens=case.prefix.segment_tokens, min_gain=0)
-            forest = build(rollouts, [item["group"] for item in found], options)
+            groups = [item["group"] for item in found]
+            forest = build(rollouts, groups, case.prefix.tree_options(1))
             together = [len({*numbers}) for numbers in trees(forest.segments)]
             if case.prefix == PACKED and sum(n > 1 for n in sizes) > 1:
                 inner = [n for n, s in zip(together, forest.segments, strict=True) if s.inner]

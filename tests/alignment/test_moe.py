@@ -31,7 +31,7 @@ from megatron_prefix.rl import passes
 from megatron_prefix.rl.job import place_groups
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout
-from megatron_prefix.tree import TreeOptions, build, trees
+from megatron_prefix.tree import build, trees
 from megatron_prefix.verify import align
 from tests.harness.ranks import run_ranks
 
@@ -65,20 +65,20 @@ class Case:
 
     spec: dict[str, Any] = field(default_factory=lambda: AUX_Z)
     layout: Layout = Layout()  # noqa: RUF009  # frozen
-    prefix: PrefixConfig = PrefixConfig(min_gain=1)  # noqa: RUF009
+    prefix: PrefixConfig = PrefixConfig(min_gain=0)  # noqa: RUF009
     config: dict[str, Any] = field(default_factory=dict)
     recompute: str = "none"
     flat: bool = False
     uneven: bool = False  # flat groups on odd data-parallel ranks
 
 
-CHUNKED = PrefixConfig(min_gain=1, chunk_tokens=8, segment_tokens=16)
+CHUNKED = PrefixConfig(min_gain=0, chunk_tokens=8, segment_tokens=16)
 CASES = {
     "no auxiliary loss": Case({"moe_aux_loss_coeff": 0.0}),
     "aux_loss": Case(AUX),
     "aux_loss, flat groups": Case(AUX, flat=True),
-    "aux_loss, one rollout a wave": Case(AUX, prefix=PrefixConfig(min_gain=1, segment_tokens=1)),
-    "aux_loss, all groups in one tree": Case(AUX, prefix=PrefixConfig(min_gain=1, share="batch")),
+    "aux_loss, one rollout a wave": Case(AUX, prefix=PrefixConfig(min_gain=0, segment_tokens=1)),
+    "aux_loss, all groups in one tree": Case(AUX, prefix=PrefixConfig(min_gain=0, share="batch")),
     "seq_aux_loss": Case(SEQ),
     "global_aux_loss": Case(GLOBAL),
     "global_aux_loss, full recompute": Case(GLOBAL, prefix=CHUNKED, recompute="full"),
@@ -169,7 +169,7 @@ def groups(flat: bool, seed: int) -> list[Group]:
 def test_the_groups_are_packed_unless_a_case_says_otherwise() -> None:
     """Both prompts in one segment, spans of four rollouts beside spans of two, and of one."""
     for flat in (False, True):
-        options = TreeOptions(min_gain=1)
+        options = Case().prefix.tree_options(1)
         forest = build(*pairs_of_groups(groups(flat, 0)), options)
         together = [len({*numbers}) for numbers in trees(forest.segments)]
         assert together == [2] * len(forest.segments)
@@ -285,7 +285,7 @@ def test_one_schedule_on_all_data_parallel_ranks():
         if number:  # of other prompts
             others = [groups(True, seed)[0] for seed in range(1, 9)]
             mine = [replace(group, rollouts=group.rollouts[:1]) for group in others]
-        ours = PrefixSchedule(PrefixConfig(min_gain=1, mode="auto", min_speedup=1.2))
+        ours = PrefixSchedule(PrefixConfig(min_gain=0, mode="auto", min_speedup=1.2))
         items = align.microbatches(mine, 0)
         # Without gradients nothing is counted, so ranks need not go together.
         assert len(passes.logprobs(ours, chunks, items[: 3 + number])) == 3 + number

@@ -111,7 +111,7 @@ def test_a_segment_is_loaded_in_the_backward_before_its_own(
 
     monkeypatch.setattr(executor, "_annotated", annotated)
     monkeypatch.setattr(OffloadedSegment, "_load_before", recorded)
-    groups = list(generate(2, 9, 4, 3, vocab_size=64))
+    groups = list(generate(2, 60, 4, 3, vocab_size=64))  # prompts that pay for their action
     config = PrefixConfig(memory="offload", kernel="math", min_gain=3, segment_tokens=4, mode="on")
     schedule = PrefixSchedule(config)
     align.run_step(schedule, [small_model()], align.microbatches(groups, 0))

@@ -14,7 +14,7 @@ from tests.harness import data
 from tests.harness.command_line import BUNDLED, failure, result, run
 from tests.harness.trees import cells, with_programs
 
-STEP = [BUNDLED, "--pp", "2", "--segment-tokens", "200"]
+STEP = [BUNDLED, *"--pp 2 --segment-tokens 200 --min-gain 0 --share group".split()]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from megatron_prefix.tree import TreeOptions
 
 def test_defaults_are_valid_and_those_of_the_tree() -> None:
     config = PrefixConfig()
-    assert config.tree_options(1) == TreeOptions(share="batch")
+    assert config.tree_options(1) == TreeOptions(segment_gain=32 * 64, share="batch")
     assert config.mode == "on"
 
 
@@ -50,7 +50,8 @@ def test_the_tree_gets_what_the_user_set() -> None:
     config = PrefixConfig(
         chunk_tokens=512, segment_tokens=99, min_gain=7, loss_in_leaves=True, share="batch"
     )
-    assert config.tree_options(8) == TreeOptions(8, 512, 99, 7, True, "batch")
+    assert config.tree_options(8) == TreeOptions(8, 512, 99, 7, 32 * 7, True, "batch")
+    assert PrefixConfig(min_gain=0).tree_options(1).segment_gain == 0  # everything is shared
 
 
 def test_chunks_are_no_shorter_than_the_alignment() -> None:
