@@ -11,6 +11,7 @@ what lies above them, unless a depth-first walk with these segments needs more.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 
 from megatron_prefix.tree.forest import Place, Segment, TreeOptions
@@ -82,10 +83,10 @@ class _Packing:
                 self._add_bundle(nodes)
 
     def _limit(self, above: int) -> int:
-        return max(self.budget, _BUNDLE * self.budget - above)
+        return max(self.budget, _BUNDLE * self.budget - above) if self.budget else sys.maxsize
 
     def _fits(self, node: Node, above: int) -> bool:
-        return not self.budget or self.rows[id(node)] <= self._limit(above)
+        return self.rows[id(node)] <= self._limit(above)
 
     def _split(self, nodes: Sequence[Node], above: int) -> list[tuple[list[Node], int]]:
         """Siblings as bundles and single nodes too large for one, in their order.
@@ -101,7 +102,7 @@ class _Packing:
             if not self._fits(node, above) and node.children:
                 found.append(([node], above))
                 room = -1
-            elif room >= rows or (found and room >= 0 and not self.budget):
+            elif room >= rows:
                 found[-1][0].append(node)
                 room -= rows
             else:
@@ -159,14 +160,14 @@ def even_parts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
     if not budget:
         return [(0, len(lengths))]
     fewest = len(_parts(lengths, budget))
-    low, high = -(-sum(lengths) // fewest), budget
+    low, high = min(-(-sum(lengths) // fewest), budget), budget
     while low < high:
         middle = (low + high) // 2
         if len(_parts(lengths, middle)) > fewest:
             low = middle + 1
         else:
             high = middle
-    return _parts(lengths, max(low, high))
+    return _parts(lengths, high)
 
 
 def _parts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
