@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.planner import backward_order, loss_ready_after
-from megatron_prefix.tree import Forest, Pairs, Segment, Span, TreeOptions, build
+from megatron_prefix.tree import Forest, Pairs, Place, Segment, TreeOptions, build
+from megatron_prefix.tree.node import Node, preorder
+from megatron_prefix.tree.packing import pack
 
 
 def as_pairs(inputs: Sequence[int], labels: Sequence[int], trained: Sequence[bool]) -> Pairs:
@@ -113,21 +115,29 @@ def trees_of(rollouts: list[Pairs], groups: list[int], share: str) -> list[list[
 
 
 def is_prefix_tree(forest: Forest) -> None:
-    """F-order is a preorder, and every path runs through it from position 0 to the end."""
-    open_path: list[int] = []
+    """Every path runs through F-order from position 0 to the end, once through a segment."""
     for index, segment in enumerate(forest.segments):
-        while open_path and open_path[-1] != segment.parent:
-            open_path.pop()
-        assert segment.parent == (open_path[-1] if open_path else -1)
-        open_path.append(index)
+        members = [rollout for span in segment.spans for rollout in span.rollouts]
+        assert len(set(members)) == len(members)  # so no span is an ancestor of another
+        parents = [span.parent for span in segment.spans]
+        assert all(above is None or above.segment < index for above in parents)
     for rollout, path in enumerate(forest.paths):
         spans = [forest.segments[index].spans[number] for index, number in path]
         ends = [0, *(span.end for span in spans)]
         assert [span.start for span in spans] == ends[:-1]
         assert ends[-1] == forest.num_positions[rollout]
         assert all(span.length > 0 for span in spans)
-        parents = [forest.segments[index].parent for index, _ in path]
-        assert parents == [-1, *(index for index, _ in path[:-1])]
+        assert [span.parent for span in spans] == [None, *path[:-1]]
+
+
+def ancestors(segments: Sequence[Segment], place: Place) -> list[Place]:
+    """Places of all spans above one, root first."""
+    found: list[Place] = []
+    above = segments[place.segment].spans[place.number].parent
+    while above is not None:
+        found.append(above)
+        above = segments[above.segment].spans[above.number].parent
+    return found[::-1]
 
 
 def trie_size(rollouts: Sequence[Pairs], align: int = 1) -> int:
@@ -158,38 +168,86 @@ def flat_forest(prefix=4, suffix=2, num=2, num_groups=1, **options) -> Forest:
 def random_forest(rng: random.Random, depth: int = 3) -> Forest:
     """Segments of random trees, made without tokens: fast, for thousands of plans.
 
-    Some inner segments carry loss, and some are chains of chunks.
+    Of few trees or of many, packed under a small or a large budget, or put together at random. Some
+    inner spans carry loss, some are chains of chunks, and some rollouts end in them.
     """
-    segments: list[Segment] = []
-    lengths: list[int] = []
-
-    def grow(parent: int, tree: int, level: int, start: int, members: tuple[int, ...]) -> None:
-        index, length = len(segments), rng.randint(1, 60)
-        if len(members) == 1 or level == 0:
-            spans = tuple(Span(start, n, n, (m,)) for m in members for n in [rng.randint(1, 60)])
-            segments.append(Segment(parent, tree, spans, False, False, True))
-            for span in spans:
-                lengths[span.rollouts[0]] = span.end
-            return
-        extends = parent >= 0 and rng.random() < 0.3
-        span = Span(start, length, length, members)
-        segments.append(Segment(parent, tree, (span,), True, extends, rng.random() < 0.3))
-        for part in _parts(rng, members):
-            grow(index, tree, level - 1, span.end, part)
-
-    for tree in range(rng.randint(1, 4)):
-        members = tuple(range(len(lengths), len(lengths) + rng.randint(1, 8)))
-        lengths.extend([0] * len(members))
-        grow(-1, tree, rng.randint(0, depth), 0, members)
-    # `first_trained` does not match `scored`; plans only read `scored`.
-    return Forest(tuple(segments), tuple(lengths), tuple(n - 1 for n in lengths))
+    roots, first = random_trees(rng, depth)
+    options = TreeOptions(segment_tokens=rng.choice((0, 1, 20, 60, 200, 1000)))
+    odd = rng.random() < 0.3
+    segments = put_together(rng, roots, first) if odd else pack(roots, first, options)
+    return Forest(segments, _lengths(roots, len(first)), tuple(first))
 
 
-def _parts(rng: random.Random, members: tuple[int, ...]) -> list[tuple[int, ...]]:
+def random_trees(rng: random.Random, depth: int = 3) -> tuple[list[Node], list[int]]:
+    """Roots of one to twelve trees, and the first trained position of every rollout."""
+    roots: list[Node] = []
+    num = 0
+    for _ in range(rng.choice((1, 2, 3, 4, 12))):
+        members = range(num, num + rng.randint(1, 8))
+        num += len(members)
+        roots += _random_nodes(rng, rng.randint(0, depth), 0, [*members])
+    lengths = _lengths(roots, num)
+    return roots, [rng.randrange(n) if rng.random() < 0.3 else n - 1 for n in lengths]
+
+
+def forest_of_nodes(roots: Sequence[Node], first: Sequence[int], options: TreeOptions) -> Forest:
+    """The forest that trees are packed into."""
+    lengths = _lengths(roots, len(first))
+    return Forest(pack(roots, first, options), lengths, tuple(first), options.align)
+
+
+def _lengths(roots: Sequence[Node], num: int) -> tuple[int, ...]:
+    lengths = [0] * num
+    for node in preorder(roots):
+        for member in node.members:
+            lengths[member] = max(lengths[member], node.end)
+    return tuple(lengths)
+
+
+def _random_nodes(rng: random.Random, level: int, start: int, members: Sequence[int]) -> list[Node]:
+    """Nodes for these rollouts, with at most `level` others below them on a path."""
+    if len(members) == 1 or level == 0:
+        return [Node(start, start + _length(rng), [m]) for m in members]
+    node = Node(start, start + _length(rng), [*members])
+    for part in _parts(rng, node.members):
+        node.children += _random_nodes(rng, level - 1, node.end, part)
+    return [node]
+
+
+def _length(rng: random.Random) -> int:
+    return rng.randint(1, rng.choice((4, 60)))
+
+
+def _parts(rng: random.Random, members: Sequence[int]) -> list[Sequence[int]]:
     if rng.random() < 0.3:
         return [members]  # the next chunk of a chain
     cuts = sorted(rng.sample(range(1, len(members)), rng.randint(1, len(members) - 1)))
-    return [members[a:b] for a, b in zip([0, *cuts], [*cuts, len(members)], strict=True)]
+    parts = [members[a:b] for a, b in itertools.pairwise([0, *cuts, len(members)])]
+    return parts[1:] if rng.random() < 0.1 else parts  # those of the first part end here
+
+
+def put_together(
+    rng: random.Random, roots: Sequence[Node], first_trained: Sequence[int]
+) -> tuple[Segment, ...]:
+    """Segments of trees in an order and in a company that no packing would choose."""
+    paths: dict[int, tuple[Place, ...]] = {id(root): () for root in roots}
+    ready, segments = list(roots), []
+    while ready:
+        inner = bool(rng.choice(ready).children)
+        alike = [node for node in ready if bool(node.children) == inner]
+        nodes = rng.sample(alike, rng.randint(1, min(6, len(alike))))
+        nodes.sort(key=lambda node: paths[id(node)])
+        ready = [node for node in ready if not any(node is taken for taken in nodes)]
+        spans = []
+        for number, node in enumerate(nodes):
+            path = paths[id(node)]
+            spans.append(node.span(1, path[-1] if path else None))
+            below = (*path, Place(len(segments), number))
+            paths.update((id(child), below) for child in node.children)
+            ready += node.children
+        scored = any(first_trained[m] < span.end for span in spans for m in span.rollouts)
+        segments.append(Segment(tuple(spans), inner, scored))
+    return tuple(segments)
 
 
 def ruled_plan(

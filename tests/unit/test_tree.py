@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_prefix.data.pairs import pairs_of, pairs_of_groups
 from megatron_prefix.errors import UserError
-from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
+from megatron_prefix.tree import Forest, Pairs, Place, TreeOptions, build, trees
 from tests.harness import data
 from tests.harness.trees import as_pairs, exact, flat_rollouts, is_prefix_tree, trees_of, trie_size
 
@@ -20,9 +20,9 @@ from tests.harness.trees import as_pairs, exact, flat_rollouts, is_prefix_tree, 
 
 
 def shape(forest: Forest) -> list[tuple]:
-    """Segments as (parent, [(start, length, rollouts)])."""
+    """Segments as (segments of the parents, [(start, length, rollouts)])."""
     return [
-        (s.parent, [(span.start, span.length, span.rollouts) for span in s.spans])
+        (s.parents, [(span.start, span.length, span.rollouts) for span in s.spans])
         for s in forest.segments
     ]
 
@@ -31,13 +31,34 @@ def test_a_flat_group_is_one_inner_segment_and_a_wave() -> None:
     rollouts, groups = flat_rollouts(prefix=10, suffix=4, num=3, num_groups=1)
     forest = build(rollouts, groups, exact())
     assert shape(forest) == [
-        (-1, [(0, 10, (0, 1, 2))]),
-        (0, [(10, 4, (0,)), (10, 4, (1,)), (10, 4, (2,))]),
+        ((), [(0, 10, (0, 1, 2))]),
+        ((0,), [(10, 4, (0,)), (10, 4, (1,)), (10, 4, (2,))]),
     ]
     assert [segment.scored for segment in forest.segments] == [False, True]
     assert (forest.raw_tokens, forest.executed_tokens, forest.max_depth) == (42, 22, 2)
-    assert forest.ancestors(1) == [0]
-    assert forest.ancestors(0) == []
+    assert forest.paths == tuple((Place(0, 0), Place(1, number)) for number in range(3))
+    assert [span.parent for span in forest.segments[1].spans] == [Place(0, 0)] * 3
+
+
+def test_small_trees_share_segments_and_their_spans_know_their_parents() -> None:
+    """Two flat groups, one of them with two levels, and a rollout that shares nothing."""
+    rows = [[0] * 4 + [a] * 2 for a in (1, 2)]
+    rows += [[3] * 3 + [4] * 2 + [a] * 2 for a in (5, 6)] + [[3] * 3 + [7], [8] * 5]
+    rollouts = [as_pairs(row, row, [True] * len(row)) for row in rows]
+    forest = build(rollouts, [0, 0, 1, 1, 1, 2], exact())
+    assert shape(forest) == [
+        ((), [(0, 4, (0, 1)), (0, 3, (2, 3, 4))]),
+        ((0,), [(3, 2, (2, 3))]),
+        ((0, 1), [
+            (0, 5, (5,)), (4, 2, (0,)), (4, 2, (1,)), (3, 1, (4,)), (5, 2, (2,)), (5, 2, (3,)),
+        ]),
+    ]  # fmt: skip
+    assert [span.parent for span in forest.segments[2].spans] == [
+        None, Place(0, 0), Place(0, 0), Place(0, 1), Place(1, 0), Place(1, 0),
+    ]  # fmt: skip
+    assert trees(forest.segments) == [(0, 1), (1,), (2, 0, 0, 1, 1, 1)]
+    assert (forest.num_trees, forest.max_depth, forest.executed_tokens) == (3, 3, 23)
+    assert forest.paths[3] == (Place(0, 1), Place(1, 0), Place(2, 5))
 
 
 def test_the_last_prompt_token_falls_into_the_branches_by_its_label() -> None:
@@ -47,35 +68,34 @@ def test_the_last_prompt_token_falls_into_the_branches_by_its_label() -> None:
         for answer in ([1, 9], [2, 9])
     ]
     assert shape(build(rollouts, None, exact())) == [
-        (-1, [(0, 2, (0, 1))]),
-        (0, [(2, 2, (0,)), (2, 2, (1,))]),
+        ((), [(0, 2, (0, 1))]),
+        ((0,), [(2, 2, (0,)), (2, 2, (1,))]),
     ]
 
 
 def test_boundaries_round_toward_the_root() -> None:
     rollouts, groups = flat_rollouts(prefix=10, suffix=3, num=2, num_groups=1)
     assert shape(build(rollouts, groups, exact(align=4))) == [
-        (-1, [(0, 8, (0, 1))]),
-        (0, [(8, 5, (0,)), (8, 5, (1,))]),
+        ((), [(0, 8, (0, 1))]),
+        ((0,), [(8, 5, (0,)), (8, 5, (1,))]),
     ]
     wave = build(rollouts, groups, exact(align=4)).segments[1]
     assert [span.padded for span in wave.spans] == [8, 8]
     assert wave.padded_length == 16
-    assert wave.start == 8
 
 
 def test_chunks_are_nearly_equal() -> None:
     rollouts, groups = flat_rollouts(prefix=10, suffix=3, num=2, num_groups=1)
     forest = build(rollouts, groups, exact(chunk_tokens=4))
     assert [span.length for s in forest.segments for span in s.spans] == [3, 3, 4, 3, 3]
-    assert [s.extends for s in forest.segments] == [False, True, True, False]
+    assert [s.parents for s in forest.segments] == [(), (0,), (1,), (2,)]
 
 
 def test_a_proper_prefix_ends_in_an_inner_segment() -> None:
     long = as_pairs(range(8), range(1, 9), [False] * 4 + [True] * 4)
     short = as_pairs(range(5), range(1, 6), [False] * 4 + [True])
     forest = build([long, short], None, exact())
-    assert shape(forest) == [(-1, [(0, 5, (0, 1))]), (0, [(5, 3, (0,))])]
+    assert shape(forest) == [((), [(0, 5, (0, 1))]), ((0,), [(5, 3, (0,))])]
     assert forest.paths == (((0, 0), (1, 0)), ((0, 0),))
     assert forest.segments[0].scored
 
@@ -83,7 +103,7 @@ def test_a_proper_prefix_ends_in_an_inner_segment() -> None:
 def test_copies_share_one_leaf() -> None:
     one = as_pairs([1, 2, 3], [2, 3, 4], [False, True, True])
     forest = build([one, one, one], None, exact())
-    assert shape(forest) == [(-1, [(0, 3, (0, 1, 2))])]
+    assert shape(forest) == [((), [(0, 3, (0, 1, 2))])]
     assert not forest.segments[0].inner
 
 
@@ -91,7 +111,7 @@ def test_a_segment_that_saves_exactly_the_least_gain_stays() -> None:
     rollouts, groups = flat_rollouts(prefix=10, suffix=4, num=3, num_groups=1)
     assert build(rollouts, groups, exact(min_gain=20)).executed_tokens == 22
     assert shape(build(rollouts, groups, exact(min_gain=21))) == [
-        (-1, [(0, 14, (0,)), (0, 14, (1,)), (0, 14, (2,))])
+        ((), [(0, 14, (0,)), (0, 14, (1,)), (0, 14, (2,))])
     ]
 
 
@@ -99,9 +119,10 @@ def test_a_rollout_that_ends_inside_counts_as_a_branch() -> None:
     long = as_pairs(range(8), range(1, 9), [False] * 4 + [True] * 4)
     short = as_pairs(range(5), range(1, 6), [False] * 4 + [True])
     kept = build([long, short], None, exact(min_gain=5))
-    assert shape(kept) == [(-1, [(0, 5, (0, 1))]), (0, [(5, 3, (0,))])]
+    assert shape(kept) == [((), [(0, 5, (0, 1))]), ((0,), [(5, 3, (0,))])]
     dissolved = build([long, short], None, exact(min_gain=6))
-    assert sorted(dissolved.segments[0].spans) == [(0, 5, 5, (1,)), (0, 8, 8, (0,))]
+    spans = sorted(span[:4] for span in dissolved.segments[0].spans)
+    assert spans == [(0, 5, 5, (1,)), (0, 8, 8, (0,))]
 
 
 def test_dissolving_hands_the_positions_to_the_children() -> None:
@@ -110,12 +131,9 @@ def test_dissolving_hands_the_positions_to_the_children() -> None:
     rows += [[0] * 6 + [8] * 7]
     rollouts = [as_pairs(row, row, [True] * len(row)) for row in rows]
     assert shape(build(rollouts, None, exact(min_gain=3))) == [
-        (-1, [(0, 6, (0, 1, 2, 3, 4))]),
-        (0, [(6, 5, (0, 1))]),
-        (1, [(11, 2, (0,)), (11, 2, (1,))]),
-        (0, [(6, 5, (2, 3))]),
-        (3, [(11, 2, (2,)), (11, 2, (3,))]),
-        (0, [(6, 7, (4,))]),
+        ((), [(0, 6, (0, 1, 2, 3, 4))]),
+        ((0,), [(6, 5, (0, 1)), (6, 5, (2, 3))]),
+        ((0, 1), [(6, 7, (4,)), *((11, 2, (rollout,)) for rollout in range(4))]),
     ]
 
 
@@ -132,19 +150,19 @@ def test_loss_in_leaves_heeds_the_earliest_loss_of_copies() -> None:
     early = Pairs(late.inputs, late.labels, np.arange(5) >= 1)
     other = as_pairs([1, 2, 3, 4, 9], [2, 3, 4, 9, 9], [False, False, False, False, True])
     forest = build([late, early, other], None, exact(loss_in_leaves=True))
-    assert shape(forest) == [(-1, [(0, 1, (0, 1, 2))]), (0, [(1, 4, (0, 1)), (1, 4, (2,))])]
+    assert shape(forest) == [((), [(0, 1, (0, 1, 2))]), ((0,), [(1, 4, (0, 1)), (1, 4, (2,))])]
 
 
 def test_groups_share_only_when_asked() -> None:
     rollouts, _ = flat_rollouts(prefix=6, suffix=2, num=2, num_groups=1)
     apart = build(rollouts, [0, 1], exact())
-    assert (apart.executed_tokens, [s.tree for s in apart.segments]) == (16, [0, 1])
+    assert (apart.executed_tokens, trees(apart.segments)) == (16, [(0, 1)])
     assert build(rollouts, [0, 1], exact(share="batch")).executed_tokens == 10
 
 
 def test_a_rollout_of_one_position() -> None:
     single = as_pairs([3], [4], [True])
-    assert shape(build([single], None, exact(align=8, chunk_tokens=8))) == [(-1, [(0, 1, (0,))])]
+    assert shape(build([single], None, exact(align=8, chunk_tokens=8))) == [((), [(0, 1, (0,))])]
 
 
 def test_no_rollouts_make_no_segments() -> None:

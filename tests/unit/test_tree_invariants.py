@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
+from megatron_prefix.tree import Forest, Pairs, Place, TreeOptions, build, trees
 from megatron_prefix.tree.forest import MOST_EXPERTS
 from tests.harness.trees import (
     as_pairs,
@@ -38,16 +39,16 @@ def test_every_rollout_is_covered_once_in_order(sets, options) -> None:
 def test_shared_rows_hold_the_same_pairs_and_one_tree_each(sets, options) -> None:
     rollouts, groups = sets
     forest = build(rollouts, groups, options)
-    tree_of_group = {}
-    for segment in forest.segments:
-        for span in segment.spans:
+    tree_of_group: dict[int, int] = {}
+    for segment, numbers in zip(forest.segments, trees(forest.segments), strict=True):
+        for span, tree in zip(segment.spans, numbers, strict=True):
             first = rollouts[span.rollouts[0]]
             for member in span.rollouts:
                 for name in ("inputs", "labels"):
                     mine = getattr(rollouts[member], name)[span.start : span.end]
                     assert np.array_equal(mine, getattr(first, name)[span.start : span.end])
                 if options.share == "group":
-                    assert tree_of_group.setdefault(segment.tree, groups[member]) == groups[member]
+                    assert tree_of_group.setdefault(tree, groups[member]) == groups[member]
 
 
 @given(rollout_sets(), tree_options(), st.data())
@@ -58,8 +59,8 @@ def test_positions_are_shared_as_far_as_their_routes_agree(sets, options, data) 
     parts = [data.draw(st.integers(0, 2 * len(rollout))) for rollout in rollouts]
     routed = with_routes(rollouts, layers=2, experts=8, parts=parts)
     forest = build(routed, groups, options)
-    trees = trees_of(routed, groups, options.share)
-    assert forest.executed_tokens == sum(trie_size(tree, options.align) for tree in trees)
+    apart = trees_of(routed, groups, options.share)
+    assert forest.executed_tokens == sum(trie_size(tree, options.align) for tree in apart)
     free = build(rollouts, groups, options)
     assert forest.unshared_by_routes == forest.executed_tokens - free.executed_tokens
     assert free.unshared_by_routes == 0
@@ -94,25 +95,21 @@ def test_routes_that_no_model_can_follow_are_refused() -> None:
 def test_boundaries_are_aligned_and_inner_segments_are_not_padded(sets, options) -> None:
     forest = build(*sets, options)
     assert forest.align == options.align
-    for segment in forest.segments:
+    read = {span.parent for segment in forest.segments for span in segment.spans}
+    for index, segment in enumerate(forest.segments):
         for span in segment.spans:
             assert span.start % options.align == 0
             assert span.padded % options.align == 0
             assert 0 <= span.padded - span.length < options.align
         if segment.inner:
-            (span,) = segment.spans
-            assert span.padded == span.length
-        assert segment.inner == any(
-            other.parent == index
-            for index, mine in enumerate(forest.segments)
-            if mine is segment
-            for other in forest.segments
-        )
+            assert all(span.padded == span.length for span in segment.spans)
+        for number in range(len(segment.spans)):
+            assert segment.inner == (Place(index, number) in read)
 
 
 @given(rollout_sets(), tree_options())
 @settings(max_examples=100)
-def test_chunks_keep_the_limit_and_extend_their_parent(sets, options) -> None:
+def test_chunks_keep_the_limit_and_nothing_else_is_a_chain(sets, options) -> None:
     forest = build(*sets, options)
     limit = options.chunk_tokens // options.align * options.align
     for segment in forest.segments:
@@ -123,24 +120,11 @@ def test_chunks_keep_the_limit_and_extend_their_parent(sets, options) -> None:
             assert span.length <= limit or (
                 whole and span.start // options.align == first // options.align
             )
-        if segment.extends:
-            parent = forest.segments[segment.parent]
-            assert segment.inner and parent.inner and limit
-            assert parent.spans[0].rollouts == segment.spans[0].rollouts
-            assert sum(other.parent == segment.parent for other in forest.segments) == 1
-
-
-@given(rollout_sets(), tree_options())
-@settings(max_examples=100)
-def test_waves_hold_siblings_within_the_budget(sets, options) -> None:
-    forest = build(*sets, options)
-    for segment in forest.segments:
-        assert len({span.start for span in segment.spans}) == 1
-        if len(segment.spans) > 1 and options.segment_tokens:
-            assert segment.padded_length <= options.segment_tokens
-        if not options.segment_tokens and not segment.inner:
-            waves = [s for s in forest.segments if not s.inner and s.parent == segment.parent]
-            assert len([s for s in waves if s.tree == segment.tree]) == 1
+        for span in () if limit else segment.spans:
+            above = span.parent
+            if above is not None:
+                parent = forest.segments[above.segment].spans[above.number]
+                assert len(span.rollouts) < len(parent.rollouts)
 
 
 @given(rollout_sets(), tree_options())
@@ -176,8 +160,8 @@ def test_loss_in_leaves_shares_trained_positions_with_copies_only(sets, options)
 def test_executed_tokens_are_those_of_the_trie(sets, align, share) -> None:
     rollouts, groups = sets
     forest = build(rollouts, groups, exact(align=align, share=share))
-    trees = trees_of(rollouts, groups, share)
-    assert forest.executed_tokens == sum(trie_size(tree, align) for tree in trees)
+    apart = trees_of(rollouts, groups, share)
+    assert forest.executed_tokens == sum(trie_size(tree, align) for tree in apart)
     assert forest.raw_tokens == sum(map(len, rollouts))
 
 
@@ -199,13 +183,17 @@ def test_dissolving_leaves_only_segments_that_save_enough(sets, min_gain, align)
         len(one) for one in {(r.inputs.tobytes(), r.labels.tobytes()): r for r in tree}.values()
     ) for tree in trees_of(rollouts, groups, "group"))  # fmt: skip
     assert least <= forest.executed_tokens <= most
-    for index, segment in enumerate(forest.segments):
-        if segment.inner:
-            below = [s for s in forest.segments if s.parent == index]
-            children = [span for s in below for span in s.spans]
-            carried = {member for span in children for member in span.rollouts}
-            branches = len(children) + (carried != set(segment.spans[0].rollouts))
-            assert (branches - 1) * segment.spans[0].length >= min_gain
+    below: dict[Place, list[int]] = {}  # rollouts of every child
+    branches: Counter[Place] = Counter()
+    for segment in forest.segments:
+        for span in segment.spans:
+            if span.parent is not None:
+                branches[span.parent] += 1
+                below.setdefault(span.parent, []).extend(span.rollouts)
+    for place, num in branches.items():
+        span = forest.segments[place.segment].spans[place.number]
+        copies = num + ({*below[place]} != {*span.rollouts})
+        assert (copies - 1) * span.length >= min_gain
     if min_gain > 40 * len(rollouts):
         assert not any(segment.inner for segment in forest.segments)
 
