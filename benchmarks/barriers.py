@@ -6,20 +6,33 @@ backward, phase C the inner segments backward; every stage waits for all others 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.planner import backward_order
 from megatron_prefix.plan.simulator import Cost, Event, Timeline, simulate, token_cost
-from megatron_prefix.tree import Forest
+from megatron_prefix.tree import Forest, Segment, trees
 
 PHASES = "ABC"
 
 
 def phase(plan: Plan, action: Action) -> tuple[int, str]:
-    """The tree and the phase that an action belongs to."""
+    """The group and the phase that an action belongs to; a group is named by its first tree."""
     segment = plan.segments[action.segment]
-    return segment.tree, "B" if not segment.inner else "A" if action.kind == "F" else "C"
+    group = _groups(plan.segments)[action.segment]
+    return group, "B" if not segment.inner else "A" if action.kind == "F" else "C"
+
+
+@functools.lru_cache(maxsize=4)
+def _groups(segments: tuple[Segment, ...]) -> list[int]:
+    """Per segment its group: what shares a segment is one, the trees of small groups too."""
+    found = trees(segments)
+    group_of = list(range(1 + max((number for numbers in found for number in numbers), default=0)))
+    for numbers in found:
+        joined = {group_of[number] for number in numbers}
+        group_of = [min(joined) if group in joined else group for group in group_of]
+    return [group_of[numbers[0]] for numbers in found]
 
 
 def barrier_plan(forest: Forest, num_ranks: int) -> Plan:
@@ -27,10 +40,10 @@ def barrier_plan(forest: Forest, num_ranks: int) -> Plan:
 
     Made for one rollout a wave and losses that wait for one wave each.
     """
-    order, trees = backward_order(forest.segments), {s.tree for s in forest.segments}
+    order, groups = backward_order(forest.segments), _groups(forest.segments)
     programs: list[list[Action]] = [[] for _ in range(num_ranks)]
-    for tree in sorted(trees):
-        members = [i for i, segment in enumerate(forest.segments) if segment.tree == tree]
+    for group in sorted({*groups}):
+        members = [i for i, number in enumerate(groups) if number == group]
         inner = [i for i in members if forest.segments[i].inner]
         waves = [i for i in members if not forest.segments[i].inner]
         for rank, program in enumerate(programs):

@@ -34,12 +34,13 @@ def rollouts(seed: int) -> list[Pairs]:
 
 
 def show_tree(forest: Forest) -> None:
-    """One line a segment, indented under the segment whose K/V it reads."""
+    """One line a segment, indented by the number of spans above its deepest."""
+    above = {place: number for path in forest.paths for number, place in enumerate(path)}
     for index, segment in enumerate(forest.segments):
         kind = "inner segment" if segment.inner else f"wave of {len(segment.spans)}"
         first = segment.spans[0]
         members = sorted({rollout for span in segment.spans for rollout in span.rollouts})
-        indent = "  " * len(forest.ancestors(index))
+        indent = "  " * max(above[index, number] for number in range(len(segment.spans)))
         extent = f"positions {first.start} to {max(span.end for span in segment.spans) - 1}"
         print(f"{indent}{index}: {kind}, {extent}, rollouts {members}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from megatron_prefix.plan.check import check_segments
 from megatron_prefix.plan.planfile import PlanFile
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.plan.simulator import simulate
-from megatron_prefix.tree import build
+from megatron_prefix.tree import build, trees
 from tests.harness.data import REPOSITORY
 
 FOLDER = REPOSITORY / "schedules"
@@ -63,10 +64,10 @@ def test_shapes_show_what_they_are_there_for() -> None:
         return Plan.from_csv(WANTED[f"{name}-pp2.csv"]).segments
 
     assert [segment.inner for segment in segments("flat-group")] == [True] + [False] * 8
-    assert len({segment.tree for segment in segments("several-groups")}) == 3
-    assert any(s.inner and s.scored and s.parent >= 0 for s in segments("two-level-tree"))
+    assert len({*itertools.chain(*trees(segments("several-groups")))}) == 3
+    assert any(s.inner and s.scored and s.parents for s in segments("two-level-tree"))
     chunks = [segment for segment in segments("chunked-prefix") if segment.inner]
-    assert len(chunks) == 16 and all(chunk.extends for chunk in chunks[1:])
+    assert [chunk.parents for chunk in chunks] == [(), *((index,) for index in range(15))]
     uneven = segments("uneven-groups")
     assert len({segment.padded_length for segment in uneven}) > 10
     assert any(len(segment.spans) > 1 for segment in uneven)

@@ -12,7 +12,7 @@ from megatron_prefix.plan.check import check_segments
 from megatron_prefix.plan.joint_forest import JointForest, joint_forest
 from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
 from megatron_prefix.plan.simulator import simulate
-from megatron_prefix.tree import Forest, build
+from megatron_prefix.tree import Forest, Place, Segment, build
 from tests.harness.trees import flat_rollouts, random_forest
 
 
@@ -28,6 +28,15 @@ def some(rng: random.Random, num: int) -> tuple[list[Forest], list[list[int]]]:
 
 def all_of(forests: list[Forest], microbatches_of: list[list[int]]) -> list[JointForest]:
     return [joint_forest(forests, microbatches_of, place) for place in range(len(forests))]
+
+
+def renumbered(segment: Segment, new: dict[int, int]) -> Segment:
+    """The segment with other numbers of its parents' segments."""
+    spans = [
+        span._replace(parent=span.parent and Place(new[span.parent.segment], span.parent.number))
+        for span in segment.spans
+    ]
+    return segment._replace(spans=tuple(spans))
 
 
 def play_together(plans: list[Plan], ready_after: list[list[int]]) -> int:
@@ -95,15 +104,15 @@ def test_every_forest_is_in_the_union_and_fillers_are_padding(rng, num) -> None:
     ):
         filled = found.forest
         real = [index for index, s in enumerate(filled.segments) if s.spans[0].rollouts]
-        place = dict(zip(real, range(len(real)), strict=True)) | {-1: -1}
+        own = dict(zip(real, range(len(real)), strict=True))
         kept = (filled.segments[index] for index in real)
-        assert tuple(s._replace(parent=place[s.parent]) for s in kept) == forest.segments
+        assert tuple(renumbered(segment, own) for segment in kept) == forest.segments
         assert filled.executed_tokens == forest.executed_tokens
         assert found.microbatch_of == tuple(microbatch_of)
         for index, segment in enumerate(filled.segments):
             if index not in real:
-                assert segment.padded_length == forest.align and segment.parent == -1
-                assert not (segment.inner or segment.extends or segment.scored)
+                assert segment.padded_length == forest.align and not segment.parents
+                assert not (segment.inner or segment.scored)
         assert Forest.from_ints(filled.to_ints()) == filled
     assert found.union.raw_tokens == sum(forest.raw_tokens for forest in forests)
     assert found.union.executed_tokens == sum(forest.executed_tokens for forest in forests)
@@ -114,7 +123,7 @@ def test_every_forest_is_in_the_union_and_fillers_are_padding(rng, num) -> None:
 
 
 def test_the_union_of_like_forests_has_no_fillers() -> None:
-    forests = [build(*flat_rollouts(64, length, 4, 2)) for length in (4096, 4100)]
+    forests = [build(*flat_rollouts(64, length, 4, 2)) for length in (4092, 4096)]
     found = joint_forest(forests, [range(8)] * 2)
     assert found.forest == forests[0] and not found.even
     assert joint_forest(forests[:1] * 2, [range(8)] * 2).even

@@ -37,9 +37,24 @@ def test_b_order_puts_children_before_parents(forest) -> None:
     assert sorted(order) == list(range(len(forest.segments)))
     place = {index: i for i, index in enumerate(order)}
     for index, segment in enumerate(forest.segments):
-        assert segment.parent < index
-        if segment.parent >= 0:
-            assert place[index] < place[segment.parent]
+        for parent in segment.parents:
+            assert parent < index
+            assert place[index] < place[parent]
+
+
+@given(st.one_of(forests, st.builds(random_forest, st.randoms(use_true_random=True))))
+@settings(max_examples=100)
+def test_b_order_takes_waves_in_f_order_and_inner_segments_as_soon_as_it_can(forest) -> None:
+    segments, order = forest.segments, backward_order(forest.segments)
+    waves = [index for index in order if not segments[index].inner]
+    assert waves == sorted(waves)
+    done: set[int] = set()
+    for index in order:
+        if not segments[index].inner:  # nothing else could have come before it
+            for other, inner in enumerate(s.inner for s in segments):
+                if inner and other not in done:
+                    assert any(other in s.parents for n, s in enumerate(segments) if n not in done)
+        done.add(index)
 
 
 def test_b_order_keeps_groups_together() -> None:
@@ -189,7 +204,7 @@ def test_the_best_plan_shortens_uneven_steps() -> None:
 def test_the_best_plan_is_the_shortest_that_holds_no_more() -> None:
     """Of three bounds on running ahead, each of which is the only best one for some trees."""
     rng, winners = random.Random(0), set()
-    for _ in range(60):
+    for _ in range(200):
         forest, num_ranks = random_forest(rng, depth=4), rng.randint(2, 6)
         ready_after = loss_ready_after(forest)
         plain = simulate(make_plan(forest, num_ranks), ready_after=ready_after)

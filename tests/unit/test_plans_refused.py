@@ -15,7 +15,7 @@ from megatron_prefix.plan.check import PlanError, check, check_segments
 from megatron_prefix.plan.grid import marked_grid
 from megatron_prefix.plan.planner import loss_ready_after
 from megatron_prefix.plan.simulator import simulate
-from megatron_prefix.tree import Segment, Span, build
+from megatron_prefix.tree import Place, Segment, Span, build
 from tests.harness.trees import (
     cells,
     flat_forest,
@@ -203,6 +203,8 @@ def test_the_grid_marks_cells() -> None:
 
 # The segment table --------------------------------------------------------------------------------
 
+PROMPT = Place(0, 0)
+
 
 @given(rollout_sets(), tree_options())
 @settings(max_examples=100)
@@ -211,31 +213,33 @@ def test_forests_have_good_tables(sets, options) -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "change", "message"),
+    ("index", "spans", "message"),
     [
-        (0, {"parent": 0}, "its parent 0 is no inner segment before it"),
-        (2, {"parent": 1}, "its parent 1 is no inner segment before it"),
-        (1, {"parent": -1}, "a span starts at 4, not at 0"),
-        (1, {"spans": (Span(3, 2, 2, (0,)),)}, "a span starts at 3, not at 4"),
-        (1, {"spans": ()}, "a span has no positions"),
-        (1, {"spans": (Span(4, 0, 0, (0,)),)}, "a span has no positions"),
-        (1, {"spans": (Span(4, 3, 2, (0,)),)}, "a span has no positions"),
-        (1, {"spans": (Span(4, 2, 2, (0,)), Span(4, 2, 2, (0,)))}, "has a rollout twice"),
-        (2, {"spans": (Span(4, 2, 2, (0,)),)}, "rollout 0 comes from segment 1, not from 0"),
-        (2, {"spans": (Span(4, 2, 2, (7,)),)}, "rollout 7 comes from segment -1, not from 0"),
-        (0, {"spans": (Span(0, 4, 8, (0, 1)),)}, "an inner segment is one span without padding"),
-        (1, {"extends": True}, "only an inner segment extends its parent"),
-        (0, {"extends": True}, "only an inner segment extends its parent"),
+        (0, [Span(0, 4, 4, (0, 1), PROMPT)], "its parent span 0.0 is no span of an inner segment"),
+        (2, [Span(6, 2, 2, (1,), Place(1, 0))], "its parent span 1.0 is no span of an inner"),
+        (2, [Span(4, 2, 2, (1,), Place(0, 1))], "its parent span 0.1 is no span of an inner"),
+        (2, [Span(4, 2, 2, (1,), Place(3, 0))], "its parent span 3.0 is no span of an inner"),
+        (1, [Span(4, 2, 2, (0,))], "a root starts at 4, not at 0"),
+        (1, [Span(0, 2, 2, (0,))], "rollout 0 comes from span 0.0, not from no span"),
+        (1, [Span(3, 2, 2, (0,), PROMPT)], "a span starts at 3, not at 4, where its parent ends"),
+        (1, [], "has no span"),
+        (1, [Span(4, 0, 0, (0,), PROMPT)], "a span has no positions"),
+        (1, [Span(4, 3, 2, (0,), PROMPT)], "a span has no positions"),
+        (1, [Span(4, 2, 2, (0,), PROMPT)] * 2, "has a rollout twice"),
+        (1, [Span(4, 2, 2, (0,), PROMPT), Span(3, 2, 2, (1,), PROMPT)], "a span starts at 3"),
+        (2, [Span(4, 2, 2, (0,), PROMPT)], "rollout 0 comes from span 1.0, not from span 0.0"),
+        (2, [Span(4, 2, 2, (7,), PROMPT)], "rollout 7 comes from no span, not from span 0.0"),
+        (0, [Span(0, 4, 8, (0, 1))], "a span of an inner segment has padding"),
     ],
 )
-def test_tables_that_are_no_forest_are_refused(index, change, message) -> None:
+def test_tables_that_are_no_forest_are_refused(index, spans, message) -> None:
     segments = list(flat_forest().segments)
-    segments[index] = segments[index]._replace(**change)
+    segments[index] = segments[index]._replace(spans=tuple(spans))
     with pytest.raises(UserError, match=f"^segment {index}: .*{message}"):
         check_segments(segments)
 
 
 def test_rollouts_without_a_segment_are_refused() -> None:
-    segment = Segment(-1, 0, (Span(0, 2, 2, (1,)),), False, False, True)
+    segment = Segment((Span(0, 2, 2, (1,)),), inner=False, scored=True)
     with pytest.raises(UserError, match="rollout 0 is in no segment"):
         check_segments([segment])

@@ -15,6 +15,7 @@ from megatron_prefix.megatron.install import install
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Segment, Span
+from megatron_prefix.tree.kv_layout import arena_map
 from tests.harness.one_rank import one_rank, small_model
 
 
@@ -27,9 +28,9 @@ def _rank() -> Iterator[None]:
 def context(positions: list[int]) -> SegmentContext:
     """A wave of one rollout without ancestors, at any positions."""
     num = len(positions)
-    segment = Segment(-1, 0, (Span(0, num, num, (0,)),), False, False, True)
-    cache = SidecarCache([segment], 2)
-    return SegmentContext(0, False, (num,), (), torch.tensor(positions), cache)
+    segment = Segment((Span(0, num, num, (0,)),), inner=False, scored=True)
+    cache = SidecarCache(arena_map([segment]), 2)
+    return SegmentContext(0, False, (num,), 0, torch.tensor(positions), cache)
 
 
 def test_what_runs_is_taken_back_after_an_exception() -> None:

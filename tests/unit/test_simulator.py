@@ -93,7 +93,7 @@ def test_one_rank_never_waits() -> None:
 def test_half_rows_are_rounded_up() -> None:
     """Three halves: two segments of one row on the first of two model chunks, one on the second."""
     rows = tuple((Span(0, 1, 1, (rollout,)),) for rollout in (0, 1))
-    segments = tuple(Segment(-1, 0, row, False, False, True) for row in rows)
+    segments = tuple(Segment(row, inner=False, scored=True) for row in rows)
     program = ["F0", "F0.1", "F1", "B0.1", "B0", "F1.1", "B1.1", "B1"]
     assert simulate(with_programs(Plan(segments, (), 2), [program])).peak_positions == (2,)
 
