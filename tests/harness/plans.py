@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
 from megatron_prefix.plan.simulator import Timeline, simulate
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
@@ -22,14 +23,14 @@ class Case(NamedTuple):
 
 
 def random_case(rng: random.Random) -> Case:
-    """A random case, of rollouts built into trees or of trees made directly."""
-    forest = random_forest(rng) if rng.random() < 0.5 else _built(rng)
+    """A random case, of rollouts built into trees or of trees made directly, or a union of some."""
+    forest, microbatch_of = _step(rng)
+    if rng.random() < 0.1:
+        steps = [(forest, microbatch_of), *(_step(rng) for _ in range(rng.randint(1, 2)))]
+        union = joint_forest(*(list(parts) for parts in zip(*steps, strict=True)))
+        forest, microbatch_of = union.union, [*union.union_microbatch_of]
     num_ranks = rng.randint(1, 8)
     num_chunks = rng.randint(1, 4) if num_ranks > 1 else 1
-    size = rng.randint(1, 4)  # rollouts of a microbatch
-    microbatch_of = [rollout // size for rollout in range(len(forest.num_positions))]
-    if rng.random() < 0.2:
-        rng.shuffle(microbatch_of)
     return Case(
         forest,
         num_ranks,
@@ -52,11 +53,21 @@ def run(case: Case, best: bool = False) -> Timeline:
     return simulate(plan, ready_after=loss_ready_after(case.forest, options["microbatches"]))
 
 
+def _step(rng: random.Random) -> tuple[Forest, list[int]]:
+    """A forest, and the microbatch of every rollout."""
+    forest = random_forest(rng) if rng.random() < 0.5 else _built(rng)
+    size = rng.randint(1, 4)  # rollouts of a microbatch
+    microbatch_of = [rollout // size for rollout in range(len(forest.num_positions))]
+    if rng.random() < 0.2:
+        rng.shuffle(microbatch_of)
+    return forest, microbatch_of
+
+
 def _built(rng: random.Random) -> Forest:
     """Groups of rollouts that branch off one text; some are equal."""
     draw = np.random.default_rng(rng.randrange(2**32))
     rollouts, groups = [], []
-    for group in range(rng.randint(1, 4)):
+    for group in range(rng.choice((1, 2, 3, 4, 16))):
         text = draw.integers(0, 5, rng.randint(5, 80))
         for _ in range(rng.randint(1, 6)):
             kept, more = rng.randint(1, len(text)), draw.integers(0, 3, rng.randint(2, 40))
@@ -68,7 +79,7 @@ def _built(rng: random.Random) -> Forest:
     options = TreeOptions(
         align=align,
         chunk_tokens=rng.choice((0, 8, 16, 32)),
-        segment_tokens=rng.choice((0, 16, 64)),
+        segment_tokens=rng.choice((0, 4, 16, 64, 300)),
         min_gain=rng.choice((0, 20)),
         loss_in_leaves=rng.random() < 0.2,
         share=rng.choice(("group", "batch")),
