@@ -44,8 +44,10 @@ def test_the_folder_holds_no_code() -> None:
 
 
 def test_shapes_and_pipelines_are_those_that_are_promised() -> None:
-    shapes = ["flat-group", "several-groups", "two-level-tree", "chunked-prefix", "uneven-groups"]
-    assert list(SHAPES) == shapes
+    assert list(SHAPES) == [
+        "flat-group", "several-groups", "two-level-tree", "chunked-prefix", "uneven-groups",
+        "small-groups",
+    ]  # fmt: skip
     pipelines = {(plan.num_ranks, plan.num_chunks) for plan in map(Plan.from_csv, WANTED.values())}
     assert pipelines == {(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (4, 2)}
     assert len(WANTED) == len(SHAPES) * len(pipelines)
@@ -70,7 +72,9 @@ def test_shapes_show_what_they_are_there_for() -> None:
     assert [chunk.parents for chunk in chunks] == [(), *((index,) for index in range(15))]
     uneven = segments("uneven-groups")
     assert len({segment.padded_length for segment in uneven}) >= 10
-    assert any(len(set(numbers)) > 1 for numbers in trees(uneven))  # a segment of two trees
+    assert any(len(segment.spans) > 1 for segment in uneven)
+    prompts, *waves = trees(segments("small-groups"))
+    assert prompts == (0, 1, 2, 3, 4, 5) and all(len({*numbers}) > 1 for numbers in waves)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -136,5 +140,5 @@ def test_the_readme_tells_the_truth() -> None:
     for name in re.findall(r"schedules/([\w.-]+\.csv)", text):
         assert name in WANTED
     lengths = SHAPES["two-level-tree"].options
-    assert f"--segment-tokens {lengths.segment_tokens} --prefix-plan" in text
+    assert f"--segment-tokens {lengths.segment_tokens} " in text
     assert lengths.chunk_tokens == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from unittest import mock
 
@@ -112,6 +113,29 @@ def test_there_are_few_segments(rng: random.Random, budget: int) -> None:
     _, forest, bundles = packed(rng, budget)
     most = 2.5 * forest.executed_tokens / budget + 2 * forest.max_depth * bundles
     assert len(forest.segments) <= most
+
+
+@given(rollout_sets(), tree_options(), st.sampled_from([1, 5, 20, 100]))
+@settings(max_examples=150)
+def test_inner_segments_save_at_least_the_gain_of_a_segment(sets, options, gain: int) -> None:
+    plain = TreeOptions(**{**vars(options), "chunk_tokens": 0})
+    forest = build(*sets, TreeOptions(**{**vars(plain), "segment_gain": gain}))
+    is_prefix_tree(forest)
+    read: Counter[Place | None] = Counter()
+    carried: Counter[Place | None] = Counter()
+    for segment in forest.segments:
+        for span in segment.spans:
+            read[span.parent] += 1
+            carried[span.parent] += len(span.rollouts)
+    for index, segment in enumerate(forest.segments):
+        if segment.inner:
+            saved = 0
+            for number, span in enumerate(segment.spans):
+                here = Place(index, number)
+                ends = carried[here] < len(span.rollouts)
+                saved += (read[here] + ends - 1) * span.length
+            assert saved >= gain
+    assert build(*sets, plain).executed_tokens <= forest.executed_tokens <= forest.raw_tokens
 
 
 def depth_first_rows(nodes: Sequence[Node], budget: int, above: int = 0) -> Iterator[int]:
