@@ -76,7 +76,7 @@ class ChunkChooser:
         names: dict[int, int] = {}  # microbatches, renumbered from 0
         numbers = tuple(names.setdefault(microbatch_of[rollout], len(names)) for rollout in kept)
         shared = find_shared([rollouts[r] for r in kept], [groups[r] for r in kept], options)
-        whole = shared.forest(0)
+        whole = shared.forest(0, numbers)
         if (whole, numbers) not in self._known:
             if len(self._known) == _MOST_KNOWN:
                 self._known.clear()
@@ -85,7 +85,7 @@ class ChunkChooser:
         return self._known[whole, numbers]
 
     def _best(self, shared: Tries, lengths: set[int], microbatch_of: Sequence[int]) -> int:
-        forests = {chunk_tokens: shared.forest(chunk_tokens) for chunk_tokens in lengths}
+        forests = {length: shared.forest(length, microbatch_of) for length in lengths}
 
         def tried(planner: Callable[..., Plan], chunk_tokens: int) -> tuple[float, int, int]:
             forest = forests[chunk_tokens]

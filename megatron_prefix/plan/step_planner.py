@@ -104,7 +104,7 @@ class StepPlanner:
         if self._chooser is not None:
             chunk_tokens = self._chooser.choose(rollouts, groups, options, microbatch_of)
             options = replace(options, chunk_tokens=chunk_tokens)
-        return build(rollouts, groups, options)
+        return build(rollouts, groups, options, microbatch_of)
 
     def plan(self, joint: JointForest) -> Plan:
         """The rank's plan: the user's, where there is one, else the planner's.

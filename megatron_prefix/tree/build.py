@@ -56,15 +56,23 @@ class Tries:
         """Positions that the prefix schedule computes; chunks do not change it."""
         return sum(node.end - node.start for roots in self.trees for node in preorder(roots))
 
-    def forest(self, chunk_tokens: int | None = None) -> Forest:
-        """The segments, with chunks of at most `chunk_tokens` (default: the options')."""
+    def forest(
+        self, chunk_tokens: int | None = None, microbatch_of: Sequence[int] | None = None
+    ) -> Forest:
+        """The segments.
+
+        Args:
+            chunk_tokens: longest chunk (default: the options').
+            microbatch_of: the trainer's microbatch of each rollout (default: one rollout each).
+        """
         options, first = self.options, self.first_trained
         if chunk_tokens is not None:
             options = replace(options, chunk_tokens=chunk_tokens)
-        roots = _worthwhile(_copied([root for tree in self.trees for root in tree]), first, options)
+        roots = _copied([root for tree in self.trees for root in tree])
+        roots = _worthwhile(roots, first, options, microbatch_of)
         roots = _chunked(roots, first, options)
         return Forest(
-            pack(roots, first, options), self.num_positions, first, options.align,
+            pack(roots, first, options, microbatch_of), self.num_positions, first, options.align,
             unshared_by_routes=self.unshared_by_routes,
         )  # fmt: skip
 
@@ -73,9 +81,10 @@ def build(
     rollouts: Sequence[Pairs],
     groups: Sequence[int] | None = None,
     options: TreeOptions | None = None,
+    microbatch_of: Sequence[int] | None = None,
 ) -> Forest:
-    """Makes the forest of a step; see `find_shared` for the arguments and errors."""
-    return find_shared(rollouts, groups, options).forest()
+    """Makes the forest of a step; see `find_shared` and `Tries.forest` for arguments and errors."""
+    return find_shared(rollouts, groups, options).forest(microbatch_of=microbatch_of)
 
 
 def find_shared(
@@ -170,20 +179,27 @@ def _gather_members(top: Node) -> None:
         node.children.sort(key=lambda child: child.members[0])
 
 
-def _worthwhile(roots: list[Node], first: Sequence[int], options: TreeOptions) -> list[Node]:
-    """Dissolves the nodes of inner segments that save too little, the one that saves least first.
+def _worthwhile(
+    roots: list[Node],
+    first: Sequence[int],
+    options: TreeOptions,
+    microbatch_of: Sequence[int] | None,
+) -> list[Node]:
+    """Dissolves the nodes of inner segments that save too little.
 
-    What is left of the others is packed again, and may need fewer segments.
+    What is left is packed again, and may fill its segments better, so each time only the weaker
+    half of those segments goes.
     """
     while options.segment_gain:
-        packed = inner_segments(roots, first, options)
-        saved, weakest = min(
-            ((sum(node.saved for node in nodes), nodes) for nodes in packed),
-            key=lambda entry: entry[0], default=(options.segment_gain, ()),
+        packed = inner_segments(roots, first, options, microbatch_of)
+        saved = sorted(
+            (entry for entry in ((sum(node.saved for node in nodes), nodes) for nodes in packed)
+             if entry[0] < options.segment_gain),
+            key=lambda entry: entry[0],
         )  # fmt: skip
-        if saved >= options.segment_gain:
+        if not saved:
             break
-        weak = {id(node) for node in weakest}
+        weak = {id(node) for _, nodes in saved[: -(-len(saved) // 2)] for node in nodes}
         roots = _dissolved(roots, lambda node, weak=weak: id(node) not in weak)  # type: ignore[misc]
     return roots
 
@@ -203,7 +219,7 @@ def _dissolved(roots: list[Node], pays: Callable[[Node], bool]) -> list[Node]:
                 grandchild.start = child.start
             ends_here = [Node(child.start, child.end, child.ending())] if child.ending() else []
             todo.extend(reversed([*ends_here, *child.children]))
-        node.children = kept
+        node.children = sorted(kept, key=lambda child: child.members[0])
     return top.children
 
 

@@ -7,10 +7,16 @@ is too large for a bundle is walked depth first: a node alone, then what hangs b
 
 Bundles bound memory: at most `_BUNDLE` segments' worth of positions wait for their backward, with
 what lies above them, unless a depth-first walk with these segments needs more.
+
+A backward waits for the losses of its microbatches. Where a subtree has parts of microbatches that
+are far from one another, a walk would hold its leaves until the last of them is complete. Such a
+node is *opened*: it runs when its first rollout needs it, and what hangs below it runs in the order
+of the rollouts, among its siblings.
 """
 
 from __future__ import annotations
 
+import collections
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -22,7 +28,10 @@ _BUNDLE = 4
 
 
 def pack(
-    roots: Sequence[Node], first_trained: Sequence[int], options: TreeOptions
+    roots: Sequence[Node],
+    first_trained: Sequence[int],
+    options: TreeOptions,
+    microbatch_of: Sequence[int] | None = None,
 ) -> tuple[Segment, ...]:
     """The segments of trees, in F-order.
 
@@ -30,19 +39,39 @@ def pack(
         roots: of all trees of a step, in the order in which they are to run.
         first_trained: of every rollout.
         options: see TreeOptions.
+        microbatch_of: the trainer's microbatch of every rollout (default: one rollout each).
     """
-    packing = _Packing(roots, first_trained, options)
+    packing = _Packing(roots, first_trained, options, microbatch_of)
     packing.run(roots)
     return tuple(packing.segments)
 
 
 def inner_segments(
-    roots: Sequence[Node], first_trained: Sequence[int], options: TreeOptions
+    roots: Sequence[Node],
+    first_trained: Sequence[int],
+    options: TreeOptions,
+    microbatch_of: Sequence[int] | None = None,
 ) -> list[Sequence[Node]]:
     """The nodes of every inner segment that `pack` makes."""
-    packing = _Packing(roots, first_trained, options)
+    packing = _Packing(roots, first_trained, options, microbatch_of)
     packing.run(roots)
     return packing.inner
+
+
+def _scattered(roots: Sequence[Node], microbatch_of: Sequence[int] | None) -> set[int]:
+    """Inner nodes (by identity) with parts of microbatches, and others between those that they
+    have."""
+    if microbatch_of is None:
+        return set()
+    size = collections.Counter(microbatch_of)
+    found = set()
+    for node in preorder(roots):
+        inside = collections.Counter(microbatch_of[member] for member in node.members)
+        parts = any(num < size[microbatch] for microbatch, num in inside.items())
+        between = range(min(inside) + 1, max(inside))
+        if node.children and parts and any(inside[m] < size[m] for m in between):
+            found.add(id(node))
+    return found
 
 
 class _Packing:
@@ -53,11 +82,17 @@ class _Packing:
         inner: the nodes of every inner segment.
         rows: per node (by identity) the positions of its subtree, padding included.
         places: per node where its span is.
+        scattered: nodes that are opened.
     """
 
     def __init__(
-        self, roots: Sequence[Node], first_trained: Sequence[int], options: TreeOptions
+        self,
+        roots: Sequence[Node],
+        first_trained: Sequence[int],
+        options: TreeOptions,
+        microbatch_of: Sequence[int] | None,
     ) -> None:
+        self.scattered = _scattered(roots, microbatch_of)
         self.first, self.align = first_trained, options.align
         self.budget = options.segment_tokens
         self.rows: dict[int, int] = {}
@@ -75,7 +110,9 @@ class _Packing:
         todo = list(reversed(self._split(roots, 0)))
         while todo:
             nodes, above = todo.pop()
-            if len(nodes) == 1 and nodes[0].children and not self._fits(nodes[0], above):
+            if id(nodes[0]) in self.scattered:
+                self._add(nodes, inner=True)
+            elif len(nodes) == 1 and nodes[0].children and not self._fits(nodes[0], above):
                 self._add(nodes, inner=True)
                 above += nodes[0].padded(self.align)
                 todo.extend(reversed(self._split(nodes[0].children, above)))
@@ -89,7 +126,7 @@ class _Packing:
         return self.rows[id(node)] <= self._limit(above)
 
     def _split(self, nodes: Sequence[Node], above: int) -> list[tuple[list[Node], int]]:
-        """Siblings as bundles and single nodes too large for one, in their order.
+        """Siblings as bundles, and single nodes too large for one or opened, in their order.
 
         Args:
             nodes: siblings.
@@ -97,9 +134,13 @@ class _Packing:
         """
         found: list[tuple[list[Node], int]] = []
         room = -1  # in the last bundle
-        for node in nodes:
+        for node in self._in_turn(nodes):
             rows = self.rows[id(node)]
-            if not self._fits(node, above) and node.children:
+            if id(node) in self.scattered:
+                found.append(([node], above))
+                above += node.padded(self.align)
+                room = -1
+            elif not self._fits(node, above) and node.children:
                 found.append(([node], above))
                 room = -1
             elif room >= rows:
@@ -110,8 +151,34 @@ class _Packing:
                 room = max(0, self._limit(above) - rows)
         return found
 
+    def _in_turn(self, nodes: Sequence[Node]) -> list[Node]:
+        """Siblings, and in the place of what hangs below opened ones the opened node and, in the
+        order of their first rollouts, all others."""
+        if not any(id(node) in self.scattered for node in nodes):
+            return list(nodes)
+        below: list[Node] = []
+        opened: set[int] = set()
+        todo = list(nodes)
+        while todo:
+            node = todo.pop()
+            if id(node) in self.scattered:
+                todo.extend(node.children)
+            else:
+                below.append(node)
+        found: list[Node] = []
+        for node in sorted(below, key=lambda node: node.members[0]):
+            path = []
+            above = self.parents.get(id(node))
+            while above is not None and id(above) in self.scattered and id(above) not in opened:
+                path.append(above)
+                opened.add(id(above))
+                above = self.parents.get(id(above))
+            found += [*reversed(path), node]
+        return found
+
     def _add_bundle(self, nodes: Sequence[Node]) -> None:
         """Inner nodes level by level, then all leaves."""
+        nodes = sorted(nodes, key=self._path)  # those with one parent are neighbours
         level: Sequence[Node] = [node for node in nodes if node.children]
         while level:
             for spans in self._filled(level):
@@ -133,6 +200,15 @@ class _Packing:
         self.segments.append(Segment(spans, inner, scored))
         if inner:
             self.inner.append(nodes)
+
+    def _path(self, node: Node) -> list[Place]:
+        """Where the nodes above one are, root first; all of them have a place."""
+        found: list[Place] = []
+        above = self.parents.get(id(node))
+        while above is not None:
+            found.append(self.places[id(above)])
+            above = self.parents.get(id(above))
+        return found[::-1]
 
     def _above(self, node: Node) -> Place | None:
         parent = self.parents.get(id(node))
