@@ -36,7 +36,8 @@ class PrefixConfig:
             "auto": for every step the number of SEGMENT_TOKENS with the shortest predicted time
             among those whose predicted peak fits in free memory.
         min_gain: a shared span that saves fewer positions is dissolved, and an inner segment that
-            saves fewer than SEGMENT_GAIN times as many; 0 dissolves nothing.
+            saves fewer than SEGMENT_GAIN times as many and less than a 16th of the step; 0
+            dissolves nothing.
         loss_in_leaves: never share a position at or after a first trained one.
         share: what `plan` and the placement on data-parallel ranks compare: "batch", all rollouts
             of a step, as a step does; "group": only those of one group.

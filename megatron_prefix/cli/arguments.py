@@ -185,18 +185,25 @@ def add_lengths(parser: argparse.ArgumentParser) -> None:
         help="most positions that one forward runs, of one tree or of many; 0: no limit; auto: by"
         f" step, what is fastest and fits in free memory (default {_DEFAULTS.segment_tokens})",
     )
-    for options, default, text in (
-        (
-            ("--min-gain",),
-            _DEFAULTS.min_gain,
-            "dissolve a shared span that saves fewer positions, and an inner segment that saves"
-            " fewer than 32 times as many; 0 dissolves nothing",
-        ),
-    ):
-        group.add_argument(
-            *options, type=whole(0), default=default, metavar="N",
-            help=f"{text} (default {default})",
-        )  # fmt: skip
+    _add_what_pays(group)
+    group.add_argument(
+        "--loss-in-leaves",
+        action="store_true",
+        help="share no trained token (for losses over whole sequences)",
+    )
+    _add_run_ahead(group)
+
+
+def _add_what_pays(group: Any) -> None:
+    group.add_argument(
+        "--min-gain",
+        type=whole(0),
+        default=_DEFAULTS.min_gain,
+        metavar="N",
+        help="dissolve a shared span that saves fewer positions, and an inner segment that saves"
+        " fewer than 32 times as many and less than a 16th of the step; 0 dissolves nothing"
+        f" (default {_DEFAULTS.min_gain})",
+    )
     group.add_argument(
         "--share",
         choices=("group", "batch"),
@@ -204,12 +211,6 @@ def add_lengths(parser: argparse.ArgumentParser) -> None:
         help="what is compared to find what rollouts share: a step compares all of its rollouts"
         f" (default {_DEFAULTS.share})",
     )
-    group.add_argument(
-        "--loss-in-leaves",
-        action="store_true",
-        help="share no trained token (for losses over whole sequences)",
-    )
-    _add_run_ahead(group)
 
 
 def _add_run_ahead(group: Any) -> None:

@@ -38,6 +38,11 @@ __all__ = [
 ]  # fmt: skip
 
 
+_LEAST_SHARE = 16
+"""Of all positions of a step, what an inner segment has to save at least is no more than 1 in so
+many."""
+
+
 @dataclass(frozen=True)
 class Tries:
     """The prefix trees of a step, before chunks and waves are made.
@@ -69,7 +74,7 @@ class Tries:
         if chunk_tokens is not None:
             options = replace(options, chunk_tokens=chunk_tokens)
         roots = _copied([root for tree in self.trees for root in tree])
-        roots = _worthwhile(roots, first, options, microbatch_of)
+        roots = _worthwhile(roots, first, options, microbatch_of, sum(self.num_positions))
         roots = _chunked(roots, first, options)
         return Forest(
             pack(roots, first, options, microbatch_of), self.num_positions, first, options.align,
@@ -184,17 +189,19 @@ def _worthwhile(
     first: Sequence[int],
     options: TreeOptions,
     microbatch_of: Sequence[int] | None,
+    raw_tokens: int,
 ) -> list[Node]:
     """Dissolves the nodes of inner segments that save too little.
 
     What is left is packed again, and may fill its segments better, so each time only the weaker
-    half of those segments goes.
+    half of those segments goes. In a small step what an action costs is small beside a share of it.
     """
-    while options.segment_gain:
+    least = min(options.segment_gain, raw_tokens // _LEAST_SHARE)
+    while least:
         packed = inner_segments(roots, first, options, microbatch_of)
         saved = sorted(
             (entry for entry in ((sum(node.saved for node in nodes), nodes) for nodes in packed)
-             if entry[0] < options.segment_gain),
+             if entry[0] < least),
             key=lambda entry: entry[0],
         )  # fmt: skip
         if not saved:

@@ -94,8 +94,9 @@ class TreeOptions:
         segment_tokens: most positions in a segment; a single span may exceed it. 0: no limit.
         min_gain: a shared span that saves fewer positions than this is dissolved into its
             children. 0 dissolves nothing.
-        segment_gain: an inner segment whose spans save fewer positions together is dissolved, too:
-            an action costs as much as some positions. 0 dissolves nothing.
+        segment_gain: an inner segment whose spans save fewer positions together is dissolved, too,
+            unless they are a 16th of the step: an action costs as much as some positions. 0
+            dissolves nothing.
         loss_in_leaves: positions from the first trained one on are shared only by equal rollouts.
         share: "group": one tree a group; "batch": one tree over all rollouts of the step.
     """
