@@ -112,8 +112,8 @@ class _SegmentAttention(torch.autograd.Function):
         cache.prefetch(after, context.index, backward=context.backward)
         above = []
         for number in range(context.num_levels):
-            level = cache.level(context.index, number)
             seen, values = cache.read(layer, context.index, number)
+            level = cache.level(context.index, number)
             runs = Runs(level.query_lengths, level.key_lengths)
             part = kernel.forward(selected(query, level.queries), seen, values, runs, scale)
             above.append(spread(part, level.queries, len(query)))
@@ -139,9 +139,9 @@ class _SegmentAttention(torch.autograd.Function):
         num_own = len(aux) - context.num_levels
         query_grad = own.backward(out_grad, out, lse, aux[:num_own])
         for number, level_aux in enumerate(aux[num_own:]):
+            seen, values = cache.read(layer, context.index, number)
             level = cache.level(context.index, number)
             mine = level.queries
-            seen, values = cache.read(layer, context.index, number)
             more, seen_grad, values_grad = kernel.backward(
                 selected(out_grad, mine), selected(query, mine), seen, values,
                 selected(out, mine), selected(lse, mine, 1), level_aux,
