@@ -208,7 +208,7 @@ class _Levels:
                 if seen is not None:
                     run = Run(bounds[numbers[0]], bounds[numbers[-1] + 1], *self.rows[seen])
                     runs.append(run)
-            levels.append(Level(tuple(runs)))
+            levels += self._pieces(runs[0]) if len(runs) == 1 else [Level(tuple(runs))]
         return tuple(levels)
 
     def _shared(self, path: Sequence[Place], num_queries: int) -> Iterator[Level]:
@@ -221,10 +221,14 @@ class _Levels:
                 lambda pair: pair[0][1] == pair[1][0], itertools.pairwise(rows[number:])
             ):
                 end = more[1]
-            # Gathered keys of all ranks are sent back in one message, so they stay in one piece.
-            longest = PIECE_KEYS if self.parts == 1 else end - start
-            for first in range(start, end, longest):
-                yield Level((Run(0, num_queries, first, min(end, first + longest)),))
+            yield from self._pieces(Run(0, num_queries, start, end))
+
+    def _pieces(self, run: Run) -> Iterator[Level]:
+        """A single run as levels of at most PIECE_KEYS keys."""
+        # Gathered keys of all ranks are sent back in one message, so they stay in one piece.
+        longest = PIECE_KEYS if self.parts == 1 else run.end - run.start
+        for first in range(run.start, run.end, longest):
+            yield Level((run._replace(start=first, end=min(run.end, first + longest)),))
 
 
 def _num_common(paths: Sequence[tuple[Place, ...]]) -> int:

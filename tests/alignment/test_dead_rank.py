@@ -159,7 +159,7 @@ def wait_for_a_silent_neighbour() -> tuple[str, float]:
         time.sleep(3 * TIMEOUT.total_seconds())
         return "", 0.0
     action = Action("B", 0)
-    segment = Segment(-1, 0, (Span(0, 4, 4, (0,)),), inner=False, extends=False, scored=True)
+    segment = Segment((Span(0, 4, 4, (0,)),), inner=False, scored=True)
     plan = Plan((segment,), ((Action("F", 0), action), (Action("F", 0), action)))
     links = Links(channels, plan, lambda _: (4,), torch.float32, torch.device("cpu"), True)
     links.send(Action("F", 0), torch.zeros(4))

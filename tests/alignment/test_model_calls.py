@@ -206,7 +206,7 @@ def unlike_ranks(layout: Layout) -> tuple[str, str]:
 
     runtime.initialize(layout)
     chunks = built(Case(Form(), build=SHARDED), layout)
-    config = PrefixConfig(**{**vars(CONFIG), "mode": "auto", "min_speedup": 0.25})
+    config = PrefixConfig(**{**vars(CONFIG), "mode": "auto", "min_speedup": 0.45})
     schedule, reasons = PrefixSchedule(config), []
     for seed in range(2):
         trainer = Trainer(Form(), seed, layout)

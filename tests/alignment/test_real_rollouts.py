@@ -109,8 +109,8 @@ def test_a_wrong_gradient_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None
     """The verdict above can fail: here gK of one block in one layer is off by a millionth."""
     add = SidecarCache.add_gradient
 
-    def off(self, layer, block, key_grad, *more):  # type: ignore[no-untyped-def]
-        add(self, layer, block, key_grad * (1 + 1e-6 * (layer == 0)), *more)
+    def off(self, layer, index, number, key_grad, *more):  # type: ignore[no-untyped-def]
+        add(self, layer, index, number, key_grad * (1 + 1e-6 * (layer == 0)), *more)
 
     monkeypatch.setattr(SidecarCache, "add_gradient", off)
     groups = short(list(itertools.islice(read_groups(data.BUNDLED), 1)))

@@ -16,8 +16,7 @@ from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.models.presets import RopeScaling
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.sidecar import cache
-from megatron_prefix.tree import Pairs
+from megatron_prefix.tree import Pairs, kv_layout
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract, Microbatch
@@ -81,7 +80,7 @@ def check(options: dict[str, Any], name: str = "tiny-llama") -> None:
 
 
 def test_long_blocks_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "PIECE_KEYS", 4)
+    monkeypatch.setattr(kv_layout, "PIECE_KEYS", 4)
     keys: list[int] = []
     forward = MathKernel.forward
 

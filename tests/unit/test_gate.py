@@ -54,7 +54,7 @@ def test_the_baseline_is_the_trainers_packing() -> None:
     packed = [rollout // 120 for rollout in range(240)]
     assert decided(config, forest, times, packed).share == (len(forest.segments) < 10)
     slow = replace(times, coefficients=tuple(
-        c * (20 if place in (3, 8) else 1) for place, c in enumerate(times.coefficients)
+        c * (500 if place in (3, 8) else 1) for place, c in enumerate(times.coefficients)
     ))  # fmt: skip
     assert not decided(config, forest, slow, [0] * 240).share
 
