@@ -109,9 +109,9 @@ class StageAnswers:
             # A forward that will run again has no graph yet, so the leaf cannot ask for one.
             found.append(mine.requires_grad_(differentiable and leaf.is_floating_point()))
         self._leaves[index] = found
-        # One split for all spans: its backward writes every span's gradient once.
+        # Logits by span: one split, whose backward writes every span's gradient once.
         self._spans[index] = [
-            [] if dim is None else [
+            [] if dim is None or leaf.dim() == 1 else [
                 piece[: span.length]
                 for piece, span in zip(leaf.split(lengths), spans, strict=True)
             ]
@@ -190,7 +190,7 @@ class StageAnswers:
             return whole
         if lengths not in self._index:
             mine = cp_layout.held_positions(lengths, exchange.rank, exchange.size)
-            self._index[lengths] = torch.from_numpy(mine).to(whole.device)
+            self._index[lengths] = on(whole.device, mine)
         return whole.index_select(0, self._index[lengths])
 
     def _joined(self, rollouts: Sequence[int], number: int) -> Tensor:

@@ -88,12 +88,17 @@ class MemoryControl:
             self._config.cache_host_layers,
         )
 
-    def fits(self, plan: Plan, models: list[Any]) -> bool:
-        """Whether a plan is predicted to fit on every rank that has as much memory as this one.
+    def least_free(self, models: list[Any], groups: ProcessGroupCollection) -> float:
+        """Free bytes of the rank with the least; all ranks of `groups` call this, and agree."""
+        config, device = get_model_config(models[0]), device_of(models)
+        free = [float(free_bytes(device, self._config.memory_budget))]
+        return _rounded(_least(free, _companions(groups, config), device)[0])
+
+    def fits(self, plan: Plan, models: list[Any], free: float) -> bool:
+        """Whether a plan is predicted to fit in so many bytes on every rank.
 
         With memory "auto" inner segments may be recomputed.
         """
-        free = free_bytes(device_of(models), self._config.memory_budget)
         lean = leaner(plan) if self._config.memory == "auto" else None
         return max(one.peak for one in predict(lean or plan, self.footprint(models))) <= free
 

@@ -189,13 +189,16 @@ class PrefixSchedule:
             return None
         return self._planned(capture, step, planner, models, groups, forward_only)  # type: ignore[arg-type]
 
-    def _judge(self, models: list[Any], groups: Any, forward_only: bool) -> Judge:
-        """Says of plans whether they fit in this rank's memory, and how long they take."""
+    def _judge(self, models: list[Any], groups: Any, forward_only: bool) -> Judge | None:
+        """Says of plans whether they fit in memory, and how long they take; all ranks call this,
+        and their answers are the same. None where there is no choice."""
+        if self.config.segment_tokens != "auto":
+            return None
+        free, times = self._memory.least_free(models, groups), self._meter(models, groups).times
 
         def judged(forest: Forest, microbatch_of: Sequence[int], plan: Plan) -> tuple[bool, float]:
-            times = self._meter(models, groups).times
             found = predict(times, forest, microbatch_of, plan, forward_only=forward_only)
-            return self._memory.fits(plan, models), found.prefix_seconds
+            return self._memory.fits(plan, models, free), found.prefix_seconds
 
         return judged
 
@@ -306,12 +309,23 @@ class PrefixSchedule:
             meter.times, joint.union, joint.union_microbatch_of, union, forward_only=forward_only,
             num_pipelines=experts.size() if experts is not None else 1,
         )  # fmt: skip
-        decision = meter.chosen(decide(self.config, prediction))
+        decision = decide(self.config, prediction)
+        if meter.due and self._may_try(plan, experts, models, groups):
+            decision = meter.chosen(decision)
         decision = self._together(decision, step, step.forest.ordered, models, groups)
         if step.forest.ordered:
             global_aux_sync.prove(plan, joint, groups.pp.rank())
         count = self._fallbacks() + bool(decision.fallback)
         return StepReport(step.forest, decision, count, plan, union, prediction)
+
+    def _may_try(self, plan: Plan, experts: Any, models: list[Any], groups: Any) -> bool:
+        """Whether either schedule can run the step, to time it; the same on all ranks.
+
+        Ranks that share experts need equally many microbatches for one schedule and may need
+        segments of equal lengths for the other, so nothing is tried there.
+        """
+        fits = self._memory.fits(plan, models, self._memory.least_free(models, groups))
+        return fits and (experts is None or experts.size() == 1)
 
     def _together(
         self, decision: Decision, step: Step, ordered: bool, models: list[Any], groups: Any

@@ -177,14 +177,18 @@ class _Packing:
         return found
 
     def _add_bundle(self, nodes: Sequence[Node]) -> None:
-        """Inner nodes level by level, then all leaves."""
-        nodes = sorted(nodes, key=self._path)  # those with one parent are neighbours
+        """Inner nodes level by level, then all leaves.
+
+        What hangs below one node is side by side in a segment, so that it is one run of queries.
+        """
+        nodes = sorted(nodes, key=self._path)
         level: Sequence[Node] = [node for node in nodes if node.children]
         while level:
             for spans in self._filled(level):
                 self._add(spans, inner=True)
             level = [child for node in level for child in node.children if child.children]
-        for wave in self._filled(_leaves(nodes)):
+        leaves = [node for node in preorder(nodes) if not node.children]
+        for wave in self._filled(sorted(leaves, key=self._path)):
             self._add(wave, inner=False)
 
     def _filled(self, nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
@@ -213,12 +217,6 @@ class _Packing:
     def _above(self, node: Node) -> Place | None:
         parent = self.parents.get(id(node))
         return None if parent is None else self.places[id(parent)]
-
-
-def _leaves(nodes: Sequence[Node]) -> list[Node]:
-    """All leaves of subtrees; those with one parent are neighbours, and so are all of a subtree."""
-    families = [nodes, *(node.children for node in preorder(nodes))]
-    return [node for family in families for node in family if not node.children]
 
 
 def even_parts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.models.build import build_model
 from megatron_prefix.models.presets import resolve
 from megatron_prefix.numerics import assert_close, tolerance
+from megatron_prefix.plan import step_planner
+from megatron_prefix.run import oom_retry
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout
 from tests.harness.calls import ROWS, VOCAB, Form, Trainer, run_step
@@ -227,6 +230,30 @@ def test_data_parallel_ranks_agree_where_the_order_of_reductions_shows() -> None
     reasons = {reason for pair in found for reason in pair}
     assert any("another data-parallel rank takes the stock schedule" in one for one in reasons)
     assert any("predicted speedup" in one for one in reasons)
+
+
+def with_unequal_memory(layout: Layout) -> list[int]:
+    """Lengths of the segments of a step on a rank whose memory is not that of the others."""
+    runtime.initialize(layout)
+    case = Case(Form(pad=4) if layout.cp > 1 else Form())
+    chunks = built(case, layout)
+    config = PrefixConfig(**{**vars(CONFIG), "chunk_tokens": 0, "segment_tokens": "auto"})
+    room = 10**5 if torch.distributed.get_rank() else 10**9
+    with (
+        mock.patch.object(oom_retry, "free_bytes", return_value=room),
+        mock.patch.object(step_planner, "SEGMENT_TOKENS", (16, 32, 64, 128, 256)),
+    ):
+        schedule = PrefixSchedule(config)
+        run_step(schedule, Trainer(case.form, 0, layout), chunks)
+    runtime.shutdown()
+    assert schedule.report is not None
+    return [segment.padded_length for segment in schedule.report.forest.segments]
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2), Layout(pp=2)], ids=str)
+def test_ranks_with_unequal_memory_choose_one_length_of_segments(layout: Layout) -> None:
+    first, *others = run_ranks(layout.world_size, with_unequal_memory, layout)
+    assert others == [first] and max(first) < 200
 
 
 @pytest.mark.parametrize("prefix", [{"mode": "observe"}, {"mode": "auto", "min_speedup": 100.0}])
