@@ -8,7 +8,6 @@ capture after release is an error instead of wrong gradients.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.sidecar.arena import Arena, Both, Rows
-from megatron_prefix.tree.kv_layout import ArenaMap
+from megatron_prefix.tree.kv_layout import ArenaMap, one_interval
 
 if TYPE_CHECKING:
     from megatron_prefix.sidecar.host_arena import HostLayers
@@ -217,8 +216,9 @@ class SidecarCache:
 
 def _rows(device: torch.device, intervals: Sequence[tuple[int, int]]) -> Rows:
     """Intervals one after another: one interval if they are neighbours, else an index."""
-    if all(before[1] == after[0] for before, after in itertools.pairwise(intervals)):
-        return slice(intervals[0][0], intervals[-1][1])
+    whole = one_interval(intervals)
+    if whole is not None:
+        return whole
     return on(device, np.concatenate([np.arange(*interval) for interval in intervals]))
 
 

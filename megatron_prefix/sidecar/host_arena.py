@@ -55,16 +55,9 @@ class HostLayers:
             return max((number for number in self._layers if number <= layer), default=None)
         return min((number for number in self._layers if number >= layer), default=None)
 
-    def arena(
-        self,
-        intervals: Sequence[slice | None],
-        length: int,
-        key: Tensor,
-        value: Tensor,
-        count: Callable[[int], None],
-    ) -> HostArena:
+    def arena(self, *given: Any) -> HostArena:
         """An arena on the host; arguments as of `Arena`."""
-        return HostArena(self, intervals, length, key, value, count)
+        return HostArena(self, *given)
 
     def hold(self, mark: Any, tensors: Sequence[Tensor]) -> None:
         """Keeps tensors until their copies to the host have been waited for."""
@@ -108,15 +101,12 @@ class HostArena(Arena):
         self._changed: set[int] = set()  # segments whose gK/gV on the device are newer
         self._pending: list[Any] = []
         super().__init__(intervals, length, key, value, count)
-        self._loaded.clear()
 
     def write(self, index: int, key: Tensor, value: Tensor) -> None:
         """Copies a segment's K and V to its rows, and from there to the host."""
         self._begin()
         super().write(index, key, value)
         self._loaded.add(index)
-        self._summed.discard(index)
-        self._sums_loaded.discard(index)
         # Clones: else the whole arena would have to stay until they are on the host.
         rows = self._rows(index)
         self._there.store([whole[rows].clone() for whole in self._keys], rows)

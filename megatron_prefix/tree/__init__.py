@@ -4,18 +4,8 @@ Read forest.py (what there is), build.py (how trees are found), packing.py (how 
 segments).
 """
 
-from megatron_prefix.tree.build import (
-    Forest,
-    Pairs,
-    Place,
-    Segment,
-    Span,
-    TreeOptions,
-    Tries,
-    build,
-    find_shared,
-    trees,
-)
+from megatron_prefix.tree.build import Tries, build, find_shared
+from megatron_prefix.tree.forest import Forest, Pairs, Place, Segment, Span, TreeOptions, trees
 
 __all__ = [
     "Forest", "Pairs", "Place", "Segment", "Span", "TreeOptions", "Tries", "build", "find_shared",

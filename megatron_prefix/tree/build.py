@@ -19,28 +19,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.tree.forest import (
-    Forest,
-    Pairs,
-    Place,
-    Segment,
-    Span,
-    TreeOptions,
-    check_routes,
-    trees,
-)
+from megatron_prefix.tree.forest import Forest, Pairs, TreeOptions, check_routes
 from megatron_prefix.tree.node import Node, preorder
 from megatron_prefix.tree.packing import inner_segments, pack
 
-__all__ = [
-    "Forest", "Pairs", "Place", "Segment", "Span", "TreeOptions", "Tries", "build", "find_shared",
-    "trees",
-]  # fmt: skip
-
-
 _LEAST_SHARE = 16
-"""Of all positions of a step, what an inner segment has to save at least is no more than 1 in so
-many."""
+"""An inner segment that saves one in so many of all positions of a step is kept, however small."""
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,14 @@ class Level(NamedTuple):
     @property
     def rows(self) -> slice | None:
         """The keys as one interval of the arena; None where they are not, in the runs' order."""
-        pairs = itertools.pairwise(self.runs)
-        adjacent = all(before.end == after.start for before, after in pairs)
-        return slice(self.runs[0].start, self.runs[-1].end) if adjacent else None
+        return one_interval([(run.start, run.end) for run in self.runs])
+
+
+def one_interval(intervals: Sequence[tuple[int, int]]) -> slice | None:
+    """Intervals as one, where each begins at the end of the one before it; else None."""
+    if all(before[1] == after[0] for before, after in itertools.pairwise(intervals)):
+        return slice(intervals[0][0], intervals[-1][1])
+    return None
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ class _Packing:
             self.parents.update((id(child), node) for child in node.children)
 
     def run(self, roots: Sequence[Node]) -> None:
-        """Goes through siblings from left to right, bundles first where they come first."""
+        """Goes through siblings in turn; what hangs below a node comes before its next sibling."""
         todo = list(reversed(self._split(roots, 0)))
         while todo:
             nodes, above = todo.pop()
@@ -152,8 +152,8 @@ class _Packing:
         return found
 
     def _in_turn(self, nodes: Sequence[Node]) -> list[Node]:
-        """Siblings, and in the place of what hangs below opened ones the opened node and, in the
-        order of their first rollouts, all others."""
+        """Siblings; if some of them are opened, the nodes that hang below these among the others,
+        in the order of first rollouts, and an opened node in front of the first that needs it."""
         if not any(id(node) in self.scattered for node in nodes):
             return list(nodes)
         below: list[Node] = []
