@@ -47,6 +47,7 @@ class SegmentContext:
             the first.
         offload: takes what its forward saves; None where that stays on the device.
         ahead: segments on the host that the next backwards will need; the executor changes it.
+        keys_only: the layer of which only its K and V are computed (attention/keys_only.py).
     """
 
     index: int
@@ -59,6 +60,7 @@ class SegmentContext:
     backward: bool = False
     offload: OffloadedSegment | None = None
     ahead: Sequence[OffloadedSegment] = ()
+    keys_only: int | None = None
 
 
 def segment_attention(
@@ -109,7 +111,8 @@ class _SegmentAttention(torch.autograd.Function):
         own = own_attention(cache, kernel, query, key, value, scale, context.lengths)
         cache.prefetch(layer, context.index, backward=context.backward)
         after = layer - 1 if context.backward else layer + 1
-        cache.prefetch(after, context.index, backward=context.backward)
+        if after != context.keys_only:
+            cache.prefetch(after, context.index, backward=context.backward)
         above = []
         for number in range(context.num_levels):
             seen, values = cache.read(layer, context.index, number)

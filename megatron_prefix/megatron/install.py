@@ -3,7 +3,8 @@
 Hooks on a built model; none replaces a module or changes a checkpoint key:
 
 1. a pre-hook on the decoder gives every token the rotary embedding of its position in its rollout;
-2. the *instance's* `core_attention.forward` runs the segment's blocks;
+2. the *instance's* `core_attention.forward` runs the segment's blocks; where nobody reads the last
+layer's output, it, `linear_proj.forward` and `mlp.forward` of that layer compute none;
 3. the *instances'* methods of routers count every rollout of a token (moe/overrides.py);
 4. the *instance's* `forward` of the decoder lets an offloaded segment take what it saves, and a
 hook on every layer says where one ends;
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from megatron_prefix.attention.core import SegmentContext, segment_attention
 from megatron_prefix.attention.kernels import Kernel, choose
+from megatron_prefix.attention.keys_only import keys_only, skipped
 from megatron_prefix.megatron import features
 from megatron_prefix.moe import versions
 from megatron_prefix.moe.overrides import overrides
@@ -45,6 +47,8 @@ class Hooks:
         num_layers: its attention layers.
         routers: its mixture-of-experts routers by layer.
         kernel: runs the attention blocks.
+        keys_only: the layer of which a segment without loss needs K and V only: the last one of the
+            last stage; None elsewhere, and where it has a router, which counts all positions.
         current: the segment that runs, or None.
         replay: makes the routers follow routes in this step; None where they choose themselves.
     """
@@ -55,6 +59,8 @@ class Hooks:
         self.layers = [layer.self_attention for layer in self.model.decoder.layers]
         self.num_layers = len(self.layers)
         self.routers: dict[int, Any] = versions.routers(self.model)
+        last = self.num_layers - 1
+        self.keys_only = last if self.model.post_process and last not in self.routers else None
         self.use(kernel)
         self.current: SegmentContext | None = None
         self.replay: Replay | None = None
@@ -76,6 +82,13 @@ class Hooks:
         for layer, attention in enumerate(self.layers):
             core = attention.core_attention
             self._override(core, "forward", self._attention(layer, attention))
+        if self.keys_only is not None:
+            last, ranks = decoder.layers[-1], self._sequence_ranks()
+            self._override(
+                last.self_attention.linear_proj, "forward",
+                self._skipping(last.self_attention.linear_proj, ranks),
+            )  # fmt: skip
+            self._override(last.mlp, "forward", self._skipping(last.mlp, 1))
         for layer, router in self.routers.items():
             for name, method in overrides(router, layer, self).items():
                 self._override(router, name, method)
@@ -159,6 +172,8 @@ class Hooks:
         def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if self.current is None:
                 return stock(query, key, value, *args, **kwargs)
+            if layer == self.current.keys_only:
+                return keys_only(query, key, value, self.current, layer)
             if not (self.current.inner or norms):
                 # A wave saves its values; a view would keep the whole projection in memory. With
                 # norms of queries and keys the projection is kept anyway.
@@ -166,6 +181,22 @@ class Hooks:
             return segment_attention(query, key, value, self.current, layer, scale, self.kernel)
 
         return forward
+
+    def _skipping(self, module: Any, ranks: int) -> Callable[..., Any]:
+        """A module's forward, [positions, 1, hidden_size] and a bias, that computes neither where
+        nobody reads them; its input has the positions of `ranks` sequence-parallel ranks."""
+        stock, width = module.forward, self.model.config.hidden_size
+
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.current is None or self.current.keys_only is None:
+                return stock(x, *args, **kwargs)
+            return skipped(x, (x.shape[0] // ranks, x.shape[1], width)), None
+
+        return forward
+
+    def _sequence_ranks(self) -> int:
+        config = self.model.config
+        return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
     def _override(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
         before = module.__dict__.get(name)

@@ -21,6 +21,8 @@ class Footprint:
     Attributes:
         inner: saved by one layer for the backward of an inner segment.
         wave: the same for a wave, whose K/V are not in the sidecar.
+        unread: saved by the last layer for an inner segment without loss: only K and V are
+            computed (megatron_prefix/attention/keys_only.py).
         again: recomputed by Megatron's own recomputation during backward.
         kv: K/V in the sidecar, one layer.
         kv_grad: gK/gV in the sidecar, one layer.
@@ -40,6 +42,7 @@ class Footprint:
 
     inner: float
     wave: float
+    unread: float
     again: float
     kv: float
     kv_grad: float
@@ -145,7 +148,10 @@ class Footprint:
         after = (self.head if scored else self.norm) if last else sent
         if policy == "offload":  # what the output layer saves stays
             return received + (self.head - self.norm if last and scored else sent)
-        return self.num_layers * (self.inner if inner else self.wave) + after
+        layers = self.num_layers * (self.inner if inner else self.wave)
+        if last and inner and not scored:
+            layers += self.unread - self.inner
+        return layers + after
 
 
 @dataclass(frozen=True)
@@ -204,18 +210,25 @@ def _count(
     rope = 0 if form.fused_rope else 4 * shape.channels
     common = (2 * norm + mlp + queries + rope) * size + qk + ends
     inner, wave = common, common + (1 if shape.qk_norm else 2) * keys * size
+    # transformer-engine's second norm is part of the MLP, which does not run.
+    unread = ((norm if form.fused_layers else 2 * norm) + rope) * size + qk
     again = 0.0
     if form.recompute == "full":
         inner, wave, again = _checkpointed(form, hidden * size, inner, wave, num_layers)
+        unread = inner
     elif form.recompute == "selective":
         extra = keys * size + (0 if shape.qk_norm else projected * size)
         inner, wave, again = _selected(shape, form, hidden, norm, mlp, common, extra)
+        unread = min(inner, unread + extra)
+    if shape.topk:  # routers count all positions
+        unread = inner
     logits = shape.vocab / tp
     loss = logits * (size if form.fused_loss else wide)
     last_norm = (hidden if form.fused_layers else 2 * hidden + 1) * size
     return Footprint(
-        inner=inner, wave=wave, again=again, kv=2 * keys * size, kv_grad=2 * keys * wide,
-        norm=last_norm, head=last_norm + hidden * size + loss, stage_input=hidden * size,
+        inner=inner, wave=wave, unread=unread, again=again,
+        kv=2 * keys * size, kv_grad=2 * keys * wide, norm=last_norm,
+        head=last_norm + hidden * size + loss, stage_input=hidden * size,
         temporary=(mlp + 2 * hidden) * size, seen=2 * (queries + keys) * size,
         head_temporary=0.0 if form.fused_loss else logits * (size + wide),
         num_layers=num_layers, head_weight=logits * shape.hidden * size, parts=parts, sums=sums,

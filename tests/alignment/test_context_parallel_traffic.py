@@ -67,6 +67,8 @@ def expected_traffic(
 ) -> collections.Counter[tuple[str, torch.dtype, int]]:
     """K/V there and gK/gV back, a number a token of a scored segment, and the tokens once.
 
+    Of the last layer of a segment without loss nobody reads the output: only K and V are there.
+
     Args:
         program: the actions of the only stage.
         width: elements of a token's K, and of its V, in one layer.
@@ -78,19 +80,20 @@ def expected_traffic(
     def gather(rows: int, times: int) -> None:
         seen["allgather_base", torch.float64, rows * width] += 2 * times
 
-    def scatter(rows: int) -> None:
-        seen["reduce_scatter_base", torch.float64, size * rows * 2 * width] += num_layers
+    def scatter(rows: int, times: int) -> None:
+        seen["reduce_scatter_base", torch.float64, size * rows * 2 * width] += times
 
     for index, segment in enumerate(forest.segments):
         rows = segment.padded_length // size
-        gather(rows, num_layers * (3 if recompute else 2))
-        scatter(rows)
+        attending = num_layers if segment.scored else num_layers - 1
+        gather(rows, attending * (3 if recompute else 2))
+        scatter(rows, attending)
         for level in layout.levels[index]:
-            gather(sum(level.keys), num_layers * 2)  # recomputation shares the backward's
+            gather(sum(level.keys), attending * 2)  # recomputation shares the backward's
             if reduce == "wave":
-                scatter(sum(level.keys))
+                scatter(sum(level.keys), attending)
         if segment.inner and reduce == "segment":
-            scatter(rows)
+            scatter(rows, num_layers)
         if segment.scored:
             seen["allgather_base", torch.float64, rows] += 1
             seen["reduce_scatter_base", torch.float64, size * rows] += 1
