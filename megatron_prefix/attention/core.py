@@ -47,7 +47,9 @@ class SegmentContext:
             the first.
         offload: takes what its forward saves; None where that stays on the device.
         ahead: segments on the host that the next backwards will need; the executor changes it.
-        keys_only: the layer of which only its K and V are computed (attention/keys_only.py).
+        keys_only: the layer of which only its K and V are computed (attention/unread.py).
+        rows: the positions on this rank whose output is read, int64, ascending; None where all are,
+            or the stage is not the last.
     """
 
     index: int
@@ -61,6 +63,7 @@ class SegmentContext:
     offload: OffloadedSegment | None = None
     ahead: Sequence[OffloadedSegment] = ()
     keys_only: int | None = None
+    rows: Tensor | None = None
 
 
 def segment_attention(

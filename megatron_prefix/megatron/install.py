@@ -3,8 +3,8 @@
 Hooks on a built model; none replaces a module or changes a checkpoint key:
 
 1. a pre-hook on the decoder gives every token the rotary embedding of its position in its rollout;
-2. the *instance's* `core_attention.forward` runs the segment's blocks; where nobody reads the last
-layer's output, it, `linear_proj.forward` and `mlp.forward` of that layer compute none;
+2. the *instance's* `core_attention.forward` runs the segment's blocks; from there on the last layer
+runs on the positions whose output is read (`linear_proj`, `self_attn_bda`, `mlp`);
 3. the *instances'* methods of routers count every rollout of a token (moe/overrides.py);
 4. the *instance's* `forward` of the decoder lets an offloaded segment take what it saves, and a
 hook on every layer says where one ends;
@@ -24,12 +24,13 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from megatron_prefix.attention.core import SegmentContext, segment_attention
 from megatron_prefix.attention.kernels import Kernel, choose
-from megatron_prefix.attention.keys_only import keys_only, skipped
+from megatron_prefix.attention.unread import keys_only, picked, skipped
 from megatron_prefix.megatron import features
 from megatron_prefix.moe import versions
 from megatron_prefix.moe.overrides import overrides
@@ -59,7 +60,8 @@ class Hooks:
         self.layers = [layer.self_attention for layer in self.model.decoder.layers]
         self.num_layers = len(self.layers)
         self.routers: dict[int, Any] = versions.routers(self.model)
-        last = self.num_layers - 1
+        config, last = self.model.config, self.num_layers - 1
+        self._sequence_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self.keys_only = last if self.model.post_process and last not in self.routers else None
         self.use(kernel)
         self.current: SegmentContext | None = None
@@ -83,11 +85,10 @@ class Hooks:
             core = attention.core_attention
             self._override(core, "forward", self._attention(layer, attention))
         if self.keys_only is not None:
-            last, ranks = decoder.layers[-1], self._sequence_ranks()
-            self._override(
-                last.self_attention.linear_proj, "forward",
-                self._skipping(last.self_attention.linear_proj, ranks),
-            )  # fmt: skip
+            last = decoder.layers[-1]
+            projection = last.self_attention.linear_proj
+            self._override(projection, "forward", self._projecting(projection))
+            self._override(last, "self_attn_bda", self._adding(last.self_attn_bda))
             self._override(last.mlp, "forward", self._skipping(last.mlp, 1))
         for layer, router in self.routers.items():
             for name, method in overrides(router, layer, self).items():
@@ -154,9 +155,11 @@ class Hooks:
     def _saving(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.current is None or self.current.offload is None:
-                return stock(*args, **kwargs)
-            with self.current.offload.saving():
-                return stock(*args, **kwargs)
+                found = stock(*args, **kwargs)
+            else:
+                with self.current.offload.saving():
+                    found = stock(*args, **kwargs)
+            return found if self.keys_only is not None else self._read(found)
 
         return forward
 
@@ -182,6 +185,16 @@ class Hooks:
 
         return forward
 
+    def _projecting(self, module: Any) -> Callable[..., Any]:
+        """The last layer's output projection, of the positions that are read."""
+        project = self._skipping(module, self._sequence_ranks)
+
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            rows = None if self.current is None else self.current.rows
+            return project(x if rows is None else picked(x, rows), *args, **kwargs)
+
+        return forward
+
     def _skipping(self, module: Any, ranks: int) -> Callable[..., Any]:
         """A module's forward, [positions, 1, hidden_size] and a bias, that computes neither where
         nobody reads them; its input has the positions of `ranks` sequence-parallel ranks."""
@@ -194,9 +207,26 @@ class Hooks:
 
         return forward
 
-    def _sequence_ranks(self) -> int:
-        config = self.model.config
-        return config.tensor_model_parallel_size if config.sequence_parallel else 1
+    def _adding(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """The last layer's residual connection, of the positions that are read."""
+
+        def self_attn_bda(*args: Any) -> Callable[..., Any]:
+            add = stock(*args)
+            return lambda x, residual, *rest: add(x, self._read(residual), *rest)
+
+        return self_attn_bda
+
+    def _read(self, hidden: Tensor) -> Tensor:
+        """The positions of hidden states [positions on this rank, 1, hidden_size] that are read; of
+        sequence-parallel ranks each gets as many."""
+        rows = None if self.current is None else self.current.rows
+        if rows is None:
+            return hidden
+        if self._sequence_ranks > 1:
+            group = self.model.pg_collection.tp
+            hidden = gather_from_sequence_parallel_region(hidden, group=group)
+            rows = rows.chunk(self._sequence_ranks)[group.rank()]
+        return picked(hidden, rows)
 
     def _override(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
         before = module.__dict__.get(name)

@@ -22,7 +22,7 @@ class Footprint:
         inner: saved by one layer for the backward of an inner segment.
         wave: the same for a wave, whose K/V are not in the sidecar.
         unread: saved by the last layer for an inner segment without loss: only K and V are
-            computed (megatron_prefix/attention/keys_only.py).
+            computed (megatron_prefix/attention/unread.py).
         again: recomputed by Megatron's own recomputation during backward.
         kv: K/V in the sidecar, one layer.
         kv_grad: gK/gV in the sidecar, one layer.

@@ -135,6 +135,7 @@ class Executor:
             index, segment.inner, lengths, num_levels, positions, stage.cache, stage.ledger,
             backward, None if backward else stage.offloads.get(index), stage.ahead,
             stage.hooks.keys_only if unread else None,
+            self._inputs.rows(index) if self._scored(index, stage) else None,
         )  # fmt: skip
 
     def _forward(self, action: Action, stage: Stage) -> None:
@@ -149,7 +150,8 @@ class Executor:
             with torch.no_grad() if again else contextlib.nullcontext():
                 output = self._call(index, stage, received)
             if self._scored(index, stage):
-                stage.losses.take(index, output, differentiable=not self._forward_only)  # type: ignore[union-attr]
+                rows = self._inputs.rows(index)
+                stage.losses.take(index, output, rows, differentiable=not self._forward_only)  # type: ignore[union-attr]
         if not self._forward_only:
             stage.live[index] = received, None if again else output
         if not stage.is_last:

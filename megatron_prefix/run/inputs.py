@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_prefix.sidecar.cache import on
 from megatron_prefix.tree import Forest, Pairs, cp_layout
 
 
@@ -21,6 +23,7 @@ class SegmentInputs:
         device: where the model is.
         rank: place in the context-parallel group, whose ranks share the positions of every segment.
         size: of that group.
+        sequence_ranks: tensor-parallel ranks that share the positions (sequence parallelism).
 
     Attributes:
         max_position: the largest position of any segment.
@@ -33,9 +36,10 @@ class SegmentInputs:
         device: torch.device,
         rank: int = 0,
         size: int = 1,
+        sequence_ranks: int = 1,
     ) -> None:
         self._offsets = np.cumsum([0, *(segment.padded_length for segment in forest.segments)])
-        table = np.zeros((3, self._offsets[-1]), np.int64)
+        table = np.zeros((4, self._offsets[-1]), np.int64)
         spans = [span for segment in forest.segments for span in segment.spans]
         offset = 0
         for span in spans:
@@ -43,6 +47,8 @@ class SegmentInputs:
                 sample, here = samples[span.rollouts[0]], slice(offset, offset + span.length)
                 table[0, here] = sample.inputs[span.start : span.end]
                 table[1, here] = sample.labels[span.start : span.end]
+                read = [samples[one].trained[span.start : span.end] for one in span.rollouts]
+                table[3, here] = np.logical_or.reduce(read)
             # Padding goes on counting: its positions are legal and its outputs unread.
             counted = np.arange(span.start, span.start + span.padded)
             table[2, offset : offset + span.padded] = counted
@@ -52,14 +58,38 @@ class SegmentInputs:
             held = cp_layout.held_positions([span.padded for span in spans], rank, size)
             table = np.ascontiguousarray(table[:, held])
             self._offsets //= size
-        host = torch.from_numpy(table)
-        if device.type == "cuda":
-            host = host.pin_memory()
-        self._table = host.to(device, non_blocking=True)
+        self._table = on(device, table[:3])
+        self._rows: list[Tensor | None] = [None] * len(forest.segments)
+        if samples is not None:
+            self._rows = self._read_rows(table[3], device, sequence_ranks)
 
     def __getitem__(self, index: int) -> Tensor:
         """Tokens, labels and positions of a segment, int64 [3, positions]."""
         return self._table[:, self._offsets[index] : self._offsets[index + 1]]
+
+    def rows(self, index: int) -> Tensor | None:
+        """Positions of a segment on this rank that carry loss, int64, ascending; None: all of them.
+
+        Others make up the number where it is below two, or odd for ranks of sequence parallelism.
+        """
+        return self._rows[index]
+
+    def _read_rows(
+        self, flags: np.ndarray, device: torch.device, sequence_ranks: int
+    ) -> list[Tensor | None]:
+        found: list[np.ndarray] = []
+        for start, end in itertools.pairwise(self._offsets):
+            num = min(max(int(flags[start:end].sum()), 2), end - start)
+            num += -num % sequence_ranks
+            # A stable order: those that are read, then others to make up the number.
+            found.append(np.sort(np.argsort(-flags[start:end], kind="stable")[:num]))
+        whole = on(device, np.concatenate([np.zeros(0, np.int64), *found]))
+        parts = whole.split([len(rows) for rows in found])
+        lengths = np.diff(self._offsets)
+        return [
+            None if len(rows) == length else rows
+            for rows, length in zip(parts, lengths, strict=True)
+        ]
 
 
 class ModelArguments:
@@ -81,6 +111,9 @@ class ModelArguments:
         those, and its answer comes back through them.
         """
         tokens, labels, positions = self._inputs[index].unsqueeze(1)
+        rows = self._inputs.rows(index)
+        if self._has_labels and rows is not None:
+            labels = labels.index_select(1, rows)  # as many as the last stage has hidden states
         return forward(
             input_ids=tokens,
             position_ids=positions,

@@ -84,6 +84,8 @@ class StageAnswers:
     def __init__(self, step: Step, exchange: Exchange | None = None) -> None:
         self._forest, self._packed, self._exchange = step.forest, step.packed, exchange
         self._leaves: dict[int, list[Any]] = {}
+        self._rows: dict[int, Tensor | None] = {}
+        self._strays: list[Tensor] = []
         self._spans: dict[int, list[list[Any]]] = {}
         self._structure: Any = None
         self._dims: list[int | None] = []
@@ -91,19 +93,31 @@ class StageAnswers:
         self._index: dict[tuple[int, ...], Tensor] = {}
         self.guards: list[Tensor] = []
 
-    def take(self, index: int, output: Any, *, differentiable: bool) -> None:
-        """Takes a segment's output: a tensor, or a tree of tensors that are per position."""
+    def take(
+        self, index: int, output: Any, rows: Tensor | None = None, *, differentiable: bool
+    ) -> None:
+        """Takes a segment's output: a tensor, or a tree of tensors that are per position.
+
+        Args:
+            index: the segment.
+            output: of all its positions on this rank, or of `rows`, the others then are zero.
+            rows: ascending.
+            differentiable: whether a backward will come.
+        """
         spans = self._forest.segments[index].spans
         lengths = [span.padded for span in spans]
-        parts = 1 if self._exchange is None else self._exchange.size
+        num = sum(lengths) // (1 if self._exchange is None else self._exchange.size)
         leaves, structure = pytree.tree_flatten(output)
-        self._remember(leaves, structure, sum(lengths) // parts)
+        self._remember(leaves, structure, num if rows is None else len(rows))
+        self._rows[index] = rows
         found = []
         for leaf, dim in zip(leaves, self._dims, strict=True):
             if dim is None:
                 found.append(leaf)
                 continue
             mine = leaf.detach() if dim == FLAT else leaf.detach().squeeze(1 - dim)
+            if rows is not None:
+                mine = mine.new_zeros((num, *mine.shape[1:])).index_copy_(0, rows, mine)
             if self._exchange is not None:
                 mine = self._exchange.whole(mine[None], lengths)[0]
             # A forward that will run again has no graph yet, so the leaf cannot ask for one.
@@ -130,8 +144,22 @@ class StageAnswers:
             if self._exchange is not None:
                 gradient = self._exchange.share(gradient[None], lengths)[0]
             tensors.append(tensor)
+            gradient = self._read(index, gradient)
             gradients.append(gradient if dim == FLAT else gradient.unsqueeze(1 - dim))
         return tensors, gradients
+
+    def _read(self, index: int, gradient: Tensor) -> Tensor:
+        """The gradient of positions whose output was computed; notes what reaches the others."""
+        rows = self._rows[index]
+        if rows is None:
+            return gradient
+        found = gradient.index_select(0, rows)
+        self._strays.append(_size(gradient.index_fill_(0, rows, 0.0)))
+        return found
+
+    def strays(self) -> list[Tensor]:
+        """Sizes of the gradients that have reached positions which nobody computed."""
+        return [*self._strays, *(_size(one.grad) for one in self.guards if one.grad is not None)]
 
     def drop(self, index: int) -> None:
         """Drops a segment's output."""
@@ -141,8 +169,8 @@ class StageAnswers:
     def answer(self, microbatch: int, rollouts: Sequence[int]) -> Any:
         """A microbatch's output in the layout of its call, in memory of its own.
 
-        Positions in front of a sample's first segment with loss are zero; a gradient that reaches
-        one is an error (`Losses.check`).
+        Positions that carry no loss are zero; a gradient that reaches one is an error
+        (`Losses.check`).
         """
         if self._structure is None:
             raise RuntimeError("no segment has an output")
@@ -250,8 +278,13 @@ class _Uncomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        finite = gradient.nan_to_num(0.0, 0.0, 0.0)
-        return finite.abs().amax().view(1), None, None
+        return _size(gradient).view(1).to(gradient.dtype), None, None
+
+
+def _size(gradient: Tensor) -> Tensor:
+    """The largest element that is finite, by absolute value: a loss that is not finite sends NaN to
+    masked positions, too, which is the trainer's to see."""
+    return gradient.nan_to_num(0.0, 0.0, 0.0).abs().amax().float()
 
 
 def _position_dim(leaf: Any, num: int) -> int | None:
@@ -307,7 +340,7 @@ class Losses:
         self._forest, self._microbatch_of = step.forest, step.microbatch_of
         self._new_answers = functools.partial(StageAnswers, step, exchange)
         self.answers = self._new_answers()
-        self._guards: list[Any] = []
+        self._strays: list[Tensor] = []
         self.num_tokens: int | Tensor = 0
         self._small, self._inside = True, False
         self._sent: dict[int, list[Tensor | None]] = {}
@@ -331,10 +364,12 @@ class Losses:
         """What Megatron's schedule returns, in the trainer's order of microbatches."""
         return [entry for store in self._stores for entry in store]
 
-    def take(self, index: int, output: Any, *, differentiable: bool) -> None:
-        """Takes a segment's output; scores the microbatches whose turn it is."""
+    def take(
+        self, index: int, output: Any, rows: Tensor | None = None, *, differentiable: bool
+    ) -> None:
+        """Takes a segment's output, see StageAnswers; scores the microbatches whose turn it is."""
         if self._forest.segments[index].scored:
-            self.answers.take(index, output, differentiable=differentiable)
+            self.answers.take(index, output, rows, differentiable=differentiable)
         self._taken = index
         while self._left and self._ready_after[first := min(self._left)] <= index:
             self._score(first)
@@ -357,7 +392,7 @@ class Losses:
             torch.autograd.backward(list(self._losses.values()))
             self._losses.clear()
         self._again = dict(self._sent)
-        self._guards += self.answers.guards
+        self._strays += self.answers.strays()
         self.answers, self._taken = self._new_answers(), -1
         self._released.clear()
 
@@ -374,18 +409,12 @@ class Losses:
         Raises:
             UserError: with the fix.
         """
-        guards = [*self._guards, *self.answers.guards]
-        # A loss that is not finite sends NaN to masked positions, too: the trainer's to see.
-        sizes = [
-            guard.grad.nan_to_num(0.0, 0.0, 0.0).abs().amax().float()
-            for guard in guards
-            if guard.grad is not None
-        ]
+        sizes = [*self._strays, *self.answers.strays()]
         if sizes and bool(torch.stack(sizes).amax() != 0):
             raise UserError(
-                "a gradient reaches positions in front of a sample's first trained one, which"
-                " were not computed: the loss looks at positions that the call's loss_mask, or"
-                " the callback `trained`, says carry none; correct it, or leave both out"
+                "a gradient reaches positions without loss, which were not computed: the loss"
+                " looks at positions that the call's loss_mask, or the callback `trained`, says"
+                " carry none; correct it, or leave both out"
             )
 
     def _send_again(self, microbatch: int, gradients: list[Tensor | None]) -> None:

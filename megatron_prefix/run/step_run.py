@@ -138,8 +138,9 @@ class StepRun:
         config, forward_only = self._contract.config, self._forward_only
         offloader = self._memory.offloader(plan, models, self._rank, forward_only)
         inputs = SegmentInputs(
-            step.forest, step.samples, self._device, groups.cp.rank(), groups.cp.size()
-        )
+            step.forest, step.samples, self._device, groups.cp.rank(), groups.cp.size(),
+            groups.tp.size() if config.sequence_parallel else 1,
+        )  # fmt: skip
         stages = self._stages(plan, inputs, offloader)
         router.begin(stages, step, self._contract, groups, self._device, forward_only)
         if report.stopwatch is not None:

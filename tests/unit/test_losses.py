@@ -339,7 +339,7 @@ def test_a_gradient_of_positions_that_nobody_computed_is_an_error(looks: bool) -
     job = two(6, [7, 8], loss=loss)
     job.run()
     if looks:
-        with pytest.raises(UserError, match="positions in front of a sample's first trained one"):
+        with pytest.raises(UserError, match="positions without loss, which were not"):
             job.losses.check()
     else:
         job.losses.check()

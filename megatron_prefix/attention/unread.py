@@ -1,9 +1,10 @@
-"""The last layer of a segment whose output nobody reads: no more than its keys and values.
+"""What of the last layer nobody reads, and what takes its place.
 
-An inner segment without loss is there for its descendants, and of the last layer these read K and
-V only.  So its queries see nothing, and neither the output projection nor the MLP runs; zeros take
-their place.  The backward begins where the layer ends, as everywhere, with zeros, and gK/gV enter
-at K and V.
+Losses look at some positions of a segment only, and its descendants read K and V.  So where no loss
+looks at a segment (`keys_only`), its queries see nothing in the last layer, and neither the output
+projection nor the MLP runs (`skipped`); else these two and the output layer run on the positions
+that are read (`picked`).  A backward begins where the layer ends, as everywhere, and gK/gV enter at
+K and V.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ def keys_only(
 def skipped(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Zeros of a shape in the place of what a module makes of `x`; the graph goes on through it."""
     found: Tensor = _Skipped.apply(x, Size(shape))
+    return found
+
+
+def picked(x: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of `x`, all different, int64 [rows]; its gradient is zero in the others."""
+    found: Tensor = _Picked.apply(x, rows)
     return found
 
 
@@ -76,6 +83,19 @@ class _Skipped(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _zeros(gradient, ctx.shape), None
+
+
+class _Picked(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.call = x.shape, rows
+        return x.index_select(0, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        shape, rows = ctx.call
+        return gradient.new_zeros(shape).index_copy_(0, rows, gradient), None
 
 
 def _zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
