@@ -270,7 +270,8 @@ def _plan(shape: GroupShape, way: Way, config: PrefixConfig) -> Plan:
     options = config.tree_options(align=1)
     if way.policy == STOCK:
         options = TreeOptions(min_gain=shape.rollouts * tokens, segment_tokens=1)
-    plan = make_plan(build(rollouts, [0] * shape.rollouts, options))
+    forest = build(rollouts, [0] * shape.rollouts, options)
+    plan = make_plan(forest.all_read() if way.policy == STOCK else forest)
     kept = policies(plan.segments, "retain" if way.policy == STOCK else way.policy)
     return replace(plan, policies=kept)
 

@@ -4,8 +4,8 @@ A shape is P prompt tokens, R response tokens and n rollouts, flat, and its one 
 and again; of a rollout file consecutive steps are timed, each of other groups.  Times are of a
 whole forward-backward call as a trainer makes it, planning and gradient accumulation into DDP's
 buffers included, the optimizer step not.  The FLOP bound is the ratio of matrix FLOPs, attention
-pairs included, without sharing and with all that can be shared (plan/cost.py): no schedule that
-computes the same thing with the same kernels can be faster.  Packing changes neither.
+pairs included, without sharing and with all that can be shared (plan/cost.py), the output layer on
+all positions of a segment with loss: what sharing alone allows.  Packing changes neither.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def flop_bound(spec: ModelSpec, config: PrefixConfig, steps: Sequence[Sequence[G
         cost_model(spec),
         replace(config.tree_options(1), min_gain=0, segment_gain=0, share="batch"),
     )
-    forests = [build(*pairs_of_groups(groups), options) for groups in steps]
+    forests = [build(*pairs_of_groups(groups), options).all_read() for groups in steps]
     return sum(map(cost.stock, forests)) / sum(map(cost.prefix, forests))
 
 
@@ -239,7 +239,7 @@ def _plan_bound(spec: ModelSpec, reports: Sequence[StepReport]) -> float:
     cost = cost_model(spec)
     stock = [cost.stock(report.forest) for report in reports]
     prefix = [
-        cost.prefix(report.forest) if report.decision.share else whole
+        cost.prefix(report.forest.all_read()) if report.decision.share else whole
         for report, whole in zip(reports, stock, strict=True)
     ]
     return sum(stock) / sum(prefix)

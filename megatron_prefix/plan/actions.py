@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from megatron_prefix.errors import UserError
 from megatron_prefix.tree import Place, Segment, Span
 
-VERSION = 3
+VERSION = 4
 POLICIES = ("retain", "offload", "recompute")
 """What a segment can keep between its forward and its backward; see PrefixConfig.memory."""
 _MAKE = "make one with `megatron-prefix plan … --csv`"
@@ -31,7 +31,8 @@ _SPAN = re.compile(
 _NUMBER = re.compile(r"-?\d{1,9}", re.ASCII)
 _HEADER = ["megatron_prefix plan", "version", "ranks", "chunks"]
 _COLUMNS = [
-    "segment", "kind", "policy", "spans (start+length/padded:rollouts<parent segment.span)",
+    "segment", "kind", "policy", "trained",
+    "spans (start+length/padded:rollouts<parent segment.span)",
 ]  # fmt: skip
 # How a segment's flags are written in the table.
 _KINDS = {
@@ -119,7 +120,8 @@ class Plan:
         write(_COLUMNS)
         for index, segment in enumerate(self.segments):
             cells = segment_cells(index, segment)
-            write([*cells[:2], self.policy(index), *cells[2:]])
+            trained = "" if segment.trained is None else segment.trained
+            write([*cells[:2], self.policy(index), trained, *cells[2:]])
         for rank, program in enumerate(self.programs):
             write([f"rank {rank}", *map(str, program)])
         return out.getvalue()
@@ -190,7 +192,7 @@ def _read_lines(
 
 
 def segment_cells(index: int, segment: Segment) -> list[str]:
-    """A segment as it stands in the table, without its policy."""
+    """A segment as it stands in the table, without its policy and its trained positions."""
     return [
         str(index), _KINDS[segment.inner, segment.scored], *map(_span_text, segment.spans)
     ]  # fmt: skip
@@ -204,7 +206,7 @@ def _span_text(span: Span) -> str:
 
 def _segment_from(number: int, line: Sequence[str]) -> tuple[Segment, str]:
     """A segment and its policy."""
-    index, kind, policy, *spans = line
+    index, kind, policy, trained, *spans = line
     if _number(index) != number or not spans:
         raise UserError(f"segment {index}: number from 0, with spans")
     flags = {text: key for key, text in _KINDS.items()}.get(kind)
@@ -213,7 +215,13 @@ def _segment_from(number: int, line: Sequence[str]) -> tuple[Segment, str]:
     known = POLICIES if flags[0] else POLICIES[:1]
     if policy not in known:
         raise UserError(f"policy {_shown(policy)}: {kind} can have {' or '.join(known)}")
-    return Segment(tuple(map(_span_from, spans)), *flags), policy
+    found = Segment(tuple(map(_span_from, spans)), *flags)
+    if trained and not 0 <= _number(trained) <= found.padded_length * flags[1]:
+        raise UserError(
+            f"{_shown(trained)} trained positions: give at most as many as the spans have, and 0"
+            " without loss"
+        )
+    return found._replace(trained=_number(trained) if trained else None), policy
 
 
 def _span_from(text: str) -> Span:

@@ -22,7 +22,7 @@ class Work(NamedTuple):
 
     Attributes:
         positions: computed, padding included.
-        scored: positions that go through the output layer.
+        scored: positions that go through the output layer: those with loss.
         pairs: visible (query, key) pairs.
         actions: microbatches, or segments.
         calls: attention calls of a layer.
@@ -39,8 +39,7 @@ def segment_work(segment: Segment) -> Work:
     """The forward of one segment."""
     positions = segment.padded_length
     pairs = sum(_causal(span.start, span.padded) for span in segment.spans)
-    scored = positions if segment.scored else 0
-    return Work(positions, scored, pairs, 1, num_attention_calls(segment))
+    return Work(positions, segment.num_read, pairs, 1, num_attention_calls(segment))
 
 
 def num_attention_calls(segment: Segment) -> int:

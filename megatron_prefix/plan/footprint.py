@@ -26,6 +26,8 @@ class Footprint:
         again: recomputed by Megatron's own recomputation during backward.
         kv: K/V in the sidecar, one layer.
         kv_grad: gK/gV in the sidecar, one layer.
+        attention: queries and attention's output, which the last layer saves of all positions as
+            soon as one of them is read.
         norm: saved after the last layer, without a loss.
         head: saved after the last layer, with a loss: norm, logits, cross entropy.
         stage_input: received by a stage; a stage sends as much.
@@ -43,6 +45,7 @@ class Footprint:
     inner: float
     wave: float
     unread: float
+    attention: float
     again: float
     kv: float
     kv_grad: float
@@ -132,26 +135,34 @@ class Footprint:
         )  # fmt: skip
         return _count(shape, form, max(1, spec.num_layers // num_stages), cp, 0, True)
 
-    def kept(self, policy: str, inner: bool, scored: bool, first: bool, last: bool) -> float:
+    def kept(self, policy: str, inner: bool, read: float, first: bool, last: bool) -> float:
         """Bytes a position that stay on the device between a segment's forward and backward.
 
         Args:
             policy: of the segment.
             inner: whether it is an inner segment.
-            scored: whether it carries loss.
+            read: share of its positions that carry loss.
             first, last: whether the stage is the first, the last.
         """
         received = 0.0 if first else self.stage_input
         if policy == "recompute":
             return received
         sent = self.stage_input if self.keeps_outputs and not last else 0.0
-        after = (self.head if scored else self.norm) if last else sent
         if policy == "offload":  # what the output layer saves stays
-            return received + (self.head - self.norm if last and scored else sent)
-        layers = self.num_layers * (self.inner if inner else self.wave)
-        if last and inner and not scored:
-            layers += self.unread - self.inner
-        return layers + after
+            return received + (read * (self.head - self.norm) if last else sent)
+        layer = self.inner if inner else self.wave
+        if not last:
+            return self.num_layers * layer + sent
+        return (self.num_layers - 1) * layer + self.last_layer(layer, read) + self.after(read)
+
+    def last_layer(self, layer: float, read: float) -> float:
+        """Saved by the last layer of the last stage: what follows attention, of what is read."""
+        whole = self.unread + (self.attention if read else 0.0)
+        return whole + read * max(0.0, layer - whole)
+
+    def after(self, read: float) -> float:
+        """Saved after the last layer, a position of the segment."""
+        return read * self.head if read else self.norm
 
 
 @dataclass(frozen=True)
@@ -208,10 +219,10 @@ def _count(
     ends = queries * size + shape.heads / tp * wide  # attention's output and log-sum-exp
     qk = (2 * queries + keys + projected) * size if shape.qk_norm else 0.0
     rope = 0 if form.fused_rope else 4 * shape.channels
-    common = (2 * norm + mlp + queries + rope) * size + qk + ends
-    inner, wave = common, common + (1 if shape.qk_norm else 2) * keys * size
     # transformer-engine's second norm is part of the MLP, which does not run.
     unread = ((norm if form.fused_layers else 2 * norm) + rope) * size + qk
+    common = (2 * norm + mlp + queries + rope) * size + qk + ends
+    inner, wave = common, common + (1 if shape.qk_norm else 2) * keys * size
     again = 0.0
     if form.recompute == "full":
         inner, wave, again = _checkpointed(form, hidden * size, inner, wave, num_layers)
@@ -220,19 +231,28 @@ def _count(
         extra = keys * size + (0 if shape.qk_norm else projected * size)
         inner, wave, again = _selected(shape, form, hidden, norm, mlp, common, extra)
         unread = min(inner, unread + extra)
-    if shape.topk:  # routers count all positions
-        unread = inner
-    logits = shape.vocab / tp
-    loss = logits * (size if form.fused_loss else wide)
-    last_norm = (hidden if form.fused_layers else 2 * hidden + 1) * size
-    return Footprint(
-        inner=inner, wave=wave, unread=unread, again=again,
-        kv=2 * keys * size, kv_grad=2 * keys * wide, norm=last_norm,
-        head=last_norm + hidden * size + loss, stage_input=hidden * size,
-        temporary=(mlp + 2 * hidden) * size, seen=2 * (queries + keys) * size,
+    unread = inner if shape.topk else unread  # routers count all positions
+    attention = max(0.0, min(queries * size + ends, inner - unread))
+    found = Footprint(
+        inner=inner, wave=wave, unread=unread, attention=attention, again=again,
+        kv=2 * keys * size, kv_grad=2 * keys * wide, norm=0.0, head=0.0, stage_input=hidden * size,
+        temporary=(mlp + 2 * hidden) * size, seen=2 * (queries + keys) * size, head_temporary=0.0,
+        num_layers=num_layers, parts=parts, sums=sums, keeps_outputs=keeps_outputs,
+    )  # fmt: skip
+    return _with_output_layer(found, shape, form, hidden)
+
+
+def _with_output_layer(
+    found: Footprint, shape: _Dimensions, form: _Execution, hidden: float
+) -> Footprint:
+    """With what follows the last layer; `hidden` numbers a position on this rank."""
+    size, wide, logits = form.itemsize, max(4, form.itemsize), shape.vocab / form.tp
+    norm = (hidden if form.fused_layers else 2 * hidden + 1) * size
+    return replace(
+        found, norm=norm,
+        head=norm + hidden * size + logits * (size if form.fused_loss else wide),
         head_temporary=0.0 if form.fused_loss else logits * (size + wide),
-        num_layers=num_layers, head_weight=logits * shape.hidden * size, parts=parts, sums=sums,
-        keeps_outputs=keeps_outputs,
+        head_weight=logits * shape.hidden * size,
     )  # fmt: skip
 
 

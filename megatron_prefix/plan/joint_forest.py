@@ -100,7 +100,7 @@ def _side_by_side(forests: Sequence[Forest]) -> list[_Node]:
 
 def _filled(forest: Forest, nodes: Sequence[_Node], place: int) -> Forest:
     """One of the forests, with fillers where it has no segment."""
-    filler = Segment((Span(0, 0, forest.align, ()),), inner=False, scored=False)
+    filler = Segment((Span(0, 0, forest.align, ()),), inner=False, scored=False, trained=0)
     new: dict[int, int] = {}
     segments = []
     for number, node in enumerate(nodes):
@@ -138,5 +138,7 @@ def _union(forests: Sequence[Forest]) -> Iterator[Segment]:
                     shift = before[parent.segment][number]
                     parent = parent._replace(number=parent.number + shift)
                 spans.append(span._replace(rollouts=members, parent=parent))
-        inner, scored = (any(flags) for flags in zip(*(s[1:] for s in here), strict=True))
-        yield Segment(tuple(spans), inner, scored)
+        inner, scored = (any(flags) for flags in zip(*(s[1:3] for s in here), strict=True))
+        trained = [segment.trained for segment in here if segment.trained is not None]
+        known = len(trained) == len(here)
+        yield Segment(tuple(spans), inner, scored, sum(trained) if known else None)

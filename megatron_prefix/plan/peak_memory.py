@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.footprint import Footprint
+from megatron_prefix.tree import Segment
 from megatron_prefix.tree.kv_layout import ArenaMap, Level, arena_map
 
 MESSAGES = 4
@@ -145,7 +146,7 @@ class _MemoryRun:
     def _kept(self, rank: int, action: Action) -> float:
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
         first, last = self._ends(rank, action)
-        one = self.one.kept(policy, segment.inner, segment.scored, first, last)
+        one = self.one.kept(policy, segment.inner, _read(segment), first, last)
         return self.positions[action.segment] * one
 
     def _staged(self, rank: int) -> Iterator[float]:
@@ -153,7 +154,7 @@ class _MemoryRun:
         for action in self.plan.programs[rank]:
             segment = self.plan.segments[action.segment]
             if self.plan.policy(action.segment) == "offload":
-                ends = (segment.inner, segment.scored, *self._ends(rank, action))
+                ends = (segment.inner, _read(segment), *self._ends(rank, action))
                 away = self.one.kept("retain", *ends) - self.one.kept("offload", *ends)
                 sign = 1 if action.kind == "F" else -1
                 yield sign * self.positions[action.segment] * away
@@ -168,10 +169,12 @@ class _MemoryRun:
         temporary += visited * min(LAYERS_VISITED, one.host_layers) * one.kv
         if action.kind == "B":
             temporary += visited * min(GRADIENTS_VISITED, one.host_layers) * one.kv_grad
+        read = _read(segment)
         if last and segment.scored:
-            head = positions * one.head_temporary
+            head = positions * read * one.head_temporary
             if action.kind == "B":  # the layers run backward after the head
-                head, temporary = head + one.head_weight, temporary - positions * one.head
+                head += one.head_weight
+                temporary -= positions * one.after(read)
             temporary = max(head, temporary)
         layer = one.inner if segment.inner else one.wave
         again = 0.0
@@ -179,10 +182,10 @@ class _MemoryRun:
             again = min(LAYERS_LOADED, one.num_layers) * layer
         if action.kind == "B":
             # What follows the last layer has been released when the layers run backward.
-            after = (one.head if segment.scored else one.norm) if last else 0.0
+            after = one.after(read) if last else 0.0
             again += max(0.0, one.again - after)
             if policy == "recompute":
-                whole = one.kept("retain", segment.inner, segment.scored, first, last)
+                whole = one.kept("retain", segment.inner, read, first, last)
                 again += whole - (0.0 if first else one.stage_input)
         return positions * again, temporary
 
@@ -194,6 +197,11 @@ class _MemoryRun:
         found = one.seen * max(seen, default=0) + one.kv * max(copied, default=0)
         # Of two layers K/V of ancestors are gathered from the context-parallel ranks.
         return found + (2 * one.kv * sum(seen) if one.parts > 1 else 0.0)
+
+
+def _read(segment: Segment) -> float:
+    """Share of a segment's positions that carry loss."""
+    return segment.num_read / segment.padded_length
 
 
 class _Arena:

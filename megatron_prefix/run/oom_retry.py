@@ -299,7 +299,8 @@ def _longest(joint: JointForest) -> tuple[Segment, ...]:
         num, parents = max(lengths), segment.parents
         parent = Place(parents[-1], 0) if parents else None
         span = Span(0, num, num, segment.spans[0].rollouts, parent)
-        found.append(segment._replace(spans=(span,)))
+        trained = min(num, segment.num_read)
+        found.append(segment._replace(spans=(span,), trained=trained))
     return tuple(found)
 
 

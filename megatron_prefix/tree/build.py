@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.tree.forest import Forest, Pairs, TreeOptions, check_routes
+from megatron_prefix.tree.forest import Forest, Pairs, Segment, TreeOptions, check_routes
 from megatron_prefix.tree.node import Node, preorder
 from megatron_prefix.tree.packing import inner_segments, pack
 
@@ -35,10 +35,15 @@ class Tries:
     """
 
     trees: tuple[list[Node], ...]
-    num_positions: tuple[int, ...]
+    trained: tuple[np.ndarray, ...]
     first_trained: tuple[int, ...]
     options: TreeOptions
     unshared_by_routes: int = 0
+
+    @property
+    def num_positions(self) -> tuple[int, ...]:
+        """Positions of each rollout."""
+        return tuple(map(len, self.trained))
 
     @property
     def executed_tokens(self) -> int:
@@ -60,10 +65,19 @@ class Tries:
         roots = _copied([root for tree in self.trees for root in tree])
         roots = _worthwhile(roots, first, options, microbatch_of, sum(self.num_positions))
         roots = _chunked(roots, first, options)
+        segments = pack(roots, first, options, microbatch_of)
         return Forest(
-            pack(roots, first, options, microbatch_of), self.num_positions, first, options.align,
-            unshared_by_routes=self.unshared_by_routes,
+            tuple(segment._replace(trained=self._trained(segment)) for segment in segments),
+            self.num_positions, first, options.align, unshared_by_routes=self.unshared_by_routes,
         )  # fmt: skip
+
+    def _trained(self, segment: Segment) -> int:
+        """Positions of a segment that carry loss in any of their rollouts."""
+        found = 0
+        for span in segment.spans if segment.scored else ():
+            flags = [self.trained[one][span.start : span.end] for one in span.rollouts]
+            found += int(np.count_nonzero(np.logical_or.reduce(flags)))
+        return found
 
 
 def build(
@@ -109,7 +123,7 @@ def find_shared(
         trees.setdefault(group if options.share == "group" else 0, []).append(index)
     roots = (_trie(rollouts, members, first, options) for members in trees.values())
     found = tuple(_dissolved(nodes, lambda node: node.saved >= options.min_gain) for nodes in roots)
-    tries = Tries(found, tuple(len(r) for r in rollouts), first, options)
+    tries = Tries(found, tuple(r.trained for r in rollouts), first, options)
     if not any(rollout.routes is not None for rollout in rollouts):
         return tries
     free = find_shared([replace(r, routes=None) for r in rollouts], groups, options)

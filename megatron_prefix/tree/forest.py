@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -161,16 +161,25 @@ class Segment(NamedTuple):
         spans: what it computes; spans with one parent are neighbours.
         inner: whether other segments read its K/V; a segment that nobody reads is a wave.
         scored: whether its outputs reach a loss.
+        trained: positions that carry loss in any rollout; None where that is not known.
     """
 
     spans: tuple[Span, ...]
     inner: bool
     scored: bool
+    trained: int | None = None
 
     @property
     def padded_length(self) -> int:
         """Number of positions, padding included."""
         return sum(span.padded for span in self.spans)
+
+    @property
+    def num_read(self) -> int:
+        """Positions whose outputs losses look at; all of a scored segment where it is not known."""
+        if not self.scored:
+            return 0
+        return self.padded_length if self.trained is None else self.trained
 
     @property
     def parents(self) -> tuple[int, ...]:
@@ -248,12 +257,18 @@ class Forest:
                     paths[rollout].append(Place(index, number))
         return tuple(tuple(path) for path in paths)
 
+    def all_read(self) -> Forest:
+        """As if losses looked at all positions of segments with loss, as in the stock schedule."""
+        whole = (segment._replace(trained=None) for segment in self.segments)
+        return replace(self, segments=tuple(whole))
+
     def to_ints(self) -> list[int]:
         """The forest as numbers, to send to ranks that read no data; `from_ints` reads them."""
         numbers = [self.align, int(self.ordered), self.unshared_by_routes, len(self.num_positions)]
         numbers += [*self.num_positions, *self.first_trained]
         for segment in self.segments:
-            numbers += [segment.inner + 2 * segment.scored, len(segment.spans)]
+            known = -1 if segment.trained is None else segment.trained
+            numbers += [segment.inner + 2 * segment.scored, known, len(segment.spans)]
             for span in segment.spans:
                 numbers += [*(span.parent or (-1, -1)), *span[:3]]
                 numbers += [len(span.rollouts), *span.rollouts]
@@ -270,12 +285,13 @@ class Forest:
         align, ordered, unshared, num_rollouts = take(4)
         num_positions, first_trained = take(num_rollouts), take(num_rollouts)
         segments = []
-        while head := take(2):
-            flags, num_spans = head
+        while head := take(3):
+            flags, known, num_spans = head
             spans = []
             for _ in range(num_spans):
                 *parent, start, length, padded, members = take(6)
                 place = None if parent[0] < 0 else Place(*parent)
                 spans.append(Span(start, length, padded, take(members), place))
-            segments.append(Segment(tuple(spans), bool(flags & 1), bool(flags & 2)))
+            trained = None if known < 0 else known
+            segments.append(Segment(tuple(spans), bool(flags & 1), bool(flags & 2), trained))
         return cls(tuple(segments), num_positions, first_trained, align, bool(ordered), unshared)

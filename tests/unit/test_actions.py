@@ -22,11 +22,11 @@ def small_plan() -> Plan:
 
 SMALL_CSV = """\
 megatron_prefix plan,version,ranks,chunks
-megatron_prefix plan,3,2,1
-segment,kind,policy,spans (start+length/padded:rollouts<parent segment.span)
-0,inner,retain,0+3/3:0 1
-1,inner,retain,3+3/3:0 1<0.0
-2,wave+scored,retain,6+2/2:0<1.0,6+2/2:1<1.0
+megatron_prefix plan,4,2,1
+segment,kind,policy,trained,spans (start+length/padded:rollouts<parent segment.span)
+0,inner,retain,0,0+3/3:0 1
+1,inner,retain,0,3+3/3:0 1<0.0
+2,wave+scored,retain,4,6+2/2:0<1.0,6+2/2:1<1.0
 rank 0,F0,F1,F2,B2,B1,B0
 rank 1,F0,F1,F2,B2,B1,B0
 """
@@ -76,7 +76,7 @@ def test_virtual_stages_are_read_back() -> None:
 
 def test_policies_are_read_back() -> None:
     mixed = replace(small_plan(), policies=("recompute", "offload", "retain"))
-    assert ",inner,offload,3+3/3:0 1<0.0\n" in mixed.to_csv()
+    assert ",inner,offload,0,3+3/3:0 1<0.0\n" in mixed.to_csv()
     assert Plan.from_csv(mixed.to_csv()) == mixed
     plain = replace(mixed, policies=("retain",) * 3)
     assert Plan.from_csv(plain.to_csv()) == small_plan()
@@ -88,16 +88,16 @@ def test_policies_are_read_back() -> None:
         (SMALL_CSV, "", "p.csv: not a plan"),
         (SMALL_CSV, "a,b\n", "p.csv: not a plan"),
         ("segment,kind", "part,kind", "p.csv:3: not the columns of a plan"),
-        ("plan,3,2,1", "plan,2,2,1", "p.csv:2: a plan of version 2, .* make one with `megatron"),
-        ("plan,3,2,1", "plan,4,2,1", "p.csv:2: a plan of version 4"),
-        ("plan,3,2,1", "plan,3,0,1", r"p.csv:2: ranks 0"),
-        ("plan,3,2,1", "plan,3,x,1", "p.csv:2: .* whole numbers"),
-        ("plan,3,2,1", "plan,3,2", "p.csv:2: .* whole numbers"),
-        ("plan,3,2,1", "plan,3,2,1,1", "p.csv:2: .* whole numbers"),
-        ("plan,3,2,1", f"plan,3,{10**300},1", "p.csv:2: .* whole numbers"),
-        ("plan,3,2,1", "plan,3,9,1", "5 lines after the header, 9 ranks announced"),
-        ("plan,3,2,1", "plan,3,2,999999999", "p.csv:2: 3 segments on 999999999 model chunks"),
-        ("plan,3,2,1", "plan,3,2,5", "p.csv:2: 3 segments on 5 model chunks"),
+        ("plan,4,2,1", "plan,2,2,1", "p.csv:2: a plan of version 2, .* make one with `megatron"),
+        ("plan,4,2,1", "plan,5,2,1", "p.csv:2: a plan of version 5"),
+        ("plan,4,2,1", "plan,4,0,1", r"p.csv:2: ranks 0"),
+        ("plan,4,2,1", "plan,4,x,1", "p.csv:2: .* whole numbers"),
+        ("plan,4,2,1", "plan,4,2", "p.csv:2: .* whole numbers"),
+        ("plan,4,2,1", "plan,4,2,1,1", "p.csv:2: .* whole numbers"),
+        ("plan,4,2,1", f"plan,4,{10**300},1", "p.csv:2: .* whole numbers"),
+        ("plan,4,2,1", "plan,4,9,1", "5 lines after the header, 9 ranks announced"),
+        ("plan,4,2,1", "plan,4,2,999999999", "p.csv:2: 3 segments on 999999999 model chunks"),
+        ("plan,4,2,1", "plan,4,2,5", "p.csv:2: 3 segments on 5 model chunks"),
         (",kind,policy,", ",kind,", "p.csv:3: not the columns of a plan"),
         ("\n1,inner", "\n2,inner", "p.csv:5: segment 2: number from 0"),
         ("\n1,inner", "\n1,inside", "p.csv:5: kind 'inside'"),
@@ -115,7 +115,10 @@ def test_policies_are_read_back() -> None:
         ("\n0,inner", f"\n{10**300},inner", r"p.csv:4: '1000.*\.\.\.' is not a whole number"),
         (",0+3/3:0 1", "", "p.csv:4: segment 0"),
         ("rank 1,F0", f"rank 1,F{10**300}", r"p.csv:8: 'F1000.*\.\.\.' is not an action"),
-        ("0,inner,retain,0+3/3:0 1", "0,inner", "p.csv:4: not enough values"),
+        ("0,inner,retain,0,0+3/3:0 1", "0,inner", "p.csv:4: not enough values"),
+        ("retain,4,6+", "retain,5,6+", "p.csv:6: '5' trained positions: give at most as many"),
+        ("retain,0,0+", "retain,1,0+", "p.csv:4: '1' trained positions: .* 0 without loss"),
+        ("retain,4,6+", "retain,x,6+", "p.csv:6: 'x' is not a whole number"),
         ("rank 1,F0", "rank 2,F0", "p.csv:8: expected 'rank 1', found 'rank 2'"),
         ("rank 1,F0", "rank 1,G0", "p.csv:8: 'G0' is not an action"),
         ("rank 1,F0", "rank 1,", "p.csv:8: '' is not an action"),

@@ -9,10 +9,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from megatron_prefix.cli.plan import cost_model
 from megatron_prefix.data.pairs import pairs_of
 from megatron_prefix.data.rollouts import read_groups
+from megatron_prefix.models.presets import resolve
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.simulator import simulate
 from tests.harness import data
 from tests.harness.command_line import BUNDLED, failure, result, row, run
@@ -37,9 +38,10 @@ def test_plan_json_has_the_keys_of_the_contract_and_their_values(capsys) -> None
     assert found["compression"] == found["raw_tokens"] / trie
     assert found["prefix_ratio_p50"] == pytest.approx(np.percentile(ratios, 50))
     assert found["prefix_ratio_p95"] == pytest.approx(np.percentile(ratios, 95))
-    # Nothing but compression and fewer actions makes a step faster.
-    overhead = CostModel(1.0, 1.0, 1.0).action_tokens * len(rollouts)
-    assert 2 < found["predicted_speedup"] < found["compression"] + overhead / trie
+    # Nothing but compression, fewer actions and a smaller output layer makes a step faster.
+    cost = cost_model(resolve("llama3-8b"))
+    most = found["compression"] + cost.action_tokens * len(rollouts) / trie
+    assert 2 < found["predicted_speedup"] < most * (1 + cost.head / cost.linear)
     # All in one bundle: a segment a level of the trees, the last one a wave.
     assert found["max_depth"] > 2
     assert found["segments"] == found["inner_segments"] + 1 == found["max_depth"]

@@ -120,7 +120,7 @@ def test_what_is_no_plan_is_refused(tmp_path) -> None:
         PlanFile(str(path))
     text = make_plan(forest(), 1).to_csv()
     path.write_text(
-        text.replace("1,wave+scored,retain,8+", "1,wave+scored,retain,7+"), encoding="utf-8"
+        text.replace("1,wave+scored,retain,4,8+", "1,wave+scored,retain,4,7+"), encoding="utf-8"
     )
     with pytest.raises(UserError, match=r"p\.csv: segment 1: a span starts at 7, not at 8"):
         PlanFile(str(path))
