@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_prefix.bench.memory import Way, measure, predicted, recomputing
-from megatron_prefix.bench.steps import GroupShape
+from megatron_prefix.bench.work import GroupShape
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.offload.transfers import free_bytes
 

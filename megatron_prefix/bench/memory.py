@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_prefix.bench.steps import GIB, GroupShape
+from megatron_prefix.bench.timing import GIB
+from megatron_prefix.bench.work import GroupShape
 from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
 from megatron_prefix.errors import StepOutOfMemory, UserError, shown
 from megatron_prefix.models.build import unwrap
@@ -128,7 +129,7 @@ def measure(
             if (way.policy != STOCK)
             else get_forward_backward_func()
         )
-        items = align.microbatches([shape.group(vocab_size, seed)], seed)
+        items = align.microbatches(shape.groups(1, vocab_size, seed), seed)
         try:
             results = [_call(schedule, chunks, items) for _ in range(1 + repeats)]
         except (torch.OutOfMemoryError, StepOutOfMemory) as error:

@@ -86,7 +86,7 @@ def align_rank(
     try:
         chunks = options.build(spec, layout)
         exact = options.reference(spec, layout, chunks) if options.dtype == "bfloat16" else None
-        mine, least = _mine(spec, layout, groups, config, baseline)
+        mine, least = align.of_this_rank(spec, layout, groups, config, baseline)
         verdict = align.align(
             chunks,
             mine,
@@ -101,27 +101,6 @@ def align_rank(
         return align.over_ranks(verdict)
     finally:
         runtime.shutdown()
-
-
-def _mine(spec: Any, layout: Any, groups: list, config: Any, baseline: Any) -> tuple[Any, int]:
-    """This rank's groups, and its least number of packed microbatches.
-
-    Both schedules run the same placement, so they can be compared as they are.
-    """
-    from megatron_prefix.rl.baseline import num_packs
-    from megatron_prefix.rl.job import place_groups
-    from megatron_prefix.verify.align import data_rank
-
-    stock = not baseline.packed  # packs can be made equally many of any placement
-    ranks = place_groups(groups, spec, layout, config, stock=stock)
-    if not baseline.packed:
-        return ranks[data_rank()], 1
-    multiple = layout.alignment
-    lengths = [
-        [-(-(len(r) - 1) // multiple) * multiple for group in rank for r in group.rollouts]
-        for rank in ranks
-    ]
-    return ranks[data_rank()], num_packs(lengths, baseline, layout)[data_rank()]
 
 
 def _print(args: argparse.Namespace, result: Any, dropped: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,21 @@ from typing import Any
 from megatron_prefix.cli import bench_memory, report
 from megatron_prefix.cli.arguments import (
     add_baseline,
+    add_layout,
     add_lengths,
+    add_messages,
     baseline_of,
     config_of,
+    layout_of,
     whole,
 )
 from megatron_prefix.cli.modelling import add_model, machine, model_options
 from megatron_prefix.errors import StepOutOfMemory, UserError
+from megatron_prefix.runtime.groups import env_world_size
 
 HELP = """\
 Times Megatron-Core's stock schedule and the prefix schedule on the same microbatches, packed as
-trainers pack them, in one process and one run, and compares the speedup with the bound by the FLOP
+trainers pack them, in one job and one run, and compares the speedup with the bound by the FLOP
 count: on synthetic flat groups, or with --rollouts and --steps on consecutive steps of new groups.
 First both schedules are aligned on a small group and a model of the same kind with few layers; if
 that fails, no speedup is reported and the exit code is 1. `bench memory` measures the device memory
@@ -35,6 +40,8 @@ examples:
   megatron-prefix bench --model qwen3-8b --set num_layers=12 --dtype bfloat16 --device cuda \\
       --rollouts rollouts.jsonl.gz --groups 8 --steps 4 --pack-tokens 16384
   megatron-prefix bench --rollouts rollouts.jsonl.gz --groups 2 --steps 2 --prefix-schedule auto
+  torchrun --nproc-per-node 2 -m megatron_prefix bench --model llama3-8b --dtype bfloat16 \\
+      --device cuda --cp 2 --shapes 10240:2048:8 --bench-json cp2.json
   megatron-prefix bench memory --shapes 512:64:4 --frontier 64 --capacity-gb 1
 """
 
@@ -66,7 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="real rollouts; one row a file",
     )
     for option, least, usual, text in (
-        ("--groups", 1, 4, "groups a step (default 4)"),
+        ("--shape-groups", 1, 1, "groups of a shape, a data-parallel rank (default 1)"),
+        ("--groups", 1, 4, "groups a step of a rollout file (default 4)"),
         ("--steps", 1, None, "time N consecutive steps of a file, each once and of new groups,"
          " after those of --warm-up (default: its first step, --repeats times)"),
         ("--step-tokens", 1, None, "groups a step: as many as have N tokens, instead of --groups"),
@@ -83,12 +91,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="on (default): the prefix schedule; auto: in steps where the cost model says that it"
         " pays, else the stock one",
     )
+    group.add_argument(
+        "--forward-only",
+        action="store_true",
+        help="time passes without gradients, as for old and reference log-probs",
+    )
     group.add_argument("--bench-json", metavar="FILE", help="write the result as JSON to FILE too")
     group.add_argument("--plot", metavar="FILE", help="draw speedups and bounds (png, svg, pdf)")
     add_baseline(parser)
     bench_memory.add_arguments(parser)
     add_model(parser, model="tiny-llama", dtype="float32")
+    add_layout(parser)
     add_lengths(parser)
+    add_messages(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,7 +112,8 @@ def run(args: argparse.Namespace) -> int:
     report.check_plot(args.plot)
     if args.what == "memory":
         return bench_memory.run(args)
-    from megatron_prefix.bench.steps import GroupShape
+    layout = layout_of(args, env_world_size())
+    from megatron_prefix.bench.work import GroupShape
 
     texts = args.shapes or ([] if args.rollouts else ["1024:64:8"])
     shapes = [GroupShape.parse(text) for text in texts]
@@ -108,8 +124,12 @@ def run(args: argparse.Namespace) -> int:
     if args.steps is not None and not args.rollouts:
         raise UserError("--steps is for rollout files; give --rollouts FILE, or leave it out")
     verdict, rows, failures = _measure(args, shapes)
+    if os.environ.get("RANK", "0") != "0":  # one of torchrun's ranks speaks
+        return 0 if verdict.passed else 1
     result = {
         **machine(args),
+        "layout": dataclasses.asdict(layout),
+        "forward_only": args.forward_only,
         "alignment": verdict.as_json(),
         "rows": [row.as_json() for row in rows],
         "failures": failures,
@@ -121,29 +141,44 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, shapes: list[Any]) -> tuple[Any, list[Any], list[str]]:
+    """The verdict of the alignment, the rows and what failed, on the ranks of the layout."""
+    from megatron_prefix import runtime
+    from megatron_prefix.bench.work import Setting
+
+    options, config = model_options(args), config_of(args)
+    layout = layout_of(args, runtime.env_world_size())
+    spec, files = _files(args, options)
+    work = [*_shapes(args, shapes, spec, config, layout.dp), *_steps(args, files, config)]
+    setting = Setting(spec, layout, baseline_of(args), args.seed, args.forward_only)
+    job = (args, options, setting, config, work)
+    return runtime.launch(bench_rank, layout.world_size, *job, device=args.device)
+
+
+def bench_rank(
+    args: argparse.Namespace, options: Any, setting: Any, config: Any, work: Sequence[Any]
+) -> tuple[Any, list[Any], list[str]]:
+    """One rank's part of `_measure`; the first rank shows the progress."""
     import torch
 
     from megatron_prefix import runtime
     from megatron_prefix.bench import steps
 
-    options, config, baseline = model_options(args), config_of(args), baseline_of(args)
-    spec, files = _files(args, options)
-    work = [*_shapes(args, shapes, spec, config), *_steps(args, files, config)]
-    layout = runtime.Layout()
-    runtime.initialize(layout, options.device, options.seed)
+    layout = setting.layout
+    runtime.initialize(layout, options.device, options.seed, options.message_timeout_minutes)
     try:
-        [verdict] = steps.aligned(options, spec, layout, [config], args.align_layers, baseline)
+        [verdict] = steps.aligned(options, setting, [config], args.align_layers)
         if not verdict.passed:
             return verdict, [], []
-        chunks = options.build(spec, layout)
-        known: dict[str, steps.Measured] = {}
+        chunks = options.build(setting.spec, layout)
+        known: dict[str, Any] = {}
         rows, failures = [], []
-        for one in report.watched(args, work, "rows timed", len(work)):
+        first = torch.distributed.get_rank() == 0
+        for one in report.watched(args, work, "rows timed", len(work)) if first else work:
             try:
-                rows.append(
-                    steps.time_work(one, spec, chunks, baseline, seed=args.seed, stock_times=known)
-                )
+                rows.append(steps.time_work(one, setting, chunks, known))
             except (torch.OutOfMemoryError, StepOutOfMemory) as error:
+                if layout.world_size > 1:  # the other ranks wait inside of a step
+                    raise
                 failures.append(f"{one.name}: {str(error).partition('.')[0]}")
                 steps.free_memory()
         return verdict, rows, failures
@@ -185,20 +220,22 @@ def _files(args: argparse.Namespace, options: Any) -> tuple[Any, dict[str, list[
     return spec, dict(zip(args.rollouts, found, strict=True))
 
 
-def _shapes(args: argparse.Namespace, shapes: list[Any], spec: Any, config: Any) -> Iterator[Any]:
-    """The rows of the synthetic shapes."""
-    from megatron_prefix.bench.steps import Work
+def _shapes(
+    args: argparse.Namespace, shapes: list[Any], spec: Any, config: Any, dp: int
+) -> Iterator[Any]:
+    """The rows of the synthetic shapes, which every data-parallel rank gets as many groups of."""
+    from megatron_prefix.bench.work import Work
 
     for shape in shapes:
         wave = config.segment_tokens if shape.segment_tokens is None else shape.segment_tokens
-        groups = [shape.group(spec.vocab_size, args.seed)]
+        groups = shape.groups(args.shape_groups * dp, spec.vocab_size, args.seed)
         one = dataclasses.replace(config, segment_tokens=wave)
-        yield Work(shape.name, one, [groups], [groups], args.repeats)
+        yield Work(shape.name, one, [groups], [groups], repeats=args.repeats)
 
 
 def _steps(args: argparse.Namespace, files: dict[str, list[Any]], config: Any) -> Iterator[Any]:
     """The rows of the rollout files."""
-    from megatron_prefix.bench.steps import Work
+    from megatron_prefix.bench.work import Work
 
     for path, groups in files.items():
         name = Path(path).name

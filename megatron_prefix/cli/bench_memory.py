@@ -8,10 +8,11 @@ import sys
 from typing import Any
 
 from megatron_prefix.cli import report
-from megatron_prefix.cli.arguments import config_of, real, whole
+from megatron_prefix.cli.arguments import config_of, layout_of, real, whole
 from megatron_prefix.cli.modelling import machine, model_options
 from megatron_prefix.config import MOST_MEMORY_GB
 from megatron_prefix.errors import UserError
+from megatron_prefix.runtime.groups import env_world_size
 
 WAYS = ("stock", "retain", "offload", "recompute")
 
@@ -75,8 +76,12 @@ def _measure(
 
     from megatron_prefix import runtime
     from megatron_prefix.bench import memory, steps
+    from megatron_prefix.bench.work import Setting
     from megatron_prefix.models import presets
+    from megatron_prefix.rl.baseline import Baseline
 
+    if layout_of(args, env_world_size()).world_size > 1:
+        raise UserError("bench memory is for one rank: leave the layout out")
     options = model_options(args)
     config = config_of(args)
     spec = presets.resolve(options.model, **dict(options.overrides))
@@ -86,7 +91,8 @@ def _measure(
     try:
         policies = sorted({way.policy for way in ways} - {memory.STOCK})
         configs = [replace(config, memory=policy) for policy in policies]
-        verdicts = steps.aligned(options, spec, layout, configs, args.align_layers)
+        setting = Setting(spec, layout, Baseline("rollout"), args.seed)
+        verdicts = steps.aligned(options, setting, configs, args.align_layers)
         failures = [
             f"{policy}: {failure}"
             for policy, verdict in zip(policies, verdicts, strict=True)
@@ -102,20 +108,22 @@ def _measure(
 
 
 def _rows(args: argparse.Namespace, ways: list[Any], chunks: list[Any], config: Any) -> Any:
-    from megatron_prefix.bench import memory, steps
+    from megatron_prefix.bench import memory
+    from megatron_prefix.bench.work import GroupShape
 
-    shapes = [steps.GroupShape.parse(text) for text in args.shapes or ["512:64:4"]]
+    shapes = [GroupShape.parse(text) for text in args.shapes or ["512:64:4"]]
     work = [(shape, way) for shape in shapes for way in ways]
     for shape, way in report.watched(args, work, "rows measured", len(work)):
         yield memory.measure(shape, way, chunks, config, repeats=args.repeats, seed=args.seed)
 
 
 def _frontiers(args: argparse.Namespace, ways: list[Any], chunks: list[Any], config: Any) -> Any:
-    from megatron_prefix.bench import longest, steps
+    from megatron_prefix.bench import longest
+    from megatron_prefix.bench.timing import GIB
 
     for way in ways if args.frontier else ():
         yield longest.frontier(
-            args.frontier, way, chunks, config, capacity=args.capacity_gb * steps.GIB,
+            args.frontier, way, chunks, config, capacity=args.capacity_gb * GIB,
             step=args.frontier_step, num_tries=args.tries, seed=args.seed,
         )  # fmt: skip
 

@@ -24,15 +24,18 @@ from megatron_prefix.megatron.install import install
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.models.local import LocalAttention
 from megatron_prefix.models.optimizer import build_optimizer
+from megatron_prefix.models.presets import ModelSpec
 from megatron_prefix.models.weights import global_parameters
 from megatron_prefix.moe.observed import take_auxiliary
 from megatron_prefix.numerics import DRAWS, compare
 from megatron_prefix.numerics.compare import Trace, Verdict
 from megatron_prefix.numerics.pooled import Errors
 from megatron_prefix.rl import batches, loss, packing, passes, snapshot
-from megatron_prefix.rl.baseline import Baseline
+from megatron_prefix.rl.baseline import Baseline, num_packs
+from megatron_prefix.rl.job import place_groups
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.run.step import Callbacks
+from megatron_prefix.runtime.layout import Layout
 
 LR = 1e-3
 ADAM_EPS = 1e-8
@@ -200,7 +203,7 @@ def align(
     ours = PrefixSchedule(replace(prefix_config, mode="on"), Callbacks(loss.trained))
     exact = reference() if reference is not None else None
     raw = sum(len(rollout) - 1 for group in groups for rollout in group.rollouts)
-    make = functools.partial(_made, groups, baseline, multiple, least)
+    make = functools.partial(made, groups, baseline, multiple, least)
     items, expected, found = _draw(0, ours, chunks, make, seed)
     if ours.report is None:
         raise RuntimeError("the prefix schedule left no report")
@@ -222,13 +225,36 @@ def align(
     )  # fmt: skip
 
 
-def _made(
+def of_this_rank(
+    spec: ModelSpec,
+    layout: Layout,
+    groups: Sequence[Group],
+    config: PrefixConfig,
+    baseline: Baseline,
+) -> tuple[Sequence[Group], int]:
+    """This rank's groups of a step, and its least number of packed microbatches.
+
+    Both schedules run the same placement, so they can be compared as they are.
+    """
+    stock = not baseline.packed  # packs can be made equally many of any placement
+    ranks = place_groups(groups, spec, layout, config, stock=stock)
+    if not baseline.packed:
+        return ranks[data_rank()], 1
+    multiple = layout.alignment
+    lengths = [
+        [-(-(len(r) - 1) // multiple) * multiple for group in rank for r in group.rollouts]
+        for rank in ranks
+    ]
+    return ranks[data_rank()], num_packs(lengths, baseline, layout)[data_rank()]
+
+
+def made(
     groups: Sequence[Group],
     baseline: Baseline,
     multiple: int,
     least: int,
     seed: int,
-    vocab_size: int | None,
+    vocab_size: int | None = None,
 ) -> list[Microbatch]:
     """This rank's microbatches, with advantages of a seed, and with other tokens of a vocabulary
     where there is one."""

@@ -14,7 +14,7 @@ import torch
 
 from megatron_prefix.bench import longest, memory
 from megatron_prefix.bench.memory import Way
-from megatron_prefix.bench.steps import GroupShape
+from megatron_prefix.bench.work import GroupShape
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import StepOutOfMemory, UserError
 from megatron_prefix.models.build import unwrap

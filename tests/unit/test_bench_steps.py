@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from megatron_prefix.bench import steps
+from megatron_prefix.bench.timing import Timing, cost_model, flop_bound
+from megatron_prefix.bench.work import GroupShape, Setting, Work
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.generate import generate
 from megatron_prefix.data.rollouts import Group
 from megatron_prefix.models.presets import resolve
 from megatron_prefix.rl import passes
 from megatron_prefix.rl.baseline import Baseline
+from megatron_prefix.runtime import Layout
 from tests.harness.command_line import BUNDLED, command, failure
 from tests.harness.one_rank import one_rank, small_model
 
@@ -50,17 +53,21 @@ def some_groups(num: int) -> list[Group]:
     return list(generate(num, 24, 8, 3, vocab_size=64, uneven=True))
 
 
-def timed(chunks: list[Any], work: steps.Work, baseline: Baseline) -> steps.Timing:
-    return steps.time_work(work, SPEC, chunks, baseline, seed=1, stock_times={})
+def timed(chunks: list[Any], work: Work, baseline: Baseline) -> Timing:
+    return steps.time_work(work, Setting(SPEC, Layout(), baseline, seed=1), chunks, {})
 
 
 @pytest.mark.parametrize("baseline", BASELINES, ids=str)
 def test_both_schedules_are_warmed_alike(chunks, calls, baseline) -> None:
-    shape = steps.GroupShape(24, 8, 3)
-    groups = [shape.group(64, 1)]
-    timing = timed(chunks, steps.Work("shape", CONFIG, [groups], [groups], repeats=2), baseline)
+    shape = GroupShape(24, 8, 3)
+    groups = shape.groups(1, 64, 1)
+    timing = timed(chunks, Work("shape", CONFIG, [groups], [groups], repeats=2), baseline)
     assert timing.executed_tokens < timing.raw_tokens == 3 * 31
-    assert [*Counter(name for name, _ in calls).values()] == [steps.WARM_UP + 2] * 2
+    # One more call of the prefix schedule is timed action by action.
+    wanted = [steps.WARM_UP + 2, steps.WARM_UP + 2 + 1]
+    assert [*Counter(name for name, _ in calls).values()] == wanted
+    assert {*timing.phase_ms} == {*"ABC", "wait"} and min(timing.phase_ms.values()) >= 0
+    assert timing.tflops > 0 and timing.bubble < 0.5 and timing.simulated_bubble == 0
     assert {len(tokens) for _, tokens in calls} == {timing.microbatches}
     assert (
         timing.microbatches
@@ -70,11 +77,11 @@ def test_both_schedules_are_warmed_alike(chunks, calls, baseline) -> None:
 
 def test_steps_are_of_new_groups_and_each_is_run_once_by_both(chunks, calls) -> None:
     groups = some_groups(8)
-    work = steps.Work("file", CONFIG, [groups[:2]], [groups[2:4], groups[4:6], groups[6:]])
+    work = Work("file", CONFIG, [groups[:2]], [groups[2:4], groups[4:6], groups[6:]])
     timing = timed(chunks, work, BASELINES[1])
-    half = len(calls) // 2
+    half = steps.WARM_UP + 3
     stock, prefix = ([tokens for _, tokens in part] for part in (calls[:half], calls[half:]))
-    assert stock == prefix and len(stock) == steps.WARM_UP + 3
+    assert stock == prefix[:-1] and prefix[-1] == prefix[-2]
     assert len({str(tokens) for tokens in stock}) == 1 + 3
     assert timing.steps == timing.shared_steps == len(timing.prefix_step_ms) == 3
     assert timing.rollouts == 18 and timing.microbatches == sum(map(len, stock[steps.WARM_UP :]))
@@ -86,15 +93,15 @@ def test_steps_are_of_new_groups_and_each_is_run_once_by_both(chunks, calls) -> 
 def test_several_steps_warm_up_in_turn(chunks, calls) -> None:
     groups = some_groups(8)
     before = [groups[n : n + 1] for n in range(5)]
-    timed(chunks, steps.Work("file", CONFIG, before, [groups[5:]]), BASELINES[0])
-    assert len(calls) == 2 * 6 and len({str(tokens) for _, tokens in calls}) == 6
+    timed(chunks, Work("file", CONFIG, before, [groups[5:]]), BASELINES[0])
+    assert len(calls) == 2 * 6 + 1 and len({str(tokens) for _, tokens in calls}) == 6
     assert calls[0][1] == calls[6][1]
 
 
 def test_steps_that_fall_back_execute_every_token(chunks) -> None:
     groups = some_groups(4)
     config = replace(CONFIG, mode="auto", min_speedup=100.0)
-    timing = timed(chunks, steps.Work("file", config, [groups[:2]], [groups[2:]]), BASELINES[1])
+    timing = timed(chunks, Work("file", config, [groups[:2]], [groups[2:]]), BASELINES[1])
     assert (timing.shared_steps, timing.segments) == (0, 0)
     assert timing.executed_tokens == timing.raw_tokens
     assert timing.plan_bound == 1 < timing.bound
@@ -103,12 +110,12 @@ def test_steps_that_fall_back_execute_every_token(chunks) -> None:
 def test_the_bound_counts_attention_pairs_and_everything_that_can_be_shared() -> None:
     """A prompt of 24 tokens, three responses of 8: 23 positions are shared, the last prompt token
     predicts tokens of its own, and only those 8 of each rollout need the output layer."""
-    group = steps.GroupShape(24, 8, 3).group(64, 1)
-    cost = steps.cost_model(SPEC)
+    [group] = GroupShape(24, 8, 3).groups(1, 64, 1)
+    cost = cost_model(SPEC)
     stock = 3 * (31 * (cost.linear + cost.head) + cost.attention * 31 * 32 / 2)
     shared = 23 * cost.linear + cost.attention * 23 * 24 / 2
     own = 3 * (8 * (cost.linear + cost.head) + cost.attention * (8 * 23 + 8 * 9 / 2))
-    bound = steps.flop_bound(SPEC, PrefixConfig(min_gain=10**6), [[group]] * 2)
+    bound = flop_bound(SPEC, PrefixConfig(min_gain=10**6), [[group]] * 2)
     assert bound == pytest.approx(stock / (shared + own), rel=1e-12)
 
 
@@ -139,3 +146,35 @@ def test_consecutive_steps_of_a_file() -> None:
 )
 def test_steps_that_cannot_be_made_are_refused(capsys, options, message) -> None:
     assert message in failure(capsys, "bench", *options)
+
+
+def ranked(*options: str) -> dict[str, Any]:
+    usual = "--shapes 96:24:3 --shape-groups 2 --pack-tokens 300 --min-gain 0 --repeats 1".split()
+    done = command("bench", *usual, *options, "--set", "num_layers=2", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["alignment"]["passed"] and len(found["rows"]) == 1
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--cp 2", "--tp 2 --sequence-parallel --forward-only", "--pp 2 --chunk-tokens 48", "--dp 2"],
+)
+def test_schedules_are_timed_in_a_layout(options: str) -> None:
+    found = ranked(*options.split())
+    [row] = found["rows"]
+    dp = found["layout"]["dp"]
+    positions = 2 * dp * 3 * 119
+    assert positions <= row["raw_tokens"] < 1.1 * positions
+    assert row["rollouts"] == 2 * dp * 3
+    assert row["executed_tokens"] < 0.6 * row["raw_tokens"]
+    assert row["bound"] > 1 and row["speedup"] > 0 and row["tflops"] > 0
+    assert found["forward_only"] == ("--forward-only" in options)
+    assert (row["phase_ms"]["C"] == 0) == found["forward_only"]
+    assert (row["simulated_bubble"] > 0) == (found["layout"]["pp"] > 1)
+    assert 0 <= row["bubble"] < 1
+
+
+def test_memory_is_measured_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "bench memory is for one rank" in failure(capsys, "bench", "memory", "--cp", "2")
