@@ -94,10 +94,13 @@ class _Run:
         for items in steps:
             found.step_ms.append(statistics.median(self._call(items) for _ in range(repeats)))
             if isinstance(self._schedule, PrefixSchedule):
-                if self._schedule.report is None:
+                report = self._schedule.report
+                if report is None:
                     raise RuntimeError("the prefix schedule left no report")
                 spec, forward_only = self._setting.spec, self._setting.forward_only
-                found.counts.append(counted(spec, self._schedule.report, forward_only))
+                found.counts.append(counted(spec, report, forward_only))
+                predicted = (report.predicted_peak or 0.0) / GIB
+                found.predicted_gib = max(found.predicted_gib, predicted)
         found.gib = torch.cuda.max_memory_allocated() / GIB if self._on_gpu else 0.0
         self._watch(found, steps[-1])
         return together(found, align.data_rank())

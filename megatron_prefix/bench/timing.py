@@ -112,7 +112,6 @@ class Count(NamedTuple):
     stock_flops: float
     plan_flops: float
     flops: float
-    predicted_gib: float
 
 
 @dataclass
@@ -122,6 +121,7 @@ class Measured:
     Attributes:
         step_ms: time of every step.
         gib: peak of allocated device memory.
+        predicted_gib: what the memory model said of it, where the prefix schedule ran.
         counts: of every step, where the prefix schedule made it.
         microbatches: of all steps.
         phases: see Timing.phase_ms.
@@ -130,6 +130,7 @@ class Measured:
 
     step_ms: list[float] = field(default_factory=list)
     gib: float = 0.0
+    predicted_gib: float = 0.0
     counts: list[Count] = field(default_factory=list)
     microbatches: int = 0
     phases: dict[str, float] = field(default_factory=dict)
@@ -167,7 +168,7 @@ def counted(spec: ModelSpec, report: StepReport, forward_only: bool) -> Count:
         shared, forest.raw_tokens, forest.executed_tokens if shared else forest.raw_tokens,
         len(forest.segments) if shared else 0, stock,
         cost.prefix(forest.all_read()) if shared else stock,
-        needed if forward_only else 3 * needed + again, (report.predicted_peak or 0.0) / GIB,
+        needed if forward_only else 3 * needed + again,
     )  # fmt: skip
 
 
@@ -185,23 +186,21 @@ def together(mine: Measured, place: int) -> Measured:
     parts = [part for _, part in everyone]
     one_each = dict(everyone).values()
     steps = zip(*(part.counts for part in one_each), strict=True)
-    counts = [_summed(step) for step in steps]
-    slowest = max((part.phases for part in parts), key=lambda phases: sum(phases.values()))
+    slowest = min((part.phases for part in parts), key=lambda phases: phases.get("wait", 0.0))
     return Measured(
-        mine.step_ms, max(part.gib for part in parts), counts,
-        sum(part.microbatches for part in one_each), slowest,
+        mine.step_ms, max(part.gib for part in parts), max(part.predicted_gib for part in parts),
+        [_summed(step) for step in steps], sum(part.microbatches for part in one_each), slowest,
         max(part.bubbles for part in parts),
     )  # fmt: skip
 
 
 def _summed(counts: Sequence[Count]) -> Count:
-    """Of several ranks or steps; of the predicted peaks the largest."""
+    """Of several ranks or steps."""
     sums = {
         name: sum(getattr(count, name) for count in counts)
         for name in ("raw", "executed", "segments", "stock_flops", "plan_flops", "flops")
     }
-    predicted = max(count.predicted_gib for count in counts)
-    return Count(any(count.shared for count in counts), predicted_gib=predicted, **sums)
+    return Count(any(count.shared for count in counts), **sums)
 
 
 def timing(work: Work, setting: Setting, stock: Measured, prefix: Measured) -> Timing:
@@ -232,7 +231,7 @@ def timing(work: Work, setting: Setting, stock: Measured, prefix: Measured) -> T
         prefix_ms=medians[1],
         stock_gib=stock.gib,
         prefix_gib=prefix.gib,
-        predicted_gib=total.predicted_gib,
+        predicted_gib=prefix.predicted_gib,
         speedup=speedup,
         median_speedup=medians[0] / medians[1],
         bound=bound,
