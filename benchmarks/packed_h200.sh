@@ -8,7 +8,7 @@
 #
 # Environment variables:
 #   LAYERS  (default: 12)
-#   STEPS   timed steps of a set, after one of its own that warms up (default: 3)
+#   STEPS   timed steps of a set, after one of its own that warms up, of gsm8k two (default: 3)
 set -uo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
@@ -22,15 +22,16 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$output" || exit 2
 status=0
 
-timed() { # TOKENS of a step, SETS
-    local tokens=$1 files=()
-    shift
+timed() { # TOKENS of a step, WARM-UP steps, SETS
+    local tokens=$1 warm_up=$2 files=()
+    shift 2
     for name; do files+=("$folder/$name.jsonl.gz"); done
     python3 -m megatron_prefix bench --model qwen3-8b --set "num_layers=${LAYERS:-12}" \
-        --dtype bfloat16 --device cuda --rollouts "${files[@]}" --step-tokens "$tokens" \
+        --dtype bfloat16 --device cuda --rollouts "${files[@]}" --step-tokens "$tokens" --warm-up "$warm_up" \
         --steps "${STEPS:-3}" --bench-json "$output/$1.json" "${options[@]}" || status=1
 }
 options=("${@:3}")
-timed 100000 gsm8k rag_hotpot_llm rag_musique tau2_mixed tau_airline
-timed 25000 math_cot # it is short
+timed 90000 2 gsm8k
+timed 100000 1 rag_hotpot_llm rag_musique tau2_mixed tau_airline
+timed 25000 1 math_cot # it is short
 exit "$status"

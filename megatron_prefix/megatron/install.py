@@ -49,7 +49,7 @@ class Hooks:
         routers: its mixture-of-experts routers by layer.
         kernel: runs the attention blocks.
         keys_only: the layer of which a segment without loss needs K and V only: the last one of the
-            last stage; None elsewhere, and where it has a router, which counts all positions.
+            last stage; None elsewhere, and where it cannot end early.
         current: the segment that runs, or None.
         replay: makes the routers follow routes in this step; None where they choose themselves.
     """
@@ -60,9 +60,10 @@ class Hooks:
         self.layers = [layer.self_attention for layer in self.model.decoder.layers]
         self.num_layers = len(self.layers)
         self.routers: dict[int, Any] = versions.routers(self.model)
-        config, last = self.model.config, self.num_layers - 1
+        config = self.model.config
         self._sequence_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        self.keys_only = last if self.model.post_process and last not in self.routers else None
+        ends_early = self.model.post_process and _can_end_early(self.model.decoder.layers[-1])
+        self.keys_only = self.num_layers - 1 if ends_early else None
         self.use(kernel)
         self.current: SegmentContext | None = None
         self.replay: Replay | None = None
@@ -296,6 +297,16 @@ def intercepted(
         del inner.forward
         if before is not None:
             inner.forward = before
+
+
+def _can_end_early(layer: Any) -> bool:
+    """Whether what follows attention in a layer can run on some positions: not where a router
+    counts all of them, and not in a layer that is put together otherwise than Megatron's."""
+    add, mlp = getattr(layer, "self_attn_bda", None), getattr(layer, "mlp", None)
+    projection = getattr(layer.self_attention, "linear_proj", None)
+    modules = isinstance(projection, nn.Module) and isinstance(mlp, nn.Module)
+    plain = callable(add) and not isinstance(add, nn.Module)  # a module cannot be overridden
+    return modules and plain and not hasattr(mlp, "router")
 
 
 def _softmax_scale(attention: Any, core: Any) -> float:
