@@ -62,7 +62,10 @@ class Hooks:
         self.routers: dict[int, Any] = versions.routers(self.model)
         config = self.model.config
         self._sequence_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        ends_early = self.model.post_process and _can_end_early(self.model.decoder.layers[-1])
+        last = (
+            self.model.decoder.layers[-1] if self.num_layers else None
+        )  # a stage for the loss only
+        ends_early = self.model.post_process and last is not None and _can_end_early(last)
         self.keys_only = self.num_layers - 1 if ends_early else None
         self.use(kernel)
         self.current: SegmentContext | None = None

@@ -153,16 +153,17 @@ class Footprint:
         layer = self.inner if inner else self.wave
         if not last:
             return self.num_layers * layer + sent
-        return (self.num_layers - 1) * layer + self.last_layer(layer, read) + self.after(read)
+        last_layer = self.last_layer(read) + layer - self.inner
+        return (self.num_layers - 1) * layer + last_layer + self.after(read)
 
-    def last_layer(self, layer: float, read: float) -> float:
+    def last_layer(self, read: float) -> float:
         """Saved by the last layer of the last stage: what follows attention, of what is read."""
         whole = self.unread + (self.attention if read else 0.0)
-        return whole + read * max(0.0, layer - whole)
+        return whole + read * max(0.0, self.inner - whole)
 
     def after(self, read: float) -> float:
         """Saved after the last layer, a position of the segment."""
-        return read * self.head if read else self.norm
+        return self.norm + read * (self.head - self.norm)
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ class _MemoryRun:
     def _kept(self, rank: int, action: Action) -> float:
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
         first, last = self._ends(rank, action)
-        one = self.one.kept(policy, segment.inner, _read(segment), first, last)
+        one = self.one.kept(policy, segment.inner, _read(segment, self.one.parts), first, last)
         return self.positions[action.segment] * one
 
     def _staged(self, rank: int) -> Iterator[float]:
@@ -154,7 +154,7 @@ class _MemoryRun:
         for action in self.plan.programs[rank]:
             segment = self.plan.segments[action.segment]
             if self.plan.policy(action.segment) == "offload":
-                ends = (segment.inner, _read(segment), *self._ends(rank, action))
+                ends = (segment.inner, _read(segment, self.one.parts), *self._ends(rank, action))
                 away = self.one.kept("retain", *ends) - self.one.kept("offload", *ends)
                 sign = 1 if action.kind == "F" else -1
                 yield sign * self.positions[action.segment] * away
@@ -169,7 +169,7 @@ class _MemoryRun:
         temporary += visited * min(LAYERS_VISITED, one.host_layers) * one.kv
         if action.kind == "B":
             temporary += visited * min(GRADIENTS_VISITED, one.host_layers) * one.kv_grad
-        read = _read(segment)
+        read = _read(segment, one.parts)
         if last and segment.scored:
             head = positions * read * one.head_temporary
             if action.kind == "B":  # the layers run backward after the head
@@ -199,9 +199,10 @@ class _MemoryRun:
         return found + (2 * one.kv * sum(seen) if one.parts > 1 else 0.0)
 
 
-def _read(segment: Segment) -> float:
-    """Share of a segment's positions that carry loss."""
-    return segment.num_read / segment.padded_length
+def _read(segment: Segment, parts: int) -> float:
+    """Share of a segment's positions that carry loss, on the context-parallel rank with most: those
+    at the end of a span may all be on one."""
+    return min(1.0, parts * segment.num_read / segment.padded_length)
 
 
 class _Arena:

@@ -130,12 +130,12 @@ class Executor:
         lengths = tuple(span.padded // stage.cache.parts for span in segment.spans)
         num_levels = len(stage.cache.map.levels[index])
         positions = self._inputs[index][2]
-        unread = stage.is_last and not segment.scored
+        unread, rows = stage.is_last and not segment.scored, self._inputs.rows(index)
         return SegmentContext(
             index, segment.inner, lengths, num_levels, positions, stage.cache, stage.ledger,
             backward, None if backward else stage.offloads.get(index), stage.ahead,
             stage.hooks.keys_only if unread else None,
-            self._inputs.rows(index) if self._scored(index, stage) else None,
+            rows.there if rows is not None and self._scored(index, stage) else None,
         )  # fmt: skip
 
     def _forward(self, action: Action, stage: Stage) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,20 @@ from torch import Tensor
 
 from megatron_prefix.sidecar.cache import on
 from megatron_prefix.tree import Forest, Pairs, cp_layout
+
+
+class ReadRows(NamedTuple):
+    """Positions of a segment on this rank that carry loss, ascending.
+
+    Others make up the number where it is below two, or odd for ranks of sequence parallelism.
+
+    Attributes:
+        there: int64 [rows], on the model's device.
+        here: the same, on the host.
+    """
+
+    there: Tensor
+    here: np.ndarray
 
 
 class SegmentInputs:
@@ -59,7 +73,7 @@ class SegmentInputs:
             table = np.ascontiguousarray(table[:, held])
             self._offsets //= size
         self._table = on(device, table[:3])
-        self._rows: list[Tensor | None] = [None] * len(forest.segments)
+        self._rows: list[ReadRows | None] = [None] * len(forest.segments)
         if samples is not None:
             self._rows = self._read_rows(table[3], device, sequence_ranks)
 
@@ -67,16 +81,13 @@ class SegmentInputs:
         """Tokens, labels and positions of a segment, int64 [3, positions]."""
         return self._table[:, self._offsets[index] : self._offsets[index + 1]]
 
-    def rows(self, index: int) -> Tensor | None:
-        """Positions of a segment on this rank that carry loss, int64, ascending; None: all of them.
-
-        Others make up the number where it is below two, or odd for ranks of sequence parallelism.
-        """
+    def rows(self, index: int) -> ReadRows | None:
+        """Those positions of a segment that carry loss; None where all do."""
         return self._rows[index]
 
     def _read_rows(
         self, flags: np.ndarray, device: torch.device, sequence_ranks: int
-    ) -> list[Tensor | None]:
+    ) -> list[ReadRows | None]:
         found: list[np.ndarray] = []
         for start, end in itertools.pairwise(self._offsets):
             num = min(max(int(flags[start:end].sum()), 2), end - start)
@@ -87,8 +98,8 @@ class SegmentInputs:
         parts = whole.split([len(rows) for rows in found])
         lengths = np.diff(self._offsets)
         return [
-            None if len(rows) == length else rows
-            for rows, length in zip(parts, lengths, strict=True)
+            None if len(here) == length else ReadRows(there, here)
+            for there, here, length in zip(parts, found, lengths, strict=True)
         ]
 
 
@@ -113,7 +124,9 @@ class ModelArguments:
         tokens, labels, positions = self._inputs[index].unsqueeze(1)
         rows = self._inputs.rows(index)
         if self._has_labels and rows is not None:
-            labels = labels.index_select(1, rows)  # as many as the last stage has hidden states
+            labels = labels.index_select(
+                1, rows.there
+            )  # as many as the last stage has hidden states
         return forward(
             input_ids=tokens,
             position_ids=positions,

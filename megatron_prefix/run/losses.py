@@ -19,7 +19,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,14 +30,17 @@ from torch.utils import (
 )
 
 from megatron_prefix.errors import CannotShare, UserError
+from megatron_prefix.run.inputs import ReadRows
 from megatron_prefix.run.step import Step
 from megatron_prefix.run.suspend import SuspendedStep
 from megatron_prefix.sidecar.cache import on
 from megatron_prefix.sidecar.context_parallel import Exchange
-from megatron_prefix.tree import Place, cp_layout
+from megatron_prefix.tree import Place, Span, cp_layout
 
 FLAT = -1
 """In the place of a dimension: the tensor is [positions], without a dimension for the batch."""
+CHECKED_ROWS = 1024
+"""Rows of logits of which gradients are looked at together: each time these are copied."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,9 @@ class StageAnswers:
     def __init__(self, step: Step, exchange: Exchange | None = None) -> None:
         self._forest, self._packed, self._exchange = step.forest, step.packed, exchange
         self._leaves: dict[int, list[Any]] = {}
-        self._rows: dict[int, Tensor | None] = {}
+        self._rows: dict[int, ReadRows | None] = {}
         self._strays: list[Tensor] = []
-        self._spans: dict[int, list[list[Any]]] = {}
+        self._spans: dict[int, list[list[_Piece]]] = {}
         self._structure: Any = None
         self._dims: list[int | None] = []
         self._plain: list[Any] = []
@@ -94,21 +97,21 @@ class StageAnswers:
         self.guards: list[Tensor] = []
 
     def take(
-        self, index: int, output: Any, rows: Tensor | None = None, *, differentiable: bool
+        self, index: int, output: Any, rows: ReadRows | None = None, *, differentiable: bool
     ) -> None:
         """Takes a segment's output: a tensor, or a tree of tensors that are per position.
 
         Args:
             index: the segment.
             output: of all its positions on this rank, or of `rows`, the others then are zero.
-            rows: ascending.
+            rows: None: all positions.
             differentiable: whether a backward will come.
         """
         spans = self._forest.segments[index].spans
         lengths = [span.padded for span in spans]
         num = sum(lengths) // (1 if self._exchange is None else self._exchange.size)
         leaves, structure = pytree.tree_flatten(output)
-        self._remember(leaves, structure, num if rows is None else len(rows))
+        self._remember(leaves, structure, num if rows is None else len(rows.here))
         self._rows[index] = rows
         found = []
         for leaf, dim in zip(leaves, self._dims, strict=True):
@@ -116,21 +119,23 @@ class StageAnswers:
                 found.append(leaf)
                 continue
             mine = leaf.detach() if dim == FLAT else leaf.detach().squeeze(1 - dim)
-            if rows is not None:
-                mine = mine.new_zeros((num, *mine.shape[1:])).index_copy_(0, rows, mine)
+            if rows is not None and self._is_whole(mine):
+                mine = mine.new_zeros((num, *mine.shape[1:])).index_copy_(0, rows.there, mine)
             if self._exchange is not None:
                 mine = self._exchange.whole(mine[None], lengths)[0]
             # A forward that will run again has no graph yet, so the leaf cannot ask for one.
             found.append(mine.requires_grad_(differentiable and leaf.is_floating_point()))
         self._leaves[index] = found
-        # Logits by span: one split, whose backward writes every span's gradient once.
+        kept = None if rows is None or self._exchange is not None else rows.here
         self._spans[index] = [
-            [] if dim is None or leaf.dim() == 1 else [
-                piece[: span.length]
-                for piece, span in zip(leaf.split(lengths), spans, strict=True)
-            ]
+            [] if dim is None or leaf.dim() == 1 else _by_span(leaf, spans, kept)
             for leaf, dim in zip(found, self._dims, strict=True)
-        ]  # fmt: skip
+        ]
+
+    def _is_whole(self, tensor: Tensor) -> bool:
+        """Whether a leaf has all positions of its segment: logits, which are large, do not have to,
+        unless context-parallel ranks gather them."""
+        return tensor.dim() == 1 or self._exchange is not None
 
     def gradients(self, index: int, output: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Tensors of a segment's output that have a graph, and what all losses send to them."""
@@ -151,10 +156,10 @@ class StageAnswers:
     def _read(self, index: int, gradient: Tensor) -> Tensor:
         """The gradient of positions whose output was computed; notes what reaches the others."""
         rows = self._rows[index]
-        if rows is None:
+        if rows is None or not self._is_whole(gradient):
             return gradient
-        found = gradient.index_select(0, rows)
-        self._strays.append(_size(gradient.index_fill_(0, rows, 0.0)))
+        found = gradient.index_select(0, rows.there)
+        self._strays.append(_size(gradient.index_fill_(0, rows.there, 0.0)))
         return found
 
     def strays(self) -> list[Tensor]:
@@ -225,8 +230,8 @@ class StageAnswers:
         """One tensor's positions along the paths of rollouts, [positions, ...]."""
         places = [place for rollout in rollouts for place in self._forest.paths[rollout]]
         like = self._leaves[places[-1].segment][number]
-        if like.dim() > 1:  # logits: no second copy of them
-            return torch.cat([self._piece(place, number, like) for place in places])
+        if like.dim() > 1:
+            return self._assembled(places, number, like)
         used = sorted({place.segment for place in places if self._is_computed(place)})
         starts, total = self._starts(used)
         index = []
@@ -254,12 +259,24 @@ class StageAnswers:
                 total += span.padded
         return starts, total
 
-    def _piece(self, place: Place, number: int, like: Tensor) -> Tensor:
-        """One tensor's positions of a span."""
-        if self._is_computed(place):
-            return self._spans[place.segment][number][place.number]
-        length = self._forest.segments[place.segment].spans[place.number].length
-        return _Uncomputed.apply(self._guard(like, 1), like, length)
+    def _assembled(self, places: Sequence[Place], number: int, like: Tensor) -> Tensor:
+        """Logits along places: no second copy of them, and zeros where nobody computed any."""
+        pieces, targets, unread, offset = [], [], [], 0
+        for place in places:
+            length = self._forest.segments[place.segment].spans[place.number].length
+            local = np.arange(0)
+            if self._is_computed(place):
+                piece, local = self._spans[place.segment][number][place.number]
+                pieces.append(piece)
+                targets.append(offset + local)
+            unread.append(offset + np.setdiff1d(np.arange(length), local))
+            offset += length
+        missing = np.concatenate(unread)
+        rows = on(like.device, np.concatenate([*targets, missing]))
+        counts = [*map(len, targets), len(missing)]
+        guard = self._guard(like, min(1, len(missing)))
+        found: Tensor = _Assembled.apply(guard, rows.split(counts), offset, *pieces)
+        return found
 
     def _guard(self, like: Tensor, length: int) -> Tensor:
         """Zeros, [length], for positions that nobody computed: `Losses.check` reads their grad."""
@@ -269,22 +286,64 @@ class StageAnswers:
         return guard
 
 
-class _Uncomputed(torch.autograd.Function):
-    """Zeros for positions that nobody computed, and the size of the gradient that reaches them."""
+class _Piece(NamedTuple):
+    """Logits of a span, [rows, vocabulary], and the positions in it that they are of."""
+
+    logits: Tensor
+    positions: np.ndarray
+
+
+def _by_span(leaf: Tensor, spans: Sequence[Span], rows: np.ndarray | None) -> list[_Piece]:
+    """Logits of a segment by span: one split, whose backward writes every span's gradient once.
+
+    Args:
+        leaf: [rows, vocabulary].
+        spans: of the segment.
+        rows: positions in the segment, padding included, ascending; None: all.
+    """
+    ends = np.cumsum([span.padded for span in spans])
+    rows = np.arange(ends[-1]) if rows is None else rows
+    counts = np.diff(np.searchsorted(rows, ends), prepend=0)
+    found = []
+    parts = zip(leaf.split(counts.tolist()), np.split(rows, np.cumsum(counts)[:-1]), strict=True)
+    for span, end, (logits, held) in zip(spans, ends, parts, strict=True):
+        local = held - (end - span.padded)
+        num = int(np.searchsorted(local, span.length))  # padding is nobody's
+        found.append(_Piece(logits[:num], local[:num]))
+    return found
+
+
+class _Assembled(torch.autograd.Function):
+    """Logits at their rows, and zeros at the others, which come last; what reaches those is the
+    guard's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, guard: Tensor, like: Tensor, num: int) -> Tensor:
-        return like.new_zeros((num, *like.shape[1:]))
+    def forward(  # type: ignore[override]
+        ctx: Any, guard: Tensor, rows: Sequence[Tensor], num: int, *pieces: Tensor
+    ) -> Tensor:
+        ctx.rows = rows
+        out = pieces[0].new_zeros((num, *pieces[0].shape[1:]))
+        for place, piece in zip(rows, pieces, strict=False):
+            out.index_copy_(0, place, piece)
+        return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _size(gradient).view(1).to(gradient.dtype), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        *places, missing = ctx.rows
+        stray = None
+        if len(missing):
+            parts = missing.split(CHECKED_ROWS)
+            sizes = [_size(gradient.index_select(0, part)) for part in parts]
+            stray = torch.stack(sizes).amax().view(1).to(gradient.dtype)
+        return stray, None, None, *(gradient.index_select(0, place) for place in places)
 
 
 def _size(gradient: Tensor) -> Tensor:
-    """The largest element that is finite, by absolute value: a loss that is not finite sends NaN to
-    masked positions, too, which is the trainer's to see."""
-    return gradient.nan_to_num(0.0, 0.0, 0.0).abs().amax().float()
+    """The largest element that is finite, by absolute value; `gradient` is overwritten.
+
+    A loss that is not finite sends NaN to masked positions, too, which is the trainer's to see.
+    """
+    return gradient.nan_to_num_(0.0, 0.0, 0.0).abs_().amax().float()
 
 
 def _position_dim(leaf: Any, num: int) -> int | None:
@@ -365,7 +424,7 @@ class Losses:
         return [entry for store in self._stores for entry in store]
 
     def take(
-        self, index: int, output: Any, rows: Tensor | None = None, *, differentiable: bool
+        self, index: int, output: Any, rows: ReadRows | None = None, *, differentiable: bool
     ) -> None:
         """Takes a segment's output, see StageAnswers; scores the microbatches whose turn it is."""
         if self._forest.segments[index].scored:

@@ -215,6 +215,8 @@ def _message(known: Columns, samples: Sequence[Pairs], build: Builder, unshared:
     packed = [int(layout.packed) for layout in known.layouts]
     counts = [len(layout.lengths) for layout in known.layouts]
     forest = build(samples, np.repeat(np.arange(len(counts)), counts).tolist())
+    if known.labels is None:  # the answers are logits of all positions
+        forest = forest.all_read()
     flags = any(sample.routes is not None for sample in samples) + 2 * unshared
     return np.array([flags, len(packed), *packed, *counts, *forest.to_ints()], np.int64)
 

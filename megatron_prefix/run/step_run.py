@@ -91,13 +91,13 @@ class StepRun:
                 lambda: self._losses is None or self._losses.repeatable,
             )  # fmt: skip
             report.retried, report.plan = plan is not report.plan, plan
-            if self._losses is not None:
-                self._losses.check()
             if not self._forward_only:
                 report.memory = self._memory.predicted(plan, models, self._rank)
                 finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
                 num_tokens = self._losses.num_tokens if self._losses is not None else 0
                 gradients.finish(models, config, num_tokens, groups, force_all_reduce)
+            if self._losses is not None:
+                self._losses.check()  # waits for the device, so after what others wait for
         return self._losses.forward_data_store if self._losses is not None else []
 
     def _answer_other_stages(self) -> None:

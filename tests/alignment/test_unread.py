@@ -14,6 +14,8 @@ import torch
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.models.build import unwrap
+from megatron_prefix.models.weights import global_parameters
+from megatron_prefix.numerics import assert_close
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout
 from megatron_prefix.tree import Forest
@@ -129,7 +131,7 @@ def test_a_loss_that_looks_at_other_positions_is_refused(logits: bool, place: in
         steps.call(PrefixSchedule(CONFIG), step, small_model(), data)
 
 
-def counted_on_rank(name: str) -> tuple[int, int, int, int]:
+def counted_on_rank(name: str) -> Any:
     from megatron_prefix import runtime
     from megatron_prefix.models.build import build_model
     from megatron_prefix.models.presets import resolve
@@ -152,3 +154,34 @@ def test_sequence_parallel_ranks_share_what_is_read(name: str) -> None:
     for first, output, shared, read in run_ranks(2, counted_on_rank, name):
         assert first == shared
         assert read / 2 <= output <= (read + 6) / 2 + 2
+
+
+def gradients_of(name: str, layers: str) -> dict[str, Any]:
+    """Gradients of a pipeline's stage, by the layers that its stages have."""
+    from megatron_prefix import runtime
+    from megatron_prefix.models.build import build_model
+    from megatron_prefix.models.presets import resolve
+
+    layout = Layout(pp=2)
+    runtime.initialize(layout)
+    [model] = build_model(
+        resolve(name, num_layers=2).with_vocab(64), layout=layout, dtype=torch.float64,
+        config_overrides={"pipeline_model_parallel_layout": layers},
+    )  # fmt: skip
+    steps.zero_gradients(model)
+    steps.call(PrefixSchedule(CONFIG), Contract().step, model, items())
+    # A stage counts its layers from 0, and names with the model's numbers are the same in both.
+    return {
+        name: parameter.main_grad.clone() for name, parameter in global_parameters(unwrap(model))
+    }
+
+
+def test_a_stage_may_have_the_output_layer_and_no_other() -> None:
+    whole, bare = (
+        {name: gradient for one in run_ranks(2, gradients_of, "tiny-llama", layers)
+         for name, gradient in one.items()}
+        for layers in ("Et|tL", "Ett|L")
+    )  # fmt: skip
+    assert whole.keys() == bare.keys() and len(whole) > 10
+    for name, gradient in whole.items():
+        assert_close(bare[name], gradient, 64)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +22,7 @@ from megatron_prefix.plan.peak_memory import RankMemory, predict, table
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar import cache as cache_module
-from megatron_prefix.tree import TreeOptions, build, trees
+from megatron_prefix.tree import Pairs, TreeOptions, build, trees
 from megatron_prefix.tree.kv_layout import arena_map
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
@@ -99,6 +100,35 @@ def test_saved_bytes_are_those_that_were_predicted(name: str, recompute: str) ->
             assert predicted.peak >= predicted.saved
 
 
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-moe"])
+@pytest.mark.parametrize("contract", [Contract(), Contract(logits=True)], ids=["labels", "logits"])
+def test_bytes_of_a_segment_that_is_read_in_part(
+    name: str, recompute: str, contract: Contract
+) -> None:
+    """A rollout that shares nothing: its prompt is in one segment with its answer."""
+    ratios = []
+    for share in (1.0, 0.5, 0.1):
+        model = small_model(name, vocab=VOCAB, recompute=recompute, dtype=torch.float32)
+        tokens = np.random.default_rng(0).integers(0, 60, 513)
+        trained = np.arange(512) >= int(512 * (1 - share))
+        items = [steps.microbatch([Pairs(tokens[:-1], tokens[1:], trained)], 0, 0)]
+        inner = unwrap(model)
+        count = SavedBytes(addresses(*inner.parameters(), *inner.buffers()))
+        schedule = PrefixSchedule(PrefixConfig(segment_tokens=1024, min_gain=0))
+        steps.zero_gradients(model)
+        with count.counting():
+            steps.call(schedule, contract.step, model, items)
+        report = schedule.report
+        assert report is not None and report.memory is not None
+        ratios.append(report.memory.saved / (count.peak + report.cache_bytes))
+    # Never worse than of a whole segment.  Of logits all positions count: the trainer's answer has
+    # them.
+    assert 0.9 <= ratios[0] <= 1.1
+    most = 1.2 if contract == Contract() else 1.5
+    assert all(ratios[0] - 0.01 <= ratio <= most for ratio in ratios), ratios
+
+
 def test_offloaded_segments_hold_less() -> None:
     model = small_model(vocab=VOCAB, spec=dict(num_layers=6), dtype=torch.float32)
     saved = {memory: counted(model, SHAPES[0], memory) for memory in ("retain", "offload")}
@@ -132,7 +162,7 @@ def test_a_stage_counts_its_own_layers() -> None:
 def whole(**options: Any) -> Footprint:
     """Of a model whose last layer runs as the others do, also where nobody reads its output."""
     found = Footprint.of_spec(resolve("llama3-8b"), **options)
-    return replace(found, unread=found.inner)
+    return replace(found, unread=found.inner, attention=0.0)
 
 
 WHOLE = whole()
