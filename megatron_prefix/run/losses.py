@@ -33,6 +33,7 @@ from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.run.inputs import ReadRows
 from megatron_prefix.run.step import Step
 from megatron_prefix.run.suspend import SuspendedStep
+from megatron_prefix.sidecar.arena import Rows
 from megatron_prefix.sidecar.cache import on
 from megatron_prefix.sidecar.context_parallel import Exchange
 from megatron_prefix.tree import Place, Span, cp_layout
@@ -272,10 +273,11 @@ class StageAnswers:
             unread.append(offset + np.setdiff1d(np.arange(length), local))
             offset += length
         missing = np.concatenate(unread)
-        rows = on(like.device, np.concatenate([*targets, missing]))
-        counts = [*map(len, targets), len(missing)]
+        index = on(like.device, np.concatenate([*targets, missing]))
+        *places_of, others = index.split([*map(len, targets), len(missing)])
+        rows = [_as_interval(*both) for both in zip(targets, places_of, strict=True)]
         guard = self._guard(like, min(1, len(missing)))
-        found: Tensor = _Assembled.apply(guard, rows.split(counts), offset, *pieces)
+        found: Tensor = _Assembled.apply(guard, rows, others, offset, *pieces)
         return found
 
     def _guard(self, like: Tensor, length: int) -> Tensor:
@@ -313,29 +315,35 @@ def _by_span(leaf: Tensor, spans: Sequence[Span], rows: np.ndarray | None) -> li
     return found
 
 
+def _as_interval(rows: np.ndarray, there: Tensor) -> Rows:
+    """Ascending rows as an interval if they are one, whose gradient is a view; else `there`."""
+    if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return there
+
+
 class _Assembled(torch.autograd.Function):
-    """Logits at their rows, and zeros at the others, which come last; what reaches those is the
-    guard's gradient."""
+    """Logits at their rows, and zeros at the others; what reaches those is the guard's gradient."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, guard: Tensor, rows: Sequence[Tensor], num: int, *pieces: Tensor
+        ctx: Any, guard: Tensor, rows: Sequence[Rows], others: Tensor, num: int, *pieces: Tensor
     ) -> Tensor:
-        ctx.rows = rows
+        ctx.rows = rows, others
         out = pieces[0].new_zeros((num, *pieces[0].shape[1:]))
-        for place, piece in zip(rows, pieces, strict=False):
-            out.index_copy_(0, place, piece)
+        for place, piece in zip(rows, pieces, strict=True):
+            out[place] = piece
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        *places, missing = ctx.rows
+        rows, others = ctx.rows
         stray = None
-        if len(missing):
-            parts = missing.split(CHECKED_ROWS)
+        if len(others):
+            parts = others.split(CHECKED_ROWS)
             sizes = [_size(gradient.index_select(0, part)) for part in parts]
             stray = torch.stack(sizes).amax().view(1).to(gradient.dtype)
-        return stray, None, None, *(gradient.index_select(0, place) for place in places)
+        return stray, None, None, None, *(gradient[place] for place in rows)
 
 
 def _size(gradient: Tensor) -> Tensor:
