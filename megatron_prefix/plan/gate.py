@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.plan.times import Prediction
 from megatron_prefix.tree import Pairs
@@ -54,11 +56,19 @@ def other_way(config: PrefixConfig, decision: Decision) -> Decision:
     return Decision(not decision.share, reason, decision.share, decision.predicted_speedup)
 
 
-def without_sharing(config: PrefixConfig, rollouts: Sequence[Pairs], align: int) -> bool:
+def without_sharing(
+    config: PrefixConfig, rollouts: Sequence[Pairs], align: int, head: float = 0.0
+) -> bool:
     """Whether a look at the first positions shows that mode "auto" will not share; builds no tree.
 
     What rollouts share is computed at least once, so sharing S of R positions is no more than
-    R / (R - S) times as fast.
+    R / (R - S) times as fast; and the output layer runs on the T trained ones at least.
+
+    Args:
+        config: of the schedule.
+        rollouts: of the step.
+        align: of the layout, see TreeOptions.
+        head: the output layer's share of a position's FLOPs, 0 to 1.
     """
     if config.mode != "auto":
         return False
@@ -66,7 +76,9 @@ def without_sharing(config: PrefixConfig, rollouts: Sequence[Pairs], align: int)
         return config.min_speedup > 1
     raw = sum(map(len, rollouts))
     saved = most_saved(rollouts, config.tree_options(align))
-    return raw < config.min_speedup * (raw - saved)
+    trained = sum(int(np.count_nonzero(rollout.trained)) for rollout in rollouts)
+    left = raw - head * (raw - trained)
+    return raw * raw < config.min_speedup * (raw - saved) * left
 
 
 def unshared(config: PrefixConfig) -> Decision:

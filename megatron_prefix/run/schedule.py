@@ -178,7 +178,7 @@ class PrefixSchedule:
             config, forward_only,
         )  # fmt: skip
         step = read_step(
-            first, last, routes, groups, build, device, self._prefilter(config, groups, device)
+            first, last, routes, groups, build, device, self._prefilter(models, groups, device)
         )
         problem = step if isinstance(step, BaseException) else None
         if (reason := agree(problem, everyone, device)) is not None:
@@ -202,14 +202,18 @@ class PrefixSchedule:
 
         return judged
 
-    def _prefilter(self, config: Any, groups: Any, device: torch.device) -> Prefilter:
+    def _prefilter(self, models: list[Any], groups: Any, device: torch.device) -> Prefilter:
         """Finds steps without sharing; where pipelines share experts all of them must be such."""
-        experts = expert_sync.expert_group(groups)
+        experts, config = expert_sync.expert_group(groups), get_model_config(models[0])
+        cost = cost_of(models[0])
+        head = cost.head / (cost.linear + cost.head)
 
         def nothing_to_share(samples: Sequence[Pairs] | None) -> bool:
             if self.config.mode != "auto":
                 return False
-            mine = samples is not None and without_sharing(self.config, samples, _alignment(config))
+            mine = samples is not None and without_sharing(
+                self.config, samples, _alignment(config), head
+            )
             return all_agree(mine, experts, device)
 
         return nothing_to_share
