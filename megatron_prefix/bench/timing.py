@@ -55,8 +55,9 @@ class Timing:
             dissolved.
         of_bound: speedup / bound.
         tflops: executed by the prefix schedule, in 10^12 a second and rank: what forward, backward
-            and recomputed forwards need in matrix products, over all steps.
-        mfu: that over the GPU's dense bf16 rate; None where the rate is not known here.
+            and recomputed segments need in matrix products, over all steps.
+        mfu: that over the GPU's dense bf16 rate; None in another dtype, or where the rate is
+            not known here.
         phase_ms: of one more call, which is timed action by action: what the slowest rank computes
             in phase A (forwards of inner segments), B (waves) and C (backwards of inner segments),
             and what it waits for others; empty where the stock schedule ran.
@@ -212,7 +213,7 @@ def timing(work: Work, setting: Setting, stock: Measured, prefix: Measured) -> T
     shared_steps = sum(count.shared for count in prefix.counts)
     baseline, ranks = setting.baseline, setting.layout.world_size
     rate = total.flops / (sum(prefix.step_ms) / 1e3) / ranks
-    peak = _peak_flops()
+    peak = _peak_flops(setting.dtype)
     return Timing(
         name=work.name,
         baseline=baseline.name,
@@ -245,8 +246,8 @@ def timing(work: Work, setting: Setting, stock: Measured, prefix: Measured) -> T
     )
 
 
-def _peak_flops() -> float | None:
-    if not torch.cuda.is_available():
+def _peak_flops(dtype: str) -> float | None:
+    if dtype != "bfloat16" or not torch.cuda.is_available():
         return None
-    words = torch.cuda.get_device_name().split()
+    words = torch.cuda.get_device_name().replace("-", " ").split()
     return next((rate for name, rate in PEAK_FLOPS.items() if name in words), None)

@@ -23,6 +23,7 @@ class Setting:
         layout: of the job's ranks.
         baseline: the microbatches of both schedules.
         seed: of the advantages.
+        dtype: of the model.
         forward_only: time passes without gradients, as trainers make them for log-probs.
     """
 
@@ -30,6 +31,7 @@ class Setting:
     layout: Layout
     baseline: Baseline
     seed: int = 1234
+    dtype: str = "float32"
     forward_only: bool = False
 
 

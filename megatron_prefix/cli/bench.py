@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--chunk-tokens auto: give a number; `plan --chunk-tokens auto` finds one")
     if args.steps is not None and not args.rollouts:
         raise UserError("--steps is for rollout files; give --rollouts FILE, or leave it out")
-    verdict, rows, failures = _measure(args, shapes)
+    verdict, rows, failures = _measure(args, layout, shapes)
     if os.environ.get("RANK", "0") != "0":  # one of torchrun's ranks speaks
         return 0 if verdict.passed else 1
     result = {
@@ -140,16 +140,17 @@ def run(args: argparse.Namespace) -> int:
     return 0 if verdict.passed and not failures else 1
 
 
-def _measure(args: argparse.Namespace, shapes: list[Any]) -> tuple[Any, list[Any], list[str]]:
+def _measure(
+    args: argparse.Namespace, layout: Any, shapes: list[Any]
+) -> tuple[Any, list[Any], list[str]]:
     """The verdict of the alignment, the rows and what failed, on the ranks of the layout."""
     from megatron_prefix import runtime
     from megatron_prefix.bench.work import Setting
 
     options, config = model_options(args), config_of(args)
-    layout = layout_of(args, runtime.env_world_size())
     spec, files = _files(args, options)
     work = [*_shapes(args, shapes, spec, config, layout.dp), *_steps(args, files, config)]
-    setting = Setting(spec, layout, baseline_of(args), args.seed, args.forward_only)
+    setting = Setting(spec, layout, baseline_of(args), args.seed, args.dtype, args.forward_only)
     job = (args, options, setting, config, work)
     return runtime.launch(bench_rank, layout.world_size, *job, device=args.device)
 

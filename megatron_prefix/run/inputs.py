@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_prefix.sidecar.cache import on
 from megatron_prefix.tree import Forest, Pairs, cp_layout
+from megatron_prefix.tree.forest import any_trained
 
 
 class ReadRows(NamedTuple):
@@ -55,14 +56,14 @@ class SegmentInputs:
         self._offsets = np.cumsum([0, *(segment.padded_length for segment in forest.segments)])
         table = np.zeros((4, self._offsets[-1]), np.int64)
         spans = [span for segment in forest.segments for span in segment.spans]
+        trained = [sample.trained for sample in samples or ()]
         offset = 0
         for span in spans:
             if samples is not None and span.rollouts:  # a filler has none
                 sample, here = samples[span.rollouts[0]], slice(offset, offset + span.length)
                 table[0, here] = sample.inputs[span.start : span.end]
                 table[1, here] = sample.labels[span.start : span.end]
-                read = [samples[one].trained[span.start : span.end] for one in span.rollouts]
-                table[3, here] = np.logical_or.reduce(read)
+                table[3, here] = any_trained(span, trained)
             # Padding goes on counting: its positions are legal and its outputs unread.
             counted = np.arange(span.start, span.start + span.padded)
             table[2, offset : offset + span.padded] = counted
@@ -124,9 +125,8 @@ class ModelArguments:
         tokens, labels, positions = self._inputs[index].unsqueeze(1)
         rows = self._inputs.rows(index)
         if self._has_labels and rows is not None:
-            labels = labels.index_select(
-                1, rows.there
-            )  # as many as the last stage has hidden states
+            # As many as there are hidden states in front of the output layer.
+            labels = labels.index_select(1, rows.there)
         return forward(
             input_ids=tokens,
             position_ids=positions,

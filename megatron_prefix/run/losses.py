@@ -1,16 +1,10 @@
 """Losses on the last stage: the trainer's own, one call a microbatch of its own.
 
-The outputs of scored segments are detached leaves.  When the last segment of a microbatch has been
-through, the outputs along its samples' paths are put together in the layout of its model call, and
-the suspended forward step goes on with them, to its own loss.  Its backward leaves in every leaf a
-sum of what all microbatches send it, and with that the segment's own backward starts: the same
+When the last segment of a microbatch has been through, the suspended forward step goes on with its
+answer (run/answers.py), to its own loss.  Its backward leaves in every segment's output a sum of
+what all microbatches send it, and with that the segment's own backward starts: the same
 superposition as for gK/gV, applied to the outputs ("Schedule-Level Shared-Prefix Reuse for LLM RL
 Training", appendix A.5, the direct adjoints of prefix tokens).
-
-With context parallelism the ranks share the rows of every segment, and every microbatch, but not
-along the same lines: a segment is cut zig-zag by itself, a microbatch as a whole.  So leaves are
-whole outputs, gathered when a segment has run, and a microbatch takes its rank's positions of the
-joined outputs; what reaches a leaf on any rank is added up before the segment's backward.
 """
 
 from __future__ import annotations
@@ -19,9 +13,8 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 from torch import Tensor
@@ -29,19 +22,12 @@ from torch.utils import (
     _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
 )
 
-from megatron_prefix.errors import CannotShare, UserError
+from megatron_prefix.errors import UserError
+from megatron_prefix.run.answers import StageAnswers
 from megatron_prefix.run.inputs import ReadRows
 from megatron_prefix.run.step import Step
 from megatron_prefix.run.suspend import SuspendedStep
-from megatron_prefix.sidecar.arena import Rows
-from megatron_prefix.sidecar.cache import on
 from megatron_prefix.sidecar.context_parallel import Exchange
-from megatron_prefix.tree import Place, Span, cp_layout
-
-FLAT = -1
-"""In the place of a dimension: the tensor is [positions], without a dimension for the batch."""
-CHECKED_ROWS = 1024
-"""Rows of logits of which gradients are looked at together: each time these are copied."""
 
 
 @dataclass(frozen=True)
@@ -71,310 +57,6 @@ def set_auxiliary_scales(contract: LossContract, model: Any, num_microbatches: i
         model, next(model.parameters()), None, config, getattr(model, "vp_stage", None),
         contract.collect_non_loss_data, max(num_microbatches, 1), [], contract.cp_size, False,
     )  # fmt: skip
-
-
-class StageAnswers:
-    """Outputs of segments, and the answers that they make for the trainer's model calls.
-
-    Args:
-        step: the step's segments and microbatches.
-        exchange: between context-parallel ranks; None where there is one.
-
-    Attributes:
-        guards: zeros in the place of positions that nobody computed; what reaches them is their
-            `grad`.
-    """
-
-    def __init__(self, step: Step, exchange: Exchange | None = None) -> None:
-        self._forest, self._packed, self._exchange = step.forest, step.packed, exchange
-        self._leaves: dict[int, list[Any]] = {}
-        self._rows: dict[int, ReadRows | None] = {}
-        self._strays: list[Tensor] = []
-        self._spans: dict[int, list[list[_Piece]]] = {}
-        self._structure: Any = None
-        self._dims: list[int | None] = []
-        self._plain: list[Any] = []
-        self._index: dict[tuple[int, ...], Tensor] = {}
-        self.guards: list[Tensor] = []
-
-    def take(
-        self, index: int, output: Any, rows: ReadRows | None = None, *, differentiable: bool
-    ) -> None:
-        """Takes a segment's output: a tensor, or a tree of tensors that are per position.
-
-        Args:
-            index: the segment.
-            output: of all its positions on this rank, or of `rows`, the others then are zero.
-            rows: None: all positions.
-            differentiable: whether a backward will come.
-        """
-        spans = self._forest.segments[index].spans
-        lengths = [span.padded for span in spans]
-        num = sum(lengths) // (1 if self._exchange is None else self._exchange.size)
-        leaves, structure = pytree.tree_flatten(output)
-        self._remember(leaves, structure, num if rows is None else len(rows.here))
-        self._rows[index] = rows
-        found = []
-        for leaf, dim in zip(leaves, self._dims, strict=True):
-            if dim is None:
-                found.append(leaf)
-                continue
-            mine = leaf.detach() if dim == FLAT else leaf.detach().squeeze(1 - dim)
-            if rows is not None and self._is_whole(mine):
-                mine = mine.new_zeros((num, *mine.shape[1:])).index_copy_(0, rows.there, mine)
-            if self._exchange is not None:
-                mine = self._exchange.whole(mine[None], lengths)[0]
-            # A forward that will run again has no graph yet, so the leaf cannot ask for one.
-            found.append(mine.requires_grad_(differentiable and leaf.is_floating_point()))
-        self._leaves[index] = found
-        kept = None if rows is None or self._exchange is not None else rows.here
-        self._spans[index] = [
-            [] if dim is None or leaf.dim() == 1 else _by_span(leaf, spans, kept)
-            for leaf, dim in zip(found, self._dims, strict=True)
-        ]
-
-    def _is_whole(self, tensor: Tensor) -> bool:
-        """Whether a leaf has all positions of its segment: logits, which are large, do not have to,
-        unless context-parallel ranks gather them."""
-        return tensor.dim() == 1 or self._exchange is not None
-
-    def gradients(self, index: int, output: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """Tensors of a segment's output that have a graph, and what all losses send to them."""
-        lengths = [span.padded for span in self._forest.segments[index].spans]
-        tensors, gradients = [], []
-        leaves = pytree.tree_leaves(output)
-        for tensor, leaf, dim in zip(leaves, self._leaves[index], self._dims, strict=True):
-            if dim is None or not tensor.requires_grad:
-                continue
-            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            if self._exchange is not None:
-                gradient = self._exchange.share(gradient[None], lengths)[0]
-            tensors.append(tensor)
-            gradient = self._read(index, gradient)
-            gradients.append(gradient if dim == FLAT else gradient.unsqueeze(1 - dim))
-        return tensors, gradients
-
-    def _read(self, index: int, gradient: Tensor) -> Tensor:
-        """The gradient of positions whose output was computed; notes what reaches the others."""
-        rows = self._rows[index]
-        if rows is None or not self._is_whole(gradient):
-            return gradient
-        found = gradient.index_select(0, rows.there)
-        self._strays.append(_size(gradient.index_fill_(0, rows.there, 0.0)))
-        return found
-
-    def strays(self) -> list[Tensor]:
-        """Sizes of the gradients that have reached positions which nobody computed."""
-        return [*self._strays, *(_size(one.grad) for one in self.guards if one.grad is not None)]
-
-    def drop(self, index: int) -> None:
-        """Drops a segment's output."""
-        self._leaves.pop(index, None)
-        self._spans.pop(index, None)
-
-    def answer(self, microbatch: int, rollouts: Sequence[int]) -> Any:
-        """A microbatch's output in the layout of its call, in memory of its own.
-
-        Positions that carry no loss are zero; a gradient that reaches one is an error
-        (`Losses.check`).
-        """
-        if self._structure is None:
-            raise RuntimeError("no segment has an output")
-        lengths = tuple(self._forest.num_positions[rollout] for rollout in rollouts)
-        found = []
-        plain = iter(self._plain)
-        for number, dim in enumerate(self._dims):
-            if dim is None:
-                found.append(next(plain))
-                continue
-            whole = self._on_this_rank(self._joined(rollouts, number), lengths)
-            if dim == FLAT and (self._packed[microbatch] or len(rollouts) == 1):
-                found.append(whole)
-                continue
-            if dim == FLAT:
-                raise CannotShare(
-                    f"the model returns [positions] for {len(rollouts)} rows, whose order in it is"
-                    " not known: return [batch, positions], or pack the samples"
-                )
-            if self._packed[microbatch]:
-                found.append(whole.unsqueeze(1 - dim))
-                continue
-            rows = whole.unflatten(0, (len(rollouts), -1))
-            found.append(rows if dim else rows.transpose(0, 1).contiguous())
-        return pytree.tree_unflatten(found, self._structure)
-
-    def _remember(self, leaves: list[Any], structure: Any, num: int) -> None:
-        """Which dimension of every tensor is per position: the same for all segments."""
-        dims = [_position_dim(leaf, num) for leaf in leaves]
-        plain = [leaf for leaf, dim in zip(leaves, dims, strict=True) if dim is None]
-        if self._structure is None:
-            self._structure, self._dims, self._plain = structure, dims, plain
-        elif structure != self._structure or plain != self._plain:
-            raise CannotShare(
-                f"outputs of the model differ from segment to segment in {structure}: what is not"
-                " per position must be the same for all"
-            )
-        elif num > 1:  # of one position either dimension could be the one
-            self._dims = dims
-
-    def _on_this_rank(self, whole: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """This context-parallel rank's positions of samples that lie one behind the other."""
-        exchange = self._exchange
-        if exchange is None:
-            return whole
-        if lengths not in self._index:
-            mine = cp_layout.held_positions(lengths, exchange.rank, exchange.size)
-            self._index[lengths] = on(whole.device, mine)
-        return whole.index_select(0, self._index[lengths])
-
-    def _joined(self, rollouts: Sequence[int], number: int) -> Tensor:
-        """One tensor's positions along the paths of rollouts, [positions, ...]."""
-        places = [place for rollout in rollouts for place in self._forest.paths[rollout]]
-        like = self._leaves[places[-1].segment][number]
-        if like.dim() > 1:
-            return self._assembled(places, number, like)
-        used = sorted({place.segment for place in places if self._is_computed(place)})
-        starts, total = self._starts(used)
-        index = []
-        missing = total  # zeros behind the outputs stand for positions that nobody computed
-        for place in places:
-            length = self._forest.segments[place.segment].spans[place.number].length
-            if self._is_computed(place):
-                start = starts[place]
-            else:
-                start, missing = missing, missing + length
-            index.append(np.arange(start, start + length))
-        outputs = [self._leaves[segment][number] for segment in used]
-        whole = torch.cat([*outputs, self._guard(like, missing - total)])
-        return whole.index_select(0, on(like.device, np.concatenate(index)))
-
-    def _is_computed(self, place: Place) -> bool:
-        return self._forest.segments[place.segment].scored
-
-    def _starts(self, segments: Sequence[int]) -> tuple[dict[Place, int], int]:
-        """Where spans begin when the outputs of segments lie one behind the other, and the end."""
-        starts, total = {}, 0
-        for index in segments:
-            for number, span in enumerate(self._forest.segments[index].spans):
-                starts[Place(index, number)] = total
-                total += span.padded
-        return starts, total
-
-    def _assembled(self, places: Sequence[Place], number: int, like: Tensor) -> Tensor:
-        """Logits along places: no second copy of them, and zeros where nobody computed any."""
-        pieces, targets, unread, offset = [], [], [], 0
-        for place in places:
-            length = self._forest.segments[place.segment].spans[place.number].length
-            local = np.arange(0)
-            if self._is_computed(place):
-                piece, local = self._spans[place.segment][number][place.number]
-                pieces.append(piece)
-                targets.append(offset + local)
-            unread.append(offset + np.setdiff1d(np.arange(length), local))
-            offset += length
-        missing = np.concatenate(unread)
-        index = on(like.device, np.concatenate([*targets, missing]))
-        *places_of, others = index.split([*map(len, targets), len(missing)])
-        rows = [_as_interval(*both) for both in zip(targets, places_of, strict=True)]
-        guard = self._guard(like, min(1, len(missing)))
-        found: Tensor = _Assembled.apply(guard, rows, others, offset, *pieces)
-        return found
-
-    def _guard(self, like: Tensor, length: int) -> Tensor:
-        """Zeros, [length], for positions that nobody computed: `Losses.check` reads their grad."""
-        guard = like.new_zeros(length)
-        if length and like.requires_grad:
-            self.guards.append(guard.requires_grad_())
-        return guard
-
-
-class _Piece(NamedTuple):
-    """Logits of a span, [rows, vocabulary], and the positions in it that they are of."""
-
-    logits: Tensor
-    positions: np.ndarray
-
-
-def _by_span(leaf: Tensor, spans: Sequence[Span], rows: np.ndarray | None) -> list[_Piece]:
-    """Logits of a segment by span: one split, whose backward writes every span's gradient once.
-
-    Args:
-        leaf: [rows, vocabulary].
-        spans: of the segment.
-        rows: positions in the segment, padding included, ascending; None: all.
-    """
-    ends = np.cumsum([span.padded for span in spans])
-    rows = np.arange(ends[-1]) if rows is None else rows
-    counts = np.diff(np.searchsorted(rows, ends), prepend=0)
-    found = []
-    parts = zip(leaf.split(counts.tolist()), np.split(rows, np.cumsum(counts)[:-1]), strict=True)
-    for span, end, (logits, held) in zip(spans, ends, parts, strict=True):
-        local = held - (end - span.padded)
-        num = int(np.searchsorted(local, span.length))  # padding is nobody's
-        found.append(_Piece(logits[:num], local[:num]))
-    return found
-
-
-def _as_interval(rows: np.ndarray, there: Tensor) -> Rows:
-    """Ascending rows as an interval if they are one, whose gradient is a view; else `there`."""
-    if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
-        return slice(int(rows[0]), int(rows[-1]) + 1)
-    return there
-
-
-class _Assembled(torch.autograd.Function):
-    """Logits at their rows, and zeros at the others; what reaches those is the guard's gradient."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, guard: Tensor, rows: Sequence[Rows], others: Tensor, num: int, *pieces: Tensor
-    ) -> Tensor:
-        ctx.rows = rows, others
-        out = pieces[0].new_zeros((num, *pieces[0].shape[1:]))
-        for place, piece in zip(rows, pieces, strict=True):
-            out[place] = piece
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        rows, others = ctx.rows
-        stray = None
-        if len(others):
-            parts = others.split(CHECKED_ROWS)
-            sizes = [_size(gradient.index_select(0, part)) for part in parts]
-            stray = torch.stack(sizes).amax().view(1).to(gradient.dtype)
-        return stray, None, None, None, *(gradient[place] for place in rows)
-
-
-def _size(gradient: Tensor) -> Tensor:
-    """The largest element that is finite, by absolute value; `gradient` is overwritten.
-
-    A loss that is not finite sends NaN to masked positions, too, which is the trainer's to see.
-    """
-    return gradient.nan_to_num_(0.0, 0.0, 0.0).abs_().amax().float()
-
-
-def _position_dim(leaf: Any, num: int) -> int | None:
-    """The dimension of a segment's output that is per position, or FLAT; None for plain values."""
-    if leaf is None or isinstance(leaf, bool | int | float | str):
-        return None
-    if not isinstance(leaf, Tensor):
-        raise CannotShare(
-            f"the model returns a {type(leaf).__name__}, in which the prefix schedule finds no"
-            " tensors: return a tensor, a dict, a tuple, or register it with torch.utils.pytree"
-        )
-    shape = leaf.shape
-    if shape == (num,):  # verl's fused kernels
-        return FLAT
-    if len(shape) > 1 and shape[0] == 1 and shape[1] == num:
-        return 1
-    if len(shape) > 1 and shape[0] == num and shape[1] == 1:
-        return 0
-    raise CannotShare(
-        f"the model returns a tensor of shape {list(shape)} for {num} positions: the prefix"
-        " schedule puts together what is per position, [batch, positions, ...], [positions, batch,"
-        " ...] or [positions]"
-    )
 
 
 class Losses:

@@ -19,7 +19,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.tree.forest import Forest, Pairs, Segment, TreeOptions, check_routes
+from megatron_prefix.tree.forest import (
+    Forest,
+    Pairs,
+    Segment,
+    TreeOptions,
+    any_trained,
+    check_routes,
+)
 from megatron_prefix.tree.node import Node, preorder
 from megatron_prefix.tree.packing import inner_segments, pack
 
@@ -73,11 +80,8 @@ class Tries:
 
     def _trained(self, segment: Segment) -> int:
         """Positions of a segment that carry loss in any of their rollouts."""
-        found = 0
-        for span in segment.spans if segment.scored else ():
-            flags = [self.trained[one][span.start : span.end] for one in span.rollouts]
-            found += int(np.count_nonzero(np.logical_or.reduce(flags)))
-        return found
+        spans = segment.spans if segment.scored else ()
+        return sum(int(np.count_nonzero(any_trained(span, self.trained))) for span in spans)
 
 
 def build(

@@ -154,6 +154,17 @@ class Span(NamedTuple):
         return self.start + self.length
 
 
+def any_trained(span: Span, trained: Sequence[np.ndarray]) -> np.ndarray:
+    """Whether a span's positions carry loss in any of its rollouts, bool [length].
+
+    Args:
+        span: of some rollouts.
+        trained: flags of every rollout, see Pairs.
+    """
+    flags = [trained[one][span.start : span.end] for one in span.rollouts]
+    return np.asarray(np.logical_or.reduce(flags))
+
+
 class Segment(NamedTuple):
     """What one action runs: spans of one tree or of many, none of them an ancestor of another.
 

@@ -38,6 +38,7 @@ def items() -> list[Microbatch]:
     found = [*steps.group(0, 3), *steps.group(1, 1), *steps.group(2, 2)]
     for item in found[::2]:
         item["loss_mask"][:, 13:15] = 0.0  # as an answer of a tool in the middle of a response
+    found[1]["loss_mask"][:, 5] = 1.0  # of a prompt that the others share and do not train
     return [{**item, "uid": uid} for uid, item in enumerate(found)]
 
 
