@@ -97,7 +97,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time passes without gradients, as for old and reference log-probs",
     )
     group.add_argument("--bench-json", metavar="FILE", help="write the result as JSON to FILE too")
-    group.add_argument("--plot", metavar="FILE", help="draw speedups and bounds (png, svg, pdf)")
+    group.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw speedups and bounds, a step's time by phase, peaks of memory and every step's"
+        " time; of `bench memory` the peaks by policy (png, svg, pdf)",
+    )
     add_baseline(parser)
     bench_memory.add_arguments(parser)
     add_model(parser, model="tiny-llama", dtype="float32")
@@ -298,19 +303,6 @@ def _print_steps(rows: Sequence[Any]) -> None:
 
 
 def _plot(path: str, rows: list[Any]) -> None:
-    import matplotlib
+    from megatron_prefix.bench.picture import figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = [row.name for row in rows]
-    figure, axes = pyplot.subplots(figsize=(max(5, 1.3 * len(rows)), 4), layout="constrained")
-    places = range(len(rows))
-    axes.bar(places, [row.bound for row in rows], color="#d8dee9", label="FLOP bound")
-    axes.bar(places, [row.speedup for row in rows], width=0.5, color="#3b6ea5", label="measured")
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks(places, names)
-    axes.set_ylabel("speedup over the stock schedule")
-    axes.set_xlabel("prompt tokens : response tokens : rollouts, or rollout file")
-    axes.legend(frameon=False)
-    report.save_figure(figure, path)
+    report.save_figure(figure([row.as_json() for row in rows]), path)
