@@ -10,7 +10,7 @@ from megatron_prefix.tree import TreeOptions
 
 MODES = ("off", "observe", "auto", "on")
 MEMORY_POLICIES = ("retain", "offload", "recompute", "auto")
-CP_REDUCE = ("wave", "segment")
+CP_REDUCE = ("auto", "wave", "segment")
 MOST_MEMORY_GB = 1e6
 """No machine has as much."""
 
@@ -52,8 +52,9 @@ class PrefixConfig:
         cache_host_layers: attention layers of every model chunk whose K/V and gK/gV are in host
             memory, and on the device only while the layer runs.
         cp_reduce: with context parallelism, when gK/gV are sent to the ranks that own the keys:
-            after every "wave", or once a "segment", which sends less and needs cp times the memory
-            for gK/gV.
+            after every "wave", or once a "segment", for which every rank keeps K/V and gK/gV of all
+            of them: nothing is gathered twice, and the sidecar takes cp times the memory. "auto":
+            "segment" in steps whose predicted peak then fits in free memory.
         run_ahead: forwards that a pipeline stage runs ahead of its successor (1 or 2).
         min_speedup: in mode "auto", the predicted speedup below which the stock schedule runs.
         cost_file: where mode "auto" keeps what it measures of this model, layout and device, for
@@ -72,7 +73,7 @@ class PrefixConfig:
     memory: str = "retain"
     memory_budget_gb: float = 0.0
     cache_host_layers: int = 0
-    cp_reduce: str = "wave"
+    cp_reduce: str = "auto"
     run_ahead: int = 2
     min_speedup: float = 1.05
     cost_file: str | None = None

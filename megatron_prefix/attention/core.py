@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_prefix.attention.kernels import Kernel, Runs
 from megatron_prefix.attention.merge import merge
-from megatron_prefix.attention.own import add_selected, own_attention, selected, spread
+from megatron_prefix.attention.own import OwnAttention, add_selected, selected, spread
 from megatron_prefix.sidecar.cache import SidecarCache
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class SegmentContext:
     Attributes:
         index: the segment.
         inner: whether other segments read its K/V.
-        lengths: of its spans on this rank, padding included.
+        runs: what its queries on this rank see of its own keys.
         num_levels: calls in which its queries see their ancestors.
         positions: position of every token in its rollout, int64 [padded_length], on the model's
             device.
@@ -54,7 +54,7 @@ class SegmentContext:
 
     index: int
     inner: bool
-    lengths: tuple[int, ...]
+    runs: Runs
     num_levels: int
     positions: Tensor
     cache: SidecarCache
@@ -108,10 +108,8 @@ class _SegmentAttention(torch.autograd.Function):
         kernel: Kernel,
     ) -> Tensor:
         cache = context.cache
-        if context.inner:
-            cache.capture(layer, context.index, key, value)
-            key, value = cache.own(layer, context.index)
-        own = own_attention(cache, kernel, query, key, value, scale, context.lengths)
+        keys = cache.own_keys(layer, context.index, context.inner, key, value)
+        own = OwnAttention(kernel, query, keys, scale, context.runs)
         cache.prefetch(layer, context.index, backward=context.backward)
         after = layer - 1 if context.backward else layer + 1
         if after != context.keys_only:
@@ -123,7 +121,7 @@ class _SegmentAttention(torch.autograd.Function):
             runs = Runs(level.query_lengths, level.key_lengths)
             part = kernel.forward(selected(query, level.queries), seen, values, runs, scale)
             above.append(spread(part, level.queries, len(query)))
-        parts = [*own.forward(), *above]
+        parts = [own.forward(), *above]
         out, lse = merge(parts)
         if not context.backward:  # in recomputation the layer's backward comes next
             cache.release(layer)
@@ -139,12 +137,12 @@ class _SegmentAttention(torch.autograd.Function):
         query, out, lse, *saved = ctx.saved_tensors
         cache: SidecarCache = context.cache
         key, value = cache.own(layer, context.index) if context.inner else saved
-        own = own_attention(cache, kernel, query, key, value, scale, context.lengths)
+        keys = cache.own_keys(layer, context.index, context.inner, key, value)
+        own = OwnAttention(kernel, query, keys, scale, context.runs)
         cache.prefetch(layer, context.index, backward=True)
         cache.prefetch(layer - 1, context.index, backward=True)
-        num_own = len(aux) - context.num_levels
-        query_grad = own.backward(out_grad, out, lse, aux[:num_own])
-        for number, level_aux in enumerate(aux[num_own:]):
+        query_grad = own.backward(out_grad, out, lse, aux[0])
+        for number, level_aux in enumerate(aux[1:]):
             seen, values = cache.read(layer, context.index, number)
             level = cache.level(context.index, number)
             mine = level.queries
@@ -156,8 +154,6 @@ class _SegmentAttention(torch.autograd.Function):
             query_grad = add_selected(query_grad, mine, more)
             cache.add_gradient(layer, context.index, number, seen_grad, values_grad)
         key_grad, value_grad = own.gradients()
-        if context.inner and (sent := cache.take_gradient(layer, context.index)):
-            key_grad, value_grad = sent[0] + key_grad, sent[1] + value_grad
         cache.release(layer)
         for waiting in context.ahead:
             waiting.prefetch(early=True)

@@ -13,6 +13,7 @@ for fp64); gradients as their inputs, dk and dv summed over the query heads of a
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
@@ -41,8 +42,8 @@ class Runs(NamedTuple):
     Attributes:
         queries: queries of each run, at least one; they sum to s.
         keys: keys of each run, at least one; they sum to t.
-        causal: whether query i of a run sees its first i + 1 keys (a run then has as many keys as
-            queries), or every query all keys of its run.
+        causal: whether query i of a run with s queries and t >= s keys sees the first t - s + i + 1
+            of them (the last query all), or every query all keys of its run.
     """
 
     queries: tuple[int, ...]
@@ -130,12 +131,12 @@ def batches(runs: Runs, num_queries: int, num_keys: int) -> tuple[tuple[Batch, B
     """Consecutive runs of equal shape are one batch; its queries and its keys.
 
     Raises ValueError if a run is empty, the runs do not sum to ``num_queries`` and ``num_keys``, or
-    a causal run has more or fewer keys than queries.
+    a causal run has fewer keys than queries.
     """
     for lengths, total in ((runs.queries, num_queries), (runs.keys, num_keys)):
         if min(lengths, default=0) < 1 or sum(lengths) != total:
             raise ValueError(f"lengths {lengths} must be positive and sum to {total}")
-    if runs.causal and runs.queries != runs.keys:
+    if runs.causal and any(map(operator.lt, runs.keys, runs.queries)):
         raise ValueError(f"causal runs of {runs.queries} queries cannot have {runs.keys} keys")
     found, start, key_start = [], 0, 0
     for (length, num_seen), members in groupby(zip(runs.queries, runs.keys, strict=True)):
@@ -160,12 +161,22 @@ class Batched:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor, Aux]:
-        """(out [n, s, h, dv], lse [n, h, s], aux) of n runs of the same shape."""
+        """(out [n, s, h, dv], lse [n, h, s], aux) of n runs of the same shape, by one call."""
         raise NotImplementedError
 
     def attend_backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
         """(dq, dk, dv), shapes as q, k, v of ``saved``, newly allocated."""
         raise NotImplementedError
+
+    def block(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor, Aux]:
+        """As `attend`; by several calls where the operator has no such mask."""
+        return self.attend(q, k, v, scale, causal)
+
+    def block_backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
+        """As `attend_backward`, of what `block` did."""
+        return self.attend_backward(saved, aux, scale, causal)
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         """See `Kernel.refusal`; a subclass adds what its operator cannot take."""
@@ -193,7 +204,7 @@ class Batched:
         """See `Kernel.forward`."""
         self.guard(q, k, v)
         parts = [
-            self.attend(mine.view(q), seen.view(k), seen.view(v), scale, runs.causal)
+            self.block(mine.view(q), seen.view(k), seen.view(v), scale, runs.causal)
             for mine, seen in batches(runs, q.shape[0], k.shape[0])
         ]
         outs = [out.flatten(0, 1) for out, _, _ in parts]
@@ -213,7 +224,7 @@ class Batched:
                 mine.view(dout), mine.view(q), seen.view(k), seen.view(v), mine.view(out),
                 mine.view_lse(lse),
             )  # fmt: skip
-            shares.append(self.attend_backward(saved, batch_aux, scale, runs.causal))
+            shares.append(self.block_backward(saved, batch_aux, scale, runs.causal))
         dq, dk, dv = (
             joined([gradient.flatten(0, 1) for gradient in gradients])
             for gradients in zip(*shares, strict=True)

@@ -192,7 +192,8 @@ def _probed(
 
 
 def _small_run(kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Every result of one run and of uneven runs, with and without a mask."""
+    """Every result of one run and of uneven runs, without a mask, causal, and causal with more keys
+    than queries."""
     scale, lengths = q.shape[-1] ** -0.5, (5, PROBE_ROWS - 5)
     results: list[Tensor] = []
     with torch.no_grad():
@@ -201,8 +202,11 @@ def _small_run(kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) ->
             Runs.own((PROBE_ROWS,)),
             Runs.own(lengths),
             Runs(lengths, (PROBE_ROWS - 7, 7)),
+            Runs((PROBE_ROWS - 40, 5), (PROBE_ROWS - 30, 30), causal=True),
         ):
-            call = (q, k[: sum(runs.keys)], v[: sum(runs.keys)])
+            num_queries, num_keys = sum(runs.queries), sum(runs.keys)
+            call = (q[:num_queries], k[:num_keys], v[:num_keys])
             part = kernel.forward(*call, runs, scale)
-            results += [part.out, part.lse, *kernel.backward(dout, *call, *part, runs, scale)]
+            gradients = kernel.backward(dout[:num_queries], *call, *part, runs, scale)
+            results += [part.out, part.lse, *gradients]
     return results

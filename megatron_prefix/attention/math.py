@@ -30,7 +30,8 @@ MAX_SCORES = 1 << 23
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention of all queries: (out in q's dtype, lse in the accumulator's dtype).
 
-    ``causal``: query i sees keys 0..i, else every key. Without keys out is 0 and lse is -inf.
+    ``causal``: of t keys query i of s sees the first t - s + i + 1, else every one. Without keys
+    out is 0 and lse is -inf.
     """
     num, length, heads, _ = q.shape
     wide = accumulator_dtype(q.dtype)
@@ -38,7 +39,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple
     out = q.new_empty(num, length, heads, v.shape[-1])
     lse = torch.empty(num, heads, length, dtype=wide, device=q.device)
     for start, stop, seen in _pieces(q, k, causal):
-        scores = _scores(q[:, start:stop], keys[:, :, :seen], scale, start if causal else None)
+        scores = _scores(q[:, start:stop], keys[:, :, :seen], scale, causal)
         total = torch.logsumexp(scores, -1, keepdim=True)
         weighted = torch.exp(scores - total) @ values[:, :, :seen]
         out[:, start:stop] = _ungroup(weighted, stop - start)
@@ -63,7 +64,7 @@ def attend_backward(
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for start, stop, seen in _pieces(q, k, causal):
         part = slice(start, stop)
-        scores = _scores(q[:, part], keys[:, :, :seen], scale, start if causal else None)
+        scores = _scores(q[:, part], keys[:, :, :seen], scale, causal)
         p = torch.exp_(scores.sub_(lse[:, :, part].to(wide).reshape(*scores.shape[:3], 1)))
         do = _group(dout[:, part], kv_heads).to(wide)
         d = (do * _group(out[:, part], kv_heads).to(wide)).sum(-1, keepdim=True)
@@ -81,14 +82,15 @@ def _pieces(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[int, int, int]
     step = max(1, MAX_SCORES // max(1, num * heads * num_keys))
     for start in range(0, length, step):
         stop = min(length, start + step)
-        yield start, stop, stop if causal else num_keys
+        yield start, stop, num_keys - length + stop if causal else num_keys
 
 
-def _scores(q: Tensor, keys: Tensor, scale: float, first_query: int | None) -> Tensor:
-    """Scaled scores [n, h_kv, group * queries, keys]; masked if ``first_query`` is given."""
+def _scores(q: Tensor, keys: Tensor, scale: float, causal: bool) -> Tensor:
+    """Scaled scores [n, h_kv, group * queries, keys]; of ``causal`` ones the last query sees the
+    last key."""
     scores = (_group(q, keys.shape[1]).to(keys.dtype) @ keys.transpose(2, 3)).mul_(scale)
-    if first_query is not None:
-        queries = torch.arange(first_query, first_query + q.shape[1], device=q.device)
+    if causal:
+        queries = torch.arange(keys.shape[2] - q.shape[1], keys.shape[2], device=q.device)
         hidden = torch.arange(keys.shape[2], device=q.device) > queries[:, None]
         scores.unflatten(2, (-1, q.shape[1])).masked_fill_(hidden, float("-inf"))
     return scores

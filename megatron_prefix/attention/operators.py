@@ -32,6 +32,7 @@ from megatron_prefix.attention.interface import (
     Saved,
     batches,
 )
+from megatron_prefix.attention.split import SplitCausal
 from megatron_prefix.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class MathKernel(Batched):
         return exact.attend_backward(*saved, scale, causal)
 
 
-class FlashCpuKernel(Batched):
+class FlashCpuKernel(SplitCausal):
     """torch's tiled CPU kernel: fp64, fp32, bf16, fp16.
 
     Its fp32 forward has a fast exponential (about 20 bits); its 16-bit backward sums dk and dv in
@@ -164,7 +165,7 @@ class FlashKernel(_Aligned):
         )
 
 
-class CudnnKernel(_Aligned):
+class CudnnKernel(_Aligned, SplitCausal):
     """cuDNN's fused attention.
 
     It cannot run runs of a single query or key, which trees have; these small blocks run with the

@@ -1,132 +1,62 @@
-"""A segment's attention to its own keys: on one rank, and over context-parallel ranks.
+"""A segment's attention to its own keys, and blocks of some of its queries.
 
-On one rank it is one causal block. Of several ranks each has two pieces of every span
-(megatron_prefix/tree/cp_layout.py): a piece sees itself causally, and the span's earlier pieces,
-whose keys are gathered, without a mask.
+Over context-parallel ranks each has two pieces of every span (megatron_prefix/tree/cp_layout.py). A
+piece is a run that sees its span up to its own end, so a rank's own attention is one call of the
+kernel in any case.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from megatron_prefix.attention.interface import Aux, Kernel, Partial, Runs
-from megatron_prefix.sidecar.arena import Rows
-from megatron_prefix.sidecar.cache import SidecarCache, on
-from megatron_prefix.sidecar.context_parallel import Exchange, ShardedCache, side_by_side
+from megatron_prefix.sidecar.arena import Both, Rows
+from megatron_prefix.sidecar.cache import OwnKeys
 from megatron_prefix.tree import cp_layout
 
 
 class OwnAttention:
-    """A segment's attention to its own keys: one causal block, on one rank.
+    """A segment's attention to its own keys in one layer.
 
     Args:
         kernel: runs it.
-        query: [positions, heads, dim]; `key` and `value` likewise.
+        query: this rank's, [positions, heads, dim].
+        keys: of the segment, in one call.
         scale: softmax scale.
-        lengths: of the spans.
+        runs: what the queries see of them.
     """
 
     def __init__(
-        self,
-        kernel: Kernel,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        lengths: tuple[int, ...],
+        self, kernel: Kernel, query: Tensor, keys: OwnKeys, scale: float, runs: Runs
     ) -> None:
-        self._kernel, self._tensors = kernel, (query, key, value)
-        self._runs, self._scale = Runs.own(lengths), scale
+        self._kernel, self._query, self._keys = kernel, query, keys
+        self._runs, self._scale = runs, scale
 
-    def forward(self) -> list[Partial]:
-        """One partial result."""
-        return [self._kernel.forward(*self._tensors, self._runs, self._scale)]
+    def forward(self) -> Partial:
+        """The block's result."""
+        return self._kernel.forward(self._query, *self._keys.runs(), self._runs, self._scale)
 
-    def backward(self, dout: Tensor, out: Tensor, lse: Tensor, aux: Sequence[Aux]) -> Tensor:
-        """The gradient of the queries, from the merged `out` and `lse`."""
-        query_grad, *self._gradients = self._kernel.backward(
-            dout, *self._tensors, out, lse, aux[0], self._runs, self._scale
+    def backward(self, dout: Tensor, out: Tensor, lse: Tensor, aux: Aux) -> Tensor:
+        """The gradient of the queries, from the merged `out` and `lse`; those of keys and values
+        are on their way then."""
+        query_grad, *gradients = self._kernel.backward(
+            dout, self._query, *self._keys.runs(), out, lse, aux, self._runs, self._scale
         )
+        self._keys.send((gradients[0], gradients[1]))
         return query_grad
 
-    def gradients(self) -> tuple[Tensor, Tensor]:
-        """The gradients of keys and values; after `backward`."""
-        key_grad, value_grad = self._gradients
-        return key_grad, value_grad
+    def gradients(self) -> Both:
+        """Those of this rank's keys and values, descendants' included; after `backward`."""
+        return self._keys.take()
 
 
-class SpreadAttention:
-    """The same where every context-parallel rank has a part of the positions.
-
-    Args:
-        kernel: runs each block.
-        exchange: the group's collectives.
-        query: this rank's [positions, heads, dim]; `key` and `value` likewise.
-        scale: softmax scale.
-        lengths: of the spans on this rank.
-    """
-
-    def __init__(
-        self,
-        kernel: Kernel,
-        exchange: Exchange,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        lengths: tuple[int, ...],
-    ) -> None:
-        self._kernel, self._exchange, self._scale = kernel, exchange, scale
-        self._query, self._key, self._value = query, key, value
-        whole = tuple(length * exchange.size for length in lengths)
-        blocks = cp_layout.own_blocks(whole, exchange.rank, exchange.size)
-        self._pieces, self._paired = Runs.own(blocks.pieces), blocks.paired
-        self._indices = _indices(whole, exchange.rank, exchange.size, query.device)
-        self._views = exchange.gather(key, value)
-
-    def forward(self) -> list[Partial]:
-        """Partial results: every piece with itself, and with earlier pieces."""
-        query, scale = self._query, self._scale
-        parts = [self._kernel.forward(query, self._key, self._value, self._pieces, scale)]
-        key, value = self._views.wait()
-        for block, (mine, seen) in zip(self._paired, self._indices, strict=True):
-            runs = Runs(block.query_lengths, block.key_lengths)
-            part = self._kernel.forward(selected(query, mine), key[seen], value[seen], runs, scale)
-            parts.append(spread(part, mine, len(query)))
-        return parts
-
-    def backward(self, dout: Tensor, out: Tensor, lse: Tensor, aux: Sequence[Aux]) -> Tensor:
-        """The gradient of the queries; starts to send those of keys and values."""
-        query, scale = self._query, self._scale
-        query_grad, *self._diagonal = self._kernel.backward(
-            dout, query, self._key, self._value, out, lse, aux[0], self._pieces, scale
-        )
-        key, value = self._views.wait()
-        dtype = torch.promote_types(key.dtype, torch.float32)
-        width = key.shape[-1] + value.shape[-1]
-        view_grad = torch.zeros((*key.shape[:2], width), dtype=dtype, device=key.device)
-        for block, (mine, seen), block_aux in zip(
-            self._paired, self._indices, aux[1:], strict=True
-        ):
-            more, *gradients = self._kernel.backward(
-                selected(dout, mine), selected(query, mine), key[seen], value[seen],
-                selected(out, mine), selected(lse, mine, 1), block_aux,
-                Runs(block.query_lengths, block.key_lengths), scale,
-            )  # fmt: skip
-            view_grad[seen] = side_by_side(*gradients)
-            query_grad = add_selected(query_grad, mine, more)
-        self._sent = self._exchange.reduce_scatter(view_grad)
-        return query_grad
-
-    def gradients(self) -> tuple[Tensor, Tensor]:
-        """dK and dV of this rank's positions, in fp32 or wider; after `backward`."""
-        (both,) = self._sent.wait()
-        width, (key_grad, value_grad) = self._key.shape[-1], self._diagonal
-        return both[..., :width] + key_grad, both[..., width:] + value_grad
+@functools.lru_cache(maxsize=256)
+def own_runs(lengths: tuple[int, ...], rank: int, size: int) -> Runs:
+    """What a rank's queries see of their own segment, for spans of these (whole) lengths."""
+    found = cp_layout.own_runs(lengths, rank, size)
+    return Runs(found.queries, found.keys, causal=True)
 
 
 def selected(x: Tensor, mine: Rows, dim: int = 0) -> Tensor:
@@ -153,32 +83,3 @@ def add_selected(total: Tensor, mine: Rows, part: Tensor) -> Tensor:
     else:
         total.index_add_(0, mine, part)
     return total
-
-
-def own_attention(
-    cache: SidecarCache,
-    kernel: Kernel,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    lengths: tuple[int, ...],
-) -> OwnAttention | SpreadAttention:
-    """The segment's own attention; with context parallelism it starts to gather keys."""
-    if isinstance(cache, ShardedCache):
-        return SpreadAttention(kernel, cache.exchange, query, key, value, scale, lengths)
-    return OwnAttention(kernel, query, key, value, scale, lengths)
-
-
-@functools.lru_cache(maxsize=256)
-def _indices(
-    lengths: tuple[int, ...], rank: int, size: int, device: torch.device
-) -> tuple[tuple[Rows, Tensor], ...]:
-    """Queries and keys of the paired blocks, on the device."""
-    local = sum(lengths) // size
-    found = []
-    for block in cp_layout.own_blocks(lengths, rank, size).paired:
-        whole = len(block.queries) == local
-        mine: Rows = slice(0, local) if whole else on(device, block.queries)
-        found.append((mine, on(device, block.keys)))
-    return tuple(found)

@@ -77,9 +77,9 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
     group.add_argument(
         "--cp-reduce",
         choices=CP_REDUCE,
-        default="wave",
-        help="with --cp: send gK/gV to their owners after every wave, or once a segment, which"
-        " sends less and needs more memory (default wave)",
+        default="auto",
+        help="with --cp: gather K/V and send gK/gV back for every wave, or once a segment, which"
+        " sends less, while every rank keeps K/V of all; auto (default): segment where it fits",
     )
     group.add_argument(
         "--kernel",

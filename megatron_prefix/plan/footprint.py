@@ -38,7 +38,7 @@ class Footprint:
         num_layers: layers of a model chunk.
         parts: context-parallel ranks, which share the positions.
         host_layers: layers of a model chunk whose K/V and gK/gV are on the host.
-        sums: copies of gK/gV of all ranks' positions that a rank adds up (cp_reduce "segment").
+        shares: into how many parts K/V and gK/gV of inner segments are cut; a rank has one.
         keeps_outputs: whether a stage's output stays until its backward.
     """
 
@@ -58,20 +58,21 @@ class Footprint:
     num_layers: int
     head_weight: float = 0.0
     parts: int = 1
-    sums: int = 0
+    shares: int = 1
     keeps_outputs: bool = True
     host_layers: int = 0
 
     @classmethod
     def of_config(
-        cls, config: Any, vocab_size: int, cp_reduce: str = "wave", host_layers: int = 0
+        cls, config: Any, vocab_size: int, gathers: bool = False, host_layers: int = 0
     ) -> Footprint:
         """Of a Megatron TransformerConfig.
 
         Args:
             config: the model's.
             vocab_size: of the whole output layer.
-            cp_reduce, host_layers: see PrefixConfig.
+            gathers: whether every context-parallel rank keeps K/V of all.
+            host_layers: see PrefixConfig.cache_host_layers.
         """
         tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
         heads = config.num_attention_heads
@@ -95,7 +96,7 @@ class Footprint:
                 config.recompute_granularity or "none", config.recompute_method or "",
                 config.recompute_num_layers or 1, tuple(config.recompute_modules or ()),
             ),
-            num_layers, cp, cp if cp_reduce == "segment" else 0,
+            num_layers, cp, 1 if gathers else cp,
             not config.deallocate_pipeline_outputs,
         )  # fmt: skip
         return replace(found, host_layers=min(host_layers, num_layers))
@@ -133,7 +134,7 @@ class Footprint:
             itemsize, tp, sequence_parallel, fused, fused, fused, fused, recompute, "uniform", 1,
             ("core_attn",),
         )  # fmt: skip
-        return _count(shape, form, max(1, spec.num_layers // num_stages), cp, 0, True)
+        return _count(shape, form, max(1, spec.num_layers // num_stages), cp, cp, True)
 
     def kept(self, policy: str, inner: bool, read: float, first: bool, last: bool) -> float:
         """Bytes a position that stay on the device between a segment's forward and backward.
@@ -155,6 +156,15 @@ class Footprint:
             return self.num_layers * layer + sent
         last_layer = self.last_layer(read) + layer - self.inner
         return (self.num_layers - 1) * layer + last_layer + self.after(read)
+
+    def exchanged(self, backward: bool) -> float:
+        """Transient, of one layer's own attention on context-parallel ranks: K/V of all of them,
+        and those of the rank's runs (tree/cp_layout.py, `own_runs`), with their gradients."""
+        if self.parts == 1:
+            return 0.0
+        runs = self.parts + 0.5
+        sent = self.kv * runs + self.kv_grad * (self.parts + runs)
+        return self.kv * (self.parts + runs) + (sent if backward else 0.0)
 
     def last_layer(self, read: float) -> float:
         """Saved by the last layer of the last stage: what follows attention, of what is read."""
@@ -205,7 +215,7 @@ def _count(
     form: _Execution,
     num_layers: int,
     parts: int,
-    sums: int,
+    shares: int,
     keeps_outputs: bool,
 ) -> Footprint:
     """Counts numbers a position and multiplies by their bytes."""
@@ -238,7 +248,7 @@ def _count(
         inner=inner, wave=wave, unread=unread, attention=attention, again=again,
         kv=2 * keys * size, kv_grad=2 * keys * wide, norm=0.0, head=0.0, stage_input=hidden * size,
         temporary=(mlp + 2 * hidden) * size, seen=2 * (queries + keys) * size, head_temporary=0.0,
-        num_layers=num_layers, parts=parts, sums=sums, keeps_outputs=keeps_outputs,
+        num_layers=num_layers, parts=parts, shares=shares, keeps_outputs=keeps_outputs,
     )  # fmt: skip
     return _with_output_layer(found, shape, form, hidden)
 

@@ -95,7 +95,6 @@ class _MemoryRun:
         self.positions = [segment.padded_length / footprint.parts for segment in plan.segments]
         message = footprint.stage_input * max(self.positions, default=0.0)
         self.messages = MESSAGES * message if plan.num_ranks > 1 else 0.0
-        self.kv_grad = footprint.kv_grad * (1 + footprint.sums)
 
     def rank(self, rank: int) -> RankMemory:
         """Goes through one rank's program."""
@@ -111,7 +110,7 @@ class _MemoryRun:
                 activations += held[key]
             arenas[action.chunk].begin(action)
             kv = self.one.kv * sum(arena.rows for arena in arenas)
-            kv_grad = self.kv_grad * sum(arena.summed for arena in arenas)
+            kv_grad = self.one.kv_grad * sum(arena.summed for arena in arenas)
             again, temporary = self._moment(rank, action, arenas[action.chunk].map)
             total = activations + here * (kv + kv_grad)
             saved, cache = max(saved, total + again), max(cache, kv + kv_grad)
@@ -135,7 +134,7 @@ class _MemoryRun:
         """The arena of every model chunk of a rank."""
         plan = self.plan
         return [
-            arena_map(plan.segments, plan.actions_of(rank, chunk), self.one.parts)
+            arena_map(plan.segments, plan.actions_of(rank, chunk), self.one.parts, self.one.shares)
             for chunk in range(plan.num_chunks)
         ]
 
@@ -164,7 +163,8 @@ class _MemoryRun:
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
         first, last = self._ends(rank, action)
         positions, one = self.positions[action.segment], self.one
-        temporary = positions * one.temporary + self._of_ancestors(arena.levels[action.segment])
+        temporary = positions * max(one.temporary, one.exchanged(action.kind == "B"))
+        temporary += self._of_ancestors(arena.levels[action.segment])
         visited = arena.length if segment.inner or arena.levels[action.segment] else 0
         temporary += visited * min(LAYERS_VISITED, one.host_layers) * one.kv
         if action.kind == "B":
@@ -192,11 +192,11 @@ class _MemoryRun:
     def _of_ancestors(self, levels: Sequence[Level]) -> float:
         """Transient bytes of one layer's attention to ancestors."""
         one = self.one
-        seen = [sum(level.keys) * one.parts for level in levels]
+        seen = [sum(level.keys) * one.shares for level in levels]
         copied = [n for n, level in zip(seen, levels, strict=True) if level.rows is None]
         found = one.seen * max(seen, default=0) + one.kv * max(copied, default=0)
         # Of two layers K/V of ancestors are gathered from the context-parallel ranks.
-        return found + (2 * one.kv * sum(seen) if one.parts > 1 else 0.0)
+        return found + (2 * one.kv * sum(seen) if one.shares > 1 else 0.0)
 
 
 def _read(segment: Segment, parts: int) -> float:

@@ -21,6 +21,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_prefix.attention.core import SegmentContext
+from megatron_prefix.attention.own import own_runs
 from megatron_prefix.megatron.install import Hooks
 from megatron_prefix.moe.ledger import RouterLedger
 from megatron_prefix.offload.segment import OffloadedSegment, Offloader, addresses
@@ -127,12 +128,12 @@ class Executor:
 
     def _context(self, index: int, stage: Stage, backward: bool = False) -> SegmentContext:
         segment = self._plan.segments[index]
-        lengths = tuple(span.padded // stage.cache.parts for span in segment.spans)
+        runs = own_runs(stage.cache.map.lengths[index], *self._inputs.place)
         num_levels = len(stage.cache.map.levels[index])
         positions = self._inputs[index][2]
         unread, rows = stage.is_last and not segment.scored, self._inputs.rows(index)
         return SegmentContext(
-            index, segment.inner, lengths, num_levels, positions, stage.cache, stage.ledger,
+            index, segment.inner, runs, num_levels, positions, stage.cache, stage.ledger,
             backward, None if backward else stage.offloads.get(index), stage.ahead,
             stage.hooks.keys_only if unread else None,
             rows.there if rows is not None and self._scored(index, stage) else None,

@@ -42,6 +42,7 @@ class SegmentInputs:
 
     Attributes:
         max_position: the largest position of any segment.
+        place: `rank` and `size`.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class SegmentInputs:
         size: int = 1,
         sequence_ranks: int = 1,
     ) -> None:
+        self.place = rank, size
         self._offsets = np.cumsum([0, *(segment.padded_length for segment in forest.segments)])
         table = np.zeros((4, self._offsets[-1]), np.int64)
         spans = [span for segment in forest.segments for span in segment.spans]

@@ -39,6 +39,9 @@ from megatron_prefix.plan.peak_memory import RankMemory, predict, table
 from megatron_prefix.run import expert_sync
 from megatron_prefix.tree import Place, Segment, Span
 
+STEPS_ASKED = 3
+"""The optimizer's state is there from the second step on."""
+
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
@@ -48,11 +51,27 @@ class MemoryControl:
 
     Args:
         config: what the user set.
+
+    Attributes:
+        gathers: whether every context-parallel rank keeps K/V of all, in the step that runs.
     """
 
     def __init__(self, config: PrefixConfig) -> None:
-        self._config = config
+        self._config, self.gathers = config, False
         self._offloader: Offloader | None = None
+        self._free: list[float] = []
+
+    def settle(self, plan: Plan, models: list[Any], groups: ProcessGroupCollection) -> None:
+        """Decides where K/V are with context parallelism; all ranks of `groups` call this.
+
+        What is free is asked in the first steps only, as to ask means to wait for the device.
+        """
+        several, wanted = groups.cp.size() > 1, self._config.cp_reduce
+        self.gathers = several and wanted != "wave"
+        if several and wanted == "auto":
+            if len(self._free) < STEPS_ASKED:
+                self._free.append(self.least_free(models, groups))
+            self.gathers = self.fits(plan, models, min(self._free))
 
     def chosen(
         self, plan: Plan, joint: JointForest, models: list[Any], groups: ProcessGroupCollection
@@ -84,7 +103,7 @@ class MemoryControl:
         return Footprint.of_config(
             get_model_config(models[0]),
             vocab_size_of(models[0]),
-            self._config.cp_reduce,
+            self.gathers,
             self._config.cache_host_layers,
         )
 

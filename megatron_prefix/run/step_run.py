@@ -33,8 +33,10 @@ from megatron_prefix.run.step import Step
 from megatron_prefix.run.suspend import Settings
 from megatron_prefix.run.timing import Stopwatch
 from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.sidecar.context_parallel import Exchange, ShardedCache
+from megatron_prefix.sidecar.context_parallel import Exchange
+from megatron_prefix.sidecar.gathered import GatheredCache
 from megatron_prefix.sidecar.host_arena import HostLayers
+from megatron_prefix.sidecar.sharded import ShardedCache
 from megatron_prefix.tree.kv_layout import arena_map
 
 
@@ -82,6 +84,7 @@ class StepRun:
         if self._device.type == "cuda":
             report.base_bytes = torch.cuda.memory_allocated(self._device)
             report.room_bytes = free_bytes(self._device, self._config.memory_budget)
+        self._memory.settle(report.plan, models, groups)
         if self._config.memory == "auto" and not self._forward_only:
             report.plan = self._memory.chosen(report.plan, self._joint, models, groups)
         with _timed(config), channels.closing_on_failure(groups.pp):
@@ -195,12 +198,13 @@ class StepRun:
     ) -> SidecarCache:
         """The sidecar of one model chunk on this rank."""
         actions, parts = plan.actions_of(self._rank, chunk), self._groups.cp.size()
-        planned = arena_map(plan.segments, actions, parts)
+        gathers = self._memory.gathers
+        planned = arena_map(plan.segments, actions, parts, 1 if gathers else parts)
         if exchange is None:
             share = self._config.cache_host_layers
             host = HostLayers(offloader, num_layers, share) if offloader and share else None
             return SidecarCache(planned, num_layers, host=host)
-        return ShardedCache(planned, num_layers, exchange, self._config.cp_reduce)
+        return (GatheredCache if gathers else ShardedCache)(planned, num_layers, exchange)
 
 
 def _same(value: Tensor) -> Tensor:

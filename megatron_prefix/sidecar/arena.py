@@ -36,6 +36,11 @@ class Arena:
         self._keys: list[Tensor] = self._make((key, value))
         self._sums: list[Tensor] | None = None
 
+    @property
+    def width(self) -> int:
+        """Numbers of a key in one head."""
+        return self._keys[0].shape[-1]
+
     def write(self, index: int, key: Tensor, value: Tensor) -> None:
         """Copies a segment's K and V to its rows, where gK and gV are zero from now on."""
         rows = self.intervals[index]

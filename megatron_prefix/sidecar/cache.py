@@ -8,7 +8,7 @@ capture after release is an error instead of wrong gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,13 +48,39 @@ class LevelRows(NamedTuple):
     keys: Rows
 
 
+class OwnKeys:
+    """A segment's own K and V in one call of attention, and their gradients.
+
+    Args:
+        key, value: [positions, kv_heads, dim].
+        sent: takes what the segment's descendants have sent; None where it has none.
+    """
+
+    def __init__(
+        self, key: Tensor, value: Tensor, sent: Callable[[], Both | None] | None = None
+    ) -> None:
+        self._both, self._sent = (key, value), sent
+
+    def runs(self) -> Both:
+        """K and V of this rank's own runs (`cp_layout.own_runs`), run after run."""
+        return self._both
+
+    def send(self, gradients: Both) -> None:
+        """Gives the gradients of `runs` to the keys and values."""
+        self._both = gradients
+
+    def take(self) -> Both:
+        """The gradients of this rank's K and V, those of descendants included; after `send`."""
+        mine, sent = self._both, self._sent() if self._sent is not None else None
+        return mine if sent is None else (sent[0] + mine[0], sent[1] + mine[1])
+
+
 class SidecarCache:
     """K/V and gK/gV of one model chunk for one step.
 
     Args:
         planned: where they lie; of this rank's part of every segment.
         num_layers: attention layers of the model chunk.
-        parts: context-parallel ranks, which hold equal parts of every segment.
         host: layers whose arena is on the host, and on the device only while it is used.
 
     Attributes:
@@ -66,10 +92,9 @@ class SidecarCache:
         self,
         planned: ArenaMap,
         num_layers: int,
-        parts: int = 1,
         host: HostLayers | None = None,
     ) -> None:
-        self.map, self.parts = planned, parts
+        self.map = planned
         self._num_layers, self._host = num_layers, host
         self._arenas: dict[int, Arena] = {}
         self._states: dict[tuple[int, int], SegmentState] = {}
@@ -110,6 +135,20 @@ class SidecarCache:
         if rows is None:
             raise RuntimeError(f"segment {index} is a wave: it has no K/V here")
         return self._arenas[layer].read((index,), rows)
+
+    def own_keys(self, layer: int, index: int, inner: bool, key: Tensor, value: Tensor) -> OwnKeys:
+        """A segment's own K and V for one call of its attention, captured if it is inner.
+
+        Args:
+            layer: local index.
+            index: the segment.
+            inner: whether others read it; what is captured is then used, not `key` and `value`.
+            key, value: this rank's, [positions, kv_heads, dim].
+        """
+        if not inner:
+            return OwnKeys(key, value)
+        self.capture(layer, index, key, value)
+        return OwnKeys(*self.own(layer, index), lambda: self.take_gradient(layer, index))
 
     def prefetch(self, layer: int, index: int, *, backward: bool = False) -> None:
         """Announces that a segment's attention will run in a layer.
@@ -196,7 +235,7 @@ class SidecarCache:
         """A segment's level as a kernel's call needs it; made once a step."""
         found = self._levels.get((index, number))
         if found is None:
-            level, parts = self.map.levels[index][number], self.parts
+            level, parts = self.map.levels[index][number], self.map.shares
             device = next(iter(self._arenas.values())).device
             found = LevelRows(
                 level.queries, tuple(num * parts for num in level.keys),

@@ -11,6 +11,7 @@ Everything here takes plain numbers, so it is tested without processes.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,32 +21,21 @@ from numpy.typing import NDArray
 Index = NDArray[np.int64]
 
 
-class PairedBlocks(NamedTuple):
-    """Dense blocks, one a span: the span's `queries` see all of the span's `keys`.
+class OwnRuns(NamedTuple):
+    """What the queries of a rank see of their own segment: two runs a span on several ranks.
+
+    The queries of a run are one piece of the span, and its keys are the span from its begin to the
+    end of that piece, so the mask is causal and ends with the last query and the last key.
 
     Attributes:
-        queries: indices into the rank's positions.
-        keys: indices into the view.
-        query_lengths: number of queries of each span.
-        key_lengths: number of keys of each span.
+        queries: queries of every run, in the order of the rank's positions.
+        keys: keys of every run.
+        seen: the keys as positions of the segment, run after run; some are in two runs.
     """
 
-    queries: Index
-    keys: Index
-    query_lengths: tuple[int, ...]
-    key_lengths: tuple[int, ...]
-
-
-class OwnBlocks(NamedTuple):
-    """What the queries of a rank see of their own segment.
-
-    Attributes:
-        pieces: lengths of the rank's pieces; each sees itself causally.
-        paired: earlier pieces of the same span that they see whole: at most two sets.
-    """
-
-    pieces: tuple[int, ...]
-    paired: tuple[PairedBlocks, ...]
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    seen: Index
 
 
 def positions(length: int, rank: int, size: int) -> Index:
@@ -68,9 +58,14 @@ def held_positions(lengths: Sequence[int], rank: int, size: int) -> Index:
     return np.concatenate(held) if held else np.zeros(0, np.int64)
 
 
+def dealt(lengths: Sequence[int], size: int) -> Index:
+    """The segment's positions in the order of the view: `segment[dealt]` is the view."""
+    return np.concatenate([held_positions(lengths, rank, size) for rank in range(size)])
+
+
 def order(lengths: Sequence[int], size: int) -> Index:
     """Where the segment's positions are in the view: `view[order]` is the segment."""
-    view = np.concatenate([held_positions(lengths, rank, size) for rank in range(size)])
+    view = dealt(lengths, size)
     found = np.empty_like(view)
     found[view] = np.arange(len(view))
     return found
@@ -91,40 +86,25 @@ def runs_in_view(lengths: Sequence[int], size: int) -> Index:
     return np.concatenate(pieces)
 
 
-@functools.lru_cache(maxsize=1024)
-def own_blocks(lengths: tuple[int, ...], rank: int, size: int) -> OwnBlocks:
+@functools.lru_cache(maxsize=256)
+def own_runs(lengths: tuple[int, ...], rank: int, size: int) -> OwnRuns:
     """A segment's own attention on one rank, for spans of these (whole) lengths.
 
-    Both of the rank's pieces see all pieces before the first one; the second also sees those from
-    the first one up to itself. So every rank computes 2*size-1 pairs of pieces a span, and two
-    causal blocks.
+    A rank's early piece sees few pieces and its late one many, so that every rank computes 2*size-1
+    pairs of pieces a span, and two causal blocks. A single rank has one run a span.
     """
-    in_order = order(lengths, size)
-    starts = np.cumsum([0, *lengths])[:-1]
-    pieces = [_piece(length, size) for length in lengths]
-    local = np.cumsum([0, *(2 * piece for piece in pieces)])
-    late = [start + piece + np.arange(piece) for start, piece in zip(local, pieces, strict=False)]
-    paired = []
-    for queries, first, stop in (
-        ([np.arange(local[-1])], 0, rank),
-        (late, rank, 2 * size - 1 - rank),
-    ):
-        if first == stop:
-            continue
-        seen = [
-            in_order[start + first * piece : start + stop * piece]
-            for start, piece in zip(starts, pieces, strict=True)
-        ]
-        per_span = 1 if queries is late else 2
-        paired.append(
-            PairedBlocks(
-                np.concatenate(queries),
-                np.concatenate(seen),
-                tuple(per_span * piece for piece in pieces),
-                tuple(len(keys) for keys in seen),
-            )
-        )
-    return OwnBlocks(tuple(piece for piece in pieces for _ in range(2)), tuple(paired))
+    if size == 1:
+        return OwnRuns(lengths, lengths, np.arange(sum(lengths)))
+    queries: list[int] = []
+    keys: list[int] = []
+    seen = []
+    for start, length in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False):
+        piece = _piece(length, size)
+        for number in (rank, 2 * size - 1 - rank):
+            queries.append(piece)
+            keys.append((number + 1) * piece)
+            seen.append(start + np.arange(keys[-1]))
+    return OwnRuns(tuple(queries), tuple(keys), np.concatenate(seen))
 
 
 def _piece(length: int, size: int) -> int:

@@ -74,16 +74,25 @@ class ArenaMap:
         intervals: per segment its rows; None for a wave.
         levels: per segment what its queries see of their ancestors, root first.
         seen: per segment the inner segments that its queries see, ascending.
+        lengths: per segment the lengths of its spans on all ranks, padding included.
+        parts: context-parallel ranks, which hold equal parts of the queries.
+        shares: of how many equal parts of K/V the arena holds one.
     """
 
     length: int
     intervals: tuple[slice | None, ...]
     levels: tuple[tuple[Level, ...], ...]
     seen: tuple[tuple[int, ...], ...]
+    lengths: tuple[tuple[int, ...], ...]
+    parts: int = 1
+    shares: int = 1
 
 
 def arena_map(
-    segments: Sequence[Segment], program: Sequence[tuple[str, int]] | None = None, parts: int = 1
+    segments: Sequence[Segment],
+    program: Sequence[tuple[str, int]] | None = None,
+    parts: int = 1,
+    shares: int | None = None,
 ) -> ArenaMap:
     """Plans the arena of one model chunk.
 
@@ -91,19 +100,24 @@ def arena_map(
         segments: the step's, in F-order.
         program: ("F" or "B", segment) in the order in which the rank runs them; default: all
             forwards first, so that every segment has rows of its own.
-        parts: context-parallel ranks, which hold equal parts of every segment; the map is of one
-            rank's part.
+        parts: context-parallel ranks, which hold equal parts of every segment; the queries are
+            those of one rank.
+        shares: into how many equal parts K/V are cut, of which the arena has one: `parts` (default)
+            or 1, where every rank has all of them.
     """
+    shares = parts if shares is None else shares
     if program is None:
         program = [("F", index) for index in range(len(segments))]
-    arena = _Arena(segments, parts)
+    arena = _Arena(segments, shares)
     for kind, index in program:
         if segments[index].inner:
             arena.take(index) if kind == "F" else arena.free(index)
     intervals = tuple(arena.placed.get(index) for index in range(len(segments)))
-    below = _Levels(segments, intervals, parts)
+    below = _Levels(segments, intervals, parts, shares)
     levels = tuple(below.of(index) for index in range(len(segments)))
-    return ArenaMap(arena.length, intervals, levels, tuple(map(tuple, below.seen)))
+    lengths = tuple(tuple(span.padded for span in segment.spans) for segment in segments)
+    seen = tuple(map(tuple, below.seen))
+    return ArenaMap(arena.length, intervals, levels, seen, lengths, parts, shares)
 
 
 class _Arena:
@@ -114,8 +128,8 @@ class _Arena:
         placed: the interval of every segment that has been taken.
     """
 
-    def __init__(self, segments: Sequence[Segment], parts: int) -> None:
-        self.sizes = [segment.padded_length // parts for segment in segments]
+    def __init__(self, segments: Sequence[Segment], shares: int) -> None:
+        self.sizes = [segment.padded_length // shares for segment in segments]
         self.above = [_line_parent(segments, index) for index in range(len(segments))]
         self.line = list(self.sizes)  # rows of the longest line of segments from this one down
         for index in reversed(range(len(segments))):
@@ -180,14 +194,18 @@ class _Levels:
     """
 
     def __init__(
-        self, segments: Sequence[Segment], intervals: Sequence[slice | None], parts: int
+        self,
+        segments: Sequence[Segment],
+        intervals: Sequence[slice | None],
+        parts: int,
+        shares: int,
     ) -> None:
-        self.segments, self.parts = segments, parts
+        self.segments, self.parts, self.shares = segments, parts, shares
         self.rows: dict[Place, tuple[int, int]] = {}
         for index, interval in enumerate(intervals):
             start = interval.start if interval else 0
             for number, span in enumerate(segments[index].spans if interval else ()):
-                end = start + span.padded // parts
+                end = start + span.padded // shares
                 self.rows[Place(index, number)] = start, end
                 start = end
         self.paths: dict[Place, tuple[Place, ...]] = {}
@@ -231,7 +249,7 @@ class _Levels:
     def _pieces(self, run: Run) -> Iterator[Level]:
         """A single run as levels of at most PIECE_KEYS keys."""
         # Gathered keys of all ranks are sent back in one message, so they stay in one piece.
-        longest = PIECE_KEYS if self.parts == 1 else run.end - run.start
+        longest = PIECE_KEYS if self.shares == 1 else run.end - run.start
         for first in range(run.start, run.end, longest):
             yield Level((run._replace(start=first, end=min(run.end, first + longest)),))
 

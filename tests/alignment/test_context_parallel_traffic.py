@@ -74,11 +74,12 @@ def expected_traffic(
         width: elements of a token's K, and of its V, in one layer.
         num_local: positions of this rank's microbatches.
     """
-    size, layout = 2, arena_map(forest.segments, program, 2)
+    size = 2
+    layout = arena_map(forest.segments, program, size, size if reduce == "wave" else 1)
     seen: collections.Counter[tuple[str, torch.dtype, int]] = collections.Counter()
 
     def gather(rows: int, times: int) -> None:
-        seen["allgather_base", torch.float64, rows * width] += 2 * times
+        seen["allgather_base", torch.float64, rows * 2 * width] += times
 
     def scatter(rows: int, times: int) -> None:
         seen["reduce_scatter_base", torch.float64, size * rows * 2 * width] += times
@@ -86,14 +87,15 @@ def expected_traffic(
     for index, segment in enumerate(forest.segments):
         rows = segment.padded_length // size
         attending = num_layers if segment.scored else num_layers - 1
-        gather(rows, attending * (3 if recompute else 2))
-        scatter(rows, attending)
-        for level in layout.levels[index]:
+        if reduce == "segment" and segment.inner:
+            gather(rows, num_layers)  # kept until the backward, also where only K and V are there
+            scatter(rows, num_layers)  # with what descendants have sent
+        else:
+            gather(rows, attending * (3 if recompute else 2))
+            scatter(rows, attending)
+        for level in layout.levels[index] if reduce == "wave" else ():
             gather(sum(level.keys), attending * 2)  # recomputation shares the backward's
-            if reduce == "wave":
-                scatter(sum(level.keys), attending)
-        if segment.inner and reduce == "segment":
-            scatter(rows, num_layers)
+            scatter(sum(level.keys), attending)
         if segment.scored:
             seen["allgather_base", torch.float64, rows] += 1
             seen["reduce_scatter_base", torch.float64, size * rows] += 1
@@ -129,7 +131,8 @@ PACKED: dict[str, int] = {}  # both trees in a segment a level
 
 @pytest.mark.parametrize("options", [CHUNKED, PACKED], ids=["chunks", "packed"])
 @pytest.mark.parametrize(
-    ("recompute", "reduce"), [("none", "wave"), ("none", "segment"), ("full", "wave")]
+    ("recompute", "reduce"),
+    [("none", "wave"), ("none", "segment"), ("full", "wave"), ("full", "segment")],
 )
 def test_only_keys_values_and_their_gradients_cross_ranks(
     recompute: str, reduce: str, options: dict[str, int]

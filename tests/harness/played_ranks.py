@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.sidecar.context_parallel import Exchange
+from megatron_prefix.sidecar.gathered import GatheredCache
+from megatron_prefix.sidecar.sharded import ShardedCache
 from megatron_prefix.tree import Forest, TreeOptions, build
+from megatron_prefix.tree.kv_layout import ArenaMap
 from tests.harness.trees import flat_rollouts
 
 T = TypeVar("T")
@@ -58,11 +62,13 @@ class PlayedRank(Exchange):
     def __init__(self, world: World, rank: int) -> None:
         self._world, self.rank, self.size = world, rank, world.size
         self.sent: list[tuple[Tensor, ...]] = []
+        self._numbers = itertools.count()
 
     def _give(self, *tensors: Tensor) -> int:
-        self._world.give(len(self.sent), self.rank, tensors)
+        number = next(self._numbers)
+        self._world.give(number, self.rank, tensors)
         self.sent.append(tensors)
-        return len(self.sent) - 1
+        return number
 
     def gather(self, *slices: Tensor) -> Any:
         number = self._give(*slices)
@@ -76,6 +82,16 @@ class PlayedRank(Exchange):
             return (total.chunk(self.size)[self.rank],)  # type: ignore[union-attr]
 
         return Later(mine)
+
+
+def spread(
+    reduce: str, planned: Callable[[int], ArenaMap], num_layers: int, rank: PlayedRank
+) -> ShardedCache | GatheredCache:
+    """A rank's sidecar by the name of cp_reduce; `planned` maps an arena of one of so many shares
+    of K/V."""
+    if reduce == "wave":
+        return ShardedCache(planned(rank.size), num_layers, rank)
+    return GatheredCache(planned(1), num_layers, rank)
 
 
 def play(size: int, part: Callable[[PlayedRank], T]) -> list[T]:

@@ -22,10 +22,10 @@ class Step(NamedTuple):
     segments: tuple[Segment, ...]
     order: tuple[str, ...]
 
-    def planned(self, parts: int = 1) -> ArenaMap:
+    def planned(self, parts: int = 1, shares: int | None = None) -> ArenaMap:
         """Where K/V lie in this order; rows of finished segments are used again."""
         program = [(action[0], int(action[1:])) for action in self.order]
-        return arena_map(self.segments, program, parts)
+        return arena_map(self.segments, program, parts, shares)
 
 
 def segment(*spans: SpanOf, inner: bool) -> Segment:

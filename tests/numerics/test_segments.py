@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,16 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_prefix.attention.core import SegmentContext, segment_attention
 from megatron_prefix.attention.kernels import KERNELS
+from megatron_prefix.attention.own import own_runs
 from megatron_prefix.numerics import assert_close
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import HostTransfers
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.sidecar.context_parallel import ShardedCache
 from megatron_prefix.sidecar.host_arena import HostLayers
 from megatron_prefix.tree import Forest, Pairs, Segment, TreeOptions, build, cp_layout, trees
 from megatron_prefix.tree.kv_layout import ArenaMap, arena_map
-from tests.harness.played_ranks import PlayedRank, play
+from tests.harness.played_ranks import PlayedRank, play, spread
 from tests.harness.trees import rollout_sets, tree_options
 
 Results = dict[str, list[Tensor]]
@@ -69,9 +70,9 @@ def not_padding(forest: Forest, segment) -> Tensor:  # type: ignore[no-untyped-d
     return torch.from_numpy(np.concatenate(flags))
 
 
-def planned(forest: Forest, parts: int = 1) -> ArenaMap:
+def planned(forest: Forest, parts: int = 1, shares: int | None = None) -> ArenaMap:
     """Where K/V lie when forwards and backwards run as one rank's plan has them."""
-    return arena_map(forest.segments, make_plan(forest).actions_of(0, 0), parts)
+    return arena_map(forest.segments, make_plan(forest).actions_of(0, 0), parts, shares)
 
 
 def by_segments(
@@ -123,9 +124,11 @@ def by_segments(
 
 
 def context_of(index: int, segment: Segment, cache: SidecarCache) -> SegmentContext:
-    lengths = tuple(span.padded // cache.parts for span in segment.spans)
+    exchange = getattr(cache, "exchange", None)
+    place = (0, 1) if exchange is None else (exchange.rank, exchange.size)
+    runs = own_runs(cache.map.lengths[index], *place)
     num_levels = len(cache.map.levels[index])
-    return SegmentContext(index, segment.inner, lengths, num_levels, torch.zeros(0), cache)
+    return SegmentContext(index, segment.inner, runs, num_levels, torch.zeros(0), cache)
 
 
 def by_full_attention(forest: Forest, given: Results, heads: Heads) -> Results:
@@ -373,7 +376,7 @@ def test_many_trees_on_two_context_parallel_ranks(name: str, reduce: str) -> Non
     def part(rank: PlayedRank) -> Results:
         held = [torch.from_numpy(cp_layout.held_positions(n, rank.rank, 2)) for n in lengths]
         mine = {n: [x[h] for x, h in zip(xs, held, strict=True)] for n, xs in given.items()}
-        cache = ShardedCache(planned(forest, 2), NUM_LAYERS, rank, reduce)
+        cache = spread(reduce, partial(planned, forest, 2), NUM_LAYERS, rank)
         return by_segments(forest, mine, heads, "math", cache=cache)
 
     orders = [torch.from_numpy(cp_layout.order(n, 2)) for n in lengths]

@@ -14,8 +14,7 @@ from torch import Tensor
 from megatron_prefix.attention.adaptive import AdaptiveKernel
 from megatron_prefix.attention.interface import Kernel, Runs
 from megatron_prefix.attention.kernels import KERNELS, CompositeKernel
-from megatron_prefix.attention.merge import merge
-from megatron_prefix.attention.own import SpreadAttention
+from megatron_prefix.attention.own import OwnAttention, own_runs
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.numerics import assert_close
@@ -23,7 +22,10 @@ from megatron_prefix.rl.batches import on_cp_rank
 from megatron_prefix.run.calls import CallLayout
 from megatron_prefix.run.inputs import SegmentInputs
 from megatron_prefix.run.step import Columns, read_step
+from megatron_prefix.sidecar.context_parallel import OwnView
+from megatron_prefix.sidecar.gathered import GatheredCache
 from megatron_prefix.tree import cp_layout
+from megatron_prefix.tree.kv_layout import ArenaMap
 from tests.harness.played_ranks import PlayedRank, forest, play, random
 from tests.harness.trees import flat_rollouts
 
@@ -34,32 +36,46 @@ KERNEL_NAMES = ("math", "flash_cpu")
 
 
 @pytest.mark.parametrize("name", KERNEL_NAMES)
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("queries", "keys"),
-    [((4,), (9,)), ((3, 3, 3), (5, 5, 5)), ((3, 3, 2, 3), (5, 5, 1, 7)), ((1, 1), (1, 2))],
+    [((4,), (9,)), ((3, 3, 3), (5, 5, 5)), ((3, 3, 2, 3), (5, 5, 2, 7)), ((1, 1), (1, 2))],
 )
-def test_a_paired_block_is_a_dense_block_a_rollout(
-    name: str, queries: tuple[int, ...], keys: tuple[int, ...]
+def test_a_block_is_a_call_a_run(
+    name: str, causal: bool, queries: tuple[int, ...], keys: tuple[int, ...]
 ) -> None:
     math = KERNELS["math"]
-    composite = CompositeKernel(KERNELS[name], math)
-    kernels: list[Kernel] = [KERNELS[name], composite, AdaptiveKernel(KERNELS[name], math, 1)]
+    composite = CompositeKernel(KERNELS[name], math), CompositeKernel(math, KERNELS[name])
+    kernels: list[Kernel] = [KERNELS[name], *composite, AdaptiveKernel(KERNELS[name], math, 1)]
     q, k, v = random(sum(queries), 4, 8), random(sum(keys), 2, 8, seed=1), random(sum(keys), 2, 8)
     out, lse, dout = random(sum(queries), 4, 8, seed=2), random(4, sum(queries)), random(*q.shape)
     wanted: list[list[Tensor]] = []
     for mine, seen in zip(spans(queries), spans(keys), strict=True):
-        runs = Runs.dense(mine.stop - mine.start, seen.stop - seen.start)
-        part = math.forward(q[mine], k[seen], v[seen], runs, 0.3)
         saved = dout[mine], q[mine], k[seen], v[seen], out[mine], lse[:, mine]
-        gradients = math.backward(*saved, part.aux, runs, 0.3)
-        wanted.append([part.out, part.lse.T, *gradients])
+        wanted.append(by_scores(*saved, causal))
     for kernel in kernels:
-        runs = Runs(queries, keys)
+        runs = Runs(queries, keys, causal)
         part = kernel.forward(q, k, v, runs, 0.3)
         gradients = kernel.backward(dout, q, k, v, out, lse, part.aux, runs, 0.3)
         found = [part.out, part.lse.T, *gradients]
         for actual, pieces in zip(found, zip(*wanted, strict=True), strict=True):
             assert_close(actual, torch.cat(pieces), 64, what=kernel.name)
+
+
+def by_scores(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> list[Tensor]:
+    """Output, lse and gradients of one run from its table of scores; a causal mask ends with the
+    last query and the last key."""
+    k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    hidden = torch.ones(len(q), len(k)).triu(len(k) - len(q) + 1).bool() & causal
+    scores = (0.3 * torch.einsum("shd,thd->hst", q, k)).masked_fill(hidden, -torch.inf)
+    first = torch.einsum("hst,thd->shd", scores.softmax(-1), v), scores.logsumexp(-1).T
+    p = (scores - lse[..., None]).exp()
+    ds = p * (torch.einsum("shd,thd->hst", dout, v) - (dout * out).sum(-1).T[..., None]) * 0.3
+    dq = torch.einsum("hst,thd->shd", ds, k)
+    dk, dv = torch.einsum("hst,shd->thd", ds, q), torch.einsum("hst,shd->thd", p, dout)
+    return [*first, dq, *(x.unflatten(1, (-1, 2)).sum(2) for x in (dk, dv))]
 
 
 def spans(lengths: Sequence[int]) -> list[slice]:
@@ -81,27 +97,33 @@ def test_lengths_that_do_not_fit_are_refused(queries: Any, keys: Any, message: s
 
 
 @pytest.mark.parametrize("name", KERNEL_NAMES)
+@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize(
     ("lengths", "size"), [((24,), 2), ((16, 16, 16), 2), ((24, 12, 12), 3), ((8, 32), 4)]
 )
-def test_spread_rows_compute_what_one_rank_does(
-    name: str, lengths: tuple[int, ...], size: int
+def test_ranks_compute_together_what_one_does(
+    name: str, kept: bool, lengths: tuple[int, ...], size: int
 ) -> None:
+    """Of a segment that no other reads, and of an inner one whose keys every rank keeps."""
     dtype, rows, scale = torch.float64, sum(lengths), 0.4
     q, k, v = random(rows, 4, 8), random(rows, 2, 8, seed=1), random(rows, 2, 6, seed=2)
     v = random(rows, 2, 8, seed=2) if name == "flash_cpu" else v
     dout, exact = random(rows, 4, v.shape[-1], seed=3), KERNELS["math"]
     whole = exact.forward(q, k, v, Runs.own(lengths), scale)
     gradients = exact.backward(dout, q, k, v, *whole, Runs.own(lengths), scale)
+    planned = ArenaMap(rows, (slice(0, rows),), ((),), ((),), (lengths,), size)
 
     def part(rank: PlayedRank) -> list[Tensor]:
         mine = torch.from_numpy(cp_layout.held_positions(lengths, rank.rank, size))
-        local = tuple(length // size for length in lengths)
-        rows = SpreadAttention(KERNELS[name], rank, q[mine], k[mine], v[mine], scale, local)
-        parts = rows.forward()
-        out, lse = merge(parts)
-        query_grad = rows.backward(dout[mine], out, lse, [part.aux for part in parts])
-        return [out, lse.T, query_grad, *rows.gradients()]
+        keys = GatheredCache(planned, 1, rank).own_keys(0, 0, kept, k[mine], v[mine])
+        runs = own_runs(lengths, rank.rank, size)
+        rows = OwnAttention(KERNELS[name], q[mine], keys, scale, runs)
+        found = rows.forward()
+        if not kept:
+            keys = OwnView(rank, lengths, k[mine], v[mine])
+            rows = OwnAttention(KERNELS[name], q[mine], keys, scale, runs)
+        query_grad = rows.backward(dout[mine], *found)
+        return [found.out, found.lse.T, query_grad, *rows.gradients()]
 
     in_order = torch.from_numpy(cp_layout.order(lengths, size))
     wanted = [whole.out, whole.lse.T, *gradients]
@@ -179,5 +201,5 @@ def test_samples_that_are_not_cut_into_two_chunks_are_refused() -> None:
 
 def test_when_gradients_are_sent_is_checked() -> None:
     assert PrefixConfig(cp_reduce="segment").cp_reduce == "segment"
-    with pytest.raises(UserError, match="cp_reduce is 'layer': give one of wave, segment"):
+    with pytest.raises(UserError, match="cp_reduce is 'layer': give one of auto, wave, segment"):
         PrefixConfig(cp_reduce="layer")

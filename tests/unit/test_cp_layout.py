@@ -41,6 +41,7 @@ def test_every_row_is_held_once_and_the_order_is_found_again(case: Any) -> None:
     held = [cp_layout.held_positions(lengths, rank, size) for rank in range(size)]
     assert sorted(np.concatenate(held)) == list(range(sum(lengths)))
     assert len({len(rows) for rows in held}) == 1
+    assert np.array_equal(np.concatenate(held), cp_layout.dealt(lengths, size))
     in_order = np.concatenate(held)[cp_layout.order(lengths, size)]
     assert in_order.tolist() == list(range(sum(lengths)))
 
@@ -72,21 +73,16 @@ def test_no_rows_at_all() -> None:
 
 
 def times_seen(lengths: tuple[int, ...], rank: int, size: int) -> np.ndarray:
-    """How many blocks show a query of this rank a key of the segment, [queries, keys]."""
-    local = sum(lengths) // size
-    seen = np.zeros((local, sum(lengths)), int)  # keys in the order of the view
-    blocks = cp_layout.own_blocks(lengths, rank, size)
-    start = 0
-    for chunk in blocks.pieces:
-        keys = rank * local + start
-        seen[start : start + chunk, keys : keys + chunk] += np.tri(chunk, dtype=int)
-        start += chunk
-    for block in blocks.paired:
-        queries = np.split(block.queries, np.cumsum(block.query_lengths))
-        keys_of = np.split(block.keys, np.cumsum(block.key_lengths))
-        for mine, keys in zip(queries, keys_of, strict=True):
-            seen[np.ix_(mine, keys)] += 1
-    return seen[:, cp_layout.order(lengths, size)]
+    """How many runs show a query of this rank a key of the segment, [queries, keys]."""
+    seen = np.zeros((sum(lengths) // size, sum(lengths)), int)
+    runs = cp_layout.own_runs(lengths, rank, size)
+    start = first = 0
+    for num, num_keys in zip(runs.queries, runs.keys, strict=True):
+        keys = runs.seen[first : first + num_keys]
+        seen[start : start + num, keys] += np.tri(num, num_keys, num_keys - num, dtype=int)
+        start, first = start + num, first + num_keys
+    assert first == len(runs.seen)
+    return seen
 
 
 @given(segments())
@@ -104,6 +100,6 @@ def test_a_query_sees_its_rows_past_once_and_nothing_else(case: Any) -> None:
     assert len(work) == 1, "every rank has the same work"
 
 
-def test_few_blocks() -> None:
-    """Equal rows are one batch; the first rank has nothing that both its chunks see."""
-    assert [len(cp_layout.own_blocks((8, 8, 8), rank, 2).paired) for rank in (0, 1)] == [1, 2]
+def test_a_single_rank_has_a_run_a_span() -> None:
+    runs = cp_layout.own_runs((5, 8), 0, 1)
+    assert runs.queries == runs.keys == (5, 8) and runs.seen.tolist() == list(range(13))

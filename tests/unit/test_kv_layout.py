@@ -196,4 +196,4 @@ def test_a_wave_of_two_trees_has_a_run_for_each() -> None:
 
 def test_nothing_shared_needs_no_rows() -> None:
     forest = build([Pairs(np.arange(5), np.arange(5), np.ones(5, bool))])
-    assert arena_map(forest.segments) == ArenaMap(0, (None,), ((),), ((),))
+    assert arena_map(forest.segments) == ArenaMap(0, (None,), ((),), ((),), ((5,),))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,41 +11,85 @@ import torch
 
 from megatron_prefix.numerics import assert_close
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
-from megatron_prefix.sidecar.context_parallel import ShardedCache
+from megatron_prefix.sidecar.gathered import GatheredCache
+from megatron_prefix.sidecar.sharded import ShardedCache
 from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.kv_layout import Run, arena_map
 from tests.harness import sidecar
-from tests.harness.played_ranks import PlayedRank, World, forest, play, random
+from tests.harness.played_ranks import PlayedRank, forest, play, random, spread
 
 NUM_LAYERS = 2
 
 
-def filled(rank: PlayedRank, reduce: str, dtype: torch.dtype = torch.float64) -> ShardedCache:
+def filled(
+    rank: PlayedRank, reduce: str, dtype: torch.dtype = torch.float64
+) -> ShardedCache | GatheredCache:
     """A rank's sidecar with the K/V of the prompt; position p has the key p in layer 0."""
     tree = forest()
     assert [segment.inner for segment in tree.segments] == [True, True, False, False]
-    cache = ShardedCache(arena_map(tree.segments, parts=2), NUM_LAYERS, rank, reduce)
+    cache = spread(reduce, partial(arena_map, tree.segments, None, 2), NUM_LAYERS, rank)
     for layer in range(NUM_LAYERS):
         for index in (0, 1):
             held = torch.from_numpy(cp_layout.positions(8, rank.rank, 2) + 8 * index)
             key = (100.0 * layer + held).to(dtype).view(-1, 1, 1).expand(-1, 2, 3)
             cache.capture(layer, index, key, -key[..., :2])
+    rank.sent.clear()
     return cache
 
 
 WAVE, CHUNK = 2, 1
-"""A wave reads both chunks: 8 rows of this rank; the second chunk the first one's 4."""
+"""A wave reads both chunks, 16 positions, the second chunk the first one's 8."""
 ROW_BYTES = (3 + 2) * 2 * 8  # dims * heads * bytes
 both_ways = pytest.mark.parametrize("reduce", ["wave", "segment"])
 
 
-def test_a_rank_holds_its_own_rows_only() -> None:
-    cache = filled(PlayedRank(World(2), 0), "wave")
-    assert cache.num_bytes == NUM_LAYERS * 8 * ROW_BYTES
-    wave, other = cache.map.levels[2], cache.map.levels[3]
-    assert [level.runs for level in wave] == [(Run(0, 8, 0, 8),)]
-    assert wave == other
-    assert [level.runs for level in cache.map.levels[CHUNK]] == [(Run(0, 4, 0, 4),)]
+@both_ways
+def test_a_rank_holds_its_own_rows_or_all(reduce: str) -> None:
+    rows = {"wave": 4, "segment": 8}[reduce]  # of each chunk
+
+    def part(rank: PlayedRank) -> None:
+        cache = filled(rank, reduce)
+        assert cache.num_bytes == NUM_LAYERS * 2 * rows * ROW_BYTES
+        wave, other = cache.map.levels[2], cache.map.levels[3]
+        assert [level.runs for level in wave] == [(Run(0, 8, 0, 2 * rows),)]
+        assert wave == other
+        assert [level.runs for level in cache.map.levels[CHUNK]] == [(Run(0, 4, 0, rows),)]
+
+    play(2, part)
+
+
+def test_what_every_rank_keeps_is_in_order_and_read_without_an_exchange() -> None:
+    def part(rank: PlayedRank) -> None:
+        cache = filled(rank, "segment")
+        for layer in range(NUM_LAYERS):
+            key, value = cache.read(layer, WAVE, 0)
+            assert key[:, 0, 0].tolist() == [100 * layer + p for p in range(16)]
+            assert torch.equal(value, -key[..., :2])
+            key, _ = cache.own(layer, CHUNK)
+            assert key[:, 0, 0].tolist() == [100 * layer + p for p in range(8, 16)]
+        assert not rank.sent
+
+    play(2, part)
+
+
+def test_what_comes_for_an_inner_segment_is_gathered_once() -> None:
+    """Attention starts the exchange, and `capture` ends it; when it runs again, nothing crosses."""
+    tree = forest()
+
+    def part(rank: PlayedRank) -> None:
+        cache = spread("segment", partial(arena_map, tree.segments, None, 2), NUM_LAYERS, rank)
+        held = torch.from_numpy(cp_layout.positions(8, rank.rank, 2)).double()
+        key = held.view(-1, 1, 1).expand(-1, 2, 3)
+        for _ in range(2):
+            own = cache.own_keys(0, 0, True, key, -key[..., :2])
+            assert len(rank.sent) == 1
+            seen, values = own.runs()
+            runs = cp_layout.own_runs((8,), rank.rank, 2)
+            assert seen[:, 0, 0].tolist() == runs.seen.tolist()
+            assert torch.equal(values, -seen[..., :2])
+            assert len(rank.sent) == 1 and cache.state(0, 0) is SegmentState.CAPTURED
+
+    play(2, part)
 
 
 def test_reads_are_gathered_ahead_once_and_released() -> None:
@@ -76,7 +121,9 @@ def test_gradients_reach_the_owners_of_the_keys(reduce: str) -> None:
     ]
     parts = [[random(16, 2, 5, seed=10 * wave + rank) for wave in (0, 1)] for rank in (0, 1)]
     total = torch.zeros(16, 2, 5, dtype=torch.float64)
-    total[np.concatenate(held)] = sum(parts[0] + parts[1])
+    # Rows as `read` has them: the ranks' end to end, or in the order of positions.
+    rows = np.concatenate(held) if reduce == "wave" else np.arange(16)
+    total[rows] = sum(parts[0] + parts[1])
 
     def part(rank: PlayedRank) -> None:
         cache = filled(rank, reduce)
@@ -88,8 +135,8 @@ def test_gradients_reach_the_owners_of_the_keys(reduce: str) -> None:
             mine = total[8 * index + cp_layout.positions(8, rank.rank, 2)]
             assert_close(torch.cat(taken, -1), mine, 4)
         # Two waves of the whole chain, or the two chunks once each.
-        rows = {"wave": [16, 16], "segment": [8, 8]}[reduce]
-        assert [given.shape for (given,) in rank.sent] == [(n, 2, 5) for n in rows]
+        lengths = {"wave": [16, 16], "segment": [8, 8]}[reduce]
+        assert [given.shape for (given,) in rank.sent] == [(n, 2, 5) for n in lengths]
 
     play(2, part)
 
@@ -131,21 +178,26 @@ def test_a_chunk_adds_to_the_chunks_above_it(reduce: str) -> None:
 
 @both_ways
 def test_where_nothing_was_sent_nothing_comes(reduce: str) -> None:
-    cache = filled(PlayedRank(World(2), 0), reduce)
-    assert cache.take_gradient(1, 1) is None
+    assert play(2, lambda rank: filled(rank, reduce).take_gradient(1, 1)) == [None, None]
 
 
 @both_ways
 def test_a_failed_step_leaves_nothing_behind(reduce: str) -> None:
-    cache = filled(PlayedRank(World(2), 0), reduce)
-    cache.prefetch(0, 2)  # the other rank does not come any more
-    cache.add_gradient(1, WAVE, 0, random(16, 2, 3), random(16, 2, 2))
-    cache.clear()
-    assert cache.num_bytes == 0
-    with pytest.raises(RuntimeError, match="segment 2 reads segment 0, which is empty: before"):
-        cache.read(0, WAVE, 0)
-    with pytest.raises(RuntimeError, match="after its backward"):
-        cache.add_gradient(0, WAVE, 0, random(16, 2, 3), random(16, 2, 2))
+    def part(rank: PlayedRank) -> None:
+        cache = filled(rank, reduce)
+        if rank.rank:  # the other rank is alone from here on
+            return
+        cache.prefetch(0, 2)
+        cache.own_keys(0, WAVE, False, random(8, 2, 3), random(8, 2, 2))
+        cache.add_gradient(1, WAVE, 0, random(16, 2, 3), random(16, 2, 2))
+        cache.clear()
+        assert cache.num_bytes == 0
+        with pytest.raises(RuntimeError, match="segment 2 reads segment 0, which is empty: before"):
+            cache.read(0, WAVE, 0)
+        with pytest.raises(RuntimeError, match="after its backward"):
+            cache.add_gradient(0, WAVE, 0, random(16, 2, 3), random(16, 2, 2))
+
+    play(2, part)
 
 
 @both_ways
@@ -166,14 +218,15 @@ def test_segments_are_freed_with_their_sums(reduce: str) -> None:
 # Segments of several trees ------------------------------------------------------------------------
 
 
-def packed(rank: PlayedRank, reduce: str) -> tuple[sidecar.Step, ShardedCache]:
+def packed(rank: PlayedRank, reduce: str) -> tuple[sidecar.Step, ShardedCache | GatheredCache]:
     """A rank's sidecar with three inner segments; the key of a position is its number in all."""
     made = sidecar.packed(4)
-    cache = ShardedCache(made.planned(2), 1, rank, reduce)
+    cache = spread(reduce, partial(made.planned, 2), 1, rank)
     for index in (0, 1, 2):
         held = cp_layout.held_positions(lengths_of(made, index), rank.rank, 2)
         key = (1000.0 * index + torch.from_numpy(held).double()).view(-1, 1, 1).expand(-1, 2, 3)
         cache.capture(0, index, key, -key[..., :2])
+    rank.sent.clear()
     return made, cache
 
 
@@ -197,9 +250,10 @@ RUNS = {
 }
 
 
-def test_views_are_read_run_by_run() -> None:
+@both_ways
+def test_keys_are_read_run_by_run(reduce: str) -> None:
     def part(rank: PlayedRank) -> None:
-        made, cache = packed(rank, "wave")
+        made, cache = packed(rank, reduce)
         for (index, number), spans in RUNS.items():
             for _ in range(2):  # gathered and put in order once
                 key, value = cache.read(0, index, number)
@@ -207,7 +261,7 @@ def test_views_are_read_run_by_run() -> None:
                 lengths = cache.level(index, number).key_lengths
                 runs = key[:, 0, 0].split(lengths)
                 assert [sorted(run.tolist()) for run in runs] == [keys_of(made, *s) for s in spans]
-        assert len(rank.sent) == len(RUNS)
+        assert len(rank.sent) == (len(RUNS) if reduce == "wave" else 0)
 
     play(2, part)
 
@@ -281,7 +335,7 @@ def test_a_step_on_two_ranks_takes_what_one_rank_takes(name: str, reduce: str) -
             held = cp_layout.held_positions(lengths_of(made, index), rank.rank, 2)
             return wholes[index][torch.from_numpy(held)]
 
-        found = run(ShardedCache(made.planned(2), 1, rank, reduce), mine)
+        found = run(spread(reduce, partial(made.planned, 2), 1, rank), mine)
         for index, whole in expected.items():
             held = cp_layout.held_positions(lengths_of(made, index), rank.rank, 2)
             assert_close(found[index], 2 * whole[torch.from_numpy(held)], 64)  # both ranks send

@@ -1,0 +1,110 @@
+"""The sidecar of context-parallel ranks that keep all positions (cp_reduce "segment")."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_prefix.sidecar.arena import Both
+from megatron_prefix.sidecar.cache import OwnKeys, SegmentState, SidecarCache
+from megatron_prefix.sidecar.context_parallel import (
+    Exchange,
+    OwnView,
+    Pending,
+    dealt,
+    order,
+    own_in_order,
+)
+from megatron_prefix.tree.kv_layout import ArenaMap
+
+
+class GatheredCache(SidecarCache):
+    """The sidecar of a context-parallel rank: all positions of every inner segment.
+
+    Readers exchange nothing. What descendants send is summed here and crosses once, in the
+    backward of the segment, together with what its own attention gives.
+
+    Args:
+        planned: where the segments lie, whole; the queries are this rank's.
+        num_layers: attention layers of the model chunk.
+        exchange: the group's collectives.
+    """
+
+    def __init__(self, planned: ArenaMap, num_layers: int, exchange: Exchange) -> None:
+        super().__init__(planned, num_layers)
+        self.exchange = exchange
+        self._coming: dict[tuple[int, int], Pending] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held now, with K/V that are on their way."""
+        coming = (t for pending in self._coming.values() for t in pending.tensors)
+        return super().num_bytes + sum(t.nbytes for t in coming)
+
+    def own_keys(self, layer: int, index: int, inner: bool, key: Tensor, value: Tensor) -> OwnView:
+        """See SidecarCache.own_keys."""
+        if not inner:
+            return OwnView(self.exchange, self.map.lengths[index], key, value)
+        self._expect_coming(layer, index, key, value)
+        return _OwnRows(self, layer, index, key, value)
+
+    def capture(self, layer: int, index: int, key: Tensor, value: Tensor) -> None:
+        """Gathers this rank's K and V and keeps those of all ranks; see SidecarCache."""
+        if self.state(layer, index) is SegmentState.CAPTURED:
+            return
+        self._expect_coming(layer, index, key, value)
+        (view,) = self._coming.pop((layer, index)).wait()
+        whole = view.index_select(0, order(self.map.lengths[index], self.exchange.size, key.device))
+        width = key.shape[-1]
+        super().capture(layer, index, whole[..., :width], whole[..., width:])
+
+    def take_gradient(self, layer: int, index: int) -> Both | None:
+        """The gradients that descendants of all ranks have sent to this rank's positions; see
+        SidecarCache."""
+        total, width = self.sent(layer, index), self._arenas[layer].width
+        if total is None:
+            return None
+        (both,) = self.exchange.reduce_scatter(total).wait()
+        return both[..., :width], both[..., width:]
+
+    def sent(self, layer: int, index: int) -> Tensor | None:
+        """This rank's sums of gK and gV of a segment, in the order of an exchange; only once."""
+        sums = super().take_gradient(layer, index)
+        if sums is None:
+            return None
+        both = torch.cat(sums, dim=-1)
+        return both.index_select(0, dealt(self.map.lengths[index], self.exchange.size, both.device))
+
+    def clear(self) -> None:
+        """See SidecarCache."""
+        super().clear()
+        self._coming.clear()
+
+    def _expect_coming(self, layer: int, index: int, key: Tensor, value: Tensor) -> None:
+        """Starts to gather K and V if that has not begun, and they are not here."""
+        if self.state(layer, index) is SegmentState.EMPTY and (layer, index) not in self._coming:
+            self._coming[layer, index] = self.exchange.gather(torch.cat([key, value], dim=-1))
+
+
+class _OwnRows(OwnView):
+    """The own K/V of an inner segment, which are kept."""
+
+    def __init__(
+        self, cache: GatheredCache, layer: int, index: int, key: Tensor, value: Tensor
+    ) -> None:
+        OwnKeys.__init__(self, key, value)
+        self._exchange, self._lengths = cache.exchange, cache.map.lengths[index]
+        self._cache, self._place, self._width = cache, (layer, index), key.shape[-1]
+
+    def runs(self) -> Both:
+        """See OwnView."""
+        self._cache.capture(*self._place, *self._both)
+        key, value = self._cache.own(*self._place)
+        of = self._lengths, self._exchange.rank, self._exchange.size
+        rows = own_in_order(*of, key.device)
+        return key.index_select(0, rows), value.index_select(0, rows)
+
+    def _begin(self, like: Tensor) -> Tensor:
+        """See OwnView: what descendants have sent."""
+        sums = self._cache.sent(*self._place)
+        return super()._begin(like) if sums is None else sums
