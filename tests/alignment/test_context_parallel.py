@@ -43,13 +43,15 @@ LAYOUTS = {
 CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "none": [
         ("flat", {"segment_tokens": 48}),
-        ("long prompt", {"chunk_tokens": 16, "cp_reduce": "segment"}),
-        ("tree", {"memory": "recompute"}),
+        ("long prompt", {"chunk_tokens": 16}),
+        ("long prompt", {"chunk_tokens": 16, "cp_reduce": "wave"}),
+        ("tree", {"memory": "recompute", "cp_reduce": "wave"}),
+        ("tree", {"memory": "recompute", "cp_reduce": "segment"}),
         ("tree", {"memory": "offload"}),
         ("tree", {"memory": "auto", "memory_budget_gb": 1e-4, "chunk_tokens": 16}),
     ],
     "full": [
-        ("flat", {"chunk_tokens": 16}),
+        ("flat", {"chunk_tokens": 16, "cp_reduce": "wave"}),
         ("tree", {"cp_reduce": "segment", "segment_tokens": 48}),
     ],
 }

@@ -21,6 +21,7 @@ from megatron_prefix.numerics import assert_close
 from megatron_prefix.rl.batches import on_cp_rank
 from megatron_prefix.run.calls import CallLayout
 from megatron_prefix.run.inputs import SegmentInputs
+from megatron_prefix.run.oom_retry import MemoryControl
 from megatron_prefix.run.step import Columns, read_step
 from megatron_prefix.sidecar.context_parallel import OwnView
 from megatron_prefix.sidecar.gathered import GatheredCache
@@ -197,6 +198,31 @@ def test_samples_that_are_not_cut_into_two_chunks_are_refused() -> None:
     assert isinstance(found, CannotShare)
     assert "a sample has 3 positions on a context-parallel rank" in str(found)
     assert "multiple of 4" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "free", "gathers"),
+    [("auto", [9, 9, 9], "yyyyy"), ("auto", [9, 3, 9], "ynnnn"), ("auto", [9, 9, 9, 1], "yyyyy"),
+     ("auto", [4, 9, 9], "nnnnn"), ("segment", [], "yyyyy"), ("wave", [], "nnnnn")],
+)  # fmt: skip
+def test_every_rank_keeps_all_where_the_least_room_of_the_first_steps_allows(
+    reduce: str, free: list[float], gathers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The predicted peak is 5; nobody is asked from the fourth step on."""
+    control = MemoryControl(PrefixConfig(cp_reduce=reduce))
+    rooms = iter(free)
+    monkeypatch.setattr(control, "least_free", lambda models, groups: next(rooms))
+    monkeypatch.setattr(control, "fits", lambda plan, models, room: control.gathers and room >= 5)
+    groups: Any = SimpleNamespace(cp=Alone(2))
+    plan: Any = None
+    found = ""
+    for _ in gathers:
+        control.settle(plan, [], groups)
+        found += "y" if control.gathers else "n"
+    assert found == gathers
+    groups.cp = Alone()
+    control.settle(plan, [], groups)
+    assert not control.gathers
 
 
 def test_when_gradients_are_sent_is_checked() -> None:

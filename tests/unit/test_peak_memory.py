@@ -256,6 +256,15 @@ def test_activations_of_llama3_8b() -> None:
     assert 2 * spread.activations == predict(plan, whole)[0].activations
 
 
+def test_context_parallel_ranks_keep_a_share_of_the_sidecar_or_all() -> None:
+    plan = plan_of(1024, 256, 4, 512)
+    shared = Footprint.of_spec(resolve("llama3-8b"), cp=2)
+    (cut,), (kept,) = predict(plan, shared), predict(plan, replace(shared, shares=1))
+    assert kept.cache_peak == 2 * cut.cache_peak > 0
+    assert shared.exchanged(backward=True) > shared.exchanged(backward=False) > 0
+    assert Footprint.of_spec(resolve("llama3-8b")).exchanged(backward=True) == 0
+
+
 def test_phase_b_of_the_issue() -> None:
     """Suffix retained, the prefix's saved tensors gone: K/V, gK/gV and one rollout are left."""
     footprint = Footprint.of_spec(resolve("llama3-8b"))
