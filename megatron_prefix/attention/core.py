@@ -12,6 +12,7 @@ own attention runs over all ranks (megatron_prefix/attention/own.py).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -64,6 +65,12 @@ class SegmentContext:
     ahead: Sequence[OffloadedSegment] = ()
     keys_only: int | None = None
     rows: Tensor | None = None
+
+    @functools.cached_property
+    def level_runs(self) -> tuple[Runs, ...]:
+        """What its queries see of each level; made in its first layer, for all of them."""
+        levels = (self.cache.level(self.index, number) for number in range(self.num_levels))
+        return tuple(Runs(level.query_lengths, level.key_lengths) for level in levels)
 
 
 def segment_attention(
@@ -118,7 +125,7 @@ class _SegmentAttention(torch.autograd.Function):
         for number in range(context.num_levels):
             seen, values = cache.read(layer, context.index, number)
             level = cache.level(context.index, number)
-            runs = Runs(level.query_lengths, level.key_lengths)
+            runs = context.level_runs[number]
             part = kernel.forward(selected(query, level.queries), seen, values, runs, scale)
             above.append(spread(part, level.queries, len(query)))
         parts = [own.forward(), *above]
@@ -149,7 +156,7 @@ class _SegmentAttention(torch.autograd.Function):
             more, seen_grad, values_grad = kernel.backward(
                 selected(out_grad, mine), selected(query, mine), seen, values,
                 selected(out, mine), selected(lse, mine, 1), level_aux,
-                Runs(level.query_lengths, level.key_lengths), scale,
+                context.level_runs[number], scale,
             )  # fmt: skip
             query_grad = add_selected(query_grad, mine, more)
             cache.add_gradient(layer, context.index, number, seen_grad, values_grad)

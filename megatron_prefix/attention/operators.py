@@ -31,6 +31,7 @@ from megatron_prefix.attention.interface import (
     Runs,
     Saved,
     batches,
+    joined,
 )
 from megatron_prefix.attention.split import SplitCausal
 from megatron_prefix.errors import UserError
@@ -41,6 +42,9 @@ aten = torch.ops.aten
 
 FA4_SHORT = 256
 """Queries or keys up to which flash-attn-4 compiles a call for itself (see `Fa4Kernel`)."""
+FA4_RUNS = 256
+"""Most runs of a call; for more it compiles again (flash_attn.cute.interface,
+BIN_BATCH_SEARCH_THRESH)."""
 
 
 class MathKernel(Batched):
@@ -225,8 +229,8 @@ class Fa4Kernel(Batched):
     It needs no plan for a shape, but compiles for seconds: for each dtype, pair of widths, number
     of query heads a K/V head, mask, and dense or varlen call; again for calls of one or two tiles,
     and for more than 256 runs. So short runs are varlen calls too, whose bounds on the lengths are
-    never short. What is left are four forwards and four backwards, which probing compiles before
-    the first step (attention/kernels.py); only a call of more than 256 runs compiles later.
+    never short, and more runs are several calls, joined by a copy. What is left are four forwards
+    and four backwards, which probing compiles before the first step (attention/kernels.py).
 
     It relies on these facts of flash-attn-4 4.0.0b36, in flash_attn.cute:
 
@@ -252,7 +256,15 @@ class Fa4Kernel(Batched):
         batches(runs, q.shape[0], k.shape[0])  # refuses runs that do not fit
         if _is_long(runs):
             return super().forward(q, k, v, runs, scale)
-        return Partial(*self.attend(q, k, v, scale, runs.causal, **_fa4_runs(runs, q.device)))
+        calls = _fa4_calls(runs, q.device)
+        if len(calls) == 1:
+            return Partial(*self.attend(q, k, v, scale, runs.causal, **calls[0][2]))
+        parts = [
+            self.attend(q[mine], k[seen], v[seen], scale, runs.causal, **lengths)
+            for mine, seen, lengths in calls
+        ]
+        outs, lses = [out for out, _, _ in parts], [lse for _, lse, _ in parts]
+        return Partial(joined(outs), joined(lses, dim=1))
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
@@ -262,8 +274,19 @@ class Fa4Kernel(Batched):
         batches(runs, q.shape[0], k.shape[0])
         if _is_long(runs):
             return super().backward(dout, q, k, v, out, lse, aux, runs, scale)
-        saved = Saved(dout, q, k, v, out, lse)
-        return self.attend_backward(saved, aux, scale, runs.causal, **_fa4_runs(runs, q.device))
+        calls = _fa4_calls(runs, q.device)
+        if len(calls) == 1:
+            saved = Saved(dout, q, k, v, out, lse)
+            return self.attend_backward(saved, aux, scale, runs.causal, **calls[0][2])
+        shares = [
+            self.attend_backward(
+                Saved(dout[mine], q[mine], k[seen], v[seen], out[mine], lse[:, mine]),
+                aux, scale, runs.causal, **lengths,
+            )
+            for mine, seen, lengths in calls
+        ]  # fmt: skip
+        dq, dk, dv = (joined(gradients) for gradients in zip(*shares, strict=True))
+        return dq, dk, dv
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, **lengths: Any
@@ -362,15 +385,26 @@ def _is_long(runs: Runs) -> bool:
     return len(runs.queries) == 1 and min(runs.queries[0], runs.keys[0]) > FA4_SHORT
 
 
-def _fa4_runs(runs: Runs, device: torch.device) -> dict[str, Any]:
-    """The varlen arguments of flash-attn-4."""
-    q_starts, k_starts, longest_q, longest_k = _varlen(runs, device)
-    return {
-        "cu_seqlens_q": q_starts,
-        "cu_seqlens_k": k_starts,
-        "max_seqlen_q": max(longest_q, FA4_SHORT + 1),
-        "max_seqlen_k": max(longest_k, FA4_SHORT + 1),
-    }
+@functools.lru_cache(maxsize=1024)
+def _fa4_calls(runs: Runs, device: torch.device) -> tuple[tuple[slice, slice, dict[str, Any]], ...]:
+    """Varlen calls of flash-attn-4: their queries, their keys, and the arguments of their runs."""
+    # As equally long as they can be: 257 runs are calls of 129 and 128.
+    num = len(runs.queries)
+    most = -(-num // -(-num // FA4_RUNS))
+    calls, start, key_start = [], 0, 0
+    for first in range(0, num, most):
+        queries, keys = runs.queries[first : first + most], runs.keys[first : first + most]
+        end, key_end = start + sum(queries), key_start + sum(keys)
+        q_starts, k_starts, longest_q, longest_k = _varlen(Runs(queries, keys), device)
+        lengths = {
+            "cu_seqlens_q": q_starts,
+            "cu_seqlens_k": k_starts,
+            "max_seqlen_q": max(longest_q, FA4_SHORT + 1),
+            "max_seqlen_k": max(longest_k, FA4_SHORT + 1),
+        }
+        calls.append((slice(start, end), slice(key_start, key_end), lengths))
+        start, key_start = end, key_end
+    return tuple(calls)
 
 
 def _needs_equal_widths(q: Tensor, v: Tensor) -> str | None:
@@ -379,7 +413,6 @@ def _needs_equal_widths(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-@functools.lru_cache(maxsize=256)
 def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """First position of each run and the end, int32 on ``device``; the host does not wait."""
     host = torch.tensor(
@@ -388,10 +421,15 @@ def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
+@functools.lru_cache(maxsize=1024)
 def _varlen(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """The varlen operator's arguments: starts of queries and keys, longest of both."""
-    starts = (_starts(lengths, device) for lengths in (runs.queries, runs.keys))
-    return *starts, max(runs.queries), max(runs.keys)  # type: ignore[return-value]
+    """The varlen operator's arguments: starts of queries and keys, longest of both.
+
+    Made in a segment's first layer: the other layers have the same runs.
+    """
+    starts = _starts(runs.queries, device)
+    key_starts = starts if runs.keys == runs.queries else _starts(runs.keys, device)
+    return starts, key_starts, max(runs.queries), max(runs.keys)
 
 
 def _query_heads(x: Tensor, k: Tensor) -> Tensor:

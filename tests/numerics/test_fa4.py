@@ -14,7 +14,8 @@ from megatron_prefix.attention import kernels, operators
 from megatron_prefix.attention.interface import Runs, batches
 from megatron_prefix.attention.kernels import KERNELS, choose
 from megatron_prefix.errors import UserError
-from tests.harness.attention_cases import CASES, LAYOUTS, NARROW, Case, check
+from megatron_prefix.numerics import assert_close
+from tests.harness.attention_cases import CASES, LAYOUTS, NARROW, Case, check, make
 
 MATH, FA4 = KERNELS["math"], KERNELS["fa4"]
 LONG = {
@@ -103,6 +104,24 @@ def test_short_runs_compile_nothing_of_their_own(library: StandIn) -> None:
         assert {call["causal"] for call in calls} == {True, False}
     assert min(min(call["q"].shape[1], call["k"].shape[1]) for call in dense) > 256
     assert min(min(call["max_seqlen_q"], call["max_seqlen_k"]) for call in varlen) > 256
+
+
+@pytest.mark.parametrize("num", [256, 257, 600])
+def test_more_runs_are_several_calls(num: int, library: StandIn) -> None:
+    """flash-attn-4 compiles for calls of more than 256 runs."""
+    lengths = tuple(1 + n % 3 for n in range(num))
+    wave = Case((), lengths, heads=2, kv_heads=1)
+    check(FA4, wave, torch.bfloat16)
+    tensors, below = make(wave, torch.bfloat16), Runs(lengths, lengths[::-1])
+    call = (tensors.q, tensors.keys[0], tensors.values[0])
+    for got, wanted in zip(
+        FA4.forward(*call, below, 0.25)[:2], MATH.forward(*call, below, 0.25)[:2], strict=True
+    ):
+        assert_close(got, wanted, sum(lengths), torch.bfloat16)
+    sizes = [len(call["cu_seqlens_q"]) - 1 for call in library.calls]
+    assert max(sizes) <= 256 and max(sizes) - min(sizes) <= 1
+    each = -(-num // 256)  # forward and backward of the first, forward of the second
+    assert len(sizes) == 3 * each
 
 
 def test_a_slice_of_a_cache_is_not_copied(library: StandIn) -> None:

@@ -219,10 +219,20 @@ def test_cuda_calls_fit_the_operators_of_this_torch(case: Case, name: str) -> No
         assert got[key].dtype == (torch.float32 if key == "lse" else torch.bfloat16), key
 
 
-def test_rollout_starts_are_made_once() -> None:
-    starts = operators._starts((3, 1, 4), torch.device("cpu"))
+def test_starts_of_runs_are_made_once() -> None:
+    runs, device = Runs.own((3, 1, 4)), torch.device("cpu")
+    found = operators._varlen(runs, device)
+    starts, key_starts, *longest = found
     assert starts.dtype == torch.int32 and starts.tolist() == [0, 3, 4, 8]
-    assert operators._starts((3, 1, 4), torch.device("cpu")) is starts
+    assert key_starts is starts and longest == [4, 4]
+    assert operators._varlen(Runs.own((3, 1, 4)), device) is found
+    other = operators._varlen(Runs((3, 5), (2, 7)), device)
+    assert [x.tolist() for x in other[:2]] == [[0, 3, 8], [0, 2, 9]] and other[2:] == (5, 7)
+
+
+def test_runs_are_equal_by_value() -> None:
+    assert Runs.own((2, 3)) == Runs((2, 3), (2, 3), True) != Runs((2, 3), (2, 3))
+    assert len({Runs.own((2, 3)), Runs.own((2, 3)), Runs.dense(5, 5)}) == 2
 
 
 def test_layouts_that_differ_in_more_than_single_positions_are_copied() -> None:
