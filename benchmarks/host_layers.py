@@ -28,6 +28,7 @@ from torch import Tensor
 from megatron_prefix.attention import operators
 from megatron_prefix.attention.core import SegmentContext, segment_attention
 from megatron_prefix.attention.kernels import KERNELS, Kernel, choose
+from megatron_prefix.attention.own import own_runs
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree.kv_layout import ArenaMap, Level, Run
 
@@ -61,14 +62,16 @@ def wave(spans: int, rows: int, layers: int, device: str, new: int) -> Any:
     bounds = [0, *ends, rows + new]
     runs = [Run(a, b, a, b) for a, b in itertools.pairwise(bounds)]
     rows = bounds[-1]
-    planned = ArenaMap(rows, (slice(0, rows), None), ((), (Level(tuple(runs)),)), ((), (0,)))
+    lengths = tuple(b - a for a, b in itertools.pairwise(bounds))
+    planned = ArenaMap(
+        rows, (slice(0, rows), None), ((), (Level(tuple(runs)),)), ((), (0,)), (lengths, lengths)
+    )
     cache = SidecarCache(planned, layers)
     key = torch.zeros(rows, KV_HEADS, DIM, dtype=dtype, device=device)
     for layer in range(layers):
         cache.capture(layer, 0, key, key)
     where = torch.zeros(rows, dtype=torch.int64, device=device)
-    lengths = tuple(b - a for a, b in itertools.pairwise(bounds))
-    context = SegmentContext(1, False, lengths, 1, where, cache)
+    context = SegmentContext(1, False, own_runs(lengths, 0, 1), 1, where, cache)
     query = torch.zeros(rows, 1, HEADS, DIM, dtype=dtype, device=device)
     return context, query
 
