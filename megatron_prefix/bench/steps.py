@@ -33,10 +33,6 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.run.step import Callbacks
 from megatron_prefix.verify import align
 
-WARM_UP = 3
-"""Calls of each schedule before the timed ones: the prefix schedule's kernels choose by the shapes
-that they have met, and make plans for some in the first call and for others in the third."""
-
 
 def time_work(
     work: Work, setting: Setting, chunks: list[Any], stock_times: dict[str, Measured]
@@ -85,8 +81,8 @@ class _Run:
     def timed(
         self, warm_up: Sequence[Sequence[Any]], steps: Sequence[Sequence[Any]], repeats: int
     ) -> Measured:
-        """Runs the warm-up's steps, at least WARM_UP calls, then times the others."""
-        for number in range(max(WARM_UP, len(warm_up))):
+        """Runs the warm-up's steps, in turn, then times the others."""
+        for number in range(max(self._setting.warm_up_calls, len(warm_up))):
             self._call(warm_up[number % len(warm_up)])
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()

@@ -25,6 +25,8 @@ class Setting:
         seed: of the advantages.
         dtype: of the model.
         forward_only: time passes without gradients, as trainers make them for log-probs.
+        warm_up_calls: calls of each schedule before the timed ones, at least. By the third some
+            kernels have chosen by the shapes that they have met, and made their plans.
     """
 
     spec: ModelSpec
@@ -33,6 +35,7 @@ class Setting:
     seed: int = 1234
     dtype: str = "float32"
     forward_only: bool = False
+    warm_up_calls: int = 3
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
          " after those of --warm-up (default: its first step, --repeats times)"),
         ("--step-tokens", 1, None, "groups a step: as many as have N tokens, instead of --groups"),
         ("--warm-up", 1, 1, "with --steps, steps that are run and not timed (default 1)"),
+        ("--warm-up-calls", 1, 3, "calls of each schedule before the timed ones, at least (default"
+         " 3: by then kernels have chosen by what they have met)"),
         ("--max-tokens", 2, None, "shorten rollouts to N tokens"),
         ("--repeats", 0, 3, "timed calls of each step without --steps (default 3)"),
         ("--align-layers", 1, 2, "layers of the aligned model (default 2)"),
@@ -155,7 +158,10 @@ def _measure(
     options, config = model_options(args), config_of(args)
     spec, files = _files(args, options)
     work = [*_shapes(args, shapes, spec, config, layout.dp), *_steps(args, files, config)]
-    setting = Setting(spec, layout, baseline_of(args), args.seed, args.dtype, args.forward_only)
+    setting = Setting(
+        spec, layout, baseline_of(args), args.seed, args.dtype, args.forward_only,
+        args.warm_up_calls,
+    )  # fmt: skip
     job = (args, options, setting, config, work)
     return runtime.launch(bench_rank, layout.world_size, *job, device=args.device)
 
@@ -182,6 +188,8 @@ def bench_rank(
         for one in report.watched(args, work, "rows timed", len(work)) if first else work:
             try:
                 rows.append(steps.time_work(one, setting, chunks, known))
+                if first:  # long before the table, which comes with the last row
+                    print(_line(rows[-1]), file=sys.stderr, flush=True)
             except (torch.OutOfMemoryError, StepOutOfMemory) as error:
                 if layout.world_size > 1:  # the other ranks wait inside of a step
                     raise
@@ -190,6 +198,14 @@ def bench_rank(
         return verdict, rows, failures
     finally:
         runtime.shutdown()
+
+
+def _line(row: Any) -> str:
+    """A row as soon as it has been timed."""
+    return (
+        f"{row.name}: {row.stock_ms:.1f} ms, {row.prefix_ms:.1f} ms, {row.speedup:.3f}x of"
+        f" {row.bound:.3f}x, {row.of_bound:.3f} of bound"
+    )
 
 
 def _files(args: argparse.Namespace, options: Any) -> tuple[Any, dict[str, list[Any]]]:

@@ -26,6 +26,7 @@ from tests.harness.one_rank import one_rank, small_model
 
 SPEC = resolve("tiny-llama", num_layers=1).with_vocab(64)
 CONFIG = PrefixConfig(min_gain=0)
+WARM_UP = 2
 BASELINES = (Baseline("rollout"), Baseline("packed", 64), Baseline("packed", 10_000))
 
 
@@ -54,7 +55,9 @@ def some_groups(num: int) -> list[Group]:
 
 
 def timed(chunks: list[Any], work: Work, baseline: Baseline) -> Timing:
-    return steps.time_work(work, Setting(SPEC, Layout(), baseline, seed=1), chunks, {})
+    return steps.time_work(
+        work, Setting(SPEC, Layout(), baseline, seed=1, warm_up_calls=WARM_UP), chunks, {}
+    )
 
 
 @pytest.mark.parametrize("baseline", BASELINES, ids=str)
@@ -64,7 +67,7 @@ def test_both_schedules_are_warmed_alike(chunks, calls, baseline) -> None:
     timing = timed(chunks, Work("shape", CONFIG, [groups], [groups], repeats=2), baseline)
     assert timing.executed_tokens < timing.raw_tokens == 3 * 31
     # One more call of the prefix schedule is timed action by action.
-    wanted = [steps.WARM_UP + 2, steps.WARM_UP + 2 + 1]
+    wanted = [WARM_UP + 2, WARM_UP + 2 + 1]
     assert [*Counter(name for name, _ in calls).values()] == wanted
     assert {*timing.phase_ms} == {*"ABC", "wait"} and min(timing.phase_ms.values()) >= 0
     assert timing.tflops > 0 and timing.bubble < 0.5 and timing.simulated_bubble == 0
@@ -79,12 +82,12 @@ def test_steps_are_of_new_groups_and_each_is_run_once_by_both(chunks, calls) -> 
     groups = some_groups(8)
     work = Work("file", CONFIG, [groups[:2]], [groups[2:4], groups[4:6], groups[6:]])
     timing = timed(chunks, work, BASELINES[1])
-    half = steps.WARM_UP + 3
+    half = WARM_UP + 3
     stock, prefix = ([tokens for _, tokens in part] for part in (calls[:half], calls[half:]))
     assert stock == prefix[:-1] and prefix[-1] == prefix[-2]
     assert len({str(tokens) for tokens in stock}) == 1 + 3
     assert timing.steps == timing.shared_steps == len(timing.prefix_step_ms) == 3
-    assert timing.rollouts == 18 and timing.microbatches == sum(map(len, stock[steps.WARM_UP :]))
+    assert timing.rollouts == 18 and timing.microbatches == sum(map(len, stock[WARM_UP:]))
     assert timing.raw_tokens == sum(len(r) - 1 for g in groups[2:] for r in g.rollouts)
     assert timing.speedup == sum(timing.stock_step_ms) / sum(timing.prefix_step_ms)
     assert timing.median_speedup == timing.stock_ms / timing.prefix_ms
