@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_prefix.attention import merge as merging
 from megatron_prefix.attention.interface import Kernel, Runs
@@ -96,6 +97,34 @@ def test_fa4_takes_any_strides(layout: str) -> None:
     for case in (CASES["equal rollouts"], CASES["uneven rollouts"], LONG["one long run"]):
         heads = dict(heads=4, kv_heads=2, dim=64, dim_v=64)
         check(kernel, replace(case, **heads), torch.float16, layout, "cuda")
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn", "cudnn+flash", "fa4"])
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [((300, 300), (300, 900)), ((64, 64, 65, 65), (64, 192, 65, 260)), ((700,), (2100,))],
+    ids=str,
+)
+def test_causal_runs_with_more_keys_than_queries(
+    name: str, queries: tuple[int, ...], keys: tuple[int, ...]
+) -> None:
+    """As of context-parallel ranks, whose K and V lie side by side."""
+    kernel, math = working(name, torch.bfloat16, 128, 128, 4), KERNELS["math"]
+    source = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", generator=source).to(torch.bfloat16)
+
+    q, dout = random(sum(queries), 8, 128), random(sum(queries), 8, 128)
+    both, runs = random(sum(keys), 2, 256), Runs(queries, keys, causal=True)
+    k, v = both[..., :128], both[..., 128:]
+    results = []
+    for one in (kernel, math):
+        part = one.forward(q, k, v, runs, 0.1)
+        results.append([part.out, part.lse, *one.backward(dout, q, k, v, *part, runs, 0.1)])
+    terms = max(keys) + 4 * sum(queries)
+    for got, wanted, what in zip(*results, ("out", "lse", "dq", "dk", "dv"), strict=True):
+        assert_close(got, wanted, terms, torch.bfloat16, what)
 
 
 def test_fa4_reads_a_slice_of_a_cache_as_it_lies() -> None:
