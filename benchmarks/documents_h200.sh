@@ -13,7 +13,8 @@
 #   dta             AReaL-DTA figure 5 and table 3: model calls of agents, and little to share
 #   capacity        schedule-level reuse table 7: its longest step under each policy; a minute, only
 #                   when named
-# Exit code 0 when everything was aligned and timed.
+# `python -m benchmarks.documents OUTPUT` prints the tables. Exit code 0 when everything was aligned
+# and timed.
 #
 # Environment variables:
 #   LAYERS  of the Qwen3-8B and Qwen3-30B-A3B widths (default: 8)
