@@ -44,7 +44,8 @@ bench() { # ROW, ARGUMENTS
         --bench-json "$output/$row.json" || status=1
     echo "$row: $SECONDS s"
 }
-cut=(--set "num_layers=${LAYERS:-8}" --set "vocab_size=${VOCAB:-32768}" --repeats 1 --align-layers 1)
+timed=(--align-layers 1 --warm-up-calls 1 --repeats 2)
+cut=(--set "num_layers=${LAYERS:-8}" --set "vocab_size=${VOCAB:-32768}" "${timed[@]}")
 dense=(--model qwen3-8b "${cut[@]}")
 moe=(--model qwen3-30b-a3b "${cut[@]}")
 # Qwen3-1.7B, all of it.
@@ -67,8 +68,8 @@ for row in "${chosen[@]}"; do
     caching) bench "$row" "${dense[@]}" --shapes 16384:128:9 16384:1024:9 1000:100:8 ;;
     dualkv_layer)
         layer_files
-        bench "$row" --model qwen3-8b --set num_layers=4 --set vocab_size=2048 --align-layers 1 \
-            --repeats 1 --groups 1 --rollouts "${files[@]}"
+        bench "$row" --model qwen3-8b --set num_layers=4 --set vocab_size=2048 \
+            "${timed[@]}" --groups 1 --rollouts "${files[@]}"
         ;;
     dualkv_step) bench "$row" "${dense[@]}" --shapes 8192:2048:8 8192:2048:32 ;;
     dualkv_logprob) bench "$row" "${dense[@]}" --forward-only --shapes 8192:2048:8 8192:2048:32 ;;
@@ -77,7 +78,7 @@ for row in "${chosen[@]}"; do
     dta)
         python3 -m benchmarks.calls "$folder/tau2_mixed.jsonl.gz" "$output/tau2_calls.jsonl.gz" ||
             status=1
-        bench "$row" "${small[@]}" --align-layers 1 --repeats 1 --shape-groups 4 \
+        bench "$row" "${small[@]}" "${timed[@]}" --shape-groups 4 \
             --shapes 512:1088:16 176:1624:8 --rollouts "$output/tau2_calls.jsonl.gz" \
             --groups 1 --steps 2 --warm-up 1
         ;;
