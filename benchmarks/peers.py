@@ -13,7 +13,7 @@ A shape is rollouts x prompt x answer; heads are those of DualKV's table 1. The 
     repeated-KERNEL  the prompt once; each answer reads a copy of its K/V, and its own
     grouper-KERNEL   the package prefix-grouper (MIT licence), with this kernel as its attention
 
-KERNEL is a kernel of this package; for the last two flash, fa4, or sdpa with a mask as a tensor.
+KERNEL is a kernel of this package (attention/operators.py).
 First, on a small shape, ours is compared with the exact formulas in fp64, and others with ours.
 Then each is timed: --warm-up calls, and medians of --repeats. Peaks count inputs, and what a
 forward of the whole group leaves for its backward. Block masks are made before. The exit code is 1
@@ -45,7 +45,7 @@ from megatron_prefix.numerics import assert_close
 DUALKV = "28x4096x2048,28x16384x2048,16x32768x2048"
 PEERS = {
     "cuda": "ours,dense-fa4,dense-cudnn,dense-flash,flex,repeated-fa4,repeated-flash,grouper-flash",
-    "cpu": "ours,dense-flash_cpu,dense-math,flex,repeated-sdpa,grouper-sdpa",
+    "cpu": "ours,dense-flash_cpu,dense-math,flex,repeated-flash_cpu,grouper-flash_cpu",
 }
 OURS = "ours"
 GIB = float(1 << 30)
@@ -97,9 +97,8 @@ def make(name: str, inputs: Inputs, device: Device, options: argparse.Namespace)
         )  # fmt: skip
         scale = inputs.scale
         return Graph(inputs, (len(inputs.q),), lambda q, k, v: [packed(q[0], k[0], v[0], scale)])
-    if kind in ("repeated", "grouper") and kernel in ("flash", "fa4", "sdpa"):
-        found = None if kernel == "sdpa" else device.kernel(kernel)
-        causal = causal_by(found, inputs.scale)
+    if kind in ("repeated", "grouper") and kernel in KERNELS:
+        causal = causal_by(device.kernel(kernel), inputs.scale)
         return (repeated if kind == "repeated" else grouper)(inputs, causal)
     raise UserError(f"peer {name!r}: give some of those in --help")
 

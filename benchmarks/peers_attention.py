@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.bench_kernels import Shape
 from megatron_prefix.attention.core import SegmentContext, segment_attention
 from megatron_prefix.attention.interface import Saved
-from megatron_prefix.attention.kernels import Kernel
+from megatron_prefix.attention.kernels import Kernel, Runs
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Forest, Pairs, Segment, TreeOptions, build
 from megatron_prefix.tree.kv_layout import arena_map
@@ -107,9 +107,9 @@ class Ours:
         self._cache = cache = SidecarCache(self._map, 1)
         none = torch.zeros(0)
         for index, segment in enumerate(self._segments):
-            lengths = tuple(span.padded for span in segment.spans)
+            runs = Runs.own(tuple(span.padded for span in segment.spans))
             levels = len(self._map.levels[index])
-            context = SegmentContext(index, segment.inner, lengths, levels, none, cache)
+            context = SegmentContext(index, segment.inner, runs, levels, none, cache)
             tensors = (leaves[index].unsqueeze(1) for leaves in self._leaves)
             out = segment_attention(*tensors, context, 0, self._scale, self._kernel)
             self._outputs.append(out)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from benchmarks.peers_attention import Inputs, Results, forget, gradients_of, side_by_side
 from megatron_prefix.attention.interface import Saved
@@ -89,25 +88,14 @@ def grouper(inputs: Inputs, causal: Causal) -> Graph:
 
 
 def causal_by(kernel: Any, scale: float) -> Causal:
-    """Causal attention with more keys than queries by `flash` or `fa4`; None: torch's own with a
-    mask as a tensor, for any device."""
-
-    def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        num, seen = q.shape[1], k.shape[1]
-        mask = torch.ones(num, seen, dtype=torch.bool, device=q.device).tril(seen - num)
-        heads = (x.transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=True)
-        return out.transpose(1, 2)
-
-    if kernel is None:
-        return masked
+    """Causal attention with more keys than queries by a kernel of this package."""
     return lambda q, k, v: _Causal.apply(q, k, v, kernel, scale)
 
 
 class _Causal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Any, scale: float) -> Tensor:  # type: ignore[override]
-        out, lse, ctx.aux = kernel.attend(q, k, v, scale, True)
+        out, lse, ctx.aux = kernel.block(q, k, v, scale, True)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = kernel, scale
         return out
@@ -117,4 +105,4 @@ class _Causal(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         kernel, scale = ctx.call
         saved = Saved(dout.contiguous(), *ctx.saved_tensors)
-        return *kernel.attend_backward(saved, ctx.aux, scale, True), None, None
+        return *kernel.block_backward(saved, ctx.aux, scale, True), None, None
