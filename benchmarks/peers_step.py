@@ -14,8 +14,8 @@ One group P:R:n, the same weights, losses and gradients in every row:
 
 First losses, log-probs and gradients of prefix and graph are compared with the stock schedule's on
 a model with few layers by the numerics policy; in 16 bit errors against fp32 are pooled over draws.
-Then each row is timed: three calls to warm up, and the median of --repeats, the optimizer's step
-not included. The graph's block mask is made before. The exit code is 1 where values differ, or a
+Then each row is timed: --warm-up calls, and the median of --repeats, the optimizer's step not
+included. The graph's block mask is made before. The exit code is 1 where values differ, or a
 row could not run; the others go on.
 """
 
@@ -37,7 +37,6 @@ from benchmarks.peers import GIB, reason_of
 from benchmarks.peers_flex import BACKENDS, BLOCK, packed_attention
 from benchmarks.peers_graph_step import packed_graph, running
 from megatron_prefix import runtime
-from megatron_prefix.bench.steps import WARM_UP
 from megatron_prefix.bench.work import GroupShape
 from megatron_prefix.cli.modelling import overrides_of
 from megatron_prefix.config import PrefixConfig
@@ -133,15 +132,16 @@ class Steps:
         # Answers are of one length, so the mean over rollouts is the one over tokens.
         return replace(found, losses=found.losses.mean()[None])
 
-    def timed(self, name: str, repeats: int) -> Row:
+    def timed(self, name: str) -> Row:
         """A row: median milliseconds, and the peak of allocated memory in GiB (0 on the CPU)."""
         step = self.step(name)
-        for _ in range(WARM_UP):
+        for _ in range(self._options.warm_up):
             step(self._milliseconds)
         on_gpu = next(self._chunks[0].parameters()).is_cuda
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        ms = statistics.median(step(self._milliseconds) for _ in range(repeats))
+        times = [step(self._milliseconds) for _ in range(self._options.repeats)]
+        ms = statistics.median(times)
         return Row(name, ms, torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0)
 
     def _milliseconds(self, schedule: Callable[..., Any], items: Sequence[Microbatch]) -> float:
@@ -223,7 +223,7 @@ def measured(options: argparse.Namespace, show: Callable[[Row], None]) -> None:
     steps = Steps(chunks, items_of(shape, chunks, 1), shape.prompt - 1, options)
     for name in options.rows:
         try:
-            row = steps.timed(name, options.repeats)
+            row = steps.timed(name)
         except Exception as error:  # noqa: BLE001 - the other rows go on
             row = Row(name, reason=reason_of(error))
         ours = row.ms if name == PREFIX else ours
@@ -262,6 +262,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=("float64", "float32", "bfloat16"), default="bfloat16")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--layer-spec", choices=("auto", "local", "te"), default="auto")
+    add("--warm-up", type=int, default=3, help="calls of a row before it is timed (default 3)")
     add("--repeats", type=int, default=5)
     add("--json", type=Path, help="written after every row")
     options = parser.parse_args(arguments)
