@@ -138,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
         **machine(args),
         "layout": dataclasses.asdict(layout),
         "forward_only": args.forward_only,
+        "overlap_grad_reduce": args.overlap_grad_reduce,
         "alignment": verdict.as_json(),
         "rows": [row.as_json() for row in rows],
         "failures": failures,

@@ -16,7 +16,7 @@ from megatron_prefix.runtime.groups import MESSAGE_TIMEOUT_MINUTES
 
 def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> None:
     # long: a list of options, each with its help
-    """`--model --set --dtype --device --layer-spec --recompute --memory --kernel --seed`."""
+    """Of the model, how it is built, and what its segments keep."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -49,6 +49,12 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         choices=("none", "full", "selective"),
         default="none",
         help="Megatron's activation recomputation (default none)",
+    )
+    group.add_argument(
+        "--overlap-grad-reduce",
+        action="store_true",
+        help="reduce gradients over data- and context-parallel ranks in buckets, while the last"
+        " backward runs, as Megatron's option of that name; both schedules",
     )
     group.add_argument(
         "--memory",
@@ -105,6 +111,7 @@ def model_options(args: argparse.Namespace) -> Any:
         args.model, args.dtype, args.device, args.recompute, args.layer_spec, args.seed,
         overrides_of(args.set),
         getattr(args, "message_timeout_minutes", MESSAGE_TIMEOUT_MINUTES),
+        args.overlap_grad_reduce,
     )  # fmt: skip
 
 

@@ -149,8 +149,7 @@ def offload_refusal(model: Any) -> str | None:
         return None
     return (
         "memory policy offload with gradient_accumulation_fusion and overlap_grad_reduce: turn"
-        " overlap_grad_reduce off (the prefix schedule reduces after its last backward anyway), or"
-        " use recompute"
+        " overlap_grad_reduce off, or use recompute"
     )
 
 

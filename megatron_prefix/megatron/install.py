@@ -105,6 +105,12 @@ class Hooks:
         self._kernel_name = kernel
         self.kernel = _choose_kernel(kernel, self.model, self.num_layers)
 
+    def unread(self) -> set[nn.Parameter]:
+        """Parameters of the last stage that segments without loss may leave out."""
+        layers = self.model.decoder.layers
+        used = layers if self.keys_only is None else layers[:-1]
+        return {*self.model.parameters()} - {one for layer in used for one in layer.parameters()}
+
     def uninstall(self) -> None:
         """Removes every hook; the model is as before."""
         while self._undo:

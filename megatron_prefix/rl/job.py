@@ -34,6 +34,7 @@ class ModelOptions:
         seed: of the weights.
         overrides: fields of ModelSpec to change.
         message_timeout_minutes: see `runtime.initialize`.
+        overlap_grad_reduce: reduce gradients during backwards.
     """
 
     model: str
@@ -44,6 +45,7 @@ class ModelOptions:
     seed: int = 1234
     overrides: tuple[tuple[str, Any], ...] = ()
     message_timeout_minutes: float = MESSAGE_TIMEOUT_MINUTES
+    overlap_grad_reduce: bool = False
 
     def build(self, spec: ModelSpec, layout: Layout, dtype: str | None = None) -> list[Any]:
         """The rank's model chunks, wrapped in DDP."""
@@ -51,6 +53,7 @@ class ModelOptions:
         return build_model(
             spec, layout=layout, dtype=dtype or self.dtype, device=device,
             layer_spec=self.layer_spec, recompute=self.recompute, seed=self.seed,
+            overlap_grad_reduce=self.overlap_grad_reduce,
         )  # fmt: skip
 
     def reference(

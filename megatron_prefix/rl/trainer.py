@@ -212,6 +212,7 @@ def _build(
         seed=options.seed,
         wrap_ddp=not reference,
         use_distributed_optimizer=settings.distributed_optimizer and not reference,
+        overlap_grad_reduce=options.overlap_grad_reduce and not reference,
         config_overrides={"calculate_per_token_loss": settings.loss_mean == "token"},
     )
     if reference:

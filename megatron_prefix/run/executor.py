@@ -30,6 +30,7 @@ from megatron_prefix.plan.memory_policy import BACKWARDS_AHEAD
 from megatron_prefix.run.inputs import ModelArguments, SegmentInputs
 from megatron_prefix.run.losses import Losses
 from megatron_prefix.run.messages import Links
+from megatron_prefix.run.overlap import Reductions
 from megatron_prefix.run.suspend import Settings
 from megatron_prefix.sidecar.cache import SidecarCache
 
@@ -79,6 +80,7 @@ class Executor:
         forward_only: run without gradients; a backward then only releases its segment.
         timing: what times the computation of an action, if anything does.
         offloader: takes what segments with policy "offload" save.
+        reductions: of the step's gradients; None without.
     """
 
     def __init__(
@@ -90,8 +92,9 @@ class Executor:
         forward_only: bool,
         timing: Callable[[Action], contextlib.AbstractContextManager] | None = None,
         offloader: Offloader | None = None,
+        reductions: Reductions | None = None,
     ) -> None:
-        self._offloader = offloader
+        self._offloader, self._reductions = offloader, reductions
         self._timing = timing or _untimed
         self._plan, self._stages, self._inputs, self._links = plan, stages, inputs, links
         self._forward_only = forward_only
@@ -109,10 +112,12 @@ class Executor:
                 stage.hooks.accumulate_weight_gradients()
             with gradients:
                 program = self._plan.programs[rank]
+                last = {one.chunk: place for place, one in enumerate(program) if one.kind == "B"}
                 for place, action in enumerate(program):
                     stage = self._stages[action.chunk]
                     stage.ahead[:] = self._wanted(program[place : place + 1 + BACKWARDS_AHEAD])
-                    with _annotated(action):
+                    is_last = last.get(action.chunk) == place
+                    with _annotated(action), self._reducing(action, stage, is_last):
                         self._handlers[action.kind](action, stage)
                     self._links.advance()
             self._links.finish()
@@ -197,6 +202,19 @@ class Executor:
             self._links.send(action, received.grad)
         stage.offloads.pop(index, None)
         self._release(action, stage)
+
+    def _reducing(
+        self, action: Action, stage: Stage, is_last: bool
+    ) -> contextlib.AbstractContextManager:
+        """Starts reductions during the last backward of a model chunk."""
+        if self._reductions is None or not is_last:
+            return contextlib.nullcontext()
+        segment = self._plan.segments[action.segment]
+        ends_early = stage.is_last and not segment.scored
+        kind = segment.inner, segment.scored, self._plan.policy(action.segment)
+        return self._reductions.during(
+            action.chunk, kind, stage.hooks.unread if ends_early else tuple
+        )
 
     def _scored(self, index: int, stage: Stage) -> bool:
         return stage.losses is not None and self._plan.segments[index].scored

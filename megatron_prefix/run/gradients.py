@@ -2,8 +2,9 @@
 
 Every backward of the step runs without synchronisation, since no single one of them is "the last
 microbatch" that Megatron's overlapped reduction waits for: the last one is an inner segment's and
-touches no output layer.  Afterwards each bucket's reduction is started by hand where Megatron would
-have started it from a backward hook (megatron/core/distributed/param_and_grad_buffer.py).
+touches no output layer.  Where Megatron would have started reductions from a backward hook
+(megatron/core/distributed/param_and_grad_buffer.py), they are started by hand: during the rank's
+last backwards where that can be (run/overlap.py), the rest afterwards.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
+
+from megatron_prefix.run.overlap import Reductions, overlaps
 
 
 def default_groups() -> ProcessGroupCollection:
@@ -37,13 +40,11 @@ def default_groups() -> ProcessGroupCollection:
 def order_shows(models: list[Any]) -> bool:
     """Whether data-parallel ranks see in which order the schedule of another reduces gradients.
 
-    Chunks that are interleaved and reduced during the backward are reduced in the order in which
-    their backwards end, and that of the stock schedule is another one.
+    Buckets that are reduced during the backward are reduced in the order in which the stock
+    schedule's backward completes them, and ours is a fixed one (run/overlap.py): the two differ for
+    chunks that are interleaved, and where neighbouring weights of a layer fill a bucket each.
     """
-    overlaps = (
-        getattr(getattr(m, "ddp_config", None), "overlap_grad_reduce", False) for m in models
-    )
-    return len(models) > 1 and any(overlaps)
+    return any(map(overlaps, models))
 
 
 @contextlib.contextmanager
@@ -65,8 +66,9 @@ def finish(
     num_tokens: int | Tensor,
     groups: ProcessGroupCollection,
     force_all_reduce: bool | None,
+    reductions: Reductions,
 ) -> None:
-    """Starts the reductions that no backward hook has started, then Megatron's finalize.
+    """Starts the reductions that no backward has started, then Megatron's finalize.
 
     Args:
         models: the rank's model chunks.
@@ -74,14 +76,12 @@ def finish(
         num_tokens: trained tokens of the step on this rank (last stage; 0 elsewhere).
         groups: process groups.
         force_all_reduce: see Megatron's schedules.
+        reductions: of the step.
+
+    Raises:
+        RuntimeError: a gradient came too late for its reduction.
     """
-    for model in models:
-        ddp_config = getattr(model, "ddp_config", None)
-        if ddp_config is None or not ddp_config.overlap_grad_reduce:
-            continue  # finish_grad_sync will reduce; starting here would reduce twice
-        for group in model.bucket_groups + model.expert_parallel_bucket_groups:
-            if not group.is_first_batch and group.grad_reduce_handle is None:
-                group.start_grad_sync(force_all_reduce=force_all_reduce)
+    reductions.start_rest()
     if config.finalize_model_grads_func is not None:
         device = next(models[0].parameters()).device
         total = torch.zeros([], dtype=torch.int, device=device) + num_tokens
@@ -91,3 +91,4 @@ def finish(
             pg_collection=groups,
             force_all_reduce=force_all_reduce,
         )
+    reductions.check()

@@ -154,7 +154,7 @@ class MemoryControl:
         models: list[Any],
         groups: ProcessGroupCollection,
         forward_only: bool,
-        again: Callable[[], bool] = lambda: True,
+        final: Callable[[], str] = str,
     ) -> tuple[Result, Plan]:
         """Makes a step; where memory runs out, undoes it and makes it once more with a leaner plan.
 
@@ -164,7 +164,7 @@ class MemoryControl:
             models: the rank's model chunks.
             groups: process groups.
             forward_only: whether the step has no gradients.
-            again: whether the step can still be made again, asked when memory has run out.
+            final: asked when memory has run out; why the step cannot be made again, else empty.
 
         Returns:
             What `attempt` returned, and the plan that it ran.
@@ -185,8 +185,7 @@ class MemoryControl:
         if lean is None or before is None:
             why = "nothing leaner is left" if alone else "other ranks wait in this step"
             raise self._failure(f"{reason}; not tried again: {why}", plan, models)
-        if not again():
-            why = "it was in the trainer's loss, or the loss looks at logits"
+        if why := final():
             raise self._failure(f"{reason}; not tried again: {why}", plan, models)
         if not before.possible():
             why = "gradients were not zero when the step began"

@@ -340,8 +340,8 @@ class PrefixSchedule:
             global_aux_sync.check_counts(step.num_microbatches, groups.dp_cp, device)
             why = "global_aux_loss needs one schedule"
             decision = share_together(decision, groups.dp_cp, device, why)
-        elif gradients.order_shows(models):
-            why = "interleaved chunks with overlap_grad_reduce need one schedule"
+        elif self.config.mode == "auto" and gradients.order_shows(models):
+            why = "overlap_grad_reduce needs one schedule"
             decision = share_together(decision, groups.dp_cp, device, why)
         if decision.fallback:
             logger.warning("stock schedule for this step: %s", decision.reason)

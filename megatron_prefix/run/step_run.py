@@ -29,6 +29,7 @@ from megatron_prefix.run.inputs import ModelArguments, SegmentInputs
 from megatron_prefix.run.losses import LossContract, Losses
 from megatron_prefix.run.messages import Links, message_dtype, message_shape
 from megatron_prefix.run.oom_retry import device_of
+from megatron_prefix.run.overlap import Reductions
 from megatron_prefix.run.step import Step
 from megatron_prefix.run.suspend import Settings
 from megatron_prefix.run.timing import Stopwatch
@@ -75,10 +76,13 @@ class StepRun:
         self._report = schedule.report
         self._device, self._rank = device_of(models), groups.pp.rank()
         self._losses: Losses | None = None
+        self._force_all_reduce: bool | None = False
+        self._reductions: Reductions | None = None
 
     def __call__(self, force_all_reduce: bool | None) -> list[Any]:
         """Runs the step; returns Megatron's `forward_data_store`."""
         report, models, groups = self._report, self._models, self._groups
+        self._force_all_reduce = force_all_reduce
         config, is_last = self._contract.config, self._rank == groups.pp.size() - 1
         report.stopwatch = Stopwatch(groups.pp, self._device) if self._measures else None
         if self._device.type == "cuda":
@@ -91,17 +95,27 @@ class StepRun:
             self._answer_other_stages()
             embedding, plan = self._memory.run(
                 self._attempt, report.plan, models, groups, self._forward_only,
-                lambda: self._losses is None or self._losses.repeatable,
+                self._why_final,
             )  # fmt: skip
             report.retried, report.plan = plan is not report.plan, plan
-            if not self._forward_only:
+            if self._reductions is not None:
                 report.memory = self._memory.predicted(plan, models, self._rank)
                 finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
                 num_tokens = self._losses.num_tokens if self._losses is not None else 0
-                gradients.finish(models, config, num_tokens, groups, force_all_reduce)
+                gradients.finish(
+                    models, config, num_tokens, groups, force_all_reduce, self._reductions
+                )
             if self._losses is not None:
                 self._losses.check()  # waits for the device, so after what others wait for
         return self._losses.forward_data_store if self._losses is not None else []
+
+    def _why_final(self) -> str:
+        """Why an attempt that has failed cannot be made again; empty where it can."""
+        if self._reductions is not None and self._reductions.begun:
+            return "its gradients were being reduced: turn overlap_grad_reduce off"
+        if self._losses is not None and not self._losses.repeatable:
+            return "it was in the trainer's loss, or the loss looks at logits"
+        return ""
 
     def _answer_other_stages(self) -> None:
         """Lets forward steps of chunks without losses go on: their loss function is not called.
@@ -152,10 +166,12 @@ class StepRun:
             channels.channels_of(groups.pp, self._device), report.joint,
             message_shape(config, plan), message_dtype(config), self._device, not forward_only,
         )  # fmt: skip
+        if not forward_only:
+            self._reductions = Reductions(models, config, self._rank, self._force_all_reduce)
         executor = Executor(
             plan, stages, inputs, links, forward_only,
             self._schedule.watch or (report.stopwatch.timing if report.stopwatch else None),
-            offloader,
+            offloader, self._reductions,
         )  # fmt: skip
         embedding = clear_embedding_activation_buffer(config, models, stages[-1].is_last)
         with contextlib.nullcontext() if forward_only else gradients.no_sync(models, config):

@@ -33,6 +33,7 @@ from megatron_prefix.numerics.pooled import Errors
 from megatron_prefix.rl import batches, loss, packing, passes, snapshot
 from megatron_prefix.rl.baseline import Baseline, num_packs
 from megatron_prefix.rl.job import place_groups
+from megatron_prefix.run.overlap import overlaps
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.run.step import Callbacks
 from megatron_prefix.runtime.layout import Layout
@@ -204,6 +205,8 @@ def align(
     exact = reference() if reference is not None else None
     raw = sum(len(rollout) - 1 for group in groups for rollout in group.rollouts)
     make = functools.partial(made, groups, baseline, multiple, least)
+    if any(map(overlaps, chunks)):
+        _draw(0, ours, chunks, make, seed)  # the first step overlaps nothing
     items, expected, found = _draw(0, ours, chunks, make, seed)
     if ours.report is None:
         raise RuntimeError("the prefix schedule left no report")

@@ -16,7 +16,7 @@ from megatron_prefix.numerics import assert_close, compare
 from megatron_prefix.rl import snapshot
 from megatron_prefix.rl.job import ModelOptions
 from megatron_prefix.runtime import Layout
-from tests.harness.training import bundled, metrics_of, settings, train
+from tests.harness.training import SMALL, bundled, metrics_of, settings, train
 
 
 def on_one_rank_and_two(folder: Path, job: Any, groups: list[Group]) -> list[list[Any]]:
@@ -53,6 +53,26 @@ def test_data_parallel_ranks_make_the_same_update(
         assert rows[0][name] == rows[1][name]
     for name in ("train/loss", "train/kl", "train/ratio"):
         assert rows[0][name] == pytest.approx(rows[1][name], abs=1e-5)
+
+
+def test_reductions_during_backwards_change_nothing(tmp_path: Path) -> None:
+    """Three steps: of the first the reductions wait."""
+    found = []
+    for overlaps in (False, True):
+        options = replace(SMALL, overlap_grad_reduce=overlaps)
+        found.append(
+            train(
+                tmp_path / f"{overlaps}", 3, settings(), layout=Layout(dp=2), options=options,
+                look=lambda trainer: (
+                    trainer.chunks[0].ddp_config.overlap_grad_reduce,
+                    snapshot.gradients(trainer.chunks),
+                ),
+            )
+        )  # fmt: skip
+    for (_, (early, mine)), (_, (_, wanted)) in zip(found[1], found[0], strict=True):
+        assert early
+        for name, value in wanted.items():
+            assert_close(mine[name], value, 10_000, what=name)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

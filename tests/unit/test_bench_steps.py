@@ -162,7 +162,12 @@ def ranked(*options: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "options",
-    ["--cp 2", "--tp 2 --sequence-parallel --forward-only", "--pp 2 --chunk-tokens 48", "--dp 2"],
+    [
+        "--cp 2 --overlap-grad-reduce",
+        "--tp 2 --sequence-parallel --forward-only",
+        "--pp 2 --chunk-tokens 48",
+        "--dp 2",
+    ],
 )
 def test_schedules_are_timed_in_a_layout(options: str) -> None:
     found = ranked(*options.split())
@@ -174,6 +179,7 @@ def test_schedules_are_timed_in_a_layout(options: str) -> None:
     assert row["executed_tokens"] < 0.6 * row["raw_tokens"]
     assert row["bound"] > 1 and row["speedup"] > 0 and row["tflops"] > 0
     assert found["forward_only"] == ("--forward-only" in options)
+    assert found["overlap_grad_reduce"] == ("--overlap-grad-reduce" in options)
     assert (row["phase_ms"]["C"] == 0) == found["forward_only"]
     assert (row["simulated_bubble"] > 0) == (found["layout"]["pp"] > 1)
     assert 0 <= row["bubble"] < 1
