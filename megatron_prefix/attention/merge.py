@@ -12,22 +12,19 @@ The order of the blocks does not matter.
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from megatron_prefix.attention.fused import Fused, Merge, Pass
 from megatron_prefix.attention.interface import Partial
-
-logger = logging.getLogger(__name__)
+from megatron_prefix.numerics import accumulator_dtype
 
 Merged = tuple[Tensor, Tensor]
-_Merge = Callable[[list[Tensor], list[Tensor], torch.dtype], Merged]
 
 MOST_PARTS = 3
-"""Parts merged in one pass. The fused pass is compiled for every number of parts, and torch stops
-compiling after eight versions of a function."""
+"""Parts merged in one pass. The fused pass is compiled for every number of parts."""
 
 
 def merge(parts: Sequence[Partial]) -> Merged:
@@ -78,30 +75,24 @@ def _by_query(x: Tensor) -> Tensor:
     return x.transpose(0, 1).unsqueeze(-1)
 
 
+def prepare(device: torch.device, dtype: torch.dtype, heads: int, width: int) -> None:
+    """Compiles every pass that `merge` can need for outputs [any, heads, width] of `dtype`.
+
+    On CUDA only; elsewhere nothing is compiled. It takes seconds, says so, and does nothing when
+    it is called again.
+    """
+    combine, wide = _implementation(device.type), accumulator_dtype(dtype)
+    if isinstance(combine, Fused):
+        # More parts than `MOST_PARTS` are merged in several passes, with a wide sum between them.
+        sums = [(MOST_PARTS, dtype, wide), (MOST_PARTS, wide, wide)]
+        last = [(num, first, dtype) for first in (dtype, wide) for num in range(2, MOST_PARTS + 1)]
+        combine.prepare(
+            Pass(num, first, dtype, out, wide, heads, width, device)
+            for num, first, out in dict.fromkeys(last + sums)
+        )
+
+
 @functools.cache
-def _implementation(device_type: str) -> _Merge:
+def _implementation(device_type: str) -> Merge:
     """`_merge` on the CPU; on CUDA compiled into one pass, or eager if compiling fails."""
-    if device_type != "cuda":
-        return _merge
-    compiled = torch.compile(_merge, dynamic=True)
-    failed = False
-
-    def fused(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype) -> Merged:
-        nonlocal failed
-        if not failed:
-            try:
-                return compiled(outs, lses, dtype)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # noqa: BLE001 - no compiler, no Triton, ...
-                failed = True
-                reason = str(error).strip().splitlines()[0]
-                logger.warning(
-                    "attention blocks are merged without fusion, which is slower: "
-                    "torch.compile failed with %s: %s",
-                    type(error).__name__,
-                    reason,
-                )
-        return _merge(outs, lses, dtype)
-
-    return fused
+    return Fused(_merge) if device_type == "cuda" else _merge

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from megatron_prefix.attention.core import SegmentContext, segment_attention
 from megatron_prefix.attention.kernels import Kernel, choose
+from megatron_prefix.attention.merge import prepare
 from megatron_prefix.attention.unread import keys_only, picked, skipped
 from megatron_prefix.megatron import features
 from megatron_prefix.moe import versions
@@ -347,4 +348,6 @@ def _choose_kernel(name: str, model: Any, num_layers: int) -> Kernel:
         name, parameter.device, parameter.dtype, dim, dim, num_layers, _group(model.config)
     )
     logger.info("attention blocks run on kernel %s", kernel.name)
+    heads = model.config.num_attention_heads // model.config.tensor_model_parallel_size
+    prepare(parameter.device, parameter.dtype, heads, dim)
     return kernel
