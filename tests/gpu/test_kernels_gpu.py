@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from megatron_prefix.attention import merge as merging
-from megatron_prefix.attention.interface import Kernel, Runs
+from megatron_prefix.attention.interface import Kernel, Partial, Runs
 from megatron_prefix.attention.kernels import KERNELS, available, choose
 from megatron_prefix.attention.merge import merge
 from megatron_prefix.errors import UserError
@@ -241,4 +242,27 @@ def test_the_fused_merge_is_the_eager_one(num: int, caplog: pytest.LogCaptureFix
         assert got.is_contiguous() and got_lse.is_contiguous()
         assert_close(got, wanted, num, what="out")
         assert_close(got_lse, lse, num, what="lse")
+    assert not [record for record in caplog.records if "without fusion" in record.message]
+
+
+def test_the_fused_merge_compiles_before_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing compiles for new numbers of queries and parts, strides, autocast, a single query."""
+    heads, width = 8, 64
+    merging.prepare(torch.device("cuda", 0), torch.bfloat16, heads, width)
+    before = counters["stats"]["unique_graphs"]
+    assert before
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for rows in (64, heads, width, 1, 2, 3, 17, 100, 1000, 1024, 8192, 20001):
+            for num in (2, 3, 4, 5, 8):
+                shape = (num, rows, heads, width)
+                outs = list(torch.randn(shape, device="cuda").to(torch.bfloat16))
+                lses = [torch.randn(rows, heads, device="cuda").T for _ in outs]
+                parts = [Partial(*both) for both in zip(outs, lses, strict=True)]
+                parts[0].lse[:, :1] = -float("inf")
+                with torch.autocast("cuda", torch.bfloat16, enabled=rows % 2 == 0):
+                    got, got_lse = merge(parts)
+                wanted, lse = merging._merge(outs, lses, torch.bfloat16)
+                assert_close(got, wanted, num, what="out")
+                assert_close(got_lse, lse, num, what="lse")
+    assert counters["stats"]["unique_graphs"] == before
     assert not [record for record in caplog.records if "without fusion" in record.message]
