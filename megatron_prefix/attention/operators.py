@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 from itertools import accumulate
 from typing import Any
 
@@ -364,20 +365,38 @@ def _needs_fa4(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 def _fa4() -> Any:
     """The module of flash-attn-4 whose functions return and take a log-sum-exp.
 
-    Imported at the first use: it loads a compiler. Raises ImportError without the package.
+    Imported at the first use: it loads a compiler. It is told to keep what it compiles on disk,
+    unless the environment says otherwise; it reads that when it is imported. What it finds on disk
+    is for the same sources, versions and calls (cache_utils, `_compute_source_fingerprint`), and is
+    probed like what it compiles. Raises ImportError without the package.
     """
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     return importlib.import_module("flash_attn.cute.interface")
 
 
 @functools.cache
 def _say_that_it_compiles(dtype: torch.dtype, width: int, width_v: int, group: int) -> None:
     """Once for what flash-attn-4 compiles for."""
+    folder = _fa4_folder()
+    kept = (
+        f"results are kept in {folder}"
+        if folder
+        else "once a process; FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps the results on disk"
+    )
     logger.warning(
         "attention kernel fa4 compiles for %s, head widths %d and %d, %d query heads a K/V head: "
-        "about half a minute, once a process (FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps the "
-        "result on disk)",
-        *(dtype, width, width_v, group),
+        "about half a minute (%s)",
+        *(dtype, width, width_v, group, kept),
     )
+
+
+def _fa4_folder() -> str | None:
+    """Where flash-attn-4 keeps what it compiles; None if it does not."""
+    try:
+        cache = importlib.import_module("flash_attn.cute.cache_utils")
+        return str(cache.get_cache_path()) if cache.CUTE_DSL_CACHE_ENABLED else None
+    except (ImportError, AttributeError, OSError):  # another version, or no right to the folder
+        return None
 
 
 def _is_long(runs: Runs) -> bool:

@@ -36,7 +36,18 @@ LONG = {  # fa4's dense calls, and both calls beside each other
     "one long run": Case((700,), (530,), heads=8, kv_heads=2),
     "long runs": Case((1000, 300), (300, 513, 270), heads=8, kv_heads=2),
     "many short runs": Case((90,), tuple(range(1, 60)), heads=8, kv_heads=2),
+    "more runs than a call takes": Case((90,), (3, 1, 2) * 200, heads=8, kv_heads=2),
 }
+
+
+NO_SPANS = (  # calls that no wave of `CASES` makes: runs with keys of their own, causal or not
+    Runs((1,), (2000,)),
+    Runs((2000,), (1,)),
+    Runs((3, 1) * 300, (5, 1) * 300),
+    Runs((300, 4, 1), (900, 4, 2000), causal=True),
+    Runs((700,), (1500,), causal=True),
+    Runs((2, 1) * 200, (2, 3) * 200, causal=True),
+)
 
 
 def working(
@@ -158,9 +169,19 @@ def test_fa4_compiles_before_the_first_step() -> None:
     caches = [getattr(library, name).compile_cache.cache for name in names]
     before = [len(cache) for cache in caches]
     assert min(before) > 0
+    # What a call of more than 256 runs would need, and nothing needs.
+    caches.append(library._compute_tile_cumsum.compile_cache.cache)
+    before.append(0)
     for case in (*CASES.values(), *ODD.values(), *LONG.values()):
         alike = replace(case, heads=4, kv_heads=2, dim=128, dim_v=128)
         by_blocks(kernel, alike, make(alike, torch.bfloat16, device="cuda"))
+    for runs in NO_SPANS:
+        q, k, dout = (
+            torch.randn(sum(lengths), heads, 128, device="cuda").to(torch.bfloat16)
+            for lengths, heads in ((runs.queries, 4), (runs.keys, 2), (runs.queries, 4))
+        )
+        part = kernel.forward(q, k, k, runs, 0.1)
+        kernel.backward(dout, q, k, k, *part, runs, 0.1)
     assert [len(cache) for cache in caches] == before
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import types
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from megatron_prefix.numerics import assert_close
 from tests.harness.attention_cases import CASES, LAYOUTS, NARROW, Case, check, make
 
 MATH, FA4 = KERNELS["math"], KERNELS["fa4"]
+REAL_FA4 = operators._fa4
 LONG = {
     "one long run": Case((300,), (270,), heads=2, kv_heads=1),
     "a long run below a short one": Case((40,), (270,), heads=2, kv_heads=1),
@@ -142,6 +145,33 @@ def test_what_compiles_is_said_once(library: StandIn, caplog: pytest.LogCaptureF
             check(FA4, CASES["one K/V head"], torch.bfloat16)
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2 and "2 query heads" in told[0] and "6 query heads" in told[1]
+
+
+def test_what_it_compiles_is_kept_on_disk(
+    library: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unless the user says no; and the line says where."""
+    name = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+    found = types.SimpleNamespace(CUTE_DSL_CACHE_ENABLED=True, get_cache_path=lambda: "a/folder")
+    imported: list[str | None] = []
+
+    def module(_: str) -> Any:
+        imported.append(os.environ.get(name))
+        return found
+
+    monkeypatch.setattr(operators.importlib, "import_module", module)
+    for before, wanted in ((None, "1"), ("0", "0")):
+        monkeypatch.setenv(name, before or "")
+        if before is None:
+            monkeypatch.delenv(name)
+        REAL_FA4.__wrapped__()
+        assert imported.pop() == wanted
+    for enabled, words in ((True, "results are kept in a/folder"), (False, "once a process")):
+        operators._say_that_it_compiles.cache_clear()
+        found.CUTE_DSL_CACHE_ENABLED = enabled
+        with caplog.at_level(logging.WARNING):
+            operators._say_that_it_compiles(torch.bfloat16, 128, 128, 4)
+        assert words in caplog.records[-1].getMessage()
 
 
 # Where it runs ------------------------------------------------------------------------------------
