@@ -30,7 +30,7 @@ from megatron_prefix.attention.operators import (
 from megatron_prefix.errors import UserError
 from megatron_prefix.numerics import assert_close
 
-__all__ = ["KERNELS", "CompositeKernel", "Kernel", "Partial", "Runs", "available", "choose"]
+__all__ = ["KERNELS", "CompositeKernel", "Kernel", "Partial", "Runs", "available", "choose", "why"]
 
 logger = logging.getLogger(__name__)
 
@@ -135,9 +135,42 @@ def choose(
     return KERNELS[parts[0]] if len(parts) == 1 else CompositeKernel(*(KERNELS[p] for p in parts))
 
 
+def why(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    group: int = 2,
+) -> str:
+    """The kernel that "auto" takes and the reason, in one line; arguments as in `available`.
+
+    Raises UserError if none works.
+    """
+    taken = choose("auto", device, dtype, head_dim, head_dim_v, group=group).name
+    if dtype is torch.float64:
+        return f"{taken}, which is exact"
+    probe, order = _probe(device, dtype, head_dim, head_dim_v, group), _order(device, dtype)
+    better: dict[str, list[str]] = {}  # by what is in the way
+    for name in order[: order.index(taken.split()[0])]:
+        better.setdefault(probe(name) or "", []).append(name)
+    if not better:
+        return f"{taken}, the fastest here"
+    lines = [
+        f"{name} {reason}" + (f" ({', '.join(others)} likewise)" if others else "")
+        for reason, (name, *others) in better.items()
+    ]
+    return f"{taken}: {'; '.join(lines)}"
+
+
+def _order(device: torch.device | str, dtype: torch.dtype) -> tuple[str, ...]:
+    """Kernels that "auto" may take, the best first."""
+    if dtype is torch.float64:
+        return ("math",)
+    return _AUTO.get(torch.device(device).type, ("math",))
+
+
 def _best(probe: Probe, device: torch.device, dtype: torch.dtype) -> str:
-    order = ("math",) if dtype is torch.float64 else _AUTO.get(device.type, ("math",))
-    for name in order:
+    for name in _order(device, dtype):
         reason = probe(name)
         if reason is None:
             return name

@@ -34,6 +34,7 @@ examples:
 T = TypeVar("T")
 DTYPES = ("float64", "float32", "bfloat16")
 HEAD_DIM = 128  # of the kernels' probe when no model is named
+GROUP = 2  # query heads a K/V head, likewise
 GIB = 1 << 30
 
 
@@ -64,8 +65,9 @@ def examine(device: str | None = None, model: str | None = None) -> dict[str, An
 
     Keys: ok; problems, one line each; device, the one that was checked; versions, None where
     something is absent; devices; kernels, by dtype and name None or why it does not work; chosen,
-    the kernel that "auto" takes by dtype; refused_features, what to do about each; extras, by name
-    the missing packages and the command; model, its name and the features in its way, or None.
+    the kernel that "auto" takes by dtype; why, the same with the reason; refused_features, what to
+    do about each; extras, by name the missing packages and the command; model, its name and the
+    features in its way, or None.
 
     Args:
         device: "cpu" or "cuda"; None: "cuda" where torch sees a GPU.
@@ -85,6 +87,7 @@ def examine(device: str | None = None, model: str | None = None) -> dict[str, An
         "devices": [_host(), *(_attempt(problems, _gpus) or ())],
         "kernels": {},
         "chosen": {},
+        "why": {},
         "refused_features": {},
         "extras": extras,
         "model": None,
@@ -114,7 +117,7 @@ def _attempt(problems: list[str], look: Callable[..., T], *args: Any) -> T | Non
 
 def _package_versions() -> dict[str, str | None]:
     own = {"megatron_prefix": __version__, "python": platform.python_version()}
-    others = ("torch", "megatron-core", "transformer-engine", "apex")
+    others = ("torch", "megatron-core", "transformer-engine", "apex", "flash-attn-4")
     return own | {name: packages.version(name) for name in others}
 
 
@@ -178,14 +181,17 @@ def _what_runs(device: str, spec: ModelSpec | None) -> dict[str, Any]:
 
     features.check_version()
     width = spec.kv_channels if spec else HEAD_DIM
-    reasons, chosen = {}, {}
+    group = spec.num_attention_heads // spec.num_query_groups if spec else GROUP
+    reasons, chosen, why = {}, {}, {}
     for name in DTYPES:
         dtype = getattr(torch, name)
-        reasons[name] = kernels.available(device, dtype, width)
-        chosen[name] = kernels.choose("auto", device, dtype, width).name
+        reasons[name] = kernels.available(device, dtype, width, group=group)
+        chosen[name] = kernels.choose("auto", device, dtype, width, group=group).name
+        why[name] = kernels.why(device, dtype, width, group=group)
     return {
         "kernels": reasons,
         "chosen": chosen,
+        "why": why,
         "refused_features": {name: fix for name, _, fix in features.REFUSED},
         "model": _check_model(spec, torch.device(device)) if spec else None,
     }
@@ -213,6 +219,8 @@ def _print(report: Mapping[str, Any]) -> None:
     _print_table(
         f"attention kernels on {report['device']}", ["", *report["kernels"]], _kernel_rows(report)
     )
+    if report["why"]:
+        print_facts("kernel auto", report["why"])
     _print_table(
         "features that the prefix schedule refuses",
         ["Megatron's option", "what to do"],
@@ -251,6 +259,7 @@ def _kernel_rows(report: Mapping[str, Any]) -> list[list[str]]:
     by_name: dict[str, list[str]] = {}
     for dtype, reasons in report["kernels"].items():
         for name, reason in reasons.items():
-            works = "chosen" if report["chosen"][dtype] == name else "works"
+            # "cudnn or flash by shape" are two.
+            works = "chosen" if name in report["chosen"][dtype].split() else "works"
             by_name.setdefault(name, []).append(reason or works)
     return [[name, *cells] for name, cells in by_name.items()]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_prefix.attention import kernels, operators
 from megatron_prefix.attention.interface import Runs, batches
-from megatron_prefix.attention.kernels import KERNELS, choose
+from megatron_prefix.attention.kernels import KERNELS, choose, why
 from megatron_prefix.errors import UserError
 from megatron_prefix.numerics import assert_close
 from tests.harness.attention_cases import CASES, LAYOUTS, NARROW, Case, check, make
@@ -250,6 +250,23 @@ def test_auto_prefers_it_where_it_works(reasons: tuple[Reasons, list[str]]) -> N
     found["cudnn"], found["flash"] = "broken", None
     assert auto() == "flash"
     assert choose("auto", "cuda:0", torch.float64, 128).name == "math"
+
+
+def test_auto_says_why(reasons: tuple[Reasons, list[str]]) -> None:
+    found, _ = reasons
+
+    def told(dtype: torch.dtype = torch.bfloat16) -> str:
+        return why("cuda:0", dtype, 128, group=4)
+
+    assert told() == "fa4, the fastest here"
+    assert told(torch.float64) == "math, which is exact"
+    found["fa4"] = "needs flash-attn-4: pip install 'megatron_prefix[fa4]'"
+    missing = "fa4 needs flash-attn-4: pip install 'megatron_prefix[fa4]'"
+    assert told() == f"cudnn or flash by shape: {missing}"
+    found["cudnn"] = "broken"
+    assert told() == f"flash: {missing}; cudnn broken"
+    found |= dict.fromkeys(("fa4", "cudnn", "flash"), "takes bfloat16 and float16")
+    assert told() == "math: fa4 takes bfloat16 and float16 (cudnn, flash likewise)"
 
 
 def test_only_kernels_that_could_be_chosen_are_tried(reasons: tuple[Reasons, list[str]]) -> None:

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from megatron_prefix.attention import kernels
 from megatron_prefix.attention.kernels import KERNELS
 from megatron_prefix.cli import doctor, packages
 from megatron_prefix.megatron import features
@@ -57,6 +58,31 @@ def test_kernels_come_with_the_reason_for_each_that_is_missing(report):
     assert report["chosen"]["float64"] == "math"
 
 
+def test_the_kernel_is_explained(report):
+    assert report["why"] == {
+        "float64": "math, which is exact",
+        "float32": "flash_cpu, the fastest here",
+        "bfloat16": "flash_cpu, the fastest here",
+    }
+
+
+def test_a_model_is_checked_with_its_own_heads(monkeypatch):
+    """A kernel compiles for a width and a number of query heads a K/V head."""
+    asked = set()
+    probed = kernels._probed
+
+    def noted(*args):
+        asked.add(args[3:])
+        return probed(*args)
+
+    monkeypatch.setattr(kernels, "_probed", noted)
+    assert doctor.examine("cpu", "qwen3-8b")["ok"]
+    assert asked == {(128, 128, 4)}
+    asked.clear()
+    assert doctor.examine("cpu")["ok"]
+    assert asked == {(128, 128, 2)}
+
+
 def test_every_refused_feature_is_listed_with_what_to_do(report):
     listed = report["refused_features"]
     assert listed.keys() == {name for name, _, _ in features.REFUSED} and len(listed) > 30
@@ -76,7 +102,7 @@ def test_for_people():
     done = doctored("--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("on cpu: ready")
-    for name in ("megatron-core", "flash_cpu", "hidden_dropout"):
+    for name in ("megatron-core", "flash_cpu, the fastest here", "hidden_dropout"):
         assert name in done.stdout
 
 
