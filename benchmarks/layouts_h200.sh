@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Two GPUs of 141 GB over NCCL: both schedules in the same layout, aligned first.
+# Two GPUs of 141 GB over NCCL: both schedules in the same layout, aligned first; where ranks have the
+# same weights, both reduce gradients during the backward (overlap_grad_reduce).
 #   bash benchmarks/layouts_h200.sh FOLDER [ROW...]
 # Rows: tp (with sequence parallelism), cp, pp, dp (Llama3-8B shape), ep (Qwen3-30B-A3B, 12 layers).
 # FOLDER gets ROW.json for each. Exit code 0 when everything was aligned and timed.
@@ -16,10 +17,13 @@ status=0
 for row in "${chosen[@]}"; do
     case $row in
     tp) options=("${dense[@]}" --tp 2 --sequence-parallel) ;;
-    cp) options=("${dense[@]}" --cp 2) ;;
+    cp) options=("${dense[@]}" --cp 2 --overlap-grad-reduce) ;;
     pp) options=("${dense[@]}" --pp 2 --shape-groups 2 --chunk-tokens 4096) ;;
-    dp) options=("${dense[@]}" --dp 2) ;;
-    ep) options=(--model qwen3-30b-a3b --set num_layers=12 --shapes 10240:2048:8 --ep 2) ;;
+    dp) options=("${dense[@]}" --dp 2 --overlap-grad-reduce) ;;
+    ep)
+        options=(--model qwen3-30b-a3b --set num_layers=12 --shapes 10240:2048:8 --ep 2
+            --overlap-grad-reduce)
+        ;;
     *)
         echo "row $row: give some of tp cp pp dp ep" >&2
         exit 2
