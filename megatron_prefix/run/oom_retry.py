@@ -60,6 +60,14 @@ class MemoryControl:
         self._config, self.gathers = config, False
         self._offloader: Offloader | None = None
         self._free: list[float] = []
+        self._before: Rewind | None = None
+
+    def begin(self, models: list[Any], groups: ProcessGroupCollection, forward_only: bool) -> None:
+        """Notes how a step begins, where it could be made again; before the host plans, so that
+        the device looks at the gradients meanwhile."""
+        companions = _companions(groups, get_model_config(models[0]))
+        alone = all(group.size() == 1 for group in companions)
+        self._before = Rewind(models) if alone and not forward_only else None
 
     def settle(self, plan: Plan, models: list[Any], groups: ProcessGroupCollection) -> None:
         """Decides where K/V are with context parallelism; all ranks of `groups` call this.
@@ -175,7 +183,7 @@ class MemoryControl:
         companions = _companions(groups, get_model_config(models[0]))
         alone = all(group.size() == 1 for group in companions)
         lean = leaner(plan) if alone and not forward_only else None
-        before = Rewind(models) if lean is not None else None
+        before, self._before = self._before, None
         try:
             return attempt(plan), plan
         except torch.OutOfMemoryError as error:

@@ -164,6 +164,7 @@ class PrefixSchedule:
         try:
             capture.run()
             found = self._read(capture, models, groups, forward_only)
+            self._memory.begin(models, groups, forward_only)
         except BaseException as error:  # the other ranks wait to hear of it
             problem = error
             logger.debug("this rank's microbatches cannot be read", exc_info=True)

@@ -328,6 +328,35 @@ def test_what_is_not_finite_fails(value: float) -> None:
     assert not verdict.passed and verdict.grad_error_ratio_max == float("inf")
 
 
+@pytest.mark.parametrize(("bad", "passes"), [(1.0, True), (1.5, False), (math.nan, False)])
+def test_experts_of_a_layer_are_judged_together(bad: float, passes: bool) -> None:
+    """In each draw another token goes to another expert than in fp32, once in each schedule."""
+    generator = torch.Generator().manual_seed(0)
+    errors, verdict, num = Errors(), None, 8
+    name = "decoder.layers.{}.mlp.experts.{}.linear_fc1.weight"
+    for draw in range(DRAWS):
+        truth = {n: noise(generator) for n in range(num)}
+        traces = []
+        for schedule in range(2):
+            found = {n: value + noise(generator, 0.01) for n, value in truth.items()}
+            moved = (draw + 3 * schedule) % num  # an error of one expert, and of no other
+            found[moved] = found[moved] + noise(generator, 0.2)
+            if schedule:  # a wrong expert in one layer does not hide among the others
+                found[2] = found[2] * bad
+            traces.append(found)
+        pair = [
+            Trace(torch.zeros(1), {name.format(0, n): x for n, x in some.items()}, None)
+            for some in (*traces, truth)
+        ]
+        errors.add(*pair)
+        verdict = verdict or compare(pair[0], pair[1], conditions(torch.bfloat16))
+    assert verdict is not None
+    found = errors.judged(verdict)
+    assert found.passed is passes
+    if not passes:
+        assert "decoder.layers.0.mlp.experts.*.linear_fc1.weight" in found.failures[-1]
+
+
 def test_failures_of_the_first_draw_are_kept() -> None:
     failed = replace(judged([1.0] * DRAWS), failures=("nothing was compared",), passed=False)
     errors = Errors()
