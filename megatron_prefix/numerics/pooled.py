@@ -1,8 +1,8 @@
 """In 16 bit: the error of the prefix schedule against fp32, beside that of the stock schedule.
 
-It may be at most `policy.ERROR_RATIO` times as large, pooled over several draws, and over the experts
-of a layer: a token that is nearly undecided between two experts goes to one or the other by rounding,
-in either schedule, and an expert with few tokens has no other error of that size.
+It may be at most `policy.ERROR_RATIO` times as large, pooled over several draws, and over the
+experts of a layer: a token that is nearly undecided between two experts goes to one or the other by
+rounding, in either schedule, and an expert with few tokens has no other error of that size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megatron_prefix.numerics import policy
 from megatron_prefix.numerics.compare import Trace, Verdict
-
 
 _EXPERT = re.compile(r"\bexperts\.(local_experts\.)?\d+\.")
 
