@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_prefix.bench.timing import GIB, Measured, Timing, counted, timing, together
 from megatron_prefix.bench.work import GroupShape, Setting, Work
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.moe.versions import forget_logged_losses
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.rl import loss, packing, passes
 from megatron_prefix.rl.job import ModelOptions
@@ -176,4 +177,5 @@ def aligned(
         return found
     finally:
         del chunks, exact
+        forget_logged_losses()  # Megatron's log is as long as this model has layers
         free_memory()

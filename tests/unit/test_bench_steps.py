@@ -187,3 +187,13 @@ def test_schedules_are_timed_in_a_layout(options: str) -> None:
 
 def test_memory_is_measured_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert "bench memory is for one rank" in failure(capsys, "bench", "memory", "--cp", "2")
+
+
+def test_the_log_of_router_losses_is_that_of_the_timed_model() -> None:
+    """Megatron sizes it by the layers of the first model, and the aligned one has fewer."""
+    done = command(
+        "bench", "--model", "tiny-moe", "--set", "num_layers=2", "--align-layers", "1", "--shapes",
+        "24:8:2", "--repeats", "1", "--warm-up-calls", "1", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["rows"]) == 1
