@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from megatron_prefix.data.rollouts import Group, Rollout, read_groups, write_rollouts
+from megatron_prefix.errors import UserError
 
 
 def calls(rollout: Rollout) -> Iterator[Rollout]:
@@ -31,7 +32,11 @@ def main(arguments: Sequence[str]) -> int:
         Group(group.name, tuple(call for rollout in group.rollouts for call in calls(rollout)))
         for group in read_groups(source)
     )
-    made = write_rollouts(target, (group for group in groups if group.rollouts))
+    try:
+        made = write_rollouts(target, (group for group in groups if group.rollouts))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
     print(*(f"{name} {count:,}" for name, count in made.items()), sep=", ")
     return 0
 

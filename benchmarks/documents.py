@@ -206,6 +206,10 @@ def main(folders: Sequence[str]) -> int:
     if not folders:
         print("give one folder or several with JSON results", file=sys.stderr)
         return 2
+    absent = [folder for folder in folders if not Path(folder).is_dir()]
+    if absent:
+        print(f"{absent[0]}: no such folder", file=sys.stderr)
+        return 2
     rows, peers = read(folders)
     missing: list[str] = []
     lines = [line for wanted in TABLES for line in table(wanted, rows, missing)]

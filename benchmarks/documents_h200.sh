@@ -7,7 +7,7 @@
 #   caching         train-time prompt caching's shapes with short responses
 #   dualkv_layer    DualKV table 2: decoder layers, responses of unequal length
 #   dualkv_step     DualKV tables 3 and 10: an update, 8 and 32 responses
-#   dualkv_logprob  the same, a pass for log-probs
+#   dualkv_logprob  DualKV tables 4 and 10: the same, a pass for log-probs
 #   moe_step        DualKV table 4: Qwen3-30B-A3B widths, an update
 #   moe_logprob     the same, a pass for log-probs
 #   dta             AReaL-DTA figure 5 and table 3: model calls of agents, and little to share

@@ -5,8 +5,9 @@ kinds during training: another number of parts, other dtypes, a single query, as
 heads, autocast on or off. Each takes about a second, and after eight of one function the others run
 unfused. So here the kinds are named (`Pass`), each is a function of its own, whose only size that
 is not fixed is the number of queries, and all are compiled when the attention kernel is chosen.
-A Triton kernel of our own would do as well; torch.compile needs no code of ours, and is what the
-tests on the CPU can run.
+A Triton kernel of our own takes half the time (0.05 for 0.10 ms of 8,192 queries on an H200,
+benchmarks/LOG.md), 0.3 % of a wave; torch.compile needs no code of ours, and is what the tests on
+the CPU can run.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class Fused:
             out.is_inference(),
         )  # fmt: skip
         outs, lses = [out.contiguous() for out in outs], [lse.contiguous() for lse in lses]
+        _free_rows(outs, lses)  # a trainer may call torch._dynamo.reset()
         if kind not in self._compiled:
             self.prepare([kind])
         if kind in self._compiled:
@@ -92,10 +94,16 @@ class Fused:
     def prepare(self, kinds: Iterable[Pass]) -> None:
         """Compiles what has not been, and says so."""
         new, begin = [kind for kind in kinds if kind not in self._compiled], time.perf_counter()
+        if self._failed or not new:
+            return
+        if torch._dynamo.config.disable:
+            logger.info("attention blocks are merged unfused: torch.compile is disabled")
+            self._failed = True
+            return
         with self._or_unfused():
-            for kind in () if self._failed else new:
+            for kind in new:
                 self._compiled[kind] = self._compile(kind)
-            if new and not self._failed:
+            if not self._failed:
                 logger.warning(
                     "the merge of attention blocks compiled for %s, %d heads of %d: %d versions in"
                     " %.0f s, once a process (torch keeps the result on disk)",
@@ -114,9 +122,7 @@ class Fused:
             make = functools.partial(torch.zeros, device=kind.device)
             outs = [make(ROWS, kind.heads, kind.width, dtype=dtype) for dtype in dtypes]
             lses = [make(kind.heads, ROWS, dtype=kind.lse) for _ in dtypes]
-            for tensors, dim in ((outs, 0), (lses, 1)):
-                for tensor in tensors:
-                    torch._dynamo.mark_dynamic(tensor, dim)
+            _free_rows(outs, lses)
             with _plain_state(kind.device.type):
                 compiled(outs, lses, kind.out)
         return compiled
@@ -137,6 +143,13 @@ class Fused:
                 type(error).__name__,
                 reason,
             )
+
+
+def _free_rows(outs: list[Tensor], lses: list[Tensor]) -> None:
+    """Says that one version is for any number of queries."""
+    for tensors, dim in ((outs, 0), (lses, 1)):
+        for tensor in tensors:
+            torch._dynamo.mark_dynamic(tensor, dim)
 
 
 @contextlib.contextmanager

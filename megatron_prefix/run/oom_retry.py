@@ -67,7 +67,12 @@ class MemoryControl:
         the device looks at the gradients meanwhile."""
         companions = _companions(groups, get_model_config(models[0]))
         alone = all(group.size() == 1 for group in companions)
-        self._before = Rewind(models) if alone and not forward_only else None
+        leaner_left = not forward_only and self._config.memory != "recompute"
+        self._before = Rewind(models) if alone and leaner_left else None
+
+    def forget(self) -> None:
+        """Forgets it, where the stock schedule makes the step."""
+        self._before = None
 
     def settle(self, plan: Plan, models: list[Any], groups: ProcessGroupCollection) -> None:
         """Decides where K/V are with context parallelism; all ranks of `groups` call this.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import heapq
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any
@@ -110,8 +109,9 @@ class Reductions:
             absent = unread() if 0 in found else ()
             parameters = (node.variable for node in model.grad_accs)
             known[kind] = [
-                count or (0 if parameter in absent else _UNKNOWN)
-                for count, parameter in zip(found, parameters, strict=True)
+                # A frozen weight may be thawed: it is waited for.
+                count or (0 if one in absent and one.requires_grad else _UNKNOWN)
+                for count, one in zip(found, parameters, strict=True)
             ]
         else:
             known[kind] = [
@@ -196,18 +196,13 @@ def _groups(model: Any) -> list[Any]:
 def _in_order(models: list[Any]) -> list[Any]:
     """Bucket groups of a rank in the order in which they are reduced, on all ranks alike.
 
-    Backwards end with the first chunk and there with the first layer; in its own lists Megatron
-    has the groups of a chunk from its last layer to its first.
+    Backwards end with the first chunk and there with the first layer.
     """
     found: list[Any] = []
     for model in reversed(models):
         if overlaps(model):
             places = {node.variable: place for place, node in enumerate(model.grad_accs)}
-            found += heapq.merge(
-                model.bucket_groups,
-                model.expert_parallel_bucket_groups,
-                key=functools.partial(_from_the_end, places),
-            )
+            found += sorted(_groups(model), key=functools.partial(_from_the_end, places))
     return found
 
 

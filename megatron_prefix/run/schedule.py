@@ -120,6 +120,7 @@ class PrefixSchedule:
             prepared = self._prepared(capture, models, groups, forward_only)
             with meter.step(self.report, groups.pp.rank()):  # type: ignore[arg-type]
                 if prepared is None:
+                    self._memory.forget()
                     arguments["forward_step_func"] = capture.stock_step
                     return stock_schedule()(**arguments)
                 config = get_model_config(models[0])
@@ -164,7 +165,8 @@ class PrefixSchedule:
         try:
             capture.run()
             found = self._read(capture, models, groups, forward_only)
-            self._memory.begin(models, groups, forward_only)
+            if self.config.mode != "observe":
+                self._memory.begin(models, groups, forward_only)
         except BaseException as error:  # the other ranks wait to hear of it
             problem = error
             logger.debug("this rank's microbatches cannot be read", exc_info=True)
@@ -222,7 +224,9 @@ class PrefixSchedule:
     def _unshared(self, step: Step, models: list[Any], groups: Any, forward_only: bool) -> None:
         """Sets `report` for a step for which no tree was built."""
         ordered = router.are_ordered(get_model_config(models[0]), forward_only)
-        decision = self._together(unshared(self.config), step, ordered, models, groups)
+        decision = self._together(
+            unshared(self.config), step, ordered, models, groups, forward_only
+        )
         plan = Plan((), ((),) * groups.pp.size(), len(models))
         count = self._fallbacks() + bool(decision.fallback)
         self.report = StepReport(step.forest, decision, count, plan, plan)
@@ -317,7 +321,7 @@ class PrefixSchedule:
         decision = decide(self.config, prediction)
         if meter.due and self._may_try(plan, experts, models, groups):
             decision = meter.chosen(decision)
-        decision = self._together(decision, step, step.forest.ordered, models, groups)
+        decision = self._together(decision, step, step.forest.ordered, models, groups, forward_only)
         if step.forest.ordered:
             global_aux_sync.prove(plan, joint, groups.pp.rank())
         count = self._fallbacks() + bool(decision.fallback)
@@ -333,7 +337,13 @@ class PrefixSchedule:
         return fits and (experts is None or experts.size() == 1)
 
     def _together(
-        self, decision: Decision, step: Step, ordered: bool, models: list[Any], groups: Any
+        self,
+        decision: Decision,
+        step: Step,
+        ordered: bool,
+        models: list[Any],
+        groups: Any,
+        forward_only: bool,
     ) -> Decision:
         """The decision of all data-parallel ranks where they need one; a fallback is logged."""
         device = device_of(models)
@@ -341,9 +351,11 @@ class PrefixSchedule:
             global_aux_sync.check_counts(step.num_microbatches, groups.dp_cp, device)
             why = "global_aux_loss needs one schedule"
             decision = share_together(decision, groups.dp_cp, device, why)
-        elif self.config.mode == "auto" and gradients.order_shows(models):
+        elif self.config.mode == "auto" and not forward_only and gradients.order_shows(models):
             why = "overlap_grad_reduce needs one schedule"
-            decision = share_together(decision, groups.dp_cp, device, why)
+            # A trainer that finalizes by itself may give no such group.
+            together = getattr(groups, "dp_cp", None) or gradients.default_groups().dp_cp
+            decision = share_together(decision, together, device, why)
         if decision.fallback:
             logger.warning("stock schedule for this step: %s", decision.reason)
         return decision

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_prefix import runtime
@@ -21,11 +22,12 @@ from megatron_prefix.models.build import build_model, build_optimizer, unwrap
 from megatron_prefix.models.presets import resolve
 from megatron_prefix.models.weights import global_parameters
 from megatron_prefix.numerics import assert_close
-from megatron_prefix.rl import passes
+from megatron_prefix.rl import loss, passes
 from megatron_prefix.rl.job import place_groups
 from megatron_prefix.run import overlap
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout
+from megatron_prefix.verify import align
 from tests.harness.ranks import run_ranks
 from tests.harness.reductions import Watch, Watched
 
@@ -245,6 +247,52 @@ def test_weights_that_got_no_gradient_before_are_waited_for() -> None:
         assert not any(step.late for step in one.watched)
         for name, value in wanted.parameters.items():
             assert torch.equal(one.parameters[name], value), name
+
+
+UNREAD = {
+    "embedding": lambda model: model.embedding.word_embeddings.weight,
+    "the last layer": lambda model: model.decoder.layers[-1].self_attention.linear_qkv.weight,
+}
+"""What a segment without loss may leave out, among others."""
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_frozen_weights_are_not_taken_for_unread_ones(name: str) -> None:
+    @contextlib.contextmanager
+    def around(number: int, _: int, chunks: Sequence[Any]) -> Iterator[None]:
+        UNREAD[name](unwrap(chunks[0])).requires_grad_(number > 1)
+        yield
+
+    job = Job(around=around)
+    found, wanted = (job.on_ranks("PPPP", overlaps, flat) for overlaps in (True, False))
+    for one, other in zip(found, wanted, strict=True):
+        assert not any(step.late for step in one.watched)
+        for parameter, value in other.parameters.items():
+            assert torch.equal(one.parameters[parameter], value), parameter
+
+
+def test_passes_without_gradients_need_no_agreement() -> None:
+    """Nothing is reduced: each data-parallel rank takes the schedule that pays."""
+    assert run_ranks(2, passes_alone) == [[False, True], [True, False]]
+
+
+def passes_alone() -> list[bool]:
+    """Whether this rank shared in two passes, of which one rank has nothing to share."""
+    layout = Layout(dp=2)
+    runtime.initialize(layout)
+    rank = parallel_state.get_data_parallel_rank()
+    spec = resolve("tiny-qwen3", num_layers=2).with_vocab(VOCAB)
+    chunks = build_model(
+        spec, layout=layout, dtype="float64", overlap_grad_reduce=True, bucket_size=5000
+    )
+    schedule = PrefixSchedule(PrefixConfig(min_gain=0, mode="auto", min_speedup=1.01))
+    found = []
+    for number in range(2):
+        items = align.microbatches(alone(number, rank, spec, layout), number, 1)
+        passes.run(schedule, loss.logprob_step(), chunks, items, forward_only=True)
+        assert schedule.report is not None
+        found.append(schedule.report.decision.share)
+    return found
 
 
 def test_data_parallel_ranks_take_one_schedule() -> None:

@@ -168,3 +168,38 @@ def test_nothing_is_compiled_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch, "compile", Failing(AssertionError("compiled")))
     prepare(CPU, torch.bfloat16, HEADS, WIDTH)
     same(parts_of(5, 9))
+
+
+def test_after_a_reset_one_version_is_made_again(compiled: list[Any]) -> None:
+    """Trainers and inference engines may call `torch._dynamo.reset`."""
+    prepare(CPU, torch.bfloat16, HEADS, WIDTH)
+    before = len(compiled)
+    torch._dynamo.reset()
+    for rows in range(5, 25):
+        same(parts_of(2, rows))
+    assert len(compiled) == before + 1
+
+
+def test_a_version_that_fails_in_a_step_is_run_unfused(
+    compiled: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no such device\nmore")
+
+    prepare(CPU, torch.bfloat16, HEADS, WIDTH)
+    fused = merging._implementation("cpu")
+    monkeypatch.setattr(fused, "_compiled", dict.fromkeys(fused._compiled, fails))
+    for _ in range(2):
+        same(parts_of(2, 30))
+        prepare(CPU, torch.bfloat16, HEADS, WIDTH)
+    assert caplog.text.count("merged without fusion") == 1 and "no such device" in caplog.text
+
+
+def test_where_compiling_is_disabled_nothing_is_tried(
+    compiled: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TORCH_COMPILE_DISABLE=1."""
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+    prepare(CPU, torch.bfloat16, HEADS, WIDTH)
+    same(parts_of(2, 30))
+    assert not compiled and "failed" not in caplog.text
