@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_prefix.bench.timing import GIB
 from megatron_prefix.bench.work import GroupShape
 from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
 from megatron_prefix.errors import StepOutOfMemory, UserError, shown
+from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.offload.counted import SavedBytes
 from megatron_prefix.offload.segment import addresses
@@ -127,7 +127,7 @@ def measure(
         schedule: Any = (
             PrefixSchedule(replace(config, memory=way.policy))
             if (way.policy != STOCK)
-            else get_forward_backward_func()
+            else stock_schedule()
         )
         items = align.microbatches(shape.groups(1, vocab_size, seed), seed)
         try:

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_prefix.bench.timing import GIB, Measured, Timing, counted, timing, together
 from megatron_prefix.bench.work import GroupShape, Setting, Work
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.moe.versions import forget_logged_losses
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.rl import loss, packing, passes
@@ -57,7 +57,7 @@ def time_work(
     ]
     first, steps = all_steps[: len(work.warm_up)], all_steps[len(work.warm_up) :]
     if work.name not in stock_times:
-        run = _Run(get_forward_backward_func(), chunks, setting)
+        run = _Run(stock_schedule(), chunks, setting)
         stock_times[work.name] = run.timed(first, steps, work.repeats)
     callbacks = Callbacks(loss.trained if setting.forward_only else None)
     run = _Run(PrefixSchedule(work.config, callbacks), chunks, setting)

@@ -7,7 +7,7 @@ cause, it has no effect.
 
 There are three kinds: `torch.cuda` calls without a device check, features that gloo lacks, and code
 of Megatron that assumes transformer-engine. This file is the whole list of functions that the
-package rebinds.
+package rebinds, but for the schedule (auto/swap.py).
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
@@ -22,6 +21,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import is_installed, language_model
+from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.moe.versions import replays_routes
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.gate import Decision, decide, unshared, without_sharing

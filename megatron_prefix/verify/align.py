@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.rollouts import Group
 from megatron_prefix.megatron.install import install
+from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.models.local import LocalAttention
 from megatron_prefix.models.optimizer import build_optimizer
@@ -217,7 +217,7 @@ def align(
         for draw in range(DRAWS):
             if draw:
                 items, expected, found = _draw(draw, ours, chunks, make, seed)
-            truth = run_step(get_forward_backward_func(), exact, items, optimize=False)
+            truth = run_step(stock_schedule(), exact, items, optimize=False)
             errors.add(expected, found, truth)
         verdict = errors.judged(verdict)
     executed = ours.report.forest.executed_tokens
@@ -272,7 +272,7 @@ def _draw(
 ) -> tuple[list[Microbatch], Trace, Trace]:
     """Items, and what stock and prefix schedule make of them; draws after the first have other
     tokens, and neither an AdamW step nor a pass of the prefix schedule without gradients."""
-    stock, first = get_forward_backward_func(), seed + 2 * draw
+    stock, first = stock_schedule(), seed + 2 * draw
     items = make(first, unwrap(chunks[0]).vocab_size if draw else None)
     values = passes.logprobs(stock, chunks, items) or []
     ours_values = values if draw else passes.logprobs(ours, chunks, items) or []

@@ -8,6 +8,7 @@ with the gradients and the results of the second.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -15,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.numerics import tolerance
 from megatron_prefix.run.schedule import get_forward_backward_func
 
@@ -66,11 +67,13 @@ class Both:
     Attributes:
         config: of the prefix schedule.
         trained: see `get_forward_backward_func`.
+        swapped: what has taken Megatron's place; its schedule runs, not that of `config`.
         steps: what was seen of every step.
     """
 
     config: PrefixConfig = CONFIG
     trained: Callable[..., Any] | None = None
+    swapped: Callable[..., Any] | None = None
     steps: list[Step] = field(default_factory=list)
 
     def __call__(self, *_: Any, **__: Any) -> Callable[..., Any]:
@@ -85,7 +88,10 @@ class Both:
         wanted = gradients(chunks)
         for chunk in chunks:
             chunk.zero_grad_buffer()
-        schedule = get_forward_backward_func(prefix_config=self.config, trained=self.trained)
+        ours = self.swapped or functools.partial(
+            get_forward_backward_func, prefix_config=self.config, trained=self.trained
+        )
+        schedule = ours()
         found = schedule(data_iterator=second, **arguments)
         forward_only = bool(arguments.get("forward_only"))
         forest = schedule.report.forest  # type: ignore[union-attr]

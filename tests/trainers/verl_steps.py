@@ -1,6 +1,7 @@
 """verl's own engine steps: log-probs and the actor's update, packed, in dynamic batches.
 
-"fused" in a layout's name: with `use_fused_kernels`, which replaces the model's `forward`.
+"fused" in a layout's name: with `use_fused_kernels`, which replaces the model's `forward`;
+"plugin": with the schedule that verl's plugin has put into the engine's module.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from megatron_prefix import runtime
 from megatron_prefix.models.build import build_model, unwrap
 from megatron_prefix.models.presets import resolve
+from megatron_prefix.run.schedule import PrefixSchedule
 from tests.trainers import worker
 from tests.trainers.both import Both, Step
 
@@ -122,6 +124,9 @@ def steps(name: str) -> list[Step]:
     engine, both = engine_of(layout, chunks, fused="fused" in name), Both()
     if "fused" in name:
         fuse(chunks[0])
+    if "plugin" in name:
+        both.swapped = transformer_impl.get_forward_backward_func
+        assert isinstance(both.swapped(), PrefixSchedule), "verl has not loaded the plugin"
     transformer_impl.get_forward_backward_func = both
     actor = ActorConfig(
         strategy="megatron", rollout_n=SIZE, ppo_mini_batch_size=GROUPS * SIZE,

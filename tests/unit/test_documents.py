@@ -24,6 +24,7 @@ FILE = re.compile(r"(?<![\w/.{}*$<-])((?:[\w.*-]+/)*[\w*-][\w.*-]*\.(?:py|sh|sba
 UNDER = re.compile(rf"(?<![\w/.$}}-])((?:{FOLDERS})/[\w./*-]*[\w*/])")
 MODULE = re.compile(r"(?<![\w./-])megatron_prefix((?:\.[A-Za-z_]\w*)+)")
 OTHERS = ("megatron", "torch", "transformer_engine", "transformers")  # whose files are named, too
+MEGATRON_LM = {"pretrain_gpt.py", "train_rl.py"}  # scripts, in no package
 # What the log says of the past stays as it was.
 GONE = {"benchmarks/LOG.md": ["pipeline/gated.py", "tests/unit/test_links.py"]}
 
@@ -70,6 +71,8 @@ def exists(name: str, path: Path) -> bool:
     core = [folder / "core" for folder in installed("megatron")]
     tops = [(top, name) for top in (path.parent, REPOSITORY, PACKAGE, *core)]
     package, _, rest = name.partition("/")
+    if name in MEGATRON_LM:
+        return True
     if package in OTHERS:
         if not installed(package):
             return True

@@ -87,6 +87,12 @@ def test_the_metadata_says_what_users_must_know(wheel):
     assert "END OF TERMS AND CONDITIONS" in licence
 
 
+def test_verl_finds_the_plugin_and_importing_it_is_all_it_needs(setup):
+    line = setup["options.entry_points"]["verl.plugins"].strip()
+    assert line == "megatron_prefix = megatron_prefix.auto.on_import"
+    assert (REPOSITORY / "megatron_prefix" / "auto" / "on_import.py").exists()
+
+
 def test_the_command_is_there(setup):
     line = setup["options.entry_points"]["console_scripts"].strip()
     name, module, function = re.fullmatch(r"(\S+) = ([\w.]+):(\w+)", line).groups()

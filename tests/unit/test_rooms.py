@@ -16,6 +16,9 @@ PURE_ROOMS = ("tree", "plan")
 AT_THE_ROOT = {"__init__.py", "__main__.py", "config.py", "errors.py"}
 
 
+STOCK = r"^megatron\.(.*\.get_forward_backward_func|core\.pipeline_parallel(\.schedules)?)$"
+
+
 def _imported(source: str) -> Iterator[str]:
     """Dotted names of all modules that are imported when the code runs, in functions too."""
     tree = ast.parse(source)
@@ -41,6 +44,8 @@ def _rooms() -> dict[str, set[str]]:
     used: dict[str, set[str]] = {folder: set() for folder in folders}
     for folder in folders:
         for path in (PACKAGE / folder).rglob("*.py"):
+            if path.name == "__main__.py":  # a command, which nothing imports
+                continue
             for name in _imported(path.read_text(encoding="utf-8")):
                 parts = name.split(".")
                 if parts[0] == "megatron_prefix" and len(parts) > 1 and parts[1] in folders:
@@ -80,6 +85,30 @@ def test_the_map_of_the_folders_is_true() -> None:
     assert sorted(order) == sorted(used)
     for number, folder in enumerate(order):
         assert used[folder] <= set(order[:number]), folder
+
+
+def _importing(pattern: str) -> list[str]:
+    """Files of the package that import a name that matches."""
+    return [
+        str(path.relative_to(PACKAGE))
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if any(re.search(pattern, name) for name in _imported(path.read_text(encoding="utf-8")))
+    ]
+
+
+def test_nothing_imports_a_command() -> None:
+    assert _importing(r"^megatron_prefix\b.*\.__main__\b") == []
+
+
+def test_one_file_asks_megatron_for_its_schedule_and_one_takes_its_place() -> None:
+    """Anything else would get the prefix schedule where `auto` has turned it on."""
+    assert _importing(STOCK) == ["megatron/stock.py"]
+    finders = [
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if "sys.meta_path" in path.read_text(encoding="utf-8")
+    ]
+    assert finders == ["auto/swap.py"]
 
 
 def test_a_circle_would_be_found() -> None:

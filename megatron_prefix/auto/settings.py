@@ -1,0 +1,154 @@
+"""[pure] A PrefixConfig from variables of the environment, a TOML file, or flags.
+
+A flag wins over a variable, a variable over the file, the file over the default.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import UserError, shown
+from megatron_prefix.plan.cost_file import read_costs
+from megatron_prefix.plan.planfile import PlanFile
+
+if sys.version_info >= (3, 11):
+    import tomllib as toml
+else:
+    import tomli as toml
+
+PREFIX = "MEGATRON_PREFIX_"
+FILE = PREFIX + "CONFIG"
+"""Variable: the TOML file."""
+_OTHERS = (FILE, PREFIX + "DATA", PREFIX + "RENDEZVOUS")
+"""Variables that are no fields: the last two are for tests and for ranks that the verbs start."""
+
+# `share` is for placement and `plan`: a step compares all its samples.
+_RENAMED = {"plan_file": "plan", "share": ""}
+FIELDS = {
+    name: field for field in fields(PrefixConfig) if (name := _RENAMED.get(field.name, field.name))
+}
+"""Name of a setting -> field of PrefixConfig."""
+DEFAULT_MODE = "auto"
+"""Not PrefixConfig's: who turns the schedule on for a whole trainer wants steps that it cannot
+share to run nevertheless."""
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return PREFIX + name.upper()
+
+
+def flag(name: str) -> str:
+    """The flag of a setting, for `python -m megatron_prefix.run`."""
+    return "--prefix-" + {"mode": "schedule"}.get(name, name).replace("_", "-")
+
+
+def read_config(
+    environ: Mapping[str, str] | None = None, flags: Mapping[str, str] | None = None
+) -> PrefixConfig:
+    """The configuration that the environment and the flags give.
+
+    Args:
+        environ: variables (default: the process's); an empty one counts as not set.
+        flags: settings by name, as text.
+
+    Raises:
+        UserError: a variable, key or flag that is not known or whose value is not allowed, a file
+            that cannot be read, or a plan that cannot run; the line says where it was given.
+    """
+    environ = os.environ if environ is None else environ
+    given = {"mode": ("the default", DEFAULT_MODE)}
+    if path := environ.get(FILE):
+        given |= {name: (f"{path}: {name}", value) for name, value in _read_file(path).items()}
+    known = {variable(name): name for name in FIELDS}
+    for key, text in environ.items():
+        if key in known and text:
+            given[known[key]] = key, _parsed(known[key], text, key)
+        elif key.startswith(PREFIX) and key not in (*known, *_OTHERS):
+            raise UserError(f"{key} is no setting; known are {', '.join([*known, FILE])}")
+    for name, text in (flags or {}).items():
+        given[name] = flag(name), _parsed(name, text, flag(name))
+    for name, (where, value) in given.items():
+        _checked({name: value}, where)
+    return _checked({name: value for name, (_, value) in given.items()}, f"{PREFIX}*")
+
+
+def _checked(values: dict[str, Any], where: str) -> PrefixConfig:
+    """A configuration with these settings; an error says where they were given."""
+    try:
+        config = PrefixConfig(**{FIELDS[name].name: value for name, value in values.items()})
+        if config.plan_file is not None:
+            PlanFile(config.plan_file, config.memory)
+        if config.cost_file is not None:
+            read_costs(config.cost_file)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    return config
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    """Settings of a TOML file; its keys are the variables' names in lower case, without prefix."""
+    try:
+        with open(path, "rb") as file:
+            found = toml.load(file)
+    except OSError as error:
+        raise UserError(f"{FILE}: {path} cannot be read ({error.strerror})") from None
+    except (toml.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is no TOML: {' '.join(str(error).split())}") from None
+    for name, value in found.items():
+        if name not in FIELDS:
+            raise UserError(f"{path}: {name} is no setting; known are {', '.join(FIELDS)}")
+        if type(value) not in _types(name):
+            raise UserError(f"{path}: {name} is {shown(value)}: give {_wanted(name)}")
+    return found
+
+
+def _types(name: str) -> list[type]:
+    """The types that a setting's value may have in a TOML file."""
+    named: dict[str, list[type]] = {
+        "str": [str], "int": [int], "float": [float, int], "bool": [bool], "None": [],
+    }  # fmt: skip
+    return [one for part in str(FIELDS[name].type).split(" | ") for one in named[part]]
+
+
+def _wanted(name: str) -> str:
+    """What to give for a setting, for a message."""
+    types = _types(name)
+    if bool in types:
+        return "true or false"
+    words = "a whole number" if int in types and float not in types else "a number"
+    if str not in types:
+        return words
+    return f"{words} or 'auto'" if int in types else "text"
+
+
+def _parsed(name: str, text: str, where: str) -> Any:
+    """The value that a variable's or flag's text means."""
+    types = _types(name)
+    if bool in types and text.lower() in ("true", "false", "1", "0"):
+        return text.lower() in ("true", "1")
+    for number in (int, float):
+        if number in types:
+            try:
+                return number(text)
+            except ValueError:
+                continue
+    if str in types:
+        return text
+    raise UserError(f"{where} is {shown(text)}: give {_wanted(name)}")
+
+
+def described(config: PrefixConfig) -> str:
+    """The mode and what is not at its default, on one line."""
+    changed = [
+        f"{name} {getattr(config, field.name)}"
+        for name, field in FIELDS.items()
+        if name != "mode" and field.default is not MISSING
+        and getattr(config, field.name) != field.default
+    ]  # fmt: skip
+    return ", ".join([f"mode {config.mode}", *changed])

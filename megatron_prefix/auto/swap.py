@@ -1,0 +1,96 @@
+"""[pure] The only file that puts something in the place of Megatron's get_forward_backward_func.
+
+Where Megatron's schedules are imported already, every module that has the function gets another in
+its place; where they are not, they get it when they are, and whoever imports it from them later
+gets it, too. Nothing is imported here, so a trainer's own order of imports stays.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from megatron_prefix.errors import UserError
+
+MODULE = "megatron.core.pipeline_parallel.schedules"
+NAME = "get_forward_backward_func"
+
+
+class Swap(importlib.abc.MetaPathFinder):
+    """Puts `made(stock)` in the place of Megatron's function until `end`.
+
+    Args:
+        made: gets Megatron's function and returns what takes its place.
+    """
+
+    def __init__(self, made: Callable[[Any], Any]) -> None:
+        self._made = made
+        self._stock: Any = None
+        self._ours: Any = None
+
+    def begin(self) -> None:
+        """Swaps, now or when Megatron's schedules are imported.
+
+        Raises:
+            UserError: Megatron has no such function.
+        """
+        if MODULE in sys.modules:
+            self._swap(sys.modules[MODULE])
+        else:
+            sys.meta_path.insert(0, self)
+
+    def end(self) -> None:
+        """Puts Megatron's function back, wherever the other one is now."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        if self._ours is not None:
+            _exchange(self._ours, self._stock)
+            self._stock = self._ours = None
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """The finder's part; see importlib. Others find the module; its loader swaps at the end."""
+        if name != MODULE:
+            return None
+        others = (one for one in list(sys.meta_path) if one is not self)
+        specs = (one.find_spec(name, path, target) for one in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            self._swap_after(spec)
+        return spec
+
+    def _swap_after(self, spec: importlib.machinery.ModuleSpec) -> None:
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            if self in sys.meta_path:  # not ended meanwhile
+                sys.meta_path.remove(self)
+                self._swap(module)
+
+        loader.exec_module = exec_module
+
+    def _swap(self, module: ModuleType) -> None:
+        if NAME not in vars(module):
+            raise UserError(
+                f"{MODULE} has no {NAME}: turn the prefix schedule on before or after Megatron is"
+                " imported, not meanwhile, and with a version that `megatron-prefix doctor` knows"
+            )
+        self._stock = vars(module)[NAME]
+        self._ours = self._made(self._stock)
+        _exchange(self._stock, self._ours)
+
+
+def _exchange(old: Any, new: Any) -> None:
+    """Puts `new` in the place of `old` in all modules; getattr would wake lazy imports."""
+    for module in list(sys.modules.values()):
+        try:
+            members = object.__getattribute__(module, "__dict__")
+        except AttributeError:  # None, or something else without attributes
+            continue
+        for name in [name for name, value in list(members.items()) if value is old]:
+            members[name] = new
