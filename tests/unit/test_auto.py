@@ -78,12 +78,17 @@ def test_arguments_of_every_version_are_taken() -> None:
         assert isinstance(made, PrefixSchedule)
 
 
-def test_off_is_megatrons_own_function_and_the_prefix_schedule_falls_back_to_it() -> None:
+def test_off_is_megatrons_own_function() -> None:
     auto.on(PrefixConfig(mode="off"))
     for size, virtual in ((1, None), (2, None), (2, 2)):
         expected = KEPT[0](size, virtual)
         assert schedules.get_forward_backward_func(pp_size=size, vp_size=virtual) is expected
-        assert stock_schedule(size, virtual) is expected
+
+
+def test_what_falls_back_gets_megatrons_own_function() -> None:
+    auto.on(PrefixConfig(mode="on"))
+    assert stock_schedule(1, None) is schedules.forward_backward_no_pipelining
+    assert stock_schedule(2, 2) is KEPT[0](2, 2)
 
 
 def test_lazy_modules_are_not_woken(monkeypatch) -> None:
