@@ -103,14 +103,18 @@ def test_help_before_the_script_has_every_flag_and_an_example(capsys) -> None:
 # A training loop ----------------------------------------------------------------------------------
 
 
-def said(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """The lines of steps that a loop has printed."""
+def said(done: subprocess.CompletedProcess[str]) -> list[tuple[str, ...]]:
+    """Number, loss and gradient norm of the steps that a loop's ranks have printed, in order.
+
+    Ranks write a line's end by itself, so two of them may share a line.
+    """
     assert done.returncode == 0, done.stderr
-    return sorted(line for line in done.stdout.splitlines() if line.startswith("step"))
+    step = r"step (\d+): loss (\d+\.\d+), gradient norm (\d+\.\d+)"
+    return sorted(re.findall(step, done.stdout))
 
 
-def numbers(lines: list[str]) -> list[float]:
-    return [float(found) for line in lines for found in re.findall(r"\d+\.\d+", line)]
+def numbers(steps: list[tuple[str, ...]]) -> list[float]:
+    return [float(text) for step in steps for text in step]
 
 
 def test_off_is_stock_to_the_last_bit() -> None:
