@@ -103,10 +103,9 @@ class PrefixSchedule:
             StepFailed: another rank has failed.
         """
         arguments = dict(
-            rest, forward_step_func=forward_step_func, model=model, forward_only=forward_only,
-            num_microbatches=num_microbatches, collect_non_loss_data=collect_non_loss_data,
-            pg_collection=pg_collection, force_all_reduce=force_all_reduce,
-            data_iterator=data_iterator,
+            rest, forward_step_func=forward_step_func, collect_non_loss_data=collect_non_loss_data,
+            num_microbatches=num_microbatches, force_all_reduce=force_all_reduce, model=model,
+            forward_only=forward_only, data_iterator=data_iterator, pg_collection=pg_collection,
         )  # fmt: skip
         models = model if isinstance(model, list) else [model]
         if self.config.mode == "off" or self._calls_otherwise(models):
