@@ -37,6 +37,7 @@ examples:
   megatron-prefix align --rollouts rollouts.jsonl.gz --baseline packed --pack-tokens 4096
   megatron-prefix align --rollouts rollouts.jsonl.gz --model llama3-8b --set num_layers=4 \\
       --dtype bfloat16 --device cuda
+  megatron-prefix align --rollouts rollouts.jsonl.gz --load-hf Qwen3-0.6B --dtype float32
 """
 
 

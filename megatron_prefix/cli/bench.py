@@ -21,7 +21,7 @@ from megatron_prefix.cli.arguments import (
     layout_of,
     whole,
 )
-from megatron_prefix.cli.modelling import add_model, machine, model_options
+from megatron_prefix.cli.modelling import add_model, machine, model_name, model_options
 from megatron_prefix.errors import StepOutOfMemory, UserError
 from megatron_prefix.runtime.groups import env_world_size
 
@@ -43,6 +43,7 @@ examples:
   megatron-prefix bench --rollouts rollouts.jsonl.gz --groups 2 --steps 2 --prefix-schedule auto
   torchrun --nproc-per-node 2 -m megatron_prefix bench --model llama3-8b --dtype bfloat16 \\
       --device cuda --cp 2 --shapes 10240:2048:8 --bench-json cp2.json
+  megatron-prefix bench --load-hf Qwen3-8B --set num_layers=12 --dtype bfloat16 --device cuda
   megatron-prefix bench memory --shapes 512:64:4 --frontier 64 --capacity-gb 1
 """
 
@@ -287,7 +288,7 @@ def _print(args: argparse.Namespace, verdict: Any, rows: list[Any]) -> None:
     baseline = baseline_of(args)
     packs = f"packs of {report.number(baseline.pack_tokens)} tokens"
     table = report.new_table(
-        f"{args.model}, {args.dtype}, {args.device}: a step, both schedules on"
+        f"{model_name(args)}, {args.dtype}, {args.device}: a step, both schedules on"
         f" {packs if baseline.packed else 'one rollout a microbatch'};"
         " peaks: stock, prefix (predicted)"
     )

@@ -20,9 +20,17 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
-        default=model,
         metavar="NAME|config.json",
-        help=f"preset ({', '.join(PRESETS)}) or a Hugging Face config.json (default {model})",
+        help=f"preset ({', '.join(PRESETS)}) or a Hugging Face config.json (default: that of"
+        f" --load-hf, else {model})",
+    )
+    parser.set_defaults(default_model=model)
+    group.add_argument(
+        "--load-hf",
+        metavar="DIR",
+        help="weights of a Hugging Face checkpoint (config.json and safetensors; Llama, Qwen2,"
+        " Qwen3, Qwen3-MoE) instead of random ones, e.g. --load-hf Qwen3-8B; --set num_layers=N"
+        " takes its first layers",
     )
     group.add_argument(
         "--set",
@@ -104,15 +112,44 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
 
 
 def model_options(args: argparse.Namespace) -> Any:
-    """The `rl.job.ModelOptions` that `add_model` read; imports torch."""
+    """The `rl.job.ModelOptions` that `add_model` read; imports torch.
+
+    Raises:
+        UserError: --set names no field, or --load-hf gives no weights of this model.
+    """
     from megatron_prefix.rl.job import ModelOptions
 
-    return ModelOptions(
-        args.model, args.dtype, args.device, args.recompute, args.layer_spec, args.seed,
+    options = ModelOptions(
+        model_name(args), args.dtype, args.device, args.recompute, args.layer_spec, args.seed,
         overrides_of(args.set),
         getattr(args, "message_timeout_minutes", MESSAGE_TIMEOUT_MINUTES),
-        args.overlap_grad_reduce,
+        args.overlap_grad_reduce, args.load_hf,
     )  # fmt: skip
+    if args.load_hf is not None:
+        _check_weights(args.load_hf, options)
+    return options
+
+
+def model_name(args: argparse.Namespace) -> str:
+    """The preset or path that gives the model's shape."""
+    name: str = args.model or args.load_hf or args.default_model
+    return name
+
+
+def _check_weights(folder: str, options: Any) -> None:
+    """Refuses, before ranks start, weights of another model; only --set may leave layers out."""
+    from megatron_prefix.models import presets
+    from megatron_prefix.models.hf_weights import HFWeights, check_folder
+
+    check_folder(folder)
+    overrides = dict(options.overrides)
+    weights = HFWeights(folder, presets.resolve(options.model, **overrides))
+    layers = presets.resolve(options.model).num_layers
+    if layers != weights.whole.num_layers and "num_layers" not in overrides:
+        raise UserError(
+            f"--model {options.model} has {layers} layers and --load-hf {folder}"
+            f" {weights.whole.num_layers}; leave --model out, or give --set num_layers={layers}"
+        )
 
 
 def machine(args: argparse.Namespace) -> dict[str, Any]:
@@ -125,7 +162,8 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
     cuda = args.device == "cuda"
     te = cuda and args.layer_spec != "local" and has_transformer_engine()
     return {
-        "model": args.model,
+        "model": model_name(args),
+        "weights": "random" if args.load_hf is None else args.load_hf,
         "set": list(args.set),
         "dtype": args.dtype,
         "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",

@@ -52,7 +52,7 @@ examples:
   megatron-prefix train rollouts.jsonl.gz --compare --plan-svg plan.svg
   megatron-prefix train rollouts.jsonl.gz --steps 20 --save-every 5 --output runs/tiny --resume
   torchrun --nproc-per-node 8 -m megatron_prefix train rollouts.jsonl.gz --device cuda \\
-      --model qwen3-8b --dtype bfloat16 --tp 4 --sequence-parallel --recompute full
+      --load-hf Qwen3-8B --dtype bfloat16 --tp 4 --sequence-parallel --recompute full
 """
 
 
@@ -172,7 +172,7 @@ def train_rank(job: Job) -> Summary:
         trainer = Trainer(job.settings, rollouts, job.options, job.spec, world)
         trainer.schedule.measures = bool(job.traces)
         identity = Identity(
-            model=asdict(job.spec),
+            model=_identity_of(job),
             dtype=job.options.dtype,
             seed=job.options.seed,
             rollouts=rollouts.fingerprint,
@@ -187,6 +187,16 @@ def train_rank(job: Job) -> Summary:
         return summary
     finally:
         runtime.shutdown()
+
+
+def _identity_of(job: Job) -> dict[str, Any]:
+    """The model, and which Hugging Face weights it began with: the reference keeps them."""
+    found = asdict(job.spec)
+    if job.options.load_hf is not None:
+        from megatron_prefix.models.hf_weights import HFWeights
+
+        found["hf_weights"] = HFWeights(job.options.load_hf, job.spec).fingerprint()
+    return found
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import torch
 from megatron_prefix.errors import UserError, shown
 from megatron_prefix.models import weights
 from megatron_prefix.models.config import dtype_of, transformer_config
+from megatron_prefix.models.hf_weights import HFWeights
 from megatron_prefix.models.logprobs import vocab_parallel_log_probs
 from megatron_prefix.models.optimizer import build_optimizer
 from megatron_prefix.models.presets import ModelSpec
@@ -43,14 +44,15 @@ def build_model(
     bucket_size: int | None = None,
     exact_loss: bool | None = None,
     config_overrides: dict[str, Any] | None = None,
+    load_hf: str | None = None,
 ) -> list[Any]:
     # long: the one place where every option of a model is passed on
     """This rank's model chunks: one GPTModel a virtual pipeline stage, in order.
 
-    The process groups must exist (`runtime.initialize`). Weights are random, by `seed`, and the
-    same in every layout. The config gets what Megatron's training loop sets for schedules
-    (`finalize_model_grads_func`, and `no_sync_func` when reductions overlap); `build_optimizer`
-    adds `grad_scale_func`.
+    The process groups must exist (`runtime.initialize`). Weights are random, by `seed`, or those of
+    `load_hf`, and the same in every layout. The config gets what Megatron's training loop sets for
+    schedules (`finalize_model_grads_func`, and `no_sync_func` when reductions overlap);
+    `build_optimizer` adds `grad_scale_func`.
 
     Args:
         dtype: of parameters and activations: float64 (local spec only), float32 or bfloat16.
@@ -64,9 +66,11 @@ def build_model(
         exact_loss: compute the loss by `vocab_parallel_log_probs` instead of Megatron's float32
             cross entropy; None: only for float64.
         config_overrides: fields of TransformerConfig; they win over all other options.
+        load_hf: folder of a Hugging Face checkpoint whose weights take the place of random ones.
 
     Raises:
-        UserError: options that contradict one another or the machine.
+        UserError: options that contradict one another or the machine, or `HFWeights` refuses the
+            folder.
     """
     layout, dtype, device = layout or Layout(), dtype_of(dtype), torch.device(device)
     if spec.vocab_size is None:
@@ -85,7 +89,8 @@ def build_model(
         overrides=config_overrides,
     )
     exact = dtype == torch.float64 if exact_loss is None else exact_loss
-    recipe = _Recipe(spec, layout, config, device, engine, seed, exact)
+    source = None if load_hf is None else HFWeights(load_hf, spec)
+    recipe = _Recipe(spec, layout, config, device, engine, seed, exact, source)
     chunks = [_build_chunk(recipe, stage) for stage in range(layout.vpp)]
     if wrap_ddp:
         options = {
@@ -109,6 +114,7 @@ class _Recipe(NamedTuple):
     engine: bool
     seed: int
     exact: bool
+    source: HFWeights | None
 
 
 def unwrap(chunk: Any) -> Any:
@@ -161,7 +167,10 @@ def _build_chunk(recipe: _Recipe, stage: int) -> Any:
     model.to(recipe.device)
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    weights.fill(model, recipe.spec, recipe.seed)
+    if recipe.source is None:
+        weights.fill(model, recipe.spec, recipe.seed)
+    else:
+        recipe.source.fill(model)
     if recipe.config.params_dtype == torch.float64:
         _keep_routers_float64(model)
     if recipe.exact:

@@ -1,6 +1,6 @@
-"""Hugging Face `config.json` -> ModelSpec, for the Llama and Qwen3 families. [pure]
+"""Hugging Face `config.json` -> ModelSpec, for the Llama, Qwen2 and Qwen3 families. [pure]
 
-The formats are those of transformers' LlamaConfig, Qwen3Config and Qwen3MoeConfig
+The formats are those of transformers' LlamaConfig, Qwen2Config, Qwen3Config and Qwen3MoeConfig
 (transformers/models/*/configuration_*.py), where absent fields have the defaults used here.
 Anything that Megatron-Core or the prefix schedule would compute differently is refused.
 """
@@ -113,6 +113,10 @@ def _dense(config: _Config, **family: Any) -> ModelSpec:
     return ModelSpec(**{**values, **family})
 
 
+def _qwen2(config: _Config) -> ModelSpec:
+    return _dense(config, add_qkv_bias=True)
+
+
 def _qwen3(config: _Config, **family: Any) -> ModelSpec:
     head_dim = config.size("head_dim", 128)
     return _dense(config, kv_channels=head_dim, qk_layernorm=True, **family)
@@ -123,10 +127,12 @@ def _qwen3_moe(config: _Config) -> ModelSpec:
     dense = config.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(not isinstance(layer, int) for layer in dense):
         raise config.wrong("mlp_only_layers", f"is {dense!r}, not a list of layer numbers")
+    # transformers 5 writes the second name, earlier releases the first.
+    experts = "num_local_experts" if "num_local_experts" in config.values else "num_experts"
     flags = tuple((n + 1) % step == 0 and n not in dense for n in range(layers))
     return _qwen3(
         config,
-        num_experts=config.size("num_experts"),
+        num_experts=config.size(experts),
         moe_ffn_hidden_size=config.size("moe_intermediate_size"),
         moe_top_k=config.size("num_experts_per_tok"),
         moe_normalize_top_k=config.flag("norm_topk_prob"),
@@ -137,6 +143,7 @@ def _qwen3_moe(config: _Config) -> ModelSpec:
 
 _FAMILIES: dict[Any, Callable[[_Config], ModelSpec]] = {
     "llama": _dense,
+    "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
 }

@@ -48,7 +48,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder of the Llama and Qwen3 families: RMSNorm, RoPE, GQA, SwiGLU, no linear biases.
+    """A decoder of the Llama, Qwen2 and Qwen3 families: RMSNorm, RoPE, GQA, SwiGLU.
 
     name: for reports.
     vocab_size: None takes the vocabulary of the rollouts; see `with_vocab`.

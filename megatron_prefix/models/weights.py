@@ -76,8 +76,19 @@ def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def _is_split(parameter: torch.nn.Parameter) -> bool:
-    return bool(getattr(parameter, "tensor_model_parallel", False))
+def tensor_split(model: Any, whole: str, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
+    """The dimension that tensor parallelism cuts, this rank's number, and the number of ranks.
+
+    (0, 0, 1) where every rank has the whole parameter.
+
+    Args:
+        model: the GPTModel (unwrapped) that holds the parameter.
+        whole: its `global_name`.
+    """
+    group = model.pg_collection.expt_tp if ".experts." in whole else model.pg_collection.tp
+    if not getattr(parameter, "tensor_model_parallel", False) or group.size() == 1:
+        return 0, 0, 1
+    return parameter.partition_dim, group.rank(), group.size()  # type: ignore[attr-defined]
 
 
 def local_part(full: torch.Tensor, dim: int, rank: int, size: int, pieces: int = 1) -> torch.Tensor:
@@ -100,10 +111,7 @@ def fill(model: Any, spec: ModelSpec, seed: int) -> None:
     """
     for name, parameter in model.named_parameters():
         whole = global_name(model, name)
-        expert = ".experts." in whole
-        group = model.pg_collection.expt_tp if expert else model.pg_collection.tp
-        size, rank = (group.size(), group.rank()) if _is_split(parameter) else (1, 0)
-        dim = parameter.partition_dim if size > 1 else 0
+        dim, rank, size = tensor_split(model, whole, parameter)
         shape = list(parameter.shape)
         shape[dim] *= size
         generator = _generator(seed, whole, parameter.device)

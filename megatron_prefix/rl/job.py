@@ -35,6 +35,7 @@ class ModelOptions:
         overrides: fields of ModelSpec to change.
         message_timeout_minutes: see `runtime.initialize`.
         overlap_grad_reduce: reduce gradients during backwards.
+        load_hf: folder of a Hugging Face checkpoint; None for random weights.
     """
 
     model: str
@@ -46,6 +47,7 @@ class ModelOptions:
     overrides: tuple[tuple[str, Any], ...] = ()
     message_timeout_minutes: float = MESSAGE_TIMEOUT_MINUTES
     overlap_grad_reduce: bool = False
+    load_hf: str | None = None
 
     def build(self, spec: ModelSpec, layout: Layout, dtype: str | None = None) -> list[Any]:
         """The rank's model chunks, wrapped in DDP."""
@@ -53,7 +55,7 @@ class ModelOptions:
         return build_model(
             spec, layout=layout, dtype=dtype or self.dtype, device=device,
             layer_spec=self.layer_spec, recompute=self.recompute, seed=self.seed,
-            overlap_grad_reduce=self.overlap_grad_reduce,
+            overlap_grad_reduce=self.overlap_grad_reduce, load_hf=self.load_hf,
         )  # fmt: skip
 
     def reference(
@@ -63,7 +65,8 @@ class ModelOptions:
 
         def make() -> list[Any]:
             # Megatron's own layers: their fp32 products are fp32 and not TF32.
-            exact = replace(self, layer_spec="local").build(spec, layout, "float32")
+            local = replace(self, layer_spec="local", load_hf=None)
+            exact = local.build(spec, layout, "float32")
             with torch.no_grad():
                 for ours, theirs in zip(exact, chunks, strict=True):
                     values = dict(global_parameters(unwrap(theirs)))

@@ -214,6 +214,7 @@ def _build(
         use_distributed_optimizer=settings.distributed_optimizer and not reference,
         overlap_grad_reduce=options.overlap_grad_reduce and not reference,
         config_overrides={"calculate_per_token_loss": settings.loss_mean == "token"},
+        load_hf=options.load_hf,
     )
     if reference:
         for chunk in chunks:

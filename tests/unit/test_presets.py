@@ -132,7 +132,11 @@ def test_head_width_defaults_to_hidden_size_over_heads(tmp_path):
 @pytest.mark.parametrize(
     ("config", "change", "words"),
     [
-        (LLAMA3, {"model_type": "mistral"}, ["model_type", "'mistral'", "llama, qwen3, qwen3_moe"]),
+        (
+            LLAMA3,
+            {"model_type": "mistral"},
+            ["model_type", "'mistral'", "llama, qwen2, qwen3, qwen3_moe"],
+        ),
         (LLAMA3, {"attention_bias": True}, ["attention_bias", "True", "use False"]),
         (LLAMA3, {"mlp_bias": True}, ["mlp_bias", "use False"]),
         (LLAMA3, {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "use 'silu'"]),
@@ -183,6 +187,19 @@ def test_a_folder_without_config_is_refused_by_name(tmp_path):
 
 def test_qwen_window_size_without_the_switch_is_no_window(tmp_path):
     assert hf.load(write(tmp_path, {**QWEN3, "sliding_window": 4096})).qk_layernorm
+
+
+def test_qwen2_has_biases_on_queries_keys_and_values(tmp_path):
+    values = {k: v for k, v in QWEN3.items() if k not in ("head_dim", "attention_bias")}
+    spec = hf.load(write(tmp_path, {**values, "model_type": "qwen2"}))
+    assert spec.add_qkv_bias and not spec.qk_layernorm
+    assert spec.kv_channels == 128
+
+
+def test_transformers_5_names_the_number_of_experts_otherwise(tmp_path):
+    values = {k: v for k, v in QWEN3_MOE.items() if k != "num_experts"}
+    expected = hf.load(write(tmp_path, QWEN3_MOE))
+    assert hf.load(write(tmp_path, {**values, "num_local_experts": 128})) == expected
 
 
 def test_overrides_change_fields_and_are_checked():
