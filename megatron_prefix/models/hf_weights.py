@@ -10,6 +10,7 @@ are followed by its key and its value head, in `linear_fc1` the gate by the up p
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import re
@@ -225,10 +226,7 @@ class HFWeights:
             self._check_tied(found, start, stop)
         values[: stop - start] = found
         if rank == 0 and rows * size > vocab:
-            logger.warning(
-                "%s: %d tokens are padded to %d; the softmax counts the padding, whose logits are"
-                " zero", self.folder, vocab, rows * size,
-            )  # fmt: skip
+            _tell_padding(self.folder, vocab, rows * size)
         return values
 
     def _check_tied(self, embedding: torch.Tensor, start: int, stop: int) -> None:
@@ -240,6 +238,14 @@ class HFWeights:
                 f"{self.folder}: config.json ties the embeddings, but {_HEAD} is not {_EMBEDDING};"
                 ' set "tie_word_embeddings": false there'
             )
+
+
+@functools.cache  # once for all tables and chunks of a process
+def _tell_padding(folder: Path, vocab: int, padded: int) -> None:
+    logger.warning(
+        "%s: %d tokens are padded to %d; the softmax counts the padding, whose logits are zero",
+        folder, vocab, padded,
+    )  # fmt: skip
 
 
 def _check_same(folder: Path, whole: ModelSpec, spec: ModelSpec) -> None:

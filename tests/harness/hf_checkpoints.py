@@ -44,16 +44,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(folder: Path, family: str, *, shard_size: str = "60KB", dtype: str = "float32") -> Any:
+def make(
+    folder: Path, family: str, *, shard_size: str = "60KB", dtype: str = "float32", seed: int = 5
+) -> Any:
     """Saves a checkpoint of one of FAMILIES, in several files, and returns transformers' model.
 
     Every weight is random, norms and biases too; skips the test where transformers is missing.
     """
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers.utils.logging.disable_progress_bar()  # it would be taken for output of ours
     kind, changes = FAMILIES[family]
     config = getattr(transformers, f"{kind}Config")(**{**COMMON, **changes})
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             mean = 1.0 if name.endswith("norm.weight") else 0.0
