@@ -132,8 +132,8 @@ def model_options(args: argparse.Namespace) -> Any:
 
 def model_name(args: argparse.Namespace) -> str:
     """The preset or path that gives the model's shape."""
-    name: str = args.model or args.load_hf or args.default_model
-    return name
+    given = [name for name in (args.model, args.load_hf) if name is not None]
+    return str([*given, args.default_model][0])
 
 
 def _check_weights(folder: str, options: Any) -> None:

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import UserError, shown
 from megatron_prefix.models import hf
 from megatron_prefix.models.presets import ModelSpec
 from megatron_prefix.models.shards import Shards, listed
@@ -120,8 +121,10 @@ def _mlp_shapes(spec: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, .
 
 def check_folder(folder: str | Path) -> None:
     """Refuses what is no folder, with a UserError."""
-    if not Path(folder).is_dir():
-        raise UserError(f"{folder}: no such folder; give that of a Hugging Face checkpoint")
+    if not os.path.isdir(folder):  # never raises, unlike Path's, for what no path can be
+        raise UserError(
+            f"{shown(str(folder), 99)}: no such folder; give a Hugging Face checkpoint's"
+        )
 
 
 class HFWeights:
