@@ -2,6 +2,7 @@
 #
 # Environment variables:
 #   MODEL            file in launch/models (default: llama3-8b)
+#   LOAD_HF          folder of a Hugging Face checkpoint (default: none, the weights are random)
 #   ROLLOUTS         rollout file (default: the bundled one, small and synthetic)
 #   OUTPUT           folder of metrics and checkpoints, seen by all nodes (default: runs/MODEL)
 #   STEPS            updates (default: 100)
@@ -41,6 +42,7 @@ TRAIN_ARGS=(
     --lr "${LR:-1e-6}"
     --distributed-optimizer
     --output "${OUTPUT:-runs/$MODEL}"
+    ${LOAD_HF:+--load-hf "$LOAD_HF"}
     --save-every 50
     --resume
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,22 @@ def test_the_table_has_every_tensor_once(tmp_path, family):
     ]
     used = [tensor for name in names for tensor in tensors_of(name)]
     assert len(used) == len(set(used)) and set(used) == found.names
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight"),
+        ("mlp.experts.linear_fc2.weight1", "mlp.experts.3.down_proj.weight"),
+    ],
+)
+def test_the_names_of_transformer_engine_are_known(name, tensor):
+    experts = types.SimpleNamespace(local_expert_indices=[2, 3])
+    layer = types.SimpleNamespace(layer_number=6, mlp=experts)
+    chunk = types.SimpleNamespace(decoder=types.SimpleNamespace(layers=[layer]))
+    whole = weights.global_name(chunk, f"decoder.layers.0.{name}")
+    assert tensors_of(whole) == (f"model.layers.5.{tensor}",)
 
 
 @pytest.mark.parametrize("name", ["decoder.layers.0.mlp.bias", "mtp.weight"])

@@ -62,6 +62,13 @@ def verb_of(words: list[str]) -> list[str]:
 # What they ask for --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("folder", [None, "models/Qwen3-8B"])
+def test_weights_are_asked_for_by_name(commands, folder):
+    given = {} if folder is None else {"LOAD_HF": folder}
+    words = verb_of(asked(commands, "train_1node.sh", MODEL="qwen3-8b", **given))
+    assert make_parser("train").parse_args(words).load_hf == folder
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_trains_with_arguments_that_the_verb_takes(commands, model):
     words = verb_of(asked(commands, "train_multinode.sh", MODEL=model, NGPU="8"))
