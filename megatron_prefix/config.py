@@ -54,7 +54,8 @@ class PrefixConfig:
         cp_reduce: with context parallelism, when gK/gV are sent to the ranks that own the keys:
             after every "wave", or once a "segment", for which every rank keeps K/V and gK/gV of all
             of them: nothing is gathered twice, and the sidecar takes cp times the memory. "auto":
-            "segment" in steps whose predicted peak then fits in free memory.
+            "segment" in steps whose predicted peak, nothing recomputed, then fits in what the first
+            training steps had free.
         run_ahead: forwards that a pipeline stage runs ahead of its successor (1 or 2).
         min_speedup: in mode "auto", the predicted speedup below which the stock schedule runs.
         cost_file: where mode "auto" keeps what it measures of this model, layout and device, for

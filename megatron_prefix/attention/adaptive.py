@@ -82,10 +82,14 @@ class AdaptiveKernel:
             calls = self._earlier[shape] + self._num_layers
             calls_of = batches(runs, q.shape[0], k.shape[0])
             shapes = [(mine.num, mine.length, seen.length) for mine, seen in calls_of]
+            # cuDNN takes a causal run with more keys than queries as two (attention/split.py).
+            parts = [2 if runs.causal and keys > queries else 1 for _, queries, keys in shapes]
             hidden = 0.5 if runs.causal else 0.0  # of a square of queries and keys
             pairs = sum(n * queries * (keys - hidden * queries) for n, queries, keys in shapes)
             # 4 FLOPs a pair and channel forward, 2.5 times that backward.
             flops = 3.5 * 4 * pairs * q.shape[1] * q.shape[2]
-            saved = flops * (1 / FLASH_RATE - 1 / CUDNN_RATE) - (len(shapes) - 1) * CALL_S
-            self._planned_now[shape] = saved * calls >= len(set(shapes)) * PLAN_S
+            saved = flops * (1 / FLASH_RATE - 1 / CUDNN_RATE) - (sum(parts) - 1) * CALL_S
+            self._planned_now[shape] = (
+                saved * calls >= sum(dict(zip(shapes, parts, strict=True)).values()) * PLAN_S
+            )
         return self._planned if self._planned_now[shape] else self._ready

@@ -39,8 +39,9 @@ from megatron_prefix.plan.peak_memory import RankMemory, predict, table
 from megatron_prefix.run import expert_sync
 from megatron_prefix.tree import Place, Segment, Span
 
-STEPS_ASKED = 3
-"""The optimizer's state is there from the second step on."""
+STEPS_ASKED, STEPS_BETWEEN = 3, 50
+"""Training steps, first of all and later on, in which all ranks say how much memory is free. The
+optimizer's state is there from the second one on; other things may come later."""
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -60,6 +61,7 @@ class MemoryControl:
         self._config, self.gathers = config, False
         self._offloader: Offloader | None = None
         self._free: list[float] = []
+        self._settled = 0
         self._before: Rewind | None = None
 
     def begin(self, models: list[Any], groups: ProcessGroupCollection, forward_only: bool) -> None:
@@ -74,17 +76,39 @@ class MemoryControl:
         """Forgets it, where the stock schedule makes the step."""
         self._before = None
 
-    def settle(self, plan: Plan, models: list[Any], groups: ProcessGroupCollection) -> None:
-        """Decides where K/V are with context parallelism; all ranks of `groups` call this.
+    def settle(
+        self,
+        plan: Plan,
+        joint: JointForest,
+        models: list[Any],
+        groups: ProcessGroupCollection,
+        forward_only: bool,
+    ) -> None:
+        """Decides where K/V are with context parallelism, alike on all ranks that make this step
+        together: those of `groups`' pipeline and those that share experts; all of them call this.
 
-        What is free is asked in the first steps only, as to ask means to wait for the device.
+        What is free is asked in a few training steps only, as to ask means to wait for the device;
+        until one has been made, every rank keeps its own K/V.
+
+        Args:
+            plan: of the step, before `chosen`.
+            joint: its segments among those of ranks that share experts.
+            models: the rank's model chunks.
+            groups: process groups.
+            forward_only: whether the step has no gradients.
         """
         several, wanted = groups.cp.size() > 1, self._config.cp_reduce
-        self.gathers = several and wanted != "wave"
-        if several and wanted == "auto":
-            if len(self._free) < STEPS_ASKED:
-                self._free.append(self.least_free(models, groups))
-            self.gathers = self.fits(plan, models, min(self._free))
+        self.gathers = several and wanted == "segment"
+        if not several or wanted != "auto":
+            return
+        if not forward_only:
+            if self._settled < STEPS_ASKED or self._settled % STEPS_BETWEEN == 0:
+                self._free = [*self._free, self._least_of(_together(groups), models)][-STEPS_ASKED:]
+            self._settled += 1
+        if self._free:
+            longest = replace(plan, segments=_longest(joint))
+            peaks = predict(longest, self.footprint(models, gathers=True))
+            self.gathers = max(one.peak for one in peaks) <= min(self._free)
 
     def chosen(
         self, plan: Plan, joint: JointForest, models: list[Any], groups: ProcessGroupCollection
@@ -105,26 +129,35 @@ class MemoryControl:
         )  # fmt: skip
         free, flops, link = map(_rounded, numbers)
         policies = automatic(
-            replace(plan, segments=_longest(joint)), self.footprint(models),
+            replace(plan, segments=_longest(joint)), self.footprint(models, self.gathers),
             cost_of(models[0]), Rates(flops, link), free,
             not any(map(offload_refusal, models)),
         )  # fmt: skip
         return replace(plan, policies=policies)
 
-    def footprint(self, models: list[Any]) -> Footprint:
-        """Bytes per row of the model on this rank."""
+    def footprint(self, models: list[Any], gathers: bool | None = None) -> Footprint:
+        """Bytes per row of the model on this rank.
+
+        `gathers`: whether it keeps K/V of all context-parallel ranks; None, before that is known:
+        only where the user says so.
+        """
+        if gathers is None:
+            gathers = self._config.cp_reduce == "segment"
         return Footprint.of_config(
             get_model_config(models[0]),
             vocab_size_of(models[0]),
-            self.gathers,
+            gathers,
             self._config.cache_host_layers,
         )
 
     def least_free(self, models: list[Any], groups: ProcessGroupCollection) -> float:
         """Free bytes of the rank with the least; all ranks of `groups` call this, and agree."""
-        config, device = get_model_config(models[0]), device_of(models)
+        return self._least_of(_companions(groups, get_model_config(models[0])), models)
+
+    def _least_of(self, groups: Sequence[Any], models: list[Any]) -> float:
+        device = device_of(models)
         free = [float(free_bytes(device, self._config.memory_budget))]
-        return _rounded(_least(free, _companions(groups, config), device)[0])
+        return _rounded(_least(free, groups, device)[0])
 
     def fits(self, plan: Plan, models: list[Any], free: float) -> bool:
         """Whether a plan is predicted to fit in so many bytes on every rank.
@@ -136,7 +169,7 @@ class MemoryControl:
 
     def predicted(self, plan: Plan, models: list[Any], rank: int) -> RankMemory:
         """What one rank of the pipeline is predicted to hold."""
-        return predict(plan, self.footprint(models))[rank]
+        return predict(plan, self.footprint(models, self.gathers))[rank]
 
     def offloader(
         self, plan: Plan, models: list[Any], rank: int, forward_only: bool
@@ -213,11 +246,12 @@ class MemoryControl:
         raise self._failure(f"{reason}; with all inner segments recomputed, too", lean, models)
 
     def _failure(self, reason: str, plan: Plan, models: list[Any]) -> StepOutOfMemory:
-        rows = table(plan, predict(plan, self.footprint(models)))
+        rows = table(plan, predict(plan, self.footprint(models, self.gathers)))
+        keeps = "cp_reduce 'wave', " if self.gathers else ""
         logger.error("predicted besides weights and gradients, GiB:\n%s", rows)
         return StepOutOfMemory(
-            f"{reason}. Give fewer segment_tokens, chunk_tokens, Megatron's recompute_granularity,"
-            f" or more ranks\n{rows}"
+            f"{reason}. Give {keeps}fewer segment_tokens, chunk_tokens, Megatron's"
+            f" recompute_granularity, or more ranks\n{rows}"
         )
 
 
@@ -296,9 +330,12 @@ def free_memory() -> None:
 
 def _companions(groups: ProcessGroupCollection, config: Any) -> list[Any]:
     """Groups whose ranks wait for one another in the middle of a step."""
+    return [*_together(groups), *([groups.dp_cp] if has_global_loss(config) else [])]
+
+
+def _together(groups: ProcessGroupCollection) -> list[Any]:
+    """Groups whose ranks take the same schedule in every step."""
     found = [groups.tp, groups.cp, groups.pp, expert_sync.expert_group(groups)]
-    if has_global_loss(config):
-        found.append(groups.dp_cp)
     return [group for group in found if group is not None]
 
 

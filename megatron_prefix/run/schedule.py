@@ -144,8 +144,8 @@ class PrefixSchedule:
         groups = given or gradients.default_groups()
         if self.config.cache_host_layers and groups.cp.size() > 1:
             raise UserError(
-                "cache_host_layers is for whole sequences: with context parallelism every rank has"
-                " its share of K/V and gK/gV only; set it to 0"
+                "cache_host_layers is for whole sequences: context-parallel ranks exchange K/V and"
+                " gK/gV from device memory; set it to 0"
             )
         return groups
 

@@ -88,7 +88,7 @@ class StepRun:
         if self._device.type == "cuda":
             report.base_bytes = torch.cuda.memory_allocated(self._device)
             report.room_bytes = free_bytes(self._device, self._config.memory_budget)
-        self._memory.settle(report.plan, models, groups)
+        self._memory.settle(report.plan, self._joint, models, groups, self._forward_only)
         if self._config.memory == "auto" and not self._forward_only:
             report.plan = self._memory.chosen(report.plan, self._joint, models, groups)
         with _timed(config), channels.closing_on_failure(groups.pp):

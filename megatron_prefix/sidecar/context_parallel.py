@@ -22,7 +22,6 @@ order, as collectives require.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -51,7 +50,7 @@ class Pending(NamedTuple):
 
 
 class Exchange:
-    """The collectives of one context-parallel group.
+    """The collectives of one context-parallel group, for one step.
 
     Args:
         group: the process group.
@@ -64,6 +63,7 @@ class Exchange:
     def __init__(self, group: Any) -> None:
         self._group = group
         self.rank, self.size = group.rank(), group.size()
+        self._tables: dict[tuple[str, Lengths], Tensor] = {}
 
     def gather(self, *slices: Tensor) -> Pending:
         """All ranks' slices [positions, ...] as views [size * positions, ...]."""
@@ -82,6 +82,21 @@ class Exchange:
         work = dist.reduce_scatter_tensor(mine, view.contiguous(), group=self._group, async_op=True)
         return Pending((work,), (mine,))
 
+    def table(self, name: str, lengths: Lengths, device: torch.device) -> Tensor:
+        """Places of keys on the device, int64, made once a step; see tree/cp_layout.py.
+
+        Args:
+            name: "order" and "dealt" of the view; "runs" of a level in it; the rank's "own" runs in
+                it, and "own in order" of the segment.
+            lengths: of the spans or runs, whole.
+            device: of the keys.
+        """
+        found = self._tables.get((name, lengths))
+        if found is None:
+            found = on(device, _TABLES[name](lengths, self.rank, self.size))
+            self._tables[name, lengths] = found
+        return found
+
     def whole(self, mine: Tensor, lengths: Sequence[int]) -> Tensor:
         """A whole segment [1, positions, ...] in order, from the ranks' parts.
 
@@ -90,14 +105,25 @@ class Exchange:
             lengths: of the segment's spans; they sum to `positions`.
         """
         (view,) = self.gather(mine.squeeze(0)).wait()
-        return view.index_select(0, order(tuple(lengths), self.size, mine.device)).unsqueeze(0)
+        return view.index_select(0, self.table("order", tuple(lengths), mine.device)).unsqueeze(0)
 
     def share(self, whole: Tensor, lengths: Sequence[int]) -> Tensor:
         """The reverse of `whole` for gradients: this rank's part of the sum over ranks."""
         view = torch.empty_like(whole[0])
-        view[order(tuple(lengths), self.size, whole.device)] = whole[0]
+        view[self.table("order", tuple(lengths), whole.device)] = whole[0]
         (mine,) = self.reduce_scatter(view).wait()
         return mine.unsqueeze(0)
+
+
+_TABLES: dict[str, Callable[[Lengths, int, int], cp_layout.Index]] = {
+    "order": lambda lengths, rank, size: cp_layout.order(lengths, size),
+    "dealt": lambda lengths, rank, size: cp_layout.dealt(lengths, size),
+    "runs": lambda lengths, rank, size: cp_layout.runs_in_view(lengths, size),
+    "own": lambda lengths, rank, size: cp_layout.order(lengths, size)[
+        cp_layout.own_runs(lengths, rank, size).seen
+    ],
+    "own in order": lambda lengths, rank, size: cp_layout.own_runs(lengths, rank, size).seen,
+}
 
 
 class OwnView(OwnKeys):
@@ -125,13 +151,13 @@ class OwnView(OwnKeys):
     def runs(self) -> Both:
         """See OwnKeys."""
         (view,) = self._coming.wait()
-        rows = _own_in_view(self._lengths, self._exchange.rank, self._exchange.size, view.device)
+        rows = self._exchange.table("own", self._lengths, view.device)
         return self._halves(view.index_select(0, rows))
 
     def send(self, gradients: Both) -> None:
         """Starts to send the gradients of `runs` to the ranks that own the keys."""
         runs, device = beside(*gradients), gradients[0].device
-        rows = _own_in_view(self._lengths, self._exchange.rank, self._exchange.size, device)
+        rows = self._exchange.table("own", self._lengths, device)
         self._coming = self._exchange.reduce_scatter(self._begin(runs).index_add_(0, rows, runs))
 
     def take(self) -> Both:
@@ -153,28 +179,3 @@ def beside(key_grad: Tensor, value_grad: Tensor) -> Tensor:
     width = key_grad.shape[-1] + value_grad.shape[-1]
     both = key_grad.new_empty((*key_grad.shape[:-1], width), dtype=wide(key_grad))
     return torch.cat([key_grad, value_grad], dim=-1, out=both)
-
-
-@functools.lru_cache(maxsize=256)
-def _own_in_view(lengths: Lengths, rank: int, size: int, device: torch.device) -> Tensor:
-    """The keys of the rank's own runs in the view, on the device."""
-    seen = cp_layout.own_runs(lengths, rank, size).seen
-    return on(device, cp_layout.order(lengths, size)[seen])
-
-
-@functools.lru_cache(maxsize=256)
-def own_in_order(lengths: Lengths, rank: int, size: int, device: torch.device) -> Tensor:
-    """The keys of the rank's own runs as positions of the segment, on the device."""
-    return on(device, cp_layout.own_runs(lengths, rank, size).seen)
-
-
-@functools.lru_cache(maxsize=256)
-def order(lengths: Lengths, size: int, device: torch.device) -> Tensor:
-    """`cp_layout.order` on the device: the view in the order of the segment."""
-    return on(device, cp_layout.order(lengths, size))
-
-
-@functools.lru_cache(maxsize=256)
-def dealt(lengths: Lengths, size: int, device: torch.device) -> Tensor:
-    """`cp_layout.dealt` on the device: the segment in the order of the view."""
-    return on(device, cp_layout.dealt(lengths, size))

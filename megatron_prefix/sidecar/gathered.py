@@ -7,14 +7,7 @@ from torch import Tensor
 
 from megatron_prefix.sidecar.arena import Both
 from megatron_prefix.sidecar.cache import OwnKeys, SegmentState, SidecarCache
-from megatron_prefix.sidecar.context_parallel import (
-    Exchange,
-    OwnView,
-    Pending,
-    dealt,
-    order,
-    own_in_order,
-)
+from megatron_prefix.sidecar.context_parallel import Exchange, OwnView, Pending
 from megatron_prefix.tree.kv_layout import ArenaMap
 
 
@@ -52,9 +45,11 @@ class GatheredCache(SidecarCache):
         """Gathers this rank's K and V and keeps those of all ranks; see SidecarCache."""
         if self.state(layer, index) is SegmentState.CAPTURED:
             return
+        self._expect(layer, index, SegmentState.EMPTY)
         self._expect_coming(layer, index, key, value)
         (view,) = self._coming.pop((layer, index)).wait()
-        whole = view.index_select(0, order(self.map.lengths[index], self.exchange.size, key.device))
+        rows = self.exchange.table("order", self.map.lengths[index], key.device)
+        whole = view.index_select(0, rows)
         width = key.shape[-1]
         super().capture(layer, index, whole[..., :width], whole[..., width:])
 
@@ -73,7 +68,8 @@ class GatheredCache(SidecarCache):
         if sums is None:
             return None
         both = torch.cat(sums, dim=-1)
-        return both.index_select(0, dealt(self.map.lengths[index], self.exchange.size, both.device))
+        rows = self.exchange.table("dealt", self.map.lengths[index], both.device)
+        return both.index_select(0, rows)
 
     def clear(self) -> None:
         """See SidecarCache."""
@@ -100,8 +96,7 @@ class _OwnRows(OwnView):
         """See OwnView."""
         self._cache.capture(*self._place, *self._both)
         key, value = self._cache.own(*self._place)
-        of = self._lengths, self._exchange.rank, self._exchange.size
-        rows = own_in_order(*of, key.device)
+        rows = self._exchange.table("own in order", self._lengths, key.device)
         return key.index_select(0, rows), value.index_select(0, rows)
 
     def _begin(self, like: Tensor) -> Tensor:

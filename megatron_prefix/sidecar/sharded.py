@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.sidecar.arena import Both
-from megatron_prefix.sidecar.cache import SidecarCache, on
+from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.context_parallel import Exchange, OwnView, Pending, beside
-from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.kv_layout import ArenaMap
 
 
@@ -105,7 +104,7 @@ class ShardedCache(SidecarCache):
         if len(lengths) == 1:
             return None
         device = next(iter(self._arenas.values())).device
-        return _runs_in_view(lengths, self.exchange.size, device)
+        return self.exchange.table("runs", lengths, device)
 
     def _settle(self, layer: int, newer: int | None) -> None:
         """Adds the results of a layer's reductions, but not those of the segment `newer`."""
@@ -116,9 +115,3 @@ class ShardedCache(SidecarCache):
                 (both,) = pending.wait()
                 width = self._arenas[layer].width
                 super().add_gradient(layer, index, number, both[..., :width], both[..., width:])
-
-
-@functools.lru_cache(maxsize=256)
-def _runs_in_view(lengths: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    """`cp_layout.runs_in_view` on the device."""
-    return on(device, cp_layout.runs_in_view(lengths, size))

@@ -10,7 +10,6 @@ Everything here takes plain numbers, so it is tested without processes.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -86,7 +85,6 @@ def runs_in_view(lengths: Sequence[int], size: int) -> Index:
     return np.concatenate(pieces)
 
 
-@functools.lru_cache(maxsize=256)
 def own_runs(lengths: tuple[int, ...], rank: int, size: int) -> OwnRuns:
     """A segment's own attention on one rank, for spans of these (whole) lengths.
 

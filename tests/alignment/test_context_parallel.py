@@ -6,6 +6,7 @@ gathered keys; so that this is no circle, both schedules are also held against o
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -19,9 +20,13 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron_prefix import runtime
 from megatron_prefix.cli.main import main
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.data.generate import generate
 from megatron_prefix.models.build import build_model
+from megatron_prefix.models.presets import resolve
 from megatron_prefix.numerics import assert_close
+from megatron_prefix.rl import passes
 from megatron_prefix.rl.batches import on_cp_rank
+from megatron_prefix.run import oom_retry
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout
 from megatron_prefix.tree import Pairs, TreeOptions, build, cp_layout, trees
@@ -143,6 +148,71 @@ def test_as_one_rank_in_the_place_of_its_group(name: str) -> None:
             for parameter, wanted in expected[place].gradients.items():
                 what = f"gradient of {parameter}"
                 assert_close(trace.gradients[parameter], wanted, num_tokens, what=what)
+
+
+# Which ranks decide together ----------------------------------------------------------------------
+
+
+def one_shares() -> bool:
+    """Whether this rank's replica shared in a pass without gradients, where the other cannot."""
+    layout = Layout(dp=2, cp=2)
+    runtime.initialize(layout)
+    model = resolve(
+        "tiny-moe", num_layers=2, moe_load_balancing="global_aux_loss", moe_aux_loss_coeff=1.0
+    ).with_vocab(VOCAB)
+    chunks = build_model(model, layout=layout, dtype="float64")
+    shape = ((64, 8, 8), (8, 64, 1))[parallel_state.get_data_parallel_rank()]
+    groups = list(generate(2, *shape, vocab_size=VOCAB, uneven=True))
+    items = align.on_this_cp_rank(align.microbatches(groups, 7, layout.alignment))
+    schedule = PrefixSchedule(PrefixConfig(min_gain=0, mode="auto"))
+    passes.logprobs(schedule, chunks, items)
+    assert schedule.report is not None
+    return schedule.report.decision.share
+
+
+def test_a_replica_that_shares_waits_for_no_other() -> None:
+    assert run_ranks(4, one_shares) == [True, True, False, False]
+
+
+class Decided(Exception):
+    """Ends a step."""
+
+
+def decisions(budgets: list[float]) -> list[list[Any]]:
+    """For each budget of memory what all ranks decide, which share experts and have other trees."""
+    layout = Layout(dp=2, cp=2, ep=4)
+    runtime.initialize(layout)
+    model = resolve("tiny-moe", num_layers=2).with_vocab(VOCAB)
+    chunks = build_model(model, layout=layout, dtype="float32")
+    shape = ((256, 128, 8), (128, 32, 8))[parallel_state.get_data_parallel_rank()]
+    groups = list(generate(1, *shape, vocab_size=VOCAB, uneven=True))
+    items = align.on_this_cp_rank(align.microbatches(groups, 7, layout.alignment))
+    found: list[list[Any]] = []
+    chosen = oom_retry.MemoryControl.chosen
+
+    def heard(control: Any, plan: Any, *more: Any) -> Any:
+        found.append([None] * 4)
+        policies = chosen(control, plan, *more).policies
+        torch.distributed.all_gather_object(found[-1], (control.gathers, policies))
+        raise Decided
+
+    oom_retry.MemoryControl.chosen = heard  # type: ignore[method-assign, assignment]
+    for budget in budgets:
+        config = PrefixConfig(
+            min_gain=0, chunk_tokens=64, segment_tokens=256, memory="auto", memory_budget_gb=budget
+        )
+        with contextlib.suppress(Decided):
+            align.run_step(PrefixSchedule(config), chunks, items, optimize=False)
+    return found
+
+
+def test_ranks_that_share_experts_decide_alike() -> None:
+    """Else one sends tokens to experts more often than another, which never ends."""
+    budgets = np.geomspace(1e-3, 5e-2, 24).tolist()
+    found = run_ranks(4, decisions, budgets)[0]
+    assert len(found) == len(budgets)
+    assert all(len({*one}) == 1 for one in found)
+    assert len({one[0][0] for one in found}) == 2, "there is nothing to decide"
 
 
 # Other losses -------------------------------------------------------------------------------------

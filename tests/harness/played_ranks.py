@@ -63,6 +63,7 @@ class PlayedRank(Exchange):
         self._world, self.rank, self.size = world, rank, world.size
         self.sent: list[tuple[Tensor, ...]] = []
         self._numbers = itertools.count()
+        self._tables = {}
 
     def _give(self, *tensors: Tensor) -> int:
         number = next(self._numbers)

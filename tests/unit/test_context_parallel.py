@@ -18,7 +18,9 @@ from megatron_prefix.attention.own import OwnAttention, own_runs
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.numerics import assert_close
+from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.rl.batches import on_cp_rank
+from megatron_prefix.run import oom_retry
 from megatron_prefix.run.calls import CallLayout
 from megatron_prefix.run.inputs import SegmentInputs
 from megatron_prefix.run.oom_retry import MemoryControl
@@ -201,27 +203,37 @@ def test_samples_that_are_not_cut_into_two_chunks_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reduce", "free", "gathers"),
-    [("auto", [9, 9, 9], "yyyyy"), ("auto", [9, 3, 9], "ynnnn"), ("auto", [9, 9, 9, 1], "yyyyy"),
-     ("auto", [4, 9, 9], "nnnnn"), ("segment", [], "yyyyy"), ("wave", [], "nnnnn")],
+    ("reduce", "steps", "free", "gathers"),
+    [("auto", "ttttt", [9, 9, 9], "yyyyy"), ("auto", "ttttt", [9, 3, 9], "ynnnn"),
+     ("auto", "ttttt", [4, 9, 9], "nnnnn"), ("auto", "fftfttt", [9, 9, 3], "nnyyynn"),
+     ("auto", 53 * "t", [9, 3, 9, 9], 1 * "y" + 52 * "n"),
+     ("auto", 152 * "t", [3, 9, 9, 9, 9, 1], 50 * "n" + 100 * "y" + 2 * "n"),
+     ("segment", "tft", [], "yyy"), ("wave", "tft", [], "nnn")],
 )  # fmt: skip
-def test_every_rank_keeps_all_where_the_least_room_of_the_first_steps_allows(
-    reduce: str, free: list[float], gathers: str, monkeypatch: pytest.MonkeyPatch
+def test_every_rank_keeps_all_where_the_least_room_of_some_training_steps_allows(
+    reduce: str, steps: str, free: list[float], gathers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The predicted peak is 5; nobody is asked from the fourth step on."""
+    """The predicted peak is 5; passes without gradients (f) ask nobody."""
     control = MemoryControl(PrefixConfig(cp_reduce=reduce))
     rooms = iter(free)
-    monkeypatch.setattr(control, "least_free", lambda models, groups: next(rooms))
-    monkeypatch.setattr(control, "fits", lambda plan, models, room: control.gathers and room >= 5)
+    monkeypatch.setattr(control, "_least_of", lambda groups, models: next(rooms))
+    monkeypatch.setattr(control, "footprint", lambda models, gathers: gathers)
+    peaks = {True: 5.0, False: 1.0}
+    monkeypatch.setattr(
+        oom_retry, "predict", lambda plan, kept: [SimpleNamespace(peak=peaks[kept])]
+    )
+    monkeypatch.setattr(oom_retry, "_together", lambda groups: [])
+    forest_of_one = forest()
+    joint: Any = SimpleNamespace(lengths=[(1,)], forest=forest_of_one)
+    plan = make_plan(forest_of_one)
     groups: Any = SimpleNamespace(cp=Alone(2))
-    plan: Any = None
     found = ""
-    for _ in gathers:
-        control.settle(plan, [], groups)
+    for kind in steps:
+        control.settle(plan, joint, [], groups, kind == "f")
         found += "y" if control.gathers else "n"
     assert found == gathers
     groups.cp = Alone()
-    control.settle(plan, [], groups)
+    control.settle(plan, joint, [], groups, False)
     assert not control.gathers
 
 

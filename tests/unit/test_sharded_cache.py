@@ -16,7 +16,7 @@ from megatron_prefix.sidecar.sharded import ShardedCache
 from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.kv_layout import Run, arena_map
 from tests.harness import sidecar
-from tests.harness.played_ranks import PlayedRank, forest, play, random, spread
+from tests.harness.played_ranks import PlayedRank, World, forest, play, random, spread
 
 NUM_LAYERS = 2
 
@@ -196,6 +196,54 @@ def test_a_failed_step_leaves_nothing_behind(reduce: str) -> None:
             cache.read(0, WAVE, 0)
         with pytest.raises(RuntimeError, match="after its backward"):
             cache.add_gradient(0, WAVE, 0, random(16, 2, 3), random(16, 2, 2))
+
+    play(2, part)
+
+
+def test_a_step_that_fails_in_an_exchange_leaves_nothing_behind() -> None:
+    tree = forest()
+    cache = spread(
+        "segment", partial(arena_map, tree.segments, None, 2), 1, PlayedRank(World(2), 0)
+    )
+    cache.own_keys(0, 0, True, random(4, 2, 3), random(4, 2, 2))
+    assert cache._coming
+    cache.clear()
+    assert not cache._coming and cache.num_bytes == 0
+
+
+def test_a_segment_is_captured_once_in_a_layer() -> None:
+    def part(rank: PlayedRank) -> None:
+        cache = filled(rank, "segment")
+        cache.take_gradient(0, CHUNK)
+        with pytest.raises(RuntimeError, match="segment 1: consumed, expected empty"):
+            cache.capture(0, CHUNK, random(4, 2, 3), random(4, 2, 2))
+
+    play(2, part)
+
+
+@both_ways
+def test_gradients_of_own_keys_are_added_up_in_32_bits(reduce: str) -> None:
+    """1 from the late run and 1/1024 from the early one, of each rank: more than bfloat16 holds."""
+    tree = forest()
+
+    def part(rank: PlayedRank) -> None:
+        cache = spread(reduce, partial(arena_map, tree.segments, None, 2), 1, rank)
+        lengths = cache.map.lengths[WAVE]
+        key = random(sum(lengths) // 2, 2, 3).bfloat16()
+        own = cache.own_keys(0, WAVE, False, key, key)
+        keys = cp_layout.own_runs(lengths, rank.rank, 2).keys
+        values = torch.tensor([(1 / 1024, 1.0)[number % 2] for number in range(len(keys))])
+        sent = values.repeat_interleave(torch.tensor(keys)).bfloat16()
+        own.send((sent.view(-1, 1, 1).expand(-1, 2, 3),) * 2)
+        wanted = torch.zeros(sum(lengths))
+        for other in (0, 1):
+            runs = cp_layout.own_runs(lengths, other, 2)
+            for number, seen in enumerate(np.split(runs.seen, np.cumsum(runs.keys)[:-1])):
+                wanted[torch.from_numpy(seen)] += (1 / 1024, 1.0)[number % 2]
+        mine = torch.from_numpy(cp_layout.held_positions(lengths, rank.rank, 2))
+        for found in own.take():
+            assert found.dtype is torch.float32
+            assert torch.equal(found[:, 0, 0], wanted[mine])
 
     play(2, part)
 
