@@ -9,10 +9,11 @@ and so do the other ranks, which lose a neighbour.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -72,9 +73,13 @@ class MemoryControl:
         leaner_left = not forward_only and self._config.memory != "recompute"
         self._before = Rewind(models) if alone and leaner_left else None
 
-    def forget(self) -> None:
-        """Forgets it, where the stock schedule makes the step."""
-        self._before = None
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """A step, after which nothing that `begin` noted is left."""
+        try:
+            yield
+        finally:
+            self._before = None
 
     def settle(
         self,

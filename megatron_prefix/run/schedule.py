@@ -115,11 +115,11 @@ class PrefixSchedule:
             channels.channels_of(groups.pp, device_of(models))
         meter = self._meter(models, groups)
         meter.begin(forward_only)
-        with Capture(forward_step_func, data_iterator, models, num_microbatches) as capture:
+        capturing = Capture(forward_step_func, data_iterator, models, num_microbatches)
+        with capturing as capture, self._memory.step():
             prepared = self._prepared(capture, models, groups, forward_only)
             with meter.step(self.report, groups.pp.rank()):  # type: ignore[arg-type]
                 if prepared is None:
-                    self._memory.forget()
                     arguments["forward_step_func"] = capture.stock_step
                     return stock_schedule()(**arguments)
                 config = get_model_config(models[0])
