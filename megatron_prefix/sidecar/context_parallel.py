@@ -65,16 +65,13 @@ class Exchange:
         self.rank, self.size = group.rank(), group.size()
         self._tables: dict[tuple[str, Lengths], Tensor] = {}
 
-    def gather(self, *slices: Tensor) -> Pending:
-        """All ranks' slices [positions, ...] as views [size * positions, ...]."""
-        works, views = [], []
-        for mine in slices:
-            view = mine.new_empty((self.size * mine.shape[0], *mine.shape[1:]))
-            works.append(
-                dist.all_gather_into_tensor(view, mine.contiguous(), self._group, async_op=True)
-            )
-            views.append(view)
-        return Pending(tuple(works), tuple(views))
+    def gather(self, *parts: Tensor) -> Pending:
+        """All ranks' positions [size * positions, ...]: one tensor, of `parts` [positions, ...]
+        side by side in the last dimension."""
+        mine = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0].contiguous()
+        view = mine.new_empty((self.size * mine.shape[0], *mine.shape[1:]))
+        work = dist.all_gather_into_tensor(view, mine, self._group, async_op=True)
+        return Pending((work,), (view,))
 
     def reduce_scatter(self, view: Tensor) -> Pending:
         """This rank's part [positions, ...] of the sum of all views [size * positions, ...]."""
@@ -146,7 +143,7 @@ class OwnView(OwnKeys):
     ) -> None:
         super().__init__(key, value, sent)
         self._exchange, self._lengths, self._width = exchange, lengths, key.shape[-1]
-        self._coming: Pending = exchange.gather(torch.cat([key, value], dim=-1))
+        self._coming: Pending = exchange.gather(key, value)
 
     def runs(self) -> Both:
         """See OwnKeys."""

@@ -79,7 +79,7 @@ class GatheredCache(SidecarCache):
     def _expect_coming(self, layer: int, index: int, key: Tensor, value: Tensor) -> None:
         """Starts to gather K and V if that has not begun, and they are not here."""
         if self.state(layer, index) is SegmentState.EMPTY and (layer, index) not in self._coming:
-            self._coming[layer, index] = self.exchange.gather(torch.cat([key, value], dim=-1))
+            self._coming[layer, index] = self.exchange.gather(key, value)
 
 
 class _OwnRows(OwnView):

@@ -55,7 +55,7 @@ class ShardedCache(SidecarCache):
     def _gather(self, layer: int, index: int, number: int) -> None:
         key = layer, index, number
         if key not in self._views:
-            self._views[key] = self.exchange.gather(torch.cat(super().read(*key), dim=-1))
+            self._views[key] = self.exchange.gather(*super().read(*key))
 
     def release(self, layer: int) -> None:
         """Drops the views of a layer."""
