@@ -14,7 +14,8 @@ shapes=("${@:2}")
 if [[ ${#shapes[@]} -eq 0 ]]; then
     shapes=(16384:64:9 8192:4096:9)
     for n in 4 8 16; do
-        shapes+=("10240:2048:$n" "8192:4096:$n" "6144:6144:$n" "2048:10240:$n")
+        # Two responses of 6,144 tokens a wave: as many rows at a time as with 10240:2048.
+        shapes+=("10240:2048:$n" "8192:4096:$n" "6144:6144:$n:12288" "2048:10240:$n")
     done
 fi
 exec python3 -m megatron_prefix bench --model llama3-8b --dtype bfloat16 --device cuda \

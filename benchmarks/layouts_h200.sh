@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Two GPUs of 141 GB over NCCL: both schedules in the same layout, aligned first; where ranks have the
-# same weights, both reduce gradients during the backward (overlap_grad_reduce).
+# Two GPUs of 141 GB over NCCL: both schedules in the same layout, aligned first; dp and ep reduce
+# gradients during the backward (overlap_grad_reduce).
 #   bash benchmarks/layouts_h200.sh FOLDER [ROW...]
 # Rows: tp (with sequence parallelism), cp, pp, dp (Llama3-8B shape), ep (Qwen3-30B-A3B, 12 layers).
 # FOLDER gets ROW.json for each. Exit code 0 when everything was aligned and timed.
@@ -12,12 +12,13 @@ chosen=("${@:2}")
 [[ ${#chosen[@]} -gt 0 ]] || chosen=(tp cp pp dp ep)
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
-dense=(--model llama3-8b --shapes 10240:2048:8)
+# Four responses a wave, with room for what tensor and context parallelism align them to.
+dense=(--model llama3-8b --shapes 10240:2048:8:8256)
 status=0
 for row in "${chosen[@]}"; do
     case $row in
     tp) options=("${dense[@]}" --tp 2 --sequence-parallel) ;;
-    cp) options=("${dense[@]}" --cp 2 --overlap-grad-reduce) ;;
+    cp) options=("${dense[@]}" --cp 2) ;;
     pp) options=("${dense[@]}" --pp 2 --shape-groups 2 --chunk-tokens 4096) ;;
     dp) options=("${dense[@]}" --dp 2 --overlap-grad-reduce) ;;
     ep)

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Do both schedules agree on this cluster? TP, PP, CP and EP over all its GPUs, data parallelism
-# filling them; run the same on each node:
-#   NNODES=2 MASTER_ADDR=node1 bash launch/align_cluster.sh [ARGUMENTS]
-# Prints one table; the exit code is 0 when every row is aligned. arguments.sh has the environment
-# variables; ARGUMENTS are those of `megatron-prefix matrix`, e.g. --only 'dense/PP*'.
+# filling them; run it on each node, with its number:
+#   NODE_RANK=0 NNODES=2 MASTER_ADDR=node0 bash launch/align_cluster.sh [ARGUMENTS]
+# Prints one table; the exit code is 0 when every row is aligned. arguments.sh and nodes.sh have the
+# environment variables; ARGUMENTS are those of `megatron-prefix matrix`, e.g. --only 'dense/PP*'.
 
 source "$(dirname "${BASH_SOURCE[0]}")/arguments.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/nodes.sh"
 
 MATRIX_ARGS=(
     --device cuda

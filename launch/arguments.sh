@@ -7,13 +7,8 @@
 #   OUTPUT           folder of metrics and checkpoints, seen by all nodes (default: runs/MODEL)
 #   STEPS            updates (default: 100)
 #   LR               learning rate (default: 1e-6)
-#   PREFIX_SCHEDULE  off, observe, auto or on (default: auto)
+#   PREFIX_SCHEDULE  off, observe, auto or on (default: auto; of models with experts: on)
 #   NGPU             GPUs of a node (default: 8)
-# and for several nodes, the same on each:
-#   NNODES           nodes (default: 2)
-#   MASTER_ADDR      name or address of one of them (default: localhost)
-#   MASTER_PORT      a free port there (default: 29500)
-#   JOB_ID           name of the job, where several share MASTER_ADDR (default: megatron_prefix)
 # Arguments of the script come last, so they win over all of these.
 # shellcheck shell=bash disable=SC2034
 
@@ -27,13 +22,6 @@ source "$root/launch/models/$MODEL.sh"
 ONE_NODE_ARGS=(
     --standalone
     --nproc-per-node "${NGPU:-8}"
-)
-NODES_ARGS=(
-    --nnodes "${NNODES:-2}"
-    --nproc-per-node "${NGPU:-8}"
-    --rdzv-backend c10d
-    --rdzv-endpoint "${MASTER_ADDR:-localhost}:${MASTER_PORT:-29500}"
-    --rdzv-id "${JOB_ID:-megatron_prefix}"
 )
 TRAIN_ARGS=(
     "${ROLLOUTS:-$root/megatron_prefix/data/bundled/agents.jsonl.gz}"

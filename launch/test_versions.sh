@@ -16,7 +16,7 @@ prepare test
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 tests="tests/unit/test_platform.py tests/unit/test_build.py tests/unit/test_moe_router.py
     tests/alignment/test_layouts.py tests/alignment/test_moe.py tests/alignment/test_distributed.py
-    tests/alignment/test_replay.py"
+    tests/alignment/test_replay.py tests/alignment/test_hybrid.py tests/alignment/test_hybrid_layouts.py"
 read -r -d '' -a tests <<<"${TESTS:-$tests}" || true
 versions=("$@")
 [[ $# -gt 0 ]] || versions=(0.16.1 0.17.1 0.18.1 0.19.2)

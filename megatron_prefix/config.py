@@ -38,6 +38,9 @@ class PrefixConfig:
         min_gain: a shared span that saves fewer positions is dissolved, and an inner segment that
             saves fewer than SEGMENT_GAIN times as many and less than a 16th of the step; 0
             dissolves nothing.
+        align: spans end at multiples of it, beside those that the layout needs. With 64 the kernels
+            of GatedDeltaNet cut a sequence where they do anyway, and a chain of spans is bitwise
+            the whole; else it differs by rounding.
         loss_in_leaves: never share a position at or after a first trained one.
         share: what `plan` and the placement on data-parallel ranks compare: "batch", all rollouts
             of a step, as a step does; "group": only those of one group.
@@ -68,6 +71,7 @@ class PrefixConfig:
     chunk_tokens: int | str = 0
     segment_tokens: int | str = 8192
     min_gain: int = 64
+    align: int = 1
     loss_in_leaves: bool = False
     share: str = "batch"
     kernel: str = "auto"
@@ -85,6 +89,8 @@ class PrefixConfig:
             value = getattr(self, name)
             if isinstance(value, str) and value != "auto":
                 raise UserError(f"{name} is {value!r}: give a number or 'auto'")
+        if not isinstance(self.align, int) or self.align < 1:
+            raise UserError(f"align is {self.align!r}: give a whole number from 1")
         self.tree_options(align=1)
         for name, value, known in (
             ("mode", self.mode, MODES),
@@ -111,6 +117,7 @@ class PrefixConfig:
 
     def tree_options(self, align: int) -> TreeOptions:
         """Options of trees in a layout with this alignment; "auto" lengths are chosen later."""
+        align = math.lcm(align, self.align)
         chunk = 0 if isinstance(self.chunk_tokens, str) else self.chunk_tokens
         segment = (
             SEGMENT_TOKENS[-1] if isinstance(self.segment_tokens, str) else self.segment_tokens

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from megatron_prefix.attention.kernels import Kernel, Runs
 from megatron_prefix.attention.merge import merge
 from megatron_prefix.attention.own import OwnAttention, add_selected, selected, spread
+from megatron_prefix.recurrent.spans import Spans
 from megatron_prefix.sidecar.cache import SidecarCache
 
 if TYPE_CHECKING:
@@ -65,6 +66,12 @@ class SegmentContext:
     ahead: Sequence[OffloadedSegment] = ()
     keys_only: int | None = None
     rows: Tensor | None = None
+
+    @functools.cached_property
+    def spans(self) -> Spans:
+        """What recurrent layers need to know of its spans; made in the first, for all of them."""
+        lengths, parents = self.cache.map.lengths[self.index], self.cache.states.parents[self.index]
+        return Spans(lengths, parents, self.positions.device)
 
     @functools.cached_property
     def level_runs(self) -> tuple[Runs, ...]:

@@ -1,8 +1,8 @@
 """Chooses the attention kernel: by name, or by trying what works here.
 
-A name is `math`, `flash_cpu`, `flash`, `cudnn` or `fa4` (megatron_prefix/attention/operators.py),
-or two of them: `a+b` takes runs without a mask to `a` and causal runs to `b`. FlashAttention-4
-(`fa4`, an extra) takes any shape at once, unequal runs in one call, and is fastest where it runs.
+A name is `math`, `flash_cpu`, `flash`, `cudnn`, `fa3` or `fa4` (attention/operators.py), or two of
+them: `a+b` takes runs without a mask to `a` and causal runs to `b`. FlashAttention-4 (`fa4`, an
+extra) takes any shape at once, unequal runs in one call, and is fastest where it runs.
 cuDNN is fast on long runs but builds a plan, on the host, for every new shape; FlashAttention-2
 (`flash`) takes any shape as `fa4` does. `cudnn+flash` needs plans for runs without a mask only.
 benchmarks/bench_kernels.py measures them.
@@ -22,6 +22,7 @@ from megatron_prefix.attention.interface import Aux, Gradients, Kernel, Partial,
 from megatron_prefix.attention.operators import (
     FA4_SHORT,
     CudnnKernel,
+    Fa3Kernel,
     Fa4Kernel,
     FlashCpuKernel,
     FlashKernel,
@@ -67,12 +68,19 @@ class CompositeKernel:
 
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
-    for kernel in (MathKernel(), FlashCpuKernel(), FlashKernel(), CudnnKernel(), Fa4Kernel())
+    for kernel in (
+        MathKernel(),
+        FlashCpuKernel(),
+        FlashKernel(),
+        CudnnKernel(),
+        Fa3Kernel(),
+        Fa4Kernel(),
+    )
 }
 PROBE_ROWS = FA4_SHORT + 32
 """Queries of a probe: long enough for every call that has to be compiled."""
 Probe = Callable[[str], "str | None"]
-_AUTO = {"cuda": ("fa4", "cudnn", "flash", "math"), "cpu": ("flash_cpu", "math")}
+_AUTO = {"cuda": ("fa4", "fa3", "cudnn", "flash", "math"), "cpu": ("flash_cpu", "math")}
 
 
 def available(
@@ -109,8 +117,8 @@ def choose(
 ) -> Kernel:
     """The kernel called ``name`` (see the table above), or the best one here for "auto".
 
-    "auto" is `math` for fp64 and torch's flash on the CPU; on CUDA FlashAttention-4, else cuDNN or
-    FlashAttention-2 by shape (megatron_prefix/attention/adaptive.py), or whichever of them works. A
+    "auto" is `math` for fp64 and torch's flash on the CPU; on CUDA FlashAttention-4, then 3, then
+    cuDNN or FlashAttention-2 by shape (attention/adaptive.py), or whichever of them works. A
     kernel that does not work here is a UserError that says why and which do. ``num_layers`` is how
     many attention layers will use it; the others as in `available`. Only kernels that could be
     chosen are tried.

@@ -12,16 +12,23 @@ The order of the blocks does not matter.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from megatron_prefix.attention.fused import Fused, Merge, Pass
 from megatron_prefix.attention.interface import Partial
 from megatron_prefix.numerics import accumulator_dtype
+from megatron_prefix.platforms.fusion import has_triton
+
+logger = logging.getLogger(__name__)
 
 Merged = tuple[Tensor, Tensor]
+
+Merge = Callable[[list[Tensor], list[Tensor], torch.dtype], Merged]
+"""(outs [s, h, dv], lses [h, s], dtype of the sum) -> (out, lse)."""
 
 MOST_PARTS = 3
 """Parts merged in one pass. The fused pass is compiled for every number of parts."""
@@ -51,7 +58,7 @@ def merge(parts: Sequence[Partial]) -> Merged:
     return combine(outs, lses, dtype)
 
 
-def _merge(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype) -> Merged:
+def formula(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype) -> Merged:
     """The formula, rounded to `dtype`; the largest lse is subtracted, so no exp overflows."""
     largest = lses[0]
     for lse in lses[1:]:
@@ -78,21 +85,30 @@ def _by_query(x: Tensor) -> Tensor:
 def prepare(device: torch.device, dtype: torch.dtype, heads: int, width: int) -> None:
     """Compiles every pass that `merge` can need for outputs [any, heads, width] of `dtype`.
 
-    On CUDA only; elsewhere nothing is compiled. It takes seconds, says so, and does nothing when
-    it is called again.
+    On CUDA only; elsewhere nothing is compiled. It takes a second or two, and nothing when it is
+    called again: Triton keeps what it has compiled, on disk, too.
     """
     combine, wide = _implementation(device.type), accumulator_dtype(dtype)
-    if isinstance(combine, Fused):
-        # More parts than `MOST_PARTS` are merged in several passes, with a wide sum between them.
-        sums = [(MOST_PARTS, dtype, wide), (MOST_PARTS, wide, wide)]
-        last = [(num, first, dtype) for first in (dtype, wide) for num in range(2, MOST_PARTS + 1)]
-        combine.prepare(
-            Pass(num, first, dtype, out, wide, heads, width, device)
-            for num, first, out in dict.fromkeys(last + sums)
-        )
+    if combine is formula:
+        return
+    begin = time.perf_counter()
+    # More parts than `MOST_PARTS` are merged in several passes, with a wide sum between them.
+    sums = [(MOST_PARTS, dtype, wide), (MOST_PARTS, wide, wide)]
+    last = [(num, first, dtype) for first in (dtype, wide) for num in range(2, MOST_PARTS + 1)]
+    make = functools.partial(torch.zeros, device=device)
+    for num, first, out in dict.fromkeys(last + sums):
+        outs = [make(16, heads, width, dtype=one) for one in (first, *[dtype] * (num - 1))]
+        combine(outs, [make(heads, 16, dtype=wide) for _ in outs], out)
+    seconds = time.perf_counter() - begin
+    if seconds > 0.5:
+        logger.info("the merge of attention blocks was compiled in %.1f s", seconds)
 
 
 @functools.cache
 def _implementation(device_type: str) -> Merge:
-    """`_merge` on the CPU; on CUDA compiled into one pass, or eager if compiling fails."""
-    return Fused(_merge) if device_type == "cuda" else _merge
+    """`formula` on the CPU; on CUDA one pass in Triton, or `formula` where Triton does not work."""
+    if not has_triton(device_type):
+        return formula
+    from megatron_prefix.attention.merge_triton import merge_triton
+
+    return merge_triton

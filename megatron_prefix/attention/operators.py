@@ -1,4 +1,4 @@
-"""Five stock kernels; the only file that names private operators of torch and flash-attn-4.
+"""Six stock kernels; the only file that names private operators of torch and flash-attn.
 
 | name        | operator                                          | takes                         |
 |-------------|---------------------------------------------------|-------------------------------|
@@ -6,6 +6,7 @@
 | `flash_cpu` | aten._scaled_dot_product_flash_attention_for_cpu  | CPU, dv = d                   |
 | `flash`     | aten._flash_attention_forward: FlashAttention-2   | CUDA, 16 bit, dv = d          |
 | `cudnn`     | aten._scaled_dot_product_cudnn_attention          | CUDA, 16 bit                  |
+| `fa3`       | flash_attn_3: FlashAttention-3                    | Hopper, 16 bit, dv = d        |
 | `fa4`       | flash_attn.cute: FlashAttention-4                 | Hopper and Blackwell, 16 bit  |
 
 All but `math` get q, k and v as views. megatron_prefix/attention/kernels.py chooses among them.
@@ -111,7 +112,7 @@ class FlashCpuKernel(SplitCausal):
 
 
 class _Aligned(Batched):
-    """What both CUDA kernels ask of every call."""
+    """What FlashAttention-2 and -3 and cuDNN ask of every call."""
 
     def guard(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> None:
         """See `Batched.guard`."""
@@ -224,8 +225,66 @@ class CudnnKernel(_Aligned, SplitCausal):
         return dq, dk, dv
 
 
-class Fa4Kernel(Batched):
-    """FlashAttention-4: one long run is a dense call, anything else one varlen call.
+Call = tuple[slice, slice, dict[str, Any]]
+"""Queries and keys of a varlen call, and the arguments that say what its runs are."""
+
+
+class _Varlen(Batched):
+    """Runs that are a batch as one dense call, any others as varlen calls.
+
+    With ``lengths`` of runs `attend` and `attend_backward` get tensors without a leading dimension.
+    """
+
+    def is_dense(self, runs: Runs) -> bool:
+        """Whether a dense call takes these runs: all have the same lengths."""
+        return _shortest(runs) > 0
+
+    def calls(self, runs: Runs, device: torch.device) -> tuple[Call, ...]:
+        """The varlen calls of runs that are not dense."""
+        return _one_call(runs, device)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
+        """See `Kernel.forward`."""
+        batches(runs, q.shape[0], k.shape[0])  # refuses runs that do not fit
+        if self.is_dense(runs):
+            return super().forward(q, k, v, runs, scale)
+        self.guard(q, k, v)
+        calls = self.calls(runs, q.device)
+        if len(calls) == 1:
+            return Partial(*self.attend(q, k, v, scale, runs.causal, **calls[0][2]))
+        parts = [
+            self.attend(q[mine], k[seen], v[seen], scale, runs.causal, **lengths)
+            for mine, seen, lengths in calls
+        ]
+        outs, lses = [out for out, _, _ in parts], [lse for _, lse, _ in parts]
+        return Partial(joined(outs), joined(lses, dim=1))
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
+        runs: Runs, scale: float,
+    ) -> Gradients:  # fmt: skip
+        """See `Kernel.backward`."""
+        batches(runs, q.shape[0], k.shape[0])
+        if self.is_dense(runs):
+            return super().backward(dout, q, k, v, out, lse, aux, runs, scale)
+        self.guard(q, k, v, dout, out)
+        calls = self.calls(runs, q.device)
+        if len(calls) == 1:
+            saved = Saved(dout, q, k, v, out, lse)
+            return self.attend_backward(saved, aux, scale, runs.causal, **calls[0][2])
+        shares = [
+            self.attend_backward(
+                Saved(dout[mine], q[mine], k[seen], v[seen], out[mine], lse[:, mine]),
+                aux, scale, runs.causal, **lengths,
+            )
+            for mine, seen, lengths in calls
+        ]  # fmt: skip
+        dq, dk, dv = (joined(gradients) for gradients in zip(*shares, strict=True))
+        return dq, dk, dv
+
+
+class Fa4Kernel(_Varlen):
+    """FlashAttention-4: equal long runs are a dense call, anything else one varlen call.
 
     It needs no plan for a shape, but compiles for seconds: for each dtype, pair of widths, number
     of query heads a K/V head, mask, and dense or varlen call; again for calls of one or two tiles,
@@ -252,42 +311,13 @@ class Fa4Kernel(Batched):
         """See `Kernel.refusal`."""
         return _needs_cuda_16bit(q, k, v) or super().refusal(q, k, v) or _needs_fa4(q, k, v)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
-        """See `Kernel.forward`."""
-        batches(runs, q.shape[0], k.shape[0])  # refuses runs that do not fit
-        if _is_long(runs):
-            return super().forward(q, k, v, runs, scale)
-        calls = _fa4_calls(runs, q.device)
-        if len(calls) == 1:
-            return Partial(*self.attend(q, k, v, scale, runs.causal, **calls[0][2]))
-        parts = [
-            self.attend(q[mine], k[seen], v[seen], scale, runs.causal, **lengths)
-            for mine, seen, lengths in calls
-        ]
-        outs, lses = [out for out, _, _ in parts], [lse for _, lse, _ in parts]
-        return Partial(joined(outs), joined(lses, dim=1))
+    def is_dense(self, runs: Runs) -> bool:
+        """Equal runs, all of them long."""
+        return _shortest(runs) > FA4_SHORT
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
-        runs: Runs, scale: float,
-    ) -> Gradients:  # fmt: skip
-        """See `Kernel.backward`."""
-        batches(runs, q.shape[0], k.shape[0])
-        if _is_long(runs):
-            return super().backward(dout, q, k, v, out, lse, aux, runs, scale)
-        calls = _fa4_calls(runs, q.device)
-        if len(calls) == 1:
-            saved = Saved(dout, q, k, v, out, lse)
-            return self.attend_backward(saved, aux, scale, runs.causal, **calls[0][2])
-        shares = [
-            self.attend_backward(
-                Saved(dout[mine], q[mine], k[seen], v[seen], out[mine], lse[:, mine]),
-                aux, scale, runs.causal, **lengths,
-            )
-            for mine, seen, lengths in calls
-        ]  # fmt: skip
-        dq, dk, dv = (joined(gradients) for gradients in zip(*shares, strict=True))
-        return dq, dk, dv
+    def calls(self, runs: Runs, device: torch.device) -> tuple[Call, ...]:
+        """Of few enough runs."""
+        return _fa4_calls(runs, device)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, **lengths: Any
@@ -308,6 +338,49 @@ class Fa4Kernel(Batched):
             q, k, v, out, dout, lse.contiguous(), softmax_scale=scale, causal=causal, **lengths
         )
         return dq, dk, dv
+
+
+class Fa3Kernel(_Aligned, _Varlen):
+    """FlashAttention-3: equal runs are a dense call, others one varlen call.
+
+    It has no package on the index: users build it from the folder hopper of FlashAttention's
+    repository. Its operators are called by the names of their arguments (hopper/flash_api.cpp,
+    TORCH_LIBRARY), which have stayed the same while its Python functions changed. Its causal mask
+    ends with the last query and the last key, as that of `Runs` does. It has been tested with a
+    stand-in only; it is probed like the others before it is used.
+    """
+
+    name = "fa3"
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """See `Kernel.refusal`."""
+        return (
+            _needs_cuda_16bit(q, k, v) or _needs_equal_widths(q, v) or super().refusal(q, k, v)
+            or _needs_fa3(q)
+        )  # fmt: skip
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, **lengths: Any
+    ) -> tuple[Tensor, Tensor, Aux]:
+        """See `Batched.attend`."""
+        # One split: of several, each may be merged in another order.
+        out, lse, *_ = _fa3().fwd(
+            q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1, **lengths
+        )
+        return out, lse, ()
+
+    def attend_backward(
+        self, saved: Saved, aux: Aux, scale: float, causal: bool, **lengths: Any
+    ) -> Gradients:
+        """See `Batched.attend_backward`."""
+        dout, q, k, v, out, lse = saved
+        gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        into = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+        _fa3().bwd(
+            dout, q, k, v, out, lse.contiguous(), **into, softmax_scale=scale, is_causal=causal,
+            **lengths,
+        )  # fmt: skip
+        return gradients[0], gradients[1], gradients[2]
 
 
 def _needs_cuda_16bit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -399,13 +472,48 @@ def _fa4_folder() -> str | None:
         return None
 
 
-def _is_long(runs: Runs) -> bool:
-    """Whether this is one run that flash-attn-4 takes as a dense call."""
-    return len(runs.queries) == 1 and min(runs.queries[0], runs.keys[0]) > FA4_SHORT
+@functools.cache
+def _fa3() -> Any:
+    """FlashAttention-3's operators; raises ImportError without the package."""
+    importlib.import_module("flash_attn_3._C")  # registers them
+    return torch.ops.flash_attn_3
+
+
+def _needs_fa3(q: Tensor) -> str | None:
+    """Why FlashAttention-3 cannot take tensors that `_needs_cuda_16bit` lets pass."""
+    major, minor = torch.cuda.get_device_capability(q.device)
+    if major != 9:
+        return f"runs on Hopper (capability 9.x), got {major}.{minor}"
+    try:
+        _fa3()
+    except ImportError as error:
+        why = str(error).strip().splitlines()[0]
+        return f"needs FlashAttention-3: build the folder hopper of its repository ({why})"
+    return None
 
 
 @functools.lru_cache(maxsize=1024)
-def _fa4_calls(runs: Runs, device: torch.device) -> tuple[tuple[slice, slice, dict[str, Any]], ...]:
+def _shortest(runs: Runs) -> int:
+    """The smaller number of queries and keys of a run, where all are alike; else 0."""
+    alike = len(set(zip(runs.queries, runs.keys, strict=True))) == 1
+    return min(runs.queries[0], runs.keys[0]) if alike else 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _one_call(runs: Runs, device: torch.device) -> tuple[Call, ...]:
+    """All runs in one varlen call."""
+    q_starts, k_starts, longest_q, longest_k = _varlen(runs, device)
+    lengths = {
+        "cu_seqlens_q": q_starts,
+        "cu_seqlens_k": k_starts,
+        "max_seqlen_q": longest_q,
+        "max_seqlen_k": longest_k,
+    }
+    return ((slice(0, sum(runs.queries)), slice(0, sum(runs.keys)), lengths),)
+
+
+@functools.lru_cache(maxsize=1024)
+def _fa4_calls(runs: Runs, device: torch.device) -> tuple[Call, ...]:
     """Varlen calls of flash-attn-4: their queries, their keys, and the arguments of their runs."""
     # As equally long as they can be: 257 runs are calls of 129 and 128.
     num = len(runs.queries)

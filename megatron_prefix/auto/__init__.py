@@ -8,25 +8,19 @@ TOML file (settings.py); `off()` takes it away. Importing this package does neit
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import logging
 import os
-import sys
 from typing import Any
 
-from megatron_prefix import __version__
+from megatron_prefix import __version__, trainers
 from megatron_prefix.auto.settings import described, read_config
 from megatron_prefix.auto.swap import Swap
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import UserError
+from megatron_prefix.trainers.trainer import Trainer, version_of
 
 __all__ = ["init", "off", "on"]
 logger = logging.getLogger(__name__)
-
-_TRAINERS = {
-    "verl": "verl", "slime": "slime", "nemo_rl": "NeMo-RL", "areal": "AReaL",
-    "megatron.training": "Megatron-LM",
-}  # fmt: skip
-"""Modules and what they belong to; the last is imported by some of the others."""
 _running: list[Swap] = []
 
 
@@ -64,14 +58,16 @@ def init(*_: Any) -> None:
 
 def _replacement(stock: Any, *, config: PrefixConfig) -> Any:
     """What takes the place of `stock`, Megatron's function."""
-    told: list[bool] = []
+    found: list[str] = []  # why the trainer gets `stock`, at the first call: then it is imported
 
     @functools.wraps(stock)
     def get_forward_backward_func(*args: Any, **options: Any) -> Any:
-        if not told:
-            told.append(True)
-            _tell(config)
-        if config.mode == "off":
+        if not found:
+            trainer = trainers.running()
+            refusal = trainer.refusal() if trainer and config.mode != "off" else ""
+            _tell(config, trainer, refusal)
+            found.append(refusal)
+        if config.mode == "off" or found[0]:
             return stock(*args, **options)
         from megatron_prefix.run.schedule import get_forward_backward_func as ours
 
@@ -81,40 +77,27 @@ def _replacement(stock: Any, *, config: PrefixConfig) -> Any:
     return get_forward_backward_func
 
 
-def _tell(config: PrefixConfig) -> None:
+def _tell(config: PrefixConfig, trainer: Trainer | None, refusal: str) -> None:
     """Logs on the first rank what was found and what is on.
 
     As a warning: nobody has written into the trainer that it runs another schedule.
+
+    Raises:
+        UserError: the trainer is set to what the schedule cannot run, in mode "on"; on every rank.
     """
     import torch
 
+    named = trainer.described() if trainer else "a loop of its own"
+    if refusal and config.mode == "on":
+        raise UserError(f"the prefix schedule cannot run {named} with {refusal}")
     if torch.distributed.is_initialized():
         rank = torch.distributed.get_rank()
     else:
         rank = int(os.environ.get("RANK", 0))
     if rank == 0:
+        what = f"stock schedule in every step: {refusal}" if refusal else described(config)
         logger.warning(
             "megatron_prefix %s in %s (megatron-core %s, torch %s): %s",
-            __version__, _trainer(), _version("megatron.core", "megatron-core"),
-            torch.__version__, described(config),
+            __version__, named, version_of("megatron.core", "megatron-core"),
+            torch.__version__, what,
         )  # fmt: skip
-
-
-def _trainer() -> str:
-    """The trainer that this process has imported, with its version where it has one."""
-    for module, name in _TRAINERS.items():
-        if module in sys.modules:
-            version = _version(module, name)
-            return f"{name} {version}" if version else name
-    return "a loop of its own"
-
-
-def _version(module: str, package: str) -> str:
-    """The version of an imported module, or of its package; "" where neither says."""
-    found = getattr(sys.modules.get(module), "__version__", None)
-    if found is not None:
-        return str(found)
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

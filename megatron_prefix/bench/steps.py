@@ -15,7 +15,6 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from megatron_prefix.bench.work import GroupShape, Setting, Work
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.moe.versions import forget_logged_losses
-from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.rl import loss, packing, passes
 from megatron_prefix.rl.job import ModelOptions
 from megatron_prefix.run.oom_retry import free_memory
@@ -113,11 +111,10 @@ class _Run:
         report = schedule.report
         if report is None or report.stopwatch is None or not report.decision.share:
             return
-        times, line = report.stopwatch.seconds(), report.stopwatch.timeline(report.plan)
-        found.phases = dict.fromkeys("ABC", 0.0)
-        for action, seconds in times.items():
-            found.phases[_phase(report.plan, action)] += 1e3 * seconds
-        found.phases["wait"] = max(0.0, line.makespan - sum(found.phases.values()))
+        line = report.stopwatch.timeline(report.plan)
+        found.phases = {
+            name: 1e3 * spent for name, spent in report.phases(line.makespan / 1e3).items()
+        }
         found.bubbles = line.bubble_fraction, report.bubble_fraction
 
     def _call(self, items: Sequence[Any]) -> float:
@@ -143,22 +140,16 @@ class _Run:
         return float(spent)
 
 
-def _phase(plan: Plan, action: Action) -> str:
-    """A: the forward of an inner segment; B: a wave; C: the backward of an inner segment."""
-    if not plan.segments[action.segment].inner:
-        return "B"
-    return "A" if action.kind == "F" else "C"
-
-
 def aligned(
     options: ModelOptions, setting: Setting, configs: Sequence[PrefixConfig], num_layers: int
 ) -> list[align.Alignment]:
     """Aligns the two schedules on small groups with a model of the same kind and few layers, at
-    least one a stage, with each of several configurations; all ranks call this."""
+    least one a stage and one of every kind, with each of several configurations; all ranks call
+    this."""
     layout, spec, baseline = setting.layout, setting.spec, setting.baseline
     stages = layout.pp * layout.vpp
-    least = -(-num_layers // stages) * stages
-    small = replace(spec, num_layers=min(max(least, stages), spec.num_layers))
+    least = -(-max(num_layers, spec.num_different, 1) // stages) * stages
+    small = spec.first(least)
     chunks = options.build(small, layout)
     exact = None
     if options.dtype == "bfloat16":

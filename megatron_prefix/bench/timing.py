@@ -7,24 +7,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from megatron_prefix.bench.work import Setting, Work
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.pairs import pairs_of_groups
 from megatron_prefix.data.rollouts import Group
-from megatron_prefix.errors import UserError
 from megatron_prefix.models.presets import ModelSpec
-from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.rl.flops import cost_model, peak_flops
 from megatron_prefix.run.schedule import StepReport
 from megatron_prefix.tree import build
 
 GIB = float(1 << 30)
-PEAK_FLOPS = {
-    "A100": 312e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "H20": 148e12, "B200": 2250e12,
-}  # fmt: skip
-"""Dense bf16 rates by the GPU's name, NVIDIA's data sheets."""
 
 
 @dataclass(frozen=True)
@@ -138,13 +132,6 @@ class Measured:
     bubbles: tuple[float, float] = (0.0, 0.0)
 
 
-def cost_model(spec: ModelSpec) -> CostModel:
-    """FLOPs of a dense model, without any overhead: what the bound is made of."""
-    if spec.vocab_size is None:
-        raise UserError(f"model {spec.name} has no vocabulary yet; call with_vocab(size)")
-    return replace(CostModel.of_spec(spec), action_tokens=0.0)
-
-
 def flop_bound(spec: ModelSpec, config: PrefixConfig, steps: Sequence[Sequence[Group]]) -> float:
     """FLOPs of the stock schedule over those of one that shares all it may share."""
     cost, options = (
@@ -213,7 +200,7 @@ def timing(work: Work, setting: Setting, stock: Measured, prefix: Measured) -> T
     shared_steps = sum(count.shared for count in prefix.counts)
     baseline, ranks = setting.baseline, setting.layout.world_size
     rate = total.flops / (sum(prefix.step_ms) / 1e3) / ranks
-    peak = _peak_flops(setting.dtype)
+    peak = peak_flops(setting.dtype)
     return Timing(
         name=work.name,
         baseline=baseline.name,
@@ -244,10 +231,3 @@ def timing(work: Work, setting: Setting, stock: Measured, prefix: Measured) -> T
         bubble=prefix.bubbles[0],
         simulated_bubble=prefix.bubbles[1],
     )
-
-
-def _peak_flops(dtype: str) -> float | None:
-    if dtype != "bfloat16" or not torch.cuda.is_available():
-        return None
-    words = torch.cuda.get_device_name().replace("-", " ").split()
-    return next((rate for name, rate in PEAK_FLOPS.items() if name in words), None)

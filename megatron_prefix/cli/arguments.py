@@ -187,6 +187,14 @@ def add_lengths(parser: argparse.ArgumentParser) -> None:
     )
     _add_what_pays(group)
     group.add_argument(
+        "--align",
+        type=whole(),
+        default=_DEFAULTS.align,
+        metavar="N",
+        help="spans end at multiples of N, beside those that the layout needs; with 64 no rounding"
+        f" of GatedDeltaNet depends on where spans end (default {_DEFAULTS.align})",
+    )
+    group.add_argument(
         "--loss-in-leaves",
         action="store_true",
         help="share no trained token (for losses over whole sequences)",

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.markup import escape
 
-from megatron_prefix import __version__
+from megatron_prefix import __version__, trainers
 from megatron_prefix.cli import packages
 from megatron_prefix.cli.report import new_table, print_facts, print_json, print_rich
 from megatron_prefix.errors import UserError
 from megatron_prefix.models.presets import ModelSpec, resolve
+from megatron_prefix.models.recurrent_spec import GatedDelta
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,7 @@ T = TypeVar("T")
 DTYPES = ("float64", "float32", "bfloat16")
 HEAD_DIM = 128  # of the kernels' probe when no model is named
 GROUP = 2  # query heads a K/V head, likewise
+RECURRENT = ("fla-core", "mamba-ssm", "causal-conv1d", "triton")  # kernels of recurrent layers
 GIB = 1 << 30
 
 
@@ -64,10 +66,12 @@ def examine(device: str | None = None, model: str | None = None) -> dict[str, An
     """Everything that `doctor` reports; the keys of its --json.
 
     Keys: ok; problems, one line each; device, the one that was checked; versions, None where
-    something is absent; devices; kernels, by dtype and name None or why it does not work; chosen,
-    the kernel that "auto" takes by dtype; why, the same with the reason; refused_features, what to
-    do about each; extras, by name the missing packages and the command; model, its name and the
-    features in its way, or None.
+    something is absent; trainers that are installed, by name their version, the versions that were
+    tried, what turns the schedule on, and what keeps groups together; devices; kernels, by dtype
+    and name None or why it does not work; chosen, the kernel that "auto" takes by dtype; why, the
+    same with the reason; recurrent, by Megatron's recurrent module None or why its kernels do not
+    work; refused_features, what to do about each; extras, by name the missing packages and the
+    command; model, its name and the features in its way, or None.
 
     Args:
         device: "cpu" or "cuda"; None: "cuda" where torch sees a GPU.
@@ -84,10 +88,12 @@ def examine(device: str | None = None, model: str | None = None) -> dict[str, An
     report: dict[str, Any] = {
         "device": device or _attempt(problems, _best_device) or "cpu",
         "versions": _package_versions() | (_attempt(problems, _library_versions) or {}),
+        "trainers": _trainers(),
         "devices": [_host(), *(_attempt(problems, _gpus) or ())],
         "kernels": {},
         "chosen": {},
         "why": {},
+        "recurrent": {},
         "refused_features": {},
         "extras": extras,
         "model": None,
@@ -117,8 +123,20 @@ def _attempt(problems: list[str], look: Callable[..., T], *args: Any) -> T | Non
 
 def _package_versions() -> dict[str, str | None]:
     own = {"megatron_prefix": __version__, "python": platform.python_version()}
-    others = ("torch", "megatron-core", "transformer-engine", "apex", "flash-attn-4")
+    others = ("torch", "megatron-core", "transformer-engine", "apex", "flash-attn-4", *RECURRENT)
     return own | {name: packages.version(name) for name in others}
+
+
+def _trainers() -> dict[str, dict[str, Any]]:
+    """Of those that are packages; Megatron-LM is a checkout."""
+    found = {one: packages.version(one.package) for one in trainers.TRAINERS if one.package}
+    return {
+        one.name: {
+            "version": version, "tried": list(one.tried), "on": one.on, "together": one.together
+        }
+        for one, version in found.items()
+        if version
+    }  # fmt: skip
 
 
 def _library_versions() -> dict[str, str | None]:
@@ -178,6 +196,7 @@ def _what_runs(device: str, spec: ModelSpec | None) -> dict[str, Any]:
 
     from megatron_prefix.attention import kernels
     from megatron_prefix.megatron import features
+    from megatron_prefix.recurrent import probe
 
     features.check_version()
     width = spec.kv_channels if spec else HEAD_DIM
@@ -192,9 +211,27 @@ def _what_runs(device: str, spec: ModelSpec | None) -> dict[str, Any]:
         "kernels": reasons,
         "chosen": chosen,
         "why": why,
+        "recurrent": _recurrent(probe.refusals, device, spec),
         "refused_features": {name: fix for name, _, fix in features.REFUSED},
         "model": _check_model(spec, torch.device(device)) if spec else None,
     }
+
+
+def _recurrent(
+    refusals: Callable[..., dict[str, str | None]], device: str, spec: ModelSpec | None
+) -> dict[str, str | None]:
+    """Why the kernels of recurrent layers do not work, by Megatron's module.
+
+    Raises:
+        UserError: the model needs one of these.
+    """
+    layers = spec.recurrent if spec else None
+    delta = isinstance(layers, GatedDelta)
+    found = refusals(device, layers.key_dim, layers.value_dim) if delta else refusals(device)  # type: ignore[union-attr]
+    needed = "GatedDeltaNet" if delta else "MambaMixer"
+    if layers is not None and found[needed] is not None:
+        raise UserError(f"the kernels of {needed} do not work here: {found[needed]}")
+    return found
 
 
 def _check_model(spec: ModelSpec, device: torch.device) -> dict[str, Any]:
@@ -214,6 +251,14 @@ def _check_model(spec: ModelSpec, device: torch.device) -> dict[str, Any]:
 
 def _print(report: Mapping[str, Any]) -> None:
     print_facts("versions", {name: found or "-" for name, found in report["versions"].items()})
+    _print_table(
+        "trainers",
+        ["", "tried", "what turns the schedule on"],
+        [
+            (f"{name} {one['version']}", ", ".join(one["tried"]) or "never", one["on"])
+            for name, one in report["trainers"].items()
+        ],
+    )
     same = Counter((one["name"], _sizes(one)) for one in report["devices"])
     print_facts("devices", {f"{n} x {name}": size for (name, size), n in same.items()})
     _print_table(
@@ -221,6 +266,9 @@ def _print(report: Mapping[str, Any]) -> None:
     )
     if report["why"]:
         print_facts("kernel auto", report["why"])
+    if report["recurrent"]:
+        works = {name: why or "works" for name, why in report["recurrent"].items()}
+        print_facts(f"kernels of recurrent layers on {report['device']}", works)
     _print_table(
         "features that the prefix schedule refuses",
         ["Megatron's option", "what to do"],

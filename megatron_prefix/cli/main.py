@@ -35,6 +35,7 @@ VERBS = {
     "align": ("align", "check that stock and prefix schedule agree, step against step"),
     "matrix": ("matrix", "align over many layouts: one table, one line a layout"),
     "train": ("train", "GRPO actor updates over a rollout file"),
+    "replay": ("replay", "many GRPO steps by either schedule: how far the runs drift apart"),
     "bench": ("bench", "time both schedules side by side in one run"),
     "doctor": ("doctor", "versions, devices, kernels, and what is unsupported and why"),
     "generate": ("generate", "make a rollout file of a given size and tree shape"),

@@ -137,8 +137,7 @@ def _run_row(args: argparse.Namespace, row: Row, world: int | None) -> Result:
     """One row, whatever comes of it."""
     from megatron_prefix import runtime
 
-    begin, name = time.monotonic(), _run_name(args, world)
-    ranks = row.layout_in().world_size
+    begin, name, ranks = time.monotonic(), _run_name(args, world), row.layout_in().world_size
 
     def ended(status: str, reason: str) -> Result:
         seconds = time.monotonic() - begin
@@ -158,6 +157,8 @@ def _run_row(args: argparse.Namespace, row: Row, world: int | None) -> Result:
     except UserError as error:
         return ended("refused", str(error).partition("\n")[0])
     except runtime.RankError as error:
+        if world is not None:  # another rank of torchrun is gone, and so would be that of every row
+            raise
         print(f"{row.name}: {error}", file=sys.stderr, flush=True)
         return ended("failed", str(error).strip().splitlines()[-1])
     for failure in verdict.failures:
@@ -217,7 +218,7 @@ def align_row(
     spec, groups = fit_vocabulary(model, shape.groups(layout.dp, dtype))
     job = (model, spec, layout, groups, shape.config(dtype), shape.baseline(dtype))
     if world is not None:
-        return align_rank(*job)
+        return runtime.launch(align_rank, world, *job)
     fork = device == "cpu" and sys.platform == "linux"
     if fork:  # ranks share what their parent has imported
         platforms.select(device)

@@ -24,6 +24,7 @@ from megatron_prefix.data.pairs import pairs_of_groups
 from megatron_prefix.data.rollouts import Group
 from megatron_prefix.errors import UserError
 from megatron_prefix.models.presets import ModelSpec, resolve
+from megatron_prefix.models.recurrent_spec import CHUNK, GatedDelta
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.chunking import ChunkChooser
 from megatron_prefix.plan.cost import CostModel
@@ -54,12 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `plan`."""
     arguments.add_rollouts(parser, positional=True)
     arguments.add_lengths(parser)
-    parser.add_argument(
-        "--align",
-        type=arguments.whole(),
-        metavar="N",
-        help="spans end at multiples of N (default: what the layout needs)",
-    )
     arguments.add_layout(parser)
     parser.add_argument(
         "--model",
@@ -121,7 +116,7 @@ def _layout(args: argparse.Namespace) -> Layout:
 
 def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
     model = resolve(args.model)
-    align = args.align or layout.alignment
+    align = layout.alignment
     config = arguments.config_of(args, chunk_tokens=0)
     groups, dropped = load_groups(args)
     rollouts, numbers = pairs_of_groups(groups)
@@ -183,6 +178,7 @@ def _facts(step: _PlannedStep, result: dict[str, Any]) -> dict[str, str]:
         "prompt share, p50 / p95": f"{percent(result['prefix_ratio_p50'])}"
         f" / {percent(result['prefix_ratio_p95'])}",
         "segments": f"{number(result['segments'])}, {number(result['inner_segments'])} inner{cut}",
+        "spans end at multiples of": _alignment(step),
         "depth of the tree": number(result["max_depth"]),
         f"predicted speedup, {step.model.name}": f"{result['predicted_speedup']:.2f}x",
         "stages": number(result["num_stages"]),
@@ -197,6 +193,20 @@ def _facts(step: _PlannedStep, result: dict[str, Any]) -> dict[str, str]:
     if step.dropped:
         facts["dropped, no trained token left"] = number(step.dropped)
     return facts
+
+
+def _alignment(step: _PlannedStep) -> str:
+    """The alignment, and where it comes from."""
+    own, layout = step.config.align, step.layout.alignment
+    found = number(step.options.align)
+    reasons = [f"layout {number(layout)}"] if layout > 1 else []
+    reasons += [f"--align {number(own)}"] if own > 1 else []
+    if isinstance(step.model.recurrent, GatedDelta) and step.options.align % CHUNK:
+        reasons.append(
+            f"with --align {CHUNK}, where GatedDeltaNet's kernels cut, a shared prompt is bitwise"
+            " the unshared one; else recurrent states round differently"
+        )
+    return f"{found} ({'; '.join(reasons)})" if reasons else found
 
 
 def _title(args: argparse.Namespace, step: _PlannedStep) -> str:

@@ -28,14 +28,15 @@ _LINE_EVERY = 5.0  # seconds between progress lines where stderr is no terminal
 
 def print_json(result: Mapping[str, Any]) -> None:
     """Prints `result` as one JSON object; NaN and infinity, which JSON lacks, become null."""
-    print(json.dumps(_finite(result), indent=2, allow_nan=False))
+    print(json.dumps(finite(result), indent=2, allow_nan=False))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value with null in the place of every NaN and infinity, which JSON lacks."""
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

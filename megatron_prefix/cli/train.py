@@ -102,6 +102,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, int]:
     from megatron_prefix import runtime
     from megatron_prefix.models import presets
     from megatron_prefix.rl.job import fit_vocabulary
+    from megatron_prefix.rl.metrics import check_wandb
 
     schedule = args.prefix_schedule
     if args.plan_svg and schedule == "off":
@@ -111,6 +112,8 @@ def _job(args: argparse.Namespace) -> tuple[Job, int]:
             raise UserError(f"{option}: --prefix-schedule {schedule} runs no plan; give auto or on")
     output = args.output or time.strftime("runs/train-%Y%m%d-%H%M%S")
     check_folder_writable(output)
+    if args.wandb is not None:
+        check_wandb()
     report.check_outputs(args.plan_svg, *args.trace, makes_folders=True)
     options = model_options(args)
     layout = layout_of(args, runtime.env_world_size())
@@ -147,7 +150,7 @@ def _groups_per_step(num_groups: int, dp: int, num_minibatches: int) -> int:
 def _run_options(args: argparse.Namespace, output: str, steps: int) -> Any:
     from megatron_prefix.rl.settings import RunOptions
 
-    return RunOptions(args.steps or steps, Path(output), args.save_every, args.resume)
+    return RunOptions(args.steps or steps, Path(output), args.save_every, args.resume, args.wandb)
 
 
 # On a rank ----------------------------------------------------------------------------------------
@@ -170,7 +173,6 @@ def train_rank(job: Job) -> Summary:
 
         rollouts = RolloutSet(job.groups)
         trainer = Trainer(job.settings, rollouts, job.options, job.spec, world)
-        trainer.schedule.measures = bool(job.traces)
         identity = Identity(
             model=_identity_of(job),
             dtype=job.options.dtype,

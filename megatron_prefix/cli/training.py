@@ -22,6 +22,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         ("--lr", number, 1e-6, "learning rate (default 1e-6)"),
         ("--warmup-steps", whole(0), 0, "steps in which the learning rate rises (default 0)"),
         ("--weight-decay", number, 0.1, "AdamW's (default 0.1)"),
+        ("--adam-eps", number, 1e-8, "AdamW's epsilon (default 1e-8)"),
         ("--clip-grad", number, None, "largest gradient norm; 0: any (default 1; 0 in float64)"),
         ("--clip-low", number, 0.2, "ratios count no lower than 1 - X (default 0.2)"),
         ("--clip-high", number, 0.28, "ratios count no higher than 1 + X (default 0.28)"),
@@ -88,6 +89,12 @@ def add_files(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="go on from a run's folder or a checkpoint; without DIR from OUTPUT, where it has one",
     )
+    group.add_argument(
+        "--wandb",
+        metavar="PROJECT",
+        help="metrics to this project of Weights & Biases, too; WANDB_MODE=offline keeps them in"
+        " OUTPUT",
+    )
     group.add_argument("--plan-svg", metavar="FILE", help="draw the last step's plan")
     group.add_argument(
         "--trace",
@@ -116,6 +123,7 @@ def settings_of(args: argparse.Namespace, groups_per_step: int) -> Any:
         lr=args.lr,
         warmup_steps=args.warmup_steps,
         weight_decay=args.weight_decay,
+        adam_eps=args.adam_eps,
         clip_grad=default_clip if args.clip_grad is None else args.clip_grad,
         loss_mean=args.loss_mean,
         divide_by_std=not args.no_std,

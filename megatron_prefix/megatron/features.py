@@ -12,6 +12,7 @@ from megatron.core.utils import get_model_config
 from packaging.version import Version
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.megatron import mixers
 from megatron_prefix.moe.versions import routers
 
 logger = logging.getLogger(__name__)
@@ -167,10 +168,7 @@ def check(model: Any, wrapped: Any = None) -> None:
     found = refusals(model.config) + _wrapper_refusals(wrapped)
     if getattr(model, "position_embedding_type", "rope") == "mrope":
         found.append("mrope: use the stock schedule: positions have three components")
-    for number, layer in enumerate(model.decoder.layers):
-        attention = getattr(layer, "self_attention", None)
-        if not hasattr(attention, "core_attention"):
-            found.append(f"layer {number} has no core attention: use the stock schedule")
+    found += mixers.refusals(model)
     for number, router in routers(model).items():
         if not isinstance(router, TopKRouter):
             kind = type(router).__name__

@@ -5,10 +5,11 @@ Hooks on a built model; none replaces a module or changes a checkpoint key:
 1. a pre-hook on the decoder gives every token the rotary embedding of its position in its rollout;
 2. the *instance's* `core_attention.forward` runs the segment's blocks; from there on the last layer
 runs on the positions whose output is read (`linear_proj`, `self_attn_bda`, `mlp`);
-3. the *instances'* methods of routers count every rollout of a token (moe/overrides.py);
-4. the *instance's* `forward` of the decoder lets an offloaded segment take what it saves, and a
+3. the *instance's* methods of a recurrent layer begin spans with their parents' states;
+4. the *instances'* methods of routers count every rollout of a token (moe/overrides.py);
+5. the *instance's* `forward` of the decoder lets an offloaded segment take what it saves, and a
 hook on every layer says where one ends;
-5. for the time of a step, the *instance's* `forward` of the language model is where the trainer's
+6. for the time of a step, the *instance's* `forward` of the language model is where the trainer's
 forward steps are suspended (`intercepted`).
 
 Outside of segments they do nothing, so the stock schedule works on an installed model. The running
@@ -24,7 +25,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
@@ -32,13 +35,16 @@ from megatron_prefix.attention.core import SegmentContext, segment_attention
 from megatron_prefix.attention.kernels import Kernel, choose
 from megatron_prefix.attention.merge import prepare
 from megatron_prefix.attention.unread import keys_only, picked, skipped
-from megatron_prefix.megatron import features
+from megatron_prefix.megatron import features, mixers
 from megatron_prefix.moe import versions
 from megatron_prefix.moe.overrides import overrides
 from megatron_prefix.moe.replay import Replay
+from megatron_prefix.recurrent.gdn import GatedDeltaLayer
+from megatron_prefix.recurrent.mamba import MambaLayer
 
 logger = logging.getLogger(__name__)
 _INSTALLED = "_megatron_prefix_hooks"
+_RECURRENT: dict[str, Any] = {"GatedDeltaNet": GatedDeltaLayer, "MambaMixer": MambaLayer}
 
 
 class Hooks:
@@ -47,6 +53,7 @@ class Hooks:
     Attributes:
         model: the language model, without its wrappers.
         num_layers: its attention layers.
+        num_recurrent: its recurrent layers, which the sidecar counts behind those.
         routers: its mixture-of-experts routers by layer.
         kernel: runs the attention blocks.
         keys_only: the layer of which a segment without loss needs K and V only: the last one of the
@@ -58,14 +65,16 @@ class Hooks:
     def __init__(self, model: nn.Module, kernel: str = "auto") -> None:
         self.model = language_model(model)
         features.check(self.model, model)
-        self.layers = [layer.self_attention for layer in self.model.decoder.layers]
+        found = mixers.mixers(self.model)
+        self.layers = [mixer.module for mixer in found if mixer.kind == "attention"]
         self.num_layers = len(self.layers)
+        self._recurrent = [mixer for mixer in found if mixer.kind in mixers.RECURRENT]
+        self.num_recurrent = len(self._recurrent)
         self.routers: dict[int, Any] = versions.routers(self.model)
         config = self.model.config
         self._sequence_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        last = (
-            self.model.decoder.layers[-1] if self.num_layers else None
-        )  # a stage for the loss only
+        # A stage for the loss only has no layer.
+        last = self.model.decoder.layers[-1] if found else None
         ends_early = self.model.post_process and last is not None and _can_end_early(last)
         self.keys_only = self.num_layers - 1 if ends_early else None
         self.use(kernel)
@@ -81,7 +90,7 @@ class Hooks:
 
     def _install(self) -> None:
         decoder = self.model.decoder
-        handle = decoder.register_forward_pre_hook(self._rotary, with_kwargs=True)
+        handle = decoder.register_forward_pre_hook(self._entering, with_kwargs=True)
         self._undo.append(handle.remove)
         self._override(decoder, "forward", self._saving(decoder.forward))
         for one in decoder.layers:
@@ -89,6 +98,10 @@ class Hooks:
         for layer, attention in enumerate(self.layers):
             core = attention.core_attention
             self._override(core, "forward", self._attention(layer, attention))
+        for layer, (kind, module) in enumerate(self._recurrent, self.num_layers):
+            hooked = _RECURRENT[kind](module, layer, lambda: self.current)
+            for one in hooked.overrides():
+                self._override(*one)
         if self.keys_only is not None:
             last = decoder.layers[-1]
             projection = last.self_attention.linear_proj
@@ -155,10 +168,17 @@ class Hooks:
             if getattr(module, "is_first_microbatch", False):
                 module.is_first_microbatch = False
 
-    def _rotary(self, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def _entering(self, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """The decoder's arguments: every token's own position, and an input with a gradient.
+
+        Under frozen layers (adapters) K and V would have none, and gK/gV would have no way on.
+        """
         if self.current is None:
             return None
         kwargs = {**kwargs, "packed_seq_params": None}
+        hidden = kwargs.get("hidden_states")
+        if hidden is not None and torch.is_grad_enabled() and not hidden.requires_grad:
+            kwargs["hidden_states"] = hidden.detach().requires_grad_()
         if self._rope is not None:
             kwargs["rotary_pos_emb"] = self._rope.index_select(0, self.current.positions)
         return args, kwargs
@@ -239,7 +259,7 @@ class Hooks:
             rows = rows.chunk(self._sequence_ranks)[group.rank()]
         return picked(hidden, rows)
 
-    def _override(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
+    def _override(self, module: Any, name: str, method: Callable[..., Any]) -> None:
         before = module.__dict__.get(name)
         setattr(module, name, method)
 
@@ -313,8 +333,10 @@ def _can_end_early(layer: Any) -> bool:
     """Whether what follows attention in a layer can run on some positions: not where a router
     counts all of them, and not in a layer that is put together otherwise than Megatron's."""
     add, mlp = getattr(layer, "self_attn_bda", None), getattr(layer, "mlp", None)
-    projection = getattr(layer.self_attention, "linear_proj", None)
+    attention = getattr(layer, "self_attention", None)
+    projection = getattr(attention, "linear_proj", None)
     modules = isinstance(projection, nn.Module) and isinstance(mlp, nn.Module)
+    modules = modules and not isinstance(mlp, IdentityOp)  # in a hybrid model it is another layer
     plain = callable(add) and not isinstance(add, nn.Module)  # a module cannot be overridden
     return modules and plain and not hasattr(mlp, "router")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import types
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from megatron_prefix.models.hf_weights import HFWeights
 from megatron_prefix.models.logprobs import vocab_parallel_log_probs
 from megatron_prefix.models.optimizer import build_optimizer
 from megatron_prefix.models.presets import ModelSpec
+from megatron_prefix.models.recurrent_spec import Mamba
+from megatron_prefix.platforms import cpu
 from megatron_prefix.runtime.layout import Layout
 
 __all__ = ["build_model", "build_optimizer", "has_transformer_engine", "unwrap"]
@@ -45,6 +48,7 @@ def build_model(
     exact_loss: bool | None = None,
     config_overrides: dict[str, Any] | None = None,
     load_hf: str | None = None,
+    sdpa: bool = False,
 ) -> list[Any]:
     # long: the one place where every option of a model is passed on
     """This rank's model chunks: one GPTModel a virtual pipeline stage, in order.
@@ -67,6 +71,7 @@ def build_model(
             cross entropy; None: only for float64.
         config_overrides: fields of TransformerConfig; they win over all other options.
         load_hf: folder of a Hugging Face checkpoint whose weights take the place of random ones.
+        sdpa: attention by torch's `scaled_dot_product_attention` instead of the layers' own.
 
     Raises:
         UserError: options that contradict one another or the machine, or `HFWeights` refuses the
@@ -90,7 +95,7 @@ def build_model(
     )
     exact = dtype == torch.float64 if exact_loss is None else exact_loss
     source = None if load_hf is None else HFWeights(load_hf, spec)
-    recipe = _Recipe(spec, layout, config, device, engine, seed, exact, source)
+    recipe = _Recipe(spec, layout, config, device, engine, seed, exact, source, sdpa)
     chunks = [_build_chunk(recipe, stage) for stage in range(layout.vpp)]
     if wrap_ddp:
         options = {
@@ -115,10 +120,11 @@ class _Recipe(NamedTuple):
     seed: int
     exact: bool
     source: HFWeights | None
+    sdpa: bool
 
 
 def unwrap(chunk: Any) -> Any:
-    """The GPTModel inside Megatron's wrappers (DistributedDataParallel, Float16Module)."""
+    """The language model inside Megatron's wrappers (DistributedDataParallel, Float16Module)."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
@@ -163,7 +169,11 @@ def _build_chunk(recipe: _Recipe, stage: int) -> Any:
     )
     from megatron.core.transformer.module import Float16Module
 
-    model = _gpt_model(recipe, stage)
+    model = _language_model(recipe, stage)
+    if recipe.sdpa:
+        from megatron_prefix.models.local import use_sdpa
+
+        use_sdpa(model)
     model.to(recipe.device)
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -172,7 +182,7 @@ def _build_chunk(recipe: _Recipe, stage: int) -> Any:
     else:
         recipe.source.fill(model)
     if recipe.config.params_dtype == torch.float64:
-        _keep_routers_float64(model)
+        _keep_float64(model, recipe.spec)
     if recipe.exact:
         model.compute_language_model_loss = types.MethodType(_exact_loss, model)
     if recipe.config.bf16:
@@ -180,27 +190,43 @@ def _build_chunk(recipe: _Recipe, stage: int) -> Any:
     return model.to(recipe.config.params_dtype)
 
 
-def _gpt_model(recipe: _Recipe, stage: int) -> Any:
-    """Megatron's GPTModel of one virtual stage; its weights are not filled in yet."""
+def _language_model(recipe: _Recipe, stage: int) -> Any:
+    """Megatron's GPTModel or MambaModel of one virtual stage; weights are not filled in yet."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_model import GPTModel
 
     spec, layout = recipe.spec, recipe.layout
-    vp_stage = stage if layout.vpp > 1 else None
     pipeline = parallel_state.get_pipeline_model_parallel_rank()
+    vp_stage = stage if layout.vpp > 1 else None
+    options: dict[str, Any] = {
+        "vocab_size": weights.padded_vocab(spec.vocab_size or 0, layout.tp),
+        "max_sequence_length": spec.max_position,
+        "pre_process": pipeline == 0 and stage == 0,
+        "post_process": pipeline == layout.pp - 1 and stage == layout.vpp - 1,
+        "position_embedding_type": "rope" if spec.rope else "none",
+        "rotary_percent": spec.rotary_percent,
+        "rotary_base": spec.rotary_base,
+        "share_embeddings_and_output_weights": spec.tie_embeddings,
+    }
+    if spec.recurrent is not None:
+        cpu.load_recurrent_layers()
+    if isinstance(spec.recurrent, Mamba):
+        from megatron_prefix.models.hybrid import hybrid_model
+
+        return hybrid_model(recipe.config, spec, recipe.engine, vp_stage, options)
+    return _gpt_model(recipe, vp_stage, options)
+
+
+def _gpt_model(recipe: _Recipe, vp_stage: int | None, options: dict[str, Any]) -> Any:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    spec = recipe.spec
     return GPTModel(
         recipe.config,
         _block_spec(recipe.config, recipe.engine, vp_stage),
-        vocab_size=weights.padded_vocab(spec.vocab_size or 0, layout.tp),
-        max_sequence_length=spec.max_position,
-        pre_process=pipeline == 0 and stage == 0,
-        post_process=pipeline == layout.pp - 1 and stage == layout.vpp - 1,
-        position_embedding_type="rope",
-        rotary_base=spec.rotary_base,
         rope_scaling=spec.rope_scaling is not None,
         rope_scaling_factor=spec.rope_scaling.factor if spec.rope_scaling else 1.0,
-        share_embeddings_and_output_weights=spec.tie_embeddings,
         vp_stage=vp_stage,
+        **options,
     )
 
 
@@ -209,11 +235,14 @@ def _exact_loss(model: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch
     return -vocab_parallel_log_probs(logits, labels, model.pg_collection.tp)
 
 
-def _keep_routers_float64(model: Any) -> None:
+def _keep_float64(model: Any, spec: ModelSpec) -> None:
+    """Recurrences, gates of attention and routers compute in float32 unless told otherwise."""
     from megatron_prefix.models.local import keep_float64
 
     for layer in model.decoder.layers:
-        if hasattr(layer.mlp, "router"):
+        if spec.recurrent is not None or spec.output_gate:
+            keep_float64(layer)
+        elif hasattr(layer.mlp, "router"):
             keep_float64(layer.mlp.router)
 
 
@@ -221,21 +250,29 @@ def _block_spec(config: Any, engine: bool, vp_stage: int | None) -> Any:
     """The layers of one chunk; local ones allow packing, sequence and context parallelism."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    from megatron_prefix.models.local import LocalAttention, RMSNorm
+    from megatron_prefix.models.local import RMSNorm, localize
 
+    recurrent = config.experimental_attention_variant is not None
+    if engine and recurrent:
+        from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+            get_transformer_block_with_experimental_attention_variant_spec as with_variant,
+        )
+
+        return with_variant(config, vp_stage=vp_stage)
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None  # else 0.19 refuses local layers
     block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage
+        plain, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage
     )
     if engine:
         return block
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
-        layer.submodules.input_layernorm = RMSNorm
-        layer.submodules.pre_mlp_layernorm = RMSNorm
-        attention = layer.submodules.self_attention.submodules
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
-        attention.core_attention = LocalAttention
+        localize(layer.submodules, config)
+    if recurrent:
+        from megatron_prefix.models.hybrid import with_gated_delta_net
+
+        with_gated_delta_net(block, config, vp_stage)
     return block
 
 

@@ -7,9 +7,11 @@ import warnings
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from megatron_prefix.errors import UserError, shown
 from megatron_prefix.models.presets import ModelSpec
+from megatron_prefix.models.recurrent_spec import GatedDelta, Mamba
 from megatron_prefix.runtime.layout import Layout
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -59,6 +61,33 @@ def check_layout(spec: ModelSpec, layout: Layout) -> None:
             f"model {spec.name} has experts and --tp is {layout.tp}: Megatron-Core wants sequence "
             "parallelism then; add --sequence-parallel"
         )
+    if spec.recurrent is not None:
+        _check_recurrent(spec, layout)
+
+
+def _check_recurrent(spec: ModelSpec, layout: Layout) -> None:
+    """Refuse layouts that Megatron's recurrent layers do not have."""
+    import megatron.core
+
+    release = Version(Version(megatron.core.__version__).base_version)
+    layers: Any = spec.recurrent
+    is_mamba = isinstance(layers, Mamba)
+    name, heads = ("groups", layers.groups) if is_mamba else ("key heads", layers.key_heads)
+    if heads % layout.tp:
+        raise UserError(
+            f"model {spec.name} has {heads} {name} in its recurrent layers, which --tp {layout.tp}"
+            " does not divide; use a smaller --tp"
+        )
+    if layout.cp > 1 and not is_mamba and release < Version("0.18"):
+        raise UserError(
+            f"model {spec.name}: GatedDeltaNet has no context parallelism before megatron-core"
+            f" 0.18; leave --cp {layout.cp} out"
+        )
+    if layout.vpp > 1 and is_mamba and release < Version("0.17"):
+        raise UserError(
+            f"model {spec.name}: Mamba has no virtual stages before megatron-core 0.17; leave"
+            f" --vpp {layout.vpp} out"
+        )
 
 
 def transformer_config(
@@ -87,6 +116,7 @@ def transformer_config(
     check_layout(spec, layout)
     values = {
         **_shape(spec),
+        **_recurrent(spec),
         **_experts(spec, dtype),
         **_parallel(layout, dtype),
         **_recompute(recompute),
@@ -123,8 +153,8 @@ def _shape(spec: ModelSpec) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "layernorm_epsilon": spec.norm_eps,
         "qk_layernorm": spec.qk_layernorm,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
+        "gated_linear_unit": not spec.squared_relu,
+        "activation_func": _squared_relu if spec.squared_relu else torch.nn.functional.silu,
         "add_bias_linear": False,
         "add_qkv_bias": spec.add_qkv_bias,
         "hidden_dropout": 0.0,
@@ -133,6 +163,36 @@ def _shape(spec: ModelSpec) -> dict[str, Any]:
         "output_layer_init_method": _leave,
         "embedding_init_method": _leave,
     }
+
+
+def _squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.relu(x).square()
+
+
+def _recurrent(spec: ModelSpec) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    if spec.output_gate:
+        values["attention_output_gate"] = True
+    layers = spec.recurrent
+    if isinstance(layers, GatedDelta):
+        values.update(
+            experimental_attention_variant="gated_delta_net",
+            linear_attention_freq=layers.attention_every,
+            linear_conv_kernel_dim=layers.conv_width,
+            linear_key_head_dim=layers.key_dim,
+            linear_value_head_dim=layers.value_dim,
+            linear_num_key_heads=layers.key_heads,
+            linear_num_value_heads=layers.value_heads,
+        )
+    elif layers is not None:
+        values.update(
+            is_hybrid_model=True,
+            mamba_state_dim=layers.state_dim,
+            mamba_head_dim=layers.head_dim,
+            mamba_num_groups=layers.groups,
+            mamba_num_heads=layers.heads,
+        )
+    return values
 
 
 def _experts(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
@@ -150,6 +210,11 @@ def _experts(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
             moe_z_loss_coeff=spec.moe_z_loss_coeff,
             moe_router_dtype="fp64" if dtype == torch.float64 else "fp32",
         )
+        if spec.moe_shared_width:
+            values.update(
+                moe_shared_expert_intermediate_size=spec.moe_shared_width,
+                moe_shared_expert_gate=True,
+            )
         if spec.moe_layers is not None:
             values["moe_layer_freq"] = [int(flag) for flag in spec.moe_layers]
     return values
@@ -193,12 +258,13 @@ def _kernels(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, transformer_engine: bool
 ) -> dict[str, Any]:
     fused = device.type == "cuda" and dtype == torch.bfloat16
+    has_bias_kernel = fused and not spec.squared_relu
     with_te = fused and transformer_engine
     values: dict[str, Any] = {
         "transformer_impl": "transformer_engine" if transformer_engine else "local",
         "use_cpu_initialization": device.type == "cpu",
         "masked_softmax_fusion": False,
-        "bias_activation_fusion": fused,
+        "bias_activation_fusion": has_bias_kernel,
         "bias_dropout_fusion": fused,
         "apply_rope_fusion": with_te,
         "moe_permute_fusion": False,

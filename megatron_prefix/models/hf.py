@@ -1,7 +1,8 @@
-"""Hugging Face `config.json` -> ModelSpec, for the Llama, Qwen2 and Qwen3 families. [pure]
+"""Hugging Face `config.json` -> ModelSpec, for Llama, Qwen and Nemotron-H families. [pure]
 
-The formats are those of transformers' LlamaConfig, Qwen2Config, Qwen3Config and Qwen3MoeConfig
-(transformers/models/*/configuration_*.py), where absent fields have the defaults used here.
+The formats are those of transformers' LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig,
+Qwen3NextConfig and NemotronHConfig (transformers/models/*/configuration_*.py), where absent fields
+have the defaults used here.
 Anything that Megatron-Core or the prefix schedule would compute differently is refused.
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.models.presets import ModelSpec, RopeScaling
+from megatron_prefix.models.recurrent_spec import GatedDelta, Mamba
 
 
 class _Config:
@@ -90,8 +92,10 @@ def _dense(config: _Config, **family: Any) -> ModelSpec:
     config.only("hidden_act", "silu", "the MLP is SwiGLU")
     config.only("attention_bias", False, "Megatron-Core has no bias on the output projection alone")
     config.only("mlp_bias", False, "the MLP has no bias")
-    config.only("partial_rotary_factor", 1.0, "RoPE turns the whole head")
-    _refuse_sliding_window(config)
+    if "rotary_percent" not in family:
+        config.only("partial_rotary_factor", 1.0, "RoPE turns the whole head")
+    if "recurrent" not in family:
+        _refuse_sliding_window(config)
     base, scaling = _rope(config)
     heads = config.size("num_attention_heads")
     values: dict[str, Any] = {
@@ -118,11 +122,108 @@ def _qwen2(config: _Config) -> ModelSpec:
 
 
 def _qwen3(config: _Config, **family: Any) -> ModelSpec:
-    head_dim = config.size("head_dim", 128)
-    return _dense(config, kv_channels=head_dim, qk_layernorm=True, **family)
+    family = {"kv_channels": config.size("head_dim", 128), **family}
+    return _dense(config, qk_layernorm=True, **family)
 
 
-def _qwen3_moe(config: _Config) -> ModelSpec:
+def _qwen3_next(config: _Config) -> ModelSpec:
+    """Qwen3-Next: GatedDeltaNet but for every fourth layer, and shared experts."""
+    layers, every = config.size("num_hidden_layers"), config.size("full_attention_interval", 4)
+    kinds = config.values.get("layer_types")
+    usual = ["linear_attention", "full_attention"]
+    if kinds is not None and "full_attention" in kinds:
+        every = kinds.index("full_attention") + 1
+    if kinds is not None and kinds != [usual[(n + 1) % every == 0] for n in range(layers)]:
+        raise config.wrong(
+            "layer_types", "are not supported: Megatron-Core has attention in every n-th layer; use"
+            " such a model",
+        )  # fmt: skip
+    config.only("shared_expert_gate", True, "the shared expert has a gate")
+    rope = config.values.get("rope_parameters") or {}
+    turned = rope.get("partial_rotary_factor", config.number("partial_rotary_factor", 0.25))
+    return _qwen3_moe(
+        config,
+        kv_channels=config.size("head_dim", 256),
+        output_gate=True,
+        rotary_percent=turned,
+        moe_shared_width=config.size("shared_expert_intermediate_size", 512),
+        recurrent=GatedDelta(
+            key_heads=config.size("linear_num_key_heads", 16),
+            value_heads=config.size("linear_num_value_heads", 32),
+            key_dim=config.size("linear_key_head_dim", 128),
+            value_dim=config.size("linear_value_head_dim", 128),
+            attention_every=every,
+            conv_width=config.size("linear_conv_kernel_dim", 4),
+        ),
+    )
+
+
+_SYMBOLS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*",
+            "mlp": "-"}  # fmt: skip
+"""Names of layers in `layers_block_type`; transformers 5 has the longer ones."""
+
+
+def _pattern(config: _Config) -> str:
+    """Symbols of Nemotron-H's layers."""
+    kinds = config.values.get("layers_block_type")
+    pattern = config.values.get("hybrid_override_pattern")
+    if pattern is None and isinstance(kinds, list):
+        unknown = [kind for kind in kinds if kind not in _SYMBOLS]
+        if unknown:
+            raise config.wrong("layers_block_type", _no_experts(unknown[0]))
+        pattern = "".join(_SYMBOLS[kind] for kind in kinds)
+    if not isinstance(pattern, str):
+        raise config.wrong("hybrid_override_pattern", "is missing; take the model's config.json")
+    if set(pattern) - set("M*-"):
+        raise config.wrong("hybrid_override_pattern", _no_experts(pattern))
+    return pattern
+
+
+def _nemotron_h(config: _Config) -> ModelSpec:
+    """Nemotron-H: Mamba2, attention without RoPE, and MLPs, each a layer of its own."""
+    pattern = _pattern(config)
+    config.only("mlp_hidden_act", "relu2", "the MLP is relu(x)^2")
+    config.only("mamba_hidden_act", "silu", "Mamba2's convolution ends in SiLU")
+    config.only("use_conv_bias", True, "Mamba2's convolution has a bias")
+    for field in ("use_bias", "mamba_proj_bias", "mlp_bias", "attention_bias"):
+        config.only(field, False, "projections have no bias")
+    return ModelSpec(
+        name=config.path.parent.name or config.path.stem,
+        num_layers=len(pattern),
+        hidden_size=config.size("hidden_size"),
+        num_attention_heads=config.size("num_attention_heads"),
+        num_query_groups=config.size("num_key_value_heads"),
+        kv_channels=config.size("attention_head_dim" if "attention_head_dim" in config.values
+                                else "head_dim", 128),
+        ffn_hidden_size=config.size("intermediate_size"),
+        vocab_size=config.size("vocab_size"),
+        max_position=config.size("max_position_embeddings", 4096),
+        rope=False,
+        squared_relu=True,
+        tie_embeddings=config.flag("tie_word_embeddings"),
+        norm_eps=config.number(
+            "rms_norm_eps" if "rms_norm_eps" in config.values else "layer_norm_epsilon", 1e-5
+        ),
+        init_std=config.number("initializer_range", 0.02),
+        recurrent=Mamba(
+            pattern,
+            heads=config.size("mamba_num_heads", 128),
+            head_dim=config.size("mamba_head_dim", 64),
+            state_dim=config.size("ssm_state_size", 128),
+            groups=config.size("n_groups", 8),
+            conv_width=config.size("conv_kernel", 4),
+        ),
+    )  # fmt: skip
+
+
+def _no_experts(found: str) -> str:
+    return (
+        f"{found!r} is not supported (of Nemotron-H's layers Mamba2, attention and MLP are built); "
+        "use a model without experts"
+    )
+
+
+def _qwen3_moe(config: _Config, **family: Any) -> ModelSpec:
     layers, step = config.size("num_hidden_layers"), config.size("decoder_sparse_step", 1)
     dense = config.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(not isinstance(layer, int) for layer in dense):
@@ -138,6 +239,7 @@ def _qwen3_moe(config: _Config) -> ModelSpec:
         moe_normalize_top_k=config.flag("norm_topk_prob"),
         moe_aux_loss_coeff=float(config.number("router_aux_loss_coef", 0.001)),
         moe_layers=None if all(flags) else flags,
+        **family,
     )
 
 
@@ -146,6 +248,8 @@ _FAMILIES: dict[Any, Callable[[_Config], ModelSpec]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen3_next,
+    "nemotron_h": _nemotron_h,
 }
 
 

@@ -143,6 +143,11 @@ class HFWeights:
         self.folder, self.spec = Path(folder), spec
         check_folder(folder)
         self.whole = hf.load(self.folder)
+        if self.whole.recurrent is not None:
+            raise UserError(
+                f"{self.folder}: weights of recurrent layers cannot be read from Hugging Face"
+                " checkpoints; leave --load-hf out, or convert them with Megatron's own tools"
+            )
         _check_same(self.folder, self.whole, spec)
         self._shards = Shards(self.folder)
         self._check_tensors()

@@ -60,7 +60,7 @@ class LocalAttention(DotProductAttention):
         """
         group = self.pg_collection.cp
         if packed_seq_params is None and group.size() == 1:
-            return super().forward(query, key, value, attention_mask, *args, **kwargs)
+            return self._sample(query, key, value, attention_mask, *args, **kwargs)
         if attention_mask is not None:
             raise ValueError("packed or context-parallel local attention is causal: pass no mask")
         packed = query.dim() == 3
@@ -76,13 +76,59 @@ class LocalAttention(DotProductAttention):
         queries = query.split([length // group.size() for length in lengths])
         samples = zip(lengths, queries, key.split(lengths), value.split(lengths), strict=True)
         outputs = [
-            super(LocalAttention, self).forward(
+            self._sample(
                 q, k, v, _hidden(length, group.rank(), group.size(), q.device), *args, **kwargs
             )
             for length, q, k, v in samples
         ]
         output = torch.cat(outputs)
         return output.squeeze(1) if packed else output
+
+    def _sample(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: Any, *more: Any,
+        **named: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """[queries, batch, heads, dim] -> [queries, batch, heads * dim]; see `_hidden`."""
+        return super().forward(query, key, value, hidden, *more, **named)
+
+
+class SdpaAttention(LocalAttention):
+    """The same attention by torch's `scaled_dot_product_attention`, for both layer specs.
+
+    Its sums are the same, added up in another order: see verify/replay.py.
+    """
+
+    def _sample(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: Any, *more: Any,
+        **named: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        shared = query.shape[2] // key.shape[2]  # heads of queries that share one of keys
+        key, value = (x.repeat_interleave(shared, dim=2) for x in (key, value))
+        mask = None if hidden is None else ~hidden
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        output = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None
+        )
+        return output.permute(2, 0, 1, 3).flatten(2)
+
+
+def localize(submodules: Any, config: Any) -> None:
+    """Puts the modules of this file into the spec of one of Megatron's local layers."""
+    submodules.input_layernorm = RMSNorm
+    submodules.pre_mlp_layernorm = RMSNorm
+    attention = submodules.self_attention.submodules
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    attention.core_attention = LocalAttention
+
+
+def use_sdpa(model: Any) -> None:
+    """Puts `SdpaAttention` in the place of every core attention of a model."""
+    for module in [module for module in model.modules() if hasattr(module, "core_attention")]:
+        module.core_attention = SdpaAttention(
+            module.config, module.layer_number, module.attn_mask_type, module.attention_type,
+            softmax_scale=module.config.softmax_scale, pg_collection=module.pg_collection,
+        )  # fmt: skip
 
 
 def _lengths(packed_seq_params: Any) -> list[int]:
@@ -118,17 +164,17 @@ class _Float64Kept(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def keep_float64(router: Any) -> None:
-    """Makes a router of a float64 model compute in float64.
+def keep_float64(module: Any) -> None:
+    """Makes a router, or a layer, of a float64 model compute in float64.
 
-    Megatron computes softmax and sigmoid of its logits in float32, for any `moe_router_dtype`
-    (transformer/moe/moe_utils.py, `topk_routing_with_score_function` and
-    `compute_routing_scores_for_aux_loss`).
+    Megatron computes softmax and sigmoid of a router's logits in float32, for any
+    `moe_router_dtype` (transformer/moe/moe_utils.py, `topk_routing_with_score_function` and
+    `compute_routing_scores_for_aux_loss`), the decay of recurrent layers, and gates.
     """
-    stock = router.forward
+    stock = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with _Float64Kept():
             return stock(*args, **kwargs)
 
-    router.forward = forward
+    module.forward = forward

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prefix.errors import UserError, shown
+from megatron_prefix.models.recurrent_spec import GatedDelta, Mamba, Recurrent
 
 _SIZES = (
     "num_layers",
@@ -48,7 +49,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder of the Llama, Qwen2 and Qwen3 families: RMSNorm, RoPE, GQA, SwiGLU.
+    """A decoder of the Llama, Qwen and Nemotron-H families: RMSNorm, RoPE, GQA, SwiGLU.
 
     name: for reports.
     vocab_size: None takes the vocabulary of the rollouts; see `with_vocab`.
@@ -58,6 +59,10 @@ class ModelSpec:
     tie_embeddings: the output layer is the input embedding.
     add_qkv_bias: a bias on the query, key and value projections (Qwen2).
     init_std: standard deviation of randomly initialised weights.
+    rope: whether attention turns queries and keys. rotary_percent: the share of a head that turns.
+    output_gate: attention's output is gated (Qwen3-Next).
+    squared_relu: the MLP is relu(x)^2 without a gate, not SwiGLU (Nemotron-H).
+    recurrent: layers without attention; None where every layer has attention and an MLP.
 
     Mixture of experts, unused while num_experts is None:
     moe_ffn_hidden_size: the width of one expert. moe_top_k: experts a token is sent to.
@@ -65,6 +70,8 @@ class ModelSpec:
     moe_load_balancing: Megatron's moe_router_load_balancing_type. moe_aux_loss_coeff,
     moe_z_loss_coeff: weights of the auxiliary losses.
     moe_layers: one flag a layer, True where it has experts; None means all of them.
+    moe_shared_width: width of an expert that all tokens go through, behind a gate; None: there is
+    none.
     """
 
     name: str
@@ -91,6 +98,12 @@ class ModelSpec:
     moe_aux_loss_coeff: float = 0.0
     moe_z_loss_coeff: float | None = None
     moe_layers: tuple[bool, ...] | None = None
+    moe_shared_width: int | None = None
+    rope: bool = True
+    rotary_percent: float = 1.0
+    output_gate: bool = False
+    squared_relu: bool = False
+    recurrent: Recurrent | None = None
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -114,6 +127,17 @@ class ModelSpec:
             )
         if self.num_experts is not None:
             self._check_experts(self.num_experts)
+        if not 0 < self.rotary_percent <= 1:
+            raise UserError(
+                f"model {shown(self.name)}: rotary_percent {shown(self.rotary_percent)} must be"
+                " above 0 and at most 1"
+            )
+        if isinstance(self.recurrent, Mamba) and len(self.recurrent.pattern) != self.num_layers:
+            raise UserError(
+                f"model {shown(self.name)}: the hybrid pattern {self.recurrent.pattern} has"
+                f" {len(self.recurrent.pattern)} symbols for {self.num_layers} layers; give one a"
+                " layer"
+            )
 
     def _require_size(self, name: str, value: Any) -> None:
         whole = isinstance(value, int) and not isinstance(value, bool)
@@ -172,14 +196,68 @@ class ModelSpec:
             )
         return self
 
+    def first(self, num_layers: int) -> ModelSpec:
+        """The model with its first layers only, at most all of them."""
+        num, changes = min(num_layers, self.num_layers), dict[str, Any]()
+        if self.moe_layers is not None:
+            changes["moe_layers"] = self.moe_layers[:num]
+        if isinstance(self.recurrent, Mamba):
+            pattern = self.recurrent.pattern[:num]
+            changes["recurrent"] = dataclasses.replace(self.recurrent, pattern=pattern)
+        return dataclasses.replace(self, num_layers=num, **changes)
+
+    @property
+    def num_different(self) -> int:
+        """The fewest first layers among which is one of every kind that the model has."""
+        kinds = [
+            (self.kind(layer), self.has_mlp(layer), self.has_experts(layer))
+            for layer in range(self.num_layers)
+        ]
+        return 1 + max(kinds.index(kind) for kind in kinds)
+
+    def kind(self, layer: int) -> str:
+        """What a layer (from 0) mixes positions with: "attention", "recurrent" or "" (nothing)."""
+        if self.recurrent is None:
+            return "attention"
+        if self.recurrent.is_recurrent(layer):
+            return "recurrent"
+        alone = isinstance(self.recurrent, Mamba) and self.recurrent.pattern[layer] in "-E"
+        return "" if alone else "attention"
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP or experts."""
+        return not isinstance(self.recurrent, Mamba) or self.kind(layer) == ""
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's MLP is a mixture of experts."""
+        if isinstance(self.recurrent, Mamba):
+            return self.recurrent.pattern[layer] == "E"
+        return self.is_moe and (self.moe_layers is None or self.moe_layers[layer])
+
+    def mixer_parameters(self, layer: int) -> int:
+        """Parameters of a layer's attention or recurrence, without norms and biases."""
+        kind = self.kind(layer)
+        if kind == "recurrent" and self.recurrent is not None:
+            inner = self.recurrent.projected[0 if isinstance(self.recurrent, Mamba) else 2]
+            wide = sum(self.recurrent.projected) + inner
+            return wide * self.hidden_size + self.recurrent.conv_width * sum(
+                self.recurrent.convolved
+            )
+        heads = (2 if self.output_gate else 1) * self.num_attention_heads
+        both = heads + self.num_attention_heads + 2 * self.num_query_groups
+        return self.hidden_size * self.kv_channels * both if kind else 0
+
     def layer_parameters(self, layer: int = 0) -> int:
         """Parameters of one decoder layer with all its experts, without norms and biases."""
-        heads = self.num_attention_heads + self.num_query_groups
-        attention = 2 * self.hidden_size * self.kv_channels * heads
-        if not self.is_moe or (self.moe_layers is not None and not self.moe_layers[layer]):
-            return attention + 3 * self.hidden_size * self.ffn_hidden_size
+        mixer = self.mixer_parameters(layer)
+        if not self.has_mlp(layer):
+            return mixer
+        matrices = 2 if self.squared_relu else 3
+        if not self.has_experts(layer):
+            return mixer + matrices * self.hidden_size * self.ffn_hidden_size
         experts, width = self.num_experts or 0, self.moe_ffn_hidden_size or 0
-        return attention + experts * (3 * width + 1) * self.hidden_size
+        shared = matrices * self.moe_shared_width + 1 if self.moe_shared_width else 0
+        return mixer + (experts * (matrices * width + 1) + shared) * self.hidden_size
 
     def parameters(self) -> int:
         """Parameters of the whole model, without norms and biases; an open vocabulary counts 0."""
@@ -188,7 +266,8 @@ class ModelSpec:
 
 
 # The tiny ones have larger initial weights than real models, so that a wrong term in attention or
-# gradients is visible. Real shapes: config.json of Meta-Llama-3-8B, Qwen3-8B and Qwen3-30B-A3B.
+# gradients is visible. Real shapes: config.json of Meta-Llama-3-8B, Qwen3-0.6B, Qwen3-8B,
+# Qwen3-30B-A3B and Qwen3-Next-80B-A3B-Instruct.
 PRESETS: dict[str, ModelSpec] = {
     spec.name: spec
     for spec in (
@@ -231,6 +310,33 @@ PRESETS: dict[str, ModelSpec] = {
             moe_aux_loss_coeff=1e-2,
         ),
         ModelSpec(
+            name="tiny-qwen3-next",
+            num_layers=4,
+            hidden_size=64,
+            num_attention_heads=4,
+            num_query_groups=2,
+            kv_channels=16,
+            ffn_hidden_size=96,
+            rotary_percent=0.25,
+            qk_layernorm=True,
+            output_gate=True,
+            init_std=0.1,
+            recurrent=GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=8),
+        ),
+        ModelSpec(
+            name="tiny-nemotron-h",
+            num_layers=6,
+            hidden_size=64,
+            num_attention_heads=4,
+            num_query_groups=2,
+            kv_channels=16,
+            ffn_hidden_size=128,
+            rope=False,
+            squared_relu=True,
+            init_std=0.1,
+            recurrent=Mamba("M-M*-M", heads=8, head_dim=16, state_dim=8, groups=2),
+        ),
+        ModelSpec(
             name="llama3-8b",
             num_layers=32,
             hidden_size=4096,
@@ -242,6 +348,20 @@ PRESETS: dict[str, ModelSpec] = {
             max_position=8192,
             rotary_base=500000.0,
             norm_eps=1e-5,
+        ),
+        ModelSpec(
+            name="qwen3-0.6b",
+            num_layers=28,
+            hidden_size=1024,
+            num_attention_heads=16,
+            num_query_groups=8,
+            kv_channels=128,
+            ffn_hidden_size=3072,
+            vocab_size=151936,
+            max_position=40960,
+            rotary_base=1e6,
+            qk_layernorm=True,
+            tie_embeddings=True,
         ),
         ModelSpec(
             name="qwen3-8b",
@@ -272,6 +392,27 @@ PRESETS: dict[str, ModelSpec] = {
             moe_ffn_hidden_size=768,
             moe_top_k=8,
             moe_aux_loss_coeff=1e-3,
+        ),
+        ModelSpec(
+            name="qwen3-next-80b-a3b",
+            num_layers=48,
+            hidden_size=2048,
+            num_attention_heads=16,
+            num_query_groups=2,
+            kv_channels=256,
+            ffn_hidden_size=5120,
+            vocab_size=151936,
+            max_position=262144,
+            rotary_base=1e7,
+            rotary_percent=0.25,
+            qk_layernorm=True,
+            output_gate=True,
+            num_experts=512,
+            moe_ffn_hidden_size=512,
+            moe_top_k=10,
+            moe_aux_loss_coeff=1e-3,
+            moe_shared_width=512,
+            recurrent=GatedDelta(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
         ),
     )
 }
@@ -311,4 +452,7 @@ def resolve(name_or_path: str, **overrides: Any) -> ModelSpec:
     for name in overrides:
         if name not in fields:
             raise UserError(f"model field {name!r} does not exist; fields: {', '.join(fields)}")
+    num_layers = overrides.get("num_layers")
+    if type(num_layers) is int and 0 < num_layers < spec.num_layers:
+        spec = spec.first(num_layers)
     return dataclasses.replace(spec, **overrides)

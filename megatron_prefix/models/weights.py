@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,16 @@ VOCAB_MULTIPLE = 128
 NORM_NOISE = 0.1
 """Norm weights are 1 plus this times a normal number; weights of exactly 1 would hide mistakes."""
 
+SLOW_DECAY = -4.0
+"""Mean of A_log: recurrent states then last for some hundred positions. With Megatron's own they
+last for a few, and a mistake in what crosses a segment's end would not show."""
+
 # transformer-engine fuses a norm into the next linear; its names are mapped to the local ones.
 _FUSED_NORMS = (
     ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    ("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight"),
+    ("mixer.in_proj.layer_norm_weight", "norm.weight"),
 )
 
 
@@ -88,18 +94,45 @@ def tensor_split(model: Any, whole: str, parameter: torch.nn.Parameter) -> tuple
     group = model.pg_collection.expt_tp if ".experts." in whole else model.pg_collection.tp
     if not getattr(parameter, "tensor_model_parallel", False) or group.size() == 1:
         return 0, 0, 1
-    return parameter.partition_dim, group.rank(), group.size()  # type: ignore[attr-defined]
+    # Recurrent layers do not say which: it is the first.
+    return max(0, parameter.partition_dim), group.rank(), group.size()  # type: ignore[attr-defined]
 
 
-def local_part(full: torch.Tensor, dim: int, rank: int, size: int, pieces: int = 1) -> torch.Tensor:
+def local_part(
+    full: torch.Tensor, dim: int, rank: int, size: int, pieces: int | Sequence[int] = 1
+) -> torch.Tensor:
     """The part of a full tensor that tensor-parallel rank `rank` of `size` keeps.
 
     Args:
-        pieces: the tensor is a concatenation of that many, each split by itself (2 for the gate and
-            the up projection of SwiGLU).
+        pieces: the tensor is a concatenation of that many, or of pieces this long, each split by
+            itself (2 for the gate and the up projection of SwiGLU).
     """
-    parts = [piece.chunk(size, dim)[rank] for piece in full.chunk(pieces, dim)]
-    return parts[0] if pieces == 1 else torch.cat(parts, dim)
+    whole = full.chunk(pieces, dim) if isinstance(pieces, int) else full.split([*pieces], dim)
+    parts = [piece.chunk(size, dim)[rank] for piece in whole]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _pieces(spec: ModelSpec, whole: str) -> int | Sequence[int]:
+    """See `local_part`, of a parameter by its `global_name`."""
+    if "linear_fc1.weight" in whole:
+        return 1 if spec.squared_relu else 2
+    if spec.recurrent is not None and whole.endswith("in_proj.weight"):
+        return spec.recurrent.projected
+    if spec.recurrent is not None and ".conv1d" in whole:
+        return spec.recurrent.convolved
+    return 1
+
+
+def _draw(full: torch.Tensor, whole: str, std: float, generator: torch.Generator) -> None:
+    """Random values for a parameter, by its `global_name`."""
+    if whole.endswith(("norm.weight", "mixer.D")):
+        full.normal_(1.0, NORM_NOISE, generator=generator)
+    elif whole.endswith("A_log"):
+        full.normal_(SLOW_DECAY, NORM_NOISE, generator=generator)
+    elif whole.endswith(("conv1d.weight", "conv1d_weight")):  # the latter since 0.19
+        full.normal_(0.0, full.shape[-1] ** -0.5, generator=generator)
+    else:
+        full.normal_(0.0, std, generator=generator)
 
 
 @torch.no_grad()
@@ -116,9 +149,5 @@ def fill(model: Any, spec: ModelSpec, seed: int) -> None:
         shape[dim] *= size
         generator = _generator(seed, whole, parameter.device)
         full = torch.empty(shape, dtype=torch.float32, device=parameter.device)
-        if whole.endswith("layernorm.weight"):
-            full.normal_(1.0, NORM_NOISE, generator=generator)
-        else:
-            full.normal_(0.0, spec.init_std, generator=generator)
-        pieces = 2 if "linear_fc1.weight" in whole else 1
-        parameter.copy_(local_part(full, dim, rank, size, pieces))
+        _draw(full, whole, spec.init_std, generator)
+        parameter.copy_(local_part(full, dim, rank, size, _pieces(spec, whole)))

@@ -37,6 +37,8 @@ queries and keys have no gradient where a query sees one key, and what is left i
 
 ERROR_RATIO = 1.1
 """In 16 bit: error against fp32, over that of the stock schedule."""
+DRIFT_RATIO = 2.0
+"""Two runs of many steps, one with either schedule: their distance over that of two stock runs."""
 DRAWS = 8
 """In 16 bit: draws of tokens and advantages over which errors are pooled."""
 _NORMAL = 1.4826

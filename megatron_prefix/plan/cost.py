@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_prefix.models.presets import ModelSpec
+from megatron_prefix.plan.layer_mix import LayerMix
 from megatron_prefix.tree import Forest, Segment
 
 
@@ -38,7 +39,7 @@ class Work(NamedTuple):
 def segment_work(segment: Segment) -> Work:
     """The forward of one segment."""
     positions = segment.padded_length
-    pairs = sum(_causal(span.start, span.padded) for span in segment.spans)
+    pairs = sum(causal_pairs(span.start, span.padded) for span in segment.spans)
     return Work(positions, segment.num_read, pairs, 1, num_attention_calls(segment))
 
 
@@ -57,11 +58,11 @@ def stock_work(forest: Forest, microbatch_of: Sequence[int] | None = None) -> Wo
     lengths = forest.num_positions
     num = len(lengths) if microbatch_of is None else len(set(microbatch_of))
     positions = sum(lengths)
-    pairs = sum(_causal(0, length) for length in lengths)
+    pairs = sum(causal_pairs(0, length) for length in lengths)
     return Work(positions, positions, pairs, num, num)
 
 
-def _causal(start: int, length: int) -> float:
+def causal_pairs(start: int, length: int) -> float:
     """Visible (query, key) pairs of `length` positions that begin at position `start`."""
     return length * (start + (length + 1) / 2)
 
@@ -93,45 +94,54 @@ class CostModel:
         ffn_hidden_size: float,
         vocab_size: int,
         gated: bool = True,
+        mix: LayerMix | None = None,
     ) -> CostModel:
         """Counts the matrix products of a transformer.
 
         Args:
-            ffn_hidden_size: width of the MLP that a token goes through, the mean of all layers.
+            ffn_hidden_size: width of the MLP that a token goes through, the mean of all MLPs.
             gated: whether the MLP has a gate.
+            mix: its layers; None: all have attention and an MLP.
         """
-        projections = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
+        mix = mix or LayerMix(num_layers, num_layers, num_layers)
+        queries = 3 if mix.output_gate else 2
+        projections = hidden_size * head_dim * (queries * num_heads + 2 * num_kv_heads)
         mlp = hidden_size * ffn_hidden_size * (3 if gated else 2)
+        scan = mix.layer.products(hidden_size) if mix.layer is not None else 0
+        products = mix.attention * projections + mix.mlps * mlp + mix.recurrent * scan
         return cls(
-            linear=2.0 * num_layers * (projections + mlp),
+            linear=2.0 * products,
             head=2.0 * hidden_size * vocab_size,
-            attention=4.0 * num_layers * num_heads * head_dim,
+            attention=4.0 * mix.attention * num_heads * head_dim,
         )
 
     @classmethod
     def of_spec(cls, spec: ModelSpec) -> CostModel:
         """Counts for a ModelSpec; of the experts only those that a token visits count."""
+        routed = (spec.moe_ffn_hidden_size or 0) * spec.moe_top_k + (spec.moe_shared_width or 0)
         widths = [
-            (spec.moe_ffn_hidden_size or 0) * spec.moe_top_k
-            if spec.is_moe and (spec.moe_layers is None or spec.moe_layers[layer])
-            else spec.ffn_hidden_size
+            routed if spec.has_experts(layer) else spec.ffn_hidden_size
             for layer in range(spec.num_layers)
+            if spec.has_mlp(layer)
         ]
         return cls.of_shape(
             spec.num_layers, spec.hidden_size, spec.num_attention_heads, spec.num_query_groups,
-            spec.kv_channels, sum(widths) / len(widths), spec.vocab_size or 0,
+            spec.kv_channels, sum(widths) / max(1, len(widths)), spec.vocab_size or 0,
+            not spec.squared_relu, LayerMix.of_spec(spec),
         )  # fmt: skip
 
     @classmethod
-    def of_config(cls, config: Any, vocab_size: int = 0) -> CostModel:
+    def of_config(cls, config: Any, vocab_size: int = 0, pattern: str = "") -> CostModel:
         """Counts for a Megatron TransformerConfig, which has no vocabulary size.
 
-        Of the experts those count that a token visits, and shared ones.
+        Of the experts those count that a token visits, and shared ones. `pattern`: symbols of a
+        hybrid model's layers.
         """
         heads = config.num_attention_heads
         return cls.of_shape(
             config.num_layers, config.hidden_size, heads, config.num_query_groups or heads,
-            config.kv_channels, _mean_width(config), vocab_size, config.gated_linear_unit,
+            config.kv_channels, _mean_width(config, pattern), vocab_size,
+            config.gated_linear_unit, LayerMix.of_config(config, pattern),
         )  # fmt: skip
 
     def flops(self, work: Work) -> float:
@@ -161,8 +171,8 @@ class CostModel:
         return self.stock(forest, microbatch_of) / self.prefix(forest)
 
 
-def _mean_width(config: Any) -> float:
-    """Width of the MLP that a token goes through in a layer, on average over the layers."""
+def _mean_width(config: Any, pattern: str = "") -> float:
+    """Width of the MLP that a token goes through, on average over the MLPs."""
     dense = config.ffn_hidden_size
     if not getattr(config, "num_moe_experts", None):
         return dense
@@ -172,4 +182,6 @@ def _mean_width(config: Any) -> float:
     if isinstance(frequency, int):  # as in megatron/core/models/gpt/gpt_layer_specs.py
         frequency = [layer % frequency == 0 for layer in range(config.num_layers)]
     routed = expert * config.moe_router_topk + shared
+    if pattern:
+        frequency = [symbol == "E" for symbol in pattern if symbol in "-E"] or [False]
     return sum(routed if sparse else dense for sparse in frequency) / len(frequency)

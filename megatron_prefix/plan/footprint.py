@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_prefix.models.presets import ModelSpec
+from megatron_prefix.plan.layer_mix import LayerMix
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class Footprint:
         num_layers: layers of a model chunk.
         parts: context-parallel ranks, which share the positions.
         host_layers: layers of a model chunk whose K/V and gK/gV are on the host.
+        state: bytes of an inner span's states in the sidecar, the mean of all layers.
+        state_grad: of their gradients.
+        expanded: saved for a span of any segment: the states it begins and ends with, the mean of
+            all layers.
         shares: into how many parts K/V and gK/gV of inner segments are cut; a rank has one.
         keeps_outputs: whether a stage's output stays until its backward.
     """
@@ -61,10 +66,19 @@ class Footprint:
     shares: int = 1
     keeps_outputs: bool = True
     host_layers: int = 0
+    state: float = 0.0
+    state_grad: float = 0.0
+    expanded: float = 0.0
 
     @classmethod
     def of_config(
-        cls, config: Any, vocab_size: int, gathers: bool = False, host_layers: int = 0
+        cls,
+        config: Any,
+        vocab_size: int,
+        gathers: bool = False,
+        host_layers: int = 0,
+        pattern: str = "",
+        recomputes: bool = True,
     ) -> Footprint:
         """Of a Megatron TransformerConfig.
 
@@ -73,7 +87,11 @@ class Footprint:
             vocab_size: of the whole output layer.
             gathers: whether every context-parallel rank keeps K/V of all.
             host_layers: see PrefixConfig.cache_host_layers.
+            pattern: symbols of a hybrid model's layers.
+            recomputes: whether the model heeds `recompute_granularity` "full".
         """
+        again = config.recompute_granularity or "none"
+        again = again if recomputes or again != "full" else "none"
         tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
         heads = config.num_attention_heads
         stages = config.pipeline_model_parallel_size * (
@@ -93,13 +111,15 @@ class Footprint:
                 config.transformer_impl == "transformer_engine",
                 bool(config.bias_activation_fusion), bool(config.apply_rope_fusion),
                 bool(config.cross_entropy_loss_fusion),
-                config.recompute_granularity or "none", config.recompute_method or "",
-                config.recompute_num_layers or 1, tuple(config.recompute_modules or ()),
+                again, config.recompute_method or "", config.recompute_num_layers or 1,
+                tuple(config.recompute_modules or ()),
             ),
-            num_layers, cp, 1 if gathers else cp,
-            not config.deallocate_pipeline_outputs,
+            num_layers, LayerMix.of_config(config, pattern), cp,
         )  # fmt: skip
-        return replace(found, host_layers=min(host_layers, num_layers))
+        return replace(
+            found, host_layers=min(host_layers, num_layers), shares=1 if gathers else cp,
+            keeps_outputs=not config.deallocate_pipeline_outputs,
+        )  # fmt: skip
 
     @classmethod
     def of_spec(
@@ -126,7 +146,7 @@ class Footprint:
         """
         shape = _Dimensions(
             spec.hidden_size, spec.num_attention_heads, spec.num_query_groups, spec.kv_channels,
-            spec.ffn_hidden_size, spec.vocab_size or 0, True, spec.qk_layernorm,
+            spec.ffn_hidden_size, spec.vocab_size or 0, not spec.squared_relu, spec.qk_layernorm,
             spec.num_experts or 0, spec.moe_ffn_hidden_size or 0,
             spec.moe_top_k if spec.is_moe else 0,
         )  # fmt: skip
@@ -134,7 +154,8 @@ class Footprint:
             itemsize, tp, sequence_parallel, fused, fused, fused, fused, recompute, "uniform", 1,
             ("core_attn",),
         )  # fmt: skip
-        return _count(shape, form, max(1, spec.num_layers // num_stages), cp, cp, True)
+        num_layers = max(1, spec.num_layers // num_stages)
+        return _count(shape, form, num_layers, LayerMix.of_spec(spec), cp)
 
     def kept(self, policy: str, inner: bool, read: float, first: bool, last: bool) -> float:
         """Bytes a position that stay on the device between a segment's forward and backward.
@@ -211,14 +232,10 @@ class _Execution:
 
 
 def _count(
-    shape: _Dimensions,
-    form: _Execution,
-    num_layers: int,
-    parts: int,
-    shares: int,
-    keeps_outputs: bool,
+    shape: _Dimensions, form: _Execution, num_layers: int, mix: LayerMix, parts: int
 ) -> Footprint:
-    """Counts numbers a position and multiplies by their bytes."""
+    """Counts numbers a position and multiplies by their bytes; each of `parts` ranks has as many
+    of K/V."""
     size, tp = form.itemsize, form.tp
     hidden = shape.hidden / (tp if form.sequence_parallel else 1)
     wide = max(4, size)  # of what is computed in fp32 or wider
@@ -235,22 +252,62 @@ def _count(
     common = (2 * norm + mlp + queries + rope) * size + qk + ends
     inner, wave = common, common + (1 if shape.qk_norm else 2) * keys * size
     again = 0.0
-    if form.recompute == "full":
-        inner, wave, again = _checkpointed(form, hidden * size, inner, wave, num_layers)
-        unread = inner
-    elif form.recompute == "selective":
+    if form.recompute == "selective":
         extra = keys * size + (0 if shape.qk_norm else projected * size)
         inner, wave, again = _selected(shape, form, hidden, norm, mlp, common, extra)
         unread = min(inner, unread + extra)
-    unread = inner if shape.topk else unread  # routers count all positions
+    if mix.recurrent:
+        inner, wave = (_mixed(mix, form, one, (norm + mlp) * size, norm) for one in (inner, wave))
+    if form.recompute == "full":
+        inner, wave, again = _checkpointed(form, hidden * size, inner, wave, num_layers)
+        unread = inner
+    # Routers count all positions, and only a layer with attention and an MLP ends early.
+    unread = inner if shape.topk or not mix.ends_with_attention else unread
     attention = max(0.0, min(queries * size + ends, inner - unread))
     found = Footprint(
         inner=inner, wave=wave, unread=unread, attention=attention, again=again,
         kv=2 * keys * size, kv_grad=2 * keys * wide, norm=0.0, head=0.0, stage_input=hidden * size,
         temporary=(mlp + 2 * hidden) * size, seen=2 * (queries + keys) * size, head_temporary=0.0,
-        num_layers=num_layers, parts=parts, shares=shares, keeps_outputs=keeps_outputs,
+        num_layers=num_layers, parts=parts, shares=parts,
     )  # fmt: skip
-    return _with_output_layer(found, shape, form, hidden)
+    return _with_output_layer(_with_states(found, mix, form), shape, form, hidden)
+
+
+def _mixed(mix: LayerMix, form: _Execution, whole: float, mlp: float, norm: float) -> float:
+    """Bytes a position that a layer saves, the mean of a model's layers.
+
+    Args:
+        mix: the layers.
+        form: how they are computed.
+        whole: of a layer with attention and an MLP, `mlp` included.
+        mlp: of its MLP and the norm before it.
+        norm: numbers that a norm saves.
+    """
+    layer = mix.layer
+    recurrent = 0.0 if layer is None else (norm + layer.saved / form.tp) * form.itemsize
+    attention = mix.share("attention") * (whole - mlp)
+    return attention + mix.share("mlps") * mlp + mix.share("recurrent") * recurrent
+
+
+def _with_states(found: Footprint, mix: LayerMix, form: _Execution) -> Footprint:
+    """With what spans keep in recurrent layers, and K/V in those with attention only.
+
+    Context-parallel ranks have all positions of a part of the heads.
+    """
+    share = mix.share("attention")
+    found = replace(found, kv=share * found.kv, kv_grad=share * found.kv_grad)
+    if mix.layer is None:
+        return found
+    wide, ranks = max(4, form.itemsize), form.tp * found.parts
+    state = mix.layer.state * wide / ranks
+    tail = sum(mix.layer.convolved) * (mix.layer.conv_width - 1) / ranks
+    share = mix.share("recurrent")
+    return replace(
+        found,
+        state=share * (state + tail * form.itemsize),
+        state_grad=share * (state + tail * wide),
+        expanded=share * (2 * state + tail * form.itemsize),
+    )  # fmt: skip
 
 
 def _with_output_layer(

@@ -31,6 +31,7 @@ class JointForest:
             microbatches unless the forests are ordered.
         union_microbatch_of: the microbatch of each rollout of the union.
         lengths: per place of the union the positions of every forest's segment.
+        spans: per place of the union the most spans of a forest's segment.
     """
 
     forest: Forest
@@ -38,6 +39,7 @@ class JointForest:
     union: Forest
     union_microbatch_of: tuple[int, ...]
     lengths: tuple[tuple[int, ...], ...]
+    spans: tuple[int, ...]
 
     @property
     def even(self) -> bool:
@@ -72,6 +74,7 @@ def joint_forest(
         tuple(
             tuple(f.segments[index].padded_length for f in filled) for index in range(len(nodes))
         ),
+        tuple(max(len(f.segments[index].spans) for f in filled) for index in range(len(nodes))),
     )
 
 

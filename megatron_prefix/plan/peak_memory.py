@@ -100,7 +100,7 @@ class _MemoryRun:
         """Goes through one rank's program."""
         held: dict[tuple[int, int], float] = {}
         arenas = [_Arena(one) for one in self._maps(rank)]
-        activations = saved = cache = wave = 0.0
+        activations = saved = cache = kept = wave = 0.0
         host, here = self.one.host_layers, self.one.num_layers - self.one.host_layers
         found = RankMemory(0.0, 0.0, Action("F", 0), *(0.0,) * 9, ())
         for action in self.plan.programs[rank]:
@@ -111,24 +111,35 @@ class _MemoryRun:
             arenas[action.chunk].begin(action)
             kv = self.one.kv * sum(arena.rows for arena in arenas)
             kv_grad = self.one.kv_grad * sum(arena.summed for arena in arenas)
+            states = self.one.num_layers * self._states(arenas)
             again, temporary = self._moment(rank, action, arenas[action.chunk].map)
-            total = activations + here * (kv + kv_grad)
+            total = activations + here * (kv + kv_grad) + states
             saved, cache = max(saved, total + again), max(cache, kv + kv_grad)
+            kept = max(kept, here * (kv + kv_grad) + states)
             used = total + again + temporary + self.messages
             if not self.plan.segments[action.segment].inner:
                 wave = max(wave, used)
             if used > found.peak:
                 found = RankMemory(
-                    used, 0.0, action, activations, here * kv, here * kv_grad, self.messages,
-                    again + temporary, 0.0, 0.0, 0.0, 0.0,
+                    used, 0.0, action, activations, here * kv + states, here * kv_grad,
+                    self.messages, again + temporary, 0.0, 0.0, 0.0, 0.0,
                     tuple((index, size) for (_, index), size in held.items()),
                 )  # fmt: skip
             if action.kind == "B":
                 activations -= held.pop(key)
                 arenas[action.chunk].end(action)
         found = replace(found, staged=max(itertools.accumulate(self._staged(rank)), default=0.0))
-        found = replace(found, cache_peak=here * cache, cache_staged=host * cache)
+        found = replace(found, cache_peak=kept, cache_staged=host * cache)
         return replace(found, saved=saved, wave_peak=wave)
+
+    def _states(self, arenas: Sequence[_Arena]) -> float:
+        """Bytes of recurrent states and their gradients in the sidecar, in a layer."""
+        one = self.one
+        if not one.state:
+            return 0.0
+        held = sum(arena.map.states.length for arena in arenas if arena.live)
+        summed = sum(arena.map.states.length for arena in arenas if arena.returned)
+        return one.state * held + one.state_grad * summed
 
     def _maps(self, rank: int) -> list[ArenaMap]:
         """The arena of every model chunk of a rank."""
@@ -146,7 +157,8 @@ class _MemoryRun:
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
         first, last = self._ends(rank, action)
         one = self.one.kept(policy, segment.inner, _read(segment, self.one.parts), first, last)
-        return self.positions[action.segment] * one
+        spans = self.one.num_layers * self.one.expanded * len(segment.spans)
+        return self.positions[action.segment] * one + (spans if policy == "retain" else 0.0)
 
     def _staged(self, rank: int) -> Iterator[float]:
         """Bytes on the host that every action of an offloaded segment adds or frees."""
@@ -211,10 +223,13 @@ class _Arena:
     Attributes:
         rows: of K/V.
         summed: rows of gK/gV.
+        live: inner segments between forward and backward.
+        returned: whether gradients have come back.
     """
 
     def __init__(self, planned: ArenaMap) -> None:
         self.map, self.rows, self.summed, self.live = planned, 0, 0, 0
+        self.returned = False
 
     def begin(self, action: Action) -> None:
         """Takes what an action needs."""
@@ -223,9 +238,11 @@ class _Arena:
             self.rows = self.map.length
         if action.kind == "B" and self.map.levels[action.segment]:
             self.summed = self.map.length
+            self.returned = True
 
     def end(self, action: Action) -> None:
         """Gives it back after a backward."""
         self.live -= self.map.intervals[action.segment] is not None
         if not self.live:
             self.rows = self.summed = 0
+            self.returned = False

@@ -24,6 +24,9 @@ from megatron_prefix.tree import Segment
 Cost = Callable[[Segment, str], float]
 """Time of a segment's "F" or "B" on all model chunks of one rank."""
 
+ActionTime = Callable[[Action, int], float]
+"""Time of an action on a rank."""
+
 
 class Event(NamedTuple):
     """One action of one rank in time."""
@@ -96,6 +99,7 @@ def simulate(
     plan: Plan,
     *,
     cost: Cost = token_cost,
+    action_time: ActionTime | None = None,
     ready_after: Sequence[int] | None = None,
     unit: str = "tokens",
 ) -> Timeline:
@@ -104,6 +108,7 @@ def simulate(
     Args:
         plan: any plan.
         cost: time of a segment's F or B on one rank.
+        action_time: instead of `cost`, where ranks take different times for a segment.
         ready_after: see `planner.loss_ready_after`.
         unit: of `cost`.
 
@@ -111,7 +116,7 @@ def simulate(
         PlanError: the plan cannot run.
     """
     check(plan, ready_after)
-    return _Simulation(plan, cost).run(unit)
+    return _Simulation(plan, cost, action_time).run(unit)
 
 
 # The simulation -----------------------------------------------------------------------------------
@@ -120,13 +125,11 @@ def simulate(
 class _Simulation:
     """One simulation of a plan that passed `check`."""
 
-    def __init__(self, plan: Plan, cost: Cost) -> None:
+    def __init__(self, plan: Plan, cost: Cost, action_time: ActionTime | None) -> None:
         self.plan = plan
-        num, stages, share = len(plan.segments), plan.num_stages, 1 / plan.num_chunks
+        num, stages = len(plan.segments), plan.num_stages
         self.positions = [segment.padded_length for segment in plan.segments]
-        self.durations = {
-            kind: [cost(segment, kind) * share for segment in plan.segments] for kind in "FB"
-        }
+        self.durations = _durations(plan, cost, action_time)
         # Per kind and stage the time at which the segment's message arrives; None: not yet known.
         # The first stage's forwards and the last stage's backwards wait for no message.
         self.arrivals: dict[str, list[list[float | None]]] = {
@@ -178,7 +181,7 @@ class _Simulation:
             if arrival is None:
                 break
             start = arrival if arrival > clock else clock
-            clock = start + self.durations[kind][index]
+            clock = start + self.durations[stage][kind][index]
             events.append(Event(rank, action, start, clock))
             if kind == "F":
                 live += self.positions[index]
@@ -201,3 +204,21 @@ class _Simulation:
             waits.append(f"rank {rank} at {action} for rank {source}")
             marked.append((rank, place))
         raise PlanError(f"deadlock: {', '.join(waits)} wait in a circle", plan, marked)
+
+
+def _durations(
+    plan: Plan, cost: Cost, action_time: ActionTime | None
+) -> list[dict[str, list[float]]]:
+    """Times of all segments by stage and kind."""
+    if action_time is None:
+        share = 1 / plan.num_chunks
+        alike = {kind: [cost(one, kind) * share for one in plan.segments] for kind in "FB"}
+        return [alike] * plan.num_stages
+    indices = range(len(plan.segments))
+    found = []
+    for stage in range(plan.num_stages):
+        chunk, rank = divmod(stage, plan.num_ranks)
+        found.append(
+            {kind: [action_time(Action(kind, i, chunk), rank) for i in indices] for kind in "FB"}
+        )
+    return found

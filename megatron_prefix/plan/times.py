@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.cost import CostModel, Work, segment_work, stock_work
-from megatron_prefix.plan.simulator import simulate
+from megatron_prefix.plan.simulator import ActionTime, simulate
 from megatron_prefix.tree import Forest, Segment
 
 Row = NDArray[np.float64]
@@ -106,6 +106,11 @@ class TimeModel:
     def scaled(self, factor: float) -> TimeModel:
         """All coefficients times a factor."""
         return replace(self, coefficients=tuple(factor * c for c in self.coefficients))
+
+
+def action_seconds(times: TimeModel, plan: Plan) -> ActionTime:
+    """Time of a plan's actions on each rank: only the last stage has the output layer."""
+    return lambda action, rank: times.seconds(action_row(plan, action, rank))
 
 
 class Prediction(NamedTuple):

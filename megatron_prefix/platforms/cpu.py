@@ -15,8 +15,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import logging
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -402,3 +404,83 @@ def _load_distributed_adamw() -> None:
         state_dict=describe_unstepped,
         _set_main_param_and_optimizer_states=write_with_step,
     )
+
+
+# --- recurrent layers without fla, causal-conv1d and mamba-ssm -----------------------------------
+
+_GATED_DELTA_NET = "megatron.core.ssm.gated_delta_net"
+_MAMBA = "megatron.core.ssm.mamba_mixer"
+_TENSOR_OPS = "megatron.core.inference.contexts.attention_context.triton.tensor_ops"
+
+
+def load_recurrent_layers() -> None:
+    """Import Megatron's GatedDeltaNet and Mamba with kernels for the CPU (linear_kernels.py).
+
+    Megatron looks for flash-linear-attention, causal-conv1d and mamba-ssm while it imports
+    ssm/gated_delta_net.py:35 and ssm/mamba_mixer.py:48, and Mamba imports triton for inference
+    (ssm/mamba_mixer.py:21). These imports find stand-ins, which are gone right after them: other
+    packages see what is installed. Does nothing without `enable`, and the second time.
+
+    Raises:
+        UserError: Mamba was imported before without its kernels.
+    """
+    if not _enabled or getattr(sys.modules.get(_MAMBA), "_on_cpu", False):
+        return
+    if _MAMBA in sys.modules and not sys.modules[_MAMBA].HAVE_MAMBA_SSM:
+        raise UserError(
+            f"{_MAMBA} was imported without mamba-ssm: build the model first, or import"
+            " megatron_prefix.models.build and call platforms.cpu.load_recurrent_layers() before it"
+        )
+    from megatron_prefix.platforms import linear_kernels as kernels
+
+    delta = {
+        "l2norm": kernels.l2norm,
+        "chunk_gated_delta_rule": kernels.chunk_gated_delta_rule,
+        "causal_conv1d": kernels.causal_conv1d,
+        "causal_conv1d_fn": kernels.causal_conv1d_fn,
+    }
+    with _stand_ins(kernels, delta), _quiet_import():
+        importlib.import_module(_MAMBA)
+        importlib.import_module("megatron.core.ssm.mamba_block")
+        importlib.import_module(_GATED_DELTA_NET)
+    for name, found in list(sys.modules.items()):  # they may have been imported before, without
+        if name.startswith(_GATED_DELTA_NET):
+            # All of them: an import that failed has left some names undefined.
+            _set(found, **delta, HAVE_FLA=True)
+    _set(sys.modules[_MAMBA], _on_cpu=True)
+
+
+@contextlib.contextmanager
+def _stand_ins(kernels: Any, delta: dict[str, Any]) -> Iterator[None]:
+    """Modules with the packages' names and our kernels, to be found by imports for a while."""
+    scan = {"mamba_split_conv1d_scan_combined": kernels.mamba_split_conv1d_scan_combined}
+    contents: dict[str, dict[str, Any]] = {
+        "fla.modules.l2norm": delta,
+        "fla.modules.convolution": delta,
+        "fla.ops.gated_delta_rule": delta,
+        "causal_conv1d": {**delta, "causal_conv1d_update": None},
+        "causal_conv1d.causal_conv1d_varlen": {"causal_conv1d_varlen_states": None},
+        "mamba_ssm.ops.triton.selective_state_update": {"selective_state_update": None},
+        "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": kernels.RMSNorm},
+        "mamba_ssm.ops.triton.ssd_combined": {**scan, "mamba_chunk_scan_combined": None},
+    }
+    names = ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge")
+    if importlib.util.find_spec("triton") is None:
+        contents[_TENSOR_OPS] = dict.fromkeys(names)
+    made: dict[str, types.ModuleType] = {}
+    for name, content in contents.items():
+        parts = [name] if name.startswith("megatron") else name.split(".")
+        for depth in range(1, len(parts) + 1):
+            whole = ".".join(parts[:depth])
+            made.setdefault(whole, types.ModuleType(whole))
+        vars(made[name]).update(content)
+    before = {name: sys.modules.get(name) for name in made}
+    sys.modules.update(made)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = module

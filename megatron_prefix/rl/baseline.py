@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_prefix.data.rollouts import Group
 from megatron_prefix.errors import UserError
 from megatron_prefix.runtime.layout import Layout
 
@@ -26,10 +27,13 @@ class Baseline:
         name: "packed": several rollouts one behind the other (THD); "rollout": one each.
         pack_tokens: most positions of a packed microbatch, padding included and over all context-
             parallel ranks; a longer rollout is alone.
+        backwards: the same microbatches in reverse, and the rollouts of each: the same sums in
+            another order.
     """
 
     name: str = "packed"
     pack_tokens: int = PACK_TOKENS
+    backwards: bool = False
 
     def __post_init__(self) -> None:
         if self.name not in BASELINES:
@@ -77,6 +81,18 @@ def _halves(pack: list[int]) -> tuple[list[int], list[int]]:
     ends = list(itertools.accumulate(pack))
     cut = min(range(1, len(pack)), key=lambda number: abs(2 * ends[number - 1] - ends[-1]))
     return pack[:cut], pack[cut:]
+
+
+def packs_of(ranks: Sequence[Sequence[Group]], baseline: Baseline, layout: Layout) -> list[int]:
+    """Packs of every data-parallel rank from its groups; see `num_packs`. All 1 without packing."""
+    if not baseline.packed:
+        return [1] * len(ranks)
+    multiple = layout.alignment
+    lengths = [
+        [-(-(len(r) - 1) // multiple) * multiple for group in rank for r in group.rollouts]
+        for rank in ranks
+    ]
+    return num_packs(lengths, baseline, layout)
 
 
 def num_packs(ranks: Sequence[Sequence[int]], baseline: Baseline, layout: Layout) -> list[int]:

@@ -36,6 +36,7 @@ class ModelOptions:
         message_timeout_minutes: see `runtime.initialize`.
         overlap_grad_reduce: reduce gradients during backwards.
         load_hf: folder of a Hugging Face checkpoint; None for random weights.
+        sdpa: attention by torch's `scaled_dot_product_attention`; see `build_model`.
     """
 
     model: str
@@ -48,6 +49,7 @@ class ModelOptions:
     message_timeout_minutes: float = MESSAGE_TIMEOUT_MINUTES
     overlap_grad_reduce: bool = False
     load_hf: str | None = None
+    sdpa: bool = False
 
     def build(self, spec: ModelSpec, layout: Layout, dtype: str | None = None) -> list[Any]:
         """The rank's model chunks, wrapped in DDP."""
@@ -55,7 +57,7 @@ class ModelOptions:
         return build_model(
             spec, layout=layout, dtype=dtype or self.dtype, device=device,
             layer_spec=self.layer_spec, recompute=self.recompute, seed=self.seed,
-            overlap_grad_reduce=self.overlap_grad_reduce, load_hf=self.load_hf,
+            overlap_grad_reduce=self.overlap_grad_reduce, load_hf=self.load_hf, sdpa=self.sdpa,
         )  # fmt: skip
 
     def reference(

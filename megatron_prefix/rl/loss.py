@@ -69,8 +69,9 @@ def forward_step(config: GrpoConfig, *, weight: float = 1.0) -> ForwardStep:
     Its loss function returns Megatron's triple: the loss summed over trained tokens, their number
     (int32, on the device), and logs, each a [2] tensor of a sum over trained tokens and their
     number, so that sums over microbatches and ranks give means: `loss`, `ratio` (new over old
-    probability), `clip_frac`, `approx_kl` (to the old policy, "k3" as `kl`), and with kl_coeff > 0
-    `kl` (to the reference). The host does not wait for the device.
+    probability), `clip_frac`, `approx_kl` (to the old policy, "k3" as `kl`), `weighted_logprob`
+    (advantage times log-prob), and with kl_coeff > 0 `kl` (to the reference). The host does not
+    wait for the device.
 
     Args:
         weight: factor of the loss but not of its log; for ranks with unequal numbers of rollouts.
@@ -149,6 +150,7 @@ def _terms(config: GrpoConfig, batch: dict[str, Tensor], logprobs: Tensor) -> di
         "ratio": ratio * mask,
         "clip_frac": (clipped * advantages < ratio * advantages) * mask,
         "approx_kl": _k3(-log_ratio) * mask,
+        "weighted_logprob": advantages * logprobs * mask,
     }
     if config.kl_coeff:
         terms["kl"] = _k3((batch["ref_logprobs"].to(logprobs.dtype) - logprobs) * mask)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.models.local import LocalAttention
+from megatron_prefix.platforms import cpu
 from megatron_prefix.rl.baseline import Baseline, pack_sizes
 
 Microbatch = dict[str, Any]
@@ -33,16 +34,17 @@ def microbatches(
 
     Args:
         items: of `batches.microbatch`, or a context-parallel rank's slices of them.
-        baseline: "rollout" leaves them as they are.
+        baseline: "rollout" packs none.
         cp_size: context-parallel ranks.
         least: see `pack_sizes`.
     """
+    step = -1 if baseline.backwards else 1
     if not baseline.packed:
-        return list(items)
+        return list(items)[::step]
     lengths = [cp_size * item["tokens"].shape[1] for item in items]
     rest = iter(items)
     sizes = pack_sizes(lengths, baseline.pack_tokens, least)
-    return [pack(list(itertools.islice(rest, size)), cp_size) for size in sizes]
+    return [pack(list(itertools.islice(rest, size))[::step], cp_size) for size in sizes][::step]
 
 
 def pack(items: Sequence[Microbatch], cp_size: int = 1) -> Microbatch:
@@ -104,5 +106,10 @@ def _reasons(chunk: Any) -> Iterator[str]:
     for name, module in chunk.named_modules():
         if isinstance(module, DotProductAttention) and not isinstance(module, LocalAttention):
             yield f"{name} is {type(module).__name__}, which takes no packed sequences"
+        kind = type(module).__name__
+        if kind == "GatedDeltaNet" and not hasattr(module, "_resolve_cu_seqlens"):
+            yield f"{name} is {kind}, which takes no packed sequences before megatron-core 0.18"
+        if kind in ("GatedDeltaNet", "MambaMixer") and cpu.enabled():
+            yield f"{name} is {kind}, whose kernels for the CPU pack no sequences"
         if hasattr(module, "get_aux_loss_coeff") and module.get_aux_loss_coeff("seq_aux_loss"):
             yield f"seq_aux_loss of {name} balances by sample, and Megatron takes a pack for one"

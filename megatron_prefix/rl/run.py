@@ -90,7 +90,8 @@ def run(
 
     Raises:
         UserError: nothing to resume from, something else to resume from, nothing left to do,
-            another run in the folder, or a folder or disk that cannot be written.
+            another run in the folder, a folder or disk that cannot be written, or no run of
+            Weights & Biases.
     """
     alone = run_folder.claimed(options.output) if dist.get_rank() == 0 else nullcontext()
     with alone:
@@ -104,8 +105,12 @@ def run(
         summary = Summary(first, options.steps, str(options.output), str(options.output / FILE))
         if options.save_every:
             checkpoint.check_saving(options.output)
-        writer = MetricsWriter(options.output, first) if dist.get_rank() == 0 else None
+        writer = None
+        if dist.get_rank() == 0:
+            writer = MetricsWriter(options.output, first, options.wandb_project)
         try:
+            if writer is not None:
+                writer.begin()
             steps = _train(trainer, options, identity, show, summary, writer)
         finally:
             if writer is not None:

@@ -19,16 +19,18 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.models.build import build_model
 from megatron_prefix.models.optimizer import build_optimizer
 from megatron_prefix.models.presets import ModelSpec
-from megatron_prefix.rl import batches, loss, metrics, passes
+from megatron_prefix.rl import batches, flops, loss, metrics, packing, passes
+from megatron_prefix.rl.baseline import packs_of
 from megatron_prefix.rl.dataset import RolloutSet, minibatches
 from megatron_prefix.rl.job import ModelOptions, place_groups
 from megatron_prefix.rl.metrics import Metrics
 from megatron_prefix.rl.passes import Microbatch
-from megatron_prefix.rl.settings import ADAM_EPS, TrainSettings
+from megatron_prefix.rl.settings import TrainSettings
 from megatron_prefix.rl.updates import Update, Updater, now
 from megatron_prefix.run.schedule import PrefixSchedule, StepReport
 from megatron_prefix.run.step import Callbacks
 from megatron_prefix.runtime.groups import World
+from megatron_prefix.runtime.layout import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -79,16 +81,17 @@ class Trainer:
         spec: ModelSpec,
         world: World,
     ) -> None:
-        _check_layout(settings, rollouts, world)
+        check_layout(settings, rollouts, world.layout)
         minibatches(rollouts.take(0, settings.groups_per_step), settings.num_minibatches)
         self.settings, self.rollouts, self.world, self.spec = settings, rollouts, world, spec
         self.num_steps = self.position = 0
         self.chunks = _build(settings, options, spec, world)
+        packing.check(self.chunks, settings.baseline)
         self.optimizer = build_optimizer(
             self.chunks,
             lr=settings.lr,
             weight_decay=settings.weight_decay,
-            eps=ADAM_EPS,
+            eps=settings.adam_eps,
             clip_grad=settings.clip_grad,
         )
         says = Callbacks(loss.trained)
@@ -100,7 +103,13 @@ class Trainer:
         self._reference: list[Any] = []
         if settings.grpo.kl_coeff:
             self._reference = _build(settings, options, spec, world, reference=True)
-        self.updater = Updater(self.chunks, self.optimizer, self.schedule, settings, world.device)
+        self._peak_flops = flops.peak_flops(options.dtype)
+        self._seconds: dict[str, float] = {}
+        self.schedule.measures = True  # the host waits for the device after every update anyway
+        self.updater = Updater(
+            self.chunks, self.optimizer, self.schedule, settings, world.device,
+            flops.cost_model(spec),
+        )  # fmt: skip
 
     @property
     def report(self) -> StepReport | None:
@@ -114,6 +123,7 @@ class Trainer:
             TrainingError: too many updates in a row were skipped.
         """
         settings, device, begin = self.settings, self.world.device, now(self.world.device)
+        self._seconds = {}
         groups = self.rollouts.take(self.position, settings.groups_per_step)
         parts = [self._minibatch(g) for g in minibatches(groups, settings.num_minibatches)]
         prepared = now(device)
@@ -124,8 +134,10 @@ class Trainer:
         )
         self.num_steps += 1
         self.position = (self.position + len(groups)) % len(self.rollouts.groups)
+        found = self._metrics(groups, updates)
         times = {"train/logprobs_s": prepared - begin, "train/step_s": now(device) - begin}
-        return CompletedStep(self.num_steps, {**self._metrics(groups, updates), **times}, updates)
+        usual = metrics.under_verls_names({**found, **times}, self._seconds, self.world.world_size)
+        return CompletedStep(self.num_steps, {**found, **times, **usual}, updates)
 
     def _minibatch(self, groups: Sequence[Group]) -> tuple[list[Microbatch], float]:
         """This rank's microbatches of a minibatch, and the weight of their losses.
@@ -139,59 +151,73 @@ class Trainer:
         ]
         stock = settings.prefix.mode != "on" or settings.compare
         ranks = place_groups(groups, self.spec, layout, settings.prefix, stock=stock)
-        items = self._microbatches(ranks[parallel_state.get_data_parallel_rank()])
+        mine = parallel_state.get_data_parallel_rank()
+        least = packs_of(ranks, settings.baseline, layout)[mine]
+        items = self._microbatches(ranks[mine], least)
         if settings.loss_mean == "token":
             return items, 1.0
         # Megatron takes the mean over a rank's microbatches and then over ranks.
         everyone = sum(len(group.rollouts) for group in groups)
         return items, len(items) * layout.dp / everyone
 
-    def _microbatches(self, groups: Sequence[Group]) -> list[Microbatch]:
-        """Microbatches with advantages, old log-probs and, if needed, the reference's."""
+    def _microbatches(self, groups: Sequence[Group], least: int) -> list[Microbatch]:
+        """Microbatches with advantages, old log-probs and, if needed, the reference's; at least so
+        many packs."""
         layout, rank = self.world.layout, parallel_state.get_context_parallel_rank()
         whole = [
             batches.microbatch(rollout, rollout.advantage or 0.0, multiple=layout.alignment)
             for group in groups
             for rollout in group.rollouts
         ]
-        items = [batches.on_cp_rank(item, rank, layout.cp) for item in whole]
-        items = _with_logprobs(items, "old_logprobs", self._passes[0], self.chunks)
+        slices = [batches.on_cp_rank(item, rank, layout.cp) for item in whole]
+        baseline = self.settings.baseline
+        items = packing.microbatches(slices, baseline, cp_size=layout.cp, least=least)
+        items = self._with_logprobs(items, "old_logprobs", self._passes[0], self.chunks)
         if self._reference:
-            items = _with_logprobs(items, "ref_logprobs", self._passes[1], self._reference)
+            items = self._with_logprobs(items, "ref_logprobs", self._passes[1], self._reference)
         return batches.pinned(items) if self.world.device.type == "cuda" else items
+
+    def _with_logprobs(
+        self, items: list[Microbatch], name: str, schedule: PrefixSchedule, chunks: list[Any]
+    ) -> list[Microbatch]:
+        """Adds the model's current log-probs to microbatches that have none, and takes the time.
+
+        Only the last pipeline stage has and needs them.
+        """
+        begin = now(self.world.device)
+        missing = [number for number, item in enumerate(items) if name not in item]
+        found = passes.logprobs(schedule, chunks, [items[m] for m in missing]) if missing else None
+        items = list(items)
+        for number, values in zip(missing, found or (), strict=found is not None):
+            items[number] = batches.with_logprobs(items[number], name, values)
+        spent = now(self.world.device) - begin
+        self._seconds[name] = self._seconds.get(name, 0.0) + spent
+        return items
 
     def _metrics(self, groups: Sequence[Group], updates: Sequence[Update]) -> Metrics:
         layout = self.world.layout
         counted = {
             "raw_tokens": sum(update.raw_tokens for update in updates),
             "executed_tokens": sum(update.executed_tokens for update in updates),
+            "logical_flops": sum(update.logical_flops for update in updates),
+            "executed_flops": sum(update.executed_flops for update in updates),
         }
         copies = self.world.world_size // layout.dp
-        tokens = passes.sum_over_ranks(counted, self.world.device, copies)
+        sums = passes.sum_over_ranks(counted, self.world.device, copies)
+        logical, executed = sums.pop("logical_flops"), sums.pop("executed_flops")
+        seconds = sum(update.seconds for update in updates)
+        rank_seconds = seconds * self.world.world_size
         rewards = [rollout.reward for group in groups for rollout in group.rollouts]
         return {
             **metrics.of_updates(updates),
             "train/reward_mean": sum(rewards) / len(rewards),
             "train/lr": self.settings.lr_at(self.num_steps),
             "train/skipped_updates": self.updater.skipped,
-            **metrics.of_tokens(tokens, sum(update.seconds for update in updates)),
+            **metrics.of_tokens(sums, seconds),
+            **metrics.of_flops(logical, executed, rank_seconds, self._peak_flops),
+            **metrics.of_device(self.world.device),
             **metrics.of_report(self.schedule.report),
         }
-
-
-def _with_logprobs(
-    items: list[Microbatch], name: str, schedule: PrefixSchedule, chunks: list[Any]
-) -> list[Microbatch]:
-    """Adds the model's current log-probs to microbatches that have none.
-
-    Only the last pipeline stage has and needs them.
-    """
-    missing = [number for number, item in enumerate(items) if name not in item]
-    found = passes.logprobs(schedule, chunks, [items[m] for m in missing]) if missing else None
-    items = list(items)
-    for number, values in zip(missing, found or (), strict=found is not None):
-        items[number] = batches.with_logprobs(items[number], name, values)
-    return items
 
 
 def _build(
@@ -215,6 +241,7 @@ def _build(
         overlap_grad_reduce=options.overlap_grad_reduce and not reference,
         config_overrides={"calculate_per_token_loss": settings.loss_mean == "token"},
         load_hf=options.load_hf,
+        sdpa=options.sdpa,
     )
     if reference:
         for chunk in chunks:
@@ -222,21 +249,21 @@ def _build(
     return chunks
 
 
-def _check_layout(settings: TrainSettings, rollouts: RolloutSet, world: World) -> None:
+def check_layout(settings: TrainSettings, rollouts: RolloutSet, layout: Layout) -> None:
     """Refuse layouts that would hang or compute another loss.
 
     Raises:
         UserError: see the messages.
     """
-    layout = world.layout
     if layout.cp > 1 and settings.loss_mean != "token":
         raise UserError(
             f"--cp {layout.cp} with --loss-mean {settings.loss_mean}: Megatron-Core takes the mean"
             " of each rank's part of a rollout, which is not the rollout's; use --loss-mean token"
         )
     sizes = {len(group.rollouts) for group in rollouts.groups}
-    if layout.ep > 1 and len(sizes) > 1:
+    if layout.ep > 1 and len(sizes) > 1 and (settings.prefix.mode != "on" or settings.compare):
         raise UserError(
-            f"--ep {layout.ep}: ranks meet in every expert layer, so every group must have as many "
-            f"rollouts as the others, and here they have {min(sizes)} to {max(sizes)}; use --ep 1"
+            f"--ep {layout.ep}: ranks meet in every expert layer, so for Megatron's schedule every"
+            f" group must have as many rollouts as the others, and here they have {min(sizes)} to"
+            f" {max(sizes)}; use --prefix-schedule on without --compare, or --ep 1"
         )

@@ -14,10 +14,12 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_prefix.numerics import compare
+from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.rl import passes, snapshot
+from megatron_prefix.rl.flops import of_microbatches, of_report
 from megatron_prefix.rl.loss import forward_step
 from megatron_prefix.rl.passes import Microbatch
-from megatron_prefix.rl.settings import ADAM_EPS, TrainSettings
+from megatron_prefix.rl.settings import TrainSettings
 from megatron_prefix.run.schedule import PrefixSchedule
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,9 @@ class Update:
         seconds: forward, backward and optimizer step.
         raw_tokens: positions of this rank's microbatches, of all context-parallel ranks.
         executed_tokens: positions that the schedule computed for them.
+        logical_flops: of this data-parallel rank's rollouts, forward and backward; see rl/flops.py.
+        executed_flops: of what the schedule computed for them.
+        phases: see `StepReport.phases`; empty where the stock schedule ran.
         skipped: loss or gradient was not finite, the weights are as before.
         outcome: what a comparison looks at, None without one.
         difference: from the stock schedule's update, None without a comparison.
@@ -50,6 +55,9 @@ class Update:
     seconds: float
     raw_tokens: int
     executed_tokens: int
+    logical_flops: float
+    executed_flops: float
+    phases: dict[str, float]
     skipped: bool
     outcome: compare.Trace | None = None
     difference: compare.Verdict | None = None
@@ -65,6 +73,7 @@ class Updater:
         schedule: makes forward and backward.
         settings: of the run.
         device: of the model.
+        cost: of the model.
 
     Attributes:
         skipped: updates skipped so far.
@@ -78,7 +87,9 @@ class Updater:
         schedule: PrefixSchedule,
         settings: TrainSettings,
         device: torch.device,
+        cost: CostModel,
     ) -> None:
+        self._cost = cost
         self._chunks, self._optimizer, self._schedule = chunks, optimizer, schedule
         self._settings, self._device = settings, device
         self._stock = PrefixSchedule(replace(schedule.config, mode="off"))
@@ -116,7 +127,7 @@ class Updater:
             items,
             tokens=ours.raw_tokens * parallel_state.get_data_parallel_world_size(),
             lr=settings.lr_at(step),
-            eps=ADAM_EPS,
+            eps=settings.adam_eps,
             kl_coeff=settings.grpo.kl_coeff,
             may_vanish=True,
         )
@@ -148,12 +159,19 @@ class Updater:
         size = parallel_state.get_context_parallel_world_size()
         raw = size * sum(item["tokens"].numel() for item in items)
         report = schedule.report
-        executed = report.forest.executed_tokens if report and report.decision.share else raw
+        flops = executed_flops = of_microbatches(self._cost, items, size)
+        executed, phases = raw, {}
+        if report and report.decision.share:
+            executed, phases = report.forest.executed_tokens, report.phases()
+            executed_flops = of_report(self._cost, report)
         outcome = None
         if record:
             after = snapshot.parameters(self._chunks)
             outcome = compare.Trace(snapshot.losses(logs), gradients, after)
-        return Update(means, norm, zeros, seconds, raw, executed, skipped, outcome)
+        return Update(
+            means, norm, zeros, seconds, raw, executed, flops, executed_flops, phases, skipped,
+            outcome,
+        )  # fmt: skip
 
     def _apply(self, loss: float) -> tuple[float, float, bool]:
         """The optimizer step, unless loss or gradient is not finite.

@@ -80,10 +80,12 @@ def agree(
     level = _FINE if problem is None else _FAILED
     if isinstance(problem, CannotShare):
         level = _CANNOT_SHARE
-    worst = torch.tensor([level], device=device)
-    for group in groups:
-        dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
-    found = int(worst) if groups else level
+    found = level
+    if groups:  # a tensor from the host waits for all that the device has to do
+        worst = torch.tensor([level], device=device)
+        for group in groups:
+            dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+        found = int(worst)
     if found == _FINE:
         return None
     reason = _first_reason(problem if level == found else None, groups)

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.timetable import Message, exchanges
 from megatron_prefix.run.channels import Channels, colour
+from megatron_prefix.runtime.hosts import named
 
 Shape = Callable[[int], tuple[int, ...]]
 
@@ -77,7 +78,7 @@ class Links:
         if action not in self._coming:
             raise RuntimeError(f"{action} is to receive a message that the plan does not have")
         work, sender, tensor = self._coming.pop(action)
-        with self._named(f"waiting for {action} of pipeline rank {sender}"):
+        with self._named(f"waiting for {action} of", sender):
             work.wait()
         return tensor
 
@@ -87,20 +88,20 @@ class Links:
         for message in next(self._gaps, ()):
             if message.used_by.kind in self._kinds:
                 # A neighbour that is gone may show here already.
-                with self._named(self._doing(message)):
+                with self._named(*self._doing(message)):
                     self._issue(message)
 
     def finish(self) -> None:
         """Waits until everything sent has left."""
         while self._sent:
             work, _, receiver = self._sent.pop()
-            with self._named(f"sending the last message of the step to pipeline rank {receiver}"):
+            with self._named("sending the last message of the step to", receiver):
                 work.wait()
 
-    def _doing(self, message: Message) -> str:
+    def _doing(self, message: Message) -> tuple[str, int]:
         if message.sender == self._channels.rank:
-            return f"sending {message.used_by} to pipeline rank {message.receiver}"
-        return f"waiting for {message.used_by} of pipeline rank {message.sender}"
+            return f"sending {message.used_by} to", message.receiver
+        return f"waiting for {message.used_by} of", message.sender
 
     def _issue(self, message: Message) -> None:
         kind, sends = message.used_by.kind, message.sender == self._channels.rank
@@ -116,12 +117,13 @@ class Links:
         self._coming[message.used_by] = work, message.sender, tensor
 
     @contextlib.contextmanager
-    def _named(self, doing: str) -> Iterator[None]:
-        """Says in an error what this rank was doing."""
+    def _named(self, doing: str, neighbour: int) -> Iterator[None]:
+        """Says in an error what this rank was doing, and with which pipeline rank."""
         try:
             yield
         except RuntimeError as error:
             raise RuntimeError(
-                f"pipeline rank {self._channels.rank}, {doing}: {error}. A neighbour has failed,"
-                " hangs, or needs longer than --message-timeout-minutes; its own log says why"
+                f"pipeline rank {self._channels.rank}, {doing} pipeline rank {neighbour}: {error}."
+                " A neighbour has failed, hangs, or needs longer than --message-timeout-minutes;"
+                f" the log of {named(self._channels.ranks[neighbour])} says why"
             ) from error

@@ -10,6 +10,7 @@ and so do the other ranks, which lose a neighbour.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import math
@@ -26,6 +27,7 @@ from torch import Tensor
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import StepOutOfMemory, UserError
 from megatron_prefix.megatron.features import offload_refusal
+from megatron_prefix.megatron.mixers import pattern_of, recomputes
 from megatron_prefix.moe import versions
 from megatron_prefix.moe.versions import has_global_loss
 from megatron_prefix.offload import rates
@@ -153,6 +155,8 @@ class MemoryControl:
             vocab_size_of(models[0]),
             gathers,
             self._config.cache_host_layers,
+            pattern_of(_language_model(models[0])),
+            recomputes(_language_model(models[0])),
         )
 
     def least_free(self, models: list[Any], groups: ProcessGroupCollection) -> float:
@@ -227,6 +231,8 @@ class MemoryControl:
         alone = all(group.size() == 1 for group in companions)
         lean = leaner(plan) if alone and not forward_only else None
         before, self._before = self._before, None
+        if before is not None:
+            before.looked()
         try:
             return attempt(plan), plan
         except torch.OutOfMemoryError as error:
@@ -274,15 +280,28 @@ class Rewind:
 
     def __init__(self, models: Sequence[Any]) -> None:
         self._models = models
-        modules = [module for model in models for module in model.modules()]
-        self._parameters = [p for model in models for p in model.parameters()]
+        modules = list(_modules(models))
+        self._parameters = [
+            p for module in modules for p in module._parameters.values() if p is not None
+        ]
         self._copies = _copies(
             [buffer for module in modules for buffer in module._buffers.values()]
         )
         self._losses = {name: values.clone() for name, values in versions.logged_losses().items()}
         self._has_gradients = any(parameter.grad is not None for parameter in self._parameters)
-        # Looked at only when memory has run out; until then it is one pass over the gradients.
-        self._is_dirty = [total.any() for total in self._totals()]
+        # Looked at only when memory has run out; until then it is one pass over the gradients,
+        # beside what the host sends to the device while it plans.
+        device = device_of(list(models))
+        self._side = _side_stream(device) if device.type == "cuda" else None
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._side):
+            self._is_dirty = [total.any() for total in self._totals()]
+
+    def looked(self) -> None:
+        """From here on the device may change gradients: it has looked at them before."""
+        if self._side is not None:
+            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
 
     def possible(self) -> bool:
         """Whether gradients were zero; waits for the device."""
@@ -320,6 +339,23 @@ class Rewind:
             for buffer in (getattr(model, name, None) if hasattr(model, "ddp_config") else None)
             or ()
         ]
+
+
+def _modules(models: Sequence[Any]) -> Iterator[Any]:
+    """Every module of the models, once. `Module.modules()` makes names, which takes ten times as
+    long: milliseconds before every step."""
+    left, seen = list(models), set()
+    while left:
+        module = left.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            left += [one for one in module._modules.values() if one is not None]
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _copies(buffers: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
@@ -364,28 +400,38 @@ def _rounded(number: float) -> float:
 
 
 def _longest(joint: JointForest) -> tuple[Segment, ...]:
-    """As long as on the rank that has most rows, place by place: one span below the last parent."""
+    """As long as on the rank that has most rows, place by place, in as many spans as on the rank
+    that has most, all of them below the last parent."""
     if len(joint.lengths[0]) == 1:
         return joint.forest.segments
-    found = []
-    for segment, lengths in zip(joint.union.segments, joint.lengths, strict=True):
+    found, align = [], max(1, joint.forest.align)
+    places = zip(joint.union.segments, joint.lengths, joint.spans, strict=True)
+    for segment, lengths, most in places:
         num, parents = max(lengths), segment.parents
         parent = Place(parents[-1], 0) if parents else None
-        span = Span(0, num, num, segment.spans[0].rollouts, parent)
+        others = max(0, min(most, num // align) - 1)  # a span is not shorter than the alignment
+        spans = tuple(
+            Span(0, length, length, segment.spans[0].rollouts, parent)
+            for length in (num - others * align, *[align] * others)
+        )
         trained = min(num, segment.num_read)
-        found.append(segment._replace(spans=(span,), trained=trained))
+        found.append(segment._replace(spans=spans, trained=trained))
     return tuple(found)
+
+
+def _language_model(model: Any) -> Any:
+    return get_attr_wrapped_model(model, "decoder", return_model_obj=True)
 
 
 def vocab_size_of(model: Any) -> int:
     """The model's vocabulary, which every pipeline stage knows; 0 where it does not say."""
-    language_model = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
-    return getattr(language_model, "vocab_size", 0)
+    return getattr(_language_model(model), "vocab_size", 0)
 
 
 def cost_of(model: Any) -> CostModel:
     """FLOPs of the whole model that a chunk belongs to; the same on every rank."""
-    return CostModel.of_config(get_model_config(model), vocab_size_of(model))
+    pattern = pattern_of(_language_model(model))
+    return CostModel.of_config(get_model_config(model), vocab_size_of(model), pattern)
 
 
 def device_of(models: list[Any]) -> torch.device:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.peak_memory import RankMemory
 from megatron_prefix.plan.simulator import simulate
-from megatron_prefix.plan.times import Prediction
+from megatron_prefix.plan.times import Prediction, TimeModel, action_seconds
 from megatron_prefix.run.timing import Stopwatch
 from megatron_prefix.tree import Forest
 
@@ -27,6 +27,7 @@ class StepReport:
         plan: what the prefix schedule runs or would have run.
         joint: the same actions on the segments of all pipelines that run side by side.
         prediction: both schedules' times; None where none was made.
+        times: what it was made from.
         stopwatch: times of this rank's actions, in a step that was measured.
         memory: predicted of this rank, where the prefix schedule ran with gradients.
         base_bytes: allocated on the device when the step began.
@@ -41,6 +42,7 @@ class StepReport:
     plan: Plan
     joint: Plan
     prediction: Prediction | None = None
+    times: TimeModel | None = None
     stopwatch: Stopwatch | None = None
     memory: RankMemory | None = None
     base_bytes: int = 0
@@ -61,12 +63,35 @@ class StepReport:
         statistics were last reset; None without a GPU."""
         return torch.cuda.max_memory_allocated() if self.base_bytes else None
 
+    def phases(self, makespan: float | None = None) -> dict[str, float]:
+        """Seconds that this rank computed in phase A (forwards of inner segments), B (waves) and C
+        (backwards of inner segments), and that it did not compute (`wait`); empty in a step that
+        was not timed.
+
+        Args:
+            makespan: seconds of the whole step; None: from this rank's first action to its last.
+        """
+        if self.stopwatch is None or not self.decision.share:
+            return {}
+        found = dict.fromkeys("ABC", 0.0)
+        for action, seconds in self.stopwatch.seconds().items():
+            found[_phase(self.plan, action)] += seconds
+        whole = self.stopwatch.span() if makespan is None else makespan
+        return {**found, "wait": max(0.0, whole - sum(found.values()))}
+
     @property
     def bubble_fraction(self) -> float:
-        """Share of all ranks' time in which they wait, simulated."""
-        return _bubble_fraction(self.plan)
+        """Share of all ranks' time in which they wait, simulated with what is known of times."""
+        return _bubble_fraction(self.plan, self.times)
+
+
+def _phase(plan: Plan, action: Action) -> str:
+    if not plan.segments[action.segment].inner:
+        return "B"
+    return "A" if action.kind == "F" else "C"
 
 
 @functools.lru_cache(maxsize=16)
-def _bubble_fraction(plan: Plan) -> float:
-    return simulate(plan).bubble_fraction
+def _bubble_fraction(plan: Plan, times: TimeModel | None) -> float:
+    action_time = action_seconds(times, plan) if times is not None else None
+    return simulate(plan, action_time=action_time).bubble_fraction

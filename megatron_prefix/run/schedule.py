@@ -37,6 +37,7 @@ from megatron_prefix.run.cost_meter import CostMeter, key_of, prior_of
 from megatron_prefix.run.losses import LossContract
 from megatron_prefix.run.oom_retry import MemoryControl, cost_of, device_of
 from megatron_prefix.run.report import StepReport
+from megatron_prefix.run.scattered import Watch
 from megatron_prefix.run.step import (
     Callbacks,
     Columns,
@@ -62,6 +63,7 @@ class PrefixSchedule:
         report: what the last step did; None before the first.
         measures: times every action of the next steps (`report.stopwatch`); costs a barrier a step.
         watch: runs around the computation of every action, in the place of `measures`.
+        scattered: what groups on several data-parallel ranks could share, and do.
     """
 
     config: PrefixConfig = field(default_factory=PrefixConfig)
@@ -69,6 +71,7 @@ class PrefixSchedule:
     report: StepReport | None = None
     measures: bool = False
     watch: Callable[[Action], contextlib.AbstractContextManager] | None = None
+    scattered: Watch = field(default_factory=Watch, init=False)
     _planners: dict[Any, StepPlanner] = field(default_factory=dict, init=False, repr=False)
     _meters: dict[Any, CostMeter] = field(default_factory=dict, init=False, repr=False)
     _memory: MemoryControl = field(init=False, repr=False)
@@ -186,6 +189,8 @@ class PrefixSchedule:
         if (reason := agree(problem, everyone, device)) is not None:
             self._refused(reason)
             return None
+        if self.config.mode != "on":
+            self.scattered.look(step, groups, forward_only=forward_only)  # type: ignore[arg-type]
         if step.unshared:  # type: ignore[union-attr]
             self._unshared(step, models, groups, forward_only)  # type: ignore[arg-type]
             return None
@@ -324,7 +329,7 @@ class PrefixSchedule:
         if step.forest.ordered:
             global_aux_sync.prove(plan, joint, groups.pp.rank())
         count = self._fallbacks() + bool(decision.fallback)
-        return StepReport(step.forest, decision, count, plan, union, prediction)
+        return StepReport(step.forest, decision, count, plan, union, prediction, meter.times)
 
     def _may_try(self, plan: Plan, experts: Any, models: list[Any], groups: Any) -> bool:
         """Whether either schedule can run the step, to time it; the same on all ranks.

@@ -22,6 +22,8 @@ def training_modes(model: Any) -> Swap:
     outside = [module.training for module in modules]
 
     def swap(wanted: list[bool] | None, entering: bool) -> list[bool] | None:
+        if entering and wanted is None:
+            return None
         inside = [module.training for module in modules]
         changed = inside != outside
         if changed or wanted is not None:
@@ -37,6 +39,8 @@ def environment() -> Swap:
     outside = dict(os.environ)
 
     def swap(wanted: dict[str, str] | None, entering: bool) -> dict[str, str] | None:
+        if entering and wanted is None:
+            return None
         inside = dict(os.environ)
         changed = inside != outside
         if changed or wanted is not None:

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from torch import Tensor
 
 from megatron_prefix.errors import CannotShare
-from megatron_prefix.megatron.install import install, language_model
+from megatron_prefix.megatron.install import Hooks, install, language_model
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import free_bytes
 from megatron_prefix.plan.actions import Plan
@@ -192,7 +192,7 @@ class StepRun:
             call = steps[0].call if steps else ModelCall(0, {})
             called = steps[0].called if steps else Settings.now()
             stage = Stage(
-                model, hooks, self._cache(plan, chunk, hooks.num_layers, exchange, offloader),
+                model, hooks, self._cache(plan, chunk, hooks, exchange, offloader),
                 number == 0, number == plan.num_stages - 1,
                 ModelArguments(inputs, call["labels"] is not None, call.others), called,
             )  # fmt: skip
@@ -208,7 +208,7 @@ class StepRun:
         self,
         plan: Plan,
         chunk: int,
-        num_layers: int,
+        hooks: Hooks,
         exchange: Exchange | None,
         offloader: Offloader | None,
     ) -> SidecarCache:
@@ -216,11 +216,13 @@ class StepRun:
         actions, parts = plan.actions_of(self._rank, chunk), self._groups.cp.size()
         gathers = self._memory.gathers
         planned = arena_map(plan.segments, actions, parts, 1 if gathers else parts)
+        num_layers, recurrent = hooks.num_layers, hooks.num_recurrent
         if exchange is None:
             share = self._config.cache_host_layers
             host = HostLayers(offloader, num_layers, share) if offloader and share else None
-            return SidecarCache(planned, num_layers, host=host)
-        return (GatheredCache if gathers else ShardedCache)(planned, num_layers, exchange)
+            return SidecarCache(planned, num_layers, host, recurrent)
+        kind = GatheredCache if gathers else ShardedCache
+        return kind(planned, num_layers, exchange, recurrent)
 
 
 def _same(value: Tensor) -> Tensor:

@@ -53,6 +53,15 @@ class Stopwatch:
             found[action] = found.get(action, 0.0) + (self._ms(end) - self._ms(begin)) / 1e3
         return found
 
+    def span(self) -> float:
+        """Seconds from the begin of this rank's first action to the end of its last; waits for the
+        device."""
+        if not self._marks:
+            return 0.0
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return (self._ms(self._marks[-1][2]) - self._ms(self._marks[0][1])) / 1e3
+
     def timeline(self, plan: Plan) -> Timeline:
         """The step of all ranks in milliseconds; every rank of the pipeline calls this together."""
         if self._device.type == "cuda":

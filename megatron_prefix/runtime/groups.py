@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from megatron_prefix import platforms
 from megatron_prefix.errors import UserError, shown
 from megatron_prefix.platforms import Platform
+from megatron_prefix.runtime import hosts
 from megatron_prefix.runtime.layout import Layout
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 MESSAGE_TIMEOUT_MINUTES = 10.0
 """How long a message may take: longer than the longest step of one rank for which others wait."""
+
+JOINING_MINUTES = 10.0
+"""How long ranks wait, at least, for those of other nodes to start."""
 
 RENDEZVOUS = "MEGATRON_PREFIX_RENDEZVOUS"
 """Environment variable: the file through which ranks that `launch` started find one another."""
@@ -95,10 +99,12 @@ def initialize(
         layout: must have as many ranks as the world.
         device: "cpu" or "cuda".
         seed: of Megatron's random generators (dropout); weights are seeded by the model builder.
-        message_timeout_minutes: how long a rank waits for another before the job fails.
+        message_timeout_minutes: how long a rank waits for another before the job fails; for those
+            that have not started yet under torchrun, at least JOINING_MINUTES.
 
     Raises:
-        UserError: the world has another size than `layout`, or `device` cannot be had.
+        UserError: the world has another size than `layout`, `device` cannot be had, or ranks of
+            torchrun have not come.
         RuntimeError: a process group exists already.
     """
     world_size = env_world_size() or 1
@@ -150,6 +156,7 @@ def _join(backend: str, rank: int, world_size: int, timeout: timedelta) -> None:
         # Keys of its own each time: torchrun keeps its store while a job joins, leaves and joins.
         shared, rank, world_size = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(f"{RENDEZVOUS}/{next(_JOINED)}", shared)
+        hosts.meet(store, rank, world_size, max(timeout, timedelta(minutes=JOINING_MINUTES)))
     else:
         store = dist.HashStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -170,4 +177,9 @@ def shutdown() -> None:
 
     forget_logged_losses()
     parallel_state.destroy_model_parallel()
+    # It leaves some groups behind. A process that is forked now would inherit them without their
+    # threads, and wait for these when it makes its own.
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, torch.distributed.ProcessGroup):
+            setattr(parallel_state, name, None)
     torch.distributed.destroy_process_group()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from megatron_prefix import platforms
 from megatron_prefix.errors import UserError
-from megatron_prefix.runtime import folders
+from megatron_prefix.runtime import folders, hosts
 from megatron_prefix.runtime.groups import RENDEZVOUS, env_world_size, shutdown
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,8 @@ def launch(fn: Callable[..., T], world_size: int, *args: Any, device: str = "cpu
 
     Raises:
         UserError: `fn` raised it on some rank, or torchrun's world has another size.
-        RankError: a rank failed otherwise; the others have been ended.
+        RankError: a rank failed otherwise; the others have been ended. Under torchrun: this rank
+            has lost another.
     """
     started = env_world_size()
     if started is not None and started != world_size:
@@ -76,7 +77,7 @@ def launch(fn: Callable[..., T], world_size: int, *args: Any, device: str = "cpu
             f"use torchrun --nproc-per-node {world_size} (per host) or leave torchrun out"
         )
     if started is not None or world_size == 1:
-        return fn(*args)
+        return _as_this_rank(fn, args)
     if world_size > MOST_RANKS:
         raise UserError(
             f"the job needs {world_size} ranks, and one machine starts at most {MOST_RANKS}; change"
@@ -90,6 +91,17 @@ def launch(fn: Callable[..., T], world_size: int, *args: Any, device: str = "cpu
     return run_ranks(
         fn, world_size, args, start_method="fork" if fork else "spawn", threads=threads
     )[0]
+
+
+def _as_this_rank(fn: Callable[..., T], args: Sequence[Any]) -> T:
+    """Run `fn` in this process; an error in communication says where the other ranks are."""
+    try:
+        return fn(*args)
+    except RuntimeError as error:
+        said = hosts.told(int(os.environ.get("RANK", "0")), error)
+        if said is None:
+            raise
+        raise RankError(f"{said}\n{traceback.format_exc()}") from None
 
 
 def run_ranks(

@@ -9,7 +9,6 @@ capture after release is an error instead of wrong gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,19 +16,11 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.sidecar.arena import Arena, Both, Rows
+from megatron_prefix.sidecar.states import SegmentState, StateCache
 from megatron_prefix.tree.kv_layout import ArenaMap, one_interval
 
 if TYPE_CHECKING:
     from megatron_prefix.sidecar.host_arena import HostLayers
-
-
-class SegmentState(Enum):
-    """Life of one inner segment in one layer."""
-
-    EMPTY = "empty"
-    CAPTURED = "captured"
-    CONSUMED = "consumed"
-    FREED = "freed"
 
 
 class LevelRows(NamedTuple):
@@ -75,17 +66,18 @@ class OwnKeys:
         return mine if sent is None else (sent[0] + mine[0], sent[1] + mine[1])
 
 
-class SidecarCache:
-    """K/V and gK/gV of one model chunk for one step.
+class SidecarCache(StateCache):
+    """K/V and gK/gV of one model chunk for one step, and the states of its recurrent layers.
 
     Args:
         planned: where they lie; of this rank's part of every segment.
         num_layers: attention layers of the model chunk.
         host: layers whose arena is on the host, and on the device only while it is used.
+        num_recurrent: recurrent layers; their numbers follow those of attention layers.
 
     Attributes:
         map: `planned`.
-        peak_bytes: the most device memory that K/V and gK/gV have taken.
+        peak_bytes: the most device memory that all of it has taken.
     """
 
     def __init__(
@@ -93,23 +85,12 @@ class SidecarCache:
         planned: ArenaMap,
         num_layers: int,
         host: HostLayers | None = None,
+        num_recurrent: int = 0,
     ) -> None:
+        super().__init__(num_layers + num_recurrent, planned.states)
         self.map = planned
         self._num_layers, self._host = num_layers, host
-        self._arenas: dict[int, Arena] = {}
-        self._states: dict[tuple[int, int], SegmentState] = {}
-        self._live: list[set[int]] = [set() for _ in range(num_layers)]
         self._levels: dict[tuple[int, int], LevelRows] = {}
-        self._held = self.peak_bytes = 0
-
-    def state(self, layer: int, index: int) -> SegmentState:
-        """State of segment `index` in `layer`."""
-        return self._states.get((layer, index), SegmentState.EMPTY)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held on the device now."""
-        return self._held
 
     def capture(self, layer: int, index: int, key: Tensor, value: Tensor) -> None:
         """Copies a segment's K [positions, kv_heads, dim] and V [positions, kv_heads, value_dim]
@@ -118,15 +99,8 @@ class SidecarCache:
         They are copied because Megatron frees the storage of K and V under some recompute and
         offload options. A second call comes from activation recomputation and changes nothing.
         """
-        if self.state(layer, index) is SegmentState.CAPTURED:
-            return
-        self._expect(layer, index, SegmentState.EMPTY)
-        if layer not in self._arenas:
-            made = self._host.arena if self._host is not None and layer in self._host else Arena
-            self._arenas[layer] = made(self.map.intervals, self.map.length, key, value, self._count)
-        self._arenas[layer].write(index, key, value)
-        self._live[layer].add(index)
-        self._states[layer, index] = SegmentState.CAPTURED
+        made = self._host.arena if self._host is not None and layer in self._host else Arena
+        self._capture(made, self.map, layer, index, key, value)
 
     def own(self, layer: int, index: int) -> Both:
         """K and V of the segment itself, views."""
@@ -186,50 +160,18 @@ class SidecarCache:
 
     def take_gradient(self, layer: int, index: int) -> Both | None:
         """The accumulated gK, gV of a segment; only once. None where nothing was sent."""
-        self._expect(layer, index, SegmentState.CAPTURED)
-        self._states[layer, index] = SegmentState.CONSUMED
-        self._live[layer].discard(index)
-        return self._arenas[layer].sent(index)
-
-    def free(self, index: int, *, consumed: bool) -> None:
-        """Releases a segment after its backward; an arena is freed with the last one in it.
-
-        Args:
-            index: the segment.
-            consumed: whether every layer must have taken the gradients (False for forward_only).
-        """
-        for layer in range(self._num_layers):
-            self._expect(layer, index, SegmentState.CONSUMED if consumed else SegmentState.CAPTURED)
-            self._states[layer, index] = SegmentState.FREED
-            self._live[layer].discard(index)
-            if not self._live[layer] and layer in self._arenas:
-                self._arenas.pop(layer).drop()
+        return self._consume(layer, index)
 
     def clear(self) -> None:
         """Drops everything in any state: at the end of a step, also of a failed one."""
-        for arena in self._arenas.values():
-            arena.drop()
+        super().clear()
         if self._host is not None:
             self._host.clear()
-        for live in self._live:
-            live.clear()
-        self._arenas.clear()
-        self._states.clear()
         self._levels.clear()
-
-    def _count(self, num_bytes: int) -> None:
-        self._held += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self._held)
 
     def _open(self, layer: int, index: int) -> Arena:
         """The arena in which all that a segment sees is captured and not consumed."""
-        closed = [seen for seen in self.map.seen[index] if seen not in self._live[layer]]
-        if closed:
-            raise RuntimeError(
-                f"layer {layer}: segment {index} reads segment {closed[0]}, which is"
-                f" {self.state(layer, closed[0]).value}: before its forward or after its backward"
-            )
-        return self._arenas[layer]
+        return self._with(layer, index, self.map.seen[index])
 
     def level(self, index: int, number: int) -> LevelRows:
         """A segment's level as a kernel's call needs it; made once a step."""
@@ -245,13 +187,6 @@ class SidecarCache:
             self._levels[index, number] = found
         return found
 
-    def _expect(self, layer: int, index: int, wanted: SegmentState) -> None:
-        found = self.state(layer, index)
-        if found is not wanted:
-            raise RuntimeError(
-                f"layer {layer}, segment {index}: {found.value}, expected {wanted.value}"
-            )
-
 
 def _rows(device: torch.device, intervals: Sequence[tuple[int, int]]) -> Rows:
     """Intervals one after another: one interval if they are neighbours, else an index."""
@@ -263,5 +198,10 @@ def _rows(device: torch.device, intervals: Sequence[tuple[int, int]]) -> Rows:
 
 def on(device: torch.device, index: np.ndarray) -> Tensor:
     """Indices on the device; the host does not wait."""
-    host = torch.from_numpy(index)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    given = torch.from_numpy(index)
+    if device.type != "cuda":
+        return given
+    host = torch.empty_like(given, pin_memory=True)
+    # By numpy: torch wakes threads to copy a megabyte, which takes milliseconds.
+    host.numpy()[...] = index
+    return host.to(device, non_blocking=True)

@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_prefix.sidecar.arena import Both, wide
+from megatron_prefix.sidecar.arena import Both
 from megatron_prefix.sidecar.cache import OwnKeys, on
+from megatron_prefix.sidecar.key_sums import key_sums
 from megatron_prefix.tree import cp_layout
 
 Lengths = tuple[int, ...]
@@ -84,7 +85,7 @@ class Exchange:
 
         Args:
             name: "order" and "dealt" of the view; "runs" of a level in it; the rank's "own" runs in
-                it, and "own in order" of the segment.
+                it, their "own sums", and "own in order" of the segment.
             lengths: of the spans or runs, whole.
             device: of the keys.
         """
@@ -119,6 +120,7 @@ _TABLES: dict[str, Callable[[Lengths, int, int], cp_layout.Index]] = {
     "own": lambda lengths, rank, size: cp_layout.order(lengths, size)[
         cp_layout.own_runs(lengths, rank, size).seen
     ],
+    "own sums": cp_layout.own_sums,
     "own in order": lambda lengths, rank, size: cp_layout.own_runs(lengths, rank, size).seen,
 }
 
@@ -153,9 +155,14 @@ class OwnView(OwnKeys):
 
     def send(self, gradients: Both) -> None:
         """Starts to send the gradients of `runs` to the ranks that own the keys."""
-        runs, device = beside(*gradients), gradients[0].device
-        rows = self._exchange.table("own", self._lengths, device)
-        self._coming = self._exchange.reduce_scatter(self._begin(runs).index_add_(0, rows, runs))
+        device = gradients[0].device
+        total = key_sums(
+            gradients,
+            lambda name: self._exchange.table(name, self._lengths, device),
+            sum(self._lengths),
+            self._begun(),
+        )
+        self._coming = self._exchange.reduce_scatter(total)
 
     def take(self) -> Both:
         """See OwnKeys; in fp32 or wider."""
@@ -163,16 +170,9 @@ class OwnView(OwnKeys):
         self._both = self._halves(both)
         return super().take()
 
-    def _begin(self, like: Tensor) -> Tensor:
-        """What the gradients of `send` are added to, in the order of the view."""
-        return like.new_zeros((sum(self._lengths), *like.shape[1:]))
+    def _begun(self) -> Tensor | None:
+        """What the gradients of `send` are added to, in the order of the view; None for nothing."""
+        return None
 
     def _halves(self, both: Tensor) -> Both:
         return both[..., : self._width], both[..., self._width :]
-
-
-def beside(key_grad: Tensor, value_grad: Tensor) -> Tensor:
-    """gK and gV in one tensor [positions, kv_heads, dim + value_dim] of fp32 or wider."""
-    width = key_grad.shape[-1] + value_grad.shape[-1]
-    both = key_grad.new_empty((*key_grad.shape[:-1], width), dtype=wide(key_grad))
-    return torch.cat([key_grad, value_grad], dim=-1, out=both)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.sidecar.arena import Both
-from megatron_prefix.sidecar.cache import OwnKeys, SegmentState, SidecarCache
+from megatron_prefix.sidecar.cache import OwnKeys, SidecarCache
 from megatron_prefix.sidecar.context_parallel import Exchange, OwnView, Pending
+from megatron_prefix.sidecar.states import SegmentState
 from megatron_prefix.tree.kv_layout import ArenaMap
 
 
@@ -21,10 +22,13 @@ class GatheredCache(SidecarCache):
         planned: where the segments lie, whole; the queries are this rank's.
         num_layers: attention layers of the model chunk.
         exchange: the group's collectives.
+        num_recurrent: recurrent layers, whose states every rank has of its own heads.
     """
 
-    def __init__(self, planned: ArenaMap, num_layers: int, exchange: Exchange) -> None:
-        super().__init__(planned, num_layers)
+    def __init__(
+        self, planned: ArenaMap, num_layers: int, exchange: Exchange, num_recurrent: int = 0
+    ) -> None:
+        super().__init__(planned, num_layers, num_recurrent=num_recurrent)
         self.exchange = exchange
         self._coming: dict[tuple[int, int], Pending] = {}
 
@@ -99,7 +103,6 @@ class _OwnRows(OwnView):
         rows = self._exchange.table("own in order", self._lengths, key.device)
         return key.index_select(0, rows), value.index_select(0, rows)
 
-    def _begin(self, like: Tensor) -> Tensor:
+    def _begun(self) -> Tensor | None:
         """See OwnView: what descendants have sent."""
-        sums = self._cache.sent(*self._place)
-        return super()._begin(like) if sums is None else sums
+        return self._cache.sent(*self._place)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatron_prefix.sidecar.arena import Both
 from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.sidecar.context_parallel import Exchange, OwnView, Pending, beside
+from megatron_prefix.sidecar.context_parallel import Exchange, OwnView, Pending
+from megatron_prefix.sidecar.key_sums import beside
 from megatron_prefix.tree.kv_layout import ArenaMap
 
 
@@ -23,10 +24,13 @@ class ShardedCache(SidecarCache):
         planned: where this rank's part of every segment lies.
         num_layers: attention layers of the model chunk.
         exchange: the group's collectives.
+        num_recurrent: recurrent layers, whose states every rank has of its own heads.
     """
 
-    def __init__(self, planned: ArenaMap, num_layers: int, exchange: Exchange) -> None:
-        super().__init__(planned, num_layers)
+    def __init__(
+        self, planned: ArenaMap, num_layers: int, exchange: Exchange, num_recurrent: int = 0
+    ) -> None:
+        super().__init__(planned, num_layers, num_recurrent=num_recurrent)
         self.exchange = exchange
         self._views: dict[tuple[int, int, int], Pending] = {}
         self._sent: dict[int, list[tuple[int, int, Pending]]] = {}

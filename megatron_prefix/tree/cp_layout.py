@@ -105,6 +105,21 @@ def own_runs(lengths: tuple[int, ...], rank: int, size: int) -> OwnRuns:
     return OwnRuns(tuple(queries), tuple(keys), np.concatenate(seen))
 
 
+def own_sums(lengths: tuple[int, ...], rank: int, size: int) -> Index:
+    """Which keys of a rank's own runs lie at every place of the view, [2, places]; -1 for none.
+
+    A key is in the run of the rank's late piece, in both runs, or in none.
+    """
+    runs = own_runs(lengths, rank, size)
+    places = order(lengths, size)[runs.seen]
+    late = np.repeat(np.arange(len(runs.keys)) % 2 == 1, runs.keys)
+    found = np.full((2, sum(lengths)), -1, np.int64)
+    keys = np.arange(len(places))
+    for number, mine in enumerate((late, ~late)):
+        found[number, places[mine]] = keys[mine]
+    return found
+
+
 def _piece(length: int, size: int) -> int:
     if length % (2 * size):
         raise ValueError(

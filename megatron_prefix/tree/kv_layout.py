@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_prefix.tree.forest import Place, Segment
+from megatron_prefix.tree.state_layout import NO_STATES, StateMap, state_map
 
 PIECE_KEYS = 1 << 15
 """Most keys of a single run in one level. In one piece a long block would need memory for all its
@@ -77,6 +78,7 @@ class ArenaMap:
         lengths: per segment the lengths of its spans on all ranks, padding included.
         parts: context-parallel ranks, which hold equal parts of the queries.
         shares: of how many equal parts of K/V the arena holds one.
+        states: where recurrent layers keep theirs.
     """
 
     length: int
@@ -86,6 +88,7 @@ class ArenaMap:
     lengths: tuple[tuple[int, ...], ...]
     parts: int = 1
     shares: int = 1
+    states: StateMap = NO_STATES
 
 
 def arena_map(
@@ -108,6 +111,7 @@ def arena_map(
     shares = parts if shares is None else shares
     if program is None:
         program = [("F", index) for index in range(len(segments))]
+    states = state_map(segments, program)
     arena = _Arena(segments, shares)
     for kind, index in program:
         if segments[index].inner:
@@ -117,7 +121,7 @@ def arena_map(
     levels = tuple(below.of(index) for index in range(len(segments)))
     lengths = tuple(tuple(span.padded for span in segment.spans) for segment in segments)
     seen = tuple(map(tuple, below.seen))
-    return ArenaMap(arena.length, intervals, levels, seen, lengths, parts, shares)
+    return ArenaMap(arena.length, intervals, levels, seen, lengths, parts, shares, states)
 
 
 class _Arena:

@@ -31,7 +31,7 @@ from megatron_prefix.numerics import DRAWS, compare
 from megatron_prefix.numerics.compare import Trace, Verdict
 from megatron_prefix.numerics.pooled import Errors
 from megatron_prefix.rl import batches, loss, packing, passes, snapshot
-from megatron_prefix.rl.baseline import Baseline, num_packs
+from megatron_prefix.rl.baseline import Baseline, packs_of
 from megatron_prefix.rl.job import place_groups
 from megatron_prefix.run.overlap import overlaps
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -241,14 +241,7 @@ def of_this_rank(
     """
     stock = not baseline.packed  # packs can be made equally many of any placement
     ranks = place_groups(groups, spec, layout, config, stock=stock)
-    if not baseline.packed:
-        return ranks[data_rank()], 1
-    multiple = layout.alignment
-    lengths = [
-        [-(-(len(r) - 1) // multiple) * multiple for group in rank for r in group.rollouts]
-        for rank in ranks
-    ]
-    return ranks[data_rank()], num_packs(lengths, baseline, layout)[data_rank()]
+    return ranks[data_rank()], packs_of(ranks, baseline, layout)[data_rank()]
 
 
 def made(

@@ -16,10 +16,29 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.generate import generate
 from megatron_prefix.data.rollouts import Group
 from megatron_prefix.errors import UserError
+from megatron_prefix.models.recurrent_spec import Mamba
 from megatron_prefix.rl.baseline import Baseline
 from megatron_prefix.runtime.layout import Layout
 
-MODELS = {"dense": "tiny-qwen3", "moe": "tiny-moe"}
+MODELS = {
+    "dense": "tiny-qwen3",
+    "moe": "tiny-moe",
+    "gdn": "tiny-qwen3-next",
+    "mamba": "tiny-nemotron-h",
+    "hybrid-moe": "tiny-nemotron-h",
+}
+RECURRENT = ("gdn", "mamba", "hybrid-moe")
+"""Megatron-Core 0.16 does not pack microbatches of these."""
+EXPERTS = {
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 32,
+    "moe_shared_width": 32,
+    "moe_aux_loss_coeff": 1e-2,
+}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "hybrid-moe": {**EXPERTS, "recurrent": Mamba("MEM*EM", 8, 16, 8, 2)},
+}
+"""Fields of the preset that a model changes."""
 RECOMPUTES = ("none", "full")
 ROLLOUT = Baseline("rollout")
 # In 16 bit the ratio of two errors is judged, parameter by parameter. That needs many roundings, so
@@ -35,25 +54,31 @@ SIXTEEN_BIT = {
 SIXTEEN_BIT_OF = {
     "dense": {"ffn_hidden_size": 1408},
     "moe": {"moe_ffn_hidden_size": 256, "moe_top_k": 8},
+    "gdn": {"ffn_hidden_size": 1408},
+    "mamba": {"ffn_hidden_size": 1408},
+    "hybrid-moe": {"moe_ffn_hidden_size": 256, "moe_top_k": 8},
 }
 
 # name: layout, models that can run it. With tensor parallelism Megatron-Core requires sequence
 # parallelism for experts, so for them TP2 is always +SP.
 LAYOUTS: dict[str, tuple[Layout, tuple[str, ...]]] = {
     "TP2": (Layout(tp=2), ("dense",)),
-    "TP2+SP": (Layout(tp=2, sequence_parallel=True), ("dense", "moe")),
-    "PP2": (Layout(pp=2), ("dense", "moe")),
+    "TP2+SP": (
+        Layout(tp=2, sequence_parallel=True),
+        ("dense", "moe", "gdn", "mamba", "hybrid-moe"),
+    ),
+    "PP2": (Layout(pp=2), ("dense", "moe", "gdn", "mamba")),
     "PP4": (Layout(pp=4), ("dense", "moe")),
-    "PP2xVPP2": (Layout(pp=2, vpp=2), ("dense", "moe")),
-    "CP2": (Layout(cp=2), ("dense", "moe")),
+    "PP2xVPP2": (Layout(pp=2, vpp=2), ("dense", "moe", "gdn")),
+    "CP2": (Layout(cp=2), ("dense", "moe", "gdn", "mamba")),
     "CP4": (Layout(cp=4), ("dense", "moe")),
-    "EP2": (Layout(ep=2, dp=2), ("moe",)),
+    "EP2": (Layout(ep=2, dp=2), ("moe", "hybrid-moe")),
     "EP4": (Layout(ep=4, dp=4), ("moe",)),
-    "DP2": (Layout(dp=2), ("dense", "moe")),
+    "DP2": (Layout(dp=2), ("dense", "moe", "gdn", "mamba")),
     "TP2xPP2": (Layout(tp=2, pp=2), ("dense", "moe")),
     "TP2xCP2": (Layout(tp=2, cp=2), ("dense", "moe")),
-    "PP2xCP2": (Layout(pp=2, cp=2), ("dense", "moe")),
-    "PP2xEP2": (Layout(pp=2, ep=2, dp=2), ("moe",)),
+    "PP2xCP2": (Layout(pp=2, cp=2), ("dense", "moe", "mamba")),
+    "PP2xEP2": (Layout(pp=2, ep=2, dp=2), ("moe", "hybrid-moe")),
     "TP2xPP2xCP2": (Layout(tp=2, pp=2, cp=2), ("dense", "moe")),
     "TP2xEP2xPP2": (Layout(tp=2, pp=2, ep=2, dp=2, sequence_parallel=True), ("moe",)),
     # Experts are spread over context- and data-parallel ranks, in this order.
@@ -140,7 +165,10 @@ class Row:
 
     def overrides(self, dtype: str) -> dict[str, Any]:
         """Fields of ModelSpec that the row changes."""
-        return {**SIXTEEN_BIT, **SIXTEEN_BIT_OF[self.model]} if is_sixteen_bit(dtype) else {}
+        own = OVERRIDES.get(self.model, {})
+        if not is_sixteen_bit(dtype):
+            return own
+        return {**own, **SIXTEEN_BIT, **SIXTEEN_BIT_OF[self.model]}
 
     def layout_in(self, world_size: int | None = None) -> Layout:
         """The row's layout; data parallelism fills a world that is larger.
@@ -149,7 +177,7 @@ class Row:
             UserError: the world is no multiple of the layout's.
         """
         layout = LAYOUTS[self.layout][0]
-        if self.model == "moe" and layout.tp > 1:
+        if self.model.endswith("moe") and layout.tp > 1:
             layout = replace(layout, sequence_parallel=True)
         if world_size is None:
             return layout
@@ -166,7 +194,8 @@ def rows() -> Iterator[Row]:
         for layout, (_, models) in LAYOUTS.items():
             if model in models:
                 for shape, recompute in itertools.product(SHAPES, RECOMPUTES):
-                    yield Row(model, layout, shape, recompute)
+                    if model not in RECURRENT or not SHAPES[shape].pack_tokens:
+                        yield Row(model, layout, shape, recompute)
 
 
 @dataclass(frozen=True)

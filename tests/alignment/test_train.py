@@ -192,6 +192,7 @@ SCHEMA = {
     "train/ratio": float,
     "train/clip_frac": float,
     "train/approx_kl": float,
+    "train/weighted_logprob": float,
     "train/kl": float,
     "train/grad_norm": float,
     "train/grad_zeros": float,
@@ -205,7 +206,16 @@ SCHEMA = {
     "train/executed_tokens_per_s": float,
     "prefix_sharing/raw_tokens": int,
     "prefix_sharing/executed_tokens": int,
+    "prefix_sharing/tflops": float,
+    "timing_s/old_log_prob": float,
+    "timing_s/ref": float,
+    "timing_s/update_actor": float,
+    "timing_s/step": float,
+    "perf/total_num_tokens": int,
+    "perf/time_per_step": float,
+    "perf/throughput": float,
 }
+PHASES = [f"prefix_sharing/{name}_s" for name in ("phase_a", "phase_b", "phase_c", "wait")]
 OF_MODE = {"prefix_sharing/active": int, "prefix_sharing/fallback_count": int}
 OF_SHARING = {
     **OF_MODE,
@@ -214,6 +224,7 @@ OF_SHARING = {
     "prefix_sharing/predicted_speedup": float,
 }
 WHEN_SHARING = {
+    **dict.fromkeys(PHASES, float),
     "prefix_sharing/bubble_fraction": float,
     "prefix_sharing/kv_cache_gb": float,
     "prefix_sharing/out_of_memory_retried": int,
@@ -245,6 +256,11 @@ def test_metrics_of_every_mode(
     assert len(rows) == 2
     for row in rows:
         assert {name: type(value) for name, value in row.items()} == SCHEMA | more
+        spent = [row[name] for name in PHASES if name in row]
+        assert sum(spent) <= row["train/updates_s"] == row["timing_s/update_actor"]
+        assert all(spent[:3]), "every phase ran"
+        passes = row["timing_s/old_log_prob"], row["timing_s/ref"]
+        assert min(passes) > 0 and sum(passes) <= row["train/logprobs_s"]
     row = rows[-1]
     assert row.get("prefix_sharing/active") == active
     assert row.get("prefix_sharing/fallback_count") == fallbacks

@@ -55,6 +55,29 @@ def test_data_parallel_ranks_make_the_same_update(
         assert rows[0][name] == pytest.approx(rows[1][name], abs=1e-5)
 
 
+MOE = ModelOptions("tiny-moe", overrides=(("num_layers", 2),))
+
+
+def test_ranks_with_different_numbers_of_rollouts_share_experts(tmp_path: Path) -> None:
+    """Three steps, whose updates are in the losses of the next."""
+    found = []
+    for name, layout in (("dp", Layout(dp=2)), ("ep", Layout(dp=2, ep=2))):
+        train(tmp_path / name, 3, settings(), layout=layout, options=MOE)
+        found.append(metrics_of(tmp_path / name))
+    assert len({len(group.rollouts) for group in bundled()}) > 1
+    for ours, theirs in zip(*found, strict=True):
+        for metric in ("train/loss", "train/kl", "train/ratio", "train/grad_norm"):
+            assert ours[metric] == pytest.approx(theirs[metric], rel=1e-5, abs=1e-5), metric
+
+
+@pytest.mark.parametrize("fields", [{"mode": "auto"}, {"mode": "off"}, {"compare": True}])
+def test_megatrons_schedule_wants_equal_groups_where_experts_are_shared(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(UserError, match=r"--ep 2: .* they have 4 to 8; use --prefix-schedule on"):
+        train(tmp_path, 1, settings(**fields), layout=Layout(dp=2, ep=2), options=MOE)
+
+
 def test_reductions_during_backwards_change_nothing(tmp_path: Path) -> None:
     """Three steps: of the first the reductions wait."""
     found = []

@@ -8,14 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from megatron_prefix.attention import merge as merging
 from megatron_prefix.attention.interface import Kernel, Partial, Runs
 from megatron_prefix.attention.kernels import KERNELS, available, choose
-from megatron_prefix.attention.merge import merge
+from megatron_prefix.attention.merge import formula, merge
 from megatron_prefix.errors import UserError
 from megatron_prefix.numerics import assert_close
+from megatron_prefix.sidecar import key_sums as sums
+from megatron_prefix.tree import cp_layout
 from tests.harness.attention_cases import CASES, LAYOUTS, Case, by_blocks, check, make
 
 pytestmark = [
@@ -35,6 +36,7 @@ ODD = {
 LONG = {  # fa4's dense calls, and both calls beside each other
     "one long run": Case((700,), (530,), heads=8, kv_heads=2),
     "long runs": Case((1000, 300), (300, 513, 270), heads=8, kv_heads=2),
+    "equal long runs": Case((600,), (300, 300, 300), heads=8, kv_heads=2),
     "many short runs": Case((90,), tuple(range(1, 60)), heads=8, kv_heads=2),
     "more runs than a call takes": Case((90,), (3, 1, 2) * 200, heads=8, kv_heads=2),
 }
@@ -259,7 +261,7 @@ def test_the_fused_merge_is_the_eager_one(num: int, caplog: pytest.LogCaptureFix
         parts[0].out[:1] = float("nan")
         got, got_lse = merge(parts)
         outs, lses = [part.out for part in parts], [part.lse for part in parts]
-        wanted, lse = merging._merge(outs, lses, torch.bfloat16)
+        wanted, lse = formula(outs, lses, torch.bfloat16)
         assert got.is_contiguous() and got_lse.is_contiguous()
         assert_close(got, wanted, num, what="out")
         assert_close(got_lse, lse, num, what="lse")
@@ -270,20 +272,46 @@ def test_the_fused_merge_compiles_before_the_first_step(caplog: pytest.LogCaptur
     """Nothing compiles for new numbers of queries and parts, strides, autocast, a single query."""
     heads, width = 8, 64
     merging.prepare(torch.device("cuda", 0), torch.bfloat16, heads, width)
-    before = counters["stats"]["unique_graphs"]
+    kernel = importlib.import_module("megatron_prefix.attention.merge_triton")._merge
+    (cache, *_) = kernel.device_caches[torch.cuda.current_device()]
+    before = len(cache)
     assert before
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for rows in (64, heads, width, 1, 2, 3, 17, 100, 1000, 1024, 8192, 20001):
-            for num in (2, 3, 4, 5, 8):
-                shape = (num, rows, heads, width)
-                outs = list(torch.randn(shape, device="cuda").to(torch.bfloat16))
-                lses = [torch.randn(rows, heads, device="cuda").T for _ in outs]
-                parts = [Partial(*both) for both in zip(outs, lses, strict=True)]
-                parts[0].lse[:, :1] = -float("inf")
-                with torch.autocast("cuda", torch.bfloat16, enabled=rows % 2 == 0):
-                    got, got_lse = merge(parts)
-                wanted, lse = merging._merge(outs, lses, torch.bfloat16)
-                assert_close(got, wanted, num, what="out")
-                assert_close(got_lse, lse, num, what="lse")
-    assert counters["stats"]["unique_graphs"] == before
+    for rows in (64, heads, width, 1, 2, 3, 17, 100, 1000, 1024, 8192, 20001):
+        for num in (2, 3, 4, 5, 8):
+            shape = (num, rows, heads, width)
+            outs = list(torch.randn(shape, device="cuda").to(torch.bfloat16))
+            lses = [torch.randn(rows, heads, device="cuda").T for _ in outs]
+            parts = [Partial(*both) for both in zip(outs, lses, strict=True)]
+            parts[0].lse[:, :1] = -float("inf")
+            with torch.autocast("cuda", torch.bfloat16, enabled=rows % 2 == 0):
+                got, got_lse = merge(parts)
+            wanted, lse = formula(outs, lses, torch.bfloat16)
+            assert_close(got, wanted, num, what="out")
+            assert_close(got_lse, lse, num, what="lse")
+    assert len(cache) == before
     assert not [record for record in caplog.records if "without fusion" in record.message]
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
+@pytest.mark.parametrize("width", [(64, 64), (48, 80)], ids=str)
+def test_sums_of_own_keys_are_those_of_torch(
+    width: tuple[int, int], begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one pass, keys in two runs and places without any included."""
+    lengths, size, heads = (24, 4 * 123, 8), 2, 3
+    for rank in range(size):
+        seen = cp_layout.own_runs(lengths, rank, size).seen
+        tables = {
+            "own": cp_layout.order(lengths, size)[seen],
+            "own sums": cp_layout.own_sums(lengths, rank, size),
+        }
+        tables = {name: torch.from_numpy(table).cuda() for name, table in tables.items()}
+        k, v = (torch.randn(len(seen), heads, w, device="cuda").bfloat16() for w in width)
+        begin = torch.randn(sum(lengths), heads, sum(width), device="cuda") if begun else None
+        results = []
+        for fused in (True, False):
+            monkeypatch.setattr(sums, "has_triton", lambda _, fused=fused: fused)
+            base = None if begin is None else begin.clone()
+            results.append(sums.key_sums((k, v), tables.__getitem__, sum(lengths), base))
+        assert results[0].dtype == torch.float32
+        assert_close(*results, 3, what="sums")

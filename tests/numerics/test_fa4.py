@@ -25,6 +25,7 @@ LONG = {
     "one long run": Case((300,), (270,), heads=2, kv_heads=1),
     "a long run below a short one": Case((40,), (270,), heads=2, kv_heads=1),
     "long runs": Case((300,), (270, 280), heads=2, kv_heads=1),
+    "equal long runs": Case((300,), (270, 270, 270), heads=2, kv_heads=1),
 }
 
 
@@ -37,8 +38,9 @@ class StandIn:
     def runs(self, q: Tensor, k: Tensor, call: dict[str, Any]) -> Runs:
         self.calls.append({**call, "q": q, "k": k})
         if q.ndim == 4:
-            assert q.shape[0] == k.shape[0] == 1 and not call["cu_seqlens_q"]
-            return Runs((q.shape[1],), (k.shape[1],), call["causal"])
+            assert q.shape[0] == k.shape[0] and not call["cu_seqlens_q"]
+            num = q.shape[0]
+            return Runs((q.shape[1],) * num, (k.shape[1],) * num, call["causal"])
         starts = (call["cu_seqlens_q"], call["cu_seqlens_k"])
         assert all(x.dtype == torch.int32 and x.is_contiguous() for x in starts)
         queries, keys = (tuple(x.diff().tolist()) for x in starts)
@@ -54,8 +56,11 @@ class StandIn:
         runs = self.runs(q, k, {**locals()})
         rows = [x.flatten(0, 1) if q.ndim == 4 else x for x in (q, k, v)]
         out, lse, _ = MATH.forward(*rows, runs, softmax_scale)
-        dense = q.ndim == 4
-        return (out[None] if dense else out), (lse[None] if dense else lse), None, None, None
+        if q.ndim == 4:
+            num = len(q)
+            out = out.unflatten(0, (num, -1))
+            lse = lse.unflatten(1, (num, -1)).transpose(0, 1).contiguous()
+        return out, lse, None, None, None
 
     def _flash_attn_bwd(
         self, q, k, v, out, dout, lse, softmax_scale=None, causal=False, cu_seqlens_q=None,
@@ -65,12 +70,13 @@ class StandIn:
         dense = q.ndim == 4
         heads = q.shape[-2]
         assert out.shape == dout.shape == (*q.shape[:-1], v.shape[-1])
-        assert lse.shape == ((1, heads, q.shape[1]) if dense else (heads, q.shape[0]))
+        assert lse.shape == ((len(q), heads, q.shape[1]) if dense else (heads, q.shape[0]))
         assert lse.dtype == torch.float32 and lse.is_contiguous()
         rows = [x.flatten(0, 1) if dense else x for x in (dout, q, k, v, out)]
         aux = ((),) * len(batches(runs, len(rows[1]), len(rows[2])))
-        gradients = MATH.backward(*rows, lse[0] if dense else lse, aux, runs, softmax_scale)
-        return tuple(x[None] if dense else x for x in gradients)
+        lse = lse.transpose(0, 1).flatten(1) if dense else lse
+        gradients = MATH.backward(*rows, lse, aux, runs, softmax_scale)
+        return tuple(x.unflatten(0, (len(q), -1)) if dense else x for x in gradients)
 
 
 @pytest.fixture
@@ -106,6 +112,7 @@ def test_short_runs_compile_nothing_of_their_own(library: StandIn) -> None:
     for calls in (dense, varlen):
         assert {call["causal"] for call in calls} == {True, False}
     assert min(min(call["q"].shape[1], call["k"].shape[1]) for call in dense) > 256
+    assert {call["q"].shape[0] for call in dense} == {1, 3}
     assert min(min(call["max_seqlen_q"], call["max_seqlen_k"]) for call in varlen) > 256
 
 
@@ -244,6 +251,8 @@ def test_auto_prefers_it_where_it_works(reasons: tuple[Reasons, list[str]]) -> N
 
     assert auto() == "fa4" and asked == ["fa4"]
     found["fa4"] = "runs on Hopper and Blackwell"
+    assert auto() == "fa3"
+    found["fa3"] = "runs on Hopper"
     assert auto() == "cudnn or flash by shape"
     found["flash"] = "broken"
     assert auto() == "cudnn"
@@ -262,11 +271,14 @@ def test_auto_says_why(reasons: tuple[Reasons, list[str]]) -> None:
     assert told(torch.float64) == "math, which is exact"
     found["fa4"] = "needs flash-attn-4: pip install 'megatron_prefix[fa4]'"
     missing = "fa4 needs flash-attn-4: pip install 'megatron_prefix[fa4]'"
+    assert told() == f"fa3: {missing}"
+    found["fa3"] = "runs on Hopper"
+    missing += "; fa3 runs on Hopper"
     assert told() == f"cudnn or flash by shape: {missing}"
     found["cudnn"] = "broken"
     assert told() == f"flash: {missing}; cudnn broken"
-    found |= dict.fromkeys(("fa4", "cudnn", "flash"), "takes bfloat16 and float16")
-    assert told() == "math: fa4 takes bfloat16 and float16 (cudnn, flash likewise)"
+    found |= dict.fromkeys(("fa4", "fa3", "cudnn", "flash"), "takes bfloat16 and float16")
+    assert told() == "math: fa4 takes bfloat16 and float16 (fa3, cudnn, flash likewise)"
 
 
 def test_only_kernels_that_could_be_chosen_are_tried(reasons: tuple[Reasons, list[str]]) -> None:

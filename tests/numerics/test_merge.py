@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_prefix.attention import merge as merging
 from megatron_prefix.attention.interface import Partial, Runs
 from megatron_prefix.attention.kernels import KERNELS
-from megatron_prefix.attention.merge import merge
+from megatron_prefix.attention.merge import Merged, formula, merge, prepare
 from megatron_prefix.numerics import assert_close
 
 HEADS, DIM, ROWS = 4, 8, 11
@@ -110,31 +110,44 @@ def test_misuse_is_a_value_error() -> None:
         merge([part, random_part(1, rows=ROWS + 1)])
 
 
-def test_the_merge_is_one_graph() -> None:
-    """What CUDA fuses: captured whole, for new numbers of rows and parts too."""
-    torch._dynamo.reset()
-    captured = torch.compile(merging._merge, dynamic=True, fullgraph=True, backend="eager")
-    for rows, num in ((5, 2), (9, 2), (6, 3), (1, 2)):
-        parts = [random_part(i, torch.bfloat16, rows) for i in range(num)]
-        outs, lses = [part.out for part in parts], [part.lse for part in parts]
-        arguments = outs, lses, torch.bfloat16
-        for got, wanted in zip(captured(*arguments), merging._merge(*arguments), strict=True):
-            assert torch.equal(got, wanted)
-
-
-def test_any_number_of_parts_is_merged_by_few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_number_of_parts_is_merged_in_few_kinds_of_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls = []
 
-    def counted(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype) -> merging.Merged:
+    def counted(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype) -> Merged:
         calls.append((len(outs), outs[0].dtype, dtype))
-        return merging._merge(outs, lses, dtype)
+        return formula(outs, lses, dtype)
 
     monkeypatch.setattr(merging, "_implementation", lambda _: counted)
     for num in (2, 9, 4, 8, 3, 5, 12, 6, 7):
         parts = [random_part(i, torch.bfloat16) for i in range(num)]
         out, lse = merge(parts)
         outs, lses = [part.out.double() for part in parts], [part.lse for part in parts]
-        wanted, wanted_lse = merging._merge(outs, lses, torch.float64)
+        wanted, wanted_lse = formula(outs, lses, torch.float64)
         assert_close(out, wanted, num, torch.bfloat16)
         assert_close(lse, wanted_lse, num)
     assert len(set(calls)) == 6
+
+
+def test_every_kind_of_call_is_made_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `merge` calls for any number of parts has been compiled by `prepare`."""
+    calls: set[tuple[object, ...]] = set()
+
+    def noted(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype) -> Merged:
+        calls.add((*(out.dtype for out in outs), lses[0].dtype, dtype))
+        return formula(outs, lses, dtype)
+
+    monkeypatch.setattr(merging, "_implementation", lambda _: noted)
+    for dtype, kinds in ((torch.bfloat16, 6), (torch.float32, 2), (torch.float64, 2)):
+        calls.clear()
+        prepare(torch.device("cpu"), dtype, HEADS, DIM)
+        before = set(calls)
+        assert len(before) == kinds
+        for num in range(2, 12):
+            merge([random_part(i, dtype) for i in range(num)])
+        assert calls == before
+
+
+def test_nothing_is_compiled_on_the_cpu() -> None:
+    assert merging._implementation("cpu") is formula

@@ -55,24 +55,36 @@ def run_on_cpu() -> None:
     gpt_layer_specs.DotProductAttention = backends.DotProductAttention = LocalAttention
 
 
-def train_on_cpu(both: Both) -> None:
-    """Puts `both` in the place of the schedule, and leaves out what needs a GPU or a compiler."""
-    import pretrain_gpt
+def leave_out_gpus() -> None:
+    """Leaves out of megatron.training what needs a GPU or a compiler."""
+    from megatron.core import utils
     from megatron.training import initialize, training
 
-    training.get_forward_backward_func = both
     # pretrain_gpt of 0.16.1 hands on the cumulated lengths as [1, n], which rotary embeddings
-    # without transformer-engine do not take.
-    if stock := getattr(pretrain_gpt, "get_thd_batch_on_this_cp_rank", None):
-        pretrain_gpt.get_thd_batch_on_this_cp_rank = lambda batch, ends, *rest: stock(
-            batch, ends.flatten(), *rest
-        )
+    # without transformer-engine do not take. It may have been imported already.
+    name = "get_thd_batch_on_this_cp_rank"
+    if stock := getattr(utils, name, None):
+
+        def flat(batch: Any, ends: Any, *rest: Any) -> Any:
+            return stock(batch, ends.flatten(), *rest)
+
+        for module in (utils, sys.modules.get("pretrain_gpt")):
+            if hasattr(module, name):
+                setattr(module, name, flat)
     training.initialize_megatron = functools.partial(
         training.initialize_megatron, allow_no_cuda=True
     )
     initialize._compile_dependencies = lambda: None
     training.set_jit_fusion_options = lambda *a, **k: None
     training.report_theoretical_memory = lambda *a, **k: None
+
+
+def train_on_cpu(both: Both) -> None:
+    """Puts `both` in the place of the schedule, and leaves out what a CPU lacks."""
+    from megatron.training import training
+
+    training.get_forward_backward_func = both
+    leave_out_gpus()
 
 
 def begin_alike(*, packed: bool) -> None:

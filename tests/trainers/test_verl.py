@@ -3,61 +3,26 @@
 from __future__ import annotations
 
 import configparser
-import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.trainers.both import Step
+from tests.trainers.registry import installed
 
 ROOT = Path(__file__).parents[2]
-PINS = Path(__file__).with_name("verl.txt")
 LAYOUTS = ("1", "tp2-sp", "pp2", "tp2-pp2", "cp2", "pp2-fused")
-UNREACHABLE = (
-    "connection broken", "Failed to establish", "Temporary failure in name resolution",
-    "timed out", "Cannot connect to proxy",
-)  # fmt: skip
-
-
-def installed() -> Path:
-    """The folder with verl, beside this environment's other packages; made at the first call."""
-    digest = hashlib.sha256(PINS.read_bytes()).hexdigest()[:12]
-    folder = Path(sys.prefix) / "trainers" / f"verl-{digest}"
-    if folder.exists():
-        return folder
-    folder.parent.mkdir(exist_ok=True)
-    part = Path(tempfile.mkdtemp(dir=folder.parent))
-    try:
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps"]
-        made = subprocess.run(
-            [*command, "--target", str(part), "-r", str(PINS)],
-            capture_output=True, text=True, timeout=600,
-        )  # fmt: skip
-        if made.returncode and any(text in made.stderr for text in UNREACHABLE):
-            pytest.skip(f"pip does not reach a registry with verl: {made.stderr[-300:]}")
-        assert not made.returncode, made.stderr
-        try:
-            part.rename(folder)
-        except OSError:  # another run was faster
-            assert folder.exists()
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return folder
 
 
 def run(*layouts: str, **environ: str) -> dict[str, dict[str, Any]]:
     """What every layout's ranks saw; one process imports verl for all of them."""
-    if sys.version_info < (3, 11):
-        pytest.skip("the pins of verl.txt are for Python 3.11 and newer")
     found = subprocess.run(
-        [sys.executable, "-m", "tests.trainers.verl_steps", str(installed()), *layouts],
+        [sys.executable, "-m", "tests.trainers.verl_steps", str(installed("verl")), *layouts],
         cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     lines = [line for line in found.stdout.splitlines() if line.startswith('{"layout"')]

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.abc
-import importlib.machinery
 import json
 import os
 import re
 import sys
 import traceback
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +23,7 @@ import torch
 from megatron_prefix.runtime import Layout
 from tests.harness.ranks import run_ranks  # lets Megatron run on the CPU
 from tests.trainers.both import Step
+from tests.trainers.stand_ins import StandIns as StandIns
 
 
 def layout_of(name: str) -> Layout:
@@ -56,40 +54,3 @@ def main(modules: Sequence[str], steps: Callable[[str], list[Step]]) -> None:
         except Exception:  # noqa: BLE001  # the next layout tells its own story
             seen["error"] = traceback.format_exc()
         print(json.dumps(seen), flush=True)
-
-
-class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Lets a trainer import packages that its steps do not use and that need not be installed.
-
-    Args:
-        names: of the packages; whatever is taken from them is a class that does nothing.
-    """
-
-    def __init__(self, *names: str) -> None:
-        self._names = names
-        sys.meta_path.insert(0, self)
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """The finder's part; see importlib."""
-        if any(name == one or name.startswith(f"{one}.") for one in self._names):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: Any) -> None:
-        """The loader's part: an ordinary module."""
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        """The loader's part; see importlib."""
-        module.__getattr__ = _Anything.__getattr__.__get__(_Anything)  # type: ignore[method-assign]
-
-
-class _Anything(type):
-    """Classes whose attributes are such classes."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Anything(name, (), {"__init__": lambda self, *a, **k: None})
-
-    def __getitem__(cls, _: Any) -> Any:
-        return cls

@@ -159,7 +159,7 @@ def test_what_was_found_is_said_once(monkeypatch, caplog) -> None:
         for _ in range(3):
             schedules.get_forward_backward_func(*SIZES)
     (line,) = caplog.messages
-    assert " in slime 9.8 (megatron-core 0." in line
+    assert " in slime 9.8 (tried: 624b824a8) (megatron-core 0." in line
     assert line.endswith(": mode auto, chunk_tokens 512")
 
 
@@ -178,6 +178,7 @@ TEXTS = {
     "kernel": ("math", "math"), "memory": ("offload", "offload"),
     "memory_budget_gb": ("1.5", 1.5), "cache_host_layers": ("2", 2),
     "cp_reduce": ("wave", "wave"), "run_ahead": ("1", 1), "min_speedup": ("2", 2.0),
+    "align": ("2", 2),
     "cost_file": ("no-such.json", "no-such.json"),
 }  # fmt: skip
 

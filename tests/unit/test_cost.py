@@ -117,12 +117,23 @@ def test_experts_of_a_megatron_config(frequency, num_sparse) -> None:
 
 def test_a_config_counts_as_megatron_makes_it() -> None:
     """Of a real TransformerConfig and of the spec that it was made of."""
-    for name in ("tiny-llama", "tiny-moe"):
+    patterns = {"tiny-nemotron-h": "M-M*-M"}
+    for name in ("tiny-llama", "tiny-moe", "tiny-qwen3-next", "tiny-nemotron-h"):
         spec = resolve(name).with_vocab(64)
         config = transformer_config(
             spec, Layout(), "float32", torch.device("cpu"), transformer_engine=False
         )
-        assert CostModel.of_config(config, 64) == CostModel.of_spec(spec)
+        assert CostModel.of_config(config, 64, patterns.get(name, "")) == CostModel.of_spec(spec)
+
+
+def test_only_attention_layers_have_pairs() -> None:
+    """Qwen3-Next has 12 of them, 16 heads of 256; a pair costs 4 FLOPs a channel."""
+    cost = CostModel.of_spec(resolve("qwen3-next-80b-a3b"))
+    assert cost.attention == 12 * 4 * 16 * 256
+    spec = resolve("tiny-nemotron-h")
+    mixers = sum(map(spec.mixer_parameters, range(6))) - 3 * 4 * (128 + 2 * 16)  # convolutions
+    scans = 3 * (2 * 8 * 16 * 8 + 64 * (2 * 8 + 128))  # a state written and read; chunks of 64
+    assert CostModel.of_spec(spec).linear == 2 * (mixers + scans + 2 * 2 * 64 * 128)
 
 
 def test_parameters_of_llama3_8b() -> None:

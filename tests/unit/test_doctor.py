@@ -177,3 +177,18 @@ def test_what_is_needed_and_what_is_optional():
             "command": "pip install 'megatron_prefix[tokenizers]'",
         },
     }
+
+
+def test_trainers_that_are_installed_are_listed_with_what_was_tried(monkeypatch, capsys):
+    monkeypatch.setattr(packages, "version", {"verl": "1.0"}.get)
+    found = doctor._trainers()
+    assert found.keys() == {"verl"}
+    assert (found["verl"]["version"], found["verl"]["tried"]) == ("1.0", ["0.9.1"])
+    doctor._print({**EMPTY, "trainers": found})
+    assert "verl 1.0" in capsys.readouterr().out
+
+
+EMPTY = {
+    "ok": True, "problems": [], "device": "cpu", "versions": {}, "devices": [], "kernels": {},
+    "chosen": {}, "why": {}, "recurrent": {}, "refused_features": {}, "extras": {}, "model": None,
+}  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_prefix.numerics import tolerance
-from tests.harness.data import REPOSITORY
+from tests.harness.data import BUNDLED, REPOSITORY
 
 LOOP = REPOSITORY / "examples" / "existing_megatron_loop.py"
 # Runs a script, and says at its end how many positions the prefix schedule computed.
@@ -59,6 +59,27 @@ def test_share_a_prompt():
     # 6 rollouts of 223 positions share 191: the label of the last prompt token is not shared.
     assert "tokens 1338, executed 383" in said
     assert "largest difference of a gradient" in said
+
+
+def test_a_packed_forward_step():
+    said = run("packed_forward_step.py")
+    # 6 rollouts share 95 of their positions; their answers have 148 tokens.
+    assert "tokens 718, executed 243" in said
+    stock, shared = (
+        [float(x) for x in re.findall(r"\d+\.\d+", line)]
+        for line in said.splitlines()
+        if line.startswith("losses")
+    )
+    assert len(stock) == 2 and shared == pytest.approx(stock, rel=tolerance(torch.float32, 718))
+
+
+def test_parity_of_rollouts_is_proved():
+    said = run("prove_parity.py", str(BUNDLED))
+    assert said.rstrip().endswith("aligned") and "NOT" not in said
+    raw, executed = map(int, re.search(r"tokens (\d+), executed (\d+)", said).groups())
+    assert 0 < executed < raw / 2
+    differences = [float(x) for x in re.findall(r": (\S+) \(at most", said)]
+    assert len(differences) == 4 and max(differences) < 1e-11
 
 
 def changed_loop() -> str:

@@ -147,7 +147,7 @@ def test_a_layer_without_core_attention_is_refused(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unwrap(model).decoder.layers[1], "self_attention", nn.Identity())
-    with pytest.raises(UserError, match="layer 1 has no core attention: use the stock schedule"):
+    with pytest.raises(UserError, match="layer 1's Identity: use Megatron's own attention"):
         install(model)
 
 

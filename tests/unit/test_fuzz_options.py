@@ -50,7 +50,8 @@ SHAPES = [
 ]
 # What a verb writes gets no name of a device: run by root, a mistake would replace it.
 FILES = ["", ".", "..", "x" * 300, "no/such/folder/file", "é☃.svg", "\udc80", "file\nname"]
-WRITTEN = "out output csv svg plot bench_json markdown record plan_svg trace cost_file".split()
+WRITTEN = "out output csv svg plot bench_json result_json markdown record".split()
+WRITTEN += "plan_svg trace cost_file".split()
 
 
 class Accepted(BaseException):
@@ -102,6 +103,7 @@ BASES = {
     "align": ["--rollouts", BUNDLED, "--groups=1", "--max-tokens=64"],
     "matrix": ["--only", "dense/TP2/flat/none"],
     "train": [BUNDLED, "--groups=1", "--max-tokens=64"],
+    "replay": [BUNDLED, "--groups=1", "--max-tokens=64"],
     "bench": ["--shapes=8:8:2"],
     "doctor": ["--device=cpu"],
     "generate": ["made.jsonl", "--groups=1", "--prompt-tokens=16", "--response-tokens=64"],

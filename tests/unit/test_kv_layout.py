@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.tree import Forest, Pairs, Place, Segment, Span, TreeOptions, build, kv_layout
 from megatron_prefix.tree.kv_layout import ArenaMap, Level, Run, arena_map
+from megatron_prefix.tree.state_layout import StateMap
 from tests.harness.trees import (
     ancestors,
     flat_rollouts,
@@ -196,4 +197,6 @@ def test_a_wave_of_two_trees_has_a_run_for_each() -> None:
 
 def test_nothing_shared_needs_no_rows() -> None:
     forest = build([Pairs(np.arange(5), np.arange(5), np.ones(5, bool))])
-    assert arena_map(forest.segments) == ArenaMap(0, (None,), ((),), ((),), ((5,),))
+    assert arena_map(forest.segments) == ArenaMap(
+        0, (None,), ((),), ((),), ((5,),), states=StateMap(1, (None,), ((0,),), ((),))
+    )

@@ -1,22 +1,25 @@
-"""Scripts for clusters: what they ask torchrun for, and two nodes that are one machine."""
+"""Scripts for clusters: what they ask torchrun for. tests/alignment/test_two_nodes.py runs them."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
-import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
-from megatron_prefix.cli.main import make_parser
+from megatron_prefix.cli import train
+from megatron_prefix.cli.main import main, make_parser
 from megatron_prefix.models.presets import PRESETS, resolve
+from megatron_prefix.rl.dataset import RolloutSet, minibatches
+from megatron_prefix.rl.job import ModelOptions, fit_vocabulary, place_groups
+from megatron_prefix.rl.trainer import check_layout
 from megatron_prefix.runtime.layout import Layout
+from megatron_prefix.verify import matrix
 from tests.harness.data import BUNDLED, REPOSITORY
 from tests.unit.test_launch_scripts import Sandbox
 
@@ -25,8 +28,9 @@ MODELS = sorted(path.stem for path in (LAUNCH / "models").glob("*.sh"))
 SCRIPTS = sorted([*LAUNCH.rglob("*.sh"), LAUNCH / "train.sbatch"])
 CLUSTER = [
     LAUNCH / name
-    for name in "arguments.sh train_1node.sh train_multinode.sh align_cluster.sh".split()
+    for name in "arguments.sh nodes.sh train_1node.sh train_multinode.sh align_cluster.sh".split()
 ]
+NODE = {"NODE_RANK": "0", "MASTER_ADDR": "node0"}
 
 
 @pytest.fixture
@@ -44,7 +48,7 @@ def asked(commands: Path, script: str, *arguments: str, **environment: str) -> l
     """The words of the one command that a script runs."""
     done = subprocess.run(
         ["bash", str(LAUNCH / script), *arguments],
-        env={"PATH": f"{commands}:{os.environ['PATH']}", **environment},
+        env={"PATH": f"{commands}:{os.environ['PATH']}", **NODE, **environment},
         capture_output=True,
         text=True,
         timeout=60,
@@ -75,7 +79,11 @@ def test_every_model_trains_with_arguments_that_the_verb_takes(commands, model):
     args = make_parser("train").parse_args(words)
     spec = resolve(args.model)
     assert args.model == model and model in PRESETS
-    assert args.prefix_schedule == "auto" and args.dtype == "bfloat16" and args.device == "cuda"
+    assert (
+        args.prefix_schedule == ("on" if spec.is_moe else "auto")
+        and args.dtype == "bfloat16"
+        and args.device == "cuda"
+    )
     assert args.rollouts == [str(BUNDLED)]
     layout = Layout.fill(
         world_size=16, tp=args.tp, pp=args.pp, ep=args.ep, dp=args.dp,
@@ -84,6 +92,63 @@ def test_every_model_trains_with_arguments_that_the_verb_takes(commands, model):
     assert spec.num_layers % layout.pp == 0 and spec.num_query_groups % layout.tp == 0
     assert spec.is_moe == (layout.ep > 1)
     assert args.chunk_tokens % layout.alignment == 0
+
+
+# Two nodes of 8 GPUs have what every model of launch/models needs; one has it for these.
+DEFAULTS = [("train_multinode.sh", model) for model in MODELS]
+DEFAULTS += [("train_1node.sh", model) for model in ("llama3-8b", "qwen3-8b")]
+
+
+@pytest.mark.parametrize(("script", "model"), DEFAULTS)
+def test_no_default_of_training_ends_in_a_refusal(commands, monkeypatch, capsys, script, model):
+    """All that is refused before a model is built, for every step: the scripts need GPUs."""
+    output = commands / "runs"
+    words = verb_of(asked(commands, script, MODEL=model, OUTPUT=str(output)))
+    args = make_parser("train").parse_args(words)
+    in_a_world_of(16 if script == "train_multinode.sh" else 8, monkeypatch)
+    job, _ = train._job(args)
+    rollouts, settings, config = RolloutSet(job.groups), job.settings, job.settings.prefix
+    check_layout(settings, rollouts, job.layout)
+    position = 0
+    for _ in range(job.run.steps):
+        groups = rollouts.take(position, settings.groups_per_step)
+        position = (position + len(groups)) % len(rollouts.groups)
+        for part in minibatches(groups, settings.num_minibatches):
+            place_groups(part, job.spec, job.layout, config, stock=config.mode != "on")
+    lengths = [f"--max-tokens={args.max_tokens}", f"--chunk-tokens={args.chunk_tokens}"]
+    lengths += [f"--segment-tokens={args.segment_tokens}", f"--pp={args.pp}", "--json"]
+    assert main(["plan", *args.rollouts, *lengths]) == 0, capsys.readouterr().err
+
+
+def in_a_world_of(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a rank of torchrun sees it."""
+    for name, value in dict(RANK=0, WORLD_SIZE=size, MASTER_ADDR="a", MASTER_PORT=1).items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_no_default_row_of_the_cluster_is_refused(commands):
+    args = make_parser("matrix").parse_args(verb_of(asked(commands, "align_cluster.sh")))
+    chosen = [row for row in matrix.rows() if any(fnmatchcase(row.name, one) for one in args.only)]
+    assert chosen
+    for row in chosen:
+        layout, shape = row.layout_in(16), matrix.SHAPES[row.shape]
+        options = ModelOptions(
+            matrix.MODELS[row.model], "bfloat16", overrides=tuple(row.overrides("bfloat16").items())
+        )
+        spec, groups = fit_vocabulary(options, shape.groups(layout.dp, "bfloat16"))
+        placed = place_groups(groups, spec, layout, shape.config("bfloat16"), stock=True)
+        assert len(placed) == layout.dp
+
+
+@pytest.mark.parametrize("script", ["train_1node.sh", "train_multinode.sh"])
+def test_random_weights_are_said(commands, script):
+    environment = {"PATH": f"{commands}:{os.environ['PATH']}", **NODE}
+    command = ["bash", str(LAUNCH / script)]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "random weights; LOAD_HF=FOLDER" in said.stderr and said.stderr.count("\n") == 1
+    environment["LOAD_HF"] = "Qwen3-8B"
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert said.stderr == ""
 
 
 def test_one_node_needs_no_address(commands):
@@ -95,16 +160,27 @@ def test_one_node_needs_no_address(commands):
 
 def test_several_nodes_meet_at_one_address(commands):
     words = asked(
-        commands, "train_multinode.sh", NNODES="3", NGPU="4", MASTER_ADDR="node1",
-        MASTER_PORT="1234", JOB_ID="j7", OUTPUT="here", STEPS="5", LR="3e-6", ROLLOUTS="mine",
+        commands, "train_multinode.sh", NNODES="3", NODE_RANK="2", NGPU="4", MASTER_ADDR="node1",
+        MASTER_PORT="1234", OUTPUT="here", STEPS="5", LR="3e-6", ROLLOUTS="mine",
     )  # fmt: skip
     assert words[: words.index("-m")] == shlex.split(
-        "torchrun --nnodes 3 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint node1:1234"
-        " --rdzv-id j7"
+        "torchrun --nnodes 3 --node-rank 2 --nproc-per-node 4 --master-addr node1"
+        " --master-port 1234"
     )
     args = make_parser("train").parse_args(verb_of(words))
     assert (args.rollouts, args.output, args.steps, args.lr) == (["mine"], "here", 5, 3e-6)
     assert args.resume == "auto" and args.save_every and args.distributed_optimizer
+
+
+@pytest.mark.parametrize("script", ["train_multinode.sh", "align_cluster.sh"])
+@pytest.mark.parametrize("missing", NODE)
+def test_a_node_needs_its_number_and_the_address_of_the_first(commands, script, missing):
+    done = subprocess.run(
+        ["bash", str(LAUNCH / script)], capture_output=True, text=True, check=False,
+        env={"PATH": f"{commands}:{os.environ['PATH']}", **NODE, missing: ""},
+    )  # fmt: skip
+    assert done.returncode != 0 and done.stdout == ""
+    assert re.fullmatch(rf".*: {missing}: .*of.* node.*\n", done.stderr)
 
 
 def test_the_cluster_is_aligned_by_one_matrix(commands):
@@ -118,18 +194,22 @@ def test_the_cluster_is_aligned_by_one_matrix(commands):
 
 def test_slurm_names_the_first_node(commands):
     words = asked(
-        commands, "train.sbatch", "--tp", "2", SLURM_JOB_NODELIST="node[7-8]", SLURM_JOB_ID="42",
+        commands, "train.sbatch", "--tp", "2", SLURM_JOB_NODELIST="node[7-8]",
         SLURM_JOB_NUM_NODES="2", SLURM_SUBMIT_DIR="/project",
     )  # fmt: skip
     assert words == ["srun", "bash", "/project/launch/train_multinode.sh", "--tp", "2"]
     (commands / "srun").write_text(
-        "#!/bin/sh\necho $NNODES $NGPU $MASTER_ADDR $JOB_ID\n", encoding="utf-8"
+        f"#!/bin/sh\nSLURM_NODEID=1 PATH={commands}:$PATH exec bash {LAUNCH}/align_cluster.sh\n",
+        encoding="utf-8",
     )
     seen = asked(
-        commands, "train.sbatch", SLURM_JOB_NODELIST="node[7-8]", SLURM_JOB_ID="42",
+        commands, "train.sbatch", SLURM_JOB_NODELIST="node[7-8]", NODE_RANK="",
         SLURM_JOB_NUM_NODES="2", SLURM_SUBMIT_DIR="/project",
     )  # fmt: skip
-    assert seen == ["2", "8", "node7", "42"]
+    assert seen[: seen.index("-m")] == shlex.split(
+        "torchrun --nnodes 2 --node-rank 1 --nproc-per-node 8 --master-addr node7"
+        " --master-port 29500"
+    )
 
 
 def test_another_model_is_an_error(commands):
@@ -176,7 +256,7 @@ def test_one_release_after_the_other(tmp_path):
 def test_arguments_and_no_logic(script):
     text = script.read_text(encoding="utf-8")
     assert not re.search(r"^\s*(if|for|while|case|function)\b|\(\)\s*\{|pkill|killall", text, re.M)
-    if script.name != "arguments.sh":
+    if script.name not in ("arguments.sh", "nodes.sh"):
         assert text.count("\ntorchrun ") == 1
 
 
@@ -192,73 +272,3 @@ def test_shellcheck_has_nothing_to_say():
         ["shellcheck", *map(str, SCRIPTS)], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
-
-
-# Two nodes ----------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def on_two_nodes(
-    script: str, arguments: list[str], folder: Path, ranks: int
-) -> list[tuple[int, str, str]]:
-    """Starts a script twice, as its two nodes do; per node exit code, stdout and stderr."""
-    environment = {
-        **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "NNODES": "2", "NGPU": str(ranks), "JOB_ID": "two nodes",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-        "OUTPUT": str(folder),
-    }  # fmt: skip
-    nodes = [
-        subprocess.Popen(
-            ["bash", str(LAUNCH / script), *arguments], env=environment, cwd=folder, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for _ in range(2)
-    ]  # fmt: skip
-    try:
-        told = [node.communicate(timeout=240) for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-    return [(node.returncode, *text) for node, text in zip(nodes, told, strict=True)]
-
-
-def test_train_on_two_nodes(tmp_path):
-    arguments = shlex.split(
-        "--device cpu --model tiny-llama --dtype float32 --tp 2 --pp 1 --recompute none --steps 2"
-        " --groups 2 --max-tokens 96 --chunk-tokens 32 --save-every 0 --prefix-schedule on --json"
-    )
-    found = on_two_nodes("train_multinode.sh", arguments, tmp_path, ranks=2)
-    for code, _, err in found:
-        assert code == 0, err[-2000:]
-    (told,) = [out for _, out, _ in found if out.strip()]  # rank 0 speaks, wherever it is
-    summary = json.loads(told)
-    assert summary["last_step"] == 2
-    assert 0 < summary["executed_tokens"] < summary["raw_tokens"]
-    rows = [
-        json.loads(line)
-        for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    assert [row["step"] for row in rows] == [1, 2]
-    assert rows[0]["prefix_sharing/active"] == 1
-
-
-def test_align_on_two_nodes(tmp_path):
-    """Span after row in one world; the second row joins where the first has left."""
-    rows = ["dense/DP2/flat/none", "dense/PP2/chunked/none"]
-    document = tmp_path / "matrix.md"
-    arguments = ["--device", "cpu", "--only", *rows, "--json", "--markdown", str(document)]
-    found = on_two_nodes("align_cluster.sh", arguments, tmp_path, ranks=1)
-    for code, _, err in found:
-        assert code == 0, err[-2000:]
-    (told,) = [out for _, out, _ in found if out.strip()]
-    result = json.loads(told)
-    assert result["counts"] == {"aligned": 2}
-    assert sorted(row["row"] for row in result["rows"]) == rows
-    assert "2 rows: 2 aligned" in document.read_text(encoding="utf-8")

@@ -30,6 +30,8 @@ WRITERS = {
     "memory plot": [*MEMORY, "--plot"],
     "matrix markdown": ["matrix", "--only", "*", "--markdown"],
     "matrix continue": ["matrix", "--only", "*", "--continue"],
+    "replay json": ["replay", BUNDLED, "--result-json"],
+    "replay plot": ["replay", BUNDLED, "--plot"],
     "train svg": ["train", BUNDLED, "--plan-svg"],
     "train trace": ["train", BUNDLED, "--trace"],
     "train output": ["train", BUNDLED, "--output"],

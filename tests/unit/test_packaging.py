@@ -25,8 +25,8 @@ CODE = ("megatron_prefix", "examples", "benchmarks", "tests")
 MAX_LINES = {"function": 40, "file": 300}
 WHY_LONG = re.compile(r"# long: \S|\b(?:40|300) lines")
 HOSTS = {"www.apache.org", "www.w3.org"}  # of the licence and of SVG; papers are cited by title
-# torch pins its own; the two extras need a GPU.
-CUDA_ONLY = re.compile(r"nvidia-|cuda-|triton$|transformer-engine$|flash-attn-4$")
+# torch pins its own; three extras need a GPU.
+CUDA_ONLY = re.compile(r"nvidia-|cuda-|triton$|transformer-engine$|flash-attn-4$|fla-core$")
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import pytest
 from megatron_prefix.errors import UserError
 from megatron_prefix.models import hf
 from megatron_prefix.models.presets import PRESETS, ModelSpec, RopeScaling, resolve
+from megatron_prefix.models.recurrent_spec import Mamba
 
 LLAMA3 = {
     "architectures": ["LlamaForCausalLM"],
@@ -276,3 +277,129 @@ def test_specs_and_configs_need_no_torch():
         "sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+QWEN3_NEXT = {
+    **QWEN3_MOE,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000,
+    "shared_expert_intermediate_size": 512,
+}
+NEMOTRON_H = {
+    "architectures": ["NemotronHForCausalLM"],
+    "attention_bias": False,
+    "conv_kernel": 4,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "hybrid_override_pattern": "M-M-M-M*-M",
+    "intermediate_size": 21504,
+    "layer_norm_epsilon": 1e-05,
+    "mamba_head_dim": 64,
+    "mamba_num_heads": 128,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "model_type": "nemotron_h",
+    "n_groups": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "ssm_state_size": 128,
+    "tie_word_embeddings": False,
+    "use_conv_bias": True,
+    "vocab_size": 131072,
+}
+
+
+def config_file(folder, values) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(values), encoding="utf-8")
+    return str(path)
+
+
+def test_qwen3_next_is_its_preset(tmp_path) -> None:
+    found = hf.load(config_file(tmp_path, QWEN3_NEXT))
+    assert dataclasses.replace(found, name="qwen3-next-80b-a3b") == PRESETS["qwen3-next-80b-a3b"]
+    assert found.parameters() == pytest.approx(79.67e9, rel=1e-3)  # "80B", without MTP
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    listed = {**QWEN3_NEXT, "layer_types": kinds * 12, "full_attention_interval": None}
+    assert hf.load(config_file(tmp_path, listed)) == found
+
+
+def test_nemotron_h_has_layers_of_three_kinds(tmp_path) -> None:
+    found = hf.load(config_file(tmp_path, NEMOTRON_H))
+    assert [found.kind(layer) for layer in range(10)].count("recurrent") == 5
+    assert [found.has_mlp(layer) for layer in range(10)].count(True) == 4
+    assert not found.rope and found.squared_relu and found.num_layers == 10
+    kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+    pattern = NEMOTRON_H["hybrid_override_pattern"]
+    listed = {**NEMOTRON_H, "layers_block_type": [kinds[one] for one in pattern]}
+    del listed["hybrid_override_pattern"]
+    assert hf.load(config_file(tmp_path, listed)) == found
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({**QWEN3_NEXT, "layer_types": ["linear_attention"] * 48}, "layer_types are not supported"),
+        ({**QWEN3_NEXT, "linear_num_key_heads": 3}, "key_heads 3 must divide value_heads 32"),
+        (
+            {**NEMOTRON_H, "hybrid_override_pattern": "MEM*"},
+            "hybrid_override_pattern 'MEM.' is not",
+        ),
+        ({**NEMOTRON_H, "conv_kernel": 3}, "conv_width 3 is not supported"),
+        ({**NEMOTRON_H, "mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported"),
+        ({**NEMOTRON_H, "use_conv_bias": False}, "use_conv_bias False is not supported"),
+        ({**NEMOTRON_H, "hybrid_override_pattern": 3}, "hybrid_override_pattern is missing"),
+    ],
+)
+def test_other_hybrid_models_are_refused(tmp_path, values, message) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        hf.load(config_file(tmp_path, values))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("tiny-nemotron-h", {"num_layers": 8}, "6 symbols for 8 layers"),
+        ("tiny-qwen3-next", {"rotary_percent": 0.0}, "rotary_percent 0.0 must be above 0"),
+    ],
+)
+def test_hybrid_fields_that_contradict_are_refused(name, fields, message) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve(name, **fields)
+
+
+def test_unknown_symbols_of_a_pattern_are_refused() -> None:
+    layers = PRESETS["tiny-nemotron-h"].recurrent
+    with pytest.raises(UserError, match=r"hybrid pattern 'M.M' has .: use M . - E"):
+        dataclasses.replace(layers, pattern="M?M")
+
+
+def test_first_layers_of_models_whose_layers_differ() -> None:
+    """`--set num_layers=N`, and the small model that `bench` aligns."""
+    hybrid = resolve("tiny-nemotron-h", num_layers=4)
+    assert isinstance(hybrid.recurrent, Mamba) and hybrid.recurrent.pattern == "M-M*"
+    moe = dataclasses.replace(resolve("tiny-moe"), moe_layers=(False, True, True, True)).first(2)
+    assert moe.moe_layers == (False, True) and moe.num_layers == 2
+    assert moe.first(9) == moe
+    expected = {"tiny-llama": 1, "tiny-moe": 1, "tiny-nemotron-h": 4, "tiny-qwen3-next": 4}
+    assert {name: resolve(name).num_different for name in expected} == expected
+    assert moe.num_different == 2

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
 from megatron_prefix import runtime
 from megatron_prefix.errors import UserError
@@ -172,3 +173,16 @@ def join_over_another():
 def test_joining_twice_without_leaving_is_an_error():
     with pytest.raises(RankError, match=r"call runtime\.shutdown"):
         run_ranks(1, join_over_another)
+
+
+def test_leaving_a_job_leaves_no_group() -> None:
+    """A process forked from this one would wait for ever for the threads of one."""
+
+    def groups() -> list[str]:
+        kind = torch.distributed.ProcessGroup
+        return [n for n, value in vars(parallel_state).items() if isinstance(value, kind)]
+
+    runtime.initialize(Layout())
+    assert groups()
+    runtime.shutdown()
+    assert not groups()

@@ -155,3 +155,15 @@ def test_a_timeline_keeps_every_dependency(sets, options, num_ranks, run_ahead) 
             )
             peak = max(peak, live)
         assert (timeline.peak_positions[rank], live) == (peak, 0)
+
+
+def test_ranks_may_take_different_times() -> None:
+    """As the last stage does, which has the output layer."""
+    forest = flat_forest(num_groups=2)
+    plan = ruled_plan(forest, 2)
+    slow = simulate(plan, action_time=lambda action, rank: 1.0 + rank)
+    assert slow.busy == (len(plan.programs[0]), 2 * len(plan.programs[1]))
+    for event in slow.events:
+        assert event.end - event.start == 1.0 + event.rank
+    alike = simulate(plan, action_time=lambda action, rank: 2.0)
+    assert alike == simulate(plan, cost=lambda segment, kind: 2.0)

@@ -1,0 +1,165 @@
+"""The recurrent layers of a hybrid model. [pure]"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_prefix.errors import UserError, shown
+
+CHUNK = 64
+"""Positions that the kernels compute at once by matrix products."""
+SYMBOLS = "M*-E"
+"""Layers of a hybrid pattern: Mamba2, attention, MLP, experts; as Megatron names them."""
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """GatedDeltaNet in the place of attention in most layers (Qwen3-Next).
+
+    attention_every: every so many layers the last has attention, the others are recurrent.
+    key_heads, value_heads: value heads share keys in groups. key_dim, value_dim: width of a head.
+    conv_width: positions that the convolution in front of the rule sees.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    attention_every: int = 4
+    conv_width: int = 4
+
+    def __post_init__(self) -> None:
+        _require_sizes(self)
+        if self.value_heads % self.key_heads:
+            raise UserError(
+                f"gated_delta: key_heads {self.key_heads} must divide value_heads"
+                f" {self.value_heads}"
+            )
+
+    @property
+    def keys(self) -> int:
+        """Channels of all keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Channels of all values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """Rows of the input projection: queries, keys, values, gate, beta, alpha."""
+        return (
+            *(self.keys, self.keys, self.values, self.values),
+            *(self.value_heads, self.value_heads),
+        )
+
+    @property
+    def convolved(self) -> tuple[int, ...]:
+        """Channels of the convolution: queries, keys, values."""
+        return self.projected[:3]
+
+    @property
+    def state(self) -> int:
+        """Numbers in a layer's state."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def saved(self) -> int:
+        """Numbers a position that a layer saves for backward, without its norm: the convolution's
+        input and output, keys and queries for every value head, the kernel's products within a
+        chunk, and what gate and norm of the output save. Counted in the sources, not measured."""
+        heads = self.value_heads * (2 * self.key_dim + CHUNK)
+        return 2 * sum(self.convolved) + heads + 7 * self.values
+
+    def products(self, hidden: int) -> int:
+        """Multiplications a position in matrix products, projections included."""
+        scan = 3 * self.key_dim * self.value_dim + 2 * CHUNK * (self.key_dim + self.value_dim)
+        return hidden * (sum(self.projected) + self.values) + self.value_heads * scan
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether a layer (from 0) has no attention."""
+        return (layer + 1) % self.attention_every != 0
+
+
+@dataclass(frozen=True)
+class Mamba:
+    """Layers by symbols: Mamba2, attention, MLP or experts alone in a layer (Nemotron-H).
+
+    pattern: one symbol a layer, see `SYMBOLS`.
+    heads, head_dim: of Mamba2's values. state_dim: of a head's state. groups: of B and C.
+    conv_width: positions that the convolution sees; Megatron has no option for it.
+    """
+
+    pattern: str
+    heads: int
+    head_dim: int
+    state_dim: int
+    groups: int
+    conv_width: int = 4
+
+    def __post_init__(self) -> None:
+        _require_sizes(self)
+        wrong = set(self.pattern) - set(SYMBOLS)
+        if wrong:
+            raise UserError(
+                f"hybrid pattern {shown(self.pattern)} has {', '.join(sorted(wrong))}: use"
+                f" {' '.join(SYMBOLS)} (Mamba2, attention, MLP, experts)"
+            )
+        if self.heads % self.groups:
+            raise UserError(f"mamba: groups {self.groups} must divide heads {self.heads}")
+        if self.conv_width != 4:
+            raise UserError(
+                f"mamba: conv_width {self.conv_width} is not supported: Megatron-Core has 4"
+            )
+
+    @property
+    def inner(self) -> int:
+        """Channels of the values."""
+        return self.heads * self.head_dim
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """Rows of the input projection: z, x, B, C, dt."""
+        shared = self.groups * self.state_dim
+        return self.inner, self.inner, shared, shared, self.heads
+
+    @property
+    def convolved(self) -> tuple[int, ...]:
+        """Channels of the convolution: x, B, C."""
+        return self.projected[1:4]
+
+    @property
+    def state(self) -> int:
+        """Numbers in a layer's state."""
+        return self.inner * self.state_dim
+
+    @property
+    def saved(self) -> int:
+        """Numbers a position that a layer saves for backward, without its norm: the kernel's input
+        and output, and the gated norm's. Counted in the sources, not measured."""
+        return sum(self.projected) + 3 * self.inner
+
+    def products(self, hidden: int) -> int:
+        """Multiplications a position in matrix products, projections included."""
+        scan = 2 * self.state + CHUNK * (self.groups * self.state_dim + self.inner)
+        return hidden * (sum(self.projected) + self.inner) + scan
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether a layer (from 0) is Mamba2."""
+        return self.pattern[layer] == "M"
+
+
+Recurrent = GatedDelta | Mamba
+
+
+def _require_sizes(spec: Any) -> None:
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        if field.name == "pattern":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 10**9:
+            raise UserError(
+                f"{type(spec).__name__}: {field.name} {shown(value)} must be a whole number from 1"
+            )

@@ -1,0 +1,246 @@
+"""Kernels of recurrent layers in plain torch, with the names and signatures of the CUDA ones.
+
+GatedDeltaNet calls flash-linear-attention and causal-conv1d, Mamba calls mamba-ssm: CUDA and Triton
+only. These compute the same on the CPU, in any dtype, and differentiate by autograd. As theirs do,
+they compute 16 bit in fp32: outputs are in the inputs' dtype, states in fp32. They run as
+matrix products over chunks of `CHUNK` positions ("Gated Delta Networks", section 3.3; "Transformers
+are SSMs", section 6). They are for tests and small models, not fast.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+CHUNK = 32
+"""Positions of one chunk."""
+
+
+def _wide(x: Tensor) -> Tensor:
+    """`x` in the dtype that is computed in: fp32, or fp64 where it has that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """`x` with its last dimension scaled to length 1."""
+    values = _wide(x)
+    return (values * (values.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """Depthwise convolution of every channel with its past, as causal-conv1d's.
+
+    Args:
+        x: [batch, channels, positions].
+        weight: [channels, width].
+        bias: [channels].
+        seq_idx, initial_states, return_final_states, final_states_out: not supported here.
+        activation: None, "silu" or "swish".
+    """
+    if seq_idx is not None or initial_states is not None or return_final_states:
+        raise NotImplementedError("the convolution on the CPU has no states and no seq_idx")
+    padded = F.pad(_wide(x), (weight.shape[1] - 1, 0))
+    bias = None if bias is None else _wide(bias)
+    y = F.conv1d(padded, _wide(weight)[:, None], bias, groups=x.shape[1])
+    return (F.silu(y) if activation else y).to(x.dtype)
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+) -> tuple[Tensor, None]:
+    """The same with flash-linear-attention's signature: x is [batch, positions, channels]."""
+    y = causal_conv1d_fn(x.transpose(1, 2), weight, bias, activation=activation)
+    return y.transpose(1, 2), None
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule, as flash-linear-attention's.
+
+    For every head S = exp(g) S; S = S + beta k (v - S'k)'; out = S'q scale.
+
+    Args:
+        q, k: [batch, positions, heads, key_dim].
+        v: [batch, positions, heads, value_dim].
+        g, beta: [batch, positions, heads].
+        scale: 1/sqrt(key_dim) unless given.
+        initial_state: [sequences, heads, key_dim, value_dim].
+        output_final_state: whether to return the states at the ends, too.
+        use_qk_l2norm_in_kernel: whether to normalise q and k.
+        cu_seqlens: where sequences begin and end, with batch 1; else each row is one.
+
+    Returns:
+        The output in `v`'s dtype, and the states in fp32 or wider.
+    """
+    dtype = v.dtype
+    q, k, v, g, beta = map(_wide, (q, k, v, g, beta))
+    if use_qk_l2norm_in_kernel:
+        q, k = l2norm(q), l2norm(k)
+    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    # [batch, heads, positions, ...]
+    parts = [x.transpose(1, 2) for x in (q, k, v, g[..., None], beta[..., None])]
+    bounds = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    num = len(q) * (len(bounds) - 1)
+    if initial_state is None:
+        initial_state = q.new_zeros(num, q.shape[2], k.shape[3], v.shape[3])
+    states = _wide(initial_state).split(len(q))
+    outs, finals = [], []
+    for (start, stop), state in zip(itertools.pairwise(bounds), states, strict=True):
+        for at in range(start, stop, CHUNK):
+            part = [x[:, :, at : min(at + CHUNK, stop)] for x in parts]
+            out, state = _delta_chunk(part, state)
+            outs.append(out)
+        finals.append(state)
+    out = torch.cat(outs, 2).transpose(1, 2).to(dtype)
+    return out, torch.cat(finals) if output_final_state else None
+
+
+def _delta_chunk(parts: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+    """One chunk of q, k, v, g and beta, [batch, heads, positions, ...]: what is written to the
+    state solves a triangular system."""
+    q, k, v, g, beta = parts
+    total = g.cumsum(2)
+    decay = _decay(total.squeeze(-1))
+    system = torch.eye(k.shape[2], dtype=k.dtype) + (beta * (k @ k.mT) * decay).tril(-1)
+    wanted = beta * (v - total.exp() * (k @ state))
+    written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    out = total.exp() * (q @ state) + ((q @ k.mT) * decay) @ written
+    rest = (total[:, :, -1:] - total).exp()
+    return out, total[:, :, -1:].exp() * state + (k * rest).mT @ written
+
+
+def _decay(total: Tensor) -> Tensor:
+    """exp(total_t - total_s) where s <= t, else 0, [..., t, s], of [..., positions]."""
+    difference = total[..., :, None] - total[..., None, :]
+    past = torch.ones(difference.shape[-2:], dtype=torch.bool).tril()
+    return difference.masked_fill(~past, -torch.inf).exp()
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,  # noqa: N803
+    D: Tensor,  # noqa: N803
+    chunk_size: int,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    return_final_states: bool = False,
+    activation: str = "silu",
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+    **_: Any,
+) -> Any:
+    """Mamba2's convolution, scan and gate, as mamba-ssm's; without its norm.
+
+    For every head S = exp(dt A) S + dt x B'; out = (S C + D x) silu(z).
+
+    Args:
+        zxbcdt: z, x, B, C and dt side by side, [batch, positions, width].
+        conv1d_weight: [channels of x, B and C, width].
+        conv1d_bias: [channels].
+        dt_bias, A: [heads].
+        D: [heads] or [heads, headdim].
+        chunk_size: of the CUDA kernel.
+        initial_states: [batch, heads, headdim, state].
+        seq_idx: not supported here.
+        return_final_states: whether to return the states at the ends, too.
+        activation: of the convolution.
+        headdim: needed where D is [heads].
+        ngroups: of B and C.
+        norm_before_gate: of the norm, which is not here.
+
+    Returns:
+        The output in `zxbcdt`'s dtype, and the states in fp32 or wider where they are asked for.
+    """
+    if seq_idx is not None:
+        raise NotImplementedError("the scan on the CPU has no seq_idx")
+    dtype = zxbcdt.dtype
+    heads, dim = len(dt_bias), D.shape[1] if headdim is None else headdim
+    inner, channels = heads * dim, conv1d_weight.shape[0]
+    z, xbc, dt = _wide(zxbcdt).split([inner, channels, heads], -1)
+    xbc = causal_conv1d_fn(xbc.mT, conv1d_weight, conv1d_bias, activation=activation).mT
+    x, b, c = xbc.split([inner, (channels - inner) // 2, (channels - inner) // 2], -1)
+    x = x.unflatten(-1, (heads, dim))
+    b, c = (u.unflatten(-1, (ngroups, -1)).repeat_interleave(heads // ngroups, 2) for u in (b, c))
+    dt = F.softplus(dt + dt_bias)
+    shape = (len(x), heads, dim, b.shape[-1])
+    state = x.new_zeros(shape) if initial_states is None else _wide(initial_states)
+    outs = []
+    for at in range(0, x.shape[1], CHUNK):
+        part = [u[:, at : at + CHUNK].transpose(1, 2) for u in (x, b, c, dt)]
+        out, state = _scan_chunk(part, A, state)
+        outs.append(out)
+    y = torch.cat(outs, 2).transpose(1, 2) + (D[:, None] if D.dim() == 1 else D) * x
+    y = (y.flatten(2) * F.silu(z)).to(dtype)
+    return (y, state) if return_final_states else y
+
+
+def _scan_chunk(parts: Sequence[Tensor], decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One chunk of x, b and c [batch, heads, positions, ...] and dt [batch, heads, positions]."""
+    x, b, c, dt = parts
+    total = (dt * decay[:, None]).cumsum(-1)
+    value = dt[..., None] * x
+    out = ((c @ b.mT) * _decay(total)) @ value + total[..., None].exp() * (c @ state.mT)
+    rest = (total[..., -1:] - total).exp()[..., None]
+    return out, total[..., -1:, None].exp() * state + (value * rest).mT @ b
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm of groups of channels, built as mamba-ssm's gated one; the gate is not used.
+
+    Args:
+        hidden_size: channels.
+        eps: added to the mean square.
+        group_size: channels of a group.
+        norm_before_gate: whether the gate comes last.
+        device, dtype: of the weight.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.eps, self.group_size = eps, group_size or hidden_size
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        """[..., hidden_size], normalised group by group."""
+        if z is not None:
+            raise NotImplementedError("the norm on the CPU has no gate")
+        groups = _wide(x).unflatten(-1, (-1, self.group_size))
+        scaled = groups * (groups.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (scaled.flatten(-2) * self.weight).to(x.dtype)

@@ -1,0 +1,1 @@
+"""Recurrent layers of a segment: each span begins with its parent's state."""

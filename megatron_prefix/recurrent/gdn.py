@@ -1,0 +1,138 @@
+"""Megatron's GatedDeltaNet in a segment: its convolution and its rule, span by span.
+
+The rule takes where sequences begin and end, and a state for each. The convolution runs over the
+whole row, which is wrong for the first positions of every span: these are computed again behind
+what the parent left. (The convolution of flash-linear-attention 0.4.2 takes states as well, and
+gives wrong gradients for sequences under three positions.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_prefix.recurrent.rebound import rebound
+from megatron_prefix.recurrent.states import LayerStates
+
+if TYPE_CHECKING:
+    from megatron_prefix.attention.core import SegmentContext
+
+Running = Callable[[], "SegmentContext | None"]
+Override = tuple[Any, str, Callable[..., Any]]
+"""An object, the name of its method, and what takes its place."""
+
+
+class GatedDeltaLayer:
+    """One GatedDeltaNet.
+
+    Args:
+        module: Megatron's.
+        layer: its number in the sidecar.
+        running: the segment that runs.
+    """
+
+    def __init__(self, module: Any, layer: int, running: Running) -> None:
+        self._module, self._layer, self._running = module, layer, running
+        self._stock = module.forward
+        kernels = module.forward.__func__.__globals__
+        rule = kernels.get("chunk_gated_delta_rule")
+        self._stock_rule = getattr(module, "gated_delta_rule", rule)  # since 0.18
+        self._by_channels = kernels.get("causal_conv1d_fn")
+        self._by_positions = kernels.get("causal_conv1d")
+        self._states: LayerStates | None = None
+        self._within = rebound(
+            module.forward,
+            causal_conv1d_fn=self._convolve_channels,
+            causal_conv1d=self._convolve_positions,
+            chunk_gated_delta_rule=self._rule,
+        )
+
+    def overrides(self) -> list[Override]:
+        """Methods of the instance, and what takes their place."""
+        found: list[Override] = [(self._module, "forward", self._forward)]
+        if hasattr(self._module, "gated_delta_rule"):
+            found.append((self._module, "gated_delta_rule", self._rule))
+        return found
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        context = self._running()
+        if context is None:
+            return self._stock(*args, **kwargs)
+        if getattr(self._module, "cp_size", 1) > 1:
+            # Each span is dealt to ranks by itself: so are Megatron's packed sequences.
+            ends = context.spans.cu_seqlens.int()
+            packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+            kwargs = {**kwargs, "packed_seq_params": packing}
+        try:
+            return self._within(*args, **kwargs)
+        finally:
+            self._states = None
+
+    def _convolve_channels(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **_: Any
+    ) -> Tensor:
+        """In the place of causal-conv1d's `causal_conv1d_fn`, x [1, channels, positions]."""
+
+        def stock(part: Tensor) -> Tensor:
+            if self._by_channels is None:  # as Megatron does then
+                padded = F.pad(part, (weight.shape[1] - 1, 0))
+                return F.silu(F.conv1d(padded, weight[:, None], bias, groups=len(weight)))
+            y: Tensor = self._by_channels(x=part, weight=weight, bias=bias, activation=activation)
+            return y
+
+        states, edges = self._edges(x[0].mT, weight.shape[1] - 1)
+        again = stock(edges.mT.contiguous()).mT
+        return stock(x).index_copy(2, *_own(states, again, dim=1))
+
+    def _convolve_positions(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **_: Any
+    ) -> tuple[Tensor, None]:
+        """In the place of flash-linear-attention's `causal_conv1d`, x [1, positions, channels]."""
+
+        def stock(part: Tensor) -> Tensor:
+            y: Tensor = self._by_positions(x=part, weight=weight, bias=bias, activation=activation)[
+                0
+            ]
+            return y
+
+        states, edges = self._edges(x[0], weight.shape[1] - 1)
+        return stock(x).index_copy(1, *_own(states, stock(edges), dim=0)), None
+
+    def _edges(self, x: Tensor, before: int) -> tuple[LayerStates, Tensor]:
+        context = self._running()
+        if context is None:
+            raise RuntimeError("a segment ended inside a recurrent layer")
+        self._states = LayerStates(context, self._layer, x, before)
+        return self._states, self._states.edges(x)
+
+    def _rule(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+        """In the place of `chunk_gated_delta_rule`, [1, positions, heads, dim]."""
+        states = self._states
+        if states is None:
+            return self._stock_rule(query, key, value, **given)
+        context = self._running()
+        given = {
+            **given,
+            "initial_state": states.state,
+            "output_final_state": context is not None and context.inner,
+            "cu_seqlens": states.spans.cu_seqlens,
+        }
+        out, final = self._stock_rule(query, key, value, **given)
+        return states.leave(out, final), None
+
+
+def _own(states: LayerStates, again: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Places of the first positions of all spans, and what takes their place.
+
+    Args:
+        again: the convolution of `LayerStates.edges`, [spans, 2 * before, channels].
+        dim: 0 for [1, positions, channels], 1 for [1, channels, positions].
+    """
+    before = again.shape[1] // 2
+    edges = states.spans.edges(before)
+    found = again[:, before:].flatten(0, 1).index_select(0, edges.kept)
+    return edges.places, (found.mT if dim else found).unsqueeze(0)

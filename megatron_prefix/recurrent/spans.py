@@ -1,0 +1,176 @@
+"""A segment's spans as recurrent layers need them: indices on the device, made once an action.
+
+Layers run a segment as one row of positions. Only a few positions of every span need more than the
+row: the first ones, whose convolution looks back into the parent, and the last ones, into which
+that of children looks.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_prefix.sidecar.cache import on
+from megatron_prefix.tree import cp_layout
+
+
+class Edges(NamedTuple):
+    """Positions near the ends of spans, for a convolution that looks back `before` positions.
+
+    Attributes:
+        first: the first `before` positions of every span, int64 [spans * before]; a shorter span
+            repeats its last one.
+        last: the same of the last positions; a shorter span repeats its first one.
+        kept: which of `first` are different, int64.
+        places: `first` at `kept`.
+        tail: where, in (parent's tail, first, last) of every span side by side, the inputs are that
+            the span leaves, int64 [spans * before].
+    """
+
+    first: Tensor
+    last: Tensor
+    kept: Tensor
+    places: Tensor
+    tail: Tensor
+
+
+class Batch(NamedTuple):
+    """Spans of similar length as rows of a batch.
+
+    Attributes:
+        numbers: of the spans.
+        spans: the same, int64 [rows].
+        positions: of the segment, int64 [rows * longest]; a shorter row repeats its last one.
+        padding: which of them are repeated, bool [rows, longest]; None where none is.
+        longest: positions of a row.
+    """
+
+    numbers: tuple[int, ...]
+    spans: Tensor
+    positions: Tensor
+    padding: Tensor | None
+    longest: int
+
+
+class Spans:
+    """The spans of one segment.
+
+    Args:
+        lengths: of all context-parallel ranks together, padding included.
+        parents: row that each begins with (tree/state_layout.py).
+        device: of the model.
+
+    Attributes:
+        lengths, parents: as given.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], parents: Sequence[int], device: torch.device
+    ) -> None:
+        self.lengths, self.parents, self._device = tuple(lengths), tuple(parents), device
+        self._starts = [0, *itertools.accumulate(lengths)]
+        self._edges: dict[int, Edges] = {}
+        self._unbatched: dict[int, Tensor] = {}
+        self._dealt: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def has_parents(self) -> bool:
+        """Whether any begins with a parent's state."""
+        return any(self.parents)
+
+    @functools.cached_property
+    def cu_seqlens(self) -> Tensor:
+        """Where spans begin and end, int64 [spans + 1]; fla caches what it makes of this tensor."""
+        return self._on(self._starts)
+
+    @functools.cached_property
+    def rows(self) -> Tensor:
+        """`parents`, int64 [spans]."""
+        return self._on(self.parents)
+
+    @functools.cached_property
+    def runs(self) -> tuple[Tensor, Tensor]:
+        """Neighbours with one parent: how many, and its row, int64 [runs] each."""
+        grouped = [(row, len([*same])) for row, same in itertools.groupby(self.parents)]
+        rows, numbers = zip(*grouped, strict=True)
+        return self._on(numbers), self._on(rows)
+
+    def edges(self, before: int) -> Edges:
+        """See Edges."""
+        if before not in self._edges:
+            self._edges[before] = self._find_edges(before)
+        return self._edges[before]
+
+    def _find_edges(self, before: int) -> Edges:
+        lengths, starts = np.array(self.lengths)[:, None], np.array(self._starts[:-1])[:, None]
+        offsets = np.arange(before)
+        first = (starts + np.minimum(offsets, lengths - 1)).ravel()
+        last = (starts + np.maximum(lengths - before + offsets, 0)).ravel()
+        kept = np.flatnonzero(offsets < lengths)
+        # A span shorter than `before` leaves what it got, moved by its length, then its own.
+        inside = np.where(lengths >= before, 2 * before + offsets, lengths + offsets)
+        tail = (3 * before * np.arange(len(lengths))[:, None] + inside).ravel()
+        return Edges(*map(self._on, (first, last, kept, first[kept], tail)))
+
+    @functools.cached_property
+    def batches(self) -> tuple[Batch, ...]:
+        """All spans in batches whose lengths differ by less than a factor of two."""
+        order = sorted(range(len(self)), key=lambda number: self.lengths[number].bit_length())
+        groups = itertools.groupby(order, key=lambda number: self.lengths[number].bit_length())
+        return tuple(self._batch(np.array([*numbers])) for _, numbers in groups)
+
+    def _batch(self, numbers: np.ndarray) -> Batch:
+        lengths, starts = np.array(self.lengths)[numbers], np.array(self._starts)[numbers]
+        longest = int(lengths.max())
+        offsets = np.arange(longest)
+        positions = starts[:, None] + np.minimum(offsets, lengths[:, None] - 1)
+        padding = offsets >= lengths[:, None]
+        return Batch(
+            tuple(numbers.tolist()), self._on(numbers), self._on(positions.ravel()),
+            on(self._device, padding) if padding.any() else None, longest,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def order(self) -> Tensor:
+        """Where each span is among the rows of `batches`, int64 [spans]."""
+        numbers = [number for batch in self.batches for number in batch.numbers]
+        return self._on(np.argsort(numbers))
+
+    def unbatched(self, front: int) -> Tensor:
+        """Where each position is in the batches' rows end to end, int64 [positions].
+
+        Args:
+            front: positions that every row has in front of its own.
+        """
+        if front not in self._unbatched:
+            found, at = np.empty(self._starts[-1], np.int64), 0
+            for batch in self.batches:
+                for number in batch.numbers:
+                    own = np.arange(self.lengths[number])
+                    found[self._starts[number] + own] = at + front + own
+                    at += front + batch.longest
+            self._unbatched[front] = self._on(found)
+        return self._unbatched[front]
+
+    def dealt(self, size: int) -> tuple[Tensor, Tensor]:
+        """Where positions are among those of context-parallel ranks end to end, and the reverse.
+
+        Args:
+            size: ranks, each with two pieces of every span.
+        """
+        if size not in self._dealt:
+            order = cp_layout.order(self.lengths, size)
+            self._dealt[size] = self._on(order), self._on(cp_layout.dealt(self.lengths, size))
+        return self._dealt[size]
+
+    def _on(self, index: Sequence[int] | np.ndarray) -> Tensor:
+        return on(self._device, np.asarray(index, np.int64))

@@ -1,0 +1,127 @@
+"""States come in from the sidecar and go out to it, inside autograd.
+
+Backward is linear in what comes back to a state, so gradients of all children are summed, and the
+parent's backward takes the sum as the gradient of its final state: as gK and gV for K and V
+(attention/core.py).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_prefix.sidecar.arena import Both, wide
+
+if TYPE_CHECKING:
+    from megatron_prefix.attention.core import SegmentContext
+
+
+class LayerStates:
+    """What a segment's spans begin with in one layer, and what they leave, in one forward.
+
+    Args:
+        context: the segment.
+        layer: its number in the sidecar.
+        anchor: a tensor that the layer computes with; it puts states into its graph.
+        before: positions that the convolution looks back.
+
+    Attributes:
+        spans: of the segment.
+        state: [spans, ...], in fp32 or wider; None where all are zero.
+        tail: the convolution's last inputs [spans, before, channels]; None where all are zero.
+    """
+
+    def __init__(self, context: SegmentContext, layer: int, anchor: Tensor, before: int) -> None:
+        self._context, self._layer, self._before = context, layer, before
+        self.spans = context.spans
+        self.state: Tensor | None = None
+        self.tail: Tensor | None = None
+        self._left: Tensor | None = None
+        if self.spans.has_parents:
+            self.state, self.tail = _Enter.apply(anchor, context, layer)
+
+    def edges(self, x: Tensor) -> Tensor:
+        """The convolution's inputs around the beginnings of spans, and what they leave of `x`.
+
+        Args:
+            x: its inputs, [positions, channels].
+
+        Returns:
+            [spans, 2 * before, channels]: the parent's tail, then the span's first positions.
+        """
+        before, num = self._before, len(self.spans)
+        edges = self.spans.edges(before)
+        tail = self.tail
+        if tail is None:
+            tail = x.new_zeros(num, before, x.shape[1])
+        first = x.index_select(0, edges.first).unflatten(0, (num, before))
+        if self._context.inner:
+            last = x.index_select(0, edges.last).unflatten(0, (num, before))
+            sides = torch.cat([tail, first, last], 1).flatten(0, 1)
+            self._left = sides.index_select(0, edges.tail).unflatten(0, (num, before))
+        return torch.cat([tail, first], 1)
+
+    def leave(self, out: Tensor, state: Tensor | None) -> Tensor:
+        """Keeps states for the segment's children.
+
+        Args:
+            out: what the layer goes on with; it is returned.
+            state: of every span behind its last position; not needed for a wave.
+        """
+        if not self._context.inner:
+            return out
+        if state is None or self._left is None:
+            raise RuntimeError("a recurrent layer has left no state: its kernel returned none")
+        left: Tensor = _Leave.apply(out, state, self._left, self._context, self._layer)
+        return left
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, context: SegmentContext, layer: int) -> Both:  # type: ignore[override]
+        ctx.place = context, layer
+        return context.cache.read_states(layer, context.index, context.spans.rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        context, layer = ctx.place
+        numbers, rows = context.spans.runs
+        sums = (_summed(gradient, numbers) for gradient in gradients)
+        context.cache.add_state_gradients(layer, context.index, rows, tuple(sums))
+        return None, None, None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, out: Tensor, state: Tensor, tail: Tensor, context: SegmentContext, layer: int
+    ) -> Tensor:
+        ctx.call = context, layer, state.dtype, tail.dtype
+        wider = state.to(wide(state))
+        context.cache.capture_states(layer, context.index, wider, tail)
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        context, layer, *dtypes = ctx.call
+        sent = context.cache.take_state_gradients(layer, context.index)
+        if sent is None:
+            return gradient, None, None, None, None
+        # Copies: the arena's rows will be others' again.
+        state, tail = (x.to(dtype, copy=True) for x, dtype in zip(sent, dtypes, strict=True))
+        return gradient, state, tail, None, None
+
+
+def _summed(gradient: Tensor, numbers: Tensor) -> Tensor:
+    """Sums of neighbours, in fp32 or wider and always in one order: [runs, ...]."""
+    flat = gradient.flatten(1).to(wide(gradient))
+    if len(numbers) == len(flat):
+        return flat.unflatten(1, gradient.shape[1:])
+    # Not checked: that would make the host wait.
+    summed = torch.segment_reduce(flat, "sum", lengths=numbers, axis=0, unsafe=True)
+    return summed.unflatten(1, gradient.shape[1:])

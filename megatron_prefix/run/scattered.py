@@ -1,0 +1,151 @@
+"""What rollouts of one prompt could share, were they not on several data-parallel ranks.
+
+Every rank sends digests of how its samples begin, at lengths that grow by a quarter: some forty
+numbers a sample, no token. Where two digests of a length agree the samples agree up to there, so
+what comes out is a lower bound, at most a quarter off.
+
+Ranks exchange only in modes "observe" and "auto", in the first step with gradients and in every
+50th, after they have agreed to go on with the step (`agreement.agree`): until then each of them may
+end or fall back alone. A trainer whose process groups lack `dp_cp` has no such agreement over
+data-parallel ranks, and no exchange.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_prefix import trainers
+from megatron_prefix.run.step import Step
+from megatron_prefix.tree import Pairs
+
+logger = logging.getLogger(__name__)
+
+EVERY = 50
+"""Steps with gradients from one exchange to the next; the first one has the first."""
+SHORTEST, GROWTH, LONGEST = 32, 1.25, 1 << 20
+"""Lengths at which samples are compared, in tokens."""
+WORTH_TELLING = 0.05
+"""Part of a step's tokens that could be shared and are not."""
+
+Beginnings = Sequence[Sequence[bytes]]
+"""Per sample the digests of its first tokens, up to each of `_lengths` that it reaches."""
+
+
+class Scattered(NamedTuple):
+    """Tokens of a step on all data-parallel ranks.
+
+    Attributes:
+        tokens: of all samples.
+        shareable: that need not run again, were all samples on one rank; at least.
+        shared: likewise, on the ranks where the samples are.
+        num_ranks: data-parallel ranks.
+    """
+
+    tokens: int
+    shareable: int
+    shared: int
+    num_ranks: int
+
+
+def _lengths() -> list[int]:
+    found = [SHORTEST]
+    while found[-1] < LONGEST:
+        found.append(int(found[-1] * GROWTH))
+    return found
+
+
+LENGTHS = _lengths()
+
+
+def beginnings(samples: Sequence[Pairs]) -> list[list[bytes]]:
+    """Digests of every sample's first tokens."""
+    found = []
+    for sample in samples:
+        tokens = np.asarray(sample.inputs, np.int64)
+        digest, start, mine = hashlib.blake2b(digest_size=8), 0, []
+        for length in LENGTHS:
+            if length > len(tokens):
+                break
+            digest.update(tokens[start:length].tobytes())
+            mine.append(digest.copy().digest())
+            start = length
+        found.append(mine)
+    return found
+
+
+def saved(samples: Beginnings) -> int:
+    """Tokens that samples on one rank need not run again, at least."""
+    found, before = 0, 0
+    for level, length in enumerate(LENGTHS):
+        reach = [sample[level] for sample in samples if len(sample) > level]
+        if len(reach) < 2:
+            break
+        found += (length - before) * (len(reach) - len(set(reach)))
+        before = length
+    return found
+
+
+def exchange(samples: Sequence[Pairs], groups: Any) -> Scattered:
+    """All ranks of `groups.dp_cp` call this; those of a context-parallel group have one sample."""
+    mine: tuple[int, list[list[bytes]]] = (0, [])
+    if groups.cp.rank() == 0:
+        mine = sum(map(len, samples)), beginnings(samples)
+    heard: list[Any] = [mine]
+    if groups.dp_cp.size() > 1:
+        heard = [None] * groups.dp_cp.size()
+        dist.all_gather_object(heard, mine, group=groups.dp_cp)
+    everything = [sample for _, ranks in heard for sample in ranks]
+    return Scattered(
+        tokens=sum(num for num, _ in heard),
+        shareable=saved(everything),
+        shared=sum(saved(ranks) for _, ranks in heard),
+        num_ranks=len(heard) // groups.cp.size(),
+    )
+
+
+class Watch:
+    """Counts steps, and looks at some of them.
+
+    Attributes:
+        found: of the last step that was looked at; None on pipeline stages behind the first.
+    """
+
+    def __init__(self) -> None:
+        self.found: Scattered | None = None
+        self._num_steps = 0
+
+    def look(self, step: Step, groups: Any, *, forward_only: bool) -> None:
+        """All ranks call this for a step that they have agreed to go on with."""
+        if forward_only:
+            return
+        self._num_steps += 1
+        if self._num_steps % EVERY != 1 or groups.pp.rank() > 0:
+            return
+        if getattr(groups, "dp_cp", None) is None:
+            return
+        self.found = exchange(step.samples or (), groups)
+        if groups.dp_cp.rank() == 0 and groups.tp.rank() == 0:
+            tell(self.found)
+
+
+def tell(found: Scattered) -> None:
+    """Logs what was found, as a warning where much could be shared and is not."""
+    missed = found.shareable - found.shared
+    line = (
+        f"of {found.tokens} tokens of this step at least {found.shareable} are shareable,"
+        f" {found.shared} on the ranks where they are"
+    )
+    if missed <= WORTH_TELLING * found.tokens:
+        logger.info(line)
+        return
+    trainer = trainers.running()
+    how = f"; what keeps them together in {trainer.name}: {trainer.together}" if trainer else ""
+    logger.warning(
+        "%s: groups are scattered over %d data-parallel ranks%s", line, found.num_ranks, how
+    )

@@ -1,0 +1,22 @@
+"""[pure] Trainers on Megatron-Core, a small file each: what is known of them, and which runs here.
+
+Nothing of a trainer is imported here; it is looked for among the modules of the process.
+"""
+
+from __future__ import annotations
+
+from megatron_prefix.trainers import areal, megatron_lm, megatron_rl, nemo_rl, roll, slime, verl
+from megatron_prefix.trainers.trainer import Trainer
+
+__all__ = ["TRAINERS", "Trainer", "running"]
+
+TRAINERS: tuple[Trainer, ...] = (
+    verl.TRAINER, slime.TRAINER, nemo_rl.TRAINER, areal.TRAINER, roll.TRAINER,
+    megatron_rl.TRAINER, megatron_lm.TRAINER,
+)  # fmt: skip
+"""The last two are imported by some of the others."""
+
+
+def running() -> Trainer | None:
+    """The trainer that this process has imported; None: a loop of its own."""
+    return next((one for one in TRAINERS if one.is_running()), None)

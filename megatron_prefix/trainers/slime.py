@@ -1,0 +1,19 @@
+"""[pure] slime."""
+
+from __future__ import annotations
+
+from megatron_prefix.trainers.trainer import Trainer
+
+TRAINER = Trainer(
+    name="slime",
+    module="slime",
+    package="slime",
+    tried=("624b824a8",),
+    on="--custom-megatron-init-path megatron_prefix.auto.init",
+    loss="loss_mask of the model call",
+    together="--micro-batch-size of a whole group (--n-samples-per-prompt) and no"
+    " --use-dynamic-batch-size; with it samples are packed by length and packs dealt out",
+    refused=(
+        ("--allgather-cp", "each rank holds one contiguous part of a sample: leave it out"),
+    ),
+)  # fmt: skip

@@ -1,0 +1,63 @@
+"""[pure] What this package knows of a trainer."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+def version_of(module: str, package: str) -> str:
+    """The version of an imported module, or of its package if it has one; "" where none says."""
+    found = getattr(sys.modules.get(module), "__version__", None)
+    if found is not None:
+        return str(found)
+    if not package:
+        return ""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A trainer, as read in its sources and run from them; docs/trainers has a page of each.
+
+    Attributes:
+        name: as its users write it.
+        module: imported where it runs.
+        package: of Python's registry, for its version.
+        tried: versions and commits whose code ran with the prefix schedule; (): read only.
+        on: what turns the schedule on without a change of its code.
+        loss: which positions of a model call count as trained.
+        together: what keeps the rollouts of a group on one data-parallel rank.
+        refused: (option, why and what then), beside what the model itself is refused for.
+        is_used: whether it runs where `module` is imported.
+        refusal: one line for what this process is set to and cannot be right; "" for nothing. The
+            model and its calls are looked at elsewhere (megatron/features.py, run/calls.py).
+    """
+
+    name: str
+    module: str
+    package: str
+    tried: tuple[str, ...]
+    on: str
+    loss: str
+    together: str
+    refused: tuple[tuple[str, str], ...] = ()
+    is_used: Callable[[], bool] = lambda: True
+    refusal: Callable[[], str] = lambda: ""
+
+    def is_running(self) -> bool:
+        """Whether this process is one of it."""
+        return self.module in sys.modules and self.is_used()
+
+    def described(self) -> str:
+        """Name and version, and where that is another than those that ran, which did."""
+        version = version_of(self.module, self.package)
+        named = f"{self.name} {version}" if version else self.name
+        if version in self.tried or not version:
+            return named
+        return f"{named} ({f'tried: {self.tried[0]}' if self.tried else 'never tried'})"

@@ -1,0 +1,22 @@
+"""[pure] verl, with its Megatron engine."""
+
+from __future__ import annotations
+
+from megatron_prefix.trainers.trainer import Trainer
+
+TRAINER = Trainer(
+    name="verl",
+    module="verl",
+    package="verl",
+    tried=("0.9.1",),
+    on="installing this package: it is a plugin of the group verl.plugins",
+    loss="all: its mask (response_mask) stays in the loss, so the output layer runs on prompts too,"
+    " once each",
+    together="actor_rollout_ref.actor.use_prefix_grouper=True with trainer.use_v1=False; the V1"
+    " trainer of 0.9.1, its default, always deals out by length",
+    refused=(
+        ("use_fused_kernels with sequence parallelism", "it returns a part of the hidden states:"
+         " turn one of them off"),
+        ("dynamic_context_parallel", "it passes a padding_mask"),
+    ),
+)  # fmt: skip

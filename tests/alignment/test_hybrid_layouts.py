@@ -1,0 +1,78 @@
+"""Hybrid models in layouts of several ranks, against Megatron's schedule in the same layout."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import pytest
+
+from megatron_prefix import runtime
+from megatron_prefix.cli.matrix import align_row
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.data.rollouts import dense_vocabulary
+from megatron_prefix.models.build import build_model
+from megatron_prefix.models.presets import resolve
+from megatron_prefix.runtime import Layout
+from megatron_prefix.verify import align
+from megatron_prefix.verify.matrix import MODELS, SHAPES, Row
+from tests.harness.ranks import run_ranks
+
+ROWS = """
+gdn/TP2+SP/tree/none
+mamba/TP2+SP/chunked/full
+gdn/PP2xVPP2/tree/full
+mamba/PP2xCP2/tree/none
+hybrid-moe/PP2xEP2/flat/none
+gdn/DP2/chunked/none
+""".split()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_row(name: str) -> None:
+    verdict = align_row(Row(*name.split("/")), timeout_s=120)
+    assert verdict.passed, verdict.failures
+    assert verdict.grad_max_rel_diff <= verdict.tolerance < 1e-12
+    assert verdict.loss_max_abs_diff < 1e-12 and verdict.logprob_max_abs_diff < 1e-12
+    assert 0 < verdict.executed_tokens < verdict.raw_tokens
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "recompute": {"memory": "recompute", "chunk_tokens": 8},
+    "offload": {"memory": "offload"},
+    "auto": {"memory": "auto", "chunk_tokens": 16},
+    "gathered by wave": {"cp_reduce": "wave", "chunk_tokens": 8},
+    "gathered by segment": {"cp_reduce": "segment", "memory": "recompute"},
+}
+
+
+def _policies(model: str, layout: Layout, recompute: str) -> dict[str, Any]:
+    """A rank's part: what went wrong with each of CONFIGS, "" for nothing."""
+    runtime.initialize(layout)
+    groups, vocab, _ = dense_vocabulary(SHAPES["tree"].groups(1, "float64"))
+    spec = resolve(MODELS[model]).with_vocab(vocab)
+    chunks = build_model(spec, layout=layout, dtype="float64", recompute=recompute)
+    found = {}
+    for name, fields in CONFIGS.items():
+        config = PrefixConfig(segment_tokens=64, min_gain=0, kernel="math", **fields)
+        try:
+            mine = align.align(chunks, groups, config, multiple=layout.alignment)
+            found[name] = "; ".join(align.over_ranks(mine).failures)
+        except Exception:  # noqa: BLE001  # the case fails, and the next one tells its own story
+            found[name] = traceback.format_exc()
+    runtime.shutdown()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "recompute"),
+    [
+        ("gdn", Layout(pp=2), "selective"),
+        ("mamba", Layout(pp=2), "none"),
+        ("mamba", Layout(cp=2), "selective"),
+    ],
+    ids=["gdn PP2", "mamba PP2", "mamba CP2"],
+)
+def test_memory_policies(model: str, layout: Layout, recompute: str) -> None:
+    for found in run_ranks(layout.world_size, _policies, model, layout, recompute):
+        assert found == dict.fromkeys(CONFIGS, "")

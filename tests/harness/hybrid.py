@@ -1,0 +1,100 @@
+"""Small hybrid models in fp64, and steps whose spans are of all lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_prefix.models.presets import PRESETS
+from megatron_prefix.models.recurrent_spec import GatedDelta, Mamba
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.tree import Pairs
+from tests.harness import steps
+from tests.harness.one_group import schedule_with
+from tests.harness.one_rank import small_model
+from tests.harness.steps import Contract, Microbatch
+
+GDN, MAMBA = "tiny-qwen3-next", "tiny-nemotron-h"
+
+
+def gated_delta(layers: int = 2, every: int = 2) -> dict[str, Any]:
+    """Fields of a spec: every so many layers attention, GatedDeltaNet elsewhere."""
+    preset = PRESETS[GDN].recurrent
+    assert isinstance(preset, GatedDelta)
+    return {
+        "num_layers": layers,
+        "recurrent": dataclasses.replace(preset, attention_every=every),
+    }
+
+
+def mamba(pattern: str = "M*M-") -> dict[str, Any]:
+    """Fields of a spec with layers by symbols."""
+    preset = PRESETS[MAMBA].recurrent
+    assert isinstance(preset, Mamba)
+    return {
+        "num_layers": len(pattern),
+        "recurrent": dataclasses.replace(preset, pattern=pattern),
+    }
+
+
+SPECS: dict[str, dict[str, Any]] = {GDN: gated_delta(), MAMBA: mamba()}
+
+
+def model_of(name: str, **options: Any) -> Any:
+    """A small model of a family; equal arguments give equal weights."""
+    return small_model(name, **{"spec": SPECS[name], **options})
+
+
+def items() -> list[Microbatch]:
+    """Four groups: a tree with loss in the middle, short spans, a pair, and one alone.
+
+    Below the first prompt are two turns, so a depth-first walk uses the rows of the first again.
+    """
+    draw = np.random.default_rng(1)
+
+    def tokens(length: int) -> np.ndarray:
+        return draw.integers(0, 60, length)
+
+    found: list[Microbatch] = []
+
+    def add(group: int, parts: Sequence[np.ndarray], first: int) -> None:
+        whole = np.concatenate(parts)
+        pairs = Pairs(whole[:-1], whole[1:], np.arange(len(whole) - 1) >= first)
+        found.append(steps.microbatch([pairs], group, len(found)))
+
+    prompt, turn, other = tokens(30), tokens(9), tokens(6)
+    for middle, end in (
+        *((turn, 9), (turn, 14), (other, 7), (other, 4)),
+        *((turn[:0], 21), (turn[:0], 1), (turn[:0], 3)),
+    ):
+        add(0, [prompt, middle, tokens(end)], 29)
+    short = tokens(3)
+    for end in (1, 2, 5):
+        add(1, [short, tokens(end)], 2)
+    longer = tokens(22)
+    for end in (4, 2):
+        add(2, [longer, tokens(end)], 21)
+    add(3, [tokens(13)], 4)
+    return found
+
+
+def errors(model: Any, expected: steps.Reference, schedule: PrefixSchedule) -> dict[str, float]:
+    """Every gradient's largest difference to plain autograd, relative to the terms in its sum."""
+    steps.zero_gradients(model)
+    steps.call(schedule, Contract().step, model, items())
+    found = steps.gradients(model)
+    assert found.keys() == expected.gradients.keys()
+    return {
+        name: float((found[name] - wanted).abs().max()) / expected.terms[name]
+        for name, wanted in expected.gradients.items()
+    }
+
+
+def worst(model: Any, expected: steps.Reference, **fields: Any) -> float:
+    """The largest of `errors` with options of the prefix schedule; NaN wins."""
+    found = errors(model, expected, schedule_with(**fields)).values()
+    return torch.tensor(list(found), dtype=torch.float64).max().item()

@@ -1,0 +1,49 @@
+"""Packages of trainers from the registry, in folders beside this environment's other packages."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+UNREACHABLE = (
+    "connection broken", "Failed to establish", "Temporary failure in name resolution",
+    "timed out", "Cannot connect to proxy",
+)  # fmt: skip
+
+
+def installed(name: str) -> Path:
+    """The folder with what `name`.txt beside this file pins; made at the first call.
+
+    Skips the test where pip reaches no registry, or Python is older than the pins are for.
+    """
+    if sys.version_info < (3, 11):
+        pytest.skip(f"the pins of {name}.txt are for Python 3.11 and newer")
+    pins = Path(__file__).with_name(f"{name}.txt")
+    digest = hashlib.sha256(pins.read_bytes()).hexdigest()[:12]
+    folder = Path(sys.prefix) / "trainers" / f"{name}-{digest}"
+    if folder.exists():
+        return folder
+    folder.parent.mkdir(exist_ok=True)
+    part = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps"]
+        made = subprocess.run(
+            [*command, "--ignore-requires-python", "--target", str(part), "-r", str(pins)],
+            capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+        if made.returncode and any(text in made.stderr for text in UNREACHABLE):
+            pytest.skip(f"pip does not reach a registry with {name}: {made.stderr[-300:]}")
+        assert not made.returncode, made.stderr
+        try:
+            part.rename(folder)
+        except OSError:  # another run was faster
+            assert folder.exists()
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return folder

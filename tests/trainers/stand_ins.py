@@ -1,0 +1,70 @@
+"""Modules that a trainer imports and that its steps do not use; torch is not imported."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+import typing
+from typing import Any
+
+
+def for_megatron() -> None:
+    """What importing megatron.training wants on the CPU; call it before Megatron is imported.
+
+    From 0.18 that is triton, even on the CPU (unpacked it takes 0.7 GB), and from 0.19
+    `typing.override`, which Python has from 3.12.
+    """
+    if not hasattr(typing, "override"):
+        typing.override = lambda method: method  # type: ignore[attr-defined]
+    if importlib.util.find_spec("triton") is None:
+        StandIns("triton", "megatron.core.transformer.custom_layers.batch_invariant_kernels")
+        importlib.import_module("triton").__version__ = "3.7.1"  # type: ignore[attr-defined]
+
+
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Lets a trainer import packages that its steps do not use and that need not be installed.
+
+    Args:
+        names: of the packages; whatever is taken from them is a class that does nothing.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """The finder's part; see importlib."""
+        if any(name == one or name.startswith(f"{one}.") for one in self._names):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> None:
+        """The loader's part: an ordinary module."""
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """The loader's part; see importlib."""
+        module.__getattr__ = _Anything.__getattr__.__get__(_Anything)  # type: ignore[method-assign]
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Does nothing."""
+
+
+def _as_it_is(self: Any, function: Any = None, *_: Any, **__: Any) -> Any:
+    """What a decorator gives back that changes nothing."""
+    return function
+
+
+class _Anything(type):
+    """Classes whose attributes are such classes."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything(name, (), {"__init__": _nothing, "__call__": _as_it_is})
+
+    def __getitem__(cls, _: Any) -> Any:
+        return cls

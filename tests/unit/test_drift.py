@@ -1,0 +1,126 @@
+"""The verdict on a replay, its picture, and the verb's output and refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_prefix.rl.updates import TrainingError
+from megatron_prefix.verify.replay import RUNS, Distance, ReplayStep, judged
+from tests.harness.command_line import BUNDLED, command, failure, row
+
+CURVE = dict.fromkeys(RUNS, 0.5)
+SMALL = ["--set", "num_layers=1", "--groups", "2", "--groups-per-step", "1", "--max-tokens", "80"]
+
+
+def step(number: int = 1, drift: float = 3e-9, floor: float = 2e-9, **fields: Any) -> ReplayStep:
+    made = ReplayStep(
+        number, CURVE, CURVE, Distance(*3 * [drift]), Distance(*3 * [floor]), 100, 40, CURVE,
+        dict.fromkeys(RUNS, 0), 2,
+    )  # fmt: skip
+    return replace(made, **fields)
+
+
+def test_twice_the_floor_is_the_limit_of_every_step() -> None:
+    good = judged([step(), step(2, drift=4e-9)])
+    assert good.passed and good.shared_steps == 2
+    assert good.ratio_max == dict.fromkeys(("max", "mean", "rms"), pytest.approx(2.0))
+    one = Distance(max=3e-9, mean=3e-9, rms=4.1e-9)
+    bad = judged([step(), step(2, drift=3e-9), step(3, floor=4e-9), replace(step(4), drift=one)])
+    assert not bad.passed
+    (failed,) = bad.failures
+    assert failed.startswith("rms difference: 1 of 4 steps exceed 2 times the noise floor, from")
+    assert "step 4 on; most 2.05 times, step 4" in failed
+
+
+@pytest.mark.parametrize(("drift", "floor"), [(math.nan, 1e-9), (1e-9, math.nan), (1e-9, 0.0)])
+def test_what_is_not_a_number_fails_and_so_does_a_floor_of_nothing(
+    drift: float, floor: float
+) -> None:
+    result = judged([step(), step(2, drift, floor), step(3)])
+    assert not result.passed and len(result.failures) == 3
+    assert "1 of 3 steps" in result.failures[0] and "step 2" in result.failures[0]
+
+
+def test_a_step_without_any_difference_is_no_failure_and_a_replay_without_any_is() -> None:
+    equal = step(drift=0.0, floor=0.0)
+    assert judged([equal, step(2)]).passed
+    (failed,) = judged([equal, replace(equal, number=2)]).failures
+    assert "equal after every step" in failed and "--lr" in failed
+
+
+@pytest.mark.parametrize("curve", ["loss", "weighted_logprob"])
+@pytest.mark.parametrize("run", RUNS)
+def test_a_loss_that_is_not_finite_fails(curve: str, run: str) -> None:
+    fields: Any = {curve: {**CURVE, run: math.nan}}
+    (failed,) = judged([step(), replace(step(2), **fields)]).failures
+    assert failed.endswith(f"of the {run} run is not finite in 1 of 2 steps, from step 2 on")
+
+
+def test_some_updates_may_be_skipped_and_not_all_of_a_run() -> None:
+    one, all_of_it = ({**dict.fromkeys(RUNS, 0), "stock": number} for number in (1, 2))
+    assert judged([step(skipped=one), step(2, skipped=all_of_it)]).passed
+    (failed,) = judged([step(skipped=all_of_it), step(2, skipped=all_of_it)]).failures
+    assert failed.startswith("the stock run skipped all of its 4 updates")
+
+
+def test_a_replay_in_which_nothing_was_shared_fails() -> None:
+    result = judged([step(executed_tokens=100)])
+    assert result.failures == ["the prefix schedule ran in no step: there is nothing to compare"]
+    assert not judged([]).passed
+
+
+def test_a_run_that_ends_early_fails() -> None:
+    def steps() -> Iterator[ReplayStep]:
+        yield step()
+        raise TrainingError("step 2: loss nan")
+
+    result = judged(steps())
+    assert len(result.steps) == 1 and not result.passed
+    assert result.failures == ["step 2: loss nan"]
+
+
+def test_the_picture_has_every_step() -> None:
+    pytest.importorskip("matplotlib")
+    from megatron_prefix.view.drift import figure
+
+    result = judged([step(1), step(2, drift=1e-8)])
+    *measures, loss, logprob = figure(result.as_json()).axes
+    for axes in measures:
+        floor, limit, drift = (list(line.get_ydata()) for line in axes.lines)
+        assert (floor, limit, drift) == ([2e-9, 2e-9], [4e-9, 4e-9], [3e-9, 1e-8])
+    assert len(loss.lines) == len(logprob.lines) == 3
+
+
+# The verb -----------------------------------------------------------------------------------------
+
+
+def test_json_table_and_files(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = [str(tmp_path / name) for name in ("result.json", "plot.svg")]
+    done = command(
+        "replay", BUNDLED, *SMALL, "--steps", "2", "--min-gain", "8", "--prefix-schedule", "on",
+        "--adam-eps", "1e-5", "--result-json", files[0], "--plot", files[1], "--progress",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "within the noise" in done.stdout and "step 2 of 2: drift" in done.stderr
+    result = json.loads(Path(files[0]).read_text("utf-8"))
+    assert result["passed"] is True and [s["number"] for s in result["steps"]] == [1, 2]
+    assert [(s["updates"], s["skipped"]["prefix"]) for s in result["steps"]] == [(1, 0)] * 2
+    assert result["compared"] == "parameters" and result["groups_without_gradient"] == 0
+    assert "<svg" in Path(files[1]).read_text("utf-8")
+
+
+def test_rollouts_without_a_gradient_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "equal.jsonl"
+    path.write_text("".join(row(uid=str(uid)) for uid in range(3)), encoding="utf-8")
+    line = failure(capsys, "replay", str(path))
+    assert "same reward" in line and str(path) in line

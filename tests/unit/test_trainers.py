@@ -1,0 +1,111 @@
+"""What is known of trainers: which one runs, what it is refused for, and the pages about them."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import types
+
+import pytest
+from megatron.core.pipeline_parallel import schedules
+
+from megatron_prefix import auto, trainers
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import UserError
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.trainers import TRAINERS, Trainer
+from megatron_prefix.trainers.trainer import version_of
+from tests.harness.data import REPOSITORY
+
+PAGES = REPOSITORY / "docs" / "trainers"
+
+
+def imported(monkeypatch: pytest.MonkeyPatch, name: str, **members: object) -> None:
+    """A module that is there."""
+    module = types.ModuleType(name)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def arguments(monkeypatch: pytest.MonkeyPatch, **given: object) -> None:
+    """Megatron-LM's command line."""
+    parsed = argparse.Namespace(**given)
+    imported(monkeypatch, "megatron.training")
+    imported(monkeypatch, "megatron.training.global_vars", get_args=lambda: parsed)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda one: one.name)
+def test_a_trainer_that_is_imported_is_the_one_that_runs(monkeypatch, trainer: Trainer) -> None:
+    assert trainers.running() is None
+    arguments(monkeypatch, perform_rl_step=trainer.name == "Megatron-RL")
+    imported(monkeypatch, "megatron.rl.rl_utils")  # by megatron.training, too
+    imported(monkeypatch, trainer.module, get_args=trainer.module)
+    assert trainers.running() is trainer
+
+
+def test_a_version_that_was_not_tried_is_said(monkeypatch) -> None:
+    imported(monkeypatch, "verl", __version__="0.9.1")
+    assert trainers.verl.TRAINER.described() == "verl 0.9.1"
+    imported(monkeypatch, "verl", __version__="1.0")
+    assert trainers.verl.TRAINER.described() == "verl 1.0 (tried: 0.9.1)"
+    imported(monkeypatch, "roll", __version__="1.0")
+    found = Trainer("ROLL", "roll", "roll", (), "", "", "")
+    assert found.described() == "ROLL 1.0 (never tried)"
+    assert version_of("not.there", "not-there") == ""
+
+
+def test_distillation_gets_the_stock_schedule(monkeypatch, caplog) -> None:
+    """Its loss reads what segments do not keep; nothing would tell."""
+    arguments(monkeypatch, export_kd_teacher_load="teacher")
+    try:
+        auto.on(PrefixConfig(mode="auto"))
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                found = schedules.get_forward_backward_func(1, None)
+                assert found is schedules.forward_backward_no_pipelining
+        (record,) = [one for one in caplog.records if one.name == "megatron_prefix.auto"]
+        assert "stock schedule in every step: --export-kd-teacher-load" in record.getMessage()
+        auto.on(PrefixConfig(mode="on"))
+        for _ in range(2):
+            with pytest.raises(UserError, match="--export-kd-teacher-load"):
+                schedules.get_forward_backward_func(1, None)
+        arguments(monkeypatch, export_kd_teacher_load=None)
+        assert isinstance(schedules.get_forward_backward_func(1, None), PrefixSchedule)
+    finally:
+        auto.off()
+
+
+def test_before_the_command_line_is_parsed_nothing_is_refused(monkeypatch) -> None:
+    def get_args() -> None:
+        raise AssertionError("args is not initialized.")
+
+    imported(monkeypatch, "megatron.training.global_vars", get_args=get_args)
+    assert trainers.megatron_lm.TRAINER.refusal() == ""
+
+
+def test_roll_is_refused_for_its_mask(monkeypatch) -> None:
+    imported(monkeypatch, trainers.roll.TRAINER.module)
+    try:
+        auto.on(PrefixConfig(mode="on"))
+        with pytest.raises(UserError, match="ROLL with the loss_mask of its model calls: it is"):
+            schedules.get_forward_backward_func(1, None)
+        auto.on(PrefixConfig(mode="off"))
+        found = schedules.get_forward_backward_func(1, None)
+        assert found is schedules.forward_backward_no_pipelining
+    finally:
+        auto.off()
+
+
+@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda one: one.name)
+def test_every_trainer_has_its_page(trainer: Trainer) -> None:
+    """What a page says of options and versions is what the code says."""
+    page = PAGES / f"{trainer.name.lower().replace('-', '_')}.md"
+    text = " ".join(page.read_text(encoding="utf-8").replace("`", "").split())
+    for said in (trainer.on, trainer.loss, trainer.together):
+        assert said.replace("`", "") in text
+    for option, why in trainer.refused:
+        assert f"| {option} | {why} |" in text
+    for version in trainer.tried:
+        assert version in text
+    assert trainer.tried or "not run" in text
