@@ -38,9 +38,9 @@ class PrefixConfig:
         min_gain: a shared span that saves fewer positions is dissolved, and an inner segment that
             saves fewer than SEGMENT_GAIN times as many and less than a 16th of the step; 0
             dissolves nothing.
-        align: spans end at multiples of it, beside those that the layout needs. With 64 the kernels
-            of GatedDeltaNet cut a sequence where they do anyway, and a chain of spans is bitwise
-            the whole; else it differs by rounding.
+        align: spans begin at multiples of it, beside those that the layout needs. With 64 the
+            kernels of GatedDeltaNet cut a sequence where they do anyway, and a chain of spans is
+            bitwise the whole; else it differs by rounding.
         loss_in_leaves: never share a position at or after a first trained one.
         share: what `plan` and the placement on data-parallel ranks compare: "batch", all rollouts
             of a step, as a step does; "group": only those of one group.
@@ -117,13 +117,12 @@ class PrefixConfig:
 
     def tree_options(self, align: int) -> TreeOptions:
         """Options of trees in a layout with this alignment; "auto" lengths are chosen later."""
-        align = math.lcm(align, self.align)
         chunk = 0 if isinstance(self.chunk_tokens, str) else self.chunk_tokens
         segment = (
             SEGMENT_TOKENS[-1] if isinstance(self.segment_tokens, str) else self.segment_tokens
         )
-        chunk = max(chunk, align) if chunk > 0 else chunk
+        chunk = max(chunk, math.lcm(align, self.align)) if chunk > 0 else chunk
         return TreeOptions(
             align, chunk, segment, self.min_gain, SEGMENT_GAIN * self.min_gain,
-            self.loss_in_leaves, self.share,
+            self.loss_in_leaves, self.share, self.align,
         )  # fmt: skip

@@ -191,8 +191,8 @@ def add_lengths(parser: argparse.ArgumentParser) -> None:
         type=whole(),
         default=_DEFAULTS.align,
         metavar="N",
-        help="spans end at multiples of N, beside those that the layout needs; with 64 no rounding"
-        f" of GatedDeltaNet depends on where spans end (default {_DEFAULTS.align})",
+        help="spans begin at multiples of N, beside those that the layout needs; with 64 no"
+        f" rounding of GatedDeltaNet depends on where (default {_DEFAULTS.align})",
     )
     group.add_argument(
         "--loss-in-leaves",

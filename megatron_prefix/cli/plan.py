@@ -155,7 +155,7 @@ def _result(step: _PlannedStep) -> dict[str, Any]:
         "prefix_ratio_p50": float(np.percentile(ratios, 50)),
         "prefix_ratio_p95": float(np.percentile(ratios, 95)),
         "predicted_speedup": cost_model(step.model).speedup(forest),
-        "align": step.options.align,
+        "align": step.options.boundary,
         "chunk_tokens": step.options.chunk_tokens,
         "num_stages": step.plan.num_stages,
         "num_actions": timeline.num_actions,
@@ -178,7 +178,7 @@ def _facts(step: _PlannedStep, result: dict[str, Any]) -> dict[str, str]:
         "prompt share, p50 / p95": f"{percent(result['prefix_ratio_p50'])}"
         f" / {percent(result['prefix_ratio_p95'])}",
         "segments": f"{number(result['segments'])}, {number(result['inner_segments'])} inner{cut}",
-        "spans end at multiples of": _alignment(step),
+        "spans begin at multiples of": _alignment(step),
         "depth of the tree": number(result["max_depth"]),
         f"predicted speedup, {step.model.name}": f"{result['predicted_speedup']:.2f}x",
         "stages": number(result["num_stages"]),
@@ -198,10 +198,10 @@ def _facts(step: _PlannedStep, result: dict[str, Any]) -> dict[str, str]:
 def _alignment(step: _PlannedStep) -> str:
     """The alignment, and where it comes from."""
     own, layout = step.config.align, step.layout.alignment
-    found = number(step.options.align)
+    found = number(step.options.boundary)
     reasons = [f"layout {number(layout)}"] if layout > 1 else []
     reasons += [f"--align {number(own)}"] if own > 1 else []
-    if isinstance(step.model.recurrent, GatedDelta) and step.options.align % CHUNK:
+    if isinstance(step.model.recurrent, GatedDelta) and step.options.boundary % CHUNK:
         reasons.append(
             f"with --align {CHUNK}, where GatedDeltaNet's kernels cut, a shared prompt is bitwise"
             " the unshared one; else recurrent states round differently"

@@ -35,7 +35,7 @@ _HELP = {
     "chunk_tokens": ("N|auto", "cut longer spans into chunks of at most N; 0: never"),
     "segment_tokens": ("N|auto", "most positions that one forward runs; 0: no limit"),
     "min_gain": ("N", "dissolve shared spans that save fewer positions"),
-    "align": ("N", "spans end at multiples of N, beside those that the layout needs"),
+    "align": ("N", "spans begin at multiples of N, beside those that the layout needs"),
     "loss_in_leaves": ("true|false", "share no trained token"),
     "kernel": ("NAME", "attention kernel, or auto"),
     "memory": ("{" + ",".join(MEMORY_POLICIES) + "}", "what inner segments keep"),

@@ -116,4 +116,4 @@ def _lengths(whole: Forest, options: TreeOptions) -> set[int]:
     longest = max(span.length for segment in whole.segments for span in segment.spans)
     wave = min(options.segment_tokens or longest, longest)
     lengths = {longest // share for share in _SHARES} | {2 * wave, wave, wave // 2, wave // 4}
-    return {n for n in lengths if max(_LEAST, options.align) <= n < longest}
+    return {n for n in lengths if max(_LEAST, options.boundary) <= n < longest}

@@ -199,7 +199,7 @@ def _depth_first(groups: Sequence[Group], options: TreeOptions) -> Iterator[_Lea
                 shared = max(0, common_prefix(before[1].tokens, rollout.tokens) - 1)
                 if options.loss_in_leaves:
                     shared = min(shared, first, before[2])
-            yield _Leaf(g, r, len(rollout) - 1, first, shared // options.align * options.align)
+            yield _Leaf(g, r, len(rollout) - 1, first, options.rounded(shared))
             before = g, rollout, first
 
 

@@ -137,7 +137,7 @@ def find_shared(
 def _trie(
     rollouts: Sequence[Pairs], members: list[int], first: Sequence[int], options: TreeOptions
 ) -> list[Node]:
-    """The compressed trie of `members`, with boundaries rounded down to the alignment."""
+    """The compressed trie of `members`, with boundaries rounded down to multiples of `boundary`."""
     codes = {m: rollouts[m].codes() for m in members}
     same: dict[bytes, list[int]] = {}
     for m in members:
@@ -176,7 +176,7 @@ def _shared(
     shared = int(differs.argmax()) if differs.any() else num
     if options.loss_in_leaves:
         shared = min(shared, first[a], first[b])
-    return shared // options.align * options.align
+    return options.rounded(shared)
 
 
 def _gather_members(top: Node) -> None:
@@ -241,7 +241,7 @@ def _copied(roots: list[Node]) -> list[Node]:
 
 def _chunked(roots: list[Node], first: Sequence[int], options: TreeOptions) -> list[Node]:
     """Cuts every node longer than `chunk_tokens` into a chain of nearly equal chunks."""
-    longest = options.chunk_tokens // options.align * options.align
+    longest = options.rounded(options.chunk_tokens)
     if not longest:
         return roots
     for node in list(preorder(roots)):
@@ -249,8 +249,8 @@ def _chunked(roots: list[Node], first: Sequence[int], options: TreeOptions) -> l
         end = node.end
         if options.loss_in_leaves:
             end = min(end, *(first[m] for m in node.members))
-        end = node.end if end == node.end else end // options.align * options.align
-        bounds = _equal_bounds(node.start, end, longest, options.align)
+        end = node.end if end == node.end else options.rounded(end)
+        bounds = _equal_bounds(node.start, end, longest, options.boundary)
         if end < node.end:
             bounds.append(node.end)
         tail, last = Node(bounds[-2], bounds[-1], node.members, node.children), node

@@ -7,6 +7,7 @@ tree/build.py makes the forest.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -89,7 +90,7 @@ class TreeOptions:
     """How rollouts become spans, and spans segments.
 
     Attributes:
-        align: segment boundaries are multiples of it (1, or tp when sequence-parallel, times 2*cp).
+        align: spans are padded to multiples of it (1, or tp when sequence-parallel, times 2*cp).
         chunk_tokens: longest span; longer ones become a chain of chunks. 0: no limit.
         segment_tokens: most positions in a segment; a single span may exceed it. 0: no limit.
         min_gain: a shared span that saves fewer positions than this is dissolved into its
@@ -99,6 +100,7 @@ class TreeOptions:
             dissolves nothing.
         loss_in_leaves: positions from the first trained one on are shared only by equal rollouts.
         share: "group": one tree a group; "batch": one tree over all rollouts of the step.
+        cut: spans begin at multiples of it, too. Nothing is padded to it.
     """
 
     align: int = 1
@@ -108,20 +110,31 @@ class TreeOptions:
     segment_gain: int = 0
     loss_in_leaves: bool = False
     share: str = "group"
+    cut: int = 1
 
     def __post_init__(self) -> None:
         for name in ("chunk_tokens", "segment_tokens", "min_gain", "segment_gain"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}: give 0 (no limit) or more")
-        if self.align < 1:
-            raise UserError(f"align is {self.align}: give 1 or more")
-        if 0 < self.chunk_tokens < self.align:
+        for name in ("align", "cut"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}: give 1 or more")
+        if 0 < self.chunk_tokens < self.boundary:
             raise UserError(
-                f"chunk_tokens {self.chunk_tokens} is below the alignment {self.align} of this"
-                f" layout: give 0 or at least {self.align}"
+                f"chunk_tokens {self.chunk_tokens} is below the alignment {self.boundary} of this"
+                f" layout: give 0 or at least {self.boundary}"
             )
         if self.share not in ("group", "batch"):
             raise UserError(f"share is {self.share!r}: give 'group' or 'batch'")
+
+    @property
+    def boundary(self) -> int:
+        """Spans begin at multiples of it."""
+        return math.lcm(self.align, self.cut)
+
+    def rounded(self, position: int) -> int:
+        """The last position up to this one at which a span may begin."""
+        return position // self.boundary * self.boundary
 
 
 class Place(NamedTuple):

@@ -28,17 +28,17 @@ def most_saved(rollouts: Sequence[Pairs], options: TreeOptions) -> int:
         rollouts: of the step; their routes are not looked at, which can only take sharing away.
         options: of the tree.
     """
-    length = options.align
+    length = options.boundary
     classes, _, saved = _split(rollouts, range(len(rollouts)), length)
     todo = [(members, 0) for members in classes]  # and the bound of spans above
     while todo:
-        is_last, lower = 2 * length > max(LONGEST_LOOK, options.align), []
+        is_last, lower = 2 * length > max(LONGEST_LOOK, options.boundary), []
         for members, above in todo:
             if is_last:
                 lengths = [len(rollouts[member]) for member in members]
                 saved += sum(lengths) - max(lengths)
                 continue
-            end = 2 * length - options.align
+            end = 2 * length - options.boundary
             if (len(members) - 1) * end < options.min_gain:
                 end = above
             parts, num_different, copies = _split(rollouts, members, 2 * length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import defaultdict
 from collections.abc import Sequence
@@ -91,10 +92,12 @@ def with_routes(
 
 @st.composite
 def tree_options(draw: Any) -> TreeOptions:
-    align = draw(st.sampled_from([1, 1, 2, 3, 4, 8, 16]))
+    align, cut = draw(st.sampled_from([1, 1, 2, 3, 4, 8, 16])), draw(st.sampled_from([1, 1, 3, 4]))
+    begin = math.lcm(align, cut)
     return TreeOptions(
         align=align,
-        chunk_tokens=draw(st.sampled_from([0, 0, align, align + 1, 3 * align, 64])),
+        cut=cut,
+        chunk_tokens=draw(st.sampled_from([0, 0, begin, begin + 1, 3 * begin, 64])),
         segment_tokens=draw(st.sampled_from([0, 1, 8, 20, 64])),
         min_gain=draw(st.sampled_from([0, 0, 1, 5, 20])),
         loss_in_leaves=draw(st.booleans()),

@@ -54,7 +54,7 @@ def test_the_tree_gets_what_the_user_set() -> None:
     )
     assert config.tree_options(8) == TreeOptions(8, 512, 99, 7, 32 * 7, True, "batch")
     assert PrefixConfig(min_gain=0).tree_options(1).segment_gain == 0  # everything is shared
-    assert PrefixConfig(align=64).tree_options(24).align == 192
+    assert PrefixConfig(align=64).tree_options(24).boundary == 192
 
 
 def test_chunks_are_no_shorter_than_the_alignment() -> None:

@@ -177,7 +177,9 @@ def test_no_rollouts_make_no_segments() -> None:
         ({"chunk_tokens": -1}, "chunk_tokens is -1"),
         ({"segment_tokens": -2}, "segment_tokens is -2"),
         ({"min_gain": -3}, "min_gain is -3"),
+        ({"cut": 0}, "cut is 0"),
         ({"align": 8, "chunk_tokens": 4}, "chunk_tokens 4 is below the alignment 8"),
+        ({"align": 4, "cut": 6, "chunk_tokens": 8}, "below the alignment 12"),
         ({"share": "all"}, "share is 'all'"),
     ],
 )

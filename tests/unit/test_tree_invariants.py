@@ -60,7 +60,7 @@ def test_positions_are_shared_as_far_as_their_routes_agree(sets, options, data) 
     routed = with_routes(rollouts, layers=2, experts=8, parts=parts)
     forest = build(routed, groups, options)
     apart = trees_of(routed, groups, options.share)
-    assert forest.executed_tokens == sum(trie_size(tree, options.align) for tree in apart)
+    assert forest.executed_tokens == sum(trie_size(tree, options.boundary) for tree in apart)
     free = build(rollouts, groups, options)
     assert forest.unshared_by_routes == forest.executed_tokens - free.executed_tokens
     assert free.unshared_by_routes == 0
@@ -98,7 +98,7 @@ def test_boundaries_are_aligned_and_inner_segments_are_not_padded(sets, options)
     read = {span.parent for segment in forest.segments for span in segment.spans}
     for index, segment in enumerate(forest.segments):
         for span in segment.spans:
-            assert span.start % options.align == 0
+            assert span.start % options.boundary == 0
             assert span.padded % options.align == 0
             assert 0 <= span.padded - span.length < options.align
         if segment.inner:
@@ -111,14 +111,14 @@ def test_boundaries_are_aligned_and_inner_segments_are_not_padded(sets, options)
 @settings(max_examples=100)
 def test_chunks_keep_the_limit_and_nothing_else_is_a_chain(sets, options) -> None:
     forest = build(*sets, options)
-    limit = options.chunk_tokens // options.align * options.align
+    limit = options.chunk_tokens // options.boundary * options.boundary
     for segment in forest.segments:
         for span in segment.spans if limit else ():
             first = min(forest.first_trained[member] for member in span.rollouts)
             # Only a leaf kept whole for its loss may be longer, and it starts where the loss does.
             whole = options.loss_in_leaves and not segment.inner and first < span.end
             assert span.length <= limit or (
-                whole and span.start // options.align == first // options.align
+                whole and span.start // options.boundary == first // options.boundary
             )
         for span in () if limit else segment.spans:
             above = span.parent
