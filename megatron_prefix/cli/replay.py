@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_prefix.cli import report
@@ -22,7 +21,8 @@ from megatron_prefix.cli.arguments import (
     layout_of,
 )
 from megatron_prefix.cli.inputs import load_groups
-from megatron_prefix.cli.modelling import add_model, machine, model_options
+from megatron_prefix.cli.modelling import add_model, model_options
+from megatron_prefix.cli.replay_files import ReplayFiles
 from megatron_prefix.cli.training import add_training, settings_of
 from megatron_prefix.errors import UserError
 
@@ -60,7 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto (default): share where it pays; on: always",
     )
-    group.add_argument("--result-json", metavar="FILE", help="write the result as JSON to FILE too")
+    group.add_argument(
+        "--result-json",
+        metavar="FILE",
+        help="write the result as JSON to FILE too, and after every step what there is",
+    )
     group.add_argument(
         "--plot",
         metavar="FILE",
@@ -83,6 +87,7 @@ class Job:
     layout: Any
     groups: tuple[Any, ...]
     steps: int
+    facts: dict[str, int]
     args: argparse.Namespace
 
 
@@ -92,14 +97,14 @@ def run(args: argparse.Namespace) -> int:
 
     report.check_outputs(args.result_json)
     report.check_plot(args.plot)
-    job, facts = _job(args)
+    job = _job(args)
     result = runtime.launch(replay_rank, job.layout.world_size, job, device=args.device)
     if os.environ.get("RANK", "0") == "0":  # one of torchrun's ranks speaks
-        _deliver(args, job, facts, result)
+        _deliver(args, job, result)
     return 0 if result.passed else 1
 
 
-def _job(args: argparse.Namespace) -> tuple[Job, dict[str, int]]:
+def _job(args: argparse.Namespace) -> Job:
     """Everything a user can get wrong is found here, before a rank is started."""
     from megatron_prefix import runtime
     from megatron_prefix.models import presets
@@ -111,16 +116,16 @@ def _job(args: argparse.Namespace) -> tuple[Job, dict[str, int]]:
     files, facts = _files(args, spec.vocab_size)
     spec, groups = fit_vocabulary(options, list(_in_turn(files)))
     settings = settings_of(args, args.groups_per_step or _per_step(args, len(files), layout.dp))
-    job = Job(
+    return Job(
         replace(settings, baseline=baseline_of(args)),
         options,
         spec,
         layout,
         tuple(groups),
         args.steps or STEPS,
+        facts,
         args,
     )
-    return job, facts
 
 
 def _files(
@@ -169,7 +174,11 @@ def replay_rank(job: Job) -> Any:
     try:
         runs = replay.trainers(job.settings, job.groups, options, job.spec, world)
         steps = replay.replayed(runs, job.steps)
-        return replay.judged(_watched(job, steps) if world.rank == 0 else steps)
+        if world.rank:
+            return replay.judged(steps)
+        with ReplayFiles(job.args, job).kept() as files:
+            files.keep(replay.judge(replay.Replay()))  # not those of a run before
+            return replay.judged(_watched(job, steps), files.keep)
     finally:
         runtime.shutdown()
 
@@ -194,36 +203,19 @@ def _watched(job: Job, steps: Iterator[Any]) -> Iterator[Any]:
 # The end ------------------------------------------------------------------------------------------
 
 
-def _deliver(args: argparse.Namespace, job: Job, facts: dict[str, int], result: Any) -> None:
-    settings = job.settings
-    found = {
-        **machine(args),
-        "layout": asdict(job.layout),
-        "rollouts": list(args.rollouts),
-        "lr": settings.lr,
-        "groups_per_step": settings.groups_per_step,
-        "baseline": asdict(settings.baseline),
-        "prefix_schedule": settings.prefix.mode,
-        "compared": "fp32 main parameters" if args.dtype == "bfloat16" else "parameters",
-        **facts,
-        **result.as_json(),
-    }
-    if args.result_json:
-        report.write_text(args.result_json, json.dumps(report.finite(found), indent=2) + "\n")
-    if args.plot and result.steps:
-        from megatron_prefix.view import drift
-
-        report.save_figure(drift.figure(found), args.plot)
+def _deliver(args: argparse.Namespace, job: Job, result: Any) -> None:
+    files = ReplayFiles(args, job)
+    files.write(result)
     if args.json:
-        report.print_json(found)
+        report.print_json(files.found(result))
         return
     if result.steps:
-        _print(job, facts, result)
+        _print(job, result)
     for failure in result.failures:
         print(f"  {failure}")
 
 
-def _print(job: Job, facts: dict[str, int], result: Any) -> None:
+def _print(job: Job, result: Any) -> None:
     table = report.new_table(
         "parameters of the prefix run, and of the second stock run, from the stock run's"
     )
@@ -242,11 +234,11 @@ def _print(job: Job, facts: dict[str, int], result: Any) -> None:
                 f"{step.weighted_logprob['prefix']:+.4f}",
             )  # fmt: skip
     report.print_rich(table)
-    report.print_facts("replay", _facts(job, facts, result))
+    report.print_facts("replay", _facts(job, result))
 
 
-def _facts(job: Job, facts: dict[str, int], result: Any) -> dict[str, str]:
-    steps = result.steps
+def _facts(job: Job, result: Any) -> dict[str, str]:
+    steps, facts = result.steps, job.facts
     raw, executed = (sum(getattr(s, n) for s in steps) for n in ("raw_tokens", "executed_tokens"))
     found = {
         "steps": str(len(steps)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import math
 import os
@@ -251,8 +252,10 @@ def save_figure(figure: Any, path: str) -> None:
     Raises:
         UserError: the file cannot be written.
     """
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=150, format=path.rpartition(".")[2].lower())
     with files.replacing(path) as file:
-        figure.savefig(file, dpi=150, format=path.rpartition(".")[2].lower())
+        file.write(drawn.getbuffer())
 
 
 def write_and_print(

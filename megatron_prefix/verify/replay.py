@@ -15,7 +15,7 @@ experts by microbatch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -102,7 +102,8 @@ class Replay:
         ratio_max: the largest ratio of all steps, by measure.
         shared_steps: steps in which the prefix schedule computed fewer positions.
         failures: what is outside the limit, and what else went wrong.
-        passed: nothing did.
+        passed: nothing did, and the replay has ended.
+        ended: whether all steps were run; false in what is written meanwhile.
     """
 
     steps: list[ReplayStep] = field(default_factory=list)
@@ -111,6 +112,7 @@ class Replay:
     shared_steps: int = 0
     failures: list[str] = field(default_factory=list)
     passed: bool = False
+    ended: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """The fields by name."""
@@ -164,11 +166,21 @@ def replayed(runs: dict[str, Trainer], steps: int) -> Iterator[ReplayStep]:
         )
 
 
-def judged(steps: Iterable[ReplayStep]) -> Replay:
-    """The result of all steps; an early end, at a loss that is not finite, is a failure."""
+def judged(
+    steps: Iterable[ReplayStep], watch: Callable[[Replay], None] = lambda result: None
+) -> Replay:
+    """The result of all steps; an early end, at a loss that is not finite, is a failure.
+
+    Args:
+        steps: in order.
+        watch: gets what there is after every step, judged as a replay that has not ended.
+    """
     result = Replay()
     try:
-        result.steps.extend(steps)
+        for step in steps:
+            result.steps.append(step)
+            watch(judge(Replay(list(result.steps))))
+        result.ended = True
     except TrainingError as error:
         result.failures.append(str(error))
     return judge(result)
@@ -177,9 +189,11 @@ def judged(steps: Iterable[ReplayStep]) -> Replay:
 def judge(result: Replay) -> Replay:
     """Fills in the verdict: at every step, by every measure, drift within `limit` floors.
 
-    A step whose numbers are not finite fails, and so does a replay that compared nothing: nothing
-    was shared, a run made no update, or the two stock runs never differed.
+    A step whose numbers are not finite fails, and so does a replay that has not ended, or compared
+    nothing: nothing was shared, a run made no update, or the two stock runs never differed.
     """
+    if not (result.ended or result.failures):
+        result.failures.append(f"the replay has not ended: these are its first {_steps(result)}")
     result.shared_steps = sum(step.executed_tokens < step.raw_tokens for step in result.steps)
     result.failures.extend(_not_finite(result.steps))
     for measure in MEASURES:
@@ -198,6 +212,10 @@ def judge(result: Replay) -> Replay:
     result.failures.extend(_nothing_compared(result))
     result.passed = not result.failures
     return result
+
+
+def _steps(result: Replay) -> str:
+    return f"{len(result.steps)} step{'' if len(result.steps) == 1 else 's'}"
 
 
 def _not_finite(steps: Sequence[ReplayStep]) -> Iterator[str]:

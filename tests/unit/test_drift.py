@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +15,9 @@ from typing import Any
 import pytest
 
 from megatron_prefix.rl.updates import TrainingError
-from megatron_prefix.verify.replay import RUNS, Distance, ReplayStep, judged
-from tests.harness.command_line import BUNDLED, command, failure, row
+from megatron_prefix.verify import replay
+from megatron_prefix.verify.replay import RUNS, Distance, Replay, ReplayStep, judged
+from tests.harness.command_line import BUNDLED, command, failure, row, run
 
 CURVE = dict.fromkeys(RUNS, 0.5)
 SMALL = ["--set", "num_layers=1", "--groups", "2", "--groups-per-step", "1", "--max-tokens", "80"]
@@ -81,9 +85,13 @@ def test_a_run_that_ends_early_fails() -> None:
         yield step()
         raise TrainingError("step 2: loss nan")
 
-    result = judged(steps())
-    assert len(result.steps) == 1 and not result.passed
+    seen: list[Replay] = []
+    result = judged(steps(), seen.append)
+    assert len(result.steps) == 1 and not (result.passed or result.ended)
     assert result.failures == ["step 2: loss nan"]
+    (first,) = seen
+    assert first.failures == ["the replay has not ended: these are its first 1 step"]
+    assert first.ratio_max == result.ratio_max and not (first.passed or first.ended)
 
 
 def test_the_picture_has_every_step() -> None:
@@ -111,10 +119,47 @@ def test_json_table_and_files(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "within the noise" in done.stdout and "step 2 of 2: drift" in done.stderr
     result = json.loads(Path(files[0]).read_text("utf-8"))
-    assert result["passed"] is True and [s["number"] for s in result["steps"]] == [1, 2]
+    assert result["passed"] is result["ended"] is True and result["num_steps"] == 2
+    assert [s["number"] for s in result["steps"]] == [1, 2]
     assert [(s["updates"], s["skipped"]["prefix"]) for s in result["steps"]] == [(1, 0)] * 2
     assert result["compared"] == "parameters" and result["groups_without_gradient"] == 0
     assert "<svg" in Path(files[1]).read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number", "code"),
+    [(1, signal.SIGINT, 130), (2, signal.SIGINT, 130), (2, signal.SIGTERM, 143)],
+)
+def test_files_of_a_replay_that_is_stopped_have_its_steps(
+    ranks: int,
+    number: int,
+    code: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("matplotlib")
+    launcher = os.getpid()
+
+    def replayed(runs: Any, steps: int) -> Iterator[ReplayStep]:
+        yield from (step(1), step(2))
+        if os.environ.get("RANK", "0") == "0":
+            os.kill(launcher, number)
+        time.sleep(30)
+
+    monkeypatch.setattr(replay, "trainers", lambda *_: {})
+    monkeypatch.setattr(replay, "replayed", replayed)
+    found, drawn = tmp_path / "result.json", tmp_path / "plot.svg"
+    found.write_text('{"passed": true}', "utf-8")  # of a run before
+    options = ["--tp", str(ranks), "--result-json", str(found), "--plot", str(drawn)]
+    ended, _, _ = run(capsys, "replay", BUNDLED, *SMALL, *options)
+    assert ended == code
+    result = json.loads(found.read_text("utf-8"))
+    assert [s["number"] for s in result["steps"]] == [1, 2] and result["num_steps"] == 100
+    assert result["ended"] is False and result["passed"] is False
+    assert result["failures"] == ["the replay has not ended: these are its first 2 steps"]
+    assert "<svg" in drawn.read_text("utf-8")
+    assert sorted(tmp_path.iterdir()) == [drawn, found]
 
 
 def test_rollouts_without_a_gradient_are_refused(
