@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# A hybrid model against the FLOP bound: the widths of Qwen3-Next-80B-A3B with 12 layers, 3 of them with attention,
+# and 32 experts; aligned in bfloat16 first. Long prompts in waves of four rollouts, prompts in chunks of 2,048, and
+# consecutive steps of real rollouts. One GPU of 141 GB with flash-linear-attention.
+#   bash benchmarks/hybrid_h200.sh OUTPUT [ARGUMENTS of `megatron-prefix bench`]
+# OUTPUT gets a JSON file a row; the tables go to stdout. Exit code 0 when everything was aligned and timed. The first
+# row compiles kernels for some minutes; with TRITON_CACHE_DIR they are kept for the next call.
+#
+# Environment variables:
+#   ROWS      which of waves, chunks and steps to run (default: all)
+#   DATA      folder of the rollout files, for steps (default: ../shared/data)
+#   BASELINE  rollout or packed (default: rollout; packed microbatches of GatedDeltaNet need megatron-core 0.18)
+set -uo pipefail
+
+output=$(realpath -m "${1:?OUTPUT folder}")
+options=("${@:2}")
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+data=${DATA:-../shared/data}
+
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+mkdir -p "$output" || exit 2
+status=0
+
+timed() { # NAME, ARGUMENTS
+    python3 -m megatron_prefix bench --model qwen3-next-80b-a3b --set num_layers=12 --set num_experts=32 \
+        --set vocab_size=32768 --dtype bfloat16 --device cuda --baseline "${BASELINE:-rollout}" --align-layers 4 \
+        --warm-up-calls 1 --repeats 2 --bench-json "$output/$1.json" "${@:2}" "${options[@]}" || status=1
+}
+for row in ${ROWS:-waves chunks steps}; do
+    case $row in
+    waves) timed waves --shapes 10240:2048:8 16384:64:9 ;;
+    chunks) timed chunks --shapes 10240:2048:8 --chunk-tokens 2048 ;;
+    steps)
+        timed steps --rollouts "$data"/{tau_airline,rag_musique}.jsonl.gz --step-tokens 100000 --warm-up 1 --steps 3
+        ;;
+    *)
+        echo "ROWS: $row is none of waves, chunks, steps" >&2
+        exit 2
+        ;;
+    esac
+done
+exit "$status"
