@@ -78,6 +78,7 @@ def chunk_gated_delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule, as flash-linear-attention's.
@@ -93,6 +94,7 @@ def chunk_gated_delta_rule(
         output_final_state: whether to return the states at the ends, too.
         use_qk_l2norm_in_kernel: whether to normalise q and k.
         cu_seqlens: where sequences begin and end, with batch 1; else each row is one.
+        cu_seqlens_cpu: the same on the host, which is read where it is given.
 
     Returns:
         The output in `v`'s dtype, and the states in fp32 or wider.
@@ -104,7 +106,8 @@ def chunk_gated_delta_rule(
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     # [batch, heads, positions, ...]
     parts = [x.transpose(1, 2) for x in (q, k, v, g[..., None], beta[..., None])]
-    bounds = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    ends = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    bounds = [0, q.shape[1]] if ends is None else ends.tolist()
     num = len(q) * (len(bounds) - 1)
     if initial_state is None:
         initial_state = q.new_zeros(num, q.shape[2], k.shape[3], v.shape[3])

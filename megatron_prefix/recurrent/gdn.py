@@ -8,6 +8,7 @@ gives wrong gradients for sequences under three positions.)
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ class GatedDeltaLayer:
         kernels = module.forward.__func__.__globals__
         rule = kernels.get("chunk_gated_delta_rule")
         self._stock_rule = getattr(module, "gated_delta_rule", rule)  # since 0.18
+        # Else flash-linear-attention reads the lengths back from the device, and the host waits.
+        self._takes_lengths = "cu_seqlens_cpu" in inspect.signature(self._stock_rule).parameters
         self._by_channels = kernels.get("causal_conv1d_fn")
         self._by_positions = kernels.get("causal_conv1d")
         self._states: LayerStates | None = None
@@ -121,6 +124,8 @@ class GatedDeltaLayer:
             "output_final_state": context is not None and context.inner,
             "cu_seqlens": states.spans.cu_seqlens,
         }
+        if self._takes_lengths:
+            given["cu_seqlens_cpu"] = states.spans.cu_seqlens_cpu
         out, final = self._stock_rule(query, key, value, **given)
         return states.leave(out, final), None
 

@@ -93,6 +93,11 @@ class Spans:
         return self._on(self._starts)
 
     @functools.cached_property
+    def cu_seqlens_cpu(self) -> Tensor:
+        """`cu_seqlens` on the host."""
+        return torch.tensor(self._starts)
+
+    @functools.cached_property
     def rows(self) -> Tensor:
         """`parents`, int64 [spans]."""
         return self._on(self.parents)

@@ -392,6 +392,14 @@ def test_a_mistake_shows(families: dict[str, Family], name: str, what: str) -> N
         assert not hybrid.worst(model, expected, **options) <= 1e-5
 
 
+def test_the_rule_reads_lengths_on_the_host(families: dict[str, Family]) -> None:
+    model, _, expected = families[GDN]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Spans, "cu_seqlens_cpu", torch.zeros(2, dtype=torch.int64))  # no position
+        with pytest.raises(ValueError, match="non-empty"):
+            hybrid.worst(model, expected)
+
+
 # --- random forests ------------------------------------------------------------------------------
 
 

@@ -109,7 +109,8 @@ def test_indices_of_short_spans() -> None:
     moved = [sides[0][1:4], sides[1][6:], sides[2][6:]]
     assert edges.tail.view(3, 3).tolist() == moved
     assert [part.tolist() for part in spans.runs] == [[1, 2], [0, 2]]
-    assert spans.cu_seqlens.tolist() == [0, 1, 6, 9] and spans.has_parents
+    assert spans.cu_seqlens.tolist() == spans.cu_seqlens_cpu.tolist() == [0, 1, 6, 9]
+    assert spans.cu_seqlens_cpu is spans.cu_seqlens_cpu and spans.has_parents  # fla's cache asks
 
 
 def test_spans_of_like_length_are_one_batch() -> None:
