@@ -88,8 +88,18 @@ class TimeModel:
     prefix: float = 1.0
 
     @classmethod
-    def of_flops(cls, cost: CostModel, shape: Shape, flops_per_second: float) -> TimeModel:
-        """Before anything is measured: a rate for all FLOPs, and guessed overheads."""
+    def of_flops(
+        cls, cost: CostModel, shape: Shape, flops_per_second: float, frozen: float = 0.0
+    ) -> TimeModel:
+        """Before anything is measured: a rate for all FLOPs, and guessed overheads.
+
+        Args:
+            cost: of the model.
+            shape: how it is spread.
+            flops_per_second: of one rank.
+            frozen: share of the weights that are not trained, 0 to 1: they have no gradient to
+                compute, so sharing saves less beside attention and overheads.
+        """
         layers = shape.num_layers / shape.num_ranks
         flop = 1 / (flops_per_second * shape.parts)
         forward = Work(
@@ -97,7 +107,9 @@ class TimeModel:
             cost.attention * flop / shape.num_ranks,
             ACTION_SECONDS * layers / shape.num_chunks, CALL_SECONDS * layers,
         )  # fmt: skip
-        return cls((*forward, *(2 * seconds for seconds in forward)))
+        products = 2 - frozen
+        times = Work(positions=products, scored=products, pairs=2, actions=2, calls=2)
+        return cls((*forward, *(t * seconds for t, seconds in zip(times, forward, strict=True))))
 
     def seconds(self, row: Row) -> float:
         """Time of some work on one rank, without the factors of whole steps."""

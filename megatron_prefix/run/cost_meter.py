@@ -150,13 +150,28 @@ class CostMeter:
             torch.cuda.synchronize(self._device)
 
 
-def prior_of(cost: CostModel, shape: Shape, device: torch.device) -> TimeModel:
-    """The time model of a device on which nothing was measured."""
+def prior_of(cost: CostModel, shape: Shape, device: torch.device, frozen: float) -> TimeModel:
+    """The time model of a device on which nothing was measured; `frozen`: see `frozen_share`."""
     rate = FLOPS_PER_SECOND.get(device.type, FLOPS_PER_SECOND["cuda"])
-    return TimeModel.of_flops(cost, shape, rate)
+    return TimeModel.of_flops(cost, shape, rate, frozen)
 
 
-def key_of(cost: CostModel, shape: Shape, config: Any, kernel: str, device: torch.device) -> str:
+def frozen_share(models: Sequence[torch.nn.Module]) -> float:
+    """Share of a rank's weights of matrix products that are not trained, 0 to 1."""
+    weights = [
+        weight
+        for model in models
+        for name, weight in model.named_parameters()
+        if weight.dim() > 1 and "embedding" not in name
+    ]
+    total = sum(weight.numel() for weight in weights)
+    frozen = sum(weight.numel() for weight in weights if not weight.requires_grad)
+    return frozen / total if total else 0.0
+
+
+def key_of(
+    cost: CostModel, shape: Shape, config: Any, kernel: str, device: torch.device, frozen: float
+) -> str:
     """Names what measurements are good for: another model, layout, device or version has its own.
 
     Args:
@@ -165,6 +180,7 @@ def key_of(cost: CostModel, shape: Shape, config: Any, kernel: str, device: torc
         config: Megatron's, of the model.
         kernel: see PrefixConfig.
         device: of the model.
+        frozen: see `frozen_share`.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     versions = [f"megatron_prefix {__version__}", f"torch {torch.__version__}"]
@@ -180,5 +196,7 @@ def key_of(cost: CostModel, shape: Shape, config: Any, kernel: str, device: torc
         f"{shape.num_layers} layers, {cost.linear:.6g} + {cost.head:.6g} FLOPs a position,"
         f" {cost.attention:.6g} a pair, {config.params_dtype}"
     )
+    if frozen:
+        model += f", {frozen:.2f} of the weights frozen"
     recompute = f"recompute {config.recompute_granularity or 'none'}"
     return "; ".join([model, layout, recompute, name, f"kernel {kernel}", ", ".join(versions)])

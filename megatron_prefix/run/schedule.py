@@ -33,7 +33,7 @@ from megatron_prefix.run import routers as router
 from megatron_prefix.run.agreement import agree, all_agree, companions, share_together
 from megatron_prefix.run.calls import ModelCall
 from megatron_prefix.run.capture import Capture
-from megatron_prefix.run.cost_meter import CostMeter, key_of, prior_of
+from megatron_prefix.run.cost_meter import CostMeter, frozen_share, key_of, prior_of
 from megatron_prefix.run.losses import LossContract
 from megatron_prefix.run.oom_retry import MemoryControl, cost_of, device_of
 from megatron_prefix.run.report import StepReport
@@ -386,7 +386,8 @@ class PrefixSchedule:
         shape = Shape(config.num_layers, groups.pp.size(), len(models), parts)
         cost = cost_of(models[0])
         if (cost, shape) not in self._meters:
-            key = key_of(cost, shape, config, self.config.kernel, device)
+            frozen = frozen_share(models)
+            key = key_of(cost, shape, config, self.config.kernel, device, frozen)
             everyone = companions(groups)
             experts = expert_sync.expert_group(groups)
             if (
@@ -395,7 +396,7 @@ class PrefixSchedule:
                 and getattr(groups, "dp_cp", None) is None
             ):
                 everyone.append(experts)
-            prior = prior_of(cost, shape, device)
+            prior = prior_of(cost, shape, device, frozen)
             self._meters[cost, shape] = CostMeter(self.config, key, prior, everyone, device)
         return self._meters[cost, shape]
 

@@ -19,6 +19,7 @@ from megatron_prefix.models import build
 from megatron_prefix.models.build import build_model, unwrap
 from megatron_prefix.models.presets import resolve
 from megatron_prefix.rl import loss, passes
+from megatron_prefix.run import cost_meter
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.runtime import Layout
 from megatron_prefix.verify import align
@@ -85,6 +86,12 @@ def compare(case: Case) -> None:
         assert any(terms.values())
         for one in found:
             steps.assert_gradients(one, steps.Reference(stock, terms), 1000)
+        (meter,) = ours._meters.values()
+        frozen = cost_meter.frozen_share(chunks)
+        assert 0.8 < frozen < 1 and "of the weights frozen" in meter._key
+        # A frozen weight has no gradient: its backward is one product, and not two.
+        forward, backward = meter.times.coefficients[0], meter.times.coefficients[5]
+        assert backward == pytest.approx((2 - frozen) * forward, rel=0.05)  # the first rank's
         forest = ours.report.forest
         assert forest.executed_tokens < 0.6 * forest.raw_tokens
 

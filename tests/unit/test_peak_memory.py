@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.models import build as models_build
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.models.presets import resolve
 from megatron_prefix.offload.counted import SavedBytes
@@ -24,7 +25,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar import cache as cache_module
 from megatron_prefix.tree import Pairs, TreeOptions, build, trees
 from megatron_prefix.tree.kv_layout import arena_map
-from tests.harness import steps
+from tests.harness import lora, steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts
@@ -98,6 +99,23 @@ def test_saved_bytes_are_those_that_were_predicted(name: str, recompute: str) ->
             ratio = predicted.saved / (saved + cache)
             assert 0.9 <= ratio <= 1.1, f"{shape}, {memory}: {ratio:.3f}"
             assert predicted.peak >= predicted.saved
+
+
+def test_of_adapters_rather_too_much_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen linear layers save no input; what adapters save (here at a sixteenth of the width) is
+    less."""
+    make = models_build._build_chunk
+
+    def adapted(recipe: Any, stage: int) -> Any:
+        chunk = make(recipe, stage)
+        lora.adapt(unwrap(chunk))
+        return chunk
+
+    monkeypatch.setattr(models_build, "_build_chunk", adapted)
+    model = small_model(vocab=VOCAB, spec=dict(num_layers=3), dtype=torch.float32)
+    for memory in ("retain", "recompute"):
+        saved, cache, predicted = counted(model, SHAPES[0], memory)
+        assert 1.0 <= predicted.saved / (saved + cache) <= 1.2
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])

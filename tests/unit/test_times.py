@@ -38,6 +38,9 @@ def test_flops_make_the_first_guess() -> None:
     assert forward[:3] == pytest.approx((1000 / 800, 70 / 400, 3 / 800))
     assert forward[3] == pytest.approx(6 * 3e-4 / 3) and forward[4] == pytest.approx(6 * 5e-5)
     assert backward == tuple(2 * seconds for seconds in forward)
+    frozen = TimeModel.of_flops(COST, shape, 100.0, frozen=0.75).coefficients
+    assert frozen[:5] == forward and frozen[7:] == backward[2:]
+    assert frozen[5:7] == pytest.approx((1.25 * forward[0], 1.25 * forward[1]))
 
 
 def test_a_step_on_one_rank_is_the_sum_of_its_actions() -> None:
