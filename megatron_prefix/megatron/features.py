@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import megatron.core
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from packaging.version import Version
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.megatron import mixers
+from megatron_prefix.megatron import mixers, modules
 from megatron_prefix.moe.versions import routers
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("attention_dropout", _above("attention_dropout", 0), "set it to 0: copies of a prompt would drop differently"),
     ("fp8", _on("fp8"), "train in bf16: scaling factors depend on what shares a tensor"),
     ("fp4", _on("fp4"), "train in bf16: scaling factors depend on what shares a tensor"),
+    ("quant_recipe", _on("quant_recipe"), "leave it out: scaling factors depend on what shares a tensor"),
     ("mtp_num_layers", _on("mtp_num_layers"), "turn multi-token prediction off: its last prompt inputs are response tokens"),
     ("multi_latent_attention", _on("multi_latent_attention"), "use the stock schedule: rotary positions are set inside MLA layers"),
     ("window_size", _on("window_size"), "use the stock schedule: a sliding window is not a dense block"),
@@ -122,6 +124,17 @@ def refusals(config: Any) -> list[str]:
     return [f"{name}: {fix}" for name, is_on, fix in REFUSED if is_on(config)]
 
 
+def _configs(model: Any) -> Iterator[Any]:
+    """The model's TransformerConfig, and those that its modules have of their own."""
+    yield model.config
+    seen = {id(model.config)}
+    for module in model.decoder.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, TransformerConfig) and id(config) not in seen:
+            seen.add(id(config))
+            yield config
+
+
 def _wrapper_refusals(model: Any) -> list[str]:
     """One line for every wrapper of a model chunk that the schedule cannot run with."""
     found = []
@@ -165,10 +178,11 @@ def check(model: Any, wrapped: Any = None) -> None:
         UserError: names the first feature in the way and the fix.
     """
     check_version()
-    found = refusals(model.config) + _wrapper_refusals(wrapped)
+    found = [line for config in _configs(model) for line in refusals(config)]
+    found += _wrapper_refusals(wrapped)
     if getattr(model, "position_embedding_type", "rope") == "mrope":
         found.append("mrope: use the stock schedule: positions have three components")
-    found += mixers.refusals(model)
+    found += [*mixers.refusals(model), *modules.refusals(model)]
     for number, router in routers(model).items():
         if not isinstance(router, TopKRouter):
             kind = type(router).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Iterator
@@ -9,6 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
@@ -29,6 +34,7 @@ VALUES: dict[str, Any] = {
     "attention_dropout": 0.1,
     "fp8": "hybrid",
     "fp4": "e2m1",
+    "quant_recipe": "a recipe",
     "mtp_num_layers": 1,
     "multi_latent_attention": True,
     "window_size": (64, 0),
@@ -146,8 +152,68 @@ def test_multimodal_positions_are_refused(model: Any, monkeypatch: pytest.Monkey
 def test_a_layer_without_core_attention_is_refused(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unwrap(model).decoder.layers[1], "self_attention", nn.Identity())
+    children = unwrap(model).decoder.layers[1]._modules  # pytest does not put a module back
+    monkeypatch.setitem(children, "self_attention", nn.Identity())
     with pytest.raises(UserError, match="layer 1's Identity: use Megatron's own attention"):
+        install(model)
+
+
+class Capped(DotProductAttention):
+    """Caps scores, as Gemma's."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs).tanh()
+
+
+class TwoBases(RotaryEmbedding):
+    """Rotary positions otherwise than Megatron's."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return 2 * super().forward(*args, **kwargs)
+
+
+class OwnPositions(SelfAttention):
+    """Rotates queries and keys itself."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "message"),
+    [
+        ("rotary_pos_emb", "__class__", TwoBases, "rotary embedding TwoBases: use Megatron's"),
+        ("decoder.layers.1.self_attention", "__class__", OwnPositions, "1's OwnPositions, which"),
+        ("decoder.layers.1.self_attention.core_attention", "__class__", Capped, "attention Capped"),
+        ("decoder.layers.0.self_attention", "attn_mask_type", AttnMaskType.no_mask, "type no_mask"),
+        ("decoder.layers.0.self_attention.core_attention", "attn_mask_type", AttnMaskType.padding,
+         "layer 0's attn_mask_type padding: use causal attention"),
+    ],
+)  # fmt: skip
+def test_modules_that_segments_would_leave_out_are_refused(
+    place: str, name: str, value: Any, message: str, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = unwrap(model).get_submodule(place)
+    monkeypatch.setattr(module, name, value, raising=False)
+    with pytest.raises(UserError, match=message):
+        install(model)
+
+
+def test_dropout_of_an_adapter_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    children = unwrap(model).decoder.layers[1].mlp._modules
+    monkeypatch.setitem(children, "adapter", nn.Dropout(0.1))
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.adapter, dropout of 0\.1: set it to 0"):
+        install(model)
+    monkeypatch.setitem(children, "adapter", nn.Dropout(0.0))
+    features.check(unwrap(model), model)
+
+
+def test_options_of_one_layer_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = unwrap(model).decoder.layers[1].self_attention.core_attention
+    own = copy.copy(core.config)
+    own.window_size = (64, 0)
+    monkeypatch.setattr(core, "config", own)
+    with pytest.raises(UserError, match="with window_size: use the stock schedule"):
         install(model)
 
 
