@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import megatron.core
 from packaging.version import Version
 
-SYMBOLS = "M*-EG"
-"""Layers of Megatron's hybrid models that the schedule knows: Mamba2, attention, MLP, experts,
-GatedDeltaNet."""
+from megatron_prefix.models.recurrent_spec import KINDS
+
 RECURRENT = {"GatedDeltaNet": "forward", "MambaMixer": "_ssm_training"}
 """Megatron's recurrent modules (megatron/core/ssm), and the method whose kernels are replaced."""
 
@@ -61,9 +60,9 @@ def refusals(model: Any) -> list[str]:
     """One line for every layer of a language model that the schedule cannot run."""
     config, found = model.config, []
     release = Version(Version(megatron.core.__version__).base_version)
-    unknown = {*(getattr(model.decoder, "layer_type_list", None) or ())} - {*SYMBOLS}
-    if unknown:
-        found.append(f"hybrid layers {', '.join(sorted(unknown))}: use {' '.join(SYMBOLS)}")
+    unknown = {*pattern_of(model)} - {*KINDS}
+    if unknown:  # on any stage: else ranks that have none would wait for those that refuse
+        found.append(f"hybrid layers {', '.join(sorted(unknown))}: use {' '.join(KINDS)}")
     for number, layer in enumerate(model.decoder.layers):
         mixer = mixer_of(layer)
         if mixer is None:

@@ -16,7 +16,6 @@ from megatron_prefix.models.hf_weights import HFWeights
 from megatron_prefix.models.logprobs import vocab_parallel_log_probs
 from megatron_prefix.models.optimizer import build_optimizer
 from megatron_prefix.models.presets import ModelSpec
-from megatron_prefix.models.recurrent_spec import Mamba
 from megatron_prefix.platforms import cpu
 from megatron_prefix.runtime.layout import Layout
 
@@ -191,7 +190,7 @@ def _build_chunk(recipe: _Recipe, stage: int) -> Any:
 
 
 def _language_model(recipe: _Recipe, stage: int) -> Any:
-    """Megatron's GPTModel or MambaModel of one virtual stage; weights are not filled in yet."""
+    """Megatron's GPTModel or HybridModel of one virtual stage; weights are not filled in yet."""
     from megatron.core import parallel_state
 
     spec, layout = recipe.spec, recipe.layout
@@ -209,7 +208,7 @@ def _language_model(recipe: _Recipe, stage: int) -> Any:
     }
     if spec.recurrent is not None:
         cpu.load_recurrent_layers()
-    if isinstance(spec.recurrent, Mamba):
+    if spec.pattern:
         from megatron_prefix.models.hybrid import hybrid_model
 
         return hybrid_model(recipe.config, spec, recipe.engine, vp_stage, options)

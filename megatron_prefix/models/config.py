@@ -73,6 +73,11 @@ def _check_recurrent(spec: ModelSpec, layout: Layout) -> None:
     layers: Any = spec.recurrent
     is_mamba = isinstance(layers, Mamba)
     name, heads = ("groups", layers.groups) if is_mamba else ("key heads", layers.key_heads)
+    if spec.pattern and not is_mamba and release < Version("0.17"):
+        raise UserError(
+            f"model {spec.name}: hybrid models have no GatedDeltaNet (G) before megatron-core 0.17;"
+            f" leave G out of {spec.pattern}"
+        )
     if heads % layout.tp:
         raise UserError(
             f"model {spec.name} has {heads} {name} in its recurrent layers, which --tp {layout.tp}"
@@ -83,10 +88,10 @@ def _check_recurrent(spec: ModelSpec, layout: Layout) -> None:
             f"model {spec.name}: GatedDeltaNet has no context parallelism before megatron-core"
             f" 0.18; leave --cp {layout.cp} out"
         )
-    if layout.vpp > 1 and is_mamba and release < Version("0.17"):
+    if layout.vpp > 1 and spec.pattern and release < Version("0.17"):
         raise UserError(
-            f"model {spec.name}: Mamba has no virtual stages before megatron-core 0.17; leave"
-            f" --vpp {layout.vpp} out"
+            f"model {spec.name}: hybrid models have no virtual stages before megatron-core 0.17;"
+            f" leave --vpp {layout.vpp} out"
         )
 
 
@@ -174,10 +179,15 @@ def _recurrent(spec: ModelSpec) -> dict[str, Any]:
     if spec.output_gate:
         values["attention_output_gate"] = True
     layers = spec.recurrent
-    if isinstance(layers, GatedDelta):
+    if spec.pattern:
+        values["is_hybrid_model"] = True
+    elif isinstance(layers, GatedDelta):
         values.update(
             experimental_attention_variant="gated_delta_net",
             linear_attention_freq=layers.attention_every,
+        )
+    if isinstance(layers, GatedDelta):
+        values.update(
             linear_conv_kernel_dim=layers.conv_width,
             linear_key_head_dim=layers.key_dim,
             linear_value_head_dim=layers.value_dim,
@@ -186,7 +196,6 @@ def _recurrent(spec: ModelSpec) -> dict[str, Any]:
         )
     elif layers is not None:
         values.update(
-            is_hybrid_model=True,
             mamba_state_dim=layers.state_dim,
             mamba_head_dim=layers.head_dim,
             mamba_num_groups=layers.groups,

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from megatron_prefix.models.local import RMSNorm, localize
 from megatron_prefix.models.presets import ModelSpec
-from megatron_prefix.models.recurrent_spec import Mamba
 
 try:  # since 0.18; MambaModel is its old name
     from megatron.core.models.hybrid.hybrid_model import HybridModel as StockModel
@@ -41,12 +40,14 @@ def with_gated_delta_net(block: Any, config: Any, vp_stage: int | None) -> None:
     block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]  # one object
     for number, layer in enumerate(block.layer_specs, offset + 1):
         if number % config.linear_attention_freq:
-            layer.submodules.self_attention = ModuleSpec(
-                module=GatedDeltaNet,
-                submodules=GatedDeltaNetSubmodules(
-                    in_proj=ColumnParallelLinear, out_norm=RMSNorm, out_proj=RowParallelLinear
-                ),
-            )
+            layer.submodules.self_attention = _gated_delta_net()
+
+
+def _gated_delta_net() -> ModuleSpec:
+    linears = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
+    return ModuleSpec(
+        module=GatedDeltaNet, submodules=GatedDeltaNetSubmodules(out_norm=RMSNorm, **linears)
+    )
 
 
 def hybrid_model(
@@ -65,8 +66,7 @@ def hybrid_model(
         from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec as stack
     else:
         stack = _local_stack(config, spec)
-    layers = spec.recurrent
-    pattern = layers.pattern if isinstance(layers, Mamba) else ""
+    pattern = spec.pattern
     if "hybrid_layer_pattern" not in inspect.signature(StockModel.__init__).parameters:
         return HybridModel(config, stack, hybrid_override_pattern=pattern, **options)
     virtual = config.virtual_pipeline_model_parallel_size or 1
@@ -91,23 +91,26 @@ def _local_stack(config: Any, spec: ModelSpec) -> ModuleSpec:
         return layer
 
     mlp = "pre_mlp_layernorm", "mlp", "mlp_bda"
-    plain = local(None)
+    attention = "input_layernorm", "self_attention", "self_attn_bda"
+    plain, delta = local(None), local(None)
+    delta.self_attention = _gated_delta_net()
     experts = local(spec.num_experts) if spec.is_moe else plain
     mixer = ModuleSpec(
         module=MambaMixer,
         submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
     )
+    parts = {"attention_layer": alone(TransformerLayer, plain, *attention)}
+    if hasattr(MambaStackSubmodules, "gdn_layer"):  # since 0.17
+        parts["gdn_layer"] = alone(TransformerLayer, delta, *attention)
     return ModuleSpec(
         module=LocalStack,
         submodules=MambaStackSubmodules(
+            **parts,
             mamba_layer=ModuleSpec(
                 module=MambaLayer,
                 submodules=MambaLayerSubmodules(
                     norm=RMSNorm, mixer=mixer, mamba_bda=get_bias_dropout_add
                 ),
-            ),
-            attention_layer=alone(
-                TransformerLayer, plain, "input_layernorm", "self_attention", "self_attn_bda"
             ),
             mlp_layer=alone(MLPLayer, plain, *mlp),
             moe_layer=alone(TransformerLayer, experts, *mlp),

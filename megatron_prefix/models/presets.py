@@ -132,11 +132,10 @@ class ModelSpec:
                 f"model {shown(self.name)}: rotary_percent {shown(self.rotary_percent)} must be"
                 " above 0 and at most 1"
             )
-        if isinstance(self.recurrent, Mamba) and len(self.recurrent.pattern) != self.num_layers:
+        if self.pattern and len(self.pattern) != self.num_layers:
             raise UserError(
-                f"model {shown(self.name)}: the hybrid pattern {self.recurrent.pattern} has"
-                f" {len(self.recurrent.pattern)} symbols for {self.num_layers} layers; give one a"
-                " layer"
+                f"model {shown(self.name)}: the hybrid pattern {self.pattern} has"
+                f" {len(self.pattern)} symbols for {self.num_layers} layers; give one a layer"
             )
 
     def _require_size(self, name: str, value: Any) -> None:
@@ -176,6 +175,11 @@ class ModelSpec:
             )
 
     @property
+    def pattern(self) -> str:
+        """Symbols of a HybridModel's layers; "" for a GPTModel."""
+        return self.recurrent.pattern if self.recurrent is not None else ""
+
+    @property
     def is_moe(self) -> bool:
         """Whether any layer has experts."""
         return self.num_experts is not None
@@ -201,9 +205,8 @@ class ModelSpec:
         num, changes = min(num_layers, self.num_layers), dict[str, Any]()
         if self.moe_layers is not None:
             changes["moe_layers"] = self.moe_layers[:num]
-        if isinstance(self.recurrent, Mamba):
-            pattern = self.recurrent.pattern[:num]
-            changes["recurrent"] = dataclasses.replace(self.recurrent, pattern=pattern)
+        if self.recurrent is not None:
+            changes["recurrent"] = dataclasses.replace(self.recurrent, pattern=self.pattern[:num])
         return dataclasses.replace(self, num_layers=num, **changes)
 
     @property
@@ -221,17 +224,16 @@ class ModelSpec:
             return "attention"
         if self.recurrent.is_recurrent(layer):
             return "recurrent"
-        alone = isinstance(self.recurrent, Mamba) and self.recurrent.pattern[layer] in "-E"
-        return "" if alone else "attention"
+        return "" if self.pattern and self.pattern[layer] in "-E" else "attention"
 
     def has_mlp(self, layer: int) -> bool:
         """Whether a layer has an MLP or experts."""
-        return not isinstance(self.recurrent, Mamba) or self.kind(layer) == ""
+        return not self.pattern or self.kind(layer) == ""
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's MLP is a mixture of experts."""
-        if isinstance(self.recurrent, Mamba):
-            return self.recurrent.pattern[layer] == "E"
+        if self.pattern:
+            return self.pattern[layer] == "E"
         return self.is_moe and (self.moe_layers is None or self.moe_layers[layer])
 
     def mixer_parameters(self, layer: int) -> int:

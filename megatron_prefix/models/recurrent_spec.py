@@ -9,8 +9,8 @@ from megatron_prefix.errors import UserError, shown
 
 CHUNK = 64
 """Positions that the kernels compute at once by matrix products."""
-SYMBOLS = "M*-E"
-"""Layers of a hybrid pattern: Mamba2, attention, MLP, experts; as Megatron names them."""
+KINDS = {"M": "Mamba2", "G": "GatedDeltaNet", "*": "attention", "-": "MLP", "E": "experts"}
+"""Layers of a hybrid pattern by Megatron's symbols (models/hybrid/hybrid_layer_allocation.py)."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class GatedDelta:
     attention_every: every so many layers the last has attention, the others are recurrent.
     key_heads, value_heads: value heads share keys in groups. key_dim, value_dim: width of a head.
     conv_width: positions that the convolution in front of the rule sees.
+    pattern: in a HybridModel one symbol a layer, see `KINDS`; "" for a GPTModel.
     """
 
     key_heads: int
@@ -28,9 +29,12 @@ class GatedDelta:
     value_dim: int
     attention_every: int = 4
     conv_width: int = 4
+    pattern: str = ""
 
     def __post_init__(self) -> None:
         _require_sizes(self)
+        if self.pattern:
+            _require_symbols(self.pattern, "G*-E")
         if self.value_heads % self.key_heads:
             raise UserError(
                 f"gated_delta: key_heads {self.key_heads} must divide value_heads"
@@ -79,7 +83,9 @@ class GatedDelta:
         return hidden * (sum(self.projected) + self.values) + self.value_heads * scan
 
     def is_recurrent(self, layer: int) -> bool:
-        """Whether a layer (from 0) has no attention."""
+        """Whether a layer (from 0) is GatedDeltaNet."""
+        if self.pattern:
+            return self.pattern[layer] == "G"
         return (layer + 1) % self.attention_every != 0
 
 
@@ -87,7 +93,7 @@ class GatedDelta:
 class Mamba:
     """Layers by symbols: Mamba2, attention, MLP or experts alone in a layer (Nemotron-H).
 
-    pattern: one symbol a layer, see `SYMBOLS`.
+    pattern: one symbol a layer, see `KINDS`.
     heads, head_dim: of Mamba2's values. state_dim: of a head's state. groups: of B and C.
     conv_width: positions that the convolution sees; Megatron has no option for it.
     """
@@ -101,12 +107,7 @@ class Mamba:
 
     def __post_init__(self) -> None:
         _require_sizes(self)
-        wrong = set(self.pattern) - set(SYMBOLS)
-        if wrong:
-            raise UserError(
-                f"hybrid pattern {shown(self.pattern)} has {', '.join(sorted(wrong))}: use"
-                f" {' '.join(SYMBOLS)} (Mamba2, attention, MLP, experts)"
-            )
+        _require_symbols(self.pattern, "M*-E")
         if self.heads % self.groups:
             raise UserError(f"mamba: groups {self.groups} must divide heads {self.heads}")
         if self.conv_width != 4:
@@ -163,3 +164,12 @@ def _require_sizes(spec: Any) -> None:
             raise UserError(
                 f"{type(spec).__name__}: {field.name} {shown(value)} must be a whole number from 1"
             )
+
+
+def _require_symbols(pattern: str, known: str) -> None:
+    wrong = set(pattern) - set(known)
+    if wrong or not pattern:
+        raise UserError(
+            f"hybrid pattern {shown(pattern)} has {', '.join(sorted(wrong)) or 'no layer'}: use"
+            f" {' '.join(known)} ({', '.join(KINDS[symbol] for symbol in known)})"
+        )

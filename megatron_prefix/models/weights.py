@@ -107,6 +107,8 @@ def local_part(
         pieces: the tensor is a concatenation of that many, or of pieces this long, each split by
             itself (2 for the gate and the up projection of SwiGLU).
     """
+    if size == 1:
+        return full
     whole = full.chunk(pieces, dim) if isinstance(pieces, int) else full.split([*pieces], dim)
     parts = [piece.chunk(size, dim)[rank] for piece in whole]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

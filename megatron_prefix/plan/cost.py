@@ -107,8 +107,8 @@ class CostModel:
         queries = 3 if mix.output_gate else 2
         projections = hidden_size * head_dim * (queries * num_heads + 2 * num_kv_heads)
         mlp = hidden_size * ffn_hidden_size * (3 if gated else 2)
-        scan = mix.layer.products(hidden_size) if mix.layer is not None else 0
-        products = mix.attention * projections + mix.mlps * mlp + mix.recurrent * scan
+        scans = mix.recurrence(lambda layer: layer.products(hidden_size))
+        products = mix.attention * projections + mix.mlps * mlp + scans
         return cls(
             linear=2.0 * products,
             head=2.0 * hidden_size * vocab_size,

@@ -256,7 +256,7 @@ def _count(
         extra = keys * size + (0 if shape.qk_norm else projected * size)
         inner, wave, again = _selected(shape, form, hidden, norm, mlp, common, extra)
         unread = min(inner, unread + extra)
-    if mix.recurrent:
+    if mix.attention < mix.total:
         inner, wave = (_mixed(mix, form, one, (norm + mlp) * size, norm) for one in (inner, wave))
     if form.recompute == "full":
         inner, wave, again = _checkpointed(form, hidden * size, inner, wave, num_layers)
@@ -283,10 +283,9 @@ def _mixed(mix: LayerMix, form: _Execution, whole: float, mlp: float, norm: floa
         mlp: of its MLP and the norm before it.
         norm: numbers that a norm saves.
     """
-    layer = mix.layer
-    recurrent = 0.0 if layer is None else (norm + layer.saved / form.tp) * form.itemsize
+    recurrent = mix.recurrence(lambda layer: (norm + layer.saved / form.tp) * form.itemsize)
     attention = mix.share("attention") * (whole - mlp)
-    return attention + mix.share("mlps") * mlp + mix.share("recurrent") * recurrent
+    return attention + mix.share("mlps") * mlp + recurrent / mix.total
 
 
 def _with_states(found: Footprint, mix: LayerMix, form: _Execution) -> Footprint:
@@ -296,18 +295,15 @@ def _with_states(found: Footprint, mix: LayerMix, form: _Execution) -> Footprint
     """
     share = mix.share("attention")
     found = replace(found, kv=share * found.kv, kv_grad=share * found.kv_grad)
-    if mix.layer is None:
-        return found
-    wide, ranks = max(4, form.itemsize), form.tp * found.parts
-    state = mix.layer.state * wide / ranks
-    tail = sum(mix.layer.convolved) * (mix.layer.conv_width - 1) / ranks
-    share = mix.share("recurrent")
+    wide, parts = max(4, form.itemsize), form.tp * found.parts * mix.total
+    state = mix.recurrence(lambda layer: layer.state) * wide / parts
+    tail = mix.recurrence(lambda layer: sum(layer.convolved) * (layer.conv_width - 1)) / parts
     return replace(
         found,
-        state=share * (state + tail * form.itemsize),
-        state_grad=share * (state + tail * wide),
-        expanded=share * (2 * state + tail * form.itemsize),
-    )  # fmt: skip
+        state=state + tail * form.itemsize,
+        state_grad=state + tail * wide,
+        expanded=2 * state + tail * form.itemsize,
+    )
 
 
 def _with_output_layer(

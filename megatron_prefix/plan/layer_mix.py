@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,7 @@ class LayerMix:
         total: layers of any kind.
         attention: layers with attention.
         mlps: layers with an MLP or experts.
-        recurrent: layers that are `layer`.
-        layer: the shape of recurrent ones; None where there are none.
+        recurrent: the shapes of layers that are recurrent, and how many have each.
         output_gate: whether attention has a gate on its output.
         ends_with_attention: whether the last layer has attention and an MLP.
     """
@@ -26,8 +26,7 @@ class LayerMix:
     total: int
     attention: int
     mlps: int
-    recurrent: int = 0
-    layer: Recurrent | None = None
+    recurrent: tuple[tuple[Recurrent, int], ...] = ()
     output_gate: bool = False
     ends_with_attention: bool = True
 
@@ -37,9 +36,10 @@ class LayerMix:
         numbers = range(spec.num_layers)
         kinds = [spec.kind(layer) for layer in numbers]
         last = spec.num_layers - 1
+        layers = spec.recurrent
         return cls(
             spec.num_layers, kinds.count("attention"), sum(map(spec.has_mlp, numbers)),
-            kinds.count("recurrent"), spec.recurrent, spec.output_gate,
+            () if layers is None else ((layers, kinds.count("recurrent")),), spec.output_gate,
             kinds[last] == "attention" and spec.has_mlp(last),
         )  # fmt: skip
 
@@ -54,10 +54,14 @@ class LayerMix:
         gate = bool(getattr(config, "attention_output_gate", False))
         total = config.num_layers
         if pattern:
-            layer = mamba_of(config, pattern)
-            kinds = [pattern.count(symbol) for symbol in "*M"]
+            shapes: dict[str, Callable[[Any], Recurrent]] = {"M": _mamba_of, "G": _gated_delta_of}
+            found = tuple(
+                (shape(config), pattern.count(symbol))
+                for symbol, shape in shapes.items()
+                if symbol in pattern
+            )
             mlps = sum(symbol in "-E" for symbol in pattern)
-            return cls(len(pattern), kinds[0], mlps, kinds[1], layer, gate, False)
+            return cls(len(pattern), pattern.count("*"), mlps, found, gate, False)
         if getattr(config, "experimental_attention_variant", None) != "gated_delta_net":
             return cls(total, total, total, output_gate=gate)
         every = config.linear_attention_freq
@@ -66,23 +70,31 @@ class LayerMix:
             if isinstance(every, int)
             else [bool(flag) for flag in every]
         )
-        delta = GatedDelta(
-            config.linear_num_key_heads, config.linear_num_value_heads,
-            config.linear_key_head_dim, config.linear_value_head_dim,
-            conv_width=config.linear_conv_kernel_dim,
-        )  # fmt: skip
-        return cls(total, flags.count(False), total, sum(flags), delta, gate, not flags[-1])
+        layers = ((_gated_delta_of(config), sum(flags)),)
+        return cls(total, flags.count(False), total, layers, gate, not flags[-1])
 
     def share(self, kind: str) -> float:
-        """The share of layers that have "attention", "mlps" or are "recurrent"."""
+        """The share of layers that have "attention" or "mlps"."""
         return float(getattr(self, kind)) / self.total
 
+    def recurrence(self, size: Callable[[Any], float]) -> float:
+        """The sum of a size of all recurrent layers."""
+        return sum((num * size(layer) for layer, num in self.recurrent), 0.0)
 
-def mamba_of(config: Any, pattern: str) -> Mamba:
-    """The shape of the Mamba2 layers of a TransformerConfig; others count as MLPs."""
-    known = "".join(symbol if symbol in "M*-E" else "-" for symbol in pattern)
+
+def _gated_delta_of(config: Any) -> GatedDelta:
+    """The shape of the GatedDeltaNet layers of a TransformerConfig."""
+    return GatedDelta(
+        config.linear_num_key_heads, config.linear_num_value_heads,
+        config.linear_key_head_dim, config.linear_value_head_dim,
+        conv_width=config.linear_conv_kernel_dim,
+    )  # fmt: skip
+
+
+def _mamba_of(config: Any) -> Mamba:
+    """The shape of the Mamba2 layers of a TransformerConfig."""
     heads = getattr(config, "mamba_num_heads", None)
     return Mamba(
-        known, heads or 2 * config.hidden_size // config.mamba_head_dim, config.mamba_head_dim,
+        "M", heads or 2 * config.hidden_size // config.mamba_head_dim, config.mamba_head_dim,
         config.mamba_state_dim, config.mamba_num_groups,
     )  # fmt: skip

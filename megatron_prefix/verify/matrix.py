@@ -16,7 +16,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.generate import generate
 from megatron_prefix.data.rollouts import Group
 from megatron_prefix.errors import UserError
-from megatron_prefix.models.recurrent_spec import Mamba
+from megatron_prefix.models.recurrent_spec import GatedDelta, Mamba
 from megatron_prefix.rl.baseline import Baseline
 from megatron_prefix.runtime.layout import Layout
 
@@ -24,10 +24,12 @@ MODELS = {
     "dense": "tiny-qwen3",
     "moe": "tiny-moe",
     "gdn": "tiny-qwen3-next",
+    "gdn-moe": "tiny-qwen3-next",
     "mamba": "tiny-nemotron-h",
+    "hybrid-gdn": "tiny-qwen3-next",
     "hybrid-moe": "tiny-nemotron-h",
 }
-RECURRENT = ("gdn", "mamba", "hybrid-moe")
+RECURRENT = ("gdn", "gdn-moe", "mamba", "hybrid-gdn", "hybrid-moe")
 """Megatron-Core 0.16 does not pack microbatches of these."""
 EXPERTS = {
     "num_experts": 8,
@@ -36,6 +38,9 @@ EXPERTS = {
     "moe_aux_loss_coeff": 1e-2,
 }
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "gdn-moe": EXPERTS,
+    "mamba": {"num_layers": 8, "recurrent": Mamba("M-M*M-*M", 8, 16, 8, 2)},
+    "hybrid-gdn": {"num_layers": 8, "recurrent": GatedDelta(2, 4, 8, 8, pattern="G-G*G-*G")},
     "hybrid-moe": {**EXPERTS, "recurrent": Mamba("MEM*EM", 8, 16, 8, 2)},
 }
 """Fields of the preset that a model changes."""
@@ -55,7 +60,9 @@ SIXTEEN_BIT_OF = {
     "dense": {"ffn_hidden_size": 1408},
     "moe": {"moe_ffn_hidden_size": 256, "moe_top_k": 8},
     "gdn": {"ffn_hidden_size": 1408},
+    "gdn-moe": {"moe_ffn_hidden_size": 256, "moe_top_k": 8},
     "mamba": {"ffn_hidden_size": 1408},
+    "hybrid-gdn": {"ffn_hidden_size": 1408},
     "hybrid-moe": {"moe_ffn_hidden_size": 256, "moe_top_k": 8},
 }
 
@@ -65,22 +72,22 @@ LAYOUTS: dict[str, tuple[Layout, tuple[str, ...]]] = {
     "TP2": (Layout(tp=2), ("dense",)),
     "TP2+SP": (
         Layout(tp=2, sequence_parallel=True),
-        ("dense", "moe", "gdn", "mamba", "hybrid-moe"),
+        ("dense", "moe", "gdn", "gdn-moe", "mamba", "hybrid-gdn", "hybrid-moe"),
     ),
     "PP2": (Layout(pp=2), ("dense", "moe", "gdn", "mamba")),
     "PP4": (Layout(pp=4), ("dense", "moe")),
-    "PP2xVPP2": (Layout(pp=2, vpp=2), ("dense", "moe", "gdn")),
-    "CP2": (Layout(cp=2), ("dense", "moe", "gdn", "mamba")),
+    "PP2xVPP2": (Layout(pp=2, vpp=2), ("dense", "moe", "gdn", "mamba", "hybrid-gdn")),
+    "CP2": (Layout(cp=2), ("dense", "moe", "gdn", "mamba", "hybrid-gdn")),
     "CP4": (Layout(cp=4), ("dense", "moe")),
-    "EP2": (Layout(ep=2, dp=2), ("moe", "hybrid-moe")),
+    "EP2": (Layout(ep=2, dp=2), ("moe", "gdn-moe", "hybrid-moe")),
     "EP4": (Layout(ep=4, dp=4), ("moe",)),
     "DP2": (Layout(dp=2), ("dense", "moe", "gdn", "mamba")),
     "TP2xPP2": (Layout(tp=2, pp=2), ("dense", "moe")),
     "TP2xCP2": (Layout(tp=2, cp=2), ("dense", "moe")),
     "PP2xCP2": (Layout(pp=2, cp=2), ("dense", "moe", "mamba")),
-    "PP2xEP2": (Layout(pp=2, ep=2, dp=2), ("moe", "hybrid-moe")),
+    "PP2xEP2": (Layout(pp=2, ep=2, dp=2), ("moe", "gdn-moe", "hybrid-moe")),
     "TP2xPP2xCP2": (Layout(tp=2, pp=2, cp=2), ("dense", "moe")),
-    "TP2xEP2xPP2": (Layout(tp=2, pp=2, ep=2, dp=2, sequence_parallel=True), ("moe",)),
+    "TP2xEP2xPP2": (Layout(tp=2, pp=2, ep=2, dp=2, sequence_parallel=True), ("moe", "gdn-moe")),
     # Experts are spread over context- and data-parallel ranks, in this order.
     "CP2xEP2": (Layout(cp=2, ep=2), ("moe",)),
     "CP2xEP4": (Layout(cp=2, ep=4, dp=2), ("moe",)),

@@ -41,6 +41,21 @@ def mamba(pattern: str = "M*M-") -> dict[str, Any]:
     }
 
 
+def mixed(pattern: str) -> dict[str, Any]:
+    """Options of `model_of` with Mamba2 and GatedDeltaNet in one model, which no spec describes."""
+    fields, delta = mamba(pattern.replace("G", "M")), PRESETS[GDN].recurrent
+    assert isinstance(delta, GatedDelta)
+    object.__setattr__(fields["recurrent"], "pattern", pattern)
+    sizes = {
+        "linear_num_key_heads": delta.key_heads,
+        "linear_num_value_heads": delta.value_heads,
+        "linear_key_head_dim": delta.key_dim,
+        "linear_value_head_dim": delta.value_dim,
+    }
+    # GatedDeltaNet's convolution takes the MLP's activation, and only SiLU.
+    return {"spec": {**fields, "squared_relu": False}, "config_overrides": sizes}
+
+
 SPECS: dict[str, dict[str, Any]] = {GDN: gated_delta(), MAMBA: mamba()}
 
 

@@ -388,9 +388,14 @@ def test_hybrid_fields_that_contradict_are_refused(name, fields, message) -> Non
 
 
 def test_unknown_symbols_of_a_pattern_are_refused() -> None:
-    layers = PRESETS["tiny-nemotron-h"].recurrent
-    with pytest.raises(UserError, match=r"hybrid pattern 'M.M' has .: use M . - E"):
-        dataclasses.replace(layers, pattern="M?M")
+    mamba, delta = (PRESETS[name].recurrent for name in ("tiny-nemotron-h", "tiny-qwen3-next"))
+    for layers, pattern, message in (
+        (mamba, "M?M", r"'M.M' has .: use M . - E"),
+        (mamba, "", "'' has no layer: use M . - E"),
+        (delta, "GD*+", r"'GD\*.' has \+, D: use G . - E .GatedDeltaNet, attention, MLP, experts."),
+    ):
+        with pytest.raises(UserError, match=f"hybrid pattern {message}"):
+            dataclasses.replace(layers, pattern=pattern)
 
 
 def test_first_layers_of_models_whose_layers_differ() -> None:
