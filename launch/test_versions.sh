@@ -7,7 +7,8 @@
 #
 # Environment variables, beside those of environment.sh:
 #   VENV   folder of the environment, in which releases take turns (default: .venv-versions)
-#   TESTS  what pytest runs (default: platform, models, both schedules in several layouts, routers)
+#   TESTS  what pytest runs (default: platform, models, both schedules in several layouts, routers,
+#          hybrid models)
 
 VENV=${VENV:-$(dirname "${BASH_SOURCE[0]}")/../.venv-versions}
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -16,7 +17,8 @@ prepare test
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 tests="tests/unit/test_platform.py tests/unit/test_build.py tests/unit/test_moe_router.py
     tests/alignment/test_layouts.py tests/alignment/test_moe.py tests/alignment/test_distributed.py
-    tests/alignment/test_replay.py tests/alignment/test_hybrid.py tests/alignment/test_hybrid_layouts.py"
+    tests/alignment/test_replay.py tests/alignment/test_hybrid.py
+    tests/alignment/test_hybrid_layouts.py tests/alignment/test_hybrid_16_bit.py"
 read -r -d '' -a tests <<<"${TESTS:-$tests}" || true
 versions=("$@")
 [[ $# -gt 0 ]] || versions=(0.16.1 0.17.1 0.18.1 0.19.2)
