@@ -116,5 +116,9 @@ def pattern_of(model: Any) -> str:
 def recomputes(model: Any) -> bool:
     """Whether a language model heeds `recompute_granularity` "full": Mamba's decoder does so
     since 0.18."""
-    names = ("_checkpointed_forward", "checkpointed_forward")
-    return any(hasattr(model.decoder, name) for name in names)
+    for base in type(model.decoder).__mro__:
+        # Since 0.18 a function of megatron/core/recompute.py, before a method.
+        called = getattr(vars(base).get("forward"), "__globals__", {})
+        if "checkpointed_forward" in called or "_checkpointed_forward" in vars(base):
+            return True
+    return False
