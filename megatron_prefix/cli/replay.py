@@ -40,7 +40,7 @@ left out."""
 EPILOG = """\
 examples:
   megatron-prefix replay rollouts.jsonl.gz --steps 20 --groups-per-step 1 --max-tokens 256
-  megatron-prefix replay rollouts.jsonl.gz --model tiny-moe --pp 2 --tp 2 --plot replay.svg
+  megatron-prefix replay rollouts.jsonl.gz --model tiny-qwen3 --pp 2 --tp 2 --plot replay.svg
   megatron-prefix replay rag.jsonl.gz agents.jsonl.gz --model qwen3-0.6b --dtype bfloat16 \\
       --device cuda --max-tokens 4096 --result-json replay.json --progress
 """

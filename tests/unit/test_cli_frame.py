@@ -17,8 +17,11 @@ import pytest
 from megatron_prefix import __version__
 from megatron_prefix.cli import main as frame
 from megatron_prefix.cli import report
+from megatron_prefix.cli.arguments import layout_of
 from megatron_prefix.cli.main import VERBS, main, make_parser
 from megatron_prefix.errors import UserError
+from megatron_prefix.models import presets
+from megatron_prefix.models.config import check_layout
 from megatron_prefix.runtime import RankError
 from tests.harness.command_line import BUNDLED, command, failure, result, row, run
 
@@ -66,6 +69,8 @@ def test_every_example_of_a_help_text_parses(capsys, verb) -> None:
             continue
         args = make_parser(arguments[0]).parse_args(arguments)
         assert verb in (None, args.verb)
+        if getattr(args, "model", None) in presets.PRESETS and hasattr(args, "tp"):
+            check_layout(presets.resolve(args.model), layout_of(args, None))
 
 
 ROLLOUTS = (BUNDLED, "--groups", "1", "--max-tokens", "64")
