@@ -104,8 +104,14 @@ class Capture:
         """Refuses calls under settings that segments, which stand for several, cannot have.
 
         Raises:
-            CannotShare: autocast differs from call to call, or the model is in another mode.
+            CannotShare: autocast differs from call to call, or is one to fp8; or the model is in
+                another mode.
         """
+        if suspend.quantises():
+            raise CannotShare(
+                "transformer-engine's fp8 autocast is on around the schedule: leave it out: scaling"
+                " factors depend on what shares a tensor"
+            )
         steps = list(itertools.chain(*self.steps))
         if len({step.called.autocast for step in steps}) > 1:
             raise CannotShare(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -84,6 +85,12 @@ class Settings(NamedTuple):
             torch.cuda.set_stream(self.stream)  # and its device
             if before.stream is not None:
                 self.stream.wait_stream(before.stream)
+
+
+def quantises() -> bool:
+    """Whether transformer-engine's autocast to fp8 or fp4 is on: one for the whole process."""
+    found = sys.modules.get("transformer_engine.pytorch.fp8")
+    return found is not None and bool(found.FP8GlobalStateManager.is_fp8_enabled())
 
 
 def _fixed() -> tuple[Any, ...]:
@@ -169,6 +176,11 @@ class SuspendedStep:
             stock: runs the model itself.
         """
         self.call, self._stock, self._called = call, stock, Settings.now()
+        if quantises() and not self._quantised:
+            raise UserError(
+                "the forward step calls the model inside transformer-engine's fp8 autocast: leave"
+                " it out, or use mode off: scaling factors depend on what shares a tensor"
+            )
         if _fixed() != self._before:
             raise UserError(
                 "the forward step calls the model inside a torch function or dispatch mode,"
@@ -203,7 +215,7 @@ class SuspendedStep:
         """Runs the step until it is suspended or ends."""
         global _running
         outside, around = Settings.now(), _running
-        self._before = _fixed()
+        self._before, self._quantised = _fixed(), quantises()
         self._greenlet.parent = greenlet.getcurrent()
         if self._settings is not None:
             self._settings.apply()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextvars
 import os
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +14,14 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.overrides import TorchFunctionMode
 
+from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.run import states, suspend
+from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.run.suspend import Settings, SuspendedStep
+from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
+from tests.harness.steps import Contract
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,8 +62,8 @@ def test_without_an_answer_the_model_runs() -> None:
 
 
 def test_steps_end_in_any_order() -> None:
-    steps = [suspended(lambda n=n: (n, call())) for n in range(4)]
-    assert [steps[n].resume(lambda n=n: -n) for n in (2, 0, 3, 1)] == [
+    several = [suspended(lambda n=n: (n, call())) for n in range(4)]
+    assert [several[n].resume(lambda n=n: -n) for n in (2, 0, 3, 1)] == [
         (2, -2), (0, 0), (3, -3), (1, -1)
     ]  # fmt: skip
 
@@ -150,6 +156,40 @@ def test_what_cannot_be_taken_off_is_refused(make: Any) -> None:
     with make():
         step = suspended(call)  # the schedule is called inside of it
         assert step.resume(lambda: 3) == 3
+
+
+class _Quantised:
+    """As `fp8_autocast` and `FP8GlobalStateManager` of transformer-engine."""
+
+    is_on = False
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        return cls.is_on
+
+    def __enter__(self) -> None:
+        type(self).is_on = True
+
+    def __exit__(self, *_: object) -> None:
+        type(self).is_on = False
+
+
+def test_quantised_calls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(FP8GlobalStateManager=_Quantised)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", module)
+
+    def function() -> None:
+        with _Quantised():
+            call()
+
+    with pytest.raises(UserError, match="inside transformer-engine's fp8 autocast: leave it out"):
+        SuspendedStep(function, None).start()
+    assert not _Quantised.is_on
+    model = small_model()
+    with _Quantised(), pytest.raises(UserError, match="autocast is on around the schedule: leave"):
+        steps.call(
+            PrefixSchedule(PrefixConfig(mode="on")), Contract().step, model, steps.group(0, 2)
+        )
 
 
 def test_the_models_mode_is_put_back_and_set_again() -> None:
