@@ -42,6 +42,8 @@ class PrefixConfig:
             kernels of GatedDeltaNet cut a sequence where they do anyway, and a chain of spans is
             bitwise the whole; else it differs by rounding.
         loss_in_leaves: never share a position at or after a first trained one.
+        trainer_masks: in a trainer whose model calls have no loss_mask, heed the mask of its
+            microbatches, where its file in megatron_prefix/trainers/ says where that is.
         share: what `plan` and the placement on data-parallel ranks compare: "batch", all rollouts
             of a step, as a step does; "group": only those of one group.
         kernel: name of the attention kernel, or "auto" (megatron_prefix/attention/kernels.py).
@@ -73,6 +75,7 @@ class PrefixConfig:
     min_gain: int = 64
     align: int = 1
     loss_in_leaves: bool = False
+    trainer_masks: bool = True
     share: str = "batch"
     kernel: str = "auto"
     memory: str = "retain"

@@ -58,7 +58,8 @@ def init(*_: Any) -> None:
 
 def _replacement(stock: Any, *, config: PrefixConfig) -> Any:
     """What takes the place of `stock`, Megatron's function."""
-    found: list[str] = []  # why the trainer gets `stock`, at the first call: then it is imported
+    # Why the trainer gets `stock`, and where its masks are; at the first call: then it is imported.
+    found: list[tuple[str, Any]] = []
 
     @functools.wraps(stock)
     def get_forward_backward_func(*args: Any, **options: Any) -> Any:
@@ -66,12 +67,14 @@ def _replacement(stock: Any, *, config: PrefixConfig) -> Any:
             trainer = trainers.running()
             refusal = trainer.refusal() if trainer and config.mode != "off" else ""
             _tell(config, trainer, refusal)
-            found.append(refusal)
-        if config.mode == "off" or found[0]:
+            masks = trainer.samples if trainer and config.trainer_masks else None
+            found.append((refusal, masks))
+        (refusal, masks), *_ = found
+        if config.mode == "off" or refusal:
             return stock(*args, **options)
         from megatron_prefix.run.schedule import get_forward_backward_func as ours
 
-        return ours(*args, prefix_config=config, **options)
+        return ours(*args, prefix_config=config, **{"samples": masks, **options})
 
     get_forward_backward_func.stock = stock  # type: ignore[attr-defined]  # megatron/stock.py asks
     return get_forward_backward_func

@@ -37,6 +37,7 @@ _HELP = {
     "min_gain": ("N", "dissolve shared spans that save fewer positions"),
     "align": ("N", "spans begin at multiples of N, beside those that the layout needs"),
     "loss_in_leaves": ("true|false", "share no trained token"),
+    "trainer_masks": ("true|false", "heed the masks of a trainer's microbatches"),
     "kernel": ("NAME", "attention kernel, or auto"),
     "memory": ("{" + ",".join(MEMORY_POLICIES) + "}", "what inner segments keep"),
     "memory_budget_gb": ("X", "GiB that a step may use; 0: what is free"),

@@ -41,11 +41,13 @@ class ModelCall:
         microbatch: number of the trainer's microbatch in the step.
         arguments: by name, as the model's `forward` names them; None and absent are the same.
         versions: of the tensors that are per position, as torch counts writes to them.
+        drawn: what the forward step drew from its data iterator before, where that is kept.
     """
 
     microbatch: int
     arguments: Mapping[str, Any]
     versions: tuple[int, ...] = ()
+    drawn: Any = None
 
     def check_unchanged(self) -> None:
         """Refuses tensors that were written after the call: a buffer for all microbatches.

@@ -12,6 +12,7 @@ import inspect
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.megatron.install import intercepted, language_model
 from megatron_prefix.moe import versions
 from megatron_prefix.run import calls, states, suspend
+from megatron_prefix.run.drawn import Drawn
 from megatron_prefix.run.suspend import SuspendedStep
 
 
@@ -31,6 +33,8 @@ class Capture:
         data_iterator: the trainer's, one or a list of one a model chunk; it may be anything.
         models: the rank's model chunks, wrapped or not.
         num_microbatches: of the trainer on this rank.
+        keeps_drawn: whether model calls keep what their forward step drew; iterators that have no
+            `__next__` stay as they are.
 
     Attributes:
         steps: per model chunk the suspended forward steps in the trainer's order.
@@ -42,11 +46,15 @@ class Capture:
         data_iterator: Any,
         models: Sequence[Any],
         num_microbatches: int,
+        keeps_drawn: bool = False,
     ) -> None:
         self._forward_step, self._models = forward_step, models
         self._num = num_microbatches
         many = isinstance(data_iterator, list)
-        self._iterators = data_iterator if many else [data_iterator] * len(models)
+        given = data_iterator if many else [data_iterator]
+        if keeps_drawn:
+            given = [Drawn(one) if hasattr(one, "__next__") else one for one in given]
+        self._iterators = given if many else given * len(models)
         self._inner = [language_model(model) for model in models]
         self.steps: list[list[SuspendedStep]] = [[] for _ in models]
         self._stack = contextlib.ExitStack()
@@ -94,6 +102,8 @@ class Capture:
                     raise UserError(
                         f"the data iterator ended after {number} of {self._num} microbatches"
                     ) from None
+                if isinstance(iterator := self._iterators[chunk], Drawn):
+                    step.call = replace(step.call, drawn=iterator.taken())
             self._left[chunk] = deque(self.steps[chunk])
 
     def calls(self, chunk: int) -> list[calls.ModelCall]:

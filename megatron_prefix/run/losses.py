@@ -163,7 +163,8 @@ class Losses:
             raise UserError(
                 "a gradient reaches positions without loss, which were not computed: the loss"
                 " looks at positions that the call's loss_mask, or the callback `trained`, says"
-                " carry none; correct it, or leave both out"
+                " carry none; correct it, or leave both out (a trainer's own mask:"
+                " MEGATRON_PREFIX_TRAINER_MASKS=false)"
             )
 
     def _send_again(self, microbatch: int, gradients: list[Tensor | None]) -> None:

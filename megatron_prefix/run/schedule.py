@@ -34,6 +34,7 @@ from megatron_prefix.run.agreement import agree, all_agree, companions, share_to
 from megatron_prefix.run.calls import ModelCall
 from megatron_prefix.run.capture import Capture
 from megatron_prefix.run.cost_meter import CostMeter, frozen_share, key_of, prior_of
+from megatron_prefix.run.drawn import Samples
 from megatron_prefix.run.losses import LossContract
 from megatron_prefix.run.oom_retry import MemoryControl, cost_of, device_of
 from megatron_prefix.run.report import StepReport
@@ -118,7 +119,8 @@ class PrefixSchedule:
             channels.channels_of(groups.pp, device_of(models))
         meter = self._meter(models, groups)
         meter.begin(forward_only)
-        capturing = Capture(forward_step_func, data_iterator, models, num_microbatches)
+        keeps_drawn = self.callbacks.samples is not None and not forward_only
+        capturing = Capture(forward_step_func, data_iterator, models, num_microbatches, keeps_drawn)
         with capturing as capture, self._memory.step():
             prepared = self._prepared(capture, models, groups, forward_only)
             with meter.step(self.report, groups.pp.rank()):  # type: ignore[arg-type]
@@ -251,8 +253,9 @@ class PrefixSchedule:
         first = last = None
         routes: list[Any] = []
         read = functools.partial(
-            read_columns, cp_size=cp.size(), callbacks=self.callbacks, forward_only=forward_only
-        )
+            read_columns, cp_size=cp.size(), callbacks=self.callbacks, forward_only=forward_only,
+            cp_rank=cp.rank(),
+        )  # fmt: skip
         if is_first:
             asked = capture.calls(0)
             first = read(asked)
@@ -412,6 +415,7 @@ def get_forward_backward_func(
     prefix_config: PrefixConfig | None = None,
     trained: Callable[[ModelCall], torch.Tensor | None] | None = None,
     routes: Callable[[ModelCall], torch.Tensor | None] | None = None,
+    samples: Samples | None = None,
     **__: Any,
 ) -> PrefixSchedule:
     """Takes the place of megatron.core.pipeline_parallel.get_forward_backward_func.
@@ -422,6 +426,7 @@ def get_forward_backward_func(
         prefix_config: what the user set; default: always share.
         trained: says which positions of a model call carry loss; see `Callbacks`.
         routes: says where routers are to send the tokens of a model call; see `Callbacks`.
+        samples: says which positions of a microbatch carry loss; see `Callbacks`.
 
     Megatron's own arguments (pp_size, vp_size, and schedule_pg_collection from 0.19) are taken and
     not needed.
@@ -431,7 +436,7 @@ def get_forward_backward_func(
     """
     if any(isinstance(argument, PrefixConfig) for argument in megatrons):
         raise UserError("give the configuration by name: prefix_config=PrefixConfig(...)")
-    return _schedule(prefix_config or PrefixConfig(), Callbacks(trained, routes))
+    return _schedule(prefix_config or PrefixConfig(), Callbacks(trained, routes, samples))
 
 
 def _check_features(model: Any) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.run.calls import CallLayout, ModelCall, layouts
+from megatron_prefix.run.drawn import Samples, trained_positions
 from megatron_prefix.tree import Forest, Pairs, cp_layout
 from megatron_prefix.tree.forest import check_routes
 
@@ -47,10 +48,13 @@ class Callbacks:
             positions carry loss; where the call has no loss_mask and this is None, all count.
         routes: (model call) -> int like input_ids and [layers, topk] more: the experts that every
             layer of the model sends a token to; asked on the first stage where routers replay.
+        samples: where a microbatch has its trained positions, see run/drawn.py; for steps with
+            gradients whose calls have no loss_mask, where `trained` is None.
     """
 
     trained: Callable[[ModelCall], Tensor | None] | None = None
     routes: Callable[[ModelCall], Tensor | None] | None = None
+    samples: Samples | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,12 @@ class Columns(NamedTuple):
 
 
 def read_columns(
-    calls: Sequence[ModelCall], cp_size: int, callbacks: Callbacks, *, forward_only: bool = False
+    calls: Sequence[ModelCall],
+    cp_size: int,
+    callbacks: Callbacks,
+    *,
+    forward_only: bool = False,
+    cp_rank: int = 0,
 ) -> Columns | None:
     """Tokens, labels and loss flags of a chunk's calls, on the host; None where they say nothing.
 
@@ -119,6 +128,8 @@ def read_columns(
     masks = [None if forward_only else call["loss_mask"] for call in calls]
     if callbacks.trained is not None and all(mask is None for mask in masks):
         masks = [callbacks.trained(call) for call in calls]
+    elif callbacks.samples is not None and not forward_only and all(m is None for m in masks):
+        masks = trained_positions(calls, found, callbacks.samples, cp_rank, cp_size)
     columns = {name: [call[name] for call in calls] for name in ("input_ids", "labels")}
     columns["trained positions"] = [None if mask is None else mask != 0 for mask in masks]
     lengths = _num_positions(found)

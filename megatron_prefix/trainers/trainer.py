@@ -6,6 +6,7 @@ import importlib.metadata
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 
 def version_of(module: str, package: str) -> str:
@@ -34,6 +35,8 @@ class Trainer:
         loss: which positions of a model call count as trained.
         together: what keeps the rollouts of a group on one data-parallel rank.
         refused: (option, why and what then), beside what the model itself is refused for.
+        samples: where a microbatch has its trained positions (`Samples` in run/drawn.py); None:
+            nowhere, or not so that it could be heeded safely.
         is_used: whether it runs where `module` is imported.
         refusal: one line for what this process is set to and cannot be right; "" for nothing. The
             model and its calls are looked at elsewhere (megatron/features.py, run/calls.py).
@@ -47,6 +50,7 @@ class Trainer:
     loss: str
     together: str
     refused: tuple[tuple[str, str], ...] = ()
+    samples: Callable[[Any], Any] | None = None
     is_used: Callable[[], bool] = lambda: True
     refusal: Callable[[], str] = lambda: ""
 

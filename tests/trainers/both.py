@@ -38,6 +38,7 @@ class Step:
         gradient: largest difference of a gradient, relative to the largest element of its
             parameter, or to a hundredth of the largest of all where that is more.
         results: largest difference of what the schedule returned, likewise.
+        scored: positions that went through the output layer.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Step:
     limit: float
     gradient: float
     results: float
+    scored: int = 0
 
     @property
     def problem(self) -> str:
@@ -67,12 +69,14 @@ class Both:
     Attributes:
         config: of the prefix schedule.
         trained: see `get_forward_backward_func`.
+        samples: likewise.
         swapped: what has taken Megatron's place; its schedule runs, not that of `config`.
         steps: what was seen of every step.
     """
 
     config: PrefixConfig = CONFIG
     trained: Callable[..., Any] | None = None
+    samples: Callable[..., Any] | None = None
     swapped: Callable[..., Any] | None = None
     steps: list[Step] = field(default_factory=list)
 
@@ -89,8 +93,9 @@ class Both:
         for chunk in chunks:
             chunk.zero_grad_buffer()
         ours = self.swapped or functools.partial(
-            get_forward_backward_func, prefix_config=self.config, trained=self.trained
-        )
+            get_forward_backward_func, prefix_config=self.config, trained=self.trained,
+            samples=self.samples,
+        )  # fmt: skip
         schedule = ours()
         found = schedule(data_iterator=second, **arguments)
         forward_only = bool(arguments.get("forward_only"))
@@ -102,6 +107,7 @@ class Both:
                 tolerance(torch.float32, max(forest.raw_tokens, 1)),
                 0.0 if forward_only else furthest(gradients(chunks), wanted),
                 furthest(flat(found), flat(expected)),
+                sum(segment.num_read for segment in forest.segments),
             )
         )  # fmt: skip
         return found

@@ -12,6 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_prefix import runtime
 from megatron_prefix.models.build import build_model
 from megatron_prefix.models.presets import resolve
+from megatron_prefix.trainers import nemo_rl
 from tests.trainers import worker
 from tests.trainers.both import Both, Step
 from tests.trainers.megatron_lm_steps import run_on_cpu
@@ -66,7 +67,7 @@ def steps(name: str) -> list[Step]:
     runtime.initialize(layout)
     spec = resolve("tiny-qwen3", num_layers=2).with_vocab(VOCAB)
     (chunk,) = build_model(spec, layout=layout, config_overrides={"variable_seq_lengths": True})
-    train.get_forward_backward_func = both = Both()
+    train.get_forward_backward_func = both = Both(samples=nemo_rl.TRAINER.samples)
     given = batches(layout)
     config = {"sequence_packing": PACKING}
     with torch.no_grad():
@@ -81,6 +82,8 @@ def steps(name: str) -> list[Step]:
         train.LossPostProcessor(NLLLossFn(), config, num_microbatches=len(given)),
         global_valid_seqs=torch.tensor(12.0), global_valid_toks=torch.tensor(trained),
     )  # fmt: skip
+    forward, update = both.steps
+    assert update.scored < forward.scored == forward.executed, "token_mask was not heeded"
     return both.steps
 
 

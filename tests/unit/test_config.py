@@ -76,10 +76,10 @@ ANSWERS = {
 
 @pytest.mark.parametrize("verb", ["train rollouts", "align --rollouts rollouts", "bench"])
 def test_every_option_of_the_command_line_arrives(verb: str) -> None:
-    """All fields but those of files and `min_speedup`; `mode` only where the verb can say it."""
+    """All fields but those of files, trainers and `min_speedup`; `mode` where the verb has it."""
     wanted = dict(ANSWERS) if verb.startswith("train") else {**ANSWERS, "mode": "on"}
     assert {f.name for f in dataclasses.fields(PrefixConfig)} - wanted.keys() == {
-        "min_speedup", "plan_file", "cost_file",
+        "min_speedup", "plan_file", "cost_file", "trainer_masks",
     }  # fmt: skip
     name, *arguments = verb.split()
     for field, value in wanted.items():

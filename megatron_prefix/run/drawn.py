@@ -1,0 +1,90 @@
+"""Trained positions of model calls that have no loss_mask, from the microbatches themselves.
+
+Some trainers keep the mask for their loss in what the forward step draws from its data iterator;
+where it is, their files in megatron_prefix/trainers/ say.  It is only heeded where the tokens there
+are those of the model call, position by position: else, and in passes without gradients, all
+positions count.  A loss that looks at others is an error at the step's end (`Losses.check`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_prefix.run.calls import CallLayout, ModelCall
+from megatron_prefix.tree import cp_layout
+
+logger = logging.getLogger(__name__)
+Samples = Callable[[Any], Sequence[tuple[Tensor, Tensor]] | None]
+"""(what was drawn) -> of every sample, in the order of the model call, its tokens, int [positions],
+and which positions carry loss, bool [positions]: whole sequences, no padding. None: not known."""
+
+
+class Drawn:
+    """A data iterator that remembers what was drawn from it since `taken`."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator, self._items = iterator, list[Any]()
+
+    def __iter__(self) -> Drawn:
+        return self
+
+    def __next__(self) -> Any:
+        self._items.append(next(self._iterator))
+        return self._items[-1]
+
+    def taken(self) -> Any:
+        """What was drawn, if it is one thing; forgets it."""
+        items, self._items = self._items, []
+        return items[0] if len(items) == 1 else None
+
+
+def trained_positions(
+    calls: Sequence[ModelCall],
+    layouts: Sequence[CallLayout],
+    samples: Samples,
+    rank: int,
+    size: int,
+) -> list[Tensor | None]:
+    """Which positions of each call carry loss, bool like its input_ids; None for all of them where
+    one is not known.  The host waits for the device.
+
+    Args:
+        calls: of one model chunk, with what was drawn for them.
+        layouts: of the calls.
+        samples: the trainer's.
+        rank: place among the ranks of context parallelism.
+        size: their number.
+    """
+    pairs = zip(calls, layouts, strict=True)
+    found = [_of_call(call, layout, samples, rank, size) for call, layout in pairs]
+    if all(one is not None for one in found):
+        return found
+    logger.debug("masks of the microbatches do not fit the model calls: all positions count")
+    return [None] * len(found)
+
+
+def _of_call(
+    call: ModelCall, layout: CallLayout, samples: Samples, rank: int, size: int
+) -> Tensor | None:
+    tokens, whole = call["input_ids"], [size * length for length in layout.lengths]
+    given = None if call.drawn is None else samples(call.drawn)
+    if given is None or tokens is None or tokens.is_nested or len(given) > len(whole):
+        return None
+    if size > 1 and any(length % (2 * size) for length in whole):
+        return None
+    ids, flags, known = tokens.new_zeros(3, sum(whole))
+    starts = np.cumsum([0, *whole]).tolist()
+    for (one, trained), start, room in zip(given, starts, whole, strict=False):
+        if one.dim() != 1 or trained.shape != one.shape or len(one) > room:
+            return None
+        held = slice(start, start + len(one))
+        ids[held], flags[held], known[held] = one, trained, 1
+    mine = torch.from_numpy(cp_layout.held_positions(whole, rank, size)).to(tokens.device)
+    same = (tokens.reshape(-1) == ids[mine]) | (known[mine] == 0)
+    return (flags[mine] != 0).view_as(tokens) if bool(same.all()) else None
