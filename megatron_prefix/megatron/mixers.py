@@ -117,7 +117,7 @@ def recomputes(model: Any) -> bool:
     """Whether a language model heeds `recompute_granularity` "full": Mamba's decoder does so
     since 0.18."""
     for base in type(model.decoder).__mro__:
-        # Since 0.18 a function of megatron/core/recompute.py, before a method.
+        # Since 0.18 a function of megatron.core.recompute, before a method.
         called = getattr(vars(base).get("forward"), "__globals__", {})
         if "checkpointed_forward" in called or "_checkpointed_forward" in vars(base):
             return True

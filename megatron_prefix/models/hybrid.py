@@ -53,7 +53,7 @@ def _gated_delta_net() -> ModuleSpec:
 def hybrid_model(
     config: Any, spec: ModelSpec, engine: bool, vp_stage: int | None, options: dict[str, Any]
 ) -> Any:
-    """A MambaModel of one stage.
+    """A hybrid model of one stage.
 
     Args:
         config: the TransformerConfig.

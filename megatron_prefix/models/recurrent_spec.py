@@ -10,7 +10,8 @@ from megatron_prefix.errors import UserError, shown
 CHUNK = 64
 """Positions that the kernels compute at once by matrix products."""
 KINDS = {"M": "Mamba2", "G": "GatedDeltaNet", "*": "attention", "-": "MLP", "E": "experts"}
-"""Layers of a hybrid pattern by Megatron's symbols (models/hybrid/hybrid_layer_allocation.py)."""
+"""Layers of a hybrid pattern, by the symbols of Megatron's
+megatron/core/ssm/mamba_hybrid_layer_allocation.py."""
 
 
 @dataclass(frozen=True)
