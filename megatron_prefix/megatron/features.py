@@ -187,5 +187,18 @@ def check(model: Any, wrapped: Any = None) -> None:
         if not isinstance(router, TopKRouter):
             kind = type(router).__name__
             found.append(f"layer {number}'s router {kind}: use Megatron's TopKRouter")
+    _refuse(found)
+
+
+def check_options(config: Any) -> None:
+    """Refuses options of a TransformerConfig, which may have changed since `check`.
+
+    Raises:
+        UserError: as of `check`.
+    """
+    _refuse(refusals(config))
+
+
+def _refuse(found: list[str]) -> None:
     if found:
         raise UserError(f"the prefix schedule cannot run this model with {found[0]}")

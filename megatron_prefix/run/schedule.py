@@ -246,8 +246,7 @@ class PrefixSchedule:
         is_first, is_last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
         cp, config = groups.cp, get_model_config(models[0])
         for chunk, model in enumerate(models):
-            if not is_installed(model):
-                _check_features(model)
+            _check_features(model)
             calls.check(capture.calls(chunk))
         capture.check_settings()
         first = last = None
@@ -440,9 +439,14 @@ def get_forward_backward_func(
 
 
 def _check_features(model: Any) -> None:
-    """Refuses a model chunk that cannot run in segments."""
+    """Refuses a model chunk that cannot run in segments. Modules are looked at until it has hooks;
+    options in every step, since Megatron reads some of them in every forward."""
+    inner = language_model(model)
     try:
-        features.check(language_model(model), model)
+        if is_installed(model):
+            features.check_options(inner.config)
+        else:
+            features.check(inner, model)
     except UserError as error:
         raise CannotShare(str(error)) from None
 

@@ -143,6 +143,15 @@ def test_the_schedule_refuses_or_falls_back(
     assert "attention_dropout: set it to 0" in schedule.report.decision.reason
 
 
+def test_options_are_looked_at_in_every_step(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model()  # in the world of the other
+    schedule = PrefixSchedule(PrefixConfig(mode="on"))
+    steps.call(schedule, Contract().step, model, steps.group(0, 2))
+    monkeypatch.setattr(unwrap(model).config, "fp8", "hybrid")
+    with pytest.raises(UserError, match="with fp8: train in bf16"):
+        steps.call(schedule, Contract().step, model, steps.group(0, 2))
+
+
 def test_multimodal_positions_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unwrap(model), "position_embedding_type", "mrope")
     with pytest.raises(UserError, match="mrope: use the stock schedule"):

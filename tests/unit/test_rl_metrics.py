@@ -8,6 +8,7 @@ import math
 import sys
 
 import pytest
+import torch
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.models.presets import resolve
@@ -35,6 +36,24 @@ def test_one_line_a_step(tmp_path) -> None:
         {"step": 1, "train/loss": 1.5, "prefix_sharing/active": 1},
         {"step": 2, "train/loss": 2.5, "prefix_sharing/active": 1},
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_the_rate_of_a_gpu_is_that_of_its_card(name, rate, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert flops.peak_flops("bfloat16") == rate
+    assert flops.peak_flops("float32") is None
 
 
 def test_resuming_drops_what_comes_again_and_a_cut_line(tmp_path) -> None:
