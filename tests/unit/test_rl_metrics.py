@@ -56,6 +56,18 @@ def test_the_rate_of_a_gpu_is_that_of_its_card(name, rate, monkeypatch) -> None:
     assert flops.peak_flops("float32") is None
 
 
+def test_times_and_rates_under_verls_names() -> None:
+    found = {"train/step_s": 4.0, "train/updates_s": 3.0, "prefix_sharing/raw_tokens": 4000}
+    assert metrics.under_verls_names(found, {"ref_logprobs": 0.5}, 2) == {
+        "timing_s/ref": 0.5,
+        "timing_s/update_actor": 3.0,
+        "timing_s/step": 4.0,
+        "perf/total_num_tokens": 4000,
+        "perf/time_per_step": 4.0,
+        "perf/throughput": 500.0,  # a second and rank
+    }
+
+
 def test_resuming_drops_what_comes_again_and_a_cut_line(tmp_path) -> None:
     write(tmp_path, range(1, 5))
     with open(tmp_path / FILE, "a", encoding="utf-8") as file:
