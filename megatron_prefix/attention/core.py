@@ -67,6 +67,21 @@ class SegmentContext:
     keys_only: int | None = None
     rows: Tensor | None = None
 
+    def enter(self, layer: int, *, backward: bool) -> None:
+        """Tells the sidecar that a layer runs now, and which will be next."""
+        self.cache.prefetch(layer, self.index, backward=backward)
+        after = layer - 1 if backward else layer + 1
+        if after != self.keys_only:
+            self.cache.prefetch(after, self.index, backward=backward)
+
+    def leave(self, layer: int, *, backward: bool) -> None:
+        """Tells the sidecar that a layer is done."""
+        if backward or not self.backward:  # in recomputation the layer's backward comes next
+            self.cache.release(layer)
+        if backward:
+            for waiting in self.ahead:
+                waiting.prefetch(early=True)
+
     @functools.cached_property
     def spans(self) -> Spans:
         """What recurrent layers need to know of its spans; made in the first, for all of them."""
@@ -124,10 +139,7 @@ class _SegmentAttention(torch.autograd.Function):
         cache = context.cache
         keys = cache.own_keys(layer, context.index, context.inner, key, value)
         own = OwnAttention(kernel, query, keys, scale, context.runs)
-        cache.prefetch(layer, context.index, backward=context.backward)
-        after = layer - 1 if context.backward else layer + 1
-        if after != context.keys_only:
-            cache.prefetch(after, context.index, backward=context.backward)
+        context.enter(layer, backward=context.backward)
         above = []
         for number in range(context.num_levels):
             seen, values = cache.read(layer, context.index, number)
@@ -137,8 +149,7 @@ class _SegmentAttention(torch.autograd.Function):
             above.append(spread(part, level.queries, len(query)))
         parts = [own.forward(), *above]
         out, lse = merge(parts)
-        if not context.backward:  # in recomputation the layer's backward comes next
-            cache.release(layer)
+        context.leave(layer, backward=False)
         ctx.call = (context, layer, scale, kernel, [part.aux for part in parts])
         # An inner segment's K/V are in the sidecar already.
         ctx.save_for_backward(query, out, lse, *(() if context.inner else (key, value)))
@@ -153,8 +164,7 @@ class _SegmentAttention(torch.autograd.Function):
         key, value = cache.own(layer, context.index) if context.inner else saved
         keys = cache.own_keys(layer, context.index, context.inner, key, value)
         own = OwnAttention(kernel, query, keys, scale, context.runs)
-        cache.prefetch(layer, context.index, backward=True)
-        cache.prefetch(layer - 1, context.index, backward=True)
+        context.enter(layer, backward=True)
         query_grad = own.backward(out_grad, out, lse, aux[0])
         for number, level_aux in enumerate(aux[1:]):
             seen, values = cache.read(layer, context.index, number)
@@ -168,7 +178,5 @@ class _SegmentAttention(torch.autograd.Function):
             query_grad = add_selected(query_grad, mine, more)
             cache.add_gradient(layer, context.index, number, seen_grad, values_grad)
         key_grad, value_grad = own.gradients()
-        cache.release(layer)
-        for waiting in context.ahead:
-            waiting.prefetch(early=True)
+        context.leave(layer, backward=True)
         return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), *(None,) * 4

@@ -52,8 +52,9 @@ class Hooks:
 
     Attributes:
         model: the language model, without its wrappers.
-        num_layers: its attention layers.
-        num_recurrent: its recurrent layers, which the sidecar counts behind those.
+        mixers: its layers with attention or a recurrence, in the order in which they run; the
+            sidecar has their numbers.
+        recurrent: numbers of the recurrent ones.
         routers: its mixture-of-experts routers by layer.
         kernel: runs the attention blocks.
         keys_only: the layer of which a segment without loss needs K and V only: the last one of the
@@ -65,18 +66,16 @@ class Hooks:
     def __init__(self, model: nn.Module, kernel: str = "auto") -> None:
         self.model = language_model(model)
         features.check(self.model, model)
-        found = mixers.mixers(self.model)
-        self.layers = [mixer.module for mixer in found if mixer.kind == "attention"]
-        self.num_layers = len(self.layers)
-        self._recurrent = [mixer for mixer in found if mixer.kind in mixers.RECURRENT]
-        self.num_recurrent = len(self._recurrent)
+        self.mixers = [mixer for mixer in mixers.mixers(self.model) if mixer.kind]
+        numbered = enumerate(self.mixers)
+        self.recurrent = {layer for layer, mixer in numbered if mixer.kind in mixers.RECURRENT}
         self.routers: dict[int, Any] = versions.routers(self.model)
         config = self.model.config
         self._sequence_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         # A stage for the loss only has no layer.
-        last = self.model.decoder.layers[-1] if found else None
+        last = next(reversed(self.model.decoder.layers), None)
         ends_early = self.model.post_process and last is not None and _can_end_early(last)
-        self.keys_only = self.num_layers - 1 if ends_early else None
+        self.keys_only = len(self.mixers) - 1 if ends_early else None
         self.use(kernel)
         self.current: SegmentContext | None = None
         self.replay: Replay | None = None
@@ -95,13 +94,14 @@ class Hooks:
         self._override(decoder, "forward", self._saving(decoder.forward))
         for one in decoder.layers:
             self._undo.append(one.register_forward_hook(self._layer_done).remove)
-        for layer, attention in enumerate(self.layers):
-            core = attention.core_attention
-            self._override(core, "forward", self._attention(layer, attention))
-        for layer, (kind, module) in enumerate(self._recurrent, self.num_layers):
-            hooked = _RECURRENT[kind](module, layer, lambda: self.current)
-            for one in hooked.overrides():
-                self._override(*one)
+        for layer, (kind, module) in enumerate(self.mixers):
+            if layer in self.recurrent:
+                hooked = _RECURRENT[kind](module, layer, lambda: self.current)
+                for one in hooked.overrides():
+                    self._override(*one)
+            else:
+                core = module.core_attention
+                self._override(core, "forward", self._attention(layer, module))
         if self.keys_only is not None:
             last = decoder.layers[-1]
             projection = last.self_attention.linear_proj
@@ -117,7 +117,8 @@ class Hooks:
     def use(self, kernel: str) -> None:
         """Chooses the kernel by name; see megatron_prefix/attention/kernels.py."""
         self._kernel_name = kernel
-        self.kernel = _choose_kernel(kernel, self.model, self.num_layers)
+        num_layers = len(self.mixers) - len(self.recurrent)
+        self.kernel = _choose_kernel(kernel, self.model, num_layers)
 
     def unread(self) -> set[nn.Parameter]:
         """Parameters of the last stage that segments without loss may leave out."""

@@ -82,6 +82,16 @@ class LayerMix:
         return sum((num * size(layer) for layer, num in self.recurrent), 0.0)
 
 
+def spread(num_layers: int, num_host: int) -> list[int]:
+    """Which of some layers are on the host where `num_host` are: evenly spread, the last always."""
+    share = min(num_host, num_layers)
+    return [
+        layer
+        for layer in range(num_layers)
+        if (layer + 1) * share // num_layers > layer * share // num_layers
+    ]
+
+
 def _gated_delta_of(config: Any) -> GatedDelta:
     """The shape of the GatedDeltaNet layers of a TransformerConfig."""
     return GatedDelta(

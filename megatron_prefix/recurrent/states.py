@@ -40,6 +40,7 @@ class LayerStates:
         self.state: Tensor | None = None
         self.tail: Tensor | None = None
         self._left: Tensor | None = None
+        context.enter(layer, backward=context.backward)
         if self.spans.has_parents:
             self.state, self.tail = _Enter.apply(anchor, context, layer)
 
@@ -71,12 +72,12 @@ class LayerStates:
             out: what the layer goes on with; it is returned.
             state: of every span behind its last position; not needed for a wave.
         """
-        if not self._context.inner:
-            return out
-        if state is None or self._left is None:
-            raise RuntimeError("a recurrent layer has left no state: its kernel returned none")
-        left: Tensor = _Leave.apply(out, state, self._left, self._context, self._layer)
-        return left
+        if self._context.inner:
+            if state is None or self._left is None:
+                raise RuntimeError("a recurrent layer has left no state: its kernel returned none")
+            out = _Leave.apply(out, state, self._left, self._context, self._layer)
+        self._context.leave(self._layer, backward=False)
+        return out
 
 
 class _Enter(torch.autograd.Function):
@@ -89,9 +90,11 @@ class _Enter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
         context, layer = ctx.place
+        context.enter(layer, backward=True)
         numbers, rows = context.spans.runs
         sums = (_summed(gradient, numbers) for gradient in gradients)
         context.cache.add_state_gradients(layer, context.index, rows, tuple(sums))
+        context.leave(layer, backward=True)
         return None, None, None
 
 
@@ -109,11 +112,13 @@ class _Leave(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         context, layer, *dtypes = ctx.call
-        sent = context.cache.take_state_gradients(layer, context.index)
-        if sent is None:
-            return gradient, None, None, None, None
+        context.enter(layer, backward=True)
+        sent = context.cache.take_state_gradients(layer, context.index) or (None, None)
         # Copies: the arena's rows will be others' again.
-        state, tail = (x.to(dtype, copy=True) for x, dtype in zip(sent, dtypes, strict=True))
+        pairs = zip(sent, dtypes, strict=True)
+        state, tail = (None if x is None else x.to(dtype, copy=True) for x, dtype in pairs)
+        if not context.spans.has_parents:  # else the layer ends where it sends to them
+            context.leave(layer, backward=True)
         return gradient, state, tail, None, None
 
 

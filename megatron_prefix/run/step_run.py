@@ -216,7 +216,7 @@ class StepRun:
         actions, parts = plan.actions_of(self._rank, chunk), self._groups.cp.size()
         gathers = self._memory.gathers
         planned = arena_map(plan.segments, actions, parts, 1 if gathers else parts)
-        num_layers, recurrent = hooks.num_layers, hooks.num_recurrent
+        num_layers, recurrent = len(hooks.mixers), hooks.recurrent
         if exchange is None:
             share = self._config.cache_host_layers
             host = HostLayers(offloader, num_layers, share) if offloader and share else None

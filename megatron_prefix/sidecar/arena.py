@@ -77,8 +77,9 @@ class Arena:
         rows, (key_grad, value_grad) = self.intervals[index], self._sums
         return key_grad[rows], value_grad[rows]
 
-    def fetch(self, seen: Iterable[int], *, gradients: bool) -> None:
-        """Announces that segments will be used. On the device there is nothing to do."""
+    def fetch(self, seen: Iterable[int], sums: Iterable[int] = ()) -> None:
+        """Announces that K and V of segments `seen` will be used, and gK and gV of `sums`. On the
+        device there is nothing to do."""
 
     def leave(self) -> None:
         """Announces that the layer is not used for a while. Here there is nothing to do."""

@@ -8,7 +8,7 @@ capture after release is an error instead of wrong gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -71,9 +71,10 @@ class SidecarCache(StateCache):
 
     Args:
         planned: where they lie; of this rank's part of every segment.
-        num_layers: attention layers of the model chunk.
+        num_layers: layers of the model chunk with attention or a recurrence, in the order in which
+            they run.
         host: layers whose arena is on the host, and on the device only while it is used.
-        num_recurrent: recurrent layers; their numbers follow those of attention layers.
+        recurrent: numbers of the recurrent ones.
 
     Attributes:
         map: `planned`.
@@ -85,11 +86,11 @@ class SidecarCache(StateCache):
         planned: ArenaMap,
         num_layers: int,
         host: HostLayers | None = None,
-        num_recurrent: int = 0,
+        recurrent: Collection[int] = (),
     ) -> None:
-        super().__init__(num_layers + num_recurrent, planned.states)
+        super().__init__(num_layers, planned.states, host)
         self.map = planned
-        self._num_layers, self._host = num_layers, host
+        self._attention = {*range(num_layers)}.difference(recurrent)
         self._levels: dict[tuple[int, int], LevelRows] = {}
 
     def capture(self, layer: int, index: int, key: Tensor, value: Tensor) -> None:
@@ -125,20 +126,25 @@ class SidecarCache(StateCache):
         return OwnKeys(*self.own(layer, index), lambda: self.take_gradient(layer, index))
 
     def prefetch(self, layer: int, index: int, *, backward: bool = False) -> None:
-        """Announces that a segment's attention will run in a layer.
+        """Announces that a segment will run in a layer.
 
         Args:
             layer: local index; it may be out of range.
             index: the segment.
-            backward: whether gK/gV are needed, too; layers then run from the last to the first.
+            backward: whether gradients are needed, too; layers then run from the last to the first.
         """
         if self._host is None or (near := self._host.near(layer, backward)) is None:
             return
-        if near in self._arenas:
-            there = self.state(near, index) is SegmentState.CAPTURED
-            wanted = (*self.map.seen[index], index) if there else self.map.seen[index]
-            if wanted:
-                self._arenas[near].fetch(wanted, gradients=backward)
+        if near not in self._arenas:
+            return
+        own = (index,) if self.state(near, index) is SegmentState.CAPTURED else ()
+        if near in self._attention:
+            wanted = (*self.map.seen[index], *own)
+            self._arenas[near].fetch(wanted, wanted if backward else ())
+        elif backward:  # autograd has the states; a forward that runs again reads them by itself
+            self._arenas[near].fetch((), (*self.states.seen[index], *own))
+        else:
+            self._arenas[near].fetch(self.states.seen[index])
 
     def release(self, layer: int) -> None:
         """Tells that a segment is done in a layer."""
@@ -165,8 +171,6 @@ class SidecarCache(StateCache):
     def clear(self) -> None:
         """Drops everything in any state: at the end of a step, also of a failed one."""
         super().clear()
-        if self._host is not None:
-            self._host.clear()
         self._levels.clear()
 
     def _open(self, layer: int, index: int) -> Arena:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -20,15 +22,19 @@ class GatheredCache(SidecarCache):
 
     Args:
         planned: where the segments lie, whole; the queries are this rank's.
-        num_layers: attention layers of the model chunk.
+        num_layers: see SidecarCache.
         exchange: the group's collectives.
-        num_recurrent: recurrent layers, whose states every rank has of its own heads.
+        recurrent: see SidecarCache; every rank has the states of its own heads.
     """
 
     def __init__(
-        self, planned: ArenaMap, num_layers: int, exchange: Exchange, num_recurrent: int = 0
+        self,
+        planned: ArenaMap,
+        num_layers: int,
+        exchange: Exchange,
+        recurrent: Collection[int] = (),
     ) -> None:
-        super().__init__(planned, num_layers, num_recurrent=num_recurrent)
+        super().__init__(planned, num_layers, recurrent=recurrent)
         self.exchange = exchange
         self._coming: dict[tuple[int, int], Pending] = {}
 

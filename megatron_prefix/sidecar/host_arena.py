@@ -1,10 +1,11 @@
-"""K/V and gK/gV of some layers in host memory; on the device only while their layer runs.
+"""What some layers keep for a step in host memory; on the device only while their layer runs.
 
-K/V and gK/gV of a long prompt are most of a step's memory, and a layer uses only its own. Layers on
-the host are spread among the others, so that copies for the next one run while several layers
-compute. On the device are the arenas of the layer that runs, of the next one on the host, and
-gradients on their way back. Memory that is being copied is held until the computing stream has
-waited for the copy, so the next layer can use it again without a wait of the host.
+K/V and gK/gV of a long prompt, or the states of many spans, are most of a step's memory, and a
+layer uses only its own. Layers on the host are spread among the others, so that copies for the next
+one run while several layers compute. On the device are the arenas of the layer that runs, of the
+next one on the host, and gradients on their way back. Memory that is being copied is held until the
+computing stream has waited for the copy, so the next layer can use it again without a wait of the
+host.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from torch import Tensor
 from megatron_prefix.offload.pool import Lease, StagingPool
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import Pairs
+from megatron_prefix.plan.layer_mix import spread
 from megatron_prefix.sidecar.arena import Arena, Both, Rows, wide
+from megatron_prefix.sidecar.states import StateArena
 
-PIECE_ROWS = 1 << 15
-"""Rows of one lease of host memory."""
+PIECE_BYTES = 1 << 26
+"""Of one lease of host memory, if a row is not longer."""
 LEAVING = 1
 """Visits whose copies to the host may still run."""
 
@@ -31,19 +34,14 @@ class HostLayers:
 
     Args:
         offloader: makes copies and has host memory.
-        num_layers: attention layers of the model chunk.
+        num_layers: layers of the model chunk that keep something, in the order in which they run.
         num_host: how many of them are on the host.
     """
 
     def __init__(self, offloader: Offloader, num_layers: int, num_host: int) -> None:
         self.transfers, self.pool = offloader.transfers, offloader.pool
         self._counts = offloader.counts
-        share = min(num_host, num_layers)
-        self._layers = [
-            layer
-            for layer in range(num_layers)
-            if (layer + 1) * share // num_layers > layer * share // num_layers
-        ]
+        self._layers = spread(num_layers, num_host)
         self._leaving: collections.deque[tuple[Any, Sequence[Tensor]]] = collections.deque()
 
     def __contains__(self, layer: int) -> bool:
@@ -58,6 +56,10 @@ class HostLayers:
     def arena(self, *given: Any) -> HostArena:
         """An arena on the host; arguments as of `Arena`."""
         return HostArena(self, *given)
+
+    def state_arena(self, *given: Any) -> HostArena:
+        """The same of a recurrent layer's states."""
+        return _HostStateArena(self, *given)
 
     def hold(self, mark: Any, tensors: Sequence[Tensor]) -> None:
         """Keeps tensors until their copies to the host have been waited for."""
@@ -113,13 +115,13 @@ class HostArena(Arena):
 
     def read(self, seen: Iterable[int], rows: Rows) -> Both:
         """See `Arena.read`."""
-        self.fetch(seen, gradients=False)
+        self.fetch(seen)
         self._arrive()
         return super().read(seen, rows)
 
     def add(self, seen: Iterable[int], rows: Rows, gradients: Sequence[Tensor]) -> None:
         """See `Arena.add`."""
-        self.fetch(seen, gradients=True)
+        self.fetch((), seen)
         self._arrive()
         super().add(seen, rows, gradients)
         self._changed.update(seen)
@@ -128,23 +130,23 @@ class HostArena(Arena):
         """See `Arena.sent`; the views last until `leave`."""
         if not (self._summed or self._sums):
             return None
-        self.fetch((index,), gradients=True)
+        self.fetch((), (index,))
         self._arrive()
         return super().sent(index)
 
-    def fetch(self, seen: Iterable[int], *, gradients: bool) -> None:
-        """Goes on with a visit: loads K/V of segments from the host, and gK/gV if needed."""
-        self._begin()
+    def fetch(self, seen: Iterable[int], sums: Iterable[int] = ()) -> None:
+        """Goes on with a visit: loads K/V of segments from the host, and gK/gV of others."""
         wanted = [index for index in seen if index not in self._loaded]
+        if wanted:
+            self._begin()
         for rows in self._merged(wanted):
             self._pending.append(self._there.load(self._keys, rows))
         self._loaded.update(wanted)
-        if not gradients:
-            return
-        if self._sums is None:
+        sums = {*sums}
+        if sums and self._sums is None:
             self._sums = self._make(self._likes, sums=True)
-        if self._sums_there is not None:
-            missing = self._summed.intersection(seen) - self._sums_loaded
+        if self._sums is not None and self._sums_there is not None:
+            missing = (self._summed & sums) - self._sums_loaded
             for rows in self._merged(missing):
                 self._pending.append(self._sums_there.load(self._sums, rows))
             self._sums_loaded |= missing
@@ -204,6 +206,10 @@ class HostArena(Arena):
         self._pending.clear()
 
 
+class _HostStateArena(StateArena, HostArena):
+    """An arena of states on the host; on the device its row 0 is zero."""
+
+
 class _OnHost:
     """K and V of an arena on the host, or gK and gV.
 
@@ -248,17 +254,18 @@ class _HostBuffer:
     def __init__(self, pool: StagingPool, length: int, like: Tensor) -> None:
         self._shape, self._dtype = like.shape[1:], like.dtype
         size = self._shape.numel() * like.element_size()
+        self._piece = max(1, PIECE_BYTES // size)
         self._leases: list[Lease] = [
-            pool.take(min(PIECE_ROWS, length - start) * size)
-            for start in range(0, length, PIECE_ROWS)
+            pool.take(min(self._piece, length - start) * size)
+            for start in range(0, length, self._piece)
         ]
 
     def pairs(self, device: Tensor, span: slice) -> Pairs:
         """(device, host) pairs: a tensor on the device, and the positions `span` on the host."""
         found = []
         for number, lease in enumerate(self._leases):
-            first = number * PIECE_ROWS
-            start, stop = max(span.start, first), min(span.stop, first + PIECE_ROWS)
+            first = number * self._piece
+            start, stop = max(span.start, first), min(span.stop, first + self._piece)
             if start < stop:
                 host = lease.tensor.view(self._dtype).view(-1, *self._shape)
                 there, here = (slice(start - at, stop - at) for at in (first, span.start))

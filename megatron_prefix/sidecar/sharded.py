@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -22,15 +23,19 @@ class ShardedCache(SidecarCache):
 
     Args:
         planned: where this rank's part of every segment lies.
-        num_layers: attention layers of the model chunk.
+        num_layers: see SidecarCache.
         exchange: the group's collectives.
-        num_recurrent: recurrent layers, whose states every rank has of its own heads.
+        recurrent: see SidecarCache; every rank has the states of its own heads.
     """
 
     def __init__(
-        self, planned: ArenaMap, num_layers: int, exchange: Exchange, num_recurrent: int = 0
+        self,
+        planned: ArenaMap,
+        num_layers: int,
+        exchange: Exchange,
+        recurrent: Collection[int] = (),
     ) -> None:
-        super().__init__(planned, num_layers, num_recurrent=num_recurrent)
+        super().__init__(planned, num_layers, recurrent=recurrent)
         self.exchange = exchange
         self._views: dict[tuple[int, int, int], Pending] = {}
         self._sent: dict[int, list[tuple[int, int, Pending]]] = {}
@@ -52,7 +57,7 @@ class ShardedCache(SidecarCache):
 
     def prefetch(self, layer: int, index: int, *, backward: bool = False) -> None:
         """Starts to gather what a layer will read; `layer` may be out of range."""
-        if 0 <= layer < self._num_layers:
+        if layer in self._attention:
             for number in range(len(self.map.levels[index])):
                 self._gather(layer, index, number)
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron_prefix.sidecar.arena import Arena, Both
 from megatron_prefix.tree.state_layout import StateMap
+
+if TYPE_CHECKING:
+    from megatron_prefix.sidecar.host_arena import HostLayers
 
 
 class SegmentState(Enum):
@@ -32,16 +35,17 @@ class StateCache:
     """What the layers of one model chunk keep for one step; here the states of recurrent layers.
 
     Args:
-        num_layers: of any kind.
+        num_layers: layers of any kind that keep something, in the order in which they run.
         states: where the states lie.
+        host: layers whose arena is on the host, and on the device only while it is used.
 
     Attributes:
         states: as given.
         peak_bytes: the most device memory that all of it has taken.
     """
 
-    def __init__(self, num_layers: int, states: StateMap) -> None:
-        self.states = states
+    def __init__(self, num_layers: int, states: StateMap, host: HostLayers | None = None) -> None:
+        self.states, self._host = states, host
         self._arenas: dict[int, Arena] = {}
         self._states: dict[tuple[int, int], SegmentState] = {}
         self._live: list[set[int]] = [set() for _ in range(num_layers)]
@@ -61,13 +65,15 @@ class StateCache:
 
         A second call comes from activation recomputation and changes nothing.
         """
-        self._capture(_StateArena, self.states, layer, index, state, tail)
+        on_host = self._host is not None and layer in self._host
+        made = self._host.state_arena if on_host else StateArena  # type: ignore[union-attr]
+        self._capture(made, self.states, layer, index, state, tail)
 
     def read_states(self, layer: int, index: int, rows: Tensor) -> Both:
         """States and tails that a segment's spans begin with, [spans, ...] each: copies.
 
         Args:
-            layer: its number, behind those of attention layers.
+            layer: its number.
             index: the segment.
             rows: `states.parents` of the segment, int64 on the device.
         """
@@ -106,6 +112,8 @@ class StateCache:
             live.clear()
         self._arenas.clear()
         self._states.clear()
+        if self._host is not None:
+            self._host.clear()
 
     def _capture(
         self, make: Callable[..., Arena], planned: Any, layer: int, index: int, *both: Tensor
@@ -148,7 +156,7 @@ class StateCache:
             )
 
 
-class _StateArena(Arena):
+class StateArena(Arena):
     """An arena whose row 0 is the state before any position (tree/state_layout.py)."""
 
     def _make(self, likes: Iterable[Tensor], sums: bool = False) -> list[Tensor]:

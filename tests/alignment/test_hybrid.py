@@ -66,7 +66,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "depth first": {"segment_tokens": 8},
     "recompute": {"memory": "recompute", "chunk_tokens": 16},
     "offload": {"memory": "offload", "chunk_tokens": 16},
-    "K/V on the host": {"cache_host_layers": 1, "memory": "offload"},
+    "the last layer on the host": {"cache_host_layers": 1, "memory": "offload"},
+    "all layers on the host": {"cache_host_layers": 9, "memory": "recompute", "chunk_tokens": 7},
     "no parent": {"min_gain": 10**6},
 }
 
@@ -98,7 +99,7 @@ def test_megatrons_own_recomputation(
     families: dict[str, Family], name: str, recompute: str
 ) -> None:
     model = hybrid.model_of(name, recompute=recompute)
-    for options in ({"chunk_tokens": 7}, {"memory": "recompute"}):
+    for options in ({"chunk_tokens": 7, "cache_host_layers": 9}, {"memory": "recompute"}):
         assert hybrid.worst(model, families[name].expected, **options) <= EXACT
 
 
@@ -326,7 +327,7 @@ def _last_child_only(patch: pytest.MonkeyPatch) -> None:
         for total, part in zip(self._sums, gradients, strict=True):
             total.index_copy_(0, rows, part.to(total.dtype))
 
-    patch.setattr(sidecar._StateArena, "add", add)
+    patch.setattr(sidecar.StateArena, "add", add)
 
 
 def _one_of_many_spans(patch: pytest.MonkeyPatch) -> None:
@@ -363,7 +364,7 @@ def _sums_of_rows_before(patch: pytest.MonkeyPatch) -> None:
         for whole, part in zip(self._keys, both, strict=True):
             whole[self.intervals[index]].copy_(part)
 
-    patch.setattr(sidecar._StateArena, "write", write)
+    patch.setattr(sidecar.StateArena, "write", write)
 
 
 def _padding_makes_steps(patch: pytest.MonkeyPatch) -> None:
@@ -443,6 +444,7 @@ def step_inputs(draw: Any) -> list[steps.Microbatch]:
     items=step_inputs(),
     options=tree_options(),
     memory=st.sampled_from(MEMORY_POLICIES),
+    host_layers=st.sampled_from([0, 1, 9]),
 )
 def test_random_forests(
     families: dict[str, Family],
@@ -450,12 +452,15 @@ def test_random_forests(
     items: list[steps.Microbatch],
     options: TreeOptions,
     memory: str,
+    host_layers: int,
 ) -> None:
     model, twin, _ = families[name]
     fields = {n: getattr(options, n) for n in ("chunk_tokens", "segment_tokens", "min_gain")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "_alignment", lambda config: options.align)
-        ours = schedule_with(memory=memory, share=options.share, **fields)
+        ours = schedule_with(
+            memory=memory, share=options.share, cache_host_layers=host_layers, **fields
+        )
         steps.zero_gradients(model)
         logs = steps.call(ours, Contract().step, model, items)
         wanted = steps.plain(twin, Contract(), items)

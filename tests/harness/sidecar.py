@@ -88,6 +88,8 @@ def visit(
     cache: SidecarCache, one: Segment, index: int, layer: int, backward: bool, device: str = "cpu"
 ) -> list[Tensor]:
     """One segment in one layer; returns all that it gets from the cache."""
+    if layer not in cache._attention:
+        return visit_states(cache, one, index, layer, backward, device)
     seen: list[Tensor] = []
     if one.inner and not backward:
         widths = (DIM, VALUE_DIM)
@@ -106,6 +108,33 @@ def visit(
     if backward and one.inner:
         seen += cache.take_gradient(layer, index) or ()
     seen = [tensor.clone() for tensor in seen]
+    cache.release(layer)
+    return seen
+
+
+def visit_states(
+    cache: SidecarCache, one: Segment, index: int, layer: int, backward: bool, device: str
+) -> list[Tensor]:
+    """The same in a recurrent layer; in a backward as if its forward ran again."""
+    seen: list[Tensor] = []
+    for ahead in (layer, layer - 1 if backward else layer + 1):
+        cache.prefetch(ahead, index, backward=backward)
+    if one.inner and not backward:
+        num, widths = len(one.spans), (DIM, VALUE_DIM)
+        state, tail = (random(num, w, 100 * layer + index, device) for w in widths)
+        cache.capture_states(layer, index, state, tail)
+        state.fill_(torch.nan), tail.fill_(torch.nan)
+    parents = cache.states.parents[index]
+    if any(parents):
+        state, tail = cache.read_states(layer, index, torch.tensor(parents, device=device))
+        seen += [state, tail]
+    if backward and one.inner:
+        seen += [part.clone() for part in cache.take_state_gradients(layer, index) or ()]
+    if backward and any(parents):
+        rows = sorted({*parents})
+        first = [parents.index(row) for row in rows]
+        both = (2 * state[first], (index + 1) * tail[first])
+        cache.add_state_gradients(layer, index, torch.tensor(rows, device=device), both)
     cache.release(layer)
     return seen
 

@@ -24,28 +24,34 @@ __all__ = ["streams"]  # a fixture
 
 TREE = STEPS["a tree"]()
 any_step = pytest.mark.parametrize("made", [make() for make in STEPS.values()], ids=[*STEPS])
+any_layers = pytest.mark.parametrize(
+    "recurrent", [(), (0, 2, 3), (0, 1, 2, 3)], ids=["attention", "hybrid", "recurrent"]
+)
 
 
 @pytest.fixture(autouse=True)
 def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every segment has a border of pieces in it."""
-    monkeypatch.setattr(module, "PIECE_ROWS", 4)
+    monkeypatch.setattr(module, "PIECE_BYTES", 256)
 
 
-def hosted(transfers: Any, num_host: int, made: Step = TREE) -> tuple[SidecarCache, Offloader]:
+def hosted(
+    transfers: Any, num_host: int, made: Step = TREE, recurrent: tuple[int, ...] = ()
+) -> tuple[SidecarCache, Offloader]:
     offloader = Offloader(transfers)
     offloader.begin_step()
     host = HostLayers(offloader, LAYERS, num_host)
-    return SidecarCache(made.planned(), LAYERS, host=host), offloader
+    return SidecarCache(made.planned(), LAYERS, host, recurrent), offloader
 
 
 @any_step
+@any_layers
 @pytest.mark.parametrize("num_host", [1, 2, 3, 4, 9])
-def test_the_same_as_on_the_device(num_host: int, made: Step) -> None:
-    expected = step(SidecarCache(made.planned(), LAYERS), made)
-    cache, offloader = hosted(HostTransfers(), num_host, made)
+def test_the_same_as_on_the_device(num_host: int, recurrent: tuple[int, ...], made: Step) -> None:
+    expected = step(SidecarCache(made.planned(), LAYERS, None, recurrent), made)
+    cache, offloader = hosted(HostTransfers(), num_host, made, recurrent)
     found = step(cache, made)
-    assert len(found) == len(expected) > 100
+    assert len(found) == len(expected) > 60
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert cache.num_bytes == 0
     cache.clear()
@@ -53,15 +59,18 @@ def test_the_same_as_on_the_device(num_host: int, made: Step) -> None:
 
 
 @any_step
+@any_layers
 @pytest.mark.parametrize("num_host", [1, 2, 4])
-def test_copies_are_waited_for(streams: dict[str, Any], num_host: int, made: Step) -> None:
+def test_copies_are_waited_for(
+    streams: dict[str, Any], num_host: int, recurrent: tuple[int, ...], made: Step
+) -> None:
     """On streams as late (stores: or as early) as allowed, in several steps with one pool."""
-    expected = step(SidecarCache(made.planned(), LAYERS), made)
+    expected = step(SidecarCache(made.planned(), LAYERS, None, recurrent), made)
     offloader = Offloader(CudaTransfers(DEVICE))
     for _ in range(3):
         offloader.begin_step()
         host = HostLayers(offloader, LAYERS, num_host)
-        cache = SidecarCache(made.planned(), LAYERS, host=host)
+        cache = SidecarCache(made.planned(), LAYERS, host, recurrent)
         found = step(cache, made)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         cache.clear()
@@ -110,9 +119,12 @@ def test_memory_on_its_way_is_held_and_no_more_than_that(made: Step) -> None:
     assert transfers.most["store"] == module.LEAVING + 1  # until the one before is waited for
 
 
+@any_layers
 @pytest.mark.parametrize("until", ["F1", "B5", "F3", "B4"])
-def test_a_failed_step_leaves_nothing_behind(streams: dict[str, Any], until: str) -> None:
-    cache, offloader = hosted(CudaTransfers(DEVICE), 2)
+def test_a_failed_step_leaves_nothing_behind(
+    streams: dict[str, Any], until: str, recurrent: tuple[int, ...]
+) -> None:
+    cache, offloader = hosted(CudaTransfers(DEVICE), 2, TREE, recurrent)
     step(cache, TREE, until)
     cache.prefetch(1, 4, backward=True)  # on its way when the step fails
     cache.clear()

@@ -51,7 +51,7 @@ def test_rows_of_live_segments_never_overlap(drawn, options) -> None:  # type: i
 
 
 def captured(step: Step, *indices: int) -> SidecarCache:
-    cache = SidecarCache(step.planned(), LAYER, num_recurrent=1)
+    cache = SidecarCache(step.planned(), LAYER + 1, recurrent={LAYER})
     for index in indices:
         num = len(step.segments[index].spans)
         state = torch.arange(num).float().add(10 * index + 1)[:, None, None].expand(num, 2, 3)
@@ -90,7 +90,7 @@ def test_a_segment_is_freed_when_all_its_layers_are_consumed() -> None:
     cache = captured(step, 0)
     with pytest.raises(RuntimeError, match="empty, expected"):
         cache.free(0, consumed=False)  # nothing of its attention layers
-    cache = SidecarCache(step.planned(), 0, num_recurrent=1)
+    cache = SidecarCache(step.planned(), 1, recurrent={0})
     cache.capture_states(0, 0, torch.ones(1, 2), torch.ones(1, 2))
     cache.capture_states(0, 0, torch.zeros(1, 2), torch.zeros(1, 2))  # recomputation
     assert cache.read_states(0, 1, torch.tensor(cache.states.parents[1]))[0].tolist() == [[1, 1]]
