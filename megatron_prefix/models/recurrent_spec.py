@@ -70,13 +70,28 @@ class GatedDelta:
         """Numbers in a layer's state."""
         return self.value_heads * self.key_dim * self.value_dim
 
-    @property
-    def saved(self) -> int:
-        """Numbers a position that a layer saves for backward, without its norm: the convolution's
-        input and output, keys and queries for every value head, the kernel's products within a
-        chunk, and what gate and norm of the output save. Counted in the sources, not measured."""
-        heads = self.value_heads * (2 * self.key_dim + CHUNK)
-        return 2 * sum(self.convolved) + heads + 7 * self.values
+    def saved(self, size: int, fused: bool) -> float:
+        """Bytes a position that a layer saves for backward, without the norm in front of it.
+
+        Megatron's module, run as it stands (gated_delta_net.py of megatron-core 0.16.1): the output
+        norm's input and output, the gate and its SiLU in fp32 (torch.compile may keep less), the
+        output projection's input; of alpha its sum with a bias, and its softplus.
+
+        Its kernels (flash-linear-attention 0.4.2, causal-conv1d 1.5): the convolution its input;
+        `L2NormFunction` its output; `ChunkGatedDeltaRuleFunction` queries and keys of every value
+        head, values, g, beta, and A, `CHUNK` numbers a head. Norms a number a head, in fp32.
+
+        Args:
+            size: bytes of a number.
+            fused: transformer-engine's norms; Megatron's local ones save the scaled input, too.
+        """
+        heads = self.value_heads
+        repeated = 2 * heads * self.key_dim if heads > self.key_heads else 0
+        kernels = sum(self.convolved) + 2 * self.keys + repeated + self.values + heads * CHUNK
+        norm = (2 if fused else 3) * self.values
+        gates, scales = 2 * self.values + 3 * heads, heads + 2 * self.key_heads
+        narrow = kernels + norm + self.values + heads
+        return narrow * size + (gates + scales) * max(4, size)
 
     def products(self, hidden: int) -> int:
         """Multiplications a position in matrix products, projections included."""
@@ -137,11 +152,21 @@ class Mamba:
         """Numbers in a layer's state."""
         return self.inner * self.state_dim
 
-    @property
-    def saved(self) -> int:
-        """Numbers a position that a layer saves for backward, without its norm: the kernel's input
-        and output, and the gated norm's. Counted in the sources, not measured."""
-        return sum(self.projected) + 3 * self.inner
+    def of_kernel(self, size: int) -> float:
+        """Bytes a position of what the kernel saves: its input, and what it multiplies by the gate
+        (`MambaSplitConv1dScanCombinedFn` in ssd_combined.py of mamba-ssm 2.2)."""
+        return (sum(self.projected) + self.inner) * size
+
+    def saved(self, size: int, fused: bool) -> float:
+        """Bytes a position that a layer saves for backward, without the norm in front of it: what
+        the kernel saves, the gated norm's input (`LayerNormFn` in mamba-ssm's layernorm_gated.py)
+        and, Megatron's own, the output projection's.
+
+        Args:
+            size: bytes of a number.
+            fused: makes no difference: the gated norm is mamba-ssm's in any case.
+        """
+        return self.of_kernel(size) + 2 * self.inner * size
 
     def products(self, hidden: int) -> int:
         """Multiplications a position in matrix products, projections included."""

@@ -103,7 +103,7 @@ class CostModel:
             gated: whether the MLP has a gate.
             mix: its layers; None: all have attention and an MLP.
         """
-        mix = mix or LayerMix(num_layers, num_layers, num_layers)
+        mix = mix or LayerMix("*" * num_layers, num_layers)
         queries = 3 if mix.output_gate else 2
         projections = hidden_size * head_dim * (queries * num_heads + 2 * num_kv_heads)
         mlp = hidden_size * ffn_hidden_size * (3 if gated else 2)

@@ -9,10 +9,30 @@ Activation Recomputation in Large Transformer Models", section 4.1, counts anoth
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_prefix.models.presets import ModelSpec
+from megatron_prefix.models.recurrent_spec import GatedDelta, Recurrent
 from megatron_prefix.plan.layer_mix import LayerMix
+
+
+class OfStates(NamedTuple):
+    """Bytes a span in one recurrent layer on one rank.
+
+    Attributes:
+        state: an inner span's states in the sidecar.
+        state_grad: their gradients there.
+        initial: saved for a span with a parent, whose state it begins with.
+        edge: saved for any span: its first positions once more.
+        batched: saved for a position, not a span, where a batch of spans has a row for each, as
+            long as the longest (tree/state_layout.py, `batches`); 0 elsewhere.
+    """
+
+    state: float
+    state_grad: float
+    initial: float = 0.0
+    edge: float = 0.0
+    batched: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -25,8 +45,8 @@ class Footprint:
         unread: saved by the last layer for an inner segment without loss: only K and V are
             computed (megatron_prefix/attention/unread.py).
         again: recomputed by Megatron's own recomputation during backward.
-        kv: K/V in the sidecar, one layer.
-        kv_grad: gK/gV in the sidecar, one layer.
+        kv: K/V in the sidecar, one layer with attention.
+        kv_grad: gK/gV in the sidecar, one layer with attention.
         attention: queries and attention's output, which the last layer saves of all positions as
             soon as one of them is read.
         norm: saved after the last layer, without a loss.
@@ -38,11 +58,9 @@ class Footprint:
         head_weight: gradient of the output layer's weight, transient; bytes in all, not a position.
         num_layers: layers of a model chunk.
         parts: context-parallel ranks, which share the positions.
-        host_layers: layers of a model chunk whose K/V and gK/gV are on the host.
-        state: bytes of an inner span's states in the sidecar, the mean of all layers.
-        state_grad: of their gradients.
-        expanded: saved for a span of any segment: the states it begins and ends with, the mean of
-            all layers.
+        mixers: of every stage (plan/layer_mix.py).
+        host_layers: see PrefixConfig.cache_host_layers.
+        states: of recurrent layers, by their symbols.
         shares: into how many parts K/V and gK/gV of inner segments are cut; a rank has one.
         keeps_outputs: whether a stage's output stays until its backward.
     """
@@ -66,9 +84,8 @@ class Footprint:
     shares: int = 1
     keeps_outputs: bool = True
     host_layers: int = 0
-    state: float = 0.0
-    state_grad: float = 0.0
-    expanded: float = 0.0
+    mixers: tuple[str, ...] = ()
+    states: tuple[tuple[str, OfStates], ...] = ()
 
     @classmethod
     def of_config(
@@ -99,6 +116,7 @@ class Footprint:
         )
         experts = config.num_moe_experts or 0
         num_layers = max(1, config.num_layers // stages)
+        mix = LayerMix.of_config(config, pattern)
         found = _count(
             _Dimensions(
                 config.hidden_size, heads, config.num_query_groups or heads, config.kv_channels,
@@ -114,11 +132,11 @@ class Footprint:
                 again, config.recompute_method or "", config.recompute_num_layers or 1,
                 tuple(config.recompute_modules or ()),
             ),
-            num_layers, LayerMix.of_config(config, pattern), cp,
+            num_layers, mix, cp,
         )  # fmt: skip
         return replace(
-            found, host_layers=min(host_layers, num_layers), shares=1 if gathers else cp,
-            keeps_outputs=not config.deallocate_pipeline_outputs,
+            found, host_layers=host_layers, mixers=mix.stages(stages),
+            shares=1 if gathers else cp, keeps_outputs=not config.deallocate_pipeline_outputs,
         )  # fmt: skip
 
     @classmethod
@@ -133,6 +151,7 @@ class Footprint:
         recompute: str = "none",
         itemsize: int = 2,
         fused: bool = True,
+        host_layers: int = 0,
     ) -> Footprint:
         """Of a ModelSpec, as `models/config.py` builds it.
 
@@ -143,6 +162,7 @@ class Footprint:
             recompute: "none", "full" or "selective".
             itemsize: bytes of a number.
             fused: transformer-engine's layers in bf16, else Megatron's local ones, unfused.
+            host_layers: see PrefixConfig.cache_host_layers.
         """
         shape = _Dimensions(
             spec.hidden_size, spec.num_attention_heads, spec.num_query_groups, spec.kv_channels,
@@ -154,8 +174,9 @@ class Footprint:
             itemsize, tp, sequence_parallel, fused, fused, fused, fused, recompute, "uniform", 1,
             ("core_attn",),
         )  # fmt: skip
-        num_layers = max(1, spec.num_layers // num_stages)
-        return _count(shape, form, num_layers, LayerMix.of_spec(spec), cp)
+        mix = LayerMix.of_spec(spec)
+        found = _count(shape, form, max(1, spec.num_layers // num_stages), mix, cp)
+        return replace(found, host_layers=host_layers, mixers=mix.stages(num_stages))
 
     def kept(self, policy: str, inner: bool, read: float, first: bool, last: bool) -> float:
         """Bytes a position that stay on the device between a segment's forward and backward.
@@ -249,7 +270,9 @@ def _count(
     rope = 0 if form.fused_rope else 4 * shape.channels
     # transformer-engine's second norm is part of the MLP, which does not run.
     unread = ((norm if form.fused_layers else 2 * norm) + rope) * size + qk
-    common = (2 * norm + mlp + queries + rope) * size + qk + ends
+    # A gate on the output: its sigmoid in fp32, and the product in front of the projection.
+    gate = queries * (size + wide) if mix.output_gate else 0.0
+    common = (2 * norm + mlp + queries + rope) * size + qk + ends + gate
     inner, wave = common, common + (1 if shape.qk_norm else 2) * keys * size
     again = 0.0
     if form.recompute == "selective":
@@ -270,7 +293,8 @@ def _count(
         temporary=(mlp + 2 * hidden) * size, seen=2 * (queries + keys) * size, head_temporary=0.0,
         num_layers=num_layers, parts=parts, shares=parts,
     )  # fmt: skip
-    return _with_output_layer(_with_states(found, mix, form), shape, form, hidden)
+    states = tuple((symbol, _of_states(layer, form, parts)) for symbol, layer in mix.recurrent)
+    return _with_output_layer(replace(found, states=states), shape, form, hidden)
 
 
 def _mixed(mix: LayerMix, form: _Execution, whole: float, mlp: float, norm: float) -> float:
@@ -283,27 +307,24 @@ def _mixed(mix: LayerMix, form: _Execution, whole: float, mlp: float, norm: floa
         mlp: of its MLP and the norm before it.
         norm: numbers that a norm saves.
     """
-    recurrent = mix.recurrence(lambda layer: (norm + layer.saved / form.tp) * form.itemsize)
+    size, fused, tp = form.itemsize, form.fused_layers, form.tp
+    recurrent = mix.recurrence(lambda layer: norm * size + layer.saved(size, fused) / tp)
     attention = mix.share("attention") * (whole - mlp)
     return attention + mix.share("mlps") * mlp + recurrent / mix.total
 
 
-def _with_states(found: Footprint, mix: LayerMix, form: _Execution) -> Footprint:
-    """With what spans keep in recurrent layers, and K/V in those with attention only.
-
-    Context-parallel ranks have all positions of a part of the heads.
-    """
-    share = mix.share("attention")
-    found = replace(found, kv=share * found.kv, kv_grad=share * found.kv_grad)
-    wide, parts = max(4, form.itemsize), form.tp * found.parts * mix.total
-    state = mix.recurrence(lambda layer: layer.state) * wide / parts
-    tail = mix.recurrence(lambda layer: sum(layer.convolved) * (layer.conv_width - 1)) / parts
-    return replace(
-        found,
-        state=state + tail * form.itemsize,
-        state_grad=state + tail * wide,
-        expanded=2 * state + tail * form.itemsize,
-    )
+def _of_states(layer: Recurrent, form: _Execution, parts: int) -> OfStates:
+    """Of one recurrent layer; context-parallel ranks have all positions of a part of the heads."""
+    wide, ranks, before = max(4, form.itemsize), form.tp * parts, layer.conv_width - 1
+    state, tail = layer.state * wide / ranks, sum(layer.convolved) * before / ranks
+    found = OfStates(state + tail * form.itemsize, state + tail * wide)
+    if form.recompute == "full":  # the rest is there while one layer's backward runs
+        return found
+    if isinstance(layer, GatedDelta):
+        # The convolution of the parent's tail and a span's first positions (recurrent/gdn.py).
+        return found._replace(initial=state, edge=2 * tail * form.itemsize)
+    batched = layer.of_kernel(form.itemsize) / form.tp
+    return found._replace(initial=state, edge=before * batched / parts, batched=batched)
 
 
 def _with_output_layer(

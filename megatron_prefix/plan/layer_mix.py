@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,21 +13,19 @@ from megatron_prefix.models.recurrent_spec import GatedDelta, Mamba, Recurrent
 
 @dataclass(frozen=True)
 class LayerMix:
-    """The layers of a model, or of a part of it.
+    """The layers of a model.
 
     Attributes:
-        total: layers of any kind.
-        attention: layers with attention.
+        mixers: a symbol a layer: "*" attention, that of `recurrent`, or "-" for neither.
         mlps: layers with an MLP or experts.
-        recurrent: the shapes of layers that are recurrent, and how many have each.
+        recurrent: symbols and shapes of recurrent layers.
         output_gate: whether attention has a gate on its output.
         ends_with_attention: whether the last layer has attention and an MLP.
     """
 
-    total: int
-    attention: int
+    mixers: str
     mlps: int
-    recurrent: tuple[tuple[Recurrent, int], ...] = ()
+    recurrent: tuple[tuple[str, Recurrent], ...] = ()
     output_gate: bool = False
     ends_with_attention: bool = True
 
@@ -34,13 +33,12 @@ class LayerMix:
     def of_spec(cls, spec: ModelSpec) -> LayerMix:
         """Of a ModelSpec."""
         numbers = range(spec.num_layers)
-        kinds = [spec.kind(layer) for layer in numbers]
-        last = spec.num_layers - 1
-        layers = spec.recurrent
+        symbols = {"attention": "*", "recurrent": "M"}
+        mixers = "".join(symbols.get(spec.kind(layer), "-") for layer in numbers)
         return cls(
-            spec.num_layers, kinds.count("attention"), sum(map(spec.has_mlp, numbers)),
-            () if layers is None else ((layers, kinds.count("recurrent")),), spec.output_gate,
-            kinds[last] == "attention" and spec.has_mlp(last),
+            mixers, sum(map(spec.has_mlp, numbers)),
+            () if spec.recurrent is None else (("M", spec.recurrent),), spec.output_gate,
+            mixers.endswith("*") and spec.has_mlp(spec.num_layers - 1),
         )  # fmt: skip
 
     @classmethod
@@ -56,22 +54,31 @@ class LayerMix:
         if pattern:
             shapes: dict[str, Callable[[Any], Recurrent]] = {"M": _mamba_of, "G": _gated_delta_of}
             found = tuple(
-                (shape(config), pattern.count(symbol))
-                for symbol, shape in shapes.items()
-                if symbol in pattern
+                (symbol, shape(config)) for symbol, shape in shapes.items() if symbol in pattern
             )
+            mixers = "".join(symbol if symbol in "*MG" else "-" for symbol in pattern)
             mlps = sum(symbol in "-E" for symbol in pattern)
-            return cls(len(pattern), pattern.count("*"), mlps, found, gate, False)
+            return cls(mixers, mlps, found, gate, False)
         if getattr(config, "experimental_attention_variant", None) != "gated_delta_net":
-            return cls(total, total, total, output_gate=gate)
+            return cls("*" * total, total, output_gate=gate)
         every = config.linear_attention_freq
         flags = (
             [number % every != 0 for number in range(1, total + 1)]
             if isinstance(every, int)
             else [bool(flag) for flag in every]
         )
-        layers = ((_gated_delta_of(config), sum(flags)),)
-        return cls(total, flags.count(False), total, layers, gate, not flags[-1])
+        mixers = "".join("G" if flag else "*" for flag in flags)
+        return cls(mixers, total, (("G", _gated_delta_of(config)),), gate, not flags[-1])
+
+    @property
+    def total(self) -> int:
+        """Layers of any kind."""
+        return len(self.mixers)
+
+    @property
+    def attention(self) -> int:
+        """Layers with attention."""
+        return self.mixers.count("*")
 
     def share(self, kind: str) -> float:
         """The share of layers that have "attention" or "mlps"."""
@@ -79,7 +86,13 @@ class LayerMix:
 
     def recurrence(self, size: Callable[[Any], float]) -> float:
         """The sum of a size of all recurrent layers."""
-        return sum((num * size(layer) for layer, num in self.recurrent), 0.0)
+        found = (self.mixers.count(symbol) * size(layer) for symbol, layer in self.recurrent)
+        return sum(found, 0.0)
+
+    def stages(self, num: int) -> tuple[str, ...]:
+        """`mixers` of every one of `num` stages, as even as can be."""
+        ends = [len(self.mixers) * stage // num for stage in range(num + 1)]
+        return tuple(self.mixers[a:b] for a, b in itertools.pairwise(ends))
 
 
 def spread(num_layers: int, num_host: int) -> list[int]:

@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.footprint import Footprint
+from megatron_prefix.plan.layer_mix import spread
 from megatron_prefix.tree import Segment
 from megatron_prefix.tree.kv_layout import ArenaMap, Level, arena_map
+from megatron_prefix.tree.state_layout import batches
 
 MESSAGES = 4
 """Receives posted ahead and sends under way, both directions together (run/messages.py)."""
@@ -99,9 +101,8 @@ class _MemoryRun:
     def rank(self, rank: int) -> RankMemory:
         """Goes through one rank's program."""
         held: dict[tuple[int, int], float] = {}
-        arenas = [_Arena(one) for one in self._maps(rank)]
-        activations = saved = cache = kept = wave = 0.0
-        host, here = self.one.host_layers, self.one.num_layers - self.one.host_layers
+        arenas = self._arenas(rank)
+        activations = saved = there = kept = wave = 0.0
         found = RankMemory(0.0, 0.0, Action("F", 0), *(0.0,) * 9, ())
         for action in self.plan.programs[rank]:
             key = action.chunk, action.segment
@@ -109,45 +110,38 @@ class _MemoryRun:
                 held[key] = self._kept(rank, action)
                 activations += held[key]
             arenas[action.chunk].begin(action)
-            kv = self.one.kv * sum(arena.rows for arena in arenas)
-            kv_grad = self.one.kv_grad * sum(arena.summed for arena in arenas)
-            states = self.one.num_layers * self._states(arenas)
-            again, temporary = self._moment(rank, action, arenas[action.chunk].map)
-            total = activations + here * (kv + kv_grad) + states
-            saved, cache = max(saved, total + again), max(cache, kv + kv_grad)
-            kept = max(kept, here * (kv + kv_grad) + states)
+            kv = sum(arena.values(arena.here) for arena in arenas)
+            kv_grad = sum(arena.gradients(arena.here) for arena in arenas)
+            there = max(there, sum(a.values(a.there) + a.gradients(a.there) for a in arenas))
+            again, temporary = self._moment(rank, action, arenas[action.chunk])
+            total = activations + kv + kv_grad
+            saved, kept = max(saved, total + again), max(kept, kv + kv_grad)
             used = total + again + temporary + self.messages
             if not self.plan.segments[action.segment].inner:
                 wave = max(wave, used)
             if used > found.peak:
                 found = RankMemory(
-                    used, 0.0, action, activations, here * kv + states, here * kv_grad,
-                    self.messages, again + temporary, 0.0, 0.0, 0.0, 0.0,
+                    used, 0.0, action, activations, kv, kv_grad, self.messages,
+                    again + temporary, 0.0, 0.0, 0.0, 0.0,
                     tuple((index, size) for (_, index), size in held.items()),
                 )  # fmt: skip
             if action.kind == "B":
                 activations -= held.pop(key)
                 arenas[action.chunk].end(action)
         found = replace(found, staged=max(itertools.accumulate(self._staged(rank)), default=0.0))
-        found = replace(found, cache_peak=kept, cache_staged=host * cache)
+        found = replace(found, cache_peak=kept, cache_staged=there)
         return replace(found, saved=saved, wave_peak=wave)
 
-    def _states(self, arenas: Sequence[_Arena]) -> float:
-        """Bytes of recurrent states and their gradients in the sidecar, in a layer."""
-        one = self.one
-        if not one.state:
-            return 0.0
-        held = sum(arena.map.states.length for arena in arenas if arena.live)
-        summed = sum(arena.map.states.length for arena in arenas if arena.returned)
-        return one.state * held + one.state_grad * summed
-
-    def _maps(self, rank: int) -> list[ArenaMap]:
-        """The arena of every model chunk of a rank."""
-        plan = self.plan
+    def _arenas(self, rank: int) -> list[_Arena]:
+        """The sidecar of every model chunk of a rank."""
+        plan, one = self.plan, self.one
         return [
-            arena_map(plan.segments, plan.actions_of(rank, chunk), self.one.parts, self.one.shares)
+            _Arena(
+                arena_map(plan.segments, plan.actions_of(rank, chunk), one.parts, one.shares),
+                one, one.mixers[plan.stage(rank, chunk)],
+            )
             for chunk in range(plan.num_chunks)
-        ]
+        ]  # fmt: skip
 
     def _ends(self, rank: int, action: Action) -> tuple[bool, bool]:
         stage = self.plan.stage(rank, action.chunk)
@@ -157,8 +151,21 @@ class _MemoryRun:
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
         first, last = self._ends(rank, action)
         one = self.one.kept(policy, segment.inner, _read(segment, self.one.parts), first, last)
-        spans = self.one.num_layers * self.one.expanded * len(segment.spans)
-        return self.positions[action.segment] * one + (spans if policy == "retain" else 0.0)
+        spans = self._of_spans(rank, action) if policy == "retain" else 0.0
+        return self.positions[action.segment] * one + spans
+
+    def _of_spans(self, rank: int, action: Action) -> float:
+        """Bytes that a stage's recurrent layers save for the spans of a segment."""
+        one, spans = self.one, self.plan.segments[action.segment].spans
+        with_parents, lengths = sum(s.parent is not None for s in spans), [s.padded for s in spans]
+        rows = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches(lengths))
+        padding = (rows - sum(lengths)) / one.parts
+        mixers = one.mixers[self.plan.stage(rank, action.chunk)]
+        return sum(
+            mixers.count(symbol)
+            * (of.initial * with_parents + of.edge * len(spans) + of.batched * padding)
+            for symbol, of in one.states
+        )
 
     def _staged(self, rank: int) -> Iterator[float]:
         """Bytes on the host that every action of an offloaded segment adds or frees."""
@@ -168,19 +175,18 @@ class _MemoryRun:
                 ends = (segment.inner, _read(segment, self.one.parts), *self._ends(rank, action))
                 away = self.one.kept("retain", *ends) - self.one.kept("offload", *ends)
                 sign = 1 if action.kind == "F" else -1
-                yield sign * self.positions[action.segment] * away
+                away *= self.positions[action.segment]
+                yield sign * (away + self._of_spans(rank, action))
 
-    def _moment(self, rank: int, action: Action, arena: ArenaMap) -> tuple[float, float]:
+    def _moment(self, rank: int, action: Action, arena: _Arena) -> tuple[float, float]:
         """Bytes in use only while an action runs: saved ones, and temporaries."""
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
         first, last = self._ends(rank, action)
         positions, one = self.positions[action.segment], self.one
         temporary = positions * max(one.temporary, one.exchanged(action.kind == "B"))
-        temporary += self._of_ancestors(arena.levels[action.segment])
-        visited = arena.length if segment.inner or arena.levels[action.segment] else 0
-        temporary += visited * min(LAYERS_VISITED, one.host_layers) * one.kv
-        if action.kind == "B":
-            temporary += visited * min(GRADIENTS_VISITED, one.host_layers) * one.kv_grad
+        temporary += self._of_ancestors(arena.map.levels[action.segment])
+        if segment.inner or arena.map.levels[action.segment]:
+            temporary += arena.visited(action.kind == "B")
         read = _read(segment, one.parts)
         if last and segment.scored:
             head = positions * read * one.head_temporary
@@ -218,31 +224,50 @@ def _read(segment: Segment, parts: int) -> float:
 
 
 class _Arena:
-    """How much of an arena is in use while a program runs.
+    """How much of a model chunk's sidecar is in use while a program runs.
 
     Attributes:
-        rows: of K/V.
-        summed: rows of gK/gV.
+        map: where segments lie.
+        here, there: a symbol for every layer on the device, on the host (plan/layer_mix.py).
         live: inner segments between forward and backward.
         returned: whether gradients have come back.
     """
 
-    def __init__(self, planned: ArenaMap) -> None:
-        self.map, self.rows, self.summed, self.live = planned, 0, 0, 0
-        self.returned = False
+    def __init__(self, planned: ArenaMap, footprint: Footprint, mixers: str) -> None:
+        kept = mixers.replace("-", "")
+        on_host = spread(len(kept), footprint.host_layers)
+        self.there = "".join(kept[layer] for layer in on_host)
+        self.here = "".join(one for layer, one in enumerate(kept) if layer not in on_host)
+        self.map, self.live, self.returned = planned, 0, False
+        rows, states = planned.length, planned.states.length
+        self._values, self._gradients = {"*": rows * footprint.kv}, {"*": rows * footprint.kv_grad}
+        for symbol, of in footprint.states:
+            self._values[symbol] = states * of.state
+            self._gradients[symbol] = states * of.state_grad
+
+    def values(self, layers: str) -> float:
+        """Bytes of K/V and states in some layers."""
+        return sum(map(self._values.__getitem__, layers)) if self.live else 0.0
+
+    def gradients(self, layers: str) -> float:
+        """Bytes of their gradients."""
+        return sum(map(self._gradients.__getitem__, layers)) if self.returned else 0.0
+
+    def visited(self, backward: bool) -> float:
+        """Bytes on the device of layers on the host while an action runs."""
+        values = sorted(map(self._values.__getitem__, self.there), reverse=True)
+        gradients = sorted(map(self._gradients.__getitem__, self.there), reverse=True)
+        found = sum(values[:LAYERS_VISITED])
+        return found + (sum(gradients[:GRADIENTS_VISITED]) if backward else 0.0)
 
     def begin(self, action: Action) -> None:
         """Takes what an action needs."""
-        if action.kind == "F" and self.map.intervals[action.segment] is not None:
-            self.live += 1
-            self.rows = self.map.length
-        if action.kind == "B" and self.map.levels[action.segment]:
-            self.summed = self.map.length
+        if action.kind == "F":
+            self.live += self.map.intervals[action.segment] is not None
+        elif self.map.levels[action.segment]:
             self.returned = True
 
     def end(self, action: Action) -> None:
         """Gives it back after a backward."""
         self.live -= self.map.intervals[action.segment] is not None
-        if not self.live:
-            self.rows = self.summed = 0
-            self.returned = False
+        self.returned = self.returned and self.live > 0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.sidecar.cache import on
-from megatron_prefix.tree import cp_layout
+from megatron_prefix.tree import cp_layout, state_layout
 
 
 class Edges(NamedTuple):
@@ -129,9 +129,7 @@ class Spans:
     @functools.cached_property
     def batches(self) -> tuple[Batch, ...]:
         """All spans in batches whose lengths differ by less than a factor of two."""
-        order = sorted(range(len(self)), key=lambda number: self.lengths[number].bit_length())
-        groups = itertools.groupby(order, key=lambda number: self.lengths[number].bit_length())
-        return tuple(self._batch(np.array([*numbers])) for _, numbers in groups)
+        return tuple(self._batch(np.array(one)) for one in state_layout.batches(self.lengths))
 
     def _batch(self, numbers: np.ndarray) -> Batch:
         lengths, starts = np.array(self.lengths)[numbers], np.array(self._starts)[numbers]

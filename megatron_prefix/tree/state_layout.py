@@ -8,6 +8,7 @@ zero, and the parent of spans without one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -60,6 +61,13 @@ def state_map(segments: Sequence[Segment], program: Iterable[tuple[str, int]]) -
     seen = tuple(tuple(sorted({p.segment for p in places if p})) for places in above)
     intervals = tuple(placed.get(index) for index in range(len(segments)))
     return StateMap(length, intervals, parents, seen)
+
+
+def batches(lengths: Sequence[int]) -> list[list[int]]:
+    """Numbers of spans in batches whose lengths differ by less than a factor of two."""
+    order = sorted(range(len(lengths)), key=lambda number: lengths[number].bit_length())
+    groups = itertools.groupby(order, key=lambda number: lengths[number].bit_length())
+    return [[*numbers] for _, numbers in groups]
 
 
 def _gap(taken: Iterable[slice], size: int) -> int:

@@ -99,7 +99,7 @@ def test_whatever_the_tree_the_peak_fits_or_nothing_leaner_does(seed: int) -> No
     plan = make_plan(random_forest(rng), rng.randint(1, 4))
     small = Footprint.of_spec(resolve("tiny-llama").with_vocab(64), num_stages=plan.num_ranks)
     lean = leaner(plan)
-    least = peak(plan, ()) if lean is None else peak(plan, lean.policies, small)
+    least = peak(plan, (), small) if lean is None else peak(plan, lean.policies, small)
     for share in (0.0, 0.5, 0.95):
         free = share * peak(plan, (), small)
         found = chosen(plan, free, rng.choice([FAST, SLOW]), footprint=small)

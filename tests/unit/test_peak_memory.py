@@ -172,7 +172,7 @@ def test_a_stage_counts_its_own_layers() -> None:
     plan = make_plan(build(rollouts, groups, TreeOptions(segment_tokens=256)), 2)
     first, last = predict(plan, footprint)
     whole = predict(make_plan(build(rollouts, groups, TreeOptions(segment_tokens=256))),
-                    replace(footprint, num_layers=32))[0]  # fmt: skip
+                    Footprint.of_spec(resolve("llama3-8b")))[0]  # fmt: skip
     assert first.messages == last.messages > 0 == whole.messages
     assert whole.cache_peak == first.cache_peak + last.cache_peak
 

@@ -1,0 +1,131 @@
+"""Stand-ins for the kernels of recurrent layers that save for backward what the CUDA ones save.
+
+They compute nothing: outputs and gradients are zeros. Megatron's modules around them run as they
+are, so what those save can be measured on the CPU; what the kernels save is read from their sources
+(flash-linear-attention 0.4.2, causal-conv1d 1.5, mamba-ssm 2.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megatron_prefix.models.recurrent_spec import CHUNK
+from megatron_prefix.platforms import linear_kernels
+
+
+def install(patch: pytest.MonkeyPatch, model: Any) -> None:
+    """Puts them in the place of the CPU's kernels; before hooks are installed on the model."""
+    for module in model.modules():
+        if type(module).__name__ == "GatedDeltaNet":
+            names = type(module).forward.__globals__
+            patch.setitem(names, "causal_conv1d_fn", _Convolution.call)
+            patch.setitem(names, "l2norm", Norm.call)
+            patch.setitem(names, "chunk_gated_delta_rule", _Rule.call)
+        if type(module).__name__ == "MambaMixer":
+            names = type(module)._ssm_training.__globals__
+            patch.setitem(names, "mamba_split_conv1d_scan_combined", _Scan.call)
+    patch.setattr(linear_kernels.RMSNorm, "forward", lambda _, x: saving_input(x))
+
+
+def saving_input(x: Tensor) -> Any:
+    """A norm that saves its input, as those of transformer-engine and mamba-ssm."""
+    return Norm.apply(x, False)
+
+
+class _Saving(Function):
+    """Saves tensors; its gradients are zeros."""
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        ctx.saved_tensors  # noqa: B018  # as a kernel needs them
+        return tuple(
+            torch.zeros(shape, dtype=dtype) if needed else None
+            for needed, (shape, dtype) in zip(ctx.needs_input_grad, ctx.like, strict=True)
+        )
+
+    @staticmethod
+    def remember(ctx: Any, given: tuple[Any, ...], *saved: Tensor | None) -> None:
+        ctx.like = [(x.shape, x.dtype) if isinstance(x, Tensor) else (None, None) for x in given]
+        ctx.save_for_backward(*saved)
+
+
+class _Convolution(_Saving):
+    """`CausalConv1dFn` in causal_conv1d_interface.py: its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+        _Saving.remember(ctx, (x, weight), x, weight)
+        return torch.zeros_like(x)
+
+    @classmethod
+    def call(cls, x: Tensor, weight: Tensor, **_: Any) -> Any:
+        return cls.apply(x, weight)
+
+
+class Norm(_Saving):
+    """`L2NormFunction` in fla/modules/l2norm.py saves its output, `LayerNormFn` in mamba-ssm's
+    layernorm_gated.py its input; and both a number a head or group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, output: bool) -> Tensor:  # type: ignore[override]
+        out = torch.zeros_like(x)
+        scale = x.new_zeros(x.shape[:-1], dtype=torch.float32)
+        _Saving.remember(ctx, (x, output), out if output else x, scale)
+        return out
+
+    @classmethod
+    def call(cls, x: Tensor) -> Any:
+        return cls.apply(x, True)
+
+
+class _Rule(_Saving):
+    """`ChunkGatedDeltaRuleFunction` in fla/ops/gated_delta_rule/chunk.py: its inputs, g summed up
+    within chunks in their place, and A."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None,
+        num: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        products = k.new_zeros(*k.shape[:3], CHUNK)
+        given = q, k, v, g, beta, state, num
+        _Saving.remember(ctx, given, q, k, v, torch.zeros_like(g), beta, products, state)
+        final = torch.zeros(num, k.shape[2], k.shape[3], v.shape[3])
+        return torch.zeros_like(v), final
+
+    @classmethod
+    def call(
+        cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Any,
+        cu_seqlens: Tensor, **_: Any,
+    ) -> Any:  # fmt: skip
+        return cls.apply(q, k, v, g, beta, initial_state, len(cu_seqlens) - 1)
+
+
+class _Scan(_Saving):
+    """`MambaSplitConv1dScanCombinedFn` in mamba_ssm/ops/triton/ssd_combined.py: its input, the
+    states that rows begin with, and what the gate multiplies."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, zxbcdt: Tensor, heads: Tensor, dim: int, width: int, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out = zxbcdt.new_zeros(*zxbcdt.shape[:2], len(heads) * dim)
+        given = zxbcdt, heads, dim, width, state
+        _Saving.remember(ctx, given, zxbcdt, heads, torch.zeros_like(out), state)
+        return out, torch.zeros(len(zxbcdt), len(heads), dim, width)
+
+    @classmethod
+    def call(
+        cls, zxbcdt: Tensor, conv1d_weight: Tensor, conv1d_bias: Any, dt_bias: Tensor, *_: Any,
+        D: Tensor, ngroups: int, headdim: int | None = None, initial_states: Any = None,  # noqa: N803
+        return_final_states: bool = False, **__: Any,
+    ) -> Any:  # fmt: skip
+        dim = headdim or D.shape[1]
+        width = (len(conv1d_weight) - len(dt_bias) * dim) // 2 // ngroups
+        found = cls.apply(zxbcdt, dt_bias, dim, width, initial_states)
+        return found if return_final_states else found[0]
