@@ -54,8 +54,9 @@ class PrefixConfig:
         memory_budget_gb: GiB of device memory that a step may use in addition to what is in use
             when it begins; 0: what is free. Limits prefetches of "offload" and the choices of
             "auto".
-        cache_host_layers: attention layers of every model chunk whose K/V and gK/gV are in host
-            memory, and on the device only while the layer runs.
+        cache_host_layers: layers of every model chunk, of those with attention or a recurrence,
+            whose K/V or states and their gradients are in host memory, and on the device only while
+            the layer runs; evenly spread.
         cp_reduce: with context parallelism, when gK/gV are sent to the ranks that own the keys:
             after every "wave", or once a "segment", for which every rank keeps K/V and gK/gV of all
             of them: nothing is gathered twice, and the sidecar takes cp times the memory. "auto":

@@ -272,6 +272,18 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_host_layers(parser: Any) -> None:
+    """`--cache-host-layers`, to a parser or a group of one."""
+    parser.add_argument(
+        "--cache-host-layers",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="layers whose K/V, or recurrent states, and their gradients are in host memory while"
+        " other layers run, for prompts whose K/V do not fit (default 0)",
+    )
+
+
 def config_of(args: argparse.Namespace, **more: Any) -> PrefixConfig:
     """The PrefixConfig of a verb's options; fields in `more` win over them.
 

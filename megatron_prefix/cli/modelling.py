@@ -7,7 +7,7 @@ import dataclasses
 import platform
 from typing import Any
 
-from megatron_prefix.cli.arguments import real, seed, whole
+from megatron_prefix.cli.arguments import add_host_layers, real, seed
 from megatron_prefix.config import CP_REDUCE, MEMORY_POLICIES, MOST_MEMORY_GB
 from megatron_prefix.errors import UserError
 from megatron_prefix.models.presets import PRESETS, ModelSpec
@@ -80,14 +80,7 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         help="GiB of device memory that a step may use, for --memory auto and offload (default 0:"
         " what is free)",
     )
-    group.add_argument(
-        "--cache-host-layers",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="attention layers whose K/V and gK/gV are in host memory while other layers run, for"
-        " prompts whose K/V do not fit (default 0)",
-    )
+    add_host_layers(group)
     group.add_argument(
         "--cp-reduce",
         choices=CP_REDUCE,

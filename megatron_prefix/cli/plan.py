@@ -30,7 +30,7 @@ from megatron_prefix.plan.chunking import ChunkChooser
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.footprint import Footprint
 from megatron_prefix.plan.memory_policy import policies
-from megatron_prefix.plan.peak_memory import predict
+from megatron_prefix.plan.peak_memory import RankMemory, predict
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.simulator import Timeline, simulate
 from megatron_prefix.runtime.layout import Layout
@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="model of the predicted speedup: a preset, or a Hugging Face config.json"
         " (default llama3-8b)",
     )
+    arguments.add_host_layers(parser)
     parser.add_argument("--csv", metavar="FILE", help="write the plan; - is stdout")
     parser.add_argument("--svg", metavar="FILE", help="draw the simulated timeline")
 
@@ -90,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.json and args.csv == "-":
         raise UserError("--csv - and --json both write to stdout; give --csv a file")
+    if args.cache_host_layers and layout.cp > 1:
+        raise UserError("--cache-host-layers is for whole sequences: leave it or --cp out")
     check_outputs(args.csv, args.svg)
     step = _planned(args, layout)
     if args.csv:
@@ -141,7 +144,9 @@ def _result(step: _PlannedStep) -> dict[str, Any]:
     forest, timeline = step.forest, step.timeline
     rollouts = [rollout for group in step.groups for rollout in group.rollouts]
     ratios = [rollout.prompt_len / len(rollout) for rollout in rollouts]
-    found = {name: round(size) for name, size in peaks(step.plan, step.model, step.layout).items()}
+    host_layers = step.config.cache_host_layers
+    memory = peaks(step.plan, step.model, step.layout, host_layers)
+    found = {name: round(one.peak) for name, one in memory.items()}
     return {
         "rollouts": len(rollouts),
         "groups": len(step.groups),
@@ -164,6 +169,8 @@ def _result(step: _PlannedStep) -> dict[str, Any]:
         "peak_live_tokens": timeline.peak_live_positions,
         "peak_live_bytes": found["retain"],
         "peak_bytes": found,
+        "sidecar_bytes": round(memory["retain"].cache_peak),
+        "sidecar_host_bytes": round(memory["retain"].cache_staged),
     }
 
 
@@ -189,10 +196,18 @@ def _facts(step: _PlannedStep, result: dict[str, Any]) -> dict[str, str]:
         "memory a stage, bf16, GiB": ", ".join(
             f"{name} {size / 2**30:.1f}" for name, size in result["peak_bytes"].items()
         ),
+        f"of which {_sidecar(step)}": f"{result['sidecar_bytes'] / 2**30:.1f}",
     }
+    if step.config.cache_host_layers:
+        facts["beside it on the host"] = f"{result['sidecar_host_bytes'] / 2**30:.1f}"
     if step.dropped:
         facts["dropped, no trained token left"] = number(step.dropped)
     return facts
+
+
+def _sidecar(step: _PlannedStep) -> str:
+    """What inner spans leave, with its gradients."""
+    return "K/V and states" if step.model.recurrent is not None else "K/V"
 
 
 def _alignment(step: _PlannedStep) -> str:
@@ -223,15 +238,24 @@ def cost_model(spec: ModelSpec) -> CostModel:
     return CostModel.of_spec(spec)
 
 
-def peaks(plan: Plan, spec: ModelSpec, layout: Layout) -> dict[str, float]:
-    """Per memory policy the predicted peak in bytes of the rank with the most, without weights and
-    gradients: bf16, transformer-engine's layers, no recomputation by Megatron."""
+def peaks(
+    plan: Plan, spec: ModelSpec, layout: Layout, host_layers: int = 0
+) -> dict[str, RankMemory]:
+    """Per memory policy the predicted memory of the rank with the highest peak, without weights and
+    gradients: bf16, transformer-engine's layers, no recomputation by Megatron.
+
+    Args:
+        plan: of the step.
+        spec: the model.
+        layout: of the ranks.
+        host_layers: see PrefixConfig.cache_host_layers.
+    """
     footprint = Footprint.of_spec(
         spec, num_stages=plan.num_stages, tp=layout.tp, cp=layout.cp,
-        sequence_parallel=layout.sequence_parallel,
+        sequence_parallel=layout.sequence_parallel, host_layers=host_layers,
     )  # fmt: skip
     found = {}
     for policy in ("retain", "offload", "recompute"):
         one = replace(plan, policies=policies(plan.segments, policy))
-        found[policy] = max(memory.peak for memory in predict(one, footprint))
+        found[policy] = max(predict(one, footprint), key=lambda memory: memory.peak)
     return found

@@ -41,7 +41,7 @@ _HELP = {
     "kernel": ("NAME", "attention kernel, or auto"),
     "memory": ("{" + ",".join(MEMORY_POLICIES) + "}", "what inner segments keep"),
     "memory_budget_gb": ("X", "GiB that a step may use; 0: what is free"),
-    "cache_host_layers": ("N", "layers whose K/V and gK/gV are in host memory"),
+    "cache_host_layers": ("N", "layers whose K/V or states, and gradients, are in host memory"),
     "cp_reduce": ("{" + ",".join(CP_REDUCE) + "}", "how often context parallelism sends gK/gV"),
     "run_ahead": ("{1,2}", "forwards that a pipeline stage runs ahead of the next"),
     "min_speedup": ("X", "with auto, the predicted speedup below which Megatron's schedule runs"),

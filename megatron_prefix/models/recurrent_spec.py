@@ -73,9 +73,9 @@ class GatedDelta:
     def saved(self, size: int, fused: bool) -> float:
         """Bytes a position that a layer saves for backward, without the norm in front of it.
 
-        Megatron's module, run as it stands (gated_delta_net.py of megatron-core 0.16.1): the output
-        norm's input and output, the gate and its SiLU in fp32 (torch.compile may keep less), the
-        output projection's input; of alpha its sum with a bias, and its softplus.
+        Megatron's module, run as it stands (megatron/core/ssm/gated_delta_net.py, 0.16.1): the
+        output norm's input and output, the gate and its SiLU in fp32 (torch.compile may keep less),
+        the output projection's input; of alpha its sum with a bias, and its softplus.
 
         Its kernels (flash-linear-attention 0.4.2, causal-conv1d 1.5): the convolution its input;
         `L2NormFunction` its output; `ChunkGatedDeltaRuleFunction` queries and keys of every value
@@ -154,13 +154,13 @@ class Mamba:
 
     def of_kernel(self, size: int) -> float:
         """Bytes a position of what the kernel saves: its input, and what it multiplies by the gate
-        (`MambaSplitConv1dScanCombinedFn` in ssd_combined.py of mamba-ssm 2.2)."""
+        (`MambaSplitConv1dScanCombinedFn` in mamba-ssm 2.2)."""
         return (sum(self.projected) + self.inner) * size
 
     def saved(self, size: int, fused: bool) -> float:
         """Bytes a position that a layer saves for backward, without the norm in front of it: what
-        the kernel saves, the gated norm's input (`LayerNormFn` in mamba-ssm's layernorm_gated.py)
-        and, Megatron's own, the output projection's.
+        the kernel saves, the gated norm's input (`LayerNormFn` of mamba-ssm) and, Megatron's own,
+        the output projection's.
 
         Args:
             size: bytes of a number.

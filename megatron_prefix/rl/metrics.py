@@ -41,8 +41,8 @@ def of_report(report: StepReport | None) -> Metrics:
 
     `active` is 1 when the prefix schedule ran; the ratio and the speedup are those of sharing, also
     where the stock schedule ran (mode "observe"); a step for which no tree was built has none.
-    Memory is in GiB of this rank: what K/V and gK/gV took at most, and the peak as predicted and,
-    on a GPU, as measured.
+    Memory is in GiB of this rank: what K/V, states and their gradients took at most, and the peak
+    as predicted and, on a GPU, as measured.
     """
     if report is None:
         return {}

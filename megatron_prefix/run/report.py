@@ -32,7 +32,7 @@ class StepReport:
         memory: predicted of this rank, where the prefix schedule ran with gradients.
         base_bytes: allocated on the device when the step began.
         room_bytes: what the step could still use then; 0 where nobody knows.
-        cache_bytes: the most that K/V and gK/gV took at once.
+        cache_bytes: the most that K/V, states and their gradients took on the device at once.
         retried: memory ran out, and the step was made once more.
     """
 

@@ -55,7 +55,7 @@ class _Saving(Function):
 
 
 class _Convolution(_Saving):
-    """`CausalConv1dFn` in causal_conv1d_interface.py: its input."""
+    """`CausalConv1dFn` of causal-conv1d: its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
@@ -68,8 +68,8 @@ class _Convolution(_Saving):
 
 
 class Norm(_Saving):
-    """`L2NormFunction` in fla/modules/l2norm.py saves its output, `LayerNormFn` in mamba-ssm's
-    layernorm_gated.py its input; and both a number a head or group."""
+    """`L2NormFunction` of flash-linear-attention saves its output, `LayerNormFn` of
+    mamba-ssm its input; and both a number a head or group."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, output: bool) -> Tensor:  # type: ignore[override]
@@ -84,7 +84,7 @@ class Norm(_Saving):
 
 
 class _Rule(_Saving):
-    """`ChunkGatedDeltaRuleFunction` in fla/ops/gated_delta_rule/chunk.py: its inputs, g summed up
+    """`ChunkGatedDeltaRuleFunction` of flash-linear-attention: its inputs, g summed up
     within chunks in their place, and A."""
 
     @staticmethod
@@ -107,7 +107,7 @@ class _Rule(_Saving):
 
 
 class _Scan(_Saving):
-    """`MambaSplitConv1dScanCombinedFn` in mamba_ssm/ops/triton/ssd_combined.py: its input, the
+    """`MambaSplitConv1dScanCombinedFn` of mamba-ssm: its input, the
     states that rows begin with, and what the gate multiplies."""
 
     @staticmethod

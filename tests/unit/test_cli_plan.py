@@ -64,6 +64,19 @@ def test_plan_finds_what_was_measured(capsys, name, p50, p95, compression) -> No
     assert found["compression"] == pytest.approx(compression, rel=0.08)
 
 
+def test_plan_says_what_the_sidecar_takes_here_and_on_the_host(capsys) -> None:
+    """K/V and states of all layers of a hybrid model, of half of them, of none."""
+    usual = ["plan", BUNDLED, "--model", "qwen3-next-80b-a3b"]
+    here, half, none = (result(capsys, *usual, "--cache-host-layers", str(n)) for n in (0, 24, 48))
+    whole = here["sidecar_bytes"]
+    assert 0 == none["sidecar_bytes"] < half["sidecar_bytes"] < whole == none["sidecar_host_bytes"]
+    assert half["sidecar_bytes"] + half["sidecar_host_bytes"] == whole
+    assert here["inner_segments"] * 36 * (2 << 20) < whole
+    assert "leave it or --cp out" in failure(
+        capsys, *usual, "--cache-host-layers", "1", "--cp", "2"
+    )
+
+
 def test_small_groups_are_packed(capsys) -> None:
     """Sixty-four prompts of a hundred tokens: a few segments, not one a prompt."""
     path = str(data.path("gsm8k"))
