@@ -71,7 +71,10 @@ def _attention_refusal(attention: Any) -> str | None:
 
 
 def _owner(module: Any, method: str) -> str:
-    """The full name of the class that defines a method of a module; "" where none does."""
+    """The full name of the class that defines a method of a module; "" where none does, or the
+    instance has another."""
+    if method in vars(module):
+        return ""
     for base in type(module).__mro__:
         if method in vars(base):
             return f"{base.__module__}.{base.__qualname__}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from megatron_prefix.attention.kernels import KERNELS
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import UserError
 from megatron_prefix.megatron import install as installing
 from megatron_prefix.megatron.install import Hooks, install, uninstall
 from megatron_prefix.models.build import unwrap
@@ -121,22 +123,33 @@ def test_uninstall_restores_everything(runs: bool) -> None:
 
 def test_an_override_that_was_there_comes_back() -> None:
     model = small_model()
-    core = unwrap(model).decoder.layers[0].self_attention.core_attention
+    mlp = unwrap(model).decoder.layers[1].mlp
     calls = []
 
     def theirs(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        return type(core).forward(core, *args, **kwargs)
+        return type(mlp).forward(mlp, *args, **kwargs)
 
-    core.forward = theirs
+    mlp.forward = theirs
     install(model, "math")
-    assert core.forward is not theirs
+    assert mlp.forward is not theirs
     stock(model)
     assert len(calls) == 4
     run(PrefixSchedule(CONFIG), model)
-    assert len(calls) == 4
+    assert len(calls) > 4
     uninstall(model)
-    assert vars(core)["forward"] is theirs
+    assert vars(mlp)["forward"] is theirs
+
+
+@pytest.mark.parametrize(
+    "place", ["rotary_pos_emb", "decoder.layers.0.self_attention.core_attention"]
+)
+def test_an_override_that_segments_would_leave_out_is_refused(place: str) -> None:
+    model = small_model()
+    module = unwrap(model).get_submodule(place)
+    module.forward = functools.partial(type(module).forward, module)
+    with pytest.raises(UserError, match=type(module).__name__):
+        install(model)
 
 
 def test_installing_twice_is_installing_once() -> None:
