@@ -55,7 +55,7 @@ def step(model: Any, items: list[steps.Microbatch] | None = None, **fields: Any)
 def test_saved_bytes_are_those_that_were_predicted(
     name: str, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of models with attention (tests/unit/test_peak_memory.py), with spans of all lengths."""
+    """Within 6%, as docs/operations.md says, with spans of all lengths."""
     model = hybrid.model_of(name, spec=SPECS[name], dtype=torch.float32, recompute=recompute)
     saving_kernels.install(monkeypatch, model)
     shapes = ({"chunk_tokens": 7}, {}, {"segment_tokens": 30}, {"min_gain": 10**6})
@@ -63,7 +63,9 @@ def test_saved_bytes_are_those_that_were_predicted(
         for memory in ("retain", "recompute"):
             saved, report = step(model, memory=memory, **fields)
             ratio = report.memory.saved / (saved + report.cache_bytes)
-            assert 0.9 <= ratio <= 1.1, f"{fields}, {memory}: {ratio:.3f}"
+            assert 0.94 <= ratio <= 1.06, f"{fields}, {memory}: {ratio:.3f}"
+            # Without the padding of batches it would be less.
+            assert name == GDN or ratio >= 0.97, f"{fields}, {memory}: {ratio:.3f}"
 
 
 @FAMILIES
