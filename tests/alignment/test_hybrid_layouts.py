@@ -67,6 +67,8 @@ def _policies(model: str, layout: Layout, recompute: str) -> dict[str, Any]:
     chunks = build_model(spec, layout=layout, dtype="float64", recompute=recompute)
     found = {}
     for name, fields in CONFIGS.items():
+        if layout.cp == 1 and name == "offload":
+            fields = {**fields, "cache_host_layers": 9}
         config = PrefixConfig(segment_tokens=64, min_gain=0, kernel="math", **fields)
         try:
             mine = align.align(chunks, groups, config, multiple=layout.alignment)
