@@ -26,7 +26,7 @@ and which positions carry loss, bool [positions]: whole sequences, no padding. N
 
 
 class Drawn:
-    """A data iterator that remembers what was drawn from it since `taken`."""
+    """A data iterator that remembers what `next` drew from it since `taken`."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator, self._items = iterator, list[Any]()
@@ -37,6 +37,9 @@ class Drawn:
     def __next__(self) -> Any:
         self._items.append(next(self._iterator))
         return self._items[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
 
     def taken(self) -> Any:
         """What was drawn, if it is one thing; forgets it."""

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from megatron_prefix.errors import UserError
 
 DEVICE_TYPES = ("cpu", "cuda")
+_QUANTISING = ("quantization", "fp8")  # modules of transformer-engine, new and old name
 _running: SuspendedStep | None = None
 
 
@@ -89,8 +90,9 @@ class Settings(NamedTuple):
 
 def quantises() -> bool:
     """Whether transformer-engine's autocast to fp8 or fp4 is on: one for the whole process."""
-    found = sys.modules.get("transformer_engine.pytorch.fp8")
-    return found is not None and bool(found.FP8GlobalStateManager.is_fp8_enabled())
+    found = (sys.modules.get(f"transformer_engine.pytorch.{name}") for name in _QUANTISING)
+    managers = (getattr(module, "FP8GlobalStateManager", None) for module in found)
+    return any(manager is not None and manager.is_fp8_enabled() for manager in managers)
 
 
 def _fixed() -> tuple[Any, ...]:

@@ -174,9 +174,10 @@ class _Quantised:
         type(self).is_on = False
 
 
-def test_quantised_calls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["fp8", "quantization"])
+def test_quantised_calls_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     module = SimpleNamespace(FP8GlobalStateManager=_Quantised)
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", module)
+    monkeypatch.setitem(sys.modules, f"transformer_engine.pytorch.{name}", module)
 
     def function() -> None:
         with _Quantised():
