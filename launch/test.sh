@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The whole suite on the CPU: bash launch/test.sh [ARGUMENTS OF PYTEST]
+# The whole suite on the CPU, two files at a time: bash launch/test.sh
+# A part of it:                                  bash launch/test.sh ARGUMENTS OF PYTEST
 # Installs what it needs first; environment.sh has the variables that change where and with what.
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -8,4 +9,6 @@ prepare test
 # Tests start several ranks on a few cores: one thread each.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 cd "$root"
+# Many tests wait, for processes to start or for a time to pass: meanwhile others run.
+if [[ $# -eq 0 ]]; then set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder; fi
 exec python -m pytest "$@"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 
 import numpy as np
@@ -264,7 +265,7 @@ def test_a_thousand_rollouts_of_ten_thousand_tokens_take_seconds(kind, options) 
 
 def test_deep_trees_need_no_recursion() -> None:
     """More levels than Python has stack frames."""
-    length = 3000
+    length = sys.getrecursionlimit() + 200
     rollouts = [
         as_pairs(range(n), range(1, n + 1), [False] * (n - 1) + [True]) for n in range(1, length)
     ]
