@@ -273,8 +273,7 @@ def _count(
     # A gate on the output: its sigmoid in fp32, and the product in front of the projection.
     gate = queries * (size + wide) if mix.output_gate else 0.0
     common = (2 * norm + mlp + queries + rope) * size + qk + ends + gate
-    inner, wave = common, common + (1 if shape.qk_norm else 2) * keys * size
-    again = 0.0
+    inner, wave, again = common, common + (1 if shape.qk_norm else 2) * keys * size, 0.0
     if form.recompute == "selective":
         extra = keys * size + (0 if shape.qk_norm else projected * size)
         inner, wave, again = _selected(shape, form, hidden, norm, mlp, common, extra)

@@ -125,8 +125,7 @@ class PrefixSchedule:
             prepared = self._prepared(capture, models, groups, forward_only)
             with meter.step(self.report, groups.pp.rank()):  # type: ignore[arg-type]
                 if prepared is None:
-                    arguments["forward_step_func"] = capture.stock_step
-                    return stock_schedule()(**arguments)
+                    return stock_schedule()(**arguments | {"forward_step_func": capture.stock_step})
                 config = get_model_config(models[0])
                 contract = LossContract(config, groups.cp.size(), collect_non_loss_data)
                 run = StepRun(
