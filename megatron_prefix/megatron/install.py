@@ -35,6 +35,7 @@ from megatron_prefix.attention.core import SegmentContext, segment_attention
 from megatron_prefix.attention.kernels import Kernel, choose
 from megatron_prefix.attention.merge import prepare
 from megatron_prefix.attention.unread import keys_only, picked, skipped
+from megatron_prefix.errors import UserError
 from megatron_prefix.megatron import features, mixers
 from megatron_prefix.moe import versions
 from megatron_prefix.moe.overrides import overrides
@@ -181,6 +182,12 @@ class Hooks:
         if hidden is not None and torch.is_grad_enabled() and not hidden.requires_grad:
             kwargs["hidden_states"] = hidden.detach().requires_grad_()
         if self._rope is not None:
+            given = kwargs.get("rotary_pos_emb")
+            if not isinstance(given, Tensor) or given.shape[1:] != self._rope.shape[1:]:
+                raise UserError(
+                    f"the model gives its layers rotary_pos_emb {_described(given)}, and its"
+                    " rotary_pos_emb makes one table for all: use the stock schedule"
+                )
             kwargs["rotary_pos_emb"] = self._rope.index_select(0, self.current.positions)
         return args, kwargs
 
@@ -355,6 +362,12 @@ def _softmax_scale(attention: Any, core: Any) -> float:
             softmax = getattr(core, "scale_mask_softmax", None)
             return scale * (getattr(softmax, "scale", None) or 1.0)
     return 1.0 / math.sqrt(config.kv_channels)
+
+
+def _described(rotary: Any) -> str:
+    """What a decoder's argument is, for people."""
+    shape = f" of shape {[*rotary.shape]}" if isinstance(rotary, Tensor) else ""
+    return f"{type(rotary).__name__}{shape}"
 
 
 def _group(config: Any) -> int:

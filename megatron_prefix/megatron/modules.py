@@ -26,7 +26,8 @@ ROTARY = {
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding.YarnRotaryEmbedding",
 }
 _ATTENTION = {"megatron.core.transformer.attention.Attention"}
-_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.arbitrary)
+"""With `arbitrary` (ModelOpt's layers) a call's mask decides: see `needs_masks`."""
 
 
 def refusals(model: Any) -> Iterator[str]:
@@ -49,6 +50,16 @@ def refusals(model: Any) -> Iterator[str]:
                 f"{name}, dropout of {module.p}: set it to 0: copies of a prompt would drop"
                 " differently"
             )
+
+
+def needs_masks(model: Any) -> bool:
+    """Whether attention of a language model is causal only where its calls have a causal mask."""
+    return any(
+        getattr(module, "attn_mask_type", None) is AttnMaskType.arbitrary
+        for mixer in mixers(model)
+        if mixer.kind == "attention"
+        for module in (mixer.module, mixer.module.core_attention)
+    )
 
 
 def _attention_refusal(attention: Any) -> str | None:

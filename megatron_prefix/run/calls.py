@@ -114,8 +114,12 @@ class CallLayout(NamedTuple):
     packed: bool
 
 
-def check(calls: Sequence[ModelCall]) -> None:
+def check(calls: Sequence[ModelCall], *, needs_masks: bool = False) -> None:
     """Refuses calls that cannot be answered from segments.
+
+    Args:
+        calls: of one model chunk.
+        needs_masks: whether its attention is causal only by a mask.
 
     Raises:
         CannotShare: naming the argument, and the fix.
@@ -139,7 +143,13 @@ def check(calls: Sequence[ModelCall]) -> None:
                 f"model calls of one step differ in {', '.join({*call.others, *calls[0].others})}:"
                 " give all microbatches the same"
             )
-    _check_masks([call["attention_mask"] for call in calls])
+    masks = [call["attention_mask"] for call in calls]
+    if needs_masks and any(mask is None for mask in masks):
+        raise CannotShare(
+            "a model call has no attention_mask, and the layers' attn_mask_type is arbitrary: give"
+            " a causal one, or build the model with attn_mask_type causal"
+        )
+    _check_masks(masks)
 
 
 def _check_masks(masks: Sequence[Tensor | None]) -> None:

@@ -19,7 +19,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError
-from megatron_prefix.megatron import features
+from megatron_prefix.megatron import features, modules
 from megatron_prefix.megatron.install import is_installed, language_model
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.moe.versions import replays_routes
@@ -246,7 +246,8 @@ class PrefixSchedule:
         cp, config = groups.cp, get_model_config(models[0])
         for chunk, model in enumerate(models):
             _check_features(model)
-            calls.check(capture.calls(chunk))
+            needs_masks = modules.needs_masks(language_model(model))
+            calls.check(capture.calls(chunk), needs_masks=needs_masks)
         capture.check_settings()
         first = last = None
         routes: list[Any] = []

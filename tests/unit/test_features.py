@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -206,6 +207,40 @@ def test_modules_that_segments_would_leave_out_are_refused(
     monkeypatch.setattr(module, name, value, raising=False)
     with pytest.raises(UserError, match=message):
         install(model)
+
+
+def test_a_second_table_of_rotary_positions_is_an_error(model: Any) -> None:
+    def two(_: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "rotary_pos_emb": (kwargs["rotary_pos_emb"],) * 2}
+
+    model = small_model()  # in the world of the other
+    unwrap(model).decoder.register_forward_pre_hook(two, with_kwargs=True)
+    schedule = PrefixSchedule(PrefixConfig(mode="on"))
+    with pytest.raises(UserError, match="gives its layers rotary_pos_emb tuple, and its"):
+        steps.call(schedule, Contract().step, model, steps.group(0, 2))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_with_any_masks_allowed_calls_need_a_causal_one(masked: bool, model: Any) -> None:
+    """ModelOpt's layers, as Megatron-Bridge builds them."""
+
+    def step(data_iterator: Iterator[Any], model: Any) -> Any:
+        batch, mask = next(data_iterator), None
+        if masked:
+            mask = torch.ones(2 * batch["tokens"].shape[-1:], dtype=torch.bool).triu(1)[None, None]
+        output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
+        return output, Contract().loss_func(batch)
+
+    model = small_model()  # in the world of the other
+    attention = unwrap(model).decoder.layers[1].self_attention
+    attention.attn_mask_type = AttnMaskType.arbitrary
+    schedule = PrefixSchedule(PrefixConfig(mode="on"))
+    if masked:
+        steps.call(schedule, step, model, steps.group(0, 2))
+        assert schedule.report is not None and schedule.report.fallback_count == 0
+        return
+    with pytest.raises(UserError, match="has no attention_mask, and the layers' attn_mask_type"):
+        steps.call(schedule, step, model, steps.group(0, 2))
 
 
 def test_dropout_of_an_adapter_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
