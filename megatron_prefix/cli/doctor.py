@@ -195,7 +195,7 @@ def _what_runs(device: str, spec: ModelSpec | None) -> dict[str, Any]:
     import torch
 
     from megatron_prefix.attention import kernels
-    from megatron_prefix.megatron import features
+    from megatron_prefix.megatron import features, modules
     from megatron_prefix.recurrent import probe
 
     features.check_version()
@@ -212,7 +212,7 @@ def _what_runs(device: str, spec: ModelSpec | None) -> dict[str, Any]:
         "chosen": chosen,
         "why": why,
         "recurrent": _recurrent(probe.refusals, device, spec),
-        "refused_features": {name: fix for name, _, fix in features.REFUSED},
+        "refused_features": {name: fix for name, _, fix in features.REFUSED} | modules.REFUSED,
         "model": _check_model(spec, torch.device(device)) if spec else None,
     }
 

@@ -25,6 +25,13 @@ ROTARY = {
     "megatron.core.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding",
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding.YarnRotaryEmbedding",
 }
+REFUSED = {
+    "attention of another class": "use Megatron's SelfAttention, causal, with"
+    " DotProductAttention or TEDotProductAttention",
+    "rotary embedding of another class": "use Megatron's RotaryEmbedding or YarnRotaryEmbedding",
+    "dropout in a module": "set it to 0: copies of a prompt would drop differently",
+}
+"""Modules that `refusals` tells of, and what to do."""
 _ATTENTION = {"megatron.core.transformer.attention.Attention"}
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.arbitrary)
 """With `arbitrary` (ModelOpt's layers) a call's mask decides: see `needs_masks`."""

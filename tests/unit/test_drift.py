@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_prefix.rl.updates import TrainingError
 from megatron_prefix.verify import replay
 from megatron_prefix.verify.replay import RUNS, Distance, Replay, ReplayStep, judged
 from tests.harness.command_line import BUNDLED, command, failure, row, run
+from tests.harness.one_rank import one_rank
 
 CURVE = dict.fromkeys(RUNS, 0.5)
 SMALL = ["--set", "num_layers=1", "--groups", "2", "--groups-per-step", "1", "--max-tokens", "80"]
@@ -92,6 +94,14 @@ def test_a_run_that_ends_early_fails() -> None:
     (first,) = seen
     assert first.failures == ["the replay has not ended: these are its first 1 step"]
     assert first.ratio_max == result.ratio_max and not (first.passed or first.ended)
+
+
+def test_distances_are_those_of_all_elements() -> None:
+    ones = [torch.tensor([1.0, 2.0]), torch.tensor([[5.0]])]
+    others = [torch.tensor([1.0, -1.0]), torch.tensor([[9.0]])]
+    with one_rank():
+        found = replay.distance(ones, others, torch.device("cpu"))
+    assert (found.max, found.mean) == (4.0, 7 / 3) and found.rms == pytest.approx((25 / 3) ** 0.5)
 
 
 def test_the_picture_has_every_step() -> None:
