@@ -37,7 +37,8 @@ def peak_flops(dtype: str) -> float | None:
     if dtype != "bfloat16" or not torch.cuda.is_available():
         return None
     words = torch.cuda.get_device_name().replace("-", " ").split()
-    if "MIG" in words or ("H100" in words and not {"PCIe", "NVL"}.isdisjoint(words)):
+    hopper = not {"H100", "H200", "H800"}.isdisjoint(words)
+    if "MIG" in words or (hopper and not {"PCIe", "NVL"}.isdisjoint(words)):
         return None  # a part of a GPU, or cards with a lower rate
     return next((rate for name, rate in PEAK_FLOPS.items() if name in words), None)
 
