@@ -1,6 +1,7 @@
 """What `replay` writes: its JSON after every step, its picture now and then, and both at the end.
 
-Whatever ends a replay, its files have the steps so far, with `"ended": false` and no `passed`.
+Whatever ends a replay, its JSON has the steps so far, with `"ended": false` and no `passed`; so has
+the picture, unless a signal ends the rank that draws it, as where several ranks are stopped.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class ReplayFiles:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[ReplayFiles]:
-        """Around the steps: whatever raises inside, the picture has all steps that `keep` got."""
+        """Around the steps: whatever is raised inside, the picture has all steps that `keep` got."""
         try:
             yield self
         except BaseException:
