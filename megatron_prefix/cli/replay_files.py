@@ -65,7 +65,7 @@ class ReplayFiles:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[ReplayFiles]:
-        """Around the steps: whatever is raised inside, the picture has all steps that `keep` got."""
+        """Around the steps: whatever raises inside, the picture has all steps that `keep` got."""
         try:
             yield self
         except BaseException:
