@@ -21,17 +21,12 @@
 #   VOCAB   of them, their own cut in proportion to the layers (default: 32768)
 set -uo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 folder=${1:?FOLDER of the rollout files}
 output=${2:-runs/documents}
 chosen=("${@:3}")
 [[ ${#chosen[@]} -gt 0 ]] ||
     chosen=(caching dualkv_layer dualkv_step dualkv_logprob moe_step moe_logprob dta)
-
-# Memory that grows without fragments; flash-attn-4 keeps what it has compiled for the next process.
-export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$output" || exit 2
 status=0
 

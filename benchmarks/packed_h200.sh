@@ -11,14 +11,9 @@
 #   STEPS   timed steps of a set, after one of its own that warms up, of gsm8k two (default: 3)
 set -uo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 folder=${1:?FOLDER of the rollout files}
 output=${2:-runs/packed_h200}
-
-# Memory that grows without fragments; flash-attn-4 keeps what it has compiled for the next process.
-export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$output" || exit 2
 status=0
 

@@ -18,12 +18,8 @@ set -uo pipefail
 
 output=$(realpath -m "${1:?OUTPUT folder}")
 options=("${@:2}")
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 data=${DATA:-../shared/data}
-
-export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$output" || exit 2
 status=0
 

@@ -308,8 +308,7 @@ def _mixed(mix: LayerMix, form: _Execution, whole: float, mlp: float, norm: floa
     """
     size, fused, tp = form.itemsize, form.fused_layers, form.tp
     recurrent = mix.recurrence(lambda layer: norm * size + layer.saved(size, fused) / tp)
-    attention = mix.share("attention") * (whole - mlp)
-    return attention + mix.share("mlps") * mlp + recurrent / mix.total
+    return (mix.attention * (whole - mlp) + mix.mlps * mlp + recurrent) / mix.total
 
 
 def _of_states(layer: Recurrent, form: _Execution, parts: int) -> OfStates:

@@ -80,10 +80,6 @@ class LayerMix:
         """Layers with attention."""
         return self.mixers.count("*")
 
-    def share(self, kind: str) -> float:
-        """The share of layers that have "attention" or "mlps"."""
-        return float(getattr(self, kind)) / self.total
-
     def recurrence(self, size: Callable[[Any], float]) -> float:
         """The sum of a size of all recurrent layers."""
         found = (self.mixers.count(symbol) * size(layer) for symbol, layer in self.recurrent)
