@@ -70,6 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="draw distances, losses and weighted log-probs by step (png, svg, pdf)",
     )
+    group.add_argument(
+        "--same-routes",
+        action="store_true",
+        help="with experts: before every step the stock run's routers choose each token's, and all"
+        " runs follow (Megatron's RouterReplay); else a token that is nearly undecided may go to"
+        " another expert in one run",
+    )
     add_baseline(parser)
     add_model(parser, model="tiny-llama", dtype="float32")
     add_layout(parser)
@@ -108,6 +115,7 @@ def _job(args: argparse.Namespace) -> Job:
     """Everything a user can get wrong is found here, before a rank is started."""
     from megatron_prefix import runtime
     from megatron_prefix.models import presets
+    from megatron_prefix.rl import routes
     from megatron_prefix.rl.job import fit_vocabulary
 
     options = model_options(args)
@@ -116,6 +124,9 @@ def _job(args: argparse.Namespace) -> Job:
     files, facts = _files(args, spec.vocab_size)
     spec, groups = fit_vocabulary(options, list(_in_turn(files)))
     settings = settings_of(args, args.groups_per_step or _per_step(args, len(files), layout.dp))
+    if args.same_routes:
+        routes.check(spec, options.recompute)
+        settings = replace(settings, routes="given")
     return Job(
         replace(settings, baseline=baseline_of(args)),
         options,

@@ -46,6 +46,7 @@ class ReplayFiles:
             "groups_per_step": settings.groups_per_step,
             "baseline": asdict(settings.baseline),
             "prefix_schedule": settings.prefix.mode,
+            "same_routes": settings.routes == "given",
             "compared": "fp32 main parameters" if args.dtype == "bfloat16" else "parameters",
             "num_steps": self._job.steps,
             **self._job.facts,

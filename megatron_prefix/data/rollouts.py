@@ -32,6 +32,8 @@ class Rollout:
         reward: the outcome of the rollout.
         advantage: the advantage of its trained tokens, or None to take it from the group's rewards.
         old_logprobs: float64, one per trained token in the order of the spans, or None.
+        routes: experts that every layer sends the tokens to but the last, int16 [n-1, layers,
+            topk], or None: routers choose. No file has them.
     """
 
     group: str
@@ -42,6 +44,7 @@ class Rollout:
     reward: float
     advantage: float | None = None
     old_logprobs: NDArray[np.float64] | None = None
+    routes: NDArray[np.int16] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -88,7 +88,7 @@ def microbatch(
         CPU tensors [1, positions], positions being n-1 and padding: `tokens`, `labels` and
         `position_ids` (int64), `loss_mask` (float32, 0 or 1), and, 0 on positions that are not
         trained, `advantages`, `old_logprobs`, `ref_logprobs` (float64). The strings `group` and
-        `uid`.
+        `uid`. Where the rollout has routes, `routes` (int16 [1, positions, layers, topk]).
     """
     trained = rollout.loss_mask[1:]
     padding = -len(trained) % multiple
@@ -105,6 +105,10 @@ def microbatch(
     for name, values in (("old_logprobs", old), ("ref_logprobs", ref_logprobs)):
         if values is not None:
             item = with_logprobs(item, name, values)
+    if rollout.routes is not None:  # padding goes to any experts, each once
+        some = np.tile(np.arange(rollout.routes.shape[2]), (padding, rollout.routes.shape[1], 1))
+        whole = np.concatenate([rollout.routes, some]).astype(np.int16)
+        item["routes"] = torch.from_numpy(whole).unsqueeze(0)
     return item
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.rl import routes
 from megatron_prefix.rl.packing import packed_seq_params
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
@@ -125,6 +126,7 @@ def _on_device(item: dict[str, Any], model: Any) -> dict[str, Tensor]:
 
 def _output(model: Any, batch: dict[str, Tensor], item: dict[str, Any]) -> Tensor:
     packing = packed_seq_params(item, batch["tokens"].device)
+    routes.give(model, item)
     return model(
         batch["tokens"],
         batch["position_ids"],

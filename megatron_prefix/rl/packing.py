@@ -57,7 +57,7 @@ def pack(items: Sequence[Microbatch], cp_size: int = 1) -> Microbatch:
     Returns:
         Every tensor of the items concatenated, [1, positions on this rank]; `cu_seqlens` (int32,
         [rollouts + 1]) says where rollouts begin and end in the whole pack, padding belonging to
-        the rollout before it, and `cp_size` repeats the argument. `uid` is the items' uids.
+        the rollout before it, and `cp_size` repeats the argument. `group` and `uid` are the items'.
 
     Raises:
         ValueError: some items have a field and some have not.
@@ -68,8 +68,8 @@ def pack(items: Sequence[Microbatch], cp_size: int = 1) -> Microbatch:
     lengths = [cp_size * item["tokens"].shape[1] for item in items]
     ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     joined = {name: torch.cat([item[name] for item in items], dim=1) for name in fields[0]}
-    uids = tuple(item["uid"] for item in items)
-    return {**joined, "cu_seqlens": ends, "cp_size": cp_size, "uid": uids}
+    names = {name: tuple(item[name] for item in items) for name in ("group", "uid")}
+    return {**joined, "cu_seqlens": ends, "cp_size": cp_size, **names}
 
 
 def packed_seq_params(item: Mapping[str, Any], device: torch.device) -> PackedSeqParams | None:

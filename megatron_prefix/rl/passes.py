@@ -11,6 +11,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_prefix.rl import routes
 from megatron_prefix.rl.batches import trained_logprobs
 from megatron_prefix.rl.loss import ForwardStep, logprob_step
 
@@ -32,15 +33,16 @@ def run(
         The logs of every microbatch, in order; an empty list on ranks without the last stage.
     """
     several = len(chunks) > 1
-    return schedule(
-        forward_step_func=step,
-        data_iterator=[iter(items) for _ in chunks] if several else iter(items),
-        model=chunks if several else chunks[0],
-        num_microbatches=len(items),
-        seq_length=max(item["tokens"].shape[1] for item in items),
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    with routes.followed(chunks, items):
+        return schedule(
+            forward_step_func=step,
+            data_iterator=[iter(items) for _ in chunks] if several else iter(items),
+            model=chunks if several else chunks[0],
+            num_microbatches=len(items),
+            seq_length=max(item["tokens"].shape[1] for item in items),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
 
 
 def logprobs(

@@ -12,6 +12,7 @@ from megatron_prefix.rl.baseline import Baseline
 from megatron_prefix.rl.loss import GrpoConfig
 
 LOSS_MEANS = ("token", "rollout")
+ROUTES = ("own", "recorded", "given")
 
 ADAM_EPS = 1e-8
 """Megatron's default."""
@@ -40,6 +41,8 @@ class TrainSettings:
         compare: run the stock schedule too, on the same weights and update, and compare.
         max_skipped: updates in a row that may be skipped because loss or gradient is not finite.
         distributed_optimizer: Megatron's, which shards its state over data-parallel ranks.
+        routes: experts of a token, in all passes of a step: "own": routers choose in each;
+            "recorded": what they choose in a pass before the step; "given": `Trainer.routes`.
     """
 
     groups_per_step: int
@@ -58,6 +61,7 @@ class TrainSettings:
     compare: bool = False
     max_skipped: int = 0
     distributed_optimizer: bool = False
+    routes: str = "own"
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -74,6 +78,8 @@ class TrainSettings:
                 raise UserError(f"{name} is {getattr(self, name)}: give a finite number from 0")
         if self.loss_mean not in LOSS_MEANS:
             raise UserError(f"loss_mean is {self.loss_mean!r}: give {' or '.join(LOSS_MEANS)}")
+        if self.routes not in ROUTES:
+            raise UserError(f"routes is {self.routes!r}: give one of {', '.join(ROUTES)}")
         if self.baseline.packed and self.loss_mean != "token":
             raise UserError(
                 f"--baseline packed with --loss-mean {self.loss_mean}: Megatron-Core takes the mean"

@@ -19,12 +19,13 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.models.build import build_model
 from megatron_prefix.models.optimizer import build_optimizer
 from megatron_prefix.models.presets import ModelSpec
-from megatron_prefix.rl import batches, flops, loss, metrics, packing, passes
+from megatron_prefix.rl import batches, flops, loss, metrics, packing, passes, routes
 from megatron_prefix.rl.baseline import packs_of
 from megatron_prefix.rl.dataset import RolloutSet, minibatches
 from megatron_prefix.rl.job import ModelOptions, place_groups
 from megatron_prefix.rl.metrics import Metrics
 from megatron_prefix.rl.passes import Microbatch
+from megatron_prefix.rl.recorded_routes import recorded
 from megatron_prefix.rl.settings import TrainSettings
 from megatron_prefix.rl.updates import Update, Updater, now
 from megatron_prefix.run.schedule import PrefixSchedule, StepReport
@@ -66,6 +67,7 @@ class Trainer:
         optimizer: Megatron's.
         schedule: of the updates.
         updater: makes the updates.
+        routes: of every minibatch of the step, unless routers choose for themselves.
         num_steps: steps done.
         position: number of the next step's first group.
 
@@ -85,6 +87,9 @@ class Trainer:
         minibatches(rollouts.take(0, settings.groups_per_step), settings.num_minibatches)
         self.settings, self.rollouts, self.world, self.spec = settings, rollouts, world, spec
         self.num_steps = self.position = 0
+        self.routes: list[routes.Routes] = []
+        if settings.routes != "own":
+            routes.check(spec, options.recompute)
         self.chunks = _build(settings, options, spec, world)
         packing.check(self.chunks, settings.baseline)
         self.optimizer = build_optimizer(
@@ -94,7 +99,7 @@ class Trainer:
             eps=settings.adam_eps,
             clip_grad=settings.clip_grad,
         )
-        says = Callbacks(loss.trained)
+        says = Callbacks(loss.trained, None if settings.routes == "own" else routes.of_call)
         self.schedule = PrefixSchedule(settings.prefix, says)
         # Separate schedules, so that the report is that of an update. A user's plan is for updates,
         # too.
@@ -125,7 +130,10 @@ class Trainer:
         settings, device, begin = self.settings, self.world.device, now(self.world.device)
         self._seconds = {}
         groups = self.rollouts.take(self.position, settings.groups_per_step)
-        parts = [self._minibatch(g) for g in minibatches(groups, settings.num_minibatches)]
+        if settings.routes != "given":
+            self.routes = []
+        several = minibatches(groups, settings.num_minibatches)
+        parts = [self._minibatch(number, some) for number, some in enumerate(several)]
         prepared = now(device)
         updates = tuple(
             self.updater.update(items, weight, self.num_steps + 1)
@@ -139,7 +147,7 @@ class Trainer:
         usual = metrics.under_verls_names({**found, **times}, self._seconds, self.world.world_size)
         return CompletedStep(self.num_steps, {**found, **times, **usual}, updates)
 
-    def _minibatch(self, groups: Sequence[Group]) -> tuple[list[Microbatch], float]:
+    def _minibatch(self, number: int, groups: Sequence[Group]) -> tuple[list[Microbatch], float]:
         """This rank's microbatches of a minibatch, and the weight of their losses.
 
         Ranks get rollouts of equal total cost, so not equally many.
@@ -153,16 +161,25 @@ class Trainer:
         ranks = place_groups(groups, self.spec, layout, settings.prefix, stock=stock)
         mine = parallel_state.get_data_parallel_rank()
         least = packs_of(ranks, settings.baseline, layout)[mine]
-        items = self._microbatches(ranks[mine], least)
+        own = self._routed(number, ranks[mine], least)
+        items = self._with_all_logprobs(self._packed(own, least))
         if settings.loss_mean == "token":
             return items, 1.0
         # Megatron takes the mean over a rank's microbatches and then over ranks.
         everyone = sum(len(group.rollouts) for group in groups)
         return items, len(items) * layout.dp / everyone
 
-    def _microbatches(self, groups: Sequence[Group], least: int) -> list[Microbatch]:
-        """Microbatches with advantages, old log-probs and, if needed, the reference's; at least so
-        many packs."""
+    def _routed(self, number: int, groups: Sequence[Group], least: int) -> Sequence[Group]:
+        """The groups with their routes, if routers are to follow some."""
+        if self.settings.routes == "own":
+            return groups
+        if self.settings.routes == "recorded":
+            items = self._packed(groups, least)
+            self.routes.append(recorded(self.chunks, items, self.spec))
+        return routes.with_routes(groups, self.routes[number], routes.shape_of(self.spec))
+
+    def _packed(self, groups: Sequence[Group], least: int) -> list[Microbatch]:
+        """Microbatches with advantages, at least so many packs."""
         layout, rank = self.world.layout, parallel_state.get_context_parallel_rank()
         whole = [
             batches.microbatch(rollout, rollout.advantage or 0.0, multiple=layout.alignment)
@@ -171,7 +188,10 @@ class Trainer:
         ]
         slices = [batches.on_cp_rank(item, rank, layout.cp) for item in whole]
         baseline = self.settings.baseline
-        items = packing.microbatches(slices, baseline, cp_size=layout.cp, least=least)
+        return packing.microbatches(slices, baseline, cp_size=layout.cp, least=least)
+
+    def _with_all_logprobs(self, items: list[Microbatch]) -> list[Microbatch]:
+        """The microbatches with old log-probs and, if needed, the reference's."""
         items = self._with_logprobs(items, "old_logprobs", self._passes[0], self.chunks)
         if self._reference:
             items = self._with_logprobs(items, "ref_logprobs", self._passes[1], self._reference)
@@ -239,7 +259,10 @@ def _build(
         wrap_ddp=not reference,
         use_distributed_optimizer=settings.distributed_optimizer and not reference,
         overlap_grad_reduce=options.overlap_grad_reduce and not reference,
-        config_overrides={"calculate_per_token_loss": settings.loss_mean == "token"},
+        config_overrides={
+            "calculate_per_token_loss": settings.loss_mean == "token",
+            **({} if settings.routes == "own" else routes.CONFIG),
+        },
         load_hf=options.load_hf,
         sdpa=options.sdpa,
     )

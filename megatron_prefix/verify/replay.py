@@ -3,7 +3,9 @@
 Three runs that know nothing of one another: the stock schedule; the stock schedule again, with the
 same rollouts in another reduction order; the prefix schedule.  Every run makes its own old
 log-probs, updates and optimizer states, step after step.  The distance between the two stock runs
-is the noise floor: what rounding alone makes of one recipe.
+is the noise floor: what rounding alone makes of one recipe.  Where a model has experts, a rounding
+can send a token to another one, and then distances are those of a choice; so the routers of all
+three runs may be told to follow those that the stock run chose before each step (rl/routes.py).
 
 The other order: the microbatches and the rollouts of each backwards, and another attention kernel
 (torch's instead of Megatron's).  So sums over keys, over positions and over microbatches are added
@@ -129,12 +131,15 @@ def trainers(
     """The three runs, by name, with the same weights.
 
     Args:
-        settings: of the prefix run; its `prefix.mode` is "auto" or "on".
+        settings: of the prefix run; its `prefix.mode` is "auto" or "on", and its `routes` "given"
+            where all runs are to follow the stock run's.
         groups: what is replayed, in order.
         options, spec, world: see Trainer.
     """
     stock = replace(settings, prefix=replace(settings.prefix, mode="off", plan_file=None))
     backwards = replace(stock, baseline=replace(settings.baseline, backwards=True))
+    if settings.routes == "given":
+        stock = replace(stock, routes="recorded")
     which = ((stock, options), (backwards, replace(options, sdpa=True)), (settings, options))
     return {
         name: Trainer(one, RolloutSet(groups), how, spec, world)
@@ -150,7 +155,11 @@ def replayed(runs: dict[str, Trainer], steps: int) -> Iterator[ReplayStep]:
     """
     device = runs["stock"].world.device
     for number in range(1, steps + 1):
-        done = {name: run.step() for name, run in runs.items()}
+        done = {}
+        for name, run in runs.items():  # the stock run first
+            if run.settings.routes == "given":
+                run.routes = runs["stock"].routes
+            done[name] = run.step()
         of = {name: list(parameters(run)) for name, run in runs.items()}
         yield ReplayStep(
             number,
