@@ -224,6 +224,11 @@ def _deliver(args: argparse.Namespace, job: Job, result: Any) -> None:
         _print(job, result)
     for failure in result.failures:
         print(f"  {failure}")
+    if result.failures and job.spec.num_experts and not args.same_routes:
+        print(
+            "  Routers chose for themselves: a token that is nearly undecided may have gone to"
+            " another expert in one run. Add --same-routes to see rounding alone."
+        )
 
 
 def _print(job: Job, result: Any) -> None:

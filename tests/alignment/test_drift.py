@@ -69,14 +69,18 @@ def assert_within(result: replay.Replay, steps: int) -> None:
     assert all(last.weighted_logprob[name] > first.weighted_logprob[name] for name in replay.RUNS)
 
 
+# Steps this short do not always pay; which of them do is measured, and not what is tested.
+AUTO = replace(SETTINGS, prefix=PrefixConfig(mode="auto", min_gain=16, min_speedup=0.1))
+
+
 def test_twenty_steps_of_a_pipeline_with_tensor_parallelism() -> None:
-    # Steps this short do not always pay; which of them do is measured, and not what is tested.
-    settings = replace(SETTINGS, prefix=PrefixConfig(mode="auto", min_gain=16, min_speedup=0.1))
-    assert_within(run(Layout(tp=2, pp=2), "tiny-llama", real_groups(), 20, settings), 20)
+    assert_within(run(Layout(tp=2, pp=2), "tiny-llama", real_groups(), 20, AUTO), 20)
 
 
-def test_twenty_steps_with_experts() -> None:
-    assert_within(run(Layout(), "tiny-moe", real_groups(), 20), 20)
+@pytest.mark.parametrize("routes", ["own", "given"])
+def test_twenty_steps_with_experts(routes: str) -> None:
+    settings = replace(AUTO, routes=routes)
+    assert_within(run(Layout(), "tiny-moe", real_groups(), 20, settings), 20)
 
 
 def test_a_schedule_that_loses_a_little_drifts(monkeypatch: pytest.MonkeyPatch) -> None:

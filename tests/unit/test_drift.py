@@ -179,3 +179,8 @@ def test_rollouts_without_a_gradient_are_refused(
     path.write_text("".join(row(uid=str(uid)) for uid in range(3)), encoding="utf-8")
     line = failure(capsys, "replay", str(path))
     assert "same reward" in line and str(path) in line
+
+
+def test_the_same_routes_want_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    line = failure(capsys, "replay", BUNDLED, *SMALL, "--same-routes")
+    assert "it has no experts; leave --same-routes out" in line
