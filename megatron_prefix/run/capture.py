@@ -22,6 +22,7 @@ from megatron_prefix.megatron.install import intercepted, language_model
 from megatron_prefix.moe import versions
 from megatron_prefix.run import calls, states, suspend
 from megatron_prefix.run.drawn import Drawn
+from megatron_prefix.run.kept import Kept
 from megatron_prefix.run.suspend import SuspendedStep
 
 
@@ -57,7 +58,7 @@ class Capture:
         self._iterators = given if many else given * len(models)
         self._inner = [language_model(model) for model in models]
         self.steps: list[list[SuspendedStep]] = [[] for _ in models]
-        self._stack = contextlib.ExitStack()
+        self._stack, self._kept = contextlib.ExitStack(), Kept(forward_step)
         self._left = [deque[SuspendedStep]() for _ in models]
 
     def __enter__(self) -> Capture:
@@ -71,6 +72,7 @@ class Capture:
     def __exit__(self, *_: object) -> None:
         with self._stack:
             self.close()
+            self._kept.end()
 
     def close(self) -> None:
         """Ends every forward step that is still suspended, the last one first."""
@@ -92,6 +94,7 @@ class Capture:
                 environment,
                 states.replayed_routes([*versions.routers(model).values()]),
                 self._forks,
+                self._kept.swap,
             )
             for number in range(self._num):
                 step = SuspendedStep(self._function(chunk), model, swaps, number)

@@ -1,0 +1,198 @@
+"""[pure] What a forward step leaves for its loss in other places than its own variables.
+
+A trainer may write `self.batch = next(iterator)` and read `self.batch` in its loss. Megatron's
+schedule calls that loss before the next forward step; ours, and a step that falls back, runs all
+forward steps up to their model calls first. So what a step has bound before its model call is
+bound again when it goes on, and stays until the next one goes on.
+
+Looked at are the places that a function names: its object's attributes, its closure, globals,
+arguments of a partial, and attributes and items of what these hold. Not lists, not attributes of
+classes, modules and models, and nothing of torch, Megatron and the standard library.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any
+
+DEPTH = 2
+"""Of objects and dicts in one another: `self.state["batch"]`."""
+MOST_NAMES = 1000
+"""Of one place: what is larger is data, and copying it in every step would cost time."""
+MOST_PLACES = 300
+_LIBRARIES = {"torch", "megatron", *sys.stdlib_module_names}
+_NAMESPACES = {"SimpleNamespace", "Namespace"}
+_MISSING = object()
+Bindings = MutableMapping[str, Any]
+Changes = list[tuple[Bindings, Any, Any]]
+"""(place, name, value)"""
+
+
+class Kept:
+    """The bindings of a schedule call's forward steps; `swap` is one for `SuspendedStep`.
+
+    Args:
+        function: the trainer's `forward_step_func`.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._places = [*_places(function)]
+        self._last: dict[tuple[int, Any], tuple[Bindings, Any]] = {}
+        self._set: dict[tuple[int, Any], Any] = {}
+        self._counted: dict[tuple[int, Any], int] = {}
+
+    def swap(self, state: Any, entering: bool) -> Any:
+        """Notes what a step binds up to its model call, and binds it when it goes on."""
+        if not entering:
+            return self._changed(state) if state else []
+        if state is None:  # it starts
+            return [dict(place) for place in self._places]
+        self._bind(state)
+        return None
+
+    def end(self) -> None:
+        """Leaves the bindings of the last step, whichever of them went on last."""
+        self._bind(
+            (place, name, value)
+            for (_, name), (place, value) in self._last.items()
+            if self._set.get((id(place), name), _MISSING) is place.get(name, _MISSING)
+        )
+
+    def _changed(self, before: list[dict[Any, Any]]) -> Changes:
+        found = [
+            (place, name, value)
+            for place, old in zip(self._places, before, strict=True)
+            if not _same(place, old)
+            for name, value in place.items()
+            if old.get(name, _MISSING) is not value
+        ]
+        for place, name, value in found:
+            self._last[id(place), name] = place, value
+        return found
+
+    def _bind(self, changes: Iterable[tuple[Bindings, Any, Any]]) -> None:
+        for place, name, value in changes:
+            key = id(place), name
+            if type(value) is int:  # a counter: what losses have added so far stays in it
+                was = self._set.get(key, self._last[key][1])
+                now = place.get(name, was)
+                added = now - was if type(now) is int and type(was) is int else 0
+                self._counted[key] = self._counted.get(key, 0) + added
+                value += self._counted[key]
+            self._set[key] = place[name] = value
+
+
+def _same(place: Bindings, old: dict[Any, Any]) -> bool:
+    return len(place) == len(old) and all(map(operator.is_, place.values(), old.values()))
+
+
+class _Cells(MutableMapping[str, Any]):
+    """Variables of a closure as a mapping; those that are not bound are not in it."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        names = function.__code__.co_freevars
+        self._cells = dict(zip(names, function.__closure__ or (), strict=True))
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, cell in self._cells.items() if _is_bound(cell))
+
+    def __len__(self) -> int:
+        return sum(map(_is_bound, self._cells.values()))
+
+    def __getitem__(self, name: str) -> Any:
+        if not _is_bound(cell := self._cells[name]):
+            raise KeyError(name)
+        return cell.cell_contents
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cells[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._cells[name].cell_contents
+
+
+class _Globals(MutableMapping[str, Any]):
+    """Some names of a module as a mapping."""
+
+    def __init__(self, names: set[str], module: dict[str, Any]) -> None:
+        self._names, self._module = sorted(names), module
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if name in self._module)
+
+    def __len__(self) -> int:
+        return sum(name in self._module for name in self._names)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._module[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._module[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._module[name]
+
+
+def _is_bound(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  # an empty cell raises
+    except ValueError:
+        return False
+    return True
+
+
+def _places(function: Callable[..., Any]) -> Iterator[Bindings]:
+    """Mappings whose values a function may bind, each once, the nearest first."""
+    called = inspect.getattr_static(type(function), "__call__", None)  # of an object that is called
+    waiting = deque([(function, 0), (called, 0)])
+    seen: set[int] = set()
+    num = 0
+    while waiting and num < MOST_PLACES:
+        value, depth = waiting.popleft()
+        if id(value) in seen or depth > DEPTH:
+            continue
+        seen.add(id(value))
+        if isinstance(value, functools.partial):
+            waiting += [(one, depth) for one in (value.func, *value.args, *value.keywords.values())]
+        elif isinstance(value, types.MethodType):
+            waiting += [(value.__self__, depth), (value.__func__, depth)]
+        for place in _places_of(value):
+            num += 1
+            yield place
+            waiting += [(one, depth + 1) for one in list(place.values())]
+
+
+def _places_of(value: Any) -> Iterator[Bindings]:
+    """What a value holds: variables of a function, items of a dict, attributes of an object."""
+    kind = type(value)
+    if isinstance(value, types.FunctionType):
+        if _package(value) not in _LIBRARIES:
+            yield _Cells(value)
+            yield _Globals({*_names(value.__code__)}, value.__globals__)
+        return
+    found = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    if not isinstance(found, dict) or len(found) > MOST_NAMES:
+        return
+    # What derives from torch's is a model, which is no state of a step.
+    is_library = _package(kind) in _LIBRARIES or "torch" in map(_package, kind.__mro__)
+    is_plain = isinstance(value, dict) or kind.__name__ in _NAMESPACES
+    if is_plain or not (is_library or isinstance(value, type | types.ModuleType)):
+        yield found
+
+
+def _package(value: Any) -> str:
+    return (getattr(value, "__module__", None) or "").partition(".")[0]
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Names of globals and attributes in a function, and in those inside it."""
+    yield from code.co_names
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            yield from _names(one)
