@@ -3,7 +3,8 @@
 # and by the prefix schedule, from the same random weights, in bfloat16: how far their fp32 main parameters
 # drift apart. The shape of Qwen3-0.6B, and Qwen3-30B-A3B with 4 layers of 32 experts. One GPU of 141 GB: three
 # models with their optimizers stay on it, about 35 GiB dense and 75 GiB MoE before activations. The MoE runs
-# follow the routes that the stock run chooses before each step.
+# follow the routes that the stock run chooses before each step, without load-balancing loss, whose counts are
+# a choice, too.
 #   bash benchmarks/replay_h200.sh OUTPUT [ARGUMENTS of `megatron-prefix replay`]
 # OUTPUT gets a JSON file and a picture of each; the tables go to stdout, a line a step to stderr. Exit code 0
 # when both stayed within twice the noise floor at every step.
@@ -33,7 +34,8 @@ replay() { # NAME, ARGUMENTS of the model
 for shape in ${SHAPES:-dense moe}; do
     case $shape in
     dense) replay dense --model qwen3-0.6b ;;
-    moe) replay moe --model qwen3-30b-a3b --set num_layers=4 --set num_experts=32 --same-routes ;;
+    moe) replay moe --model qwen3-30b-a3b --set num_layers=4 --set num_experts=32 --set moe_aux_loss_coeff=0 \
+        --same-routes ;;
     *)
         echo "SHAPES: $shape is neither dense nor moe" >&2
         exit 2

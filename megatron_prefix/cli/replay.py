@@ -75,7 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with experts: before every step the stock run's routers choose each token's, and all"
         " runs follow (Megatron's RouterReplay); else a token that is nearly undecided may go to"
-        " another expert in one run",
+        " another expert in one run; the load-balancing loss still counts what routers would"
+        " choose, so add --set moe_aux_loss_coeff=0",
     )
     add_baseline(parser)
     add_model(parser, model="tiny-llama", dtype="float32")
@@ -224,10 +225,22 @@ def _deliver(args: argparse.Namespace, job: Job, result: Any) -> None:
         _print(job, result)
     for failure in result.failures:
         print(f"  {failure}")
-    if result.failures and job.spec.num_experts and not args.same_routes:
+    if result.failures:
+        _print_choices(args, job.spec)
+
+
+def _print_choices(args: argparse.Namespace, spec: Any) -> None:
+    """What routers may have decided otherwise in one run."""
+    if spec.num_experts and not args.same_routes:
         print(
             "  Routers chose for themselves: a token that is nearly undecided may have gone to"
-            " another expert in one run. Add --same-routes to see rounding alone."
+            " another expert in one run. Add --same-routes --set moe_aux_loss_coeff=0 to see"
+            " rounding alone."
+        )
+    elif spec.num_experts and spec.moe_aux_loss_coeff:
+        print(
+            "  Megatron's load-balancing loss counts the experts that routers would choose, also"
+            " where they follow routes: add --set moe_aux_loss_coeff=0 to see rounding alone."
         )
 
 

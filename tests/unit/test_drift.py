@@ -184,3 +184,25 @@ def test_rollouts_without_a_gradient_are_refused(
 def test_the_same_routes_want_experts(capsys: pytest.CaptureFixture[str]) -> None:
     line = failure(capsys, "replay", BUNDLED, *SMALL, "--same-routes")
     assert "it has no experts; leave --same-routes out" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["tiny-llama"], ""),
+        (["tiny-moe"], "Add --same-routes --set"),
+        (["tiny-moe", "--same-routes"], "counts the experts that routers would choose"),
+        (["tiny-moe", "--same-routes", "--set", "moe_aux_loss_coeff=0"], ""),
+    ],
+)
+def test_a_replay_that_fails_names_choices_of_routers(
+    options: list[str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replay, "trainers", lambda *_: {})
+    monkeypatch.setattr(replay, "replayed", lambda *_: iter([step(1, drift=3.0)]))
+    code, out, _ = run(capsys, "replay", BUNDLED, *SMALL, "--model", *options)
+    assert code == 1 and "exceed" in out
+    assert says in out and ("routers would" in out or "Routers chose" in out) == bool(says)
