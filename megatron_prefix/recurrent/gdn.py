@@ -87,15 +87,9 @@ class GatedDeltaLayer:
             y: Tensor = self._by_channels(x=part, weight=weight, bias=bias, activation=activation)
             return y
 
-        states = self._begun(x, weight.shape[1] - 1)
-        if states.spans.is_one_root and not states.inner:
-            return stock(x)
-        row, edges = states.edges(x[0].mT)
-        y = stock(row.mT.unsqueeze(0))
-        if states.spans.is_one_root:
-            return y
+        states, edges = self._edges(x[0].mT, weight.shape[1] - 1)
         again = stock(edges.mT.contiguous()).mT
-        return y.index_copy(2, *_own(states, again, dim=1))
+        return stock(x).index_copy(2, *_own(states, again, dim=1))
 
     def _convolve_positions(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **_: Any
@@ -108,21 +102,15 @@ class GatedDeltaLayer:
             ]
             return y
 
-        states = self._begun(x, weight.shape[1] - 1)
-        if states.spans.is_one_root and not states.inner:
-            return stock(x), None
-        row, edges = states.edges(x[0])
-        y = stock(row.unsqueeze(0))
-        if states.spans.is_one_root:
-            return y, None
-        return y.index_copy(1, *_own(states, stock(edges), dim=0)), None
+        states, edges = self._edges(x[0], weight.shape[1] - 1)
+        return stock(x).index_copy(1, *_own(states, stock(edges), dim=0)), None
 
-    def _begun(self, x: Tensor, before: int) -> LayerStates:
+    def _edges(self, x: Tensor, before: int) -> tuple[LayerStates, Tensor]:
         context = self._running()
         if context is None:
             raise RuntimeError("a segment ended inside a recurrent layer")
         self._states = LayerStates(context, self._layer, x, before)
-        return self._states
+        return self._states, self._states.edges(x)
 
     def _rule(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         """In the place of `chunk_gated_delta_rule`, [1, positions, heads, dim]."""

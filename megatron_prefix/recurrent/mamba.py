@@ -93,12 +93,7 @@ class MambaLayer:
         x, before, channels = zxbcdt[0], weight.shape[1] - 1, weight.shape[0]
         inner = x.shape[1] - channels - len(dt_bias)
         states = LayerStates(context, self._layer, x, before)
-        tail = states.tail
-        if context.inner:  # a wave leaves nothing
-            x, edges = states.edges(x, slice(inner, inner + channels))
-            tail = edges[:, :before]
-        elif tail is None:
-            tail = x.new_zeros(len(states.spans), before, channels)
+        tail = states.edges(x[:, inner : inner + channels])[:, :before]
         front = F.pad(F.pad(tail, (inner, 0)), (0, len(dt_bias)), value=NO_STEP)
         outs, finals = [], []
         for batch in states.spans.batches:

@@ -26,7 +26,7 @@ class Edges(NamedTuple):
     Attributes:
         first: the first `before` positions of every span, int64 [spans * before]; a shorter span
             repeats its last one.
-        ends: `first`, then the same of the last positions; a shorter span repeats its first one.
+        last: the same of the last positions; a shorter span repeats its first one.
         kept: which of `first` are different, int64.
         places: `first` at `kept`.
         tail: where, in (parent's tail, first, last) of every span side by side, the inputs are that
@@ -34,7 +34,7 @@ class Edges(NamedTuple):
     """
 
     first: Tensor
-    ends: Tensor
+    last: Tensor
     kept: Tensor
     places: Tensor
     tail: Tensor
@@ -87,11 +87,6 @@ class Spans:
         """Whether any begins with a parent's state."""
         return any(self.parents)
 
-    @property
-    def is_one_root(self) -> bool:
-        """Whether it is one span without a parent, so that a whole row is right as it is."""
-        return self.parents == (0,)
-
     @functools.cached_property
     def cu_seqlens(self) -> Tensor:
         """Where spans begin and end, int64 [spans + 1]; fla caches what it makes of this tensor."""
@@ -129,8 +124,7 @@ class Spans:
         # A span shorter than `before` leaves what it got, moved by its length, then its own.
         inside = np.where(lengths >= before, 2 * before + offsets, lengths + offsets)
         tail = (3 * before * np.arange(len(lengths))[:, None] + inside).ravel()
-        ends = np.concatenate([first, last])
-        return Edges(*map(self._on, (first, ends, kept, first[kept], tail)))
+        return Edges(*map(self._on, (first, last, kept, first[kept], tail)))
 
     @functools.cached_property
     def batches(self) -> tuple[Batch, ...]:

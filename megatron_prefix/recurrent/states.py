@@ -30,14 +30,13 @@ class LayerStates:
 
     Attributes:
         spans: of the segment.
-        inner: whether others read it.
         state: [spans, ...], in fp32 or wider; None where all are zero.
         tail: the convolution's last inputs [spans, before, channels]; None where all are zero.
     """
 
     def __init__(self, context: SegmentContext, layer: int, anchor: Tensor, before: int) -> None:
         self._context, self._layer, self._before = context, layer, before
-        self.spans, self.inner = context.spans, context.inner
+        self.spans = context.spans
         self.state: Tensor | None = None
         self.tail: Tensor | None = None
         self._left: Tensor | None = None
@@ -45,28 +44,26 @@ class LayerStates:
         if self.spans.has_parents:
             self.state, self.tail = _Enter.apply(anchor, context, layer)
 
-    def edges(self, x: Tensor, channels: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    def edges(self, x: Tensor) -> Tensor:
         """The convolution's inputs around the beginnings of spans, and what they leave of `x`.
 
         Args:
-            x: its inputs, [positions, width].
-            channels: those of `x` that it takes.
+            x: its inputs, [positions, channels].
 
         Returns:
-            `x`, which must be used in its place; and [spans, 2 * before, channels]: the parent's
-            tail, then the span's first positions.
+            [spans, 2 * before, channels]: the parent's tail, then the span's first positions.
         """
-        shape = len(self.spans), self._before
-        edges = self.spans.edges(self._before)
-        x, found = _Ends.apply(x, edges.ends if self.inner else edges.first)
-        first, *last = found[:, channels].unflatten(0, (-1, *shape))
+        before, num = self._before, len(self.spans)
+        edges = self.spans.edges(before)
         tail = self.tail
         if tail is None:
-            tail = first.new_zeros(first.shape)
-        if self.inner:
-            sides = torch.cat([tail, first, *last], 1).flatten(0, 1)
-            self._left = sides.index_select(0, edges.tail).unflatten(0, shape)
-        return x, torch.cat([tail, first], 1)
+            tail = x.new_zeros(num, before, x.shape[1])
+        first = x.index_select(0, edges.first).unflatten(0, (num, before))
+        if self._context.inner:
+            last = x.index_select(0, edges.last).unflatten(0, (num, before))
+            sides = torch.cat([tail, first, last], 1).flatten(0, 1)
+            self._left = sides.index_select(0, edges.tail).unflatten(0, (num, before))
+        return torch.cat([tail, first], 1)
 
     def leave(self, out: Tensor, state: Tensor | None) -> Tensor:
         """Keeps states for the segment's children.
@@ -75,29 +72,12 @@ class LayerStates:
             out: what the layer goes on with; it is returned.
             state: of every span behind its last position; not needed for a wave.
         """
-        if self.inner:
+        if self._context.inner:
             if state is None or self._left is None:
                 raise RuntimeError("a recurrent layer has left no state: its kernel returned none")
             out = _Leave.apply(out, state, self._left, self._context, self._layer)
         self._context.leave(self._layer, backward=False)
         return out
-
-
-class _Ends(torch.autograd.Function):
-    """A tensor, and some of its rows, int64: their gradients are added to a copy of its own.
-
-    Autograd's way would fill a tensor of its size with zeros, and add the two.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Both:  # type: ignore[override]
-        ctx.rows = rows
-        return x.view_as(x), x.index_select(0, rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, of_rows: Tensor) -> tuple[Tensor, None]:
-        return gradient.index_add(0, ctx.rows, of_rows), None
 
 
 class _Enter(torch.autograd.Function):
