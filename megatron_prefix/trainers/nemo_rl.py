@@ -21,7 +21,6 @@ def samples(microbatch: Any) -> list[tuple[Any, Any]] | None:
     if ids.dim() != 2 or mask.shape != ids.shape:
         return None
     flags = (mask != 0).roll(-1, 1)
-    flags[:, -1] = False
     lengths = (
         data["input_lengths"].tolist() if "input_lengths" in data else [ids.shape[1]] * len(ids)
     )
