@@ -31,6 +31,16 @@ from tests.harness.attention_cases import (
 )
 
 
+def test_pieces_of_a_long_span_add_up_before_they_are_rounded(monkeypatch) -> None:
+    """One key: dV is the sum over 300 queries, which bf16 does not have one by one."""
+    ones = torch.ones(1, 300, 1, 4, dtype=torch.bfloat16)
+    key = torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16)
+    monkeypatch.setattr(math, "MAX_SCORES", 1)
+    out, lse = math.attend(ones, key, key, 1.0, False)
+    *_, value_grad = math.attend_backward(ones, ones, key, key, out, lse, 1.0, False)
+    assert value_grad.flatten().tolist() == [300.0] * 4
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["math", "flash_cpu"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

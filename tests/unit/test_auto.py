@@ -178,6 +178,8 @@ def test_a_trainers_file_says_where_its_masks_are(monkeypatch, heeded: bool) -> 
     auto.on(PrefixConfig(trainer_masks=heeded))
     found = schedules.get_forward_backward_func(*SIZES).callbacks.samples
     assert found is (nemo_rl.samples if heeded else None)
+    own = schedules.get_forward_backward_func(*SIZES, samples=len).callbacks.samples
+    assert own is len
 
 
 # Settings -----------------------------------------------------------------------------------------

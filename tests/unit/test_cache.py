@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
+from megatron_prefix.sidecar.cache import OwnKeys, SegmentState, SidecarCache
 from megatron_prefix.tree.kv_layout import arena_map
 from tests.harness import sidecar
 from tests.harness.sidecar import DIM, HEADS, VALUE_DIM, segment
@@ -132,6 +132,15 @@ def test_gradients_are_kept_in_fp32_or_wider(
     for index, total in ((1, 1.0), (0, 1.0 + small)):
         sent = cache.take_gradient(0, index)
         assert sent is not None and all(x.dtype == wide and (x == total).all() for x in sent)
+
+
+def test_what_was_sent_is_not_rounded_before_it_is_added() -> None:
+    """257 is no bf16: rounded first it would be 256."""
+    sent = ones(2, 257.0)
+    keys = OwnKeys(*ones(2, 0.0, torch.bfloat16), lambda: sent)
+    keys.send(ones(2, 1.0, torch.bfloat16))
+    for total in keys.take():
+        assert total.dtype == torch.float32 and bool((total == 258.0).all())
 
 
 def test_memory_is_counted_and_given_back() -> None:

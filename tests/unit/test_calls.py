@@ -150,12 +150,14 @@ def test_the_loss_mask_comes_before_the_callback() -> None:
     assert without.trained is not None and without.trained.tolist() == [1, 0, 0] and len(asked) == 1
 
 
-def test_tensors_that_are_overwritten_after_the_call_are_an_error() -> None:
+@pytest.mark.parametrize("name", ["input_ids", "position_ids", "labels", "loss_mask"])
+def test_tensors_that_are_overwritten_after_the_call_are_an_error(name: str) -> None:
     """A static buffer holds the last microbatch when all forward steps have run."""
-    tokens = torch.tensor([[1, 2, 3]])
-    made = call(tokens, None, None)
+    given = {n: torch.tensor([[1, 2, 3]]) for n in ("input_ids", "position_ids", "labels")}
+    given["loss_mask"] = torch.ones(1, 3)
+    made = call(attention_mask=None, **given)
     columns_of([made])
-    tokens.copy_(torch.tensor([[4, 5, 6]]))
+    given[name].zero_()
     with pytest.raises(UserError, match="microbatch 0 were overwritten"):
         columns_of([made])
 

@@ -65,6 +65,7 @@ def test_masks_are_laid_out_as_the_call_is() -> None:
     ("tokens", "lengths", "changes"),
     [
         ([[1, 2, 3, 4, 5, 6, 7, 8, 9, 2]], (6, 4), {}),  # another token
+        ([[9, 2, 3, 4, 5, 6, 7, 8, 9, 1]], (6, 4), {}),  # another one, without loss
         ([[7, 8, 9, 1, 1, 2, 3, 4, 5, 6]], (4, 6), {}),  # another order
         ([[1, 2, 3, 4, 5, 6, 7, 8, 9, 1]], (10,), {}),  # another number of samples
         ([[1, 2, 3, 4, 5, 7, 8, 9, 1]], (5, 4), {}),  # a sample is shorter

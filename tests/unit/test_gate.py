@@ -124,13 +124,13 @@ def test_what_may_be_shared_is_weighed_against_all_positions() -> None:
 
 
 def test_outputs_that_nobody_reads_count_in_a_step_without_sharing() -> None:
-    """An output layer of a third of the FLOPs, on half of the positions: 1.2 times as fast."""
+    """An output layer of a third of the FLOPs, on a quarter of the positions: 4/3 times as fast."""
     draw = np.random.default_rng(0)
     rollouts = []
     for _ in range(3):
         tokens = draw.integers(0, 1000, 101)
-        rollouts.append(Pairs(tokens[:-1], tokens[1:], np.arange(100) >= 50))
-    for speedup, out in ((1.19, False), (1.21, True)):
+        rollouts.append(Pairs(tokens[:-1], tokens[1:], np.arange(100) >= 75))
+    for speedup, out in ((1.32, False), (1.34, True)):
         config = PrefixConfig(mode="auto", min_speedup=speedup)
         assert without_sharing(config, rollouts, 1, head=1 / 3) is out
         assert without_sharing(config, rollouts, 1)

@@ -122,6 +122,12 @@ def test_every_forest_is_in_the_union_and_fillers_are_padding(rng, num) -> None:
         assert found.union == forests[0] == found.forest
 
 
+def test_what_losses_read_adds_up_over_the_forests() -> None:
+    forests = [build(*flat_rollouts(40, length, 2, 1)) for length in (10, 30)]
+    union = joint_forest(forests, [range(2)] * 2).union
+    assert [s.trained for s in union.segments] == [2 * 10 + 2 * 30]
+
+
 def test_the_union_of_like_forests_has_no_fillers() -> None:
     forests = [build(*flat_rollouts(64, length, 4, 2)) for length in (4092, 4096)]
     found = joint_forest(forests, [range(8)] * 2)

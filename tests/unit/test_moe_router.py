@@ -20,7 +20,7 @@ from megatron_prefix.moe.ledger import LOGGED_AS, RouterLedger
 from megatron_prefix.moe.tokens import LogicalTokens
 from megatron_prefix.numerics import assert_close
 from megatron_prefix.plan.planner import backward_order
-from megatron_prefix.tree import Forest, TreeOptions, build
+from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.trees import as_pairs, rollout_sets, tree_options
 
@@ -199,6 +199,19 @@ def test_gradients_are_those_of_the_losses_written_out(coefficients, align, micr
     seen = int(router.global_tokens_per_expert.sum()), int(router.ga_steps)
     averaged = "global_aux_loss" in coefficients
     assert seen == ((forest.raw_tokens * TOPK, max(microbatch_of) + 1) if averaged else (0, 0))
+
+
+def test_tokens_are_counted_in_fp32_for_scores_of_16_bits():
+    """Of bf16's whole numbers above 256 every other is missing."""
+    tokens = np.arange(302)
+    forest = build([Pairs(tokens[:-1], tokens[1:], np.ones(301, bool))])
+    router = StubRouter({"aux_loss": 1.0}, None)
+    ledger = RouterLedger(LogicalTokens(forest, [0], CPU), {0: router})
+    experts = torch.ones(301, EXPERTS, dtype=torch.bool)
+    for index in range(len(forest.segments)):
+        ledger.count(0, index, experts, experts.bfloat16(), None)
+    state = ledger._layers[0]
+    assert state.counts.tolist() == state.masses.tolist() == [[301.0] * EXPERTS]
 
 
 def test_gradients_before_the_last_token_are_refused():

@@ -213,6 +213,20 @@ def test_asking_for_a_discarded_output_too_early_is_an_error(transfers: Recorded
         y.backward(torch.ones(5))
 
 
+def test_a_tensor_saved_again_after_a_change_is_another(transfers: Recorded) -> None:
+    x = torch.ones(5, requires_grad=True)
+    _, segment = segment_of(transfers, x)
+    buffer = torch.full((5,), 2.0)
+    with segment.saving():
+        first = x * buffer
+        segment.layer_done()
+        buffer.add_(1.0)
+        second = x * buffer
+        segment.layer_done()
+    assert torch.autograd.grad(first.sum(), x)[0].tolist() == [2.0] * 5
+    assert torch.autograd.grad(second.sum(), x)[0].tolist() == [3.0] * 5
+
+
 def test_a_change_in_place_is_an_error(transfers: Recorded) -> None:
     x = torch.randn(5, requires_grad=True)
     _, segment = segment_of(transfers, x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,14 @@ def rollout(group: int, number: int, prompt: int = PROMPT) -> Pairs:
     last = np.random.default_rng([group, number]).integers(0, 60, ANSWER)
     tokens = np.r_[first, last]
     return Pairs(tokens[:-1], tokens[1:], np.arange(len(tokens) - 1) >= prompt - 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_of_the_context_parallel_ranks_speaks_for_all(rank: int) -> None:
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2, rank=lambda: rank), dp_cp=alone)
+    found = scattered.exchange([rollout(0, 0), rollout(0, 1)], groups)
+    assert (found.tokens, found.shared > 0) == ((158, True) if rank == 0 else (0, False))
 
 
 @pytest.mark.parametrize("prompt", [5, 31, 33, 60, 400, 3000])

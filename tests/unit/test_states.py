@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 
 from megatron_prefix.plan.planner import make_plan
+from megatron_prefix.recurrent import states
 from megatron_prefix.recurrent.spans import Spans
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.states import SegmentState
@@ -123,3 +124,12 @@ def test_spans_of_like_length_are_one_batch() -> None:
     assert spans.order.tolist() == [0, 2, 1, 3] and not spans.has_parents
     ends = spans.unbatched(3)  # rows of 4, 6 and twice 10
     assert ends.tolist() == [3, *range(13, 18), *range(7, 10), *range(23, 30)]
+
+
+def test_gradients_of_neighbours_are_summed_in_fp32() -> None:
+    """In bf16 what is small beside the sum would be lost: 256 and eight halves."""
+    sent = torch.full((10, 3), 0.5, dtype=torch.bfloat16)
+    sent[0] = 256.0
+    found = states._summed(sent, torch.tensor([9, 1]))
+    assert found.dtype == torch.float32
+    assert found.tolist() == [[260.0] * 3, [0.5] * 3]
