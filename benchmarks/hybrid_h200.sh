@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # A hybrid model against the FLOP bound: the widths of Qwen3-Next-80B-A3B with 12 layers, 3 of them with attention,
-# and 32 experts; aligned in bfloat16 first. Long prompts in waves of four rollouts, prompts in chunks of 2,048, and
+# and 32 experts; aligned in bfloat16 first, beside fp32 whose products in Triton are fp32 and not TF32. Long prompts in waves of four rollouts, prompts in chunks of 2,048, and
 # consecutive steps of real rollouts. One GPU of 141 GB with flash-linear-attention.
 #   bash benchmarks/hybrid_h200.sh OUTPUT [ARGUMENTS of `megatron-prefix bench`]
 # OUTPUT gets a JSON file a row; the tables go to stdout. Exit code 0 when everything was aligned and timed. The first
-# row compiles kernels for some minutes; with TRITON_CACHE_DIR they are kept for the next call.
+# row compiles kernels for some minutes; with TRITON_CACHE_DIR they are kept for the next call. Steps are run once
+# before they are timed, by both schedules: some of fla's kernels are tuned anew every 1,024 positions.
 #
 # Environment variables:
 #   ROWS      which of waves, chunks and steps to run (default: all)
@@ -16,6 +17,7 @@ output=$(realpath -m "${1:?OUTPUT folder}")
 options=("${@:2}")
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 data=${DATA:-../shared/data}
+export TRITON_F32_DEFAULT=${TRITON_F32_DEFAULT:-ieee}
 mkdir -p "$output" || exit 2
 status=0
 
@@ -29,7 +31,8 @@ for row in ${ROWS:-waves chunks steps}; do
     waves) timed waves --shapes 10240:2048:8 16384:64:9 ;;
     chunks) timed chunks --shapes 10240:2048:8 --chunk-tokens 2048 ;;
     steps)
-        timed steps --rollouts "$data"/{tau_airline,rag_musique}.jsonl.gz --step-tokens 100000 --warm-up 1 --steps 3
+        timed steps --rollouts "$data"/{tau_airline,rag_musique}.jsonl.gz --step-tokens 100000 --warm-up 1 --steps 3 \
+            --rehearse
         ;;
     *)
         echo "ROWS: $row is none of waves, chunks, steps" >&2

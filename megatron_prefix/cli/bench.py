@@ -89,6 +89,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):  # fmt: skip
         group.add_argument(option, type=whole(least), default=usual, metavar="N", help=text)
     group.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="with --steps, run the timed steps once before: their times are without what kernels"
+        " compile and tune for new lengths, on both sides",
+    )
+    group.add_argument(
         "--prefix-schedule",
         choices=("on", "auto"),
         default="on",
@@ -132,6 +138,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--chunk-tokens auto: give a number; `plan --chunk-tokens auto` finds one")
     if args.steps is not None and not args.rollouts:
         raise UserError("--steps is for rollout files; give --rollouts FILE, or leave it out")
+    if args.rehearse and not args.steps:
+        raise UserError("--rehearse is for --steps: other steps are run before by --warm-up-calls")
     verdict, rows, failures = _measure(args, layout, shapes)
     if os.environ.get("RANK", "0") != "0":  # one of torchrun's ranks speaks
         return 0 if verdict.passed else 1
@@ -140,6 +148,7 @@ def run(args: argparse.Namespace) -> int:
         "layout": dataclasses.asdict(layout),
         "forward_only": args.forward_only,
         "overlap_grad_reduce": args.overlap_grad_reduce,
+        "rehearsed": args.rehearse,
         "alignment": verdict.as_json(),
         "rows": [row.as_json() for row in rows],
         "failures": failures,
@@ -267,7 +276,8 @@ def _steps(args: argparse.Namespace, files: dict[str, list[Any]], config: Any) -
             yield Work(name, config, [groups], [groups], args.repeats)
             continue
         cut = [*_cut(args, groups)][: args.warm_up + args.steps]
-        yield Work(name, config, cut[: args.warm_up], cut[args.warm_up :])
+        timed = cut[args.warm_up :]
+        yield Work(name, config, cut[: args.warm_up] + timed * args.rehearse, timed)
 
 
 def _cut(args: argparse.Namespace, groups: list[Any]) -> Iterator[list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 from megatron_prefix.bench import steps
 from megatron_prefix.bench.timing import Timing, cost_model, flop_bound
 from megatron_prefix.bench.work import GroupShape, Setting, Work
+from megatron_prefix.cli import bench
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.generate import generate
 from megatron_prefix.data.rollouts import Group
@@ -139,10 +141,21 @@ def test_consecutive_steps_of_a_file() -> None:
     assert row["bound"] >= row["plan_bound"] > 1 and row["microbatches"] < row["rollouts"]
 
 
+def test_a_rehearsal_runs_the_timed_steps_before() -> None:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    options, files = "--groups 1 --steps 2 --warm-up 1".split(), {"file": some_groups(4)}
+    (plain,) = bench._steps(parser.parse_args(options), files, CONFIG)
+    (rehearsed,) = bench._steps(parser.parse_args([*options, "--rehearse"]), files, CONFIG)
+    assert plain.steps == rehearsed.steps and len(plain.steps) == 2
+    assert rehearsed.warm_up == [*plain.warm_up, *plain.steps]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--steps", "2"], "--steps is for rollout files"),
+        (["--rehearse"], "--rehearse is for --steps"),
         (["--rollouts", BUNDLED, "--groups", "4", "--steps", "99"], "too few for --steps 99"),
         (["--rollouts", BUNDLED, "--step-tokens", "10000000", "--steps", "1"], "too few for"),
     ],
