@@ -119,8 +119,7 @@ class PrefixSchedule:
             channels.channels_of(groups.pp, device_of(models))
         meter = self._meter(models, groups)
         meter.begin(forward_only)
-        says = self.callbacks
-        keeps_drawn = bool(says.routes or (says.samples and not forward_only))
+        keeps_drawn = self.callbacks.needs_drawn(forward_only)
         capturing = Capture(forward_step_func, data_iterator, models, num_microbatches, keeps_drawn)
         with capturing as capture, self._memory.step():
             prepared = self._prepared(capture, models, groups, forward_only)

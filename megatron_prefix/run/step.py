@@ -48,6 +48,7 @@ class Callbacks:
             positions carry loss; where the call has no loss_mask and this is None, all count.
         routes: (model call) -> int like input_ids and [layers, topk] more: the experts that every
             layer of the model sends a token to; asked on the first stage where routers replay.
+            `drawn` of the call is what its forward step drew from the data iterator.
         samples: where a microbatch has its trained positions, see run/drawn.py; for steps with
             gradients whose calls have no loss_mask, where `trained` is None.
     """
@@ -55,6 +56,10 @@ class Callbacks:
     trained: Callable[[ModelCall], Tensor | None] | None = None
     routes: Callable[[ModelCall], Tensor | None] | None = None
     samples: Samples | None = None
+
+    def needs_drawn(self, forward_only: bool) -> bool:
+        """Whether model calls must keep what was drawn for them: `ModelCall.drawn`."""
+        return self.routes is not None or (self.samples is not None and not forward_only)
 
 
 @dataclass(frozen=True)
