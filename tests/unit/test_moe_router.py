@@ -257,6 +257,43 @@ def test_taking_the_hooks_off_leaves_the_routers_as_they_were(model):
     assert [dict(router.__dict__) for router in routers] == before
 
 
+@pytest.fixture
+def hooks(model: Any) -> Iterator[install.Hooks]:
+    """The model's, in a segment whose tokens stand for three each."""
+    found = install.install(model)
+    ledger = SimpleNamespace(copies=lambda layer, index, num: torch.full((num,), 3))
+    found.current = SimpleNamespace(ledger=ledger, index=0)
+    yield found
+    found.current = None
+    install.uninstall(model)
+
+
+def test_the_expert_bias_counts_a_segment_once_where_it_is_computed_again(hooks, monkeypatch):
+    router = hooks.routers[0]
+    monkeypatch.setattr(router, "enable_expert_bias", True)
+    monkeypatch.setattr(router, "local_tokens_per_expert", torch.zeros(4))
+    routing_map = torch.tensor([[True, True, False, False], [True, False, False, True]])
+    with torch.no_grad():  # the first forward of activation recomputation
+        router._apply_expert_bias(routing_map)
+    assert router.local_tokens_per_expert.tolist() == [0, 0, 0, 0]
+    router._apply_expert_bias(routing_map)
+    assert router.local_tokens_per_expert.tolist() == [6, 3, 0, 3]
+
+
+def test_no_auxiliary_loss_in_eval_mode(hooks, monkeypatch):
+    """As Megatron's routers have none."""
+    router, counted = hooks.routers[0], []
+    monkeypatch.setattr(router.config, "moe_z_loss_coeff", 1.0)
+    hooks.current.ledger.count = lambda *found: counted.append(found)
+    logits = torch.randn(5, router.config.num_moe_experts)
+    router.routing(logits)
+    assert len(counted) == 1
+    router.eval()
+    router.routing(logits)
+    router.train()
+    assert len(counted) == 1
+
+
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
