@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -84,6 +86,18 @@ def test_gradients_are_summed_in_fp32_and_taken_once() -> None:
         cache.take_state_gradients(LAYER, 1)
     with pytest.raises(RuntimeError, match="reads segment 1, which is consumed"):
         cache.read_states(LAYER, 3, torch.tensor([0]))
+
+
+@pytest.mark.parametrize("kernels", [torch.float32, torch.bfloat16])
+def test_final_states_are_kept_in_fp32_and_tails_as_they_are(kernels: torch.dtype) -> None:
+    kept: list[torch.Tensor] = []
+    cache = SimpleNamespace(capture_states=lambda layer, index, *both: kept.extend(both))
+    context = SimpleNamespace(cache=cache, index=0)
+    state = torch.full((2, 3), 1 + 2**-12).to(kernels)
+    out, tail = torch.ones(2, 3, 4, dtype=torch.bfloat16).unbind(0)
+    states._Leave.apply(out, state, tail, context, 0)
+    assert [one.dtype for one in kept] == [torch.float32, torch.bfloat16]
+    assert torch.equal(kept[0], state.float())
 
 
 def test_a_segment_is_freed_when_all_its_layers_are_consumed() -> None:
