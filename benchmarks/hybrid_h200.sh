@@ -10,7 +10,7 @@
 # Environment variables:
 #   ROWS      which of waves, chunks and steps to run (default: all)
 #   DATA      folder of the rollout files, for steps (default: ../shared/data)
-#   BASELINE  rollout or packed (default: rollout; packed microbatches of GatedDeltaNet need megatron-core 0.18)
+#   BASELINE  rollout or packed (default: packed where megatron-core is 0.18 or newer, as GatedDeltaNet needs)
 set -uo pipefail
 
 output=$(realpath -m "${1:?OUTPUT folder}")
@@ -19,11 +19,14 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 data=${DATA:-../shared/data}
 export TRITON_F32_DEFAULT=${TRITON_F32_DEFAULT:-ieee}
 mkdir -p "$output" || exit 2
+baseline=${BASELINE:-$(python3 -W ignore -c 'import megatron.core as m
+print("packed" if tuple(map(int, m.__version__.split(".")[:2])) >= (0, 18) else "rollout")')}
+[ "$baseline" = packed ] || echo "steps are compared with one rollout a microbatch, not with packs" >&2
 status=0
 
 timed() { # NAME, ARGUMENTS
     python3 -m megatron_prefix bench --model qwen3-next-80b-a3b --set num_layers=12 --set num_experts=32 \
-        --set vocab_size=32768 --dtype bfloat16 --device cuda --baseline "${BASELINE:-rollout}" --align-layers 4 \
+        --set vocab_size=32768 --dtype bfloat16 --device cuda --layer-spec te --baseline "$baseline" --align-layers 4 \
         --warm-up-calls 1 --repeats 2 --bench-json "$output/$1.json" "${@:2}" "${options[@]}" || status=1
 }
 for row in ${ROWS:-waves chunks steps}; do
