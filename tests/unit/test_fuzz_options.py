@@ -137,7 +137,8 @@ def options_of(verb: str) -> list[argparse.Action]:
     )
     skipped = (argparse._HelpAction, argparse._VersionAction)
     found = [one for one in verbs.choices[verb]._actions if not isinstance(one, skipped)]
-    return [one for one in found if one.dest not in ("progress", "verbose")]  # more lines
+    # The first two write more lines. The last is of steps, which the base of `bench` has none of.
+    return [one for one in found if one.dest not in ("progress", "verbose", "rehearse")]
 
 
 def value(action: argparse.Action, draw: random.Random) -> str:
