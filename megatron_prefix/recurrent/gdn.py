@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_prefix.recurrent.moves import overwritten
 from megatron_prefix.recurrent.rebound import rebound
 from megatron_prefix.recurrent.states import LayerStates
 
@@ -79,17 +80,17 @@ class GatedDeltaLayer:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **_: Any
     ) -> Tensor:
         """In the place of causal-conv1d's `causal_conv1d_fn`, x [1, channels, positions]."""
+        before = weight.shape[1] - 1
 
         def stock(part: Tensor) -> Tensor:
+            part = part.mT.contiguous()
             if self._by_channels is None:  # as Megatron does then
-                padded = F.pad(part, (weight.shape[1] - 1, 0))
-                return F.silu(F.conv1d(padded, weight[:, None], bias, groups=len(weight)))
+                wide = F.conv1d(part, weight[:, None], bias, padding=before, groups=len(weight))
+                return F.silu(wide[..., : part.shape[2]]).mT
             y: Tensor = self._by_channels(x=part, weight=weight, bias=bias, activation=activation)
-            return y
+            return y.mT
 
-        states, edges = self._edges(x[0].mT, weight.shape[1] - 1)
-        again = stock(edges.mT.contiguous()).mT
-        return stock(x).index_copy(2, *_own(states, again, dim=1))
+        return self._convolve(x.mT, before, stock).mT
 
     def _convolve_positions(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **_: Any
@@ -102,15 +103,27 @@ class GatedDeltaLayer:
             ]
             return y
 
-        states, edges = self._edges(x[0], weight.shape[1] - 1)
-        return stock(x).index_copy(1, *_own(states, stock(edges), dim=0)), None
+        return self._convolve(x, weight.shape[1] - 1, stock), None
 
-    def _edges(self, x: Tensor, before: int) -> tuple[LayerStates, Tensor]:
+    def _convolve(self, x: Tensor, before: int, stock: Callable[[Tensor], Tensor]) -> Tensor:
+        """A row's convolution, span by span.
+
+        Args:
+            x: [1, positions, channels].
+            before: positions that the convolution looks back.
+            stock: the convolution of [rows, positions, channels].
+        """
         context = self._running()
         if context is None:
             raise RuntimeError("a segment ended inside a recurrent layer")
-        self._states = LayerStates(context, self._layer, x, before)
-        return self._states, self._states.edges(x)
+        states = self._states = LayerStates(context, self._layer, x, before)
+        row, edges = states.edges(x.squeeze(0))
+        y = stock(row.unsqueeze(0))
+        if edges is None:
+            return y
+        ends = states.spans.edges(before)
+        again = stock(edges)[:, before:].flatten(0, 1)
+        return overwritten(y, ends.places, again.index_select(0, ends.kept))
 
     def _rule(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         """In the place of `chunk_gated_delta_rule`, [1, positions, heads, dim]."""
@@ -129,15 +142,3 @@ class GatedDeltaLayer:
         out, final = self._stock_rule(query, key, value, **given)
         return states.leave(out, final), None
 
-
-def _own(states: LayerStates, again: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Places of the first positions of all spans, and what takes their place.
-
-    Args:
-        again: the convolution of `LayerStates.edges`, [spans, 2 * before, channels].
-        dim: 0 for [1, positions, channels], 1 for [1, channels, positions].
-    """
-    before = again.shape[1] // 2
-    edges = states.spans.edges(before)
-    found = again[:, before:].flatten(0, 1).index_select(0, edges.kept)
-    return edges.places, (found.mT if dim else found).unsqueeze(0)

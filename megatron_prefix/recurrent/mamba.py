@@ -7,7 +7,7 @@ state as it is; so does what pads a shorter row behind its end, where the state 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_prefix.recurrent.gdn import Override, Running
+from megatron_prefix.recurrent.moves import from_batches, permuted, to_batches
 from megatron_prefix.recurrent.rebound import rebound
 from megatron_prefix.recurrent.states import LayerStates
 
 if TYPE_CHECKING:
     from megatron_prefix.attention.core import SegmentContext
-    from megatron_prefix.recurrent.spans import Batch
 
 NO_STEP = -1e4
 """A time step's input that is zero behind softplus, whatever its bias."""
@@ -67,11 +67,11 @@ class MambaLayer:
     def _in_order(self, x: Tensor, size: int, *_: Any) -> Tensor:
         """Positions of all ranks [positions, ...] in order: Megatron does it for one sequence, and
         each span is dealt by itself (tree/cp_layout.py)."""
-        return x.index_select(0, self._context().spans.dealt(size)[0])
+        return permuted(x, *self._context().spans.dealt(size))
 
     def _dealt(self, x: Tensor, size: int, *_: Any) -> Tensor:
         """The reverse of `_in_order`."""
-        return x.index_select(0, self._context().spans.dealt(size)[1])
+        return permuted(x, *reversed(self._context().spans.dealt(size)))
 
     def _context(self) -> SegmentContext:
         context = self._running()
@@ -90,37 +90,53 @@ class MambaLayer:
     ) -> Tensor:
         """In the place of `mamba_split_conv1d_scan_combined`, zxbcdt [1, positions, width]."""
         context = self._context()
-        x, before, channels = zxbcdt[0], weight.shape[1] - 1, weight.shape[0]
+        x, before, channels = zxbcdt.squeeze(0), weight.shape[1] - 1, weight.shape[0]
         inner = x.shape[1] - channels - len(dt_bias)
         states = LayerStates(context, self._layer, x, before)
-        tail = states.edges(x[:, inner : inner + channels])[:, :before]
-        front = F.pad(F.pad(tail, (inner, 0)), (0, len(dt_bias)), value=NO_STEP)
+        if states.inner:
+            x, _ = states.edges(x, slice(inner, inner + channels))
         outs, finals = [], []
-        for batch in states.spans.batches:
-            state = None if states.state is None else states.state.index_select(0, batch.spans)
-            rows = torch.cat([front.index_select(0, batch.spans), _rows(x, batch, len(dt_bias))], 1)
+        for rows, state in _rows(states, x, before, inner, len(dt_bias)):
             found = self._stock_scan(
                 rows, weight, bias, dt_bias, *rest,
-                **{**given, "initial_states": state, "return_final_states": context.inner},
+                **{**given, "initial_states": state, "return_final_states": states.inner},
             )  # fmt: skip
-            out, final = found if context.inner else (found, None)
-            outs.append(out.flatten(0, 1))
+            out, final = found if states.inner else (found, None)
+            outs.append(out)
             finals.append(final)
-        out = torch.cat(outs).index_select(0, states.spans.unbatched(before)).unsqueeze(0)
-        return states.leave(out, _by_span(context, finals))
+        if states.spans.is_one_root:
+            return states.leave(outs[0], finals[0])
+        out = from_batches(outs, states.spans, before).unsqueeze(0)
+        return states.leave(out, _by_span(states, finals))
 
 
-def _rows(x: Tensor, batch: Batch, heads: int) -> Tensor:
-    """The positions of a batch's spans, [rows, longest, width]; padding makes no step."""
-    rows = x.index_select(0, batch.positions).unflatten(0, (-1, batch.longest))
-    if batch.padding is None:
-        return rows
+def _rows(
+    states: LayerStates, x: Tensor, before: int, inner: int, heads: int
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Batches of spans behind their parents' tails, and the states that they begin with.
+
+    Args:
+        x: of all spans, [positions, width].
+        before: positions of a tail.
+        inner: what precedes the convolution's channels in `x`.
+        heads: what follows them: their time steps.
+    """
+    spans = states.spans
+    if spans.is_one_root:  # nothing is in front of it
+        yield x.unsqueeze(0), None
+        return
+    tail = states.tail
+    if tail is None:
+        tail = x.new_zeros(len(spans), before, x.shape[1] - inner - heads)
+    front = F.pad(F.pad(tail, (inner, 0)), (0, heads), value=NO_STEP)
     still = F.pad(x.new_zeros(x.shape[1] - heads), (0, heads), value=NO_STEP)
-    return torch.where(batch.padding[..., None], still, rows)
+    batches = spans.batches(before)
+    for rows, batch in zip(to_batches(x, front, still, spans), batches, strict=True):
+        yield rows, None if states.state is None else states.state.index_select(0, batch.spans)
 
 
-def _by_span(context: SegmentContext, finals: list[Any]) -> Tensor | None:
+def _by_span(states: LayerStates, finals: list[Any]) -> Tensor | None:
     """States of all spans, from those of the batches."""
-    if not context.inner:
+    if not states.inner:
         return None
-    return torch.cat(finals).index_select(0, context.spans.order)
+    return torch.cat(finals).index_select(0, states.spans.order)

@@ -26,7 +26,7 @@ class Edges(NamedTuple):
     Attributes:
         first: the first `before` positions of every span, int64 [spans * before]; a shorter span
             repeats its last one.
-        last: the same of the last positions; a shorter span repeats its first one.
+        ends: `first`, then the same of the last positions; a shorter span repeats its first one.
         kept: which of `first` are different, int64.
         places: `first` at `kept`.
         tail: where, in (parent's tail, first, last) of every span side by side, the inputs are that
@@ -34,28 +34,30 @@ class Edges(NamedTuple):
     """
 
     first: Tensor
-    last: Tensor
+    ends: Tensor
     kept: Tensor
     places: Tensor
     tail: Tensor
 
 
 class Batch(NamedTuple):
-    """Spans of similar length as rows of a batch.
+    """Spans of similar length as rows of a batch, each behind some positions in front of it.
 
     Attributes:
         numbers: of the spans.
         spans: the same, int64 [rows].
-        positions: of the segment, int64 [rows * longest]; a shorter row repeats its last one.
-        padding: which of them are repeated, bool [rows, longest]; None where none is.
-        longest: positions of a row.
+        positions: of the segment, int64 [rows * (in front + longest)]; any where `blank`.
+        front: which of them are in front, int64 [rows * in front].
+        padding: which of them are behind a shorter row's end, int64; None where none is.
+        blank: both.
     """
 
     numbers: tuple[int, ...]
     spans: Tensor
     positions: Tensor
+    front: Tensor
     padding: Tensor | None
-    longest: int
+    blank: Tensor
 
 
 class Spans:
@@ -76,7 +78,8 @@ class Spans:
         self.lengths, self.parents, self._device = tuple(lengths), tuple(parents), device
         self._starts = [0, *itertools.accumulate(lengths)]
         self._edges: dict[int, Edges] = {}
-        self._unbatched: dict[int, Tensor] = {}
+        self._batches: dict[int, tuple[Batch, ...]] = {}
+        self._unbatched: dict[int, tuple[Tensor, Tensor]] = {}
         self._dealt: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
@@ -86,6 +89,11 @@ class Spans:
     def has_parents(self) -> bool:
         """Whether any begins with a parent's state."""
         return any(self.parents)
+
+    @property
+    def is_one_root(self) -> bool:
+        """Whether it is one span without a parent: then a row is right as it is."""
+        return self.parents == (0,)
 
     @functools.cached_property
     def cu_seqlens(self) -> Tensor:
@@ -124,45 +132,52 @@ class Spans:
         # A span shorter than `before` leaves what it got, moved by its length, then its own.
         inside = np.where(lengths >= before, 2 * before + offsets, lengths + offsets)
         tail = (3 * before * np.arange(len(lengths))[:, None] + inside).ravel()
-        return Edges(*map(self._on, (first, last, kept, first[kept], tail)))
+        ends = np.concatenate([first, last])
+        return Edges(*map(self._on, (first, ends, kept, first[kept], tail)))
 
-    @functools.cached_property
-    def batches(self) -> tuple[Batch, ...]:
-        """All spans in batches whose lengths differ by less than a factor of two."""
-        return tuple(self._batch(np.array(one)) for one in state_layout.batches(self.lengths))
+    def batches(self, before: int) -> tuple[Batch, ...]:
+        """All spans in batches whose lengths differ by less than a factor of two.
 
-    def _batch(self, numbers: np.ndarray) -> Batch:
-        lengths, starts = np.array(self.lengths)[numbers], np.array(self._starts)[numbers]
-        longest = int(lengths.max())
-        offsets = np.arange(longest)
-        positions = starts[:, None] + np.minimum(offsets, lengths[:, None] - 1)
-        padding = offsets >= lengths[:, None]
+        Args:
+            before: positions in front of every row.
+        """
+        if before not in self._batches:
+            numbers = state_layout.batches(self.lengths)
+            self._batches[before] = tuple(self._batch(np.array(one), before) for one in numbers)
+        return self._batches[before]
+
+    def _batch(self, numbers: np.ndarray, before: int) -> Batch:
+        lengths, starts = (np.array(x)[numbers, None] for x in (self.lengths, self._starts[:-1]))
+        offsets = np.arange(-before, lengths.max())
+        positions = starts + np.clip(offsets, 0, lengths - 1)
+        front = np.flatnonzero(np.broadcast_to(offsets < 0, positions.shape))
+        padding = np.flatnonzero(offsets >= lengths)
         return Batch(
             tuple(numbers.tolist()), self._on(numbers), self._on(positions.ravel()),
-            on(self._device, padding) if padding.any() else None, longest,
+            self._on(front), self._on(padding) if len(padding) else None,
+            self._on(np.concatenate([front, padding])),
         )  # fmt: skip
 
     @functools.cached_property
     def order(self) -> Tensor:
         """Where each span is among the rows of `batches`, int64 [spans]."""
-        numbers = [number for batch in self.batches for number in batch.numbers]
-        return self._on(np.argsort(numbers))
+        return self._on(np.argsort(np.concatenate(state_layout.batches(self.lengths))))
 
-    def unbatched(self, front: int) -> Tensor:
-        """Where each position is in the batches' rows end to end, int64 [positions].
-
-        Args:
-            front: positions that every row has in front of its own.
-        """
-        if front not in self._unbatched:
-            found, at = np.empty(self._starts[-1], np.int64), 0
-            for batch in self.batches:
-                for number in batch.numbers:
-                    own = np.arange(self.lengths[number])
-                    found[self._starts[number] + own] = at + front + own
-                    at += front + batch.longest
-            self._unbatched[front] = self._on(found)
-        return self._unbatched[front]
+    def unbatched(self, before: int) -> tuple[Tensor, Tensor]:
+        """Where the segment's positions are in the batches' rows end to end, int64, and where the
+        positions in front of spans are, int64 [spans * before]."""
+        if before not in self._unbatched:
+            own, front, at = np.empty(self._starts[-1], np.int64), {}, 0
+            for numbers in state_layout.batches(self.lengths):
+                longest = max(self.lengths[number] for number in numbers)
+                for number in numbers:
+                    start, length = self._starts[number], self.lengths[number]
+                    own[start : start + length] = at + before + np.arange(length)
+                    front[number] = at + np.arange(before)
+                    at += before + longest
+            fronts = np.concatenate([front[number] for number in range(len(self))])
+            self._unbatched[before] = self._on(own), self._on(fronts)
+        return self._unbatched[before]
 
     def dealt(self, size: int) -> tuple[Tensor, Tensor]:
         """Where positions are among those of context-parallel ranks end to end, and the reverse.

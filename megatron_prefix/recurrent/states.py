@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_prefix.recurrent.moves import with_some
 from megatron_prefix.sidecar.arena import Both, wide
 
 if TYPE_CHECKING:
@@ -30,13 +31,14 @@ class LayerStates:
 
     Attributes:
         spans: of the segment.
+        inner: whether other segments begin with what it leaves.
         state: [spans, ...], in fp32 or wider; None where all are zero.
         tail: the convolution's last inputs [spans, before, channels]; None where all are zero.
     """
 
     def __init__(self, context: SegmentContext, layer: int, anchor: Tensor, before: int) -> None:
         self._context, self._layer, self._before = context, layer, before
-        self.spans = context.spans
+        self.spans, self.inner = context.spans, context.inner
         self.state: Tensor | None = None
         self.tail: Tensor | None = None
         self._left: Tensor | None = None
@@ -44,26 +46,29 @@ class LayerStates:
         if self.spans.has_parents:
             self.state, self.tail = _Enter.apply(anchor, context, layer)
 
-    def edges(self, x: Tensor) -> Tensor:
-        """The convolution's inputs around the beginnings of spans, and what they leave of `x`.
+    def edges(self, x: Tensor, channels: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
+        """The convolution's inputs around the beginnings of spans; what they leave of `x` is kept.
 
         Args:
-            x: its inputs, [positions, channels].
+            x: its inputs, [positions, width].
+            channels: those of `x` that it takes.
 
         Returns:
-            [spans, 2 * before, channels]: the parent's tail, then the span's first positions.
+            `x`, which must be used in its place by one kernel alone; and [spans, 2 * before,
+            channels]: the parent's tail, then the span's first positions. None for a lone span
+            without a parent, where nothing is before them.
         """
-        before, num = self._before, len(self.spans)
-        edges = self.spans.edges(before)
-        tail = self.tail
-        if tail is None:
-            tail = x.new_zeros(num, before, x.shape[1])
-        first = x.index_select(0, edges.first).unflatten(0, (num, before))
-        if self._context.inner:
-            last = x.index_select(0, edges.last).unflatten(0, (num, before))
-            sides = torch.cat([tail, first, last], 1).flatten(0, 1)
-            self._left = sides.index_select(0, edges.tail).unflatten(0, (num, before))
-        return torch.cat([tail, first], 1)
+        alone = self.spans.is_one_root
+        if alone and not self.inner:
+            return x, None
+        shape, edges = (len(self.spans), self._before), self.spans.edges(self._before)
+        x, found = with_some(x, edges.ends if self.inner else edges.first)
+        first, *last = found[:, channels].unflatten(0, (-1, *shape))
+        tail = first.new_zeros(first.shape) if self.tail is None else self.tail
+        if self.inner:
+            sides = torch.cat([tail, first, *last], 1).flatten(0, 1)
+            self._left = sides.index_select(0, edges.tail).unflatten(0, shape)
+        return x, None if alone else torch.cat([tail, first], 1)
 
     def leave(self, out: Tensor, state: Tensor | None) -> Tensor:
         """Keeps states for the segment's children.
@@ -72,7 +77,7 @@ class LayerStates:
             out: what the layer goes on with; it is returned.
             state: of every span behind its last position; not needed for a wave.
         """
-        if self._context.inner:
+        if self.inner:
             if state is None or self._left is None:
                 raise RuntimeError("a recurrent layer has left no state: its kernel returned none")
             out = _Leave.apply(out, state, self._left, self._context, self._layer)

@@ -17,7 +17,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.megatron import mixers
 from megatron_prefix.megatron.install import install, is_installed, language_model
 from megatron_prefix.models.build import unwrap
-from megatron_prefix.recurrent import gdn, mamba, states
+from megatron_prefix.recurrent import gdn, moves, states
 from megatron_prefix.recurrent.spans import Spans
 from megatron_prefix.rl import packing
 from megatron_prefix.rl.baseline import Baseline
@@ -345,19 +345,22 @@ def _sums_of_rows_before(patch: pytest.MonkeyPatch) -> None:
 
 
 def _padding_makes_steps(patch: pytest.MonkeyPatch) -> None:
-    rows = mamba._rows
+    batches = Spans.batches
     patch.setattr(
-        mamba, "_rows", lambda x, batch, heads: rows(x, batch._replace(padding=None), heads)
-    )
+        Spans, "batches",
+        lambda *given: [batch._replace(padding=None) for batch in batches(*given)],
+    )  # fmt: skip
 
 
 def _edges_not_computed_again(patch: pytest.MonkeyPatch) -> None:
-    own = gdn._own
-    nowhere = torch.zeros(0, dtype=torch.int64)
-    patch.setattr(
-        gdn, "_own",
-        lambda *a, dim: (nowhere, own(*a, dim=dim)[1].narrow(2 if dim else 1, 0, 0)),
-    )  # fmt: skip
+    patch.setattr(gdn, "overwritten", lambda y, *_: y)
+
+
+def _gradients_of_what_is_overwritten(patch: pytest.MonkeyPatch) -> None:
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None, gradient[0].index_select(0, ctx.places)
+
+    patch.setattr(moves._Overwritten, "backward", backward)
 
 
 BREAKS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...], dict[str, Any]]] = {
@@ -374,6 +377,7 @@ BREAKS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...], d
     "sums of rows that are used again": (_sums_of_rows_before, (GDN, MAMBA), {"segment_tokens": 8}),
     "padding behind a span makes steps": (_padding_makes_steps, (MAMBA,), {}),
     "the convolution looks into other spans": (_edges_not_computed_again, (GDN,), {}),
+    "its gradients go into other spans": (_gradients_of_what_is_overwritten, (GDN,), {}),
 }  # fmt: skip
 
 

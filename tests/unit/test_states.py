@@ -118,7 +118,8 @@ def test_indices_of_short_spans() -> None:
     spans = Spans((1, 5, 3), (0, 2, 2), torch.device("cpu"))
     edges = spans.edges(3)
     assert edges.first.view(3, 3).tolist() == [[0, 0, 0], [1, 2, 3], [6, 7, 8]]
-    assert edges.last.view(3, 3).tolist() == [[0, 0, 0], [3, 4, 5], [6, 7, 8]]
+    assert edges.ends.tolist()[:9] == edges.first.tolist()
+    assert edges.ends[9:].view(3, 3).tolist() == [[0, 0, 0], [3, 4, 5], [6, 7, 8]]
     assert edges.places.tolist() == [0, 1, 2, 3, 6, 7, 8]
     sides = torch.arange(27).view(3, 9).tolist()  # tail, first, last of every span
     moved = [sides[0][1:4], sides[1][6:], sides[2][6:]]
@@ -130,14 +131,17 @@ def test_indices_of_short_spans() -> None:
 
 def test_spans_of_like_length_are_one_batch() -> None:
     spans = Spans((1, 5, 3, 7), (0, 0, 0, 0), torch.device("cpu"))
-    assert [batch.numbers for batch in spans.batches] == [(0,), (2,), (1, 3)]
-    last = spans.batches[2]
-    assert last.longest == 7 and last.padding is not None
-    assert last.padding.sum(1).tolist() == [2, 0]
-    assert last.positions.view(2, 7)[0].tolist() == [1, 2, 3, 4, 5, 5, 5]
+    assert [batch.numbers for batch in spans.batches(3)] == [(0,), (2,), (1, 3)]
+    last = spans.batches(3)[2]
+    assert last.positions.view(2, 10)[0].tolist() == [1, 1, 1, 1, 2, 3, 4, 5, 5, 5]
+    assert last.positions.view(2, 10)[1].tolist() == [9, 9, 9, *range(9, 16)]
+    assert last.front.tolist() == [0, 1, 2, 10, 11, 12]
+    assert last.padding is not None and last.padding.tolist() == [8, 9]
+    assert last.blank.tolist() == last.front.tolist() + last.padding.tolist()
     assert spans.order.tolist() == [0, 2, 1, 3] and not spans.has_parents
-    ends = spans.unbatched(3)  # rows of 4, 6 and twice 10
-    assert ends.tolist() == [3, *range(13, 18), *range(7, 10), *range(23, 30)]
+    own, front = spans.unbatched(3)  # rows of 4, 6 and twice 10
+    assert own.tolist() == [3, *range(13, 18), *range(7, 10), *range(23, 30)]
+    assert front.tolist() == [0, 1, 2, 10, 11, 12, 4, 5, 6, 20, 21, 22]
 
 
 def test_gradients_of_neighbours_are_summed_in_fp32() -> None:
