@@ -227,7 +227,8 @@ def _recurrent(
     """
     layers = spec.recurrent if spec else None
     delta = isinstance(layers, GatedDelta)
-    found = refusals(device, layers.key_dim, layers.value_dim) if delta else refusals(device)  # type: ignore[union-attr]
+    sizes = (layers.key_dim, layers.value_dim, layers.value_heads) if delta else ()  # type: ignore[union-attr]
+    found = refusals(device, *sizes)
     needed = "GatedDeltaNet" if delta else "MambaMixer"
     if layers is not None and found[needed] is not None:
         raise UserError(f"the kernels of {needed} do not work here: {found[needed]}")

@@ -94,8 +94,14 @@ def _wrong_rule(model: Any) -> str | None:
         return None
     from megatron_prefix.recurrent import probe  # it loads the CPU's kernels to compare with
 
-    widths = model.config.linear_key_head_dim, model.config.linear_value_head_dim
-    return probe.refusals("cuda", *widths)["GatedDeltaNet"]
+    config = model.config
+    ranks = config.tensor_model_parallel_size * config.context_parallel_size
+    return probe.refusals(
+        "cuda",
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+        config.linear_num_value_heads // ranks,
+    )["GatedDeltaNet"]
 
 
 def pattern_of(model: Any) -> str:

@@ -141,4 +141,3 @@ class GatedDeltaLayer:
             given["cu_seqlens_cpu"] = states.spans.cu_seqlens_cpu
         out, final = self._stock_rule(query, key, value, **given)
         return states.leave(out, final), None
-

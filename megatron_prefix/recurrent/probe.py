@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
+import logging
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
@@ -18,15 +20,16 @@ from torch import Tensor
 from megatron_prefix import numerics
 from megatron_prefix.platforms import cpu, linear_kernels
 
+logger = logging.getLogger(__name__)
 PACKAGES = ("fla-core", "flash-linear-attention", "mamba-ssm", "causal-conv1d", "triton")
 """What the kernels depend on, for messages."""
 _BOUNDS = (0, 70, 73, 200)
-_HEADS = 2
 
 
 def rule_refusal(
-    rule: Callable[..., Any], device: str, dtype: torch.dtype, key_dim: int, value_dim: int
-) -> str | None:
+    rule: Callable[..., Any], device: str, dtype: torch.dtype, key_dim: int, value_dim: int,
+    heads: int = 2,
+) -> str | None:  # fmt: skip
     """Why a gated delta rule cannot be used; None where it can.
 
     Runs three sequences with states, forward and backward, and compares outputs, states and all
@@ -37,8 +40,9 @@ def rule_refusal(
         device: "cpu" or "cuda".
         dtype: of queries, keys and values.
         key_dim, value_dim: of a head.
+        heads: of values.
     """
-    given = _inputs(dtype, key_dim, value_dim)
+    given = _inputs(dtype, key_dim, value_dim, heads)
     names = ("output", "final state", *(f"gradient of {name}" for name in given))
     try:
         found = _run(rule, given, torch.device(device))
@@ -55,21 +59,32 @@ def rule_refusal(
 
 
 @functools.cache
-def refusals(device: str, key_dim: int = 128, value_dim: int = 128) -> dict[str, str | None]:
+def refusals(
+    device: str, key_dim: int = 128, value_dim: int = 128, heads: int = 32
+) -> dict[str, str | None]:
     """By Megatron's module, why its kernels cannot be used on a device; None where they can.
 
-    Mamba2's kernels are only imported.
+    Mamba2's kernels are only imported. Triton compiles and tunes those of GatedDeltaNet for these
+    widths and this number of a rank's value heads (fla's autotuners ask for them), for minutes
+    unless its cache has them: give a model's own, and its first step finds them done.
     """
     if device == "cpu" and cpu.enabled():
         rule, dtype = linear_kernels.chunk_gated_delta_rule, torch.float64
         return {
-            "GatedDeltaNet": rule_refusal(rule, device, dtype, key_dim, value_dim),
+            "GatedDeltaNet": rule_refusal(rule, device, dtype, key_dim, value_dim, heads),
             "MambaMixer": None,
         }
     found = {"GatedDeltaNet": _missing("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")}
     if found["GatedDeltaNet"] is None:
         rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-        found["GatedDeltaNet"] = rule_refusal(rule, device, torch.bfloat16, key_dim, value_dim)
+        logger.warning(
+            "GatedDeltaNet's kernels are tried for %d heads of widths %d and %d: Triton takes some"
+            " minutes to compile and tune them where TRITON_CACHE_DIR does not have them",
+            *(heads, key_dim, value_dim),
+        )
+        found["GatedDeltaNet"] = rule_refusal(
+            rule, device, torch.bfloat16, key_dim, value_dim, heads
+        )
     scan = "mamba_ssm.ops.triton.ssd_combined", "mamba_split_conv1d_scan_combined"
     found["MambaMixer"] = _missing(*scan) or _missing("causal_conv1d", "causal_conv1d_fn")
     return found
@@ -89,7 +104,7 @@ def _missing(module: str, name: str) -> str | None:
     return None
 
 
-def _inputs(dtype: torch.dtype, key_dim: int, value_dim: int) -> dict[str, Tensor]:
+def _inputs(dtype: torch.dtype, key_dim: int, value_dim: int, heads: int) -> dict[str, Tensor]:
     """Decays are slow, so that a state reaches the end of its sequence."""
     draw = torch.Generator().manual_seed(5)
 
@@ -99,12 +114,12 @@ def _inputs(dtype: torch.dtype, key_dim: int, value_dim: int) -> dict[str, Tenso
     length, num = _BOUNDS[-1], len(_BOUNDS) - 1
     unit = torch.nn.functional.normalize
     return {
-        "queries": unit(random(1, length, _HEADS, key_dim), dim=-1).to(dtype),
-        "keys": unit(random(1, length, _HEADS, key_dim), dim=-1).to(dtype),
-        "values": random(1, length, _HEADS, value_dim).to(dtype),
-        "decays": -random(1, length, _HEADS).abs() / 50,
-        "beta": random(1, length, _HEADS).sigmoid().to(dtype),
-        "initial state": random(num, _HEADS, key_dim, value_dim) / key_dim**0.5,
+        "queries": unit(random(1, length, heads, key_dim), dim=-1).to(dtype),
+        "keys": unit(random(1, length, heads, key_dim), dim=-1).to(dtype),
+        "values": random(1, length, heads, value_dim).to(dtype),
+        "decays": -random(1, length, heads).abs() / 50,
+        "beta": random(1, length, heads).sigmoid().to(dtype),
+        "initial state": random(num, heads, key_dim, value_dim) / key_dim**0.5,
     }
 
 
@@ -119,12 +134,20 @@ def _run(
     query, key, value, decay, beta, state = parts
     out, final = rule(
         query, key, value, g=decay, beta=beta, initial_state=state, output_final_state=True,
-        cu_seqlens=torch.tensor(_BOUNDS, device=device),
+        **_lengths(rule, device),
     )  # fmt: skip
     draw = torch.Generator().manual_seed(6)
     gradients = [torch.randn(x.shape, generator=draw).to(x) for x in (out, final)]
     found = torch.autograd.grad((out, final), parts, gradients)
     return [x.detach() for x in (out, final, *found)]
+
+
+def _lengths(rule: Callable[..., Any], device: torch.device) -> dict[str, Tensor]:
+    """As a segment's layers give them (gdn.py)."""
+    given = {"cu_seqlens": torch.tensor(_BOUNDS, device=device)}
+    if "cu_seqlens_cpu" in inspect.signature(rule).parameters:
+        given["cu_seqlens_cpu"] = torch.tensor(_BOUNDS)
+    return given
 
 
 def _versions() -> str:

@@ -96,8 +96,12 @@ def test_a_wrong_rule_is_refused_when_a_model_is_installed(monkeypatch: pytest.M
     for device, found in (("cuda", ["GatedDeltaNet's kernel: wrong output"]), ("cpu", [])):
         model = SimpleNamespace(
             config=SimpleNamespace(
-                linear_key_head_dim=64, linear_value_head_dim=32, context_parallel_size=1
-            ),
+                linear_key_head_dim=64,
+                linear_value_head_dim=32,
+                linear_num_value_heads=8,
+                tensor_model_parallel_size=2,
+                context_parallel_size=1,
+            ),  # fmt: skip
             decoder=SimpleNamespace(layers=[layer]),
             parameters=lambda device=device: iter([SimpleNamespace(device=torch.device(device))]),
         )
@@ -109,7 +113,7 @@ def test_a_wrong_rule_is_refused_when_a_model_is_installed(monkeypatch: pytest.M
 
         monkeypatch.setattr(probe, "refusals", refusals)
         assert mixers.refusals(model) == found
-        assert asked == ([("cuda", 64, 32)] if found else [])
+        assert asked == ([("cuda", 64, 32, 4)] if found else [])
 
 
 def test_a_module_that_was_imported_without_kernels_gets_all_of_them(
