@@ -101,7 +101,7 @@ def test_a_wrong_rule_is_refused_when_a_model_is_installed(monkeypatch: pytest.M
                 linear_num_value_heads=8,
                 tensor_model_parallel_size=2,
                 context_parallel_size=1,
-            ),  # fmt: skip
+            ),
             decoder=SimpleNamespace(layers=[layer]),
             parameters=lambda device=device: iter([SimpleNamespace(device=torch.device(device))]),
         )
