@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A hybrid model against the FLOP bound: the widths of Qwen3-Next-80B-A3B with 12 layers, 3 of them with attention,
-# and 32 experts; aligned in bfloat16 first, beside fp32 whose products in Triton are fp32 and not TF32. Long prompts
-# in waves of four rollouts, prompts in chunks of 2,048, and consecutive steps of real rollouts. One GPU of 141 GB with
+# and 32 experts; aligned in bfloat16 first, beside fp32 by the rule's definition. Long prompts in waves of four
+# rollouts, prompts in chunks of 2,048, and consecutive steps of real rollouts. One GPU of 141 GB with
 # flash-linear-attention and transformer-engine.
 #   bash benchmarks/hybrid_h200.sh OUTPUT [ARGUMENTS of `megatron-prefix bench`]
 # OUTPUT gets a JSON file a row; the tables go to stdout. Exit code 0 when everything was aligned and timed. The first
@@ -18,7 +18,6 @@ output=$(realpath -m "${1:?OUTPUT folder}")
 options=("${@:2}")
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 data=${DATA:-../shared/data}
-export TRITON_F32_DEFAULT=${TRITON_F32_DEFAULT:-ieee}
 mkdir -p "$output" || exit 2
 baseline=${BASELINE:-$(python3 -W ignore -c 'import megatron.core as m
 print("packed" if tuple(map(int, m.__version__.split(".")[:2])) >= (0, 18) else "rollout")')}

@@ -1,10 +1,10 @@
 """Kernels of recurrent layers in plain torch, with the names and signatures of the CUDA ones.
 
 GatedDeltaNet calls flash-linear-attention and causal-conv1d, Mamba calls mamba-ssm: CUDA and Triton
-only. These compute the same on the CPU, in any dtype, and differentiate by autograd. As theirs do,
-they compute 16 bit in fp32: outputs are in the inputs' dtype, states in fp32. They run as
+only. These compute the same on any device, in any dtype, and differentiate by autograd. As theirs
+do, they compute 16 bit in fp32: outputs are in the inputs' dtype, states in fp32. They run as
 matrix products over chunks of `CHUNK` positions ("Gated Delta Networks", section 3.3; "Transformers
-are SSMs", section 6). They are for tests and small models, not fast.
+are SSMs", section 6). They are for references, tests and small models, not fast.
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ def _delta_chunk(parts: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor
     q, k, v, g, beta = parts
     total = g.cumsum(2)
     decay = _decay(total.squeeze(-1))
-    system = torch.eye(k.shape[2], dtype=k.dtype) + (beta * (k @ k.mT) * decay).tril(-1)
+    system = torch.eye(k.shape[2], dtype=k.dtype, device=k.device) + (
+        beta * (k @ k.mT) * decay
+    ).tril(-1)
     wanted = beta * (v - total.exp() * (k @ state))
     written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     out = total.exp() * (q @ state) + ((q @ k.mT) * decay) @ written
@@ -140,7 +142,7 @@ def _delta_chunk(parts: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor
 def _decay(total: Tensor) -> Tensor:
     """exp(total_t - total_s) where s <= t, else 0, [..., t, s], of [..., positions]."""
     difference = total[..., :, None] - total[..., None, :]
-    past = torch.ones(difference.shape[-2:], dtype=torch.bool).tril()
+    past = torch.ones_like(difference[0, 0], dtype=torch.bool).tril()
     return difference.masked_fill(~past, -torch.inf).exp()
 
 
