@@ -188,6 +188,8 @@ def overrides_of(settings: list[str]) -> tuple[tuple[str, Any], ...]:
 
 
 def _value(kind: str, text: str) -> Any:
+    if text.lower() == "none" and kind.endswith("None"):
+        return None
     if kind.startswith("bool"):
         if text.lower() not in ("true", "false"):
             raise ValueError(text)
