@@ -37,7 +37,8 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="change a field of the model, e.g. --set num_layers=2 (may be given again)",
+        help="change a field of the model, e.g. --set num_layers=2, or --set num_experts=none where"
+        " a model can do without (may be given again)",
     )
     group.add_argument(
         "--dtype",
