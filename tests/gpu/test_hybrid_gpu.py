@@ -1,0 +1,53 @@
+"""Hybrid models on a GPU, with flash-linear-attention's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_prefix import runtime
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.models.build import build_model
+from megatron_prefix.models.presets import resolve
+from megatron_prefix.run.executor import Executor
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.runtime import Layout
+from tests.harness.calls import ROWS, VOCAB, Trainer, run_step
+
+DEVICE = "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    pytest.importorskip("fla")
+    runtime.initialize(Layout(), DEVICE)
+    yield
+    runtime.shutdown()
+
+
+def test_no_action_of_a_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roots, chunks and waves, forward and backward; the first step compiles."""
+    spec = resolve("tiny-qwen3-next").with_vocab(VOCAB)
+    chunks = build_model(spec, dtype="bfloat16", device=DEVICE, layer_spec="local")
+    schedule = PrefixSchedule(PrefixConfig(min_gain=0, segment_tokens=64, chunk_tokens=16))
+    stock, steps = Executor.run, []
+
+    def watched(self: Executor, rank: int) -> None:
+        steps.append(rank)
+        torch.cuda.set_sync_debug_mode("error" if len(steps) > 1 else "default")
+        try:
+            stock(self, rank)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Executor, "run", watched)
+    for _ in range(2):
+        run_step(schedule, Trainer(ROWS, 0, Layout(), DEVICE), chunks)
+    assert len(steps) == 2
+    assert schedule.report is not None and schedule.report.decision.share
