@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_prefix.sidecar.cache import on
 from megatron_prefix.tree import Forest, Span, cp_layout
 
 
@@ -76,7 +77,7 @@ class LogicalTokens:
             self._members[microbatch].append(rollout)
         self._closings: dict[tuple[int, ...], Closing] = {}
         columns = [c for segment in forest.segments for c in _columns(segment.spans, rank, size)]
-        table = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *columns])).to(device)
+        table = on(device, np.concatenate([np.zeros(0, np.int64), *columns]))
         pieces = iter(table.split([len(column) for column in columns]))
         fours = zip(pieces, pieces, pieces, pieces, strict=True)
         self._segments = [
@@ -113,7 +114,8 @@ class LogicalTokens:
                 for place, rollouts in enumerate(members)
                 for rollout in rollouts
             ]
-            found = Closing(*torch.tensor(columns, device=self._device).unbind(1))
+            # In the middle of a step: a plain copy to the device would wait for all before it.
+            found = Closing(*on(self._device, np.array(columns)).unbind(1))
             self._closings[microbatches] = found
         return found
 
