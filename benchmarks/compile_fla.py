@@ -1,14 +1,15 @@
 """Compiles flash-linear-attention's kernels for an H200 on a machine without a GPU.
 
-    TRITON_CACHE_DIR=FOLDER python3 benchmarks/compile_fla.py [--heads 32] [--positions 8192]
+    TRITON_CACHE_DIR=FOLDER python3 benchmarks/compile_fla.py [--heads 32] [--positions 16448]
 
 Triton compiles for the device that its driver names, and needs none to do so; an autotuner keeps
 what it has chosen beside the kernels. So one driver here only names the device, nothing is
 launched, and of every autotuner's configurations that one is taken which was the fastest on an
 H200 (`FASTEST`, of fla-core 0.4.2 in bfloat16 with triton 3.6.0, and for the convolution a guess).
-The folder serves a GPU with the same triton, fla-core and Python; nothing was tuned there, where
-tuning for the first row of hybrid_h200.sh took 212 s (benchmarks/LOG.md). It takes a minute
-and a half of one core for 8,192 positions. Both schedules find the same kernels.
+The folder serves a GPU with the same triton, fla-core and Python: with one that the first version of
+this script had made, the rows of hybrid_h200.sh with an MLP tuned nothing, where tuning had taken
+212 s (benchmarks/LOG.md). It takes a minute and a half of one core for 8,192 positions. Both
+schedules find the same kernels. Widths are those of Qwen3-Next-80B-A3B without tensor parallelism.
 """
 
 from __future__ import annotations
@@ -98,12 +99,13 @@ def rule(heads: int) -> Iterator[None]:
         yield
 
 
-def norms(positions: int) -> Iterator[None]:
-    """The norm of queries and keys, 16 heads each; tuned anew every 4,096 positions."""
+def norms(positions: int, heads: int) -> Iterator[None]:
+    """The norm of queries and keys; tuned anew every 65,536 rows, with both in one call (since
+    megatron-core 0.18) `heads` of them a position."""
     from fla.modules.l2norm import l2norm
 
-    for start in range(0, positions, 4096):
-        l2norm(_random(1, start + 16, 16, DIM)).sum().backward()
+    for start in range(0, positions * heads, 65536):
+        l2norm(_random(1, start + 16, 1, DIM)).sum().backward()
         yield
 
 
@@ -134,10 +136,14 @@ def main() -> None:
     """Compiles everything, a line for every kind of kernel."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", type=int, default=32, help="value heads of a rank")
-    parser.add_argument("--positions", type=int, default=8192, help="most of one microbatch")
+    parser.add_argument("--positions", type=int, default=16448, help="most of one microbatch")
     given = parser.parse_args()
     compile_only()
-    for kind in (rule(given.heads), norms(given.positions), convolutions(given.positions)):
+    for kind in (
+        rule(given.heads),
+        norms(given.positions, given.heads),
+        convolutions(given.positions),
+    ):
         number = sum(1 for _ in kind)
         print(f"{kind.__name__}: {number}", flush=True)  # type: ignore[attr-defined]
 

@@ -142,7 +142,7 @@ def _delta_chunk(parts: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor
 def _decay(total: Tensor) -> Tensor:
     """exp(total_t - total_s) where s <= t, else 0, [..., t, s], of [..., positions]."""
     difference = total[..., :, None] - total[..., None, :]
-    past = torch.ones_like(difference[0, 0], dtype=torch.bool).tril()
+    past = torch.ones(difference.shape[-2:], dtype=torch.bool, device=total.device).tril()
     return difference.masked_fill(~past, -torch.inf).exp()
 
 

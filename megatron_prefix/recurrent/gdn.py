@@ -85,8 +85,8 @@ class GatedDeltaLayer:
         def stock(part: Tensor) -> Tensor:
             part = part.mT.contiguous()
             if self._by_channels is None:  # as Megatron does then
-                wide = F.conv1d(part, weight[:, None], bias, padding=before, groups=len(weight))
-                return F.silu(wide[..., : part.shape[2]]).mT
+                longer = F.conv1d(part, weight[:, None], bias, padding=before, groups=len(weight))
+                return F.silu(longer[..., : part.shape[2]]).mT
             y: Tensor = self._by_channels(x=part, weight=weight, bias=bias, activation=activation)
             return y.mT
 

@@ -91,12 +91,12 @@ class MambaLayer:
         """In the place of `mamba_split_conv1d_scan_combined`, zxbcdt [1, positions, width]."""
         context = self._context()
         x, before, channels = zxbcdt.squeeze(0), weight.shape[1] - 1, weight.shape[0]
-        inner = x.shape[1] - channels - len(dt_bias)
+        left = x.shape[1] - channels - len(dt_bias)
         states = LayerStates(context, self._layer, x, before)
         if states.inner:
-            x, _ = states.edges(x, slice(inner, inner + channels))
+            x, _ = states.edges(x, slice(left, left + channels))
         outs, finals = [], []
-        for rows, state in _rows(states, x, before, inner, len(dt_bias)):
+        for rows, state in _rows(states, x, before, left, len(dt_bias)):
             found = self._stock_scan(
                 rows, weight, bias, dt_bias, *rest,
                 **{**given, "initial_states": state, "return_final_states": states.inner},
@@ -111,15 +111,15 @@ class MambaLayer:
 
 
 def _rows(
-    states: LayerStates, x: Tensor, before: int, inner: int, heads: int
+    states: LayerStates, x: Tensor, before: int, left: int, heads: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Batches of spans behind their parents' tails, and the states that they begin with.
 
     Args:
         x: of all spans, [positions, width].
         before: positions of a tail.
-        inner: what precedes the convolution's channels in `x`.
-        heads: what follows them: their time steps.
+        left: columns of `x` in front of the convolution's channels.
+        heads: columns behind them: time steps.
     """
     spans = states.spans
     if spans.is_one_root:  # nothing is in front of it
@@ -127,8 +127,8 @@ def _rows(
         return
     tail = states.tail
     if tail is None:
-        tail = x.new_zeros(len(spans), before, x.shape[1] - inner - heads)
-    front = F.pad(F.pad(tail, (inner, 0)), (0, heads), value=NO_STEP)
+        tail = x.new_zeros(len(spans), before, x.shape[1] - left - heads)
+    front = F.pad(F.pad(tail, (left, 0)), (0, heads), value=NO_STEP)
     still = F.pad(x.new_zeros(x.shape[1] - heads), (0, heads), value=NO_STEP)
     batches = spans.batches(before)
     for rows, batch in zip(to_batches(x, front, still, spans), batches, strict=True):

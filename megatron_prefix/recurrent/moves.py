@@ -1,9 +1,9 @@
 """Moves of positions in recurrent layers, with a backward that moves their gradients back.
 
 Autograd's backward of `index_select` fills a tensor like its whole input with zeros and adds the
-two, that of `index_copy` copies. In a layer these were most of what a segment cost more than one
-row does in the stock layer (benchmarks/LOG.md). Where a tensor is written to here, nobody else has
-it: it comes from the kernel between two of these moves.
+two, that of `index_copy` copies: tensors as large as the layer's input, six for every segment
+(benchmarks/LOG.md). Where a tensor is written to here, nobody else has it: it comes from the kernel
+between two of these moves.
 """
 
 from __future__ import annotations
@@ -77,8 +77,10 @@ class _WithSome(torch.autograd.Function):
 
 
 class _Overwritten(torch.autograd.Function):
-    # Not `mark_dirty`: flash-linear-attention's convolution returns a view, where that raises. The
-    # version that a write counts up still finds a kernel that has saved its output.
+    # Only for kernels that do not save what they return: flash-linear-attention's (0.4.2) and
+    # causal-conv1d's convolution save their inputs, `silu` its own. Autograd would notice by the
+    # tensor's version, but not where hooks keep saved tensors, as for offloading. Not `mark_dirty`:
+    # the first returns a view, where that raises.
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, places: Tensor, rows: Tensor) -> Tensor:  # type: ignore[override]

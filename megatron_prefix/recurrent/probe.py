@@ -80,7 +80,9 @@ def refusals(
         logger.warning(
             "GatedDeltaNet's kernels are tried for %d heads of widths %d and %d: Triton takes some"
             " minutes to compile and tune them where TRITON_CACHE_DIR does not have them",
-            *(heads, key_dim, value_dim),
+            heads,
+            key_dim,
+            value_dim,
         )
         found["GatedDeltaNet"] = rule_refusal(
             rule, device, torch.bfloat16, key_dim, value_dim, heads

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_prefix.sidecar.cache import on
+from megatron_prefix.platforms.transfer import on
 from megatron_prefix.tree import cp_layout, state_layout
 
 
@@ -135,6 +135,11 @@ class Spans:
         ends = np.concatenate([first, last])
         return Edges(*map(self._on, (first, ends, kept, first[kept], tail)))
 
+    @functools.cached_property
+    def _numbers(self) -> list[list[int]]:
+        """Of the spans of every batch."""
+        return state_layout.batches(self.lengths)
+
     def batches(self, before: int) -> tuple[Batch, ...]:
         """All spans in batches whose lengths differ by less than a factor of two.
 
@@ -142,8 +147,9 @@ class Spans:
             before: positions in front of every row.
         """
         if before not in self._batches:
-            numbers = state_layout.batches(self.lengths)
-            self._batches[before] = tuple(self._batch(np.array(one), before) for one in numbers)
+            self._batches[before] = tuple(
+                self._batch(np.array(numbers), before) for numbers in self._numbers
+            )
         return self._batches[before]
 
     def _batch(self, numbers: np.ndarray, before: int) -> Batch:
@@ -161,14 +167,14 @@ class Spans:
     @functools.cached_property
     def order(self) -> Tensor:
         """Where each span is among the rows of `batches`, int64 [spans]."""
-        return self._on(np.argsort(np.concatenate(state_layout.batches(self.lengths))))
+        return self._on(np.argsort(np.concatenate(self._numbers)))
 
     def unbatched(self, before: int) -> tuple[Tensor, Tensor]:
         """Where the segment's positions are in the batches' rows end to end, int64, and where the
         positions in front of spans are, int64 [spans * before]."""
         if before not in self._unbatched:
             own, front, at = np.empty(self._starts[-1], np.int64), {}, 0
-            for numbers in state_layout.batches(self.lengths):
+            for numbers in self._numbers:
                 longest = max(self.lengths[number] for number in numbers)
                 for number in numbers:
                     start, length = self._starts[number], self.lengths[number]

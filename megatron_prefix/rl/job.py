@@ -11,14 +11,13 @@ import torch
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.rollouts import Group, Rollout, dense_vocabulary
 from megatron_prefix.errors import UserError
-from megatron_prefix.megatron.install import language_model
+from megatron_prefix.megatron.exact import by_definition
 from megatron_prefix.models import presets
 from megatron_prefix.models.build import build_model, unwrap
 from megatron_prefix.models.presets import ModelSpec
 from megatron_prefix.models.weights import global_parameters
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.placement import place
-from megatron_prefix.recurrent.exact import by_definition
 from megatron_prefix.runtime.groups import MESSAGE_TIMEOUT_MINUTES
 from megatron_prefix.runtime.layout import Layout
 
@@ -72,7 +71,7 @@ class ModelOptions:
             local = replace(self, layer_spec="local", load_hf=None)
             exact = local.build(spec, layout, "float32")
             for chunk in exact:
-                by_definition(language_model(chunk))
+                by_definition(chunk)
             with torch.no_grad():
                 for ours, theirs in zip(exact, chunks, strict=True):
                     values = dict(global_parameters(unwrap(theirs)))

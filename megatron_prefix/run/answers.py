@@ -23,10 +23,10 @@ from torch.utils import (
 )
 
 from megatron_prefix.errors import CannotShare
+from megatron_prefix.platforms.transfer import on
 from megatron_prefix.run.inputs import ReadRows
 from megatron_prefix.run.step import Step
 from megatron_prefix.sidecar.arena import Rows
-from megatron_prefix.sidecar.cache import on
 from megatron_prefix.sidecar.context_parallel import Exchange
 from megatron_prefix.tree import Place, Span, cp_layout
 

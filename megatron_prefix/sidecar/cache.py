@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_prefix.platforms.transfer import on
 from megatron_prefix.sidecar.arena import Arena, Both, Rows
 from megatron_prefix.sidecar.states import SegmentState, StateCache
 from megatron_prefix.tree.kv_layout import ArenaMap, one_interval
@@ -198,14 +199,3 @@ def _rows(device: torch.device, intervals: Sequence[tuple[int, int]]) -> Rows:
     if whole is not None:
         return whole
     return on(device, np.concatenate([np.arange(*interval) for interval in intervals]))
-
-
-def on(device: torch.device, index: np.ndarray) -> Tensor:
-    """Indices on the device; the host does not wait."""
-    given = torch.from_numpy(index)
-    if device.type != "cuda":
-        return given
-    host = torch.empty_like(given, pin_memory=True)
-    # By numpy: torch wakes threads to copy a megabyte, which takes milliseconds.
-    host.numpy()[...] = index
-    return host.to(device, non_blocking=True)

@@ -163,6 +163,8 @@ def test_a_span_is_convolved_as_if_it_were_alone(lengths: list[int], inner: bool
     torch.testing.assert_close(again.mT, torch.cat(wanted, 2))
     calls = 1 if len(lengths) == 1 else 2  # a lone root is right as it is
     assert layer._by_channels.call_count == layer._by_positions.call_count == calls
+    layer._by_channels = None  # without the package causal-conv1d
+    torch.testing.assert_close(layer._convolve_channels(x, WEIGHT, None, "silu"), found)
 
 
 @INNER

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_prefix.megatron.install import language_model
 from megatron_prefix.megatron.mixers import mixers
 from megatron_prefix.platforms import linear_kernels as kernels
 from megatron_prefix.recurrent.rebound import rebound
 
 
 def by_definition(model: Any) -> None:
-    """Gives the recurrent layers of a language model, for good, plain torch's kernels."""
+    """Gives the recurrent layers of a model chunk, for good, plain torch's kernels.
+
+    Instances are changed, and only they; the prefix schedule refuses such a model afterwards.
+    """
     rule = kernels.chunk_gated_delta_rule
-    for kind, module in mixers(model):
+    for kind, module in mixers(language_model(model)):
         if kind == "MambaMixer":
             scan = kernels.mamba_split_conv1d_scan_combined
             stock = module._ssm_training
