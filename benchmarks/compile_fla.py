@@ -6,10 +6,10 @@ Triton compiles for the device that its driver names, and needs none to do so; a
 what it has chosen beside the kernels. So one driver here only names the device, nothing is
 launched, and of every autotuner's configurations that one is taken which was the fastest on an
 H200 (`FASTEST`, of fla-core 0.4.2 in bfloat16 with triton 3.6.0, and for the convolution a guess).
-The folder serves a GPU with the same triton, fla-core and Python: with one that the first version of
-this script had made, the rows of hybrid_h200.sh with an MLP tuned nothing, where tuning had taken
-212 s (benchmarks/LOG.md). It takes a minute and a half of one core for 8,192 positions. Both
-schedules find the same kernels. Widths are those of Qwen3-Next-80B-A3B without tensor parallelism.
+The folder serves a GPU with the same triton, fla-core and Python: with one that this script's first
+version had made, the rows of hybrid_h200.sh with an MLP tuned nothing, where tuning had taken 212 s
+(benchmarks/LOG.md). It takes a minute and a half of one core for 8,192 positions. Both schedules
+find the same kernels. Widths are those of Qwen3-Next-80B-A3B without tensor parallelism.
 """
 
 from __future__ import annotations
