@@ -1,0 +1,130 @@
+"""Where a step's time goes on a GPU: idle gaps by action, and calls of the host that block.
+
+    python -m benchmarks.step_profile 16384:64:9 --model qwen3-next-80b-a3b --set num_layers=12 \\
+        --set num_experts=none --set ffn_hidden_size=5632 --set vocab_size=32768 --trace step.json
+
+Both schedules make three steps, of which torch's profiler watches the last. An idle gap belongs to
+the action (A, B or C of a segment) in which the host launched what ended it. On the CPU, with
+`--device cpu`, only the host's time is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megatron_prefix import runtime
+from megatron_prefix.bench.work import GroupShape
+from megatron_prefix.cli.modelling import add_model, model_options
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.models import presets
+from megatron_prefix.rl import loss, passes
+from megatron_prefix.rl.baseline import Baseline
+from megatron_prefix.run import executor
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.run.step import Callbacks
+from megatron_prefix.runtime import Layout
+from megatron_prefix.verify.align import made, stock_schedule
+
+BLOCKING = ("Synchronize", "cudaMalloc", "cudaFree", "HostAlloc", "cudaMemcpyAsync")
+GAPS = 12
+ACTION = "action "
+
+
+def watched(step: Callable[[], Any], on_gpu: bool) -> tuple[float, Any]:
+    """Milliseconds of the third step, and its profile."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    for _ in range(2):
+        step()
+    begin = time.perf_counter()
+    with profile(activities=activities) as found:
+        step()
+    return 1e3 * (time.perf_counter() - begin), found
+
+
+def show(name: str, spent: float, found: Any) -> None:
+    """Prints what the host waited for, and where the device had nothing to do."""
+    events = found.profiler.kineto_results.events()
+    print(f"{name}: {spent:.0f} ms under the profiler")
+    blocked = collections.defaultdict(list)
+    for e in events:
+        if any(part in e.name() for part in BLOCKING):
+            blocked[e.name()].append(e.duration_ns())
+    for call, times in blocked.items():
+        print(f"  {call}: {len(times)} calls, {sum(times) / 1e6:.1f} ms")
+    gaps = list(idle_gaps(events))
+    by_action = collections.Counter[str]()
+    for length, _, action in gaps:
+        by_action[action] += length
+    print(f"  device idle: {sum(by_action.values()) / 1e6:.1f} ms in {len(gaps)} gaps")
+    for action, total in by_action.most_common():
+        print(f"    in {action}: {total / 1e6:.1f} ms")
+    for length, at, action in sorted(gaps, reverse=True)[:GAPS]:
+        print(f"    gap of {length / 1e6:.2f} ms at {at:.1f} ms in {action}")
+
+
+def idle_gaps(events: Any) -> Iterator[tuple[int, float, str]]:
+    """Their nanoseconds, milliseconds since the first kernel, and the action that ended them."""
+    on_device, actions, launched = [], [], {}
+    for e in events:
+        begin, end = e.start_ns(), e.start_ns() + e.duration_ns()
+        if e.name().startswith(ACTION):
+            if e.device_type() == DeviceType.CPU:
+                actions.append((begin, end, e.name()))
+        elif e.device_type() == DeviceType.CUDA:
+            on_device.append((begin, end, e.correlation_id()))
+        elif "Launch" in e.name():
+            launched[e.correlation_id()] = begin
+    on_device.sort()
+    last = first = on_device[0][0] if on_device else 0
+    for begin, end, correlation in on_device:
+        if begin > last:
+            at = launched.get(correlation, begin)
+            where = [name for start, stop, name in actions if start <= at < stop]
+            yield begin - last, (last - first) / 1e6, where[-1] if where else "no action"
+        last = max(last, end)
+
+
+def main() -> None:
+    """Profiles one step of both schedules."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("shape", type=GroupShape.parse, help="P:R:n")
+    parser.add_argument("--trace", help="write the prefix schedule's step for chrome://tracing")
+    add_model(parser, model="tiny-llama", dtype="bfloat16")
+    given = parser.parse_args()
+    options = model_options(given)
+    runtime.initialize(Layout(), options.device, options.seed)
+    spec = presets.resolve(options.model, **dict(options.overrides))
+    spec = spec if spec.vocab_size else spec.with_vocab(64)
+    chunks = options.build(spec, Layout())
+    groups = given.shape.groups(1, spec.vocab_size, options.seed)
+    items = made(groups, Baseline("rollout"), 1, 1, options.seed)
+    prefix = PrefixSchedule(PrefixConfig(mode="on"), Callbacks(loss.trained))
+    # The profiler does not show the executor's NVTX ranges.
+    executor._annotated = lambda action: record_function(f"{ACTION}{action}")
+    wait = torch.cuda.synchronize if options.device == "cuda" else lambda: None
+    for name, schedule in (("stock", stock_schedule()), ("prefix", prefix)):
+
+        def step(schedule: Any = schedule) -> None:
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            wait()
+            passes.run(schedule, loss.forward_step(loss.GrpoConfig()), chunks, items)
+            wait()
+
+        spent, found = watched(step, options.device == "cuda")
+        show(name, spent, found)
+        if given.trace and name == "prefix":
+            found.export_chrome_trace(given.trace)
+    runtime.shutdown()
+
+
+if __name__ == "__main__":
+    main()
