@@ -20,10 +20,11 @@ from megatron_prefix.megatron.install import install, is_installed, language_mod
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.recurrent import gdn, moves, states
 from megatron_prefix.recurrent.spans import Spans
-from megatron_prefix.rl import packing
+from megatron_prefix.rl import job, packing
 from megatron_prefix.rl.baseline import Baseline
 from megatron_prefix.run import schedule
 from megatron_prefix.run.oom_retry import MemoryControl
+from megatron_prefix.runtime import Layout
 from megatron_prefix.sidecar import states as sidecar
 from megatron_prefix.tree import Pairs, TreeOptions, state_layout
 from tests.harness import hybrid, steps
@@ -409,6 +410,18 @@ def test_a_reference_calls_no_kernels(
         assert torch.equal(found.gradients[parameter], wanted)
     with pytest.raises(TypeError, match="NoneType"):
         steps.plain(twin, Contract(), hybrid.items())
+
+
+def test_the_reference_of_a_job_has_the_definition(
+    families: dict[str, Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [families[GDN].model]
+    given: list[Any] = []
+    options = job.ModelOptions(GDN)
+    monkeypatch.setattr(job.ModelOptions, "build", lambda *_: chunks)
+    monkeypatch.setattr(job, "by_definition", given.append)
+    spec: Any = None
+    assert options.reference(spec, Layout(), chunks)() == given == chunks
 
 
 def _take_kernels(model: Any, patch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,18 @@ def test_a_right_rule_is_taken(dtype: torch.dtype) -> None:
     assert probe.rule_refusal(rule, "cpu", dtype, 16, 8) is None
 
 
+def test_a_rule_is_tried_with_a_models_heads() -> None:
+    """For which its kernels are tuned; lengths come from the host, too, where it takes them."""
+    seen: list[tuple[int, int]] = []
+
+    def rule(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_cpu: Any = None, **given: Any) -> Any:
+        seen.append((q.shape[2], len(cu_seqlens_cpu)))
+        return chunk_gated_delta_rule(q, k, v, **given)
+
+    assert probe.rule_refusal(rule, "cpu", torch.float64, 16, 8, heads=5) is None
+    assert seen == [(5, 4)]
+
+
 class _Wrong(torch.autograd.Function):
     """The identity; its gradient is a tenth off in a part, as a miscompiled kernel's."""
 
