@@ -3,7 +3,7 @@
     python -m benchmarks.step_profile 16384:64:9 --model qwen3-next-80b-a3b --set num_layers=12 \\
         --set num_experts=none --set ffn_hidden_size=5632 --set vocab_size=32768 --trace step.json
 
-Both schedules make three steps, of which torch's profiler watches the last. An idle gap belongs to
+Both schedules make some steps, and torch's profiler watches the last. An idle gap belongs to
 the action (A, B or C of a segment) in which the host launched what ended it. On the CPU, with
 `--device cpu`, only the host's time is there.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,8 +23,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_prefix import runtime
 from megatron_prefix.bench.work import GroupShape
+from megatron_prefix.cli import arguments
 from megatron_prefix.cli.modelling import add_model, model_options
-from megatron_prefix.config import PrefixConfig
 from megatron_prefix.models import presets
 from megatron_prefix.rl import loss, passes
 from megatron_prefix.rl.baseline import Baseline
@@ -38,21 +39,26 @@ GAPS = 12
 ACTION = "action "
 
 
-def watched(step: Callable[[], Any], on_gpu: bool) -> tuple[float, Any]:
-    """Milliseconds of the third step, and its profile."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    for _ in range(2):
-        step()
+def timed(step: Callable[[], Any]) -> float:
+    """Milliseconds."""
     begin = time.perf_counter()
+    step()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def watched(step: Callable[[], Any], on_gpu: bool) -> tuple[float, Any]:
+    """Milliseconds of one more step, and its profile."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as found:
-        step()
-    return 1e3 * (time.perf_counter() - begin), found
+        spent = timed(step)
+    return spent, found
 
 
-def show(name: str, spent: float, found: Any) -> None:
+def show(name: str, before: list[float], spent: float, found: Any) -> None:
     """Prints what the host waited for, and where the device had nothing to do."""
     events = found.profiler.kineto_results.events()
-    print(f"{name}: {spent:.0f} ms under the profiler")
+    steps = ", ".join(f"{one:.0f}" for one in before)
+    print(f"{name}: steps of {steps} ms; {spent:.0f} ms under the profiler")
     blocked = collections.defaultdict(list)
     for e in events:
         if any(part in e.name() for part in BLOCKING):
@@ -92,13 +98,8 @@ def idle_gaps(events: Any) -> Iterator[tuple[int, float, str]]:
         last = max(last, end)
 
 
-def main() -> None:
-    """Profiles one step of both schedules."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("shape", type=GroupShape.parse, help="P:R:n")
-    parser.add_argument("--trace", help="write the prefix schedule's step for chrome://tracing")
-    add_model(parser, model="tiny-llama", dtype="bfloat16")
-    given = parser.parse_args()
+def prepared(given: argparse.Namespace) -> dict[str, Callable[[], None]]:
+    """One step of each schedule, both with one model and the same microbatches."""
     options = model_options(given)
     runtime.initialize(Layout(), options.device, options.seed)
     spec = presets.resolve(options.model, **dict(options.overrides))
@@ -106,21 +107,40 @@ def main() -> None:
     chunks = options.build(spec, Layout())
     groups = given.shape.groups(1, spec.vocab_size, options.seed)
     items = made(groups, Baseline("rollout"), 1, 1, options.seed)
-    prefix = PrefixSchedule(PrefixConfig(mode="on"), Callbacks(loss.trained))
+    prefix = PrefixSchedule(arguments.config_of(given, mode="on"), Callbacks(loss.trained))
+    wait = torch.cuda.synchronize if options.device == "cuda" else lambda: None
+
+    def step(schedule: Any) -> None:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        wait()
+        passes.run(schedule, loss.forward_step(loss.GrpoConfig()), chunks, items)
+        wait()
+
+    schedules = {"stock": stock_schedule(), "prefix": prefix}
+    return {name: functools.partial(step, one) for name, one in schedules.items()}
+
+
+def options() -> argparse.ArgumentParser:
+    """Of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("shape", type=GroupShape.parse, help="P:R:n")
+    parser.add_argument("--steps", type=int, default=4, help="before the one that is watched")
+    parser.add_argument("--trace", help="write the prefix schedule's step for chrome://tracing")
+    add_model(parser, model="tiny-llama", dtype="bfloat16")
+    arguments.add_lengths(parser)
+    return parser
+
+
+def main() -> None:
+    """Profiles one step of both schedules."""
+    given = options().parse_args()
     # The profiler does not show the executor's NVTX ranges.
     executor._annotated = lambda action: record_function(f"{ACTION}{action}")
-    wait = torch.cuda.synchronize if options.device == "cuda" else lambda: None
-    for name, schedule in (("stock", stock_schedule()), ("prefix", prefix)):
-
-        def step(schedule: Any = schedule) -> None:
-            for chunk in chunks:
-                chunk.zero_grad_buffer()
-            wait()
-            passes.run(schedule, loss.forward_step(loss.GrpoConfig()), chunks, items)
-            wait()
-
-        spent, found = watched(step, options.device == "cuda")
-        show(name, spent, found)
+    for name, step in prepared(given).items():
+        before = [timed(step) for _ in range(given.steps)]
+        spent, found = watched(step, given.device == "cuda")
+        show(name, before, spent, found)
         if given.trace and name == "prefix":
             found.export_chrome_trace(given.trace)
     runtime.shutdown()
