@@ -86,9 +86,11 @@ def rule(heads: int) -> Iterator[None]:
     q, k, v = (_random(1, 128, heads, DIM) for _ in range(3))
     beta, decay = _random(1, 128, heads), -torch.rand(1, 128, heads)
     ends = torch.tensor([0, 64, 128])
-    for spans, parents, inner in ((0, 0, 0), (2, 0, 0), (2, 0, 1), (2, 1, 1), (2, 1, 0)):
-        state = torch.zeros(spans, heads, DIM, DIM, requires_grad=True) if parents else None
-        lengths = {"cu_seqlens": ends, "cu_seqlens_cpu": ends} if spans else {}
+    packs = ends.int()  # as stock layers have them, since megatron-core 0.18
+    calls = (None, 0, 0), (packs, 0, 0), (ends, 0, 0), (ends, 0, 1), (ends, 1, 1), (ends, 1, 0)
+    for spans, parents, inner in calls:
+        state = torch.zeros(2, heads, DIM, DIM, requires_grad=True) if parents else None
+        lengths = {} if spans is None else {"cu_seqlens": spans, "cu_seqlens_cpu": ends}
         out, final = chunk_gated_delta_rule(
             q, k, v, decay.requires_grad_(), beta, initial_state=state,
             output_final_state=bool(inner), **lengths,
