@@ -31,13 +31,13 @@ feed_forward=(--set num_experts=none --set ffn_hidden_size=5632)
 
 timed() { # NAME, ARGUMENTS
     python3 -m megatron_prefix bench --model qwen3-next-80b-a3b --set num_layers=12 "${feed_forward[@]}" \
-        --set vocab_size=32768 --dtype bfloat16 --device cuda --layer-spec te --baseline "$baseline" --align-layers 4 \
+        --dtype bfloat16 --device cuda --layer-spec te --baseline "$baseline" --align-layers 4 \
         --warm-up-calls 1 --repeats 2 --bench-json "$output/$1.json" "${@:2}" "${options[@]}" || status=1
 }
 for row in ${ROWS:-waves chunks steps}; do
     case $row in
-    waves) timed waves --shapes 10240:2048:8 16384:64:9 ;;
-    chunks) timed chunks --shapes 10240:2048:8 --chunk-tokens 2048 ;;
+    waves) timed waves --set vocab_size=32768 --shapes 10240:2048:8 16384:64:9 ;;
+    chunks) timed chunks --set vocab_size=32768 --shapes 10240:2048:8 --chunk-tokens 2048 ;;
     steps)
         timed steps --rollouts "$data"/{tau_airline,rag_musique}.jsonl.gz --step-tokens 100000 --warm-up 1 --steps 3 \
             --rehearse

@@ -9,7 +9,8 @@ runs on the positions whose output is read (`linear_proj`, `self_attn_bda`, `mlp
 4. the *instances'* methods of routers count every rollout of a token (moe/overrides.py);
 5. the *instance's* `forward` of the decoder lets an offloaded segment take what it saves, and a
 hook on every layer says where one ends;
-6. for the time of a step, the *instance's* `forward` of the language model is where the trainer's
+6. the *instance's* `compute_language_model_loss` does not wait for the device (cross_entropy.py);
+7. for the time of a step, the *instance's* `forward` of the language model is where the trainer's
 forward steps are suspended (`intercepted`).
 
 Outside of segments they do nothing, so the stock schedule works on an installed model. The running
@@ -37,6 +38,7 @@ from megatron_prefix.attention.merge import prepare
 from megatron_prefix.attention.unread import keys_only, picked, skipped
 from megatron_prefix.errors import UserError
 from megatron_prefix.megatron import features, mixers
+from megatron_prefix.megatron.cross_entropy import without_waiting
 from megatron_prefix.moe import versions
 from megatron_prefix.moe.overrides import overrides
 from megatron_prefix.moe.replay import Replay
@@ -112,8 +114,21 @@ class Hooks:
         for layer, router in self.routers.items():
             for name, method in overrides(router, layer, self).items():
                 self._override(router, name, method)
+        self._override_loss()
         setattr(self.model, _INSTALLED, self)
         self._undo.append(lambda: delattr(self.model, _INSTALLED))
+
+    def _override_loss(self) -> None:
+        stock = self.model.compute_language_model_loss
+        in_segments = without_waiting(stock)
+        if in_segments is None:
+            return
+
+        def loss(*args: Any, **kwargs: Any) -> Tensor:
+            found: Tensor = (stock if self.current is None else in_segments)(*args, **kwargs)
+            return found
+
+        self._override(self.model, "compute_language_model_loss", loss)
 
     def use(self, kernel: str) -> None:
         """Chooses the kernel by name; see megatron_prefix/attention/kernels.py."""

@@ -123,7 +123,9 @@ class GatedDeltaLayer:
             return y
         ends = states.spans.edges(before)
         again = stock(edges)[:, before:].flatten(0, 1)
-        return overwritten(y, ends.places, again.index_select(0, ends.kept))
+        if ends.kept is not None:
+            again = again.index_select(0, ends.kept)
+        return overwritten(y, ends.places, again)
 
     def _rule(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         """In the place of `chunk_gated_delta_rule`, [1, positions, heads, dim]."""

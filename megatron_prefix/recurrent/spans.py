@@ -27,17 +27,17 @@ class Edges(NamedTuple):
         first: the first `before` positions of every span, int64 [spans * before]; a shorter span
             repeats its last one.
         ends: `first`, then the same of the last positions; a shorter span repeats its first one.
-        kept: which of `first` are different, int64.
-        places: `first` at `kept`.
+        places: `first` without what is repeated, int64.
+        kept: which of `first` these are, int64; None where all are.
         tail: where, in (parent's tail, first, last) of every span side by side, the inputs are that
-            the span leaves, int64 [spans * before].
+            the span leaves, int64 [spans * before]; None where all of them are the last ones.
     """
 
     first: Tensor
     ends: Tensor
-    kept: Tensor
     places: Tensor
-    tail: Tensor
+    kept: Tensor | None
+    tail: Tensor | None
 
 
 class Batch(NamedTuple):
@@ -111,11 +111,13 @@ class Spans:
         return self._on(self.parents)
 
     @functools.cached_property
-    def runs(self) -> tuple[Tensor, Tensor]:
-        """Neighbours with one parent: how many, and its row, int64 [runs] each."""
+    def runs(self) -> tuple[int | Tensor, Tensor]:
+        """Neighbours with one parent: how many, one number where all have as many, and its row,
+        int64 [runs]."""
         grouped = [(row, len([*same])) for row, same in itertools.groupby(self.parents)]
         rows, numbers = zip(*grouped, strict=True)
-        return self._on(numbers), self._on(rows)
+        same = numbers[0] if len({*numbers}) == 1 else self._on(numbers)
+        return same, self._on(rows)
 
     def edges(self, before: int) -> Edges:
         """See Edges."""
@@ -128,12 +130,15 @@ class Spans:
         offsets = np.arange(before)
         first = (starts + np.minimum(offsets, lengths - 1)).ravel()
         last = (starts + np.maximum(lengths - before + offsets, 0)).ravel()
+        ends = self._on(np.concatenate([first, last]))
+        if lengths.min() >= before:
+            return Edges(ends[: len(first)], ends, ends[: len(first)], None, None)
         kept = np.flatnonzero(offsets < lengths)
         # A span shorter than `before` leaves what it got, moved by its length, then its own.
         inside = np.where(lengths >= before, 2 * before + offsets, lengths + offsets)
         tail = (3 * before * np.arange(len(lengths))[:, None] + inside).ravel()
-        ends = np.concatenate([first, last])
-        return Edges(*map(self._on, (first, ends, kept, first[kept], tail)))
+        places, *more = map(self._on, (first[kept], kept, tail))
+        return Edges(ends[: len(first)], ends, places, *more)
 
     @functools.cached_property
     def _numbers(self) -> list[list[int]]:

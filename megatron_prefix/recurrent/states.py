@@ -66,8 +66,10 @@ class LayerStates:
         first, *last = found[:, channels].unflatten(0, (-1, *shape))
         tail = first.new_zeros(first.shape) if self.tail is None else self.tail
         if self.inner:
-            sides = torch.cat([tail, first, *last], 1).flatten(0, 1)
-            self._left = sides.index_select(0, edges.tail).unflatten(0, shape)
+            self._left = last[0]
+            if edges.tail is not None:
+                sides = torch.cat([tail, first, *last], 1).flatten(0, 1)
+                self._left = sides.index_select(0, edges.tail).unflatten(0, shape)
         return x, None if alone else torch.cat([tail, first], 1)
 
     def leave(self, out: Tensor, state: Tensor | None) -> Tensor:
@@ -127,11 +129,12 @@ class _Leave(torch.autograd.Function):
         return gradient, state, tail, None, None
 
 
-def _summed(gradient: Tensor, numbers: Tensor) -> Tensor:
+def _summed(gradient: Tensor, numbers: int | Tensor) -> Tensor:
     """Sums of neighbours, in fp32 or wider and always in one order: [runs, ...]."""
-    flat = gradient.flatten(1).to(wide(gradient))
-    if len(numbers) == len(flat):
-        return flat.unflatten(1, gradient.shape[1:])
+    if isinstance(numbers, int):
+        runs = gradient.unflatten(0, (-1, numbers))
+        return runs.sum(1, dtype=wide(gradient)) if numbers > 1 else runs.squeeze(1)
     # Not checked: that would make the host wait.
+    flat = gradient.flatten(1).to(wide(gradient))
     summed = torch.segment_reduce(flat, "sum", lengths=numbers, axis=0, unsafe=True)
     return summed.unflatten(1, gradient.shape[1:])

@@ -36,17 +36,19 @@ def training_modes(model: Any) -> Swap:
 
 def environment() -> Swap:
     """Variables of the environment: slime tells its routers by one what a call is for."""
-    outside = dict(os.environ)
+    # Private, for comparing: reading every variable by the public way takes 0.1 ms, twice a
+    # microbatch.
+    encoded = os.environ._data  # type: ignore[attr-defined]
+    outside, before = dict(os.environ), dict(encoded)
 
     def swap(wanted: dict[str, str] | None, entering: bool) -> dict[str, str] | None:
         if entering and wanted is None:
             return None
-        inside = dict(os.environ)
-        changed = inside != outside
-        if changed or wanted is not None:
+        inside = dict(os.environ) if encoded != before else None
+        if inside is not None or wanted is not None:
             os.environ.clear()
             os.environ.update(wanted or outside)
-        return inside if changed else None
+        return inside
 
     return swap
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_prefix.errors import CannotShare
+from megatron_prefix.platforms.transfer import to_host
 from megatron_prefix.run.calls import CallLayout, ModelCall, layouts
 from megatron_prefix.run.drawn import Samples, trained_positions
 from megatron_prefix.tree import Forest, Pairs, cp_layout
@@ -163,7 +164,7 @@ def _on_host(
         return [None] * len(columns)
     device = values[0].device  # type: ignore[union-attr]
     flat = [v.detach().reshape(-1).to(device, torch.int64) for v in values]  # type: ignore[union-attr]
-    table = iter(torch.cat(flat).cpu().numpy().reshape(sum(usable), -1))
+    table = iter(to_host(torch.cat(flat)).reshape(sum(usable), -1))
     return [next(table) if use else None for use in usable]
 
 
@@ -298,7 +299,7 @@ def _samples(
 
 def _split_routes(routes: Sequence[Tensor | None], lengths: Sequence[int]) -> list[Numbers]:
     """Routes of every sample's positions on this rank, or nothing."""
-    given = [one.detach().flatten(0, -3).cpu().numpy() for one in routes if one is not None]
+    given = [to_host(one.detach().flatten(0, -3)) for one in routes if one is not None]
     if not given:
         return []
     if len(given) < len(routes):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.common.language_module import language_module
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 
@@ -20,7 +21,9 @@ from megatron_prefix.megatron.install import Hooks, install, uninstall
 from megatron_prefix.models.build import unwrap
 from megatron_prefix.numerics import assert_close
 from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.runtime import Layout
 from tests.harness import steps
+from tests.harness.calls import ROWS, Trainer, run_step
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract, Microbatch
 
@@ -277,3 +280,30 @@ def test_transformer_engine_is_told_that_no_backward_is_the_first() -> None:
     mlp.forward = lambda *a, **k: (seen.append(layers[0].is_first_microbatch), forward(*a, **k))[1]
     run(PrefixSchedule(CONFIG), model)
     assert seen and not any(seen)
+
+
+def test_the_cross_entropy_of_a_segment_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformer-engine's, here in name only, is told that it may be captured in a CUDA graph."""
+    capturable: list[bool] = []
+
+    def cross_entropy(logits: Any, labels: Any, _: Any, is_cg_capturable: bool = False) -> Any:
+        capturable.append(is_cg_capturable)
+        return language_module.tensor_parallel.vocab_parallel_cross_entropy(logits, labels)
+
+    monkeypatch.setattr(language_module, "te_parallel_cross_entropy", cross_entropy)
+    model = small_model(dtype=torch.float32)
+    model.config.cross_entropy_loss_fusion = True
+    model.config.cross_entropy_fusion_impl = "te"
+    trainer = Trainer(ROWS, 0, Layout())
+    _, expected = run_step(get_forward_backward_func(), trainer, [model])
+    assert capturable == [False] * trainer.num
+    capturable.clear()
+    _, found = run_step(PrefixSchedule(CONFIG), trainer, [model])
+    assert capturable and all(capturable)
+    for name, gradient in expected.items():
+        assert_close(found[name], gradient, 64, dtype=torch.float32, what=name)
+    capturable.clear()
+    run_step(get_forward_backward_func(), trainer, [model])
+    assert capturable == [False] * trainer.num
+    uninstall(model)
+    assert "compute_language_model_loss" not in vars(unwrap(model))
