@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# A hybrid model against the FLOP bound: the widths of Qwen3-Next-80B-A3B with 12 layers, 3 of them with attention;
-# aligned in bfloat16 first, beside fp32 by the rule's definition. Long prompts in waves of four rollouts, prompts in
-# chunks of 2,048, and consecutive steps of real rollouts. One GPU of 141 GB with flash-linear-attention and
-# transformer-engine.
+# A hybrid model against the FLOP bound: the widths of Qwen3.5-9B or Qwen3-Next-80B-A3B with 12 layers, 3 of them with
+# attention; aligned in bfloat16 first, beside fp32 by the rule's definition. Long prompts in waves of four rollouts,
+# prompts in chunks of 2,048, and consecutive steps of real rollouts. One GPU of 141 GB with flash-linear-attention,
+# transformer-engine and flash-attn-4.
 #   bash benchmarks/hybrid_h200.sh OUTPUT [ARGUMENTS of `megatron-prefix bench`]
 # OUTPUT gets a JSON file a row; the tables go to stdout. Exit code 0 when everything was aligned and timed. The first
 # row compiles kernels for some minutes; with TRITON_CACHE_DIR they are kept for the next call. Steps are run once
@@ -11,9 +11,11 @@
 # Environment variables:
 #   ROWS      which of waves, chunks and steps to run (default: all)
 #   DATA      folder of the rollout files, for steps (default: ../shared/data)
-#   EXPERTS   how many a layer has in the place of an MLP 5,632 wide (default: none). With few tokens Megatron's experts
-#             keep the host busier than the GPU.
+#   MODEL     qwen3.5-9b (default) or qwen3-next-80b-a3b
+#   EXPERTS   of Qwen3-Next: how many a layer has (default: none, but an MLP 5,632 wide). With few tokens Megatron's
+#             experts keep the host busier than the GPU.
 #   BASELINE  rollout or packed (default: packed where megatron-core is 0.18 or newer, as GatedDeltaNet needs)
+#   STOCK     the stock schedule's attention, te or fa4 (default: te, for packs fa4)
 set -uo pipefail
 
 output=$(realpath -m "${1:?OUTPUT folder}")
@@ -26,11 +28,15 @@ print("packed" if tuple(map(int, m.__version__.split(".")[:2])) >= (0, 18) else 
 [ "$baseline" = packed ] || echo "steps are compared with one rollout a microbatch, not with packs" >&2
 status=0
 
-feed_forward=(--set num_experts=none --set ffn_hidden_size=5632)
-[ -z "${EXPERTS:-}" ] || feed_forward=(--set "num_experts=$EXPERTS")
+model=(--model "${MODEL:-qwen3.5-9b}" --set num_layers=12)
+if [ "${MODEL:-}" = qwen3-next-80b-a3b ]; then
+    model+=(--set "num_experts=${EXPERTS:-none}" --set ffn_hidden_size=5632)
+fi
+bench=(megatron_prefix bench)
+[ "${STOCK:-$([ "$baseline" = packed ] && echo fa4 || echo te)}" = te ] || bench=(benchmarks.stock_fa4)
 
 timed() { # NAME, ARGUMENTS
-    python3 -m megatron_prefix bench --model qwen3-next-80b-a3b --set num_layers=12 "${feed_forward[@]}" \
+    python3 -m "${bench[@]}" "${model[@]}" \
         --dtype bfloat16 --device cuda --layer-spec te --baseline "$baseline" --align-layers 4 \
         --warm-up-calls 1 --repeats 2 --bench-json "$output/$1.json" "${@:2}" "${options[@]}" || status=1
 }

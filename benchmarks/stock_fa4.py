@@ -1,10 +1,11 @@
 """`megatron-prefix bench` with flash-attn-4 in the stock schedule's attention, too.
 
-    python -m benchmarks.stock_fa4 --baseline rollout ...     # arguments of bench
+    python -m benchmarks.stock_fa4 --shapes 10240:2048:8      # arguments of bench
 
 The stock schedule runs transformer-engine's attention, which has no flash-attn-4. Here its core
-attention is flash-attn-4's own public function, in the calls that are timed and their warm-up; the
-alignment before them is with transformer-engine's. For microbatches of one rollout.
+attention is flash-attn-4's own public functions wherever it runs a model in bfloat16: in the calls
+that are timed, their warm-up, and the alignment before them. Microbatches are one rollout, or packs
+with `--baseline packed`.
 """
 
 from __future__ import annotations
@@ -12,47 +13,66 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
+
+import torch
 
 from megatron_prefix.bench import steps
 from megatron_prefix.cli.main import main
 from megatron_prefix.megatron.install import language_model
-from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.verify import align
 
 
-def attention(query: Any, key: Any, value: Any, *_: Any, packed_seq_params: Any = None, **__: Any):  # noqa: ANN201
-    """Megatron's core attention of one rollout: [s, 1, heads, dim] -> [s, 1, heads * dim]."""
-    if packed_seq_params is not None or query.shape[1] != 1:
-        raise SystemExit("benchmarks.stock_fa4 is for one rollout a microbatch: --baseline rollout")
+def attention(
+    query: Any, key: Any, value: Any, *_: Any, packed_seq_params: Any = None, **__: Any
+) -> Any:
+    """Megatron's core attention: [s, 1, heads, dim] -> [s, 1, heads * dim], of packs without 1."""
     library = importlib.import_module("flash_attn.cute")
-    rows = (x.transpose(0, 1) for x in (query, key, value))
-    out = library.flash_attn_func(*rows, causal=True)
-    out = out[0] if isinstance(out, tuple) else out
-    return out.flatten(2).transpose(0, 1)
+    if packed_seq_params is None:
+        if query.shape[1] != 1:
+            raise SystemExit("benchmarks.stock_fa4 is for microbatches of one rollout and packs")
+        rows = (x.transpose(0, 1) for x in (query, key, value))
+        return _alone(library.flash_attn_func(*rows, causal=True)).flatten(2).transpose(0, 1)
+    ends, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+    out = library.flash_attn_varlen_func(
+        query, key, value, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest,
+        max_seqlen_k=longest, causal=True,
+    )  # fmt: skip
+    return _alone(out).flatten(1)
+
+
+def _alone(out: Any) -> Any:
+    return out[0] if isinstance(out, tuple) else out
 
 
 @contextlib.contextmanager
 def with_fa4(chunks: list[Any]) -> Iterator[None]:
-    """All core attentions of the models replaced."""
+    """All core attentions of the models in bfloat16 replaced."""
     layers = [layer for chunk in chunks for layer in language_model(chunk).decoder.layers]
     with contextlib.ExitStack() as stack:
         for layer in layers:
-            core = layer.self_attention.core_attention
-            # An attribute of the instance, as the prefix schedule's hook is.
-            stack.enter_context(mock.patch.dict(vars(core), forward=attention))
+            core = getattr(layer.self_attention, "core_attention", None)
+            if core is not None and next(layer.parameters()).dtype == torch.bfloat16:
+                # An attribute of the instance, as the prefix schedule's hook is.
+                stack.enter_context(mock.patch.dict(vars(core), forward=attention))
         yield
 
 
-class _Run(steps._Run):
-    def timed(self, *arguments: Any) -> Any:
-        """See bench; with flash-attn-4 where the schedule is Megatron's."""
-        prefix = isinstance(self._schedule, PrefixSchedule)
-        with contextlib.nullcontext() if prefix else with_fa4(self._chunks):
-            return super().timed(*arguments)
+def stock_with_fa4() -> Callable[..., Any]:
+    """In the place of `stock_schedule` where both schedules are compared."""
+    stock = stock_schedule()
+
+    def schedule(**arguments: Any) -> Any:
+        model = arguments["model"]
+        with with_fa4(model if isinstance(model, list) else [model]):
+            return stock(**arguments)
+
+    return schedule
 
 
 if __name__ == "__main__":
-    steps._Run = _Run  # type: ignore[misc]
+    steps.stock_schedule = align.stock_schedule = stock_with_fa4  # type: ignore[assignment]
     raise SystemExit(main(["bench", *sys.argv[1:]]))

@@ -1,8 +1,8 @@
 """Hugging Face `config.json` -> ModelSpec, for Llama, Qwen and Nemotron-H families. [pure]
 
 The formats are those of transformers' LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig,
-Qwen3NextConfig and NemotronHConfig (transformers/models/*/configuration_*.py), where absent fields
-have the defaults used here.
+Qwen3NextConfig, Qwen3_5Config, Qwen3_5MoeConfig and NemotronHConfig
+(transformers/models/*/configuration_*.py), where absent fields have the defaults used here.
 Anything that Megatron-Core or the prefix schedule would compute differently is refused.
 """
 
@@ -105,7 +105,7 @@ def _dense(config: _Config, **family: Any) -> ModelSpec:
         "num_attention_heads": heads,
         "num_query_groups": config.size("num_key_value_heads", heads),
         "kv_channels": config.size("head_dim", config.size("hidden_size") // heads),
-        "ffn_hidden_size": config.size("intermediate_size"),
+        "ffn_hidden_size": family.get("ffn_hidden_size") or config.size("intermediate_size"),
         "vocab_size": config.size("vocab_size"),
         "max_position": config.size("max_position_embeddings", 32768),
         "rotary_base": float(base),
@@ -126,8 +126,8 @@ def _qwen3(config: _Config, **family: Any) -> ModelSpec:
     return _dense(config, qk_layernorm=True, **family)
 
 
-def _qwen3_next(config: _Config) -> ModelSpec:
-    """Qwen3-Next: GatedDeltaNet but for every fourth layer, and shared experts."""
+def _gated_delta(config: _Config) -> dict[str, Any]:
+    """GatedDeltaNet but for every fourth layer, and attention with an output gate."""
     layers, every = config.size("num_hidden_layers"), config.size("full_attention_interval", 4)
     kinds = config.values.get("layer_types")
     usual = ["linear_attention", "full_attention"]
@@ -138,16 +138,14 @@ def _qwen3_next(config: _Config) -> ModelSpec:
             "layer_types", "are not supported: Megatron-Core has attention in every n-th layer; use"
             " such a model",
         )  # fmt: skip
-    config.only("shared_expert_gate", True, "the shared expert has a gate")
+    config.only("attn_output_gate", True, "attention has an output gate")
     rope = config.values.get("rope_parameters") or {}
     turned = rope.get("partial_rotary_factor", config.number("partial_rotary_factor", 0.25))
-    return _qwen3_moe(
-        config,
-        kv_channels=config.size("head_dim", 256),
-        output_gate=True,
-        rotary_percent=turned,
-        moe_shared_width=config.size("shared_expert_intermediate_size", 512),
-        recurrent=GatedDelta(
+    return {
+        "kv_channels": config.size("head_dim", 256),
+        "output_gate": True,
+        "rotary_percent": turned,
+        "recurrent": GatedDelta(
             key_heads=config.size("linear_num_key_heads", 16),
             value_heads=config.size("linear_num_value_heads", 32),
             key_dim=config.size("linear_key_head_dim", 128),
@@ -155,7 +153,33 @@ def _qwen3_next(config: _Config) -> ModelSpec:
             attention_every=every,
             conv_width=config.size("linear_conv_kernel_dim", 4),
         ),
-    )
+    }
+
+
+def _qwen3_next(config: _Config, **family: Any) -> ModelSpec:
+    """Qwen3-Next: shared experts as well."""
+    config.only("shared_expert_gate", True, "the shared expert has a gate")
+    shared = config.size("shared_expert_intermediate_size", 512)
+    return _qwen3_moe(config, moe_shared_width=shared, **_gated_delta(config), **family)
+
+
+def _qwen3_5(config: _Config) -> ModelSpec:
+    return _qwen3(config, **_gated_delta(config))
+
+
+def _qwen3_5_moe(config: _Config) -> ModelSpec:
+    """As Qwen3-Next; what the config no longer says is always so."""
+    width = config.size("moe_intermediate_size")
+    return _qwen3_next(config, moe_normalize_top_k=True, ffn_hidden_size=width)
+
+
+def _language_model(config: _Config) -> ModelSpec:
+    """Of a model that also sees: without what sees."""
+    inner = config.values.get("text_config")
+    if not isinstance(inner, dict) or inner.get("model_type") not in _FAMILIES:
+        raise config.wrong("text_config", "is missing or of an unknown family; fix the file")
+    text = _Config(config.path, inner)
+    return _FAMILIES[inner["model_type"]](text)
 
 
 _SYMBOLS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*",
@@ -236,10 +260,9 @@ def _qwen3_moe(config: _Config, **family: Any) -> ModelSpec:
         num_experts=config.size(experts),
         moe_ffn_hidden_size=config.size("moe_intermediate_size"),
         moe_top_k=config.size("num_experts_per_tok"),
-        moe_normalize_top_k=config.flag("norm_topk_prob"),
         moe_aux_loss_coeff=float(config.number("router_aux_loss_coef", 0.001)),
         moe_layers=None if all(flags) else flags,
-        **family,
+        **{"moe_normalize_top_k": config.flag("norm_topk_prob"), **family},
     )
 
 
@@ -249,6 +272,10 @@ _FAMILIES: dict[Any, Callable[[_Config], ModelSpec]] = {
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
+    "qwen3_5": _language_model,
+    "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe": _language_model,
+    "qwen3_5_moe_text": _qwen3_5_moe,
     "nemotron_h": _nemotron_h,
 }
 

@@ -269,7 +269,8 @@ class ModelSpec:
 
 # The tiny ones have larger initial weights than real models, so that a wrong term in attention or
 # gradients is visible. Real shapes: config.json of Meta-Llama-3-8B, Qwen3-0.6B, Qwen3-8B,
-# Qwen3-30B-A3B and Qwen3-Next-80B-A3B-Instruct.
+# Qwen3-30B-A3B and Qwen3-Next-80B-A3B-Instruct; of Qwen3.5-9B the defaults of transformers'
+# Qwen3_5TextConfig (5.17).
 PRESETS: dict[str, ModelSpec] = {
     spec.name: spec
     for spec in (
@@ -394,6 +395,22 @@ PRESETS: dict[str, ModelSpec] = {
             moe_ffn_hidden_size=768,
             moe_top_k=8,
             moe_aux_loss_coeff=1e-3,
+        ),
+        ModelSpec(
+            name="qwen3.5-9b",
+            num_layers=32,
+            hidden_size=4096,
+            num_attention_heads=16,
+            num_query_groups=4,
+            kv_channels=256,
+            ffn_hidden_size=12288,
+            vocab_size=248320,
+            max_position=262144,
+            rotary_base=1e7,
+            rotary_percent=0.25,
+            qk_layernorm=True,
+            output_gate=True,
+            recurrent=GatedDelta(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
         ),
         ModelSpec(
             name="qwen3-next-80b-a3b",

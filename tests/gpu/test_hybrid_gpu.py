@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -32,8 +33,12 @@ def _rank() -> Iterator[None]:
 
 
 def test_no_action_of_a_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Roots, chunks and waves, forward and backward; the first step compiles."""
-    spec = resolve("tiny-qwen3-next").with_vocab(VOCAB)
+    """Roots, chunks and waves, forward and backward; the first step compiles.
+
+    With the rule's real widths, whose kernels others need as well (benchmarks/compile_fla.py).
+    """
+    spec = resolve("qwen3.5-9b", num_layers=4, hidden_size=256, ffn_hidden_size=256)
+    spec = dataclasses.replace(spec, vocab_size=None).with_vocab(VOCAB)
     chunks = build_model(spec, dtype="bfloat16", device=DEVICE, layer_spec="local")
     schedule = PrefixSchedule(PrefixConfig(min_gain=0, segment_tokens=64, chunk_tokens=16))
     stock, steps = Executor.run, []

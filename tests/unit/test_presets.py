@@ -303,6 +303,29 @@ QWEN3_NEXT = {
     "rope_theta": 10000000,
     "shared_expert_intermediate_size": 512,
 }
+QWEN3_5 = {
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+    "linear_num_value_heads": 32,
+    "max_position_embeddings": 262144,
+    "model_type": "qwen3_5_text",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 4,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "vocab_size": 248320,
+}
 NEMOTRON_H = {
     "architectures": ["NemotronHForCausalLM"],
     "attention_bias": False,
@@ -342,6 +365,24 @@ def test_qwen3_next_is_its_preset(tmp_path) -> None:
     assert hf.load(config_file(tmp_path, listed)) == found
 
 
+def test_qwen3_5_is_its_preset_whether_it_sees_or_not(tmp_path) -> None:
+    found = hf.load(config_file(tmp_path, QWEN3_5))
+    assert dataclasses.replace(found, name="qwen3.5-9b") == PRESETS["qwen3.5-9b"]
+    assert found.parameters() == pytest.approx(9e9, rel=1e-2)
+    seeing = {"model_type": "qwen3_5", "text_config": QWEN3_5, "vision_config": {"depth": 27}}
+    assert hf.load(config_file(tmp_path, seeing)) == found
+
+
+def test_qwen3_5_moe_is_qwen3_next_with_other_sizes(tmp_path) -> None:
+    """Its config says less: all layers have experts, whose weights add up to one."""
+    said = ("decoder_sparse_step", "intermediate_size", "mlp_only_layers", "norm_topk_prob")
+    text = {name: value for name, value in QWEN3_NEXT.items() if name not in said}
+    text |= {"model_type": "qwen3_5_moe_text", "num_experts": 256}
+    found = hf.load(config_file(tmp_path, {"model_type": "qwen3_5_moe", "text_config": text}))
+    next_ = hf.load(config_file(tmp_path, QWEN3_NEXT))
+    assert found == dataclasses.replace(next_, num_experts=256, ffn_hidden_size=512)
+
+
 def test_nemotron_h_has_layers_of_three_kinds(tmp_path) -> None:
     found = hf.load(config_file(tmp_path, NEMOTRON_H))
     assert [found.kind(layer) for layer in range(10)].count("recurrent") == 5
@@ -363,6 +404,9 @@ def test_nemotron_h_has_layers_of_three_kinds(tmp_path) -> None:
             {**NEMOTRON_H, "hybrid_override_pattern": "MEM*"},
             "hybrid_override_pattern 'MEM.' is not",
         ),
+        ({**QWEN3_5, "attn_output_gate": False}, "attn_output_gate False is not supported"),
+        ({"model_type": "qwen3_5"}, "text_config is missing"),
+        ({"model_type": "qwen3_5_moe", "text_config": {"model_type": "t5"}}, "unknown family"),
         ({**NEMOTRON_H, "conv_kernel": 3}, "conv_width 3 is not supported"),
         ({**NEMOTRON_H, "mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported"),
         ({**NEMOTRON_H, "use_conv_bias": False}, "use_conv_bias False is not supported"),
