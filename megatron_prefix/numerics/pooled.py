@@ -52,7 +52,8 @@ class Errors:
         for name, each in (*named.items(), *self._forward.items()):
             ratio, most = _pooled(each), policy.error_ratio([_ratio(*one) for one in each])
             if not ratio <= most:
-                outside.append((ratio, f"error ratio of {name}: {ratio:.3f} exceeds {most:.3f}"))
+                above = f"error ratio of {name}: {ratio:.3f} exceeds {most:.3f}"
+                outside.append((ratio, _not_finite(name, each) or above))
         ratios = [_pooled(each) for each in self._gradients.values()]
         failures = (*verdict.failures, *(line for _, line in sorted(outside, reverse=True)))
         return replace(
@@ -79,6 +80,13 @@ def _ratio(stock: float, ours: float) -> float:
     if not (math.isfinite(stock) and math.isfinite(ours)):
         return math.inf
     return 1.0 if ours == stock else ours / stock if stock else math.inf
+
+
+def _not_finite(name: str, each: Sequence[tuple[float, float]]) -> str:
+    """Which schedule's values have no error to speak of; empty where both have."""
+    pairs = zip(("stock", "prefix"), _summed(each), strict=True)
+    wrong = " and the ".join(who for who, error in pairs if not math.isfinite(error))
+    return wrong and f"{name}: NaN or infinite with the {wrong} schedule"
 
 
 def _pooled(each: Sequence[tuple[float, float]]) -> float:

@@ -274,7 +274,7 @@ def trace(values: Tensor) -> Trace:
     return Trace(values, {"weight": values}, {"weight": values.bfloat16()}, logprobs=values)
 
 
-def judged(scales: list[float], bad: float = 1.0) -> Verdict:
+def judged(scales: list[float], bad: float = 1.0, bad_stock: float = 1.0) -> Verdict:
     """A verdict over draws in which the prefix schedule's error is `scales` times stock's."""
     generator = torch.Generator().manual_seed(0)
     errors, verdict = Errors(), None
@@ -283,6 +283,7 @@ def judged(scales: list[float], bad: float = 1.0) -> Verdict:
         stock = trace(truth + noise(generator, 0.01))
         ours = trace(truth + noise(generator, 0.01 * scale))
         ours.gradients["weight"] = ours.gradients["weight"] * bad
+        stock.gradients["weight"] = stock.gradients["weight"] * bad_stock
         errors.add(stock, ours, trace(truth))
         verdict = verdict or compare(stock, ours, conditions(torch.bfloat16))
     assert verdict is not None
@@ -323,9 +324,15 @@ def test_a_wrong_gradient_fails_although_the_forward_is_right() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_fails(value: float) -> None:
-    verdict = judged([1.0] * DRAWS, bad=value)
+@pytest.mark.parametrize("wrong", [("stock",), ("prefix",), ("stock", "prefix")])
+def test_what_is_not_finite_fails(value: float, wrong: tuple[str, ...]) -> None:
+    bad, bad_stock = (value if who in wrong else 1.0 for who in ("prefix", "stock"))
+    verdict = judged([1.0] * DRAWS, bad, bad_stock)
     assert not verdict.passed and verdict.grad_error_ratio_max == float("inf")
+    schedules = " and the ".join(wrong)
+    assert verdict.failures[-1] == (
+        f"gradient of weight: NaN or infinite with the {schedules} schedule"
+    )
 
 
 @pytest.mark.parametrize(("bad", "passes"), [(1.0, True), (1.5, False), (math.nan, False)])
