@@ -36,7 +36,7 @@ bench=(megatron_prefix bench)
 [ "${STOCK:-$([ "$baseline" = packed ] && echo fa4 || echo te)}" = te ] || bench=(benchmarks.stock_fa4)
 
 timed() { # NAME, ARGUMENTS
-    python3 -m "${bench[@]}" "${model[@]}" \
+    python3 -m "${bench[@]}" "${model[@]}" --progress \
         --dtype bfloat16 --device cuda --layer-spec te --baseline "$baseline" --align-layers 4 \
         --warm-up-calls 2 --repeats 3 --bench-json "$output/$1.json" "${@:2}" "${options[@]}" || status=1
 }

@@ -141,11 +141,15 @@ class _Run:
 
 
 def aligned(
-    options: ModelOptions, setting: Setting, configs: Sequence[PrefixConfig], num_layers: int
+    options: ModelOptions,
+    setting: Setting,
+    configs: Sequence[PrefixConfig],
+    num_layers: int,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> list[align.Alignment]:
     """Aligns the two schedules on small groups with a model of the same kind and few layers, at
     least one a stage and one of every kind, with each of several configurations; all ranks call
-    this."""
+    this. `advance` is called with 1 after every draw."""
     layout, spec, baseline = setting.layout, setting.spec, setting.baseline
     stages = layout.pp * layout.vpp
     least = -(-max(num_layers, spec.num_different, 1) // stages) * stages
@@ -163,6 +167,7 @@ def aligned(
                 chunks, mine, config, seed=options.seed, multiple=layout.alignment,
                 reference=exact, baseline=baseline, least=packs,
                 num_tokens=sum(len(r) - 1 for group in groups for r in group.rollouts),
+                advance=advance,
             )  # fmt: skip
             found.append(align.over_ranks(verdict))
         return found

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     spec = presets.resolve(options.model, **dict(options.overrides))
     groups, dropped = load_groups(args, spec.vocab_size)
     spec, groups = fit_vocabulary(options, groups)
-    job = (options, spec, layout, groups, config, baseline)
+    job = (options, spec, layout, groups, config, baseline, args)
     result = runtime.launch(align_rank, layout.world_size, *job, device=args.device)
     if os.environ.get("RANK", "0") == "0":  # one of torchrun's ranks speaks
         _print(args, result, dropped)
@@ -77,9 +77,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def align_rank(
-    options: Any, spec: Any, layout: Any, groups: list, config: Any, baseline: Any
+    options: Any,
+    spec: Any,
+    layout: Any,
+    groups: list,
+    config: Any,
+    baseline: Any,
+    args: argparse.Namespace | None = None,
 ) -> Any:
-    """One rank's part; returns the verdict over all ranks."""
+    """One rank's part; returns the verdict over all ranks. With `args` the first rank shows the
+    progress."""
     from megatron_prefix import runtime
     from megatron_prefix.verify import align
 
@@ -88,17 +95,12 @@ def align_rank(
         chunks = options.build(spec, layout)
         exact = options.reference(spec, layout, chunks) if options.dtype == "bfloat16" else None
         mine, least = align.of_this_rank(spec, layout, groups, config, baseline)
-        verdict = align.align(
-            chunks,
-            mine,
-            config,
-            seed=options.seed,
-            multiple=layout.alignment,
-            reference=exact,
-            num_tokens=sum(len(rollout) - 1 for group in groups for rollout in group.rollouts),
-            baseline=baseline,
-            least=least,
-        )
+        with report.draws_aligned(args, options.dtype) as advance:
+            verdict = align.align(
+                chunks, mine, config, seed=options.seed, multiple=layout.alignment,
+                reference=exact, baseline=baseline, least=least, advance=advance,
+                num_tokens=sum(len(rollout) - 1 for group in groups for rollout in group.rollouts),
+            )  # fmt: skip
         return align.over_ranks(verdict)
     finally:
         runtime.shutdown()

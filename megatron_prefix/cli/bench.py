@@ -189,7 +189,8 @@ def bench_rank(
     layout = setting.layout
     runtime.initialize(layout, options.device, options.seed, options.message_timeout_minutes)
     try:
-        [verdict] = steps.aligned(options, setting, [config], args.align_layers)
+        with report.draws_aligned(args, options.dtype) as advance:
+            [verdict] = steps.aligned(options, setting, [config], args.align_layers, advance)
         if not verdict.passed:
             return verdict, [], []
         chunks = options.build(setting.spec, layout)

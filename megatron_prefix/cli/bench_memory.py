@@ -92,7 +92,8 @@ def _measure(
         policies = sorted({way.policy for way in ways} - {memory.STOCK})
         configs = [replace(config, memory=policy) for policy in policies]
         setting = Setting(spec, layout, Baseline("rollout"), args.seed)
-        verdicts = steps.aligned(options, setting, configs, args.align_layers)
+        with report.draws_aligned(args, options.dtype, len(configs)) as advance:
+            verdicts = steps.aligned(options, setting, configs, args.align_layers, advance)
         failures = [
             f"{policy}: {failure}"
             for policy, verdict in zip(policies, verdicts, strict=True)

@@ -123,6 +123,28 @@ def progress(
 
 
 @contextlib.contextmanager
+def draws_aligned(
+    args: argparse.Namespace | None, dtype: str, times: int = 1
+) -> Iterator[Callable[[int], None]]:
+    """The progress of an alignment, on a rank of a job; the first rank shows it.
+
+    Args:
+        args: the parsed arguments; None shows nothing.
+        dtype: of the model.
+        times: alignments in a row.
+    """
+    import torch
+
+    from megatron_prefix.verify.align import num_draws
+
+    if args is None or torch.distributed.get_rank():
+        yield lambda count: None
+        return
+    with progress(args, "draws aligned", times * num_draws(dtype)) as advance:
+        yield advance
+
+
+@contextlib.contextmanager
 def _bar(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
     from rich import progress as bars
     from rich.console import Console

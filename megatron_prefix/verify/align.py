@@ -178,6 +178,7 @@ def align(
     num_tokens: int | None = None,
     baseline: Baseline = ROLLOUT,
     least: int = 1,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> Alignment:
     """Compares the two schedules on one rank's rollouts.
 
@@ -194,6 +195,7 @@ def align(
             this rank's are all.
         baseline: the microbatches of both schedules.
         least: packed microbatches to make at least; see `rl.baseline.num_packs`.
+        advance: called with 1 after every draw, of which there are `num_draws`.
 
     Raises:
         UserError: the model cannot run them.
@@ -212,13 +214,16 @@ def align(
         raise RuntimeError("the prefix schedule left no report")
     conditions = snapshot.conditions(chunks, items, tokens=num_tokens or raw, lr=LR, eps=ADAM_EPS)
     verdict = compare.compare(expected, found, conditions)
-    if exact is not None:
+    if exact is None:
+        advance(1)
+    else:
         errors = Errors()
         for draw in range(DRAWS):
             if draw:
                 items, expected, found = _draw(draw, ours, chunks, make, seed)
             truth = run_step(stock_schedule(), exact, items, optimize=False)
             errors.add(expected, found, truth)
+            advance(1)
         verdict = errors.judged(verdict)
     executed = ours.report.forest.executed_tokens
     packs = baseline.pack_tokens if baseline.packed else 0
@@ -226,6 +231,11 @@ def align(
         **vars(verdict), raw_tokens=raw, executed_tokens=executed, baseline=baseline.name,
         pack_tokens=packs, microbatches=len(items), compared_with=_compared_with(chunks),
     )  # fmt: skip
+
+
+def num_draws(dtype: str) -> int:
+    """Draws of tokens and advantages that `align` compares in a dtype."""
+    return DRAWS if dtype == "bfloat16" else 1
 
 
 def of_this_rank(

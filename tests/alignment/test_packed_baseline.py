@@ -57,9 +57,10 @@ def test_a_packed_rollout_has_the_log_probs_it_has_alone(name: str) -> None:
 
 def aligned(text: str) -> dict[str, Any]:
     """In a process of its own: a world of one rank would run in this one."""
-    arguments = f"--groups 2 --max-tokens 96 --set num_layers=1 --json {text}".split()
+    arguments = f"--groups 2 --max-tokens 96 --set num_layers=1 --json --progress {text}".split()
     done = command("align", "--rollouts", BUNDLED, *arguments)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("draws aligned: 1 of 1") == 1  # by one of the ranks
     result: dict[str, Any] = json.loads(done.stdout)
     assert result["passed"] and result["grad_max_rel_diff"] < 1e-12
     assert result["compared"]["losses"] == result["microbatches"]
