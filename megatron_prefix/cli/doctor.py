@@ -70,8 +70,9 @@ def examine(device: str | None = None, model: str | None = None) -> dict[str, An
     tried, what turns the schedule on, and what keeps groups together; devices; kernels, by dtype
     and name None or why it does not work; chosen, the kernel that "auto" takes by dtype; why, the
     same with the reason; recurrent, by Megatron's recurrent module None or why its kernels do not
-    work; refused_features, what to do about each; extras, by name the missing packages and the
-    command; model, its name and the features in its way, or None.
+    work; stock_packs, what is wrong with transformer-engine's attention of packs, which stock steps
+    run, or None; refused_features, what to do about each; extras, by name the missing packages and
+    the command; model, its name and the features in its way, or None.
 
     Args:
         device: "cpu" or "cuda"; None: "cuda" where torch sees a GPU.
@@ -94,6 +95,7 @@ def examine(device: str | None = None, model: str | None = None) -> dict[str, An
         "chosen": {},
         "why": {},
         "recurrent": {},
+        "stock_packs": None,
         "refused_features": {},
         "extras": extras,
         "model": None,
@@ -194,13 +196,14 @@ def _what_runs(device: str, spec: ModelSpec | None) -> dict[str, Any]:
     platforms.select(device)
     import torch
 
-    from megatron_prefix.attention import kernels
+    from megatron_prefix.attention import kernels, stock_packs
     from megatron_prefix.megatron import features, modules
     from megatron_prefix.recurrent import probe
 
     features.check_version()
     width = spec.kv_channels if spec else HEAD_DIM
-    group = spec.num_attention_heads // spec.num_query_groups if spec else GROUP
+    heads, kv_heads = (spec.num_attention_heads, spec.num_query_groups) if spec else (GROUP, 1)
+    group = heads // kv_heads
     reasons, chosen, why = {}, {}, {}
     for name in DTYPES:
         dtype = getattr(torch, name)
@@ -212,6 +215,7 @@ def _what_runs(device: str, spec: ModelSpec | None) -> dict[str, Any]:
         "chosen": chosen,
         "why": why,
         "recurrent": _recurrent(probe.refusals, device, spec),
+        "stock_packs": stock_packs.refusal(heads, kv_heads, width) if device == "cuda" else None,
         "refused_features": {name: fix for name, _, fix in features.REFUSED} | modules.REFUSED,
         "model": _check_model(spec, torch.device(device)) if spec else None,
     }
@@ -270,6 +274,9 @@ def _print(report: Mapping[str, Any]) -> None:
     if report["recurrent"]:
         works = {name: why or "works" for name, why in report["recurrent"].items()}
         print_facts(f"kernels of recurrent layers on {report['device']}", works)
+    if report["stock_packs"]:
+        fix = "use another attention in stock steps, such as flash-attn"
+        print_facts("packs", {"transformer-engine": f"{report['stock_packs']}; {fix}"})
     _print_table(
         "features that the prefix schedule refuses",
         ["Megatron's option", "what to do"],

@@ -191,5 +191,11 @@ def test_trainers_that_are_installed_are_listed_with_what_was_tried(monkeypatch,
 
 EMPTY = {
     "ok": True, "problems": [], "device": "cpu", "versions": {}, "devices": [], "kernels": {},
-    "chosen": {}, "why": {}, "recurrent": {}, "refused_features": {}, "extras": {}, "model": None,
+    "chosen": {}, "why": {}, "recurrent": {}, "stock_packs": None, "refused_features": {},
+    "extras": {}, "model": None,
 }  # fmt: skip
+
+
+def test_what_is_wrong_with_stock_packs_is_printed_with_the_fix(capsys):
+    doctor._print({**EMPTY, "stock_packs": "wrong gradient of keys"})
+    assert "wrong gradient of keys; use another attention" in capsys.readouterr().out
