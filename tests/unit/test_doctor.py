@@ -197,5 +197,5 @@ EMPTY = {
 
 
 def test_what_is_wrong_with_stock_packs_is_printed_with_the_fix(capsys):
-    doctor._print({**EMPTY, "stock_packs": "wrong gradient of keys"})
+    doctor._print({**EMPTY, "trainers": {}, "stock_packs": "wrong gradient of keys"})
     assert "wrong gradient of keys; use another attention" in capsys.readouterr().out
