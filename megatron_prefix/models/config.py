@@ -274,7 +274,6 @@ def _kernels(
         "use_cpu_initialization": device.type == "cpu",
         "masked_softmax_fusion": False,
         "bias_activation_fusion": has_bias_kernel,
-        "bias_dropout_fusion": fused,
         "apply_rope_fusion": with_te,
         "moe_permute_fusion": False,
         "moe_grouped_gemm": with_te and spec.is_moe,
