@@ -31,6 +31,9 @@ status=0
 model=(--model "${MODEL:-qwen3.5-9b}" --set num_layers=12)
 if [ "${MODEL:-}" = qwen3-next-80b-a3b ]; then
     model+=(--set "num_experts=${EXPERTS:-none}" --set ffn_hidden_size=5632)
+elif [ -n "${EXPERTS:-}" ]; then
+    echo "EXPERTS: only with MODEL=qwen3-next-80b-a3b" >&2
+    exit 2
 fi
 bench=(megatron_prefix bench)
 [ "${STOCK:-$([ "$baseline" = packed ] && echo fa4 || echo te)}" = te ] || bench=(benchmarks.stock_fa4)
@@ -45,7 +48,7 @@ for row in ${ROWS:-waves chunks steps}; do
     waves) timed waves --set vocab_size=32768 --shapes 10240:2048:8 16384:64:9 ;;
     chunks) timed chunks --set vocab_size=32768 --shapes 10240:2048:8 --chunk-tokens 2048 ;;
     steps)
-        # As many tokens as the tokenizer of the rollouts has; with Qwen3.5's own 248,320 alignment needs 140 GB.
+        # As many tokens as the tokenizer of the rollouts has; with Qwen3.5's own 248,320 alignment ran out of 140 GB.
         timed steps --set vocab_size=151936 --rollouts "$data"/{tau_airline,rag_musique}.jsonl.gz --step-tokens 100000 --warm-up 1 --steps 3 \
             --rehearse
         ;;

@@ -173,8 +173,9 @@ def aligned(
         return found
     finally:
         del chunks, exact
-        # Versions of a function that torch.compile has made for these models count against its
-        # limit, beyond which it compiles no more.
-        torch.compiler.reset()
+        if options.device == "cuda":
+            # Versions of a function that torch.compile has made for these models count against its
+            # limit, beyond which it compiles no more.
+            torch.compiler.reset()
         forget_logged_losses()  # Megatron's log is as long as this model has layers
         free_memory()

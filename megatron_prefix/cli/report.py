@@ -164,9 +164,13 @@ def _bar(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
 @contextlib.contextmanager
 def _lines(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
     begin = last = time.monotonic()
-    done = 0
+    done, said = 0, -1
 
     def line() -> None:
+        nonlocal said
+        if said == done:
+            return
+        said = done
         of = "" if total is None else f" of {total}"
         seconds = time.monotonic() - begin
         print(f"{what}: {done}{of}, {seconds:.0f} s", file=sys.stderr, flush=True)

@@ -16,16 +16,16 @@ from megatron_prefix.recurrent.rebound import rebound
 KERNEL = "te_parallel_cross_entropy"  # as Megatron's module of language models has it
 
 
-def without_waiting(method: Any) -> Callable[..., Any] | None:
+def without_waiting(method: Any, config: Any) -> Callable[..., Any] | None:
     """A language model's `compute_language_model_loss` that asks nothing; None where it is not
-    Megatron's, or there is no transformer-engine."""
+    Megatron's, or does not use transformer-engine's cross entropy."""
     names = getattr(getattr(method, "__func__", None), "__globals__", {})
-    stock = names.get(KERNEL)
-    if stock is None:
+    used = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te"
+    if not used or KERNEL not in names:
         return None
 
     def kernel(logits: Any, labels: Any, group: Any, *_: Any) -> Any:
         # Megatron passes it on from transformer-engine 2.7 on, which has the choice.
-        return stock(logits, labels, group, True)
+        return names[KERNEL](logits, labels, group, True)
 
     return rebound(method, **{KERNEL: kernel})

@@ -119,9 +119,9 @@ class Hooks:
         self._undo.append(lambda: delattr(self.model, _INSTALLED))
 
     def _override_loss(self) -> None:
-        stock = self.model.compute_language_model_loss
-        in_segments = without_waiting(stock)
-        if in_segments is None:
+        stock = getattr(self.model, "compute_language_model_loss", None)
+        in_segments = without_waiting(stock, self.model.config)
+        if stock is None or in_segments is None:
             return
 
         def loss(*args: Any, **kwargs: Any) -> Tensor:
@@ -287,6 +287,8 @@ class Hooks:
         setattr(module, name, method)
 
         def undo() -> None:
+            if module.__dict__.get(name) is not method:
+                return  # somebody has put another in its place
             delattr(module, name)
             if before is not None:
                 setattr(module, name, before)

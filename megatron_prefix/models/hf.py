@@ -142,6 +142,7 @@ def _gated_delta(config: _Config) -> dict[str, Any]:
     rope = config.values.get("rope_parameters") or {}
     turned = rope.get("partial_rotary_factor", config.number("partial_rotary_factor", 0.25))
     return {
+        "num_query_groups": config.size("num_key_value_heads"),  # defaults differ by model
         "kv_channels": config.size("head_dim", 256),
         "output_gate": True,
         "rotary_percent": turned,
@@ -169,6 +170,9 @@ def _qwen3_5(config: _Config) -> ModelSpec:
 
 def _qwen3_5_moe(config: _Config) -> ModelSpec:
     """As Qwen3-Next; what the config no longer says is always so."""
+    config.only("norm_topk_prob", True, "the weights of a token's experts add up to one")
+    config.only("decoder_sparse_step", 1, "every layer has experts")
+    config.only("mlp_only_layers", [], "every layer has experts")
     width = config.size("moe_intermediate_size")
     return _qwen3_next(config, moe_normalize_top_k=True, ffn_hidden_size=width)
 
@@ -178,8 +182,10 @@ def _language_model(config: _Config) -> ModelSpec:
     inner = config.values.get("text_config")
     if not isinstance(inner, dict) or inner.get("model_type") not in _FAMILIES:
         raise config.wrong("text_config", "is missing or of an unknown family; fix the file")
-    text = _Config(config.path, inner)
-    return _FAMILIES[inner["model_type"]](text)
+    # The whole model ties its embeddings, so what it says of them holds.
+    tied = config.values.get("tie_word_embeddings")
+    text = inner if tied is None else {**inner, "tie_word_embeddings": tied}
+    return _FAMILIES[inner["model_type"]](_Config(config.path, text))
 
 
 _SYMBOLS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*",

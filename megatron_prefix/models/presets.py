@@ -269,8 +269,8 @@ class ModelSpec:
 
 # The tiny ones have larger initial weights than real models, so that a wrong term in attention or
 # gradients is visible. Real shapes: config.json of Meta-Llama-3-8B, Qwen3-0.6B, Qwen3-8B,
-# Qwen3-30B-A3B and Qwen3-Next-80B-A3B-Instruct; of Qwen3.5-9B the defaults of transformers'
-# Qwen3_5TextConfig (5.17).
+# Qwen3-30B-A3B and Qwen3-Next-80B-A3B-Instruct. Of Qwen3.5-9B widths and number of layers are the
+# defaults of transformers' Qwen3_5TextConfig (5.17), positions and rotary base those of Qwen3-Next.
 PRESETS: dict[str, ModelSpec] = {
     spec.name: spec
     for spec in (

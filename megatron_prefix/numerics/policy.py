@@ -37,6 +37,9 @@ queries and keys have no gradient where a query sees one key, and what is left i
 
 ERROR_RATIO = 1.1
 """In 16 bit: error against fp32, over that of the stock schedule."""
+WRONG_BASELINE = 0.1
+"""In 16 bit: a gradient of the stock schedule that is off by more than this part of its norm, where
+the prefix schedule's error is less than this part of that, is wrong. Roundings are alike."""
 DRIFT_RATIO = 2.0
 """Two runs of many steps, one with either schedule: their distance over that of two stock runs."""
 DRAWS = 8

@@ -130,7 +130,8 @@ class _Leave(torch.autograd.Function):
 
 
 def _summed(gradient: Tensor, numbers: int | Tensor) -> Tensor:
-    """Sums of neighbours, in fp32 or wider and always in one order: [runs, ...]."""
+    """Sums of neighbours, in fp32 or wider and always in one order: [runs, ...]; runs of one as
+    they are."""
     if isinstance(numbers, int):
         runs = gradient.unflatten(0, (-1, numbers))
         return runs.sum(1, dtype=wide(gradient)) if numbers > 1 else runs.squeeze(1)

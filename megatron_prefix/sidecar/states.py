@@ -81,7 +81,7 @@ class StateCache:
         return arena.read(self.states.seen[index], rows)
 
     def add_state_gradients(self, layer: int, index: int, rows: Tensor, gradients: Both) -> None:
-        """Adds what a segment sends back to rows, all different, in fp32 or wider."""
+        """Adds what a segment sends back to rows, all different; the sums are fp32 or wider."""
         arena = self._with(layer, index, self.states.seen[index])
         arena.add(self.states.seen[index], rows, gradients)
 

@@ -60,7 +60,7 @@ def aligned(text: str) -> dict[str, Any]:
     arguments = f"--groups 2 --max-tokens 96 --set num_layers=1 --json --progress {text}".split()
     done = command("align", "--rollouts", BUNDLED, *arguments)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("draws aligned: 1 of 1") == 1  # by one of the ranks
+    assert "draws aligned: 1 of 1" in done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     assert result["passed"] and result["grad_max_rel_diff"] < 1e-12
     assert result["compared"]["losses"] == result["microbatches"]

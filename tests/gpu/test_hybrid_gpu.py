@@ -32,14 +32,19 @@ def _rank() -> Iterator[None]:
     runtime.shutdown()
 
 
-def test_no_action_of_a_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layers", ["local", "te"])
+def test_no_action_of_a_step_waits_for_the_device(
+    layers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Roots, chunks and waves, forward and backward; the first step compiles.
 
     With the rule's real widths, whose kernels others need as well (benchmarks/compile_fla.py).
     """
+    if layers == "te":  # with its cross entropy, too
+        pytest.importorskip("transformer_engine.pytorch")
     spec = resolve("qwen3.5-9b", num_layers=4, hidden_size=256, ffn_hidden_size=256)
     spec = dataclasses.replace(spec, vocab_size=None).with_vocab(VOCAB)
-    chunks = build_model(spec, dtype="bfloat16", device=DEVICE, layer_spec="local")
+    chunks = build_model(spec, dtype="bfloat16", device=DEVICE, layer_spec=layers)
     schedule = PrefixSchedule(PrefixConfig(min_gain=0, segment_tokens=64, chunk_tokens=16))
     stock, steps = Executor.run, []
 

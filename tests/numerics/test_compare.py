@@ -335,6 +335,24 @@ def test_what_is_not_finite_fails(value: float, wrong: tuple[str, ...]) -> None:
     )
 
 
+@pytest.mark.parametrize(("bad_stock", "passes"), [(1.0, True), (1.05, True), (1.3, False)])
+def test_a_wrong_baseline_is_no_alignment(bad_stock: float, passes: bool) -> None:
+    """5 % are five times the prefix schedule's error, which may be rounding; 30 % are not."""
+    verdict = judged([1.0] * DRAWS, bad_stock=bad_stock)
+    assert verdict.passed is passes and verdict.grad_error_ratio_max < 1.1
+    if not passes:
+        [line] = verdict.failures
+        assert line.startswith("gradient of weight: the stock schedule's is off by 30% of its norm")
+
+
+def test_a_reference_that_is_not_finite_blames_no_schedule() -> None:
+    errors, good = Errors(), trace(torch.ones(SIZE, dtype=torch.float64))
+    verdict = compare(good, good, conditions(torch.bfloat16))
+    errors.add(good, good, trace(torch.full((SIZE,), math.nan, dtype=torch.float64)))
+    lines = errors.judged(verdict).failures
+    assert lines and all("NaN or infinite in the reference" in line for line in lines)
+
+
 @pytest.mark.parametrize(("bad", "passes"), [(1.0, True), (1.5, False), (math.nan, False)])
 def test_experts_of_a_layer_are_judged_together(bad: float, passes: bool) -> None:
     """In each draw another token goes to another expert than in fp32, once in each schedule."""

@@ -155,7 +155,17 @@ def test_progress_lines_come_now_and_then(capsys, monkeypatch) -> None:
     args = SimpleNamespace(progress=True)
     assert list(report.watched(args, "abc", "letters", total=3)) == ["a", "b", "c"]
     lines = capsys.readouterr().err.splitlines()
-    assert lines == [f"letters: {n} of 3, 0 s" for n in (1, 2, 3, 3)]
+    assert lines == [f"letters: {n} of 3, 0 s" for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, ["draws aligned: 2 of 2, 0 s"]), (1, [])])
+def test_the_first_rank_shows_what_is_aligned(capsys, monkeypatch, rank, said) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    with report.draws_aligned(SimpleNamespace(progress=True), "float64", times=2) as advance:
+        advance(2)
+    assert capsys.readouterr().err.splitlines() == said
 
 
 def test_a_terminal_gets_a_bar(capsys, monkeypatch) -> None:

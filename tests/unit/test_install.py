@@ -155,6 +155,22 @@ def test_an_override_that_segments_would_leave_out_is_refused(place: str) -> Non
         install(model)
 
 
+def test_what_somebody_has_put_over_a_hook_stays() -> None:
+    model = small_model()
+    install(model)
+    core = unwrap(model).decoder.layers[0].self_attention.core_attention
+    hooked = core.forward
+
+    def over(*args: Any, **kwargs: Any) -> Any:
+        return hooked(*args, **kwargs)
+
+    core.forward = over
+    uninstall(model)
+    assert core.forward is over
+    assert "forward" not in vars(unwrap(model).decoder.layers[1].self_attention.core_attention)
+    stock(model)
+
+
 def test_installing_twice_is_installing_once() -> None:
     model = small_model()
     plain = state_of(model)

@@ -371,6 +371,8 @@ def test_qwen3_5_is_its_preset_whether_it_sees_or_not(tmp_path) -> None:
     assert found.parameters() == pytest.approx(9e9, rel=1e-2)
     seeing = {"model_type": "qwen3_5", "text_config": QWEN3_5, "vision_config": {"depth": 27}}
     assert hf.load(config_file(tmp_path, seeing)) == found
+    tied = hf.load(config_file(tmp_path, {**seeing, "tie_word_embeddings": True}))
+    assert tied == dataclasses.replace(found, tie_embeddings=True)
 
 
 def test_qwen3_5_moe_is_qwen3_next_with_other_sizes(tmp_path) -> None:
@@ -405,6 +407,9 @@ def test_nemotron_h_has_layers_of_three_kinds(tmp_path) -> None:
             "hybrid_override_pattern 'MEM.' is not",
         ),
         ({**QWEN3_5, "attn_output_gate": False}, "attn_output_gate False is not supported"),
+        ({**QWEN3_5, "num_key_value_heads": None}, "num_key_value_heads is missing"),
+        ({**QWEN3_NEXT, "model_type": "qwen3_5_moe_text", "mlp_only_layers": [1]}, "mlp_only_l"),
+        ({**QWEN3_NEXT, "model_type": "qwen3_5_moe_text", "norm_topk_prob": False}, "norm_topk"),
         ({"model_type": "qwen3_5"}, "text_config is missing"),
         ({"model_type": "qwen3_5_moe", "text_config": {"model_type": "t5"}}, "unknown family"),
         ({**NEMOTRON_H, "conv_kernel": 3}, "conv_width 3 is not supported"),
