@@ -47,6 +47,8 @@ GATHERED = "stock schedule, its local attention over gathered keys"
 ROLLOUT = Baseline("rollout")
 
 Microbatch = dict[str, Any]
+Drawn = tuple[list[Microbatch], Trace, Trace]
+"""Microbatches of a draw, and what the stock and the prefix schedule make of them."""
 Schedule = Callable[..., list[Any]]
 
 
@@ -207,9 +209,10 @@ def align(
     exact = reference() if reference is not None else None
     raw = sum(len(rollout) - 1 for group in groups for rollout in group.rollouts)
     make = functools.partial(made, groups, baseline, multiple, least)
+    drawn = functools.partial(_draw, ours=ours, chunks=chunks, make=make, seed=seed)
     if any(map(overlaps, chunks)):
-        _draw(0, ours, chunks, make, seed)  # the first step overlaps nothing
-    items, expected, found = _draw(0, ours, chunks, make, seed)
+        drawn(0)  # the first step overlaps nothing
+    items, expected, found = first = drawn(0)
     if ours.report is None:
         raise RuntimeError("the prefix schedule left no report")
     conditions = snapshot.conditions(chunks, items, tokens=num_tokens or raw, lr=LR, eps=ADAM_EPS)
@@ -217,20 +220,28 @@ def align(
     if exact is None:
         advance(1)
     else:
-        errors = Errors()
-        for draw in range(DRAWS):
-            if draw:
-                items, expected, found = _draw(draw, ours, chunks, make, seed)
-            truth = run_step(stock_schedule(), exact, items, optimize=False)
-            errors.add(expected, found, truth)
-            advance(1)
-        verdict = errors.judged(verdict)
+        verdict = _pooled(exact, first, drawn, advance).judged(verdict)
     executed = ours.report.forest.executed_tokens
     packs = baseline.pack_tokens if baseline.packed else 0
     return Alignment(
         **vars(verdict), raw_tokens=raw, executed_tokens=executed, baseline=baseline.name,
         pack_tokens=packs, microbatches=len(items), compared_with=_compared_with(chunks),
     )  # fmt: skip
+
+
+def _pooled(
+    exact: list[Any],
+    first: Drawn,
+    drawn: Callable[[int], Drawn],
+    advance: Callable[[int], None],
+) -> Errors:
+    """Errors of both schedules against fp32 chunks, over all draws."""
+    errors = Errors()
+    for draw in range(DRAWS):
+        items, expected, found = drawn(draw) if draw else first
+        errors.add(expected, found, run_step(stock_schedule(), exact, items, optimize=False))
+        advance(1)
+    return errors
 
 
 def num_draws(dtype: str) -> int:
@@ -272,7 +283,7 @@ def made(
 
 def _draw(
     draw: int, ours: PrefixSchedule, chunks: list[Any], make: Callable[..., Any], seed: int
-) -> tuple[list[Microbatch], Trace, Trace]:
+) -> Drawn:
     """Items, and what stock and prefix schedule make of them; draws after the first have other
     tokens, and neither an AdamW step nor a pass of the prefix schedule without gradients."""
     stock, first = stock_schedule(), seed + 2 * draw
