@@ -137,7 +137,8 @@ def draws_aligned(
 
     from megatron_prefix.verify.align import num_draws
 
-    if args is None or torch.distributed.get_rank():
+    several = torch.distributed.is_initialized()
+    if args is None or (several and torch.distributed.get_rank()):
         yield lambda count: None
         return
     with progress(args, "draws aligned", times * num_draws(dtype)) as advance:

@@ -162,6 +162,7 @@ def test_progress_lines_come_now_and_then(capsys, monkeypatch) -> None:
 def test_the_first_rank_shows_what_is_aligned(capsys, monkeypatch, rank, said) -> None:
     import torch
 
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
     with report.draws_aligned(SimpleNamespace(progress=True), "float64", times=2) as advance:
         advance(2)
