@@ -278,10 +278,12 @@ def _count(
         extra = keys * size + (0 if shape.qk_norm else projected * size)
         inner, wave, again = _selected(shape, form, hidden, norm, mlp, common, extra)
         unread = min(inner, unread + extra)
+    largest = wave
     if mix.attention < mix.total:
-        inner, wave = (_mixed(mix, form, one, (norm + mlp) * size, norm) for one in (inner, wave))
+        kinds = (_mixed(mix, form, one, (norm + mlp) * size, norm) for one in (inner, wave))
+        (inner, _), (wave, largest) = kinds
     if form.recompute == "full":
-        inner, wave, again = _checkpointed(form, hidden * size, inner, wave, num_layers)
+        inner, wave, again = _checkpointed(form, hidden * size, inner, wave, largest, num_layers)
         unread = inner
     # Routers count all positions, and only a layer with attention and an MLP ends early.
     unread = inner if shape.topk or not mix.ends_with_attention else unread
@@ -296,8 +298,10 @@ def _count(
     return _with_output_layer(replace(found, states=states), shape, form, hidden)
 
 
-def _mixed(mix: LayerMix, form: _Execution, whole: float, mlp: float, norm: float) -> float:
-    """Bytes a position that a layer saves, the mean of a model's layers.
+def _mixed(
+    mix: LayerMix, form: _Execution, whole: float, mlp: float, norm: float
+) -> tuple[float, float]:
+    """Bytes a position that a layer saves: the mean of a model's layers, and the most.
 
     Args:
         mix: the layers.
@@ -307,8 +311,17 @@ def _mixed(mix: LayerMix, form: _Execution, whole: float, mlp: float, norm: floa
         norm: numbers that a norm saves.
     """
     size, fused, tp = form.itemsize, form.fused_layers, form.tp
-    recurrent = mix.recurrence(lambda layer: norm * size + layer.saved(size, fused) / tp)
-    return (mix.attention * (whole - mlp) + mix.mlps * mlp + recurrent) / mix.total
+
+    def recurrent(layer: Recurrent) -> float:
+        return norm * size + layer.saved(size, fused) / tp
+
+    attention = whole - mlp
+    every = mix.attention * attention + mix.mlps * mlp + mix.recurrence(recurrent)
+    mixers = [recurrent(layer) for _, layer in mix.recurrent]
+    mixers += [attention] if mix.attention else []
+    # A layer is a mixer with an MLP behind it, or in hybrid models one of both.
+    most = max(mixers) + mlp if mix.mlps == mix.total else max([*mixers, mlp])
+    return every / mix.total, most
 
 
 def _of_states(layer: Recurrent, form: _Execution, parts: int) -> OfStates:
@@ -351,15 +364,16 @@ def _mlp(shape: _Dimensions, form: _Execution) -> float:
 
 
 def _checkpointed(
-    form: _Execution, given: float, inner: float, wave: float, num_layers: int
+    form: _Execution, given: float, inner: float, wave: float, largest: float, num_layers: int
 ) -> tuple[float, float, float]:
-    """Full recomputation: only the input of one or a few layers is saved."""
+    """Full recomputation: only the input of one or a few layers is saved, and the rest is there
+    while their backward runs, `largest` where it is the layer with most."""
     if form.method == "block":
         share = min(1.0, form.num_layers / num_layers)
         kept = share * given
-        return kept + (1 - share) * inner, kept + (1 - share) * wave, wave - given
+        return kept + (1 - share) * inner, kept + (1 - share) * wave, largest - given
     kept = given / form.num_layers
-    return kept, kept, wave * form.num_layers - given
+    return kept, kept, min(largest * form.num_layers, wave * num_layers) - given
 
 
 def _selected(

@@ -57,6 +57,16 @@ def test_pipelines_side_by_side_are_predicted_with_all_their_spans(place: int) -
     assert bound.peak >= real.peak and bound.cache_peak >= real.cache_peak
 
 
+def test_full_recomputation_holds_the_largest_layer() -> None:
+    """Of a pattern, whose layers are unlike; their mean would be less."""
+    spec = resolve("tiny-nemotron-h", ffn_hidden_size=4096)
+    none, full = (Footprint.of_spec(spec, itemsize=2, recompute=how) for how in ("none", "full"))
+    assert full.again + full.inner > 2 * none.wave
+    plain = resolve("tiny-llama")
+    none, full = (Footprint.of_spec(plain, itemsize=2, recompute=how) for how in ("none", "full"))
+    assert full.again + full.inner == pytest.approx(none.wave)
+
+
 def test_every_stage_knows_all_layers() -> None:
     """0.16's ratios: the decoder of a stage names its own layers only."""
     for own in ("MM", "M*"):
