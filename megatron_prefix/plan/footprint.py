@@ -278,10 +278,8 @@ def _count(
         extra = keys * size + (0 if shape.qk_norm else projected * size)
         inner, wave, again = _selected(shape, form, hidden, norm, mlp, common, extra)
         unread = min(inner, unread + extra)
-    largest = wave
-    if mix.attention < mix.total:
-        kinds = (_mixed(mix, form, one, (norm + mlp) * size, norm) for one in (inner, wave))
-        (inner, _), (wave, largest) = kinds
+    kinds = (_mixed(mix, form, one, (norm + mlp) * size, norm) for one in (inner, wave))
+    (inner, _), (wave, largest) = kinds
     if form.recompute == "full":
         inner, wave, again = _checkpointed(form, hidden * size, inner, wave, largest, num_layers)
         unread = inner
