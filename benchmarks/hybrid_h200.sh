@@ -35,8 +35,15 @@ elif [ -n "${EXPERTS:-}" ]; then
     echo "EXPERTS: only with MODEL=qwen3-next-80b-a3b" >&2
     exit 2
 fi
-bench=(megatron_prefix bench)
-[ "${STOCK:-$([ "$baseline" = packed ] && echo fa4 || echo te)}" = te ] || bench=(benchmarks.stock_fa4)
+[ "$baseline" = packed ] && usual=fa4 || usual=te
+case ${STOCK:-$usual} in
+te) bench=(megatron_prefix bench) ;;
+fa4) bench=(benchmarks.stock_fa4) ;;
+*)
+    echo "STOCK: $STOCK is neither te nor fa4" >&2
+    exit 2
+    ;;
+esac
 
 timed() { # NAME, ARGUMENTS
     python3 -m "${bench[@]}" "${model[@]}" --progress \
@@ -49,8 +56,8 @@ for row in ${ROWS:-waves chunks steps}; do
     chunks) timed chunks --set vocab_size=32768 --shapes 10240:2048:8 --chunk-tokens 2048 ;;
     steps)
         # As many tokens as the tokenizer of the rollouts has; with Qwen3.5's own 248,320 alignment ran out of 140 GB.
-        timed steps --set vocab_size=151936 --rollouts "$data"/{tau_airline,rag_musique}.jsonl.gz --step-tokens 100000 --warm-up 1 --steps 3 \
-            --rehearse
+        timed steps --set vocab_size=151936 --rollouts "$data"/{tau_airline,rag_musique}.jsonl.gz \
+            --step-tokens 100000 --warm-up 1 --steps 3 --rehearse
         ;;
     *)
         echo "ROWS: $row is none of waves, chunks, steps" >&2
