@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A hybrid model against the FLOP bound: the widths of Qwen3.5-9B or Qwen3-Next-80B-A3B with 12 layers, 3 of them with
+# A hybrid model against the FLOP bound: the widths of Qwen3.5 or Qwen3-Next-80B-A3B with 12 layers, 3 of them with
 # attention; aligned in bfloat16 first, beside fp32 by the rule's definition. Long prompts in waves of four rollouts,
 # prompts in chunks of 2,048, and consecutive steps of real rollouts. One GPU of 141 GB with flash-linear-attention,
 # transformer-engine and flash-attn-4.
@@ -11,7 +11,7 @@
 # Environment variables:
 #   ROWS      which of waves, chunks and steps to run (default: all)
 #   DATA      folder of the rollout files, for steps (default: ../shared/data)
-#   MODEL     qwen3.5-9b (default) or qwen3-next-80b-a3b
+#   MODEL     qwen3.5-9b (default), qwen3.5-27b or qwen3-next-80b-a3b
 #   EXPERTS   of Qwen3-Next: how many a layer has (default: none, but an MLP 5,632 wide). With few tokens Megatron's
 #             experts keep the host busier than the GPU.
 #   BASELINE  rollout or packed (default: packed where megatron-core is 0.18 or newer, as GatedDeltaNet needs)

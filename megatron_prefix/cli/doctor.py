@@ -147,11 +147,13 @@ def _library_versions() -> dict[str, str | None]:
 
     if torch.version.cuda is None:
         return {"CUDA": None, "cuDNN": None, "NCCL": None}
-    cudnn = torch.backends.cudnn.version()
+    # Private, because torch.backends.cudnn.version() loads cuDNN, and transformer-engine cannot be
+    # imported afterwards where it finds another cuDNN than torch's (seen with 2.11).
+    cudnn = ".".join(map(str, torch._C._cudnn.getCompileVersion()))
     nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
     return {
         "CUDA": torch.version.cuda,
-        "cuDNN": None if cudnn is None else str(cudnn),
+        "cuDNN": cudnn,
         "NCCL": None if nccl is None else ".".join(map(str, nccl)),
     }
 

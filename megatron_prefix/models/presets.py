@@ -269,8 +269,9 @@ class ModelSpec:
 
 # The tiny ones have larger initial weights than real models, so that a wrong term in attention or
 # gradients is visible. Real shapes: config.json of Meta-Llama-3-8B, Qwen3-0.6B, Qwen3-8B,
-# Qwen3-30B-A3B and Qwen3-Next-80B-A3B-Instruct. Of Qwen3.5-9B widths and number of layers are the
-# defaults of transformers' Qwen3_5TextConfig (5.17), positions and rotary base those of Qwen3-Next.
+# Qwen3-30B-A3B, Qwen3.5-27B and Qwen3-Next-80B-A3B-Instruct. Of Qwen3.5-9B widths and number of
+# layers are the defaults of transformers' Qwen3_5TextConfig (5.17), positions and rotary base those
+# of Qwen3-Next.
 PRESETS: dict[str, ModelSpec] = {
     spec.name: spec
     for spec in (
@@ -411,6 +412,22 @@ PRESETS: dict[str, ModelSpec] = {
             qk_layernorm=True,
             output_gate=True,
             recurrent=GatedDelta(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
+        ),
+        ModelSpec(
+            name="qwen3.5-27b",
+            num_layers=64,
+            hidden_size=5120,
+            num_attention_heads=24,
+            num_query_groups=4,
+            kv_channels=256,
+            ffn_hidden_size=17408,
+            vocab_size=248320,
+            max_position=262144,
+            rotary_base=1e7,
+            rotary_percent=0.25,
+            qk_layernorm=True,
+            output_gate=True,
+            recurrent=GatedDelta(key_heads=16, value_heads=48, key_dim=128, value_dim=128),
         ),
         ModelSpec(
             name="qwen3-next-80b-a3b",

@@ -369,6 +369,13 @@ def test_qwen3_5_is_its_preset_whether_it_sees_or_not(tmp_path) -> None:
     found = hf.load(config_file(tmp_path, QWEN3_5))
     assert dataclasses.replace(found, name="qwen3.5-9b") == PRESETS["qwen3.5-9b"]
     assert found.parameters() == pytest.approx(9e9, rel=1e-2)
+    larger = {
+        **QWEN3_5, "hidden_size": 5120, "intermediate_size": 17408, "layer_types": None,
+        "linear_num_value_heads": 48, "num_attention_heads": 24, "num_hidden_layers": 64,
+    }  # fmt: skip
+    other = hf.load(config_file(tmp_path, larger))
+    assert dataclasses.replace(other, name="qwen3.5-27b") == PRESETS["qwen3.5-27b"]
+    assert other.parameters() == pytest.approx(27e9, rel=1e-2)
     seeing = {"model_type": "qwen3_5", "text_config": QWEN3_5, "vision_config": {"depth": 27}}
     assert hf.load(config_file(tmp_path, seeing)) == found
     tied = hf.load(config_file(tmp_path, {**seeing, "tie_word_embeddings": True}))
