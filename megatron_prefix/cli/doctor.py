@@ -199,7 +199,7 @@ def _what_runs(device: str, spec: ModelSpec | None) -> dict[str, Any]:
     import torch
 
     from megatron_prefix.attention import kernels, stock_packs
-    from megatron_prefix.megatron import features, modules
+    from megatron_prefix.megatron import features, mixers, modules
     from megatron_prefix.recurrent import probe
 
     features.check_version()
@@ -218,7 +218,9 @@ def _what_runs(device: str, spec: ModelSpec | None) -> dict[str, Any]:
         "why": why,
         "recurrent": _recurrent(probe.refusals, device, spec),
         "stock_packs": stock_packs.refusal(heads, kv_heads, width) if device == "cuda" else None,
-        "refused_features": {name: fix for name, _, fix in features.REFUSED} | modules.REFUSED,
+        "refused_features": {name: fix for name, _, fix in features.REFUSED}
+        | modules.REFUSED
+        | mixers.REFUSED,
         "model": _check_model(spec, torch.device(device)) if spec else None,
     }
 

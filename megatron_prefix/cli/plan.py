@@ -161,6 +161,7 @@ def _result(step: _PlannedStep) -> dict[str, Any]:
         "prefix_ratio_p95": float(np.percentile(ratios, 95)),
         "predicted_speedup": cost_model(step.model).speedup(forest),
         "align": step.options.boundary,
+        "align_reasons": _alignment_reasons(step),
         "chunk_tokens": step.options.chunk_tokens,
         "num_stages": step.plan.num_stages,
         "num_actions": timeline.num_actions,
@@ -185,7 +186,8 @@ def _facts(step: _PlannedStep, result: dict[str, Any]) -> dict[str, str]:
         "prompt share, p50 / p95": f"{percent(result['prefix_ratio_p50'])}"
         f" / {percent(result['prefix_ratio_p95'])}",
         "segments": f"{number(result['segments'])}, {number(result['inner_segments'])} inner{cut}",
-        "spans begin at multiples of": _alignment(step),
+        "spans begin at multiples of": number(result["align"])
+        + (f" ({'; '.join(result['align_reasons'])})" if result["align_reasons"] else ""),
         "depth of the tree": number(result["max_depth"]),
         f"predicted speedup, {step.model.name}": f"{result['predicted_speedup']:.2f}x",
         "stages": number(result["num_stages"]),
@@ -210,10 +212,9 @@ def _sidecar(step: _PlannedStep) -> str:
     return "K/V and states" if step.model.recurrent is not None else "K/V"
 
 
-def _alignment(step: _PlannedStep) -> str:
-    """The alignment, and where it comes from."""
+def _alignment_reasons(step: _PlannedStep) -> list[str]:
+    """Where the alignment comes from, and what speaks for another."""
     own, layout = step.config.align, step.layout.alignment
-    found = number(step.options.boundary)
     reasons = [f"layout {number(layout)}"] if layout > 1 else []
     reasons += [f"--align {number(own)}"] if own > 1 else []
     if isinstance(step.model.recurrent, GatedDelta) and step.options.boundary % CHUNK:
@@ -221,7 +222,7 @@ def _alignment(step: _PlannedStep) -> str:
             f"with --align {CHUNK}, where GatedDeltaNet's kernels cut, a shared prompt is bitwise"
             " the unshared one; else recurrent states round differently"
         )
-    return f"{found} ({'; '.join(reasons)})" if reasons else found
+    return reasons
 
 
 def _title(args: argparse.Namespace, step: _PlannedStep) -> str:

@@ -17,7 +17,7 @@ from megatron_prefix.recurrent.rebound import rebound
 def by_definition(model: Any) -> None:
     """Gives the recurrent layers of a model chunk, for good, plain torch's kernels.
 
-    Instances are changed, and only they; the prefix schedule refuses such a model afterwards.
+    Instances are changed, and only they: the model is for stock schedules.
     """
     rule = kernels.chunk_gated_delta_rule
     for kind, module in mixers(language_model(model)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import megatron.core
@@ -190,13 +190,17 @@ def check(model: Any, wrapped: Any = None) -> None:
     _refuse(found)
 
 
-def check_options(config: Any) -> None:
-    """Refuses options of a TransformerConfig, which may have changed since `check`.
+def check_options(config: Any, found: Iterable[mixers.Mixer]) -> None:
+    """Refuses options that may have changed since `check`.
+
+    Args:
+        config: the language model's TransformerConfig.
+        found: what its layers mix positions with.
 
     Raises:
         UserError: as of `check`.
     """
-    _refuse(refusals(config))
+    _refuse([*refusals(config), *mixers.option_refusals(found, config)])
 
 
 def _refuse(found: list[str]) -> None:

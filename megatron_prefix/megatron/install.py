@@ -301,9 +301,10 @@ def language_model(model: nn.Module) -> Any:
     return get_attr_wrapped_model(model, "decoder", return_model_obj=True)
 
 
-def is_installed(model: nn.Module) -> bool:
-    """Whether a model chunk has the hooks."""
-    return hasattr(language_model(model), _INSTALLED)
+def installed(model: nn.Module) -> Hooks | None:
+    """The hooks of a model chunk, if it has them."""
+    found: Hooks | None = getattr(language_model(model), _INSTALLED, None)
+    return found
 
 
 def install(model: nn.Module, kernel: str = "auto") -> Hooks:
@@ -316,8 +317,7 @@ def install(model: nn.Module, kernel: str = "auto") -> Hooks:
     Raises:
         UserError: the model uses a feature that the schedule cannot run; the message names it.
     """
-    inner = language_model(model)
-    found = getattr(inner, _INSTALLED, None)
+    found = installed(model)
     if found is None:
         return Hooks(model, kernel)
     if kernel != found._kernel_name:

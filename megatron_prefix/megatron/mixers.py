@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import megatron.core
@@ -11,6 +12,17 @@ from megatron_prefix.models.recurrent_spec import KINDS
 
 RECURRENT = {"GatedDeltaNet": "forward", "MambaMixer": "_ssm_training"}
 """Megatron's recurrent modules (megatron/core/ssm), and the method whose kernels are replaced."""
+_DETERMINISTIC, _OTHER_PATH = "deterministic_mode with recurrent layers", "use_mamba_mem_eff_path"
+_OLD_CP, _SYMBOLS = "GatedDeltaNet with context parallelism", "other hybrid layers"
+_OTHERS = "recurrent layers of another class"
+REFUSED = {
+    _DETERMINISTIC: "turn it off: its recurrences take no states",
+    _OTHER_PATH: "turn it on: the other path takes no initial states",
+    _OLD_CP: "install megatron-core 0.18 or newer",
+    _SYMBOLS: f"use {' '.join(KINDS)}",
+    _OTHERS: f"use Megatron's own attention, {' or '.join(RECURRENT)}, or the stock schedule",
+}
+"""What `refusals` tells of, and what to do."""
 
 
 class Mixer(NamedTuple):
@@ -60,31 +72,31 @@ def refusals(model: Any) -> list[str]:
     """One line for every layer of a language model that the schedule cannot run."""
     config, found = model.config, []
     release = Version(Version(megatron.core.__version__).base_version)
+    deals = config.context_parallel_size > 1
     unknown = {*pattern_of(model)} - {*KINDS}
     if unknown:  # on any stage: else ranks that have none would wait for those that refuse
-        found.append(f"hybrid layers {', '.join(sorted(unknown))}: use {' '.join(KINDS)}")
+        found.append(f"hybrid layers {', '.join(sorted(unknown))}: {REFUSED[_SYMBOLS]}")
     for number, layer in enumerate(model.decoder.layers):
         mixer = mixer_of(layer)
         if mixer is None:
             module = getattr(layer, "mixer", None) or getattr(layer, "self_attention", layer)
-            found.append(
-                f"layer {number}'s {type(module).__name__}: use Megatron's own attention,"
-                f" {' or '.join(RECURRENT)}, or the stock schedule"
-            )
-        elif mixer.kind in RECURRENT and getattr(config, "deterministic_mode", False):
-            found.append("deterministic_mode: turn it off: its recurrences take no states")
-        elif mixer.kind == "GatedDeltaNet" and config.context_parallel_size > 1:
-            if release < Version("0.18"):
-                found.append(
-                    "GatedDeltaNet with context parallelism: install megatron-core 0.18 or newer"
-                )
-        elif mixer.kind == "MambaMixer" and not mixer.module.use_mem_eff_path:
-            found.append(
-                "use_mamba_mem_eff_path off: turn it on: the other path takes no initial states"
-            )
+            found.append(f"layer {number}'s {type(module).__name__}: {REFUSED[_OTHERS]}")
+        elif mixer.kind == "GatedDeltaNet" and deals and release < Version("0.18"):
+            found.append(f"{_OLD_CP}: {REFUSED[_OLD_CP]}")
+    found += option_refusals(mixers(model), config)
     if why := _wrong_rule(model):
         found.append(f"GatedDeltaNet's kernel: {why}")
     return found
+
+
+def option_refusals(found: Iterable[Mixer], config: Any) -> Iterator[str]:
+    """One line for every recurrent layer with an option that the schedule cannot run with; Megatron
+    reads these in every forward."""
+    for kind, module in found:
+        if kind in RECURRENT and getattr(config, "deterministic_mode", False):
+            yield f"{_DETERMINISTIC}: {REFUSED[_DETERMINISTIC]}"
+        if kind == "MambaMixer" and not module.use_mem_eff_path:
+            yield f"{_OTHER_PATH} off: {REFUSED[_OTHER_PATH]}"
 
 
 def _wrong_rule(model: Any) -> str | None:

@@ -9,6 +9,7 @@ Anything that Megatron-Core or the prefix schedule would compute differently is 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,31 @@ class _Config:
             raise self.wrong(field, f"is {value!r}, not true or false; fix the file")
         return value
 
+    def names(self, field: str) -> list[str] | None:
+        """A list of names; None where there is none."""
+        value = self.values.get(field)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise self.wrong(field, f"is {value!r}, not a list of names; fix the file")
+        return value
+
+    def inner(self, field: str) -> _Config:
+        """An object inside; empty where there is none."""
+        value = self.values.get(field)
+        if value is not None and not isinstance(value, dict):
+            raise self.wrong(field, f"is {value!r}, not an object; fix the file")
+        return _Config(self.path, value or {})
+
+    def family(self) -> Callable[[_Config], ModelSpec]:
+        """What reads a model of this family."""
+        name = self.values.get("model_type")
+        if not isinstance(name, str) or name not in _FAMILIES:
+            raise self.wrong(
+                "model_type", f"{name!r} is not supported; use one of {', '.join(_FAMILIES)}"
+            )
+        return _FAMILIES[name]
+
     def only(self, field: str, supported: Any, why: str) -> None:
         """Refuse any value but the supported one; the field may be absent."""
         value = self.values.get(field)
@@ -79,12 +105,7 @@ def load(path: str | Path) -> ModelSpec:
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds no JSON object; take the model's config.json")
     config = _Config(path, values)
-    family = values.get("model_type")
-    if family not in _FAMILIES:
-        raise config.wrong(
-            "model_type", f"{family!r} is not supported; use one of {', '.join(_FAMILIES)}"
-        )
-    return _FAMILIES[family](config)
+    return config.family()(config)
 
 
 def _dense(config: _Config, **family: Any) -> ModelSpec:
@@ -129,7 +150,7 @@ def _qwen3(config: _Config, **family: Any) -> ModelSpec:
 def _gated_delta(config: _Config) -> dict[str, Any]:
     """GatedDeltaNet but for every fourth layer, and attention with an output gate."""
     layers, every = config.size("num_hidden_layers"), config.size("full_attention_interval", 4)
-    kinds = config.values.get("layer_types")
+    kinds = config.names("layer_types")
     usual = ["linear_attention", "full_attention"]
     if kinds is not None and "full_attention" in kinds:
         every = kinds.index("full_attention") + 1
@@ -139,8 +160,9 @@ def _gated_delta(config: _Config) -> dict[str, Any]:
             " such a model",
         )  # fmt: skip
     config.only("attn_output_gate", True, "attention has an output gate")
-    rope = config.values.get("rope_parameters") or {}
-    turned = rope.get("partial_rotary_factor", config.number("partial_rotary_factor", 0.25))
+    turned = config.inner("rope_parameters").number(
+        "partial_rotary_factor", config.number("partial_rotary_factor", 0.25)
+    )
     return {
         "num_query_groups": config.size("num_key_value_heads"),  # defaults differ by model
         "kv_channels": config.size("head_dim", 256),
@@ -160,8 +182,12 @@ def _gated_delta(config: _Config) -> dict[str, Any]:
 def _qwen3_next(config: _Config, **family: Any) -> ModelSpec:
     """Qwen3-Next: shared experts as well."""
     config.only("shared_expert_gate", True, "the shared expert has a gate")
-    shared = config.size("shared_expert_intermediate_size", 512)
-    return _qwen3_moe(config, moe_shared_width=shared, **_gated_delta(config), **family)
+    values = {
+        "moe_shared_width": config.size("shared_expert_intermediate_size", 512),
+        "moe_normalize_top_k": config.flag("norm_topk_prob", True),
+        **_gated_delta(config),
+    }
+    return _qwen3_moe(config, **{**values, **family})
 
 
 def _qwen3_5(config: _Config) -> ModelSpec:
@@ -179,13 +205,13 @@ def _qwen3_5_moe(config: _Config) -> ModelSpec:
 
 def _language_model(config: _Config) -> ModelSpec:
     """Of a model that also sees: without what sees."""
-    inner = config.values.get("text_config")
-    if not isinstance(inner, dict) or inner.get("model_type") not in _FAMILIES:
+    text = config.inner("text_config")
+    if text.values.get("model_type") not in [*_FAMILIES]:
         raise config.wrong("text_config", "is missing or of an unknown family; fix the file")
     # The whole model ties its embeddings, so what it says of them holds.
     tied = config.values.get("tie_word_embeddings")
-    text = inner if tied is None else {**inner, "tie_word_embeddings": tied}
-    return _FAMILIES[inner["model_type"]](_Config(config.path, text))
+    values = text.values if tied is None else {**text.values, "tie_word_embeddings": tied}
+    return text.family()(_Config(config.path, values))
 
 
 _SYMBOLS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*",
@@ -195,9 +221,9 @@ _SYMBOLS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_atten
 
 def _pattern(config: _Config) -> str:
     """Symbols of Nemotron-H's layers."""
-    kinds = config.values.get("layers_block_type")
+    kinds = config.names("layers_block_type")
     pattern = config.values.get("hybrid_override_pattern")
-    if pattern is None and isinstance(kinds, list):
+    if pattern is None and kinds is not None:
         unknown = [kind for kind in kinds if kind not in _SYMBOLS]
         if unknown:
             raise config.wrong("layers_block_type", _no_experts(unknown[0]))
@@ -217,6 +243,10 @@ def _nemotron_h(config: _Config) -> ModelSpec:
     config.only("use_conv_bias", True, "Mamba2's convolution has a bias")
     for field in ("use_bias", "mamba_proj_bias", "mlp_bias", "attention_bias"):
         config.only(field, False, "projections have no bias")
+    for field in ("rms_norm_eps", "layer_norm_epsilon"):
+        config.only(field, 1e-5, "Megatron-Core's MambaMixer has its own norm with 1e-05")
+    config.only("time_step_limit", [0.0, math.inf], "Megatron-Core limits no time step")
+    config.only("num_hidden_layers", len(pattern), "the pattern has as many layers")
     return ModelSpec(
         name=config.path.parent.name or config.path.stem,
         num_layers=len(pattern),
@@ -231,9 +261,7 @@ def _nemotron_h(config: _Config) -> ModelSpec:
         rope=False,
         squared_relu=True,
         tie_embeddings=config.flag("tie_word_embeddings"),
-        norm_eps=config.number(
-            "rms_norm_eps" if "rms_norm_eps" in config.values else "layer_norm_epsilon", 1e-5
-        ),
+        norm_eps=1e-5,
         init_std=config.number("initializer_range", 0.02),
         recurrent=Mamba(
             pattern,
@@ -303,12 +331,9 @@ def _rope(config: _Config) -> tuple[float, RopeScaling | None]:
     """Base and scaling, from `rope_theta` and `rope_scaling` or, since transformers 5, from
     `rope_parameters`."""
     field = "rope_parameters" if config.values.get("rope_parameters") else "rope_scaling"
-    values = config.values.get(field) or {}
-    if not isinstance(values, dict):
-        raise config.wrong(field, f"is {values!r}, not an object; fix the file")
-    rope = _Config(config.path, values)
+    rope = config.inner(field)
     base = rope.number("rope_theta", config.number("rope_theta", 10000.0))
-    kind = values.get("rope_type", values.get("type", "default"))
+    kind = rope.values.get("rope_type", rope.values.get("type", "default"))
     if kind == "default":
         return base, None
     if kind != "llama3":

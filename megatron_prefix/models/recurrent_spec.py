@@ -34,6 +34,8 @@ class GatedDelta:
 
     def __post_init__(self) -> None:
         _require_sizes(self)
+        if self.conv_width < 2:
+            raise UserError("gated_delta: conv_width 1 sees no other position; use 2 or more")
         if self.pattern:
             _require_symbols(self.pattern, "G*-E")
         if self.value_heads % self.key_heads:
@@ -198,4 +200,9 @@ def _require_symbols(pattern: str, known: str) -> None:
         raise UserError(
             f"hybrid pattern {shown(pattern)} has {', '.join(sorted(wrong)) or 'no layer'}: use"
             f" {' '.join(known)} ({', '.join(KINDS[symbol] for symbol in known)})"
+        )
+    if not set(pattern) - set("-E"):
+        raise UserError(
+            f"hybrid pattern {shown(pattern)} has no layer that mixes positions: add one of"
+            f" {' '.join(symbol for symbol in known if symbol not in '-E')}"
         )

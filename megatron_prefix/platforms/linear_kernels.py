@@ -60,10 +60,29 @@ def causal_conv1d_fn(
 
 
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
-    """The same with flash-linear-attention's signature: x is [batch, positions, channels]."""
-    y = causal_conv1d_fn(x.transpose(1, 2), weight, bias, activation=activation)
+    """The same with flash-linear-attention's signature.
+
+    Args:
+        x: [batch, positions, channels].
+        weight, bias, activation: as above.
+        initial_state, output_final_state: not supported here.
+        cu_seqlens: where sequences begin and end, with batch 1; else each row is one.
+    """
+    if initial_state is not None or output_final_state:
+        raise NotImplementedError("the convolution on the CPU has no states")
+    channels = x.transpose(1, 2)
+    lengths = [x.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
+    parts = channels.split(lengths, 2)
+    y = torch.cat([causal_conv1d_fn(p, weight, bias, activation=activation) for p in parts], 2)
     return y.transpose(1, 2), None
 
 

@@ -130,13 +130,14 @@ class GatedDeltaLayer:
     def _rule(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         """In the place of `chunk_gated_delta_rule`, [1, positions, heads, dim]."""
         states = self._states
-        if states is None:
+        if self._running() is None:
             return self._stock_rule(query, key, value, **given)
-        context = self._running()
+        if states is None:
+            raise RuntimeError("a recurrent layer has not called the convolution that was replaced")
         given = {
             **given,
             "initial_state": states.state,
-            "output_final_state": context is not None and context.inner,
+            "output_final_state": states.inner,
             "cu_seqlens": states.spans.cu_seqlens,
         }
         if self._takes_lengths:

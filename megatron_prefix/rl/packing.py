@@ -109,7 +109,7 @@ def _reasons(chunk: Any) -> Iterator[str]:
         kind = type(module).__name__
         if kind == "GatedDeltaNet" and not hasattr(module, "_resolve_cu_seqlens"):
             yield f"{name} is {kind}, which takes no packed sequences before megatron-core 0.18"
-        if kind in ("GatedDeltaNet", "MambaMixer") and cpu.enabled():
+        if kind == "MambaMixer" and cpu.enabled():
             yield f"{name} is {kind}, whose kernels for the CPU pack no sequences"
         if hasattr(module, "get_aux_loss_coeff") and module.get_aux_loss_coeff("seq_aux_loss"):
             yield f"seq_aux_loss of {name} balances by sample, and Megatron takes a pack for one"

@@ -20,7 +20,7 @@ from megatron.core.utils import get_model_config
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.megatron import features, modules
-from megatron_prefix.megatron.install import is_installed, language_model
+from megatron_prefix.megatron.install import installed, language_model
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.moe.versions import replays_routes
 from megatron_prefix.plan.actions import Action, Plan
@@ -441,10 +441,10 @@ def get_forward_backward_func(
 def _check_features(model: Any) -> None:
     """Refuses a model chunk that cannot run in segments. Modules are looked at until it has hooks;
     options in every step, since Megatron reads some of them in every forward."""
-    inner = language_model(model)
+    inner, hooks = language_model(model), installed(model)
     try:
-        if is_installed(model):
-            features.check_options(inner.config)
+        if hooks is not None:
+            features.check_options(inner.config, hooks.mixers)
         else:
             features.check(inner, model)
     except UserError as error:

@@ -11,7 +11,7 @@ import pytest
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.megatron.install import is_installed
+from megatron_prefix.megatron.install import installed
 from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.run.schedule import get_forward_backward_func
 from tests.harness import one_group
@@ -32,7 +32,7 @@ def test_mode_off_is_megatrons_schedule() -> None:
     model, twin = small_model(), small_model()
     schedule = get_forward_backward_func(prefix_config=PrefixConfig(mode="off"), trained=unasked)
     assert_bitwise(run(schedule, model), run(stock_schedule(), twin))
-    assert schedule.report is None and not is_installed(model)
+    assert schedule.report is None and installed(model) is None
 
 
 def test_mode_observe_runs_megatrons_schedule_and_says_what_sharing_would_save() -> None:
@@ -40,7 +40,7 @@ def test_mode_observe_runs_megatrons_schedule_and_says_what_sharing_would_save()
     schedule = schedule_with(mode="observe")
     assert_bitwise(run(schedule, model), run(stock_schedule(), twin))
     report = schedule.report
-    assert report is not None and not is_installed(model)
+    assert report is not None and installed(model) is None
     assert (report.forest.raw_tokens, report.forest.executed_tokens) == (85, 33)
     assert report.decision.share is False and report.decision.fallback is False
     assert report.decision.reason == "mode observe" and report.decision.predicted_speedup > 1
@@ -63,7 +63,7 @@ def test_mode_auto_falls_back_loudly(caplog: pytest.LogCaptureFixture) -> None:
         assert report.forest.executed_tokens == 33
         messages = [record.getMessage() for record in caplog.records]
         assert messages == [f"stock schedule for this step: {report.decision.reason}"]
-    assert not is_installed(model)
+    assert installed(model) is None
 
 
 def test_a_step_without_sharing_gets_no_tree(caplog: pytest.LogCaptureFixture) -> None:
@@ -97,7 +97,7 @@ def test_mode_auto_shares_where_it_pays(caplog: pytest.LogCaptureFixture) -> Non
         assert_aligned(run(schedule, model), model)
     report = schedule.report
     assert report is not None and report.decision.share is True and report.fallback_count == 0
-    assert report.decision.fallback is False and not caplog.records and is_installed(model)
+    assert report.decision.fallback is False and not caplog.records and installed(model) is not None
 
 
 def test_falling_back_is_counted_over_steps() -> None:

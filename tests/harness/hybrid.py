@@ -98,12 +98,15 @@ def items() -> list[Microbatch]:
 
 
 def errors(model: Any, expected: steps.Reference, schedule: PrefixSchedule) -> dict[str, float]:
-    """Every gradient's largest difference to plain autograd, relative to the terms in its sum."""
+    """Every gradient's largest difference to plain autograd, relative to the terms in its sum, and
+    that of the losses."""
     steps.zero_gradients(model)
-    steps.call(schedule, Contract().step, model, items())
+    logs = steps.call(schedule, Contract().step, model, items())
     found = steps.gradients(model)
     assert found.keys() == expected.gradients.keys()
-    return {
+    pairs = zip(logs, expected.logs, strict=True)
+    losses = [float(abs(ours["loss"] - theirs["loss"])) for ours, theirs in pairs]
+    return {"losses": torch.tensor(losses).max().item()} | {
         name: float((found[name] - wanted).abs().max()) / expected.terms[name]
         for name, wanted in expected.gradients.items()
     }

@@ -195,20 +195,24 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 
 class Reference(NamedTuple):
-    """Gradients by plain autograd, and the size of the terms that were summed into each."""
+    """Gradients by plain autograd, the size of the terms that were summed into each, and what the
+    loss function logs of every microbatch."""
 
     gradients: dict[str, Tensor]
     terms: dict[str, float]
+    logs: Sequence[Mapping[str, Any]] = ()
 
 
 def plain(model: Any, contract: Contract, items: Sequence[Microbatch]) -> Reference:
     """Every microbatch whole, one after the other, on a model without DDP and without hooks."""
     totals: dict[str, Tensor] = {}
     terms: dict[str, float] = {}
+    logs = []
     tokens = sum(int(item["loss_mask"].sum()) for item in items)
     for item in items:
         output, loss_func = contract.step(iter([item]), model)
-        loss = loss_func(output)[0]
+        loss, *_, log = loss_func(output)
+        logs.append(log)
         if contract.triple and not contract.per_token:
             loss = loss / max(int(item["loss_mask"].sum()), 1) / len(items)
         elif not contract.triple:
@@ -224,7 +228,7 @@ def plain(model: Any, contract: Contract, items: Sequence[Microbatch]) -> Refere
             totals[name] = totals.get(name, 0.0) + gradient
             terms[name] = terms.get(name, 0.0) + float(gradient.abs().max())
     model.zero_grad(set_to_none=True)
-    return Reference(totals, terms)
+    return Reference(totals, terms, logs)
 
 
 def assert_gradients(found: dict[str, Tensor], expected: Reference, num_positions: int) -> None:

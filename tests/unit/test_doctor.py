@@ -12,7 +12,7 @@ import pytest
 from megatron_prefix.attention import kernels
 from megatron_prefix.attention.kernels import KERNELS
 from megatron_prefix.cli import doctor, packages
-from megatron_prefix.megatron import features, modules
+from megatron_prefix.megatron import features, mixers, modules
 from tests.harness.data import REPOSITORY
 
 REQUIREMENTS = [
@@ -85,7 +85,8 @@ def test_a_model_is_checked_with_its_own_heads(monkeypatch):
 
 def test_every_refused_feature_is_listed_with_what_to_do(report):
     listed = report["refused_features"]
-    assert listed.keys() == {*(name for name, _, _ in features.REFUSED), *modules.REFUSED}
+    options = {name for name, _, _ in features.REFUSED}
+    assert listed.keys() == {*options, *modules.REFUSED, *mixers.REFUSED}
     assert len(listed) > 30
     assert listed["hidden_dropout"].startswith("set it to 0")
     assert listed["fp8"].startswith("train in bf16")

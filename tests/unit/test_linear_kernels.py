@@ -80,6 +80,17 @@ def test_the_scan_of_mamba() -> None:
     torch.testing.assert_close(final, state)
 
 
+def test_a_convolution_of_a_pack_is_that_of_its_sequences() -> None:
+    x, weight = random(1, 12, 5), random(5, 4)
+    ends = torch.tensor([0, 2, 9, 12], dtype=torch.int32)
+    convolve = linear_kernels.causal_conv1d
+    found, _ = convolve(x, weight, activation="silu", cu_seqlens=ends)
+    parts = [convolve(part, weight, activation="silu")[0] for part in x.split([2, 7, 3], 1)]
+    torch.testing.assert_close(found, torch.cat(parts, 1))
+    with pytest.raises(NotImplementedError, match="no states"):
+        convolve(x, weight, initial_state=random(1, 5, 3))
+
+
 def test_the_norm_is_of_groups() -> None:
     norm = linear_kernels.RMSNorm(6, eps=0.0, group_size=3, dtype=torch.float64)
     found = norm(random(4, 6)).detach().unflatten(1, (2, 3)).square().mean(-1)

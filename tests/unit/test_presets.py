@@ -382,6 +382,14 @@ def test_qwen3_5_is_its_preset_whether_it_sees_or_not(tmp_path) -> None:
     assert tied == dataclasses.replace(found, tie_embeddings=True)
 
 
+def test_what_hybrid_configs_leave_out_is_transformers_default(tmp_path) -> None:
+    """Of its Qwen3NextConfig and NemotronHConfig (5.20)."""
+    short = {name: value for name, value in QWEN3_NEXT.items() if name != "norm_topk_prob"}
+    assert hf.load(config_file(tmp_path, short)) == hf.load(config_file(tmp_path, QWEN3_NEXT))
+    unlimited = {**NEMOTRON_H, "time_step_limit": [0.0, math.inf]}  # JSON's Infinity
+    assert hf.load(config_file(tmp_path, unlimited)) == hf.load(config_file(tmp_path, NEMOTRON_H))
+
+
 def test_qwen3_5_moe_is_qwen3_next_with_other_sizes(tmp_path) -> None:
     """Its config says less: all layers have experts, whose weights add up to one."""
     said = ("decoder_sparse_step", "intermediate_size", "mlp_only_layers", "norm_topk_prob")
@@ -420,6 +428,23 @@ def test_nemotron_h_has_layers_of_three_kinds(tmp_path) -> None:
         ({"model_type": "qwen3_5"}, "text_config is missing"),
         ({"model_type": "qwen3_5_moe", "text_config": {"model_type": "t5"}}, "unknown family"),
         ({**NEMOTRON_H, "conv_kernel": 3}, "conv_width 3 is not supported"),
+        ({**NEMOTRON_H, "layer_norm_epsilon": 1e-3}, "layer_norm_epsilon 0.001 is not supported"),
+        ({**NEMOTRON_H, "time_step_limit": [0.0, 0.1]}, "time_step_limit .* is not supported"),
+        ({**NEMOTRON_H, "num_hidden_layers": 7}, "num_hidden_layers 7 is not .*use 10"),
+        ({**NEMOTRON_H, "hybrid_override_pattern": "--"}, "no layer that mixes positions"),
+        (
+            {**NEMOTRON_H, "hybrid_override_pattern": None, "layers_block_type": [["a"]]},
+            "not a list of names",
+        ),
+        ({**QWEN3_NEXT, "linear_conv_kernel_dim": 1}, "conv_width 1 sees no other position"),
+        ({**QWEN3_NEXT, "layer_types": 5}, "layer_types is 5, not a list of names"),
+        ({**QWEN3_NEXT, "rope_parameters": [1]}, "rope_parameters is .1., not an object"),
+        (
+            {**QWEN3_5, "rope_parameters": {"partial_rotary_factor": "a"}},
+            "partial_rotary_factor is 'a', not a number",
+        ),
+        ({**QWEN3_5, "model_type": ["a"]}, "model_type .'a'. is not supported"),
+        ({"model_type": "qwen3_5", "text_config": {"model_type": [1]}}, "unknown family"),
         ({**NEMOTRON_H, "mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported"),
         ({**NEMOTRON_H, "use_conv_bias": False}, "use_conv_bias False is not supported"),
         ({**NEMOTRON_H, "hybrid_override_pattern": 3}, "hybrid_override_pattern is missing"),
