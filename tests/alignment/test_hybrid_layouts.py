@@ -15,6 +15,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.data.rollouts import dense_vocabulary
 from megatron_prefix.models.build import build_model
 from megatron_prefix.models.presets import resolve
+from megatron_prefix.rl.baseline import Baseline
 from megatron_prefix.runtime import Layout
 from megatron_prefix.verify import align
 from megatron_prefix.verify.matrix import MODELS, SHAPES, Row
@@ -48,6 +49,35 @@ def test_row(name: str) -> None:
     assert verdict.grad_max_rel_diff <= verdict.tolerance < 1e-12
     assert verdict.loss_max_abs_diff < 1e-12 and verdict.logprob_max_abs_diff < 1e-12
     assert 0 < verdict.executed_tokens < verdict.raw_tokens
+
+
+def _packed(model: str, layout: Layout) -> list[str]:
+    """A rank's part: what differs from the stock schedule, both on packs."""
+    runtime.initialize(layout)
+    groups, vocab, _ = dense_vocabulary(SHAPES["tree"].groups(2, "float64"))
+    chunks = build_model(resolve(MODELS[model]).with_vocab(vocab), layout=layout, dtype="float64")
+    config = PrefixConfig(segment_tokens=64, min_gain=0, kernel="math")
+    packs = Baseline("packed", pack_tokens=150)
+    mine = align.align(chunks, groups, config, multiple=layout.alignment, baseline=packs)
+    everyone = align.over_ranks(mine)
+    runtime.shutdown()
+    assert 1 < mine.microbatches < sum(len(group.rollouts) for group in groups)
+    assert everyone.executed_tokens < everyone.raw_tokens
+    return list(everyone.failures)
+
+
+@pytest.mark.skipif(
+    Version(megatron.core.__version__) < Version("0.18"),
+    reason="megatron-core 0.18 begins to pack microbatches of GatedDeltaNet",
+)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), Layout(tp=2, sequence_parallel=True), Layout(pp=2), Layout(cp=2)],
+    ids=["one rank", "TP2+SP", "PP2", "CP2"],
+)
+def test_packs_of_gated_delta_net(layout: Layout) -> None:
+    for found in run_ranks(layout.world_size, _packed, "gdn", layout):
+        assert found == []
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
