@@ -149,7 +149,8 @@ def _library_versions() -> dict[str, str | None]:
         return {"CUDA": None, "cuDNN": None, "NCCL": None}
     # Private, because torch.backends.cudnn.version() loads cuDNN, and transformer-engine cannot be
     # imported afterwards where it finds another cuDNN than torch's (seen with 2.11).
-    cudnn = ".".join(map(str, torch._C._cudnn.getCompileVersion()))
+    library = getattr(torch._C, "_cudnn", None)
+    cudnn = library and ".".join(map(str, library.getCompileVersion()))
     nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
     return {
         "CUDA": torch.version.cuda,

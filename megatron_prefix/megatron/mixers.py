@@ -72,7 +72,7 @@ def refusals(model: Any) -> list[str]:
     """One line for every layer of a language model that the schedule cannot run."""
     config, found = model.config, []
     release = Version(Version(megatron.core.__version__).base_version)
-    deals = config.context_parallel_size > 1
+    old_cp = config.context_parallel_size > 1 and release < Version("0.18")
     unknown = {*pattern_of(model)} - {*KINDS}
     if unknown:  # on any stage: else ranks that have none would wait for those that refuse
         found.append(f"hybrid layers {', '.join(sorted(unknown))}: {REFUSED[_SYMBOLS]}")
@@ -81,7 +81,7 @@ def refusals(model: Any) -> list[str]:
         if mixer is None:
             module = getattr(layer, "mixer", None) or getattr(layer, "self_attention", layer)
             found.append(f"layer {number}'s {type(module).__name__}: {REFUSED[_OTHERS]}")
-        elif mixer.kind == "GatedDeltaNet" and deals and release < Version("0.18"):
+        elif mixer.kind == "GatedDeltaNet" and old_cp:
             found.append(f"{_OLD_CP}: {REFUSED[_OLD_CP]}")
     found += option_refusals(mixers(model), config)
     if why := _wrong_rule(model):

@@ -206,7 +206,7 @@ def _qwen3_5_moe(config: _Config) -> ModelSpec:
 def _language_model(config: _Config) -> ModelSpec:
     """Of a model that also sees: without what sees."""
     text = config.inner("text_config")
-    if text.values.get("model_type") not in [*_FAMILIES]:
+    if text.values.get("model_type") not in [*_FAMILIES]:  # it may be anything, also unhashable
         raise config.wrong("text_config", "is missing or of an unknown family; fix the file")
     # The whole model ties its embeddings, so what it says of them holds.
     tied = config.values.get("tie_word_embeddings")
@@ -320,7 +320,7 @@ def _refuse_sliding_window(config: _Config) -> None:
     config.only("use_sliding_window", False, why)
     if "use_sliding_window" not in config.values:
         config.only("sliding_window", None, why)
-    for kind in config.values.get("layer_types") or []:
+    for kind in config.names("layer_types") or ():
         if kind != "full_attention":
             raise config.wrong(
                 "layer_types", f"{kind!r} is not supported ({why}); use 'full_attention'"

@@ -72,7 +72,10 @@ class GatedDeltaLayer:
             packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
             kwargs = {**kwargs, "packed_seq_params": packing}
         try:
-            return self._within(*args, **kwargs)
+            found = self._within(*args, **kwargs)
+            if self._states is None:
+                raise RuntimeError("GatedDeltaNet has run a segment without the replaced kernels")
+            return found
         finally:
             self._states = None
 
@@ -130,10 +133,8 @@ class GatedDeltaLayer:
     def _rule(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         """In the place of `chunk_gated_delta_rule`, [1, positions, heads, dim]."""
         states = self._states
-        if self._running() is None:
-            return self._stock_rule(query, key, value, **given)
         if states is None:
-            raise RuntimeError("a recurrent layer has not called the convolution that was replaced")
+            return self._stock_rule(query, key, value, **given)
         given = {
             **given,
             "initial_state": states.state,

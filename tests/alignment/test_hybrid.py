@@ -279,6 +279,18 @@ def test_options_that_change_between_steps_are_refused(
     assert hybrid.worst(model, families[name].expected) <= EXACT
 
 
+def test_a_layer_that_goes_around_the_replaced_kernels_is_an_error(
+    families: dict[str, Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a release might under an option that is not refused yet."""
+    model, _, expected = families[GDN]
+    monkeypatch.setattr(mixers, "option_refusals", lambda *_: ())
+    monkeypatch.setattr(*_deterministic(unwrap(model)))
+    for fields in ({}, {"min_gain": 10**6}):
+        with pytest.raises(RuntimeError, match="without the replaced kernels"):
+            hybrid.worst(model, expected, **fields)
+
+
 @pytest.mark.parametrize("name", [GDN, MAMBA])
 def test_packed_microbatches_are_refused_where_megatron_has_none(
     name: str, families: dict[str, Family]
@@ -536,4 +548,4 @@ def test_random_forests(
         again = steps.call(ours, Contract().step, model, items, forward_only=True)
     for log, plain, passed in zip(logs, wanted.logs, again, strict=True):
         for other in (plain, passed):
-            torch.testing.assert_close(log["loss"], other["loss"], rtol=0, atol=1e-9)
+            torch.testing.assert_close(log["loss"], other["loss"], rtol=0, atol=EXACT)

@@ -438,6 +438,7 @@ def test_nemotron_h_has_layers_of_three_kinds(tmp_path) -> None:
         ),
         ({**QWEN3_NEXT, "linear_conv_kernel_dim": 1}, "conv_width 1 sees no other position"),
         ({**QWEN3_NEXT, "layer_types": 5}, "layer_types is 5, not a list of names"),
+        ({**QWEN3_5, "model_type": "qwen3", "layer_types": 5}, "layer_types is 5, not a list"),
         ({**QWEN3_NEXT, "rope_parameters": [1]}, "rope_parameters is .1., not an object"),
         (
             {**QWEN3_5, "rope_parameters": {"partial_rotary_factor": "a"}},
