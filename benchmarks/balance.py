@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_prefix.data.rollouts import Group, read_groups
-from megatron_prefix.models.presets import resolve
+from megatron_prefix.lab.data.rollouts import Group, read_groups
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.plans.placement import Placement, place
 from megatron_prefix.plan.cost import CostModel
-from megatron_prefix.plan.placement import Placement, place
 from megatron_prefix.tree import TreeOptions
 
 METHODS = ("round robin", "tokens", "greedy", "whole", "cut", "auto")

@@ -34,8 +34,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from megatron_prefix.attention.kernels import Kernel, Partial, Runs, available, choose
-from megatron_prefix.attention.merge import merge
+from megatron_prefix.layers.blocks.kernels import Kernel, Partial, Runs, available, choose
+from megatron_prefix.layers.blocks.merge import merge
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DEFAULT_RUNS = (

@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-from megatron_prefix.data.rollouts import Group, Rollout, read_groups, write_rollouts
 from megatron_prefix.errors import UserError
+from megatron_prefix.lab.data.rollouts import Group, Rollout, read_groups, write_rollouts
 
 
 def calls(rollout: Rollout) -> Iterator[Rollout]:

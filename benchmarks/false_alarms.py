@@ -13,7 +13,7 @@ import math
 import sys
 import time
 
-from megatron_prefix.numerics.compare import Verdict
+from megatron_prefix.lab.numerics.compare import Verdict
 from tests.harness.one_rank import one_rank
 from tests.harness.small_cases import small_case
 

@@ -25,10 +25,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron_prefix.attention import operators
-from megatron_prefix.attention.core import SegmentContext, segment_attention
-from megatron_prefix.attention.kernels import KERNELS, Kernel, choose
-from megatron_prefix.attention.own import own_runs
+from megatron_prefix.layers.blocks import operators
+from megatron_prefix.layers.blocks.core import SegmentContext, segment_attention
+from megatron_prefix.layers.blocks.kernels import KERNELS, Kernel, choose
+from megatron_prefix.layers.blocks.own import own_runs
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree.kv_layout import ArenaMap, Level, Run
 

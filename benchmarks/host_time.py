@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from megatron_prefix import runtime
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.models.build import build_model
-from megatron_prefix.models.presets import resolve
-from megatron_prefix.platforms import cpu
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.platforms import cpu
 
 VOCAB = 64
 

@@ -20,19 +20,19 @@ from unittest import mock
 
 import torch
 
-from megatron_prefix.bench.work import GroupShape
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.data.pairs import pairs_of_groups
+from megatron_prefix.lab.bench.work import GroupShape
+from megatron_prefix.lab.data.pairs import pairs_of_groups
+from megatron_prefix.lab.models import build
+from megatron_prefix.lab.models.build import build_model, unwrap
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.numerics import relative_error, tolerance
+from megatron_prefix.lab.rl import flops, loss, passes
+from megatron_prefix.lab.verify import align
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.models import build
-from megatron_prefix.models.build import build_model, unwrap
-from megatron_prefix.models.presets import resolve
-from megatron_prefix.numerics import relative_error, tolerance
 from megatron_prefix.plan.cost import CostModel
-from megatron_prefix.rl import flops, loss, passes
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import build as build_forest
-from megatron_prefix.verify import align
 from tests.harness import lora
 from tests.harness.one_rank import one_rank
 

@@ -7,13 +7,13 @@
 
 A shape is rollouts x prompt x answer; heads are those of DualKV's table 1. The peers:
 
-    ours             the prompt, then waves of --segment-tokens, by attention/core.py
+    ours             the prompt, then waves of --segment-tokens, by layers/blocks/core.py
     dense-KERNEL     N copies: every rollout whole, some in a call; the fastest one is the baseline
     flex, flex-fa4   the packed graph by FlexAttention, with its own kernel or its experimental one
     repeated-KERNEL  the prompt once; each answer reads a copy of its K/V, and its own
     grouper-KERNEL   the package prefix-grouper (MIT licence), with this kernel as its attention
 
-KERNEL is a kernel of this package (attention/operators.py).
+KERNEL is a kernel of this package (layers/blocks/operators.py).
 First, on a small shape, ours is compared with the exact formulas in fp64, and others with ours.
 Then each is timed: --warm-up calls, and medians of --repeats. Peaks count inputs, and what a
 forward of the whole group leaves for its backward. Block masks are made before. The exit code is 1
@@ -38,9 +38,9 @@ from benchmarks.bench_kernels import DTYPES, Device, Shape, parse_shapes
 from benchmarks.peers_attention import Copies, Inputs, Ours, Peer, Results, pairs
 from benchmarks.peers_flex import BACKENDS, packed_attention
 from benchmarks.peers_graphs import Graph, causal_by, grouper, repeated
-from megatron_prefix.attention.kernels import KERNELS
 from megatron_prefix.errors import UserError
-from megatron_prefix.numerics import assert_close
+from megatron_prefix.lab.numerics import assert_close
+from megatron_prefix.layers.blocks.kernels import KERNELS
 
 DUALKV = "28x4096x2048,28x16384x2048,16x32768x2048"
 PEERS = {

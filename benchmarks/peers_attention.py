@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench_kernels import Shape
-from megatron_prefix.attention.core import SegmentContext, segment_attention
-from megatron_prefix.attention.interface import Saved
-from megatron_prefix.attention.kernels import Kernel, Runs
+from megatron_prefix.layers.blocks.core import SegmentContext, segment_attention
+from megatron_prefix.layers.blocks.interface import Saved
+from megatron_prefix.layers.blocks.kernels import Kernel, Runs
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Forest, Pairs, Segment, TreeOptions, build
 from megatron_prefix.tree.kv_layout import arena_map
@@ -76,7 +76,7 @@ class Peer(Protocol):
 
 
 class Ours:
-    """Segments as the prefix schedule runs them: attention/core.py with its sidecar.
+    """Segments as the prefix schedule runs them: layers/blocks/core.py with its sidecar.
 
     All forwards run before all backwards, as in the other peers; the schedule itself takes a wave's
     backward right after its forward and needs less memory.
@@ -133,7 +133,7 @@ class Copies:
 
     Args:
         inputs: the group.
-        kernel: one with `attend` (megatron_prefix/attention/interface.py, `Batched`).
+        kernel: one with `attend` (megatron_prefix/layers/blocks/interface.py, `Batched`).
         call_tokens: most positions of a call, which has one rollout at least. A call of all could
             have more elements than 32 bits count.
     """

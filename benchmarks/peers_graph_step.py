@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.peers_flex import PackedAttention
-from megatron_prefix.models.build import unwrap
+from megatron_prefix.lab.models.build import unwrap
 
 Microbatch = dict[str, Any]
 PER_POSITION = ("labels", "loss_mask", "advantages", "old_logprobs")

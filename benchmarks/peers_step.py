@@ -36,21 +36,21 @@ import torch
 from benchmarks.peers import GIB, reason_of
 from benchmarks.peers_flex import BACKENDS, BLOCK, packed_attention
 from benchmarks.peers_graph_step import packed_graph, running
-from megatron_prefix import runtime
-from megatron_prefix.bench.work import GroupShape
-from megatron_prefix.cli.modelling import overrides_of
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.models.build import unwrap
-from megatron_prefix.models.presets import ModelSpec, resolve
-from megatron_prefix.numerics import DRAWS, compare
-from megatron_prefix.numerics.compare import Trace, Verdict
-from megatron_prefix.numerics.pooled import Errors
-from megatron_prefix.rl import loss, packing, passes, snapshot
-from megatron_prefix.rl.baseline import PACK_TOKENS, Baseline
-from megatron_prefix.rl.job import ModelOptions
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.bench.work import GroupShape
+from megatron_prefix.lab.cli.modelling import overrides_of
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.models.presets import ModelSpec, resolve
+from megatron_prefix.lab.numerics import DRAWS, compare
+from megatron_prefix.lab.numerics.compare import Trace, Verdict
+from megatron_prefix.lab.numerics.pooled import Errors
+from megatron_prefix.lab.rl import loss, packing, passes, snapshot
+from megatron_prefix.lab.rl.baseline import PACK_TOKENS, Baseline
+from megatron_prefix.lab.rl.job import ModelOptions
+from megatron_prefix.lab.verify import align
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.run.step import Callbacks
-from megatron_prefix.verify import align
 
 PREFIX, STOCK, PACKED = "prefix", "stock rollout", "stock packed"
 GRAPH, ANSWERS = "graph", "graph, answers"

@@ -29,14 +29,14 @@ import numpy as np
 
 from benchmarks.barriers import barrier_plan, phase, simulate_with_barriers
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.data.generate import generate
-from megatron_prefix.data.pairs import pairs_of_groups
-from megatron_prefix.data.rollouts import Group
-from megatron_prefix.models.presets import ModelSpec, resolve
+from megatron_prefix.lab.data.generate import generate
+from megatron_prefix.lab.data.pairs import pairs_of_groups
+from megatron_prefix.lab.data.rollouts import Group
+from megatron_prefix.lab.models.presets import ModelSpec, resolve
+from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.simulator import Cost, Timeline, simulate
-from megatron_prefix.runtime.layout import Layout
 from megatron_prefix.tree import Segment, build
 
 LAYOUT = Layout(pp=2)
@@ -120,10 +120,10 @@ def run_rank(setting: Setting, plan_file: str) -> tuple[dict[str, Run], float]:
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_prefix import runtime
-    from megatron_prefix.models.build import build_model
+    from megatron_prefix.lab import runtime
+    from megatron_prefix.lab.models.build import build_model
+    from megatron_prefix.lab.verify import align
     from megatron_prefix.run.schedule import PrefixSchedule
-    from megatron_prefix.verify import align
 
     runtime.initialize(LAYOUT, setting.device)
     dtype = "bfloat16" if setting.device == "cuda" else "float32"
@@ -160,7 +160,7 @@ def _step(name: str, schedule: Any, chunks: list[Any], items: Sequence[Any]) -> 
     """Seconds of a forward-backward call, from one barrier to another."""
     import torch
 
-    from megatron_prefix.rl import loss, passes
+    from megatron_prefix.lab.rl import loss, passes
     from megatron_prefix.run import step_run
 
     for chunk in chunks:
@@ -231,7 +231,7 @@ def fitted_cost(runs: Sequence[Run], spec: ModelSpec) -> Cost:
 
 def compare(setting: Setting) -> dict[str, Any]:
     """Runs everything; per plan the simulated and the measured time, and whether orders agree."""
-    from megatron_prefix import platforms, runtime
+    from megatron_prefix.lab import platforms, runtime
 
     platforms.select(setting.device)
     whole = build(

@@ -21,18 +21,18 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron_prefix import runtime
-from megatron_prefix.bench.work import GroupShape
-from megatron_prefix.cli import arguments
-from megatron_prefix.cli.modelling import add_model, model_options
-from megatron_prefix.models import presets
-from megatron_prefix.rl import loss, passes
-from megatron_prefix.rl.baseline import Baseline
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.bench.work import GroupShape
+from megatron_prefix.lab.cli import arguments
+from megatron_prefix.lab.cli.modelling import add_model, model_options
+from megatron_prefix.lab.models import presets
+from megatron_prefix.lab.rl import loss, passes
+from megatron_prefix.lab.rl.baseline import Baseline
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.lab.verify.align import made, stock_schedule
 from megatron_prefix.run import executor
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.run.step import Callbacks
-from megatron_prefix.runtime import Layout
-from megatron_prefix.verify.align import made, stock_schedule
 
 BLOCKING = ("Synchronize", "cudaMalloc", "cudaFree", "HostAlloc", "cudaMemcpyAsync")
 GAPS = 12

@@ -19,11 +19,11 @@ from unittest import mock
 
 import torch
 
-from megatron_prefix.bench import steps
-from megatron_prefix.cli.main import main
+from megatron_prefix.lab.bench import steps
+from megatron_prefix.lab.cli.main import main
+from megatron_prefix.lab.verify import align
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.verify import align
 
 
 def attention(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_prefix.platforms import cpu
+from megatron_prefix.lab.platforms import cpu
 
 
 class Threaded:

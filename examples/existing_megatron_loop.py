@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_prefix.platforms import cpu
+from megatron_prefix.lab.platforms import cpu
 
 cpu.enable()  # lets Megatron-Core run without a GPU; with one, leave this line out
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from megatron_prefix import runtime
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.models.build import build_model
-from megatron_prefix.models.presets import resolve
-from megatron_prefix.numerics import relative_error, tolerance
-from megatron_prefix.runtime import Layout
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.numerics import relative_error, tolerance
+from megatron_prefix.lab.runtime import Layout
 
 PROMPT, ANSWERS, VOCAB = 96, (16, 40, 24, 32, 8, 28), 500
 PACKS = ((0, 1), (2, 3, 4, 5))

@@ -13,15 +13,15 @@ import itertools
 import sys
 from importlib.resources import files
 
-from megatron_prefix import runtime
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.data.rollouts import dense_vocabulary, read_groups
-from megatron_prefix.data.shorten import shorten
-from megatron_prefix.models.presets import resolve
-from megatron_prefix.rl.baseline import Baseline
-from megatron_prefix.runtime import Layout
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.data.rollouts import dense_vocabulary, read_groups
+from megatron_prefix.lab.data.shorten import shorten
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.rl.baseline import Baseline
+from megatron_prefix.lab.runtime import Layout
 
-BUNDLED = str(files("megatron_prefix.data") / "bundled" / "agents.jsonl.gz")
+BUNDLED = str(files("megatron_prefix.lab.data") / "bundled" / "agents.jsonl.gz")
 NUM_GROUPS, MAX_TOKENS = 2, 128
 
 
@@ -33,8 +33,8 @@ def main() -> None:
     groups, vocabulary, _ = dense_vocabulary(groups)  # a tiny model takes the tokens that occur
 
     runtime.initialize(Layout(), device="cpu")  # selects the CPU before Megatron is imported
-    from megatron_prefix.models.build import build_model
-    from megatron_prefix.verify.align import align
+    from megatron_prefix.lab.models.build import build_model
+    from megatron_prefix.lab.verify.align import align
 
     chunks = build_model(resolve("tiny-llama").with_vocab(vocabulary), dtype="float64")
     config = PrefixConfig(min_gain=8)  # shares prefixes from 8 tokens on

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The alignment matrix on the CPU: models without and with experts, every layout of
-# megatron_prefix/verify/matrix.py, flat groups, trees and chunks, without and with recomputation.
+# megatron_prefix/lab/verify/matrix.py, flat groups, trees and chunks, without and with recomputation.
 #   bash launch/align_matrix.sh [ARGUMENTS]
 # Installs what it needs first; environment.sh has the variables that change where and with what.
 # Begun again, it goes on where it stopped. ARGUMENTS are those of `megatron-prefix matrix`.

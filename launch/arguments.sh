@@ -24,7 +24,7 @@ ONE_NODE_ARGS=(
     --nproc-per-node "${NGPU:-8}"
 )
 TRAIN_ARGS=(
-    "${ROLLOUTS:-$root/megatron_prefix/data/bundled/agents.jsonl.gz}"
+    "${ROLLOUTS:-$root/megatron_prefix/lab/data/bundled/agents.jsonl.gz}"
     --device cuda
     --steps "${STEPS:-100}"
     --lr "${LR:-1e-6}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron_prefix.cli.main import main
+from megatron_prefix.lab.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

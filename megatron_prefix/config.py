@@ -46,7 +46,7 @@ class PrefixConfig:
             microbatches, where its file in megatron_prefix/trainers/ says where that is.
         share: what `plan` and the placement on data-parallel ranks compare: "batch", all rollouts
             of a step, as a step does; "group": only those of one group.
-        kernel: name of the attention kernel, or "auto" (megatron_prefix/attention/kernels.py).
+        kernel: name of the attention kernel, or "auto" (megatron_prefix/layers/blocks/kernels.py).
         memory: what an inner segment keeps between its forward and its backward. "retain": its
             saved tensors; "offload": the same, on the host; "recompute": its K/V and its input, and
             its forward runs again; "auto": for every step and segment the cheapest policy with

@@ -32,18 +32,18 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
-from megatron_prefix.attention.core import SegmentContext, segment_attention
-from megatron_prefix.attention.kernels import Kernel, choose
-from megatron_prefix.attention.merge import prepare
-from megatron_prefix.attention.unread import keys_only, picked, skipped
 from megatron_prefix.errors import UserError
+from megatron_prefix.layers.blocks.core import SegmentContext, segment_attention
+from megatron_prefix.layers.blocks.kernels import Kernel, choose
+from megatron_prefix.layers.blocks.merge import prepare
+from megatron_prefix.layers.blocks.unread import keys_only, picked, skipped
+from megatron_prefix.layers.gdn import GatedDeltaLayer
+from megatron_prefix.layers.mamba import MambaLayer
 from megatron_prefix.megatron import features, mixers
 from megatron_prefix.megatron.cross_entropy import without_waiting
 from megatron_prefix.moe import versions
 from megatron_prefix.moe.overrides import overrides
 from megatron_prefix.moe.replay import Replay
-from megatron_prefix.recurrent.gdn import GatedDeltaLayer
-from megatron_prefix.recurrent.mamba import MambaLayer
 
 logger = logging.getLogger(__name__)
 _INSTALLED = "_megatron_prefix_hooks"
@@ -131,7 +131,7 @@ class Hooks:
         self._override(self.model, "compute_language_model_loss", loss)
 
     def use(self, kernel: str) -> None:
-        """Chooses the kernel by name; see megatron_prefix/attention/kernels.py."""
+        """Chooses the kernel by name; see megatron_prefix/layers/blocks/kernels.py."""
         self._kernel_name = kernel
         num_layers = len(self.mixers) - len(self.recurrent)
         self.kernel = _choose_kernel(kernel, self.model, num_layers)
@@ -312,7 +312,7 @@ def install(model: nn.Module, kernel: str = "auto") -> Hooks:
 
     Args:
         model: a GPTModel, wrapped or not.
-        kernel: see megatron_prefix/attention/kernels.py.
+        kernel: see megatron_prefix/layers/blocks/kernels.py.
 
     Raises:
         UserError: the model uses a feature that the schedule cannot run; the message names it.

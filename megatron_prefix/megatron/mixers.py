@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import megatron.core
 from packaging.version import Version
 
-from megatron_prefix.models.recurrent_spec import KINDS
+from megatron_prefix.layers.recurrent_spec import KINDS
 
 RECURRENT = {"GatedDeltaNet": "forward", "MambaMixer": "_ssm_training"}
 """Megatron's recurrent modules (megatron/core/ssm), and the method whose kernels are replaced."""
@@ -104,7 +104,7 @@ def _wrong_rule(model: Any) -> str | None:
     kinds = {mixer.kind for mixer in map(mixer_of, model.decoder.layers) if mixer is not None}
     if "GatedDeltaNet" not in kinds or next(model.parameters()).device.type != "cuda":
         return None
-    from megatron_prefix.recurrent import probe  # it loads the CPU's kernels to compare with
+    from megatron_prefix.layers.recurrent import probe  # it loads the CPU's kernels to compare with
 
     config = model.config
     ranks = config.tensor_model_parallel_size * config.context_parallel_size

@@ -18,9 +18,8 @@ from megatron_prefix.megatron.mixers import mixers
 CORES = {
     "megatron.core.transformer.dot_product_attention.DotProductAttention",
     "megatron.core.extensions.transformer_engine.TEDotProductAttention",
-    "megatron_prefix.models.local.LocalAttention",
 }
-"""Classes of core attention whose rule segments follow."""
+"""Classes of core attention whose rule segments follow; another one adds its name."""
 ROTARY = {
     "megatron.core.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding",
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding.YarnRotaryEmbedding",

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_prefix.platforms.transfer import on
+from megatron_prefix.device.transfer import on
 from megatron_prefix.tree import Forest, Span, cp_layout
 
 

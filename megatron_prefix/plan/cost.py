@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_prefix.models.presets import ModelSpec
 from megatron_prefix.plan.layer_mix import LayerMix
 from megatron_prefix.tree import Forest, Segment
 
@@ -116,7 +115,7 @@ class CostModel:
         )
 
     @classmethod
-    def of_spec(cls, spec: ModelSpec) -> CostModel:
+    def of_spec(cls, spec: Any) -> CostModel:
         """Counts for a ModelSpec; of the experts only those that a token visits count."""
         routed = (spec.moe_ffn_hidden_size or 0) * spec.moe_top_k + (spec.moe_shared_width or 0)
         widths = [

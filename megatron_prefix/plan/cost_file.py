@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_prefix.data.files import write_text, writing
 from megatron_prefix.errors import UserError
 from megatron_prefix.plan.cost_fit import Evidence
+from megatron_prefix.plan.files import write_text, writing
 
 FORMAT, VERSION = "megatron_prefix costs", 1
 _MOST_BYTES = 1 << 26

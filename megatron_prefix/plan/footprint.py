@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron_prefix.models.presets import ModelSpec
-from megatron_prefix.models.recurrent_spec import GatedDelta, Recurrent
+from megatron_prefix.layers.recurrent_spec import GatedDelta, Recurrent
 from megatron_prefix.plan.layer_mix import LayerMix
 
 
@@ -43,7 +42,7 @@ class Footprint:
         inner: saved by one layer for the backward of an inner segment.
         wave: the same for a wave, whose K/V are not in the sidecar.
         unread: saved by the last layer for an inner segment without loss: only K and V are
-            computed (megatron_prefix/attention/unread.py).
+            computed (megatron_prefix/layers/blocks/unread.py).
         again: recomputed by Megatron's own recomputation during backward.
         kv: K/V in the sidecar, one layer with attention.
         kv_grad: gK/gV in the sidecar, one layer with attention.
@@ -142,7 +141,7 @@ class Footprint:
     @classmethod
     def of_spec(
         cls,
-        spec: ModelSpec,
+        spec: Any,
         *,
         num_stages: int = 1,
         tp: int = 1,
@@ -153,7 +152,7 @@ class Footprint:
         fused: bool = True,
         host_layers: int = 0,
     ) -> Footprint:
-        """Of a ModelSpec, as `models/config.py` builds it.
+        """Of a ModelSpec, as `lab/models/config.py` builds it.
 
         Args:
             spec: the model.
@@ -330,7 +329,7 @@ def _of_states(layer: Recurrent, form: _Execution, parts: int) -> OfStates:
     if form.recompute == "full":  # the rest is there while one layer's backward runs
         return found
     if isinstance(layer, GatedDelta):
-        # The convolution of the parent's tail and a span's first positions (recurrent/gdn.py).
+        # The convolution of the parent's tail and a span's first positions (layers/gdn.py).
         return found._replace(initial=state, edge=2 * tail * form.itemsize)
     batched = layer.of_kernel(form.itemsize) / form.tp
     return found._replace(initial=state, edge=before * batched / parts, batched=batched)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_prefix.models.presets import ModelSpec
-from megatron_prefix.models.recurrent_spec import GatedDelta, Mamba, Recurrent
+from megatron_prefix.layers.recurrent_spec import GatedDelta, Mamba, Recurrent
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class LayerMix:
     ends_with_attention: bool = True
 
     @classmethod
-    def of_spec(cls, spec: ModelSpec) -> LayerMix:
+    def of_spec(cls, spec: Any) -> LayerMix:
         """Of a ModelSpec."""
         numbers = range(spec.num_layers)
         symbols = {"attention": "*", "recurrent": "M"}

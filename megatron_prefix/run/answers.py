@@ -22,8 +22,8 @@ from torch.utils import (
     _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
 )
 
+from megatron_prefix.device.transfer import on
 from megatron_prefix.errors import CannotShare
-from megatron_prefix.platforms.transfer import on
 from megatron_prefix.run.inputs import ReadRows
 from megatron_prefix.run.step import Step
 from megatron_prefix.sidecar.arena import Rows

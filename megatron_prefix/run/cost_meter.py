@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from megatron_prefix import __version__
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.data.files import check_writable
 from megatron_prefix.errors import UserError
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.cost_file import read_costs, write_costs
 from megatron_prefix.plan.cost_fit import KEPT, Evidence, StepTime, together
+from megatron_prefix.plan.files import check_writable
 from megatron_prefix.plan.gate import Decision, other_way
 from megatron_prefix.plan.times import FLOPS_PER_SECOND, Shape, TimeModel, action_row
 from megatron_prefix.run.agreement import first_says

@@ -20,8 +20,8 @@ from megatron.core.pipeline_parallel.schedules import custom_backward, deallocat
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from megatron_prefix.attention.core import SegmentContext
-from megatron_prefix.attention.own import own_runs
+from megatron_prefix.layers.blocks.core import SegmentContext
+from megatron_prefix.layers.blocks.own import own_runs
 from megatron_prefix.megatron.install import Hooks
 from megatron_prefix.moe.ledger import RouterLedger
 from megatron_prefix.offload.segment import OffloadedSegment, Offloader, addresses

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.timetable import Message, exchanges
 from megatron_prefix.run.channels import Channels, colour
-from megatron_prefix.runtime.hosts import named
+from megatron_prefix.run.hosts import named
 
 Shape = Callable[[int], tuple[int, ...]]
 

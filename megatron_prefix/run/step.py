@@ -21,8 +21,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_prefix.device.transfer import to_host
 from megatron_prefix.errors import CannotShare
-from megatron_prefix.platforms.transfer import to_host
 from megatron_prefix.run.calls import CallLayout, ModelCall, layouts
 from megatron_prefix.run.drawn import Samples, trained_positions
 from megatron_prefix.tree import Forest, Pairs, cp_layout

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_prefix.platforms.transfer import on
+from megatron_prefix.device.transfer import on
 from megatron_prefix.sidecar.arena import Arena, Both, Rows
 from megatron_prefix.sidecar.states import SegmentState, StateCache
 from megatron_prefix.tree.kv_layout import ArenaMap, one_interval

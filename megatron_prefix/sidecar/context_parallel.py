@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_prefix.platforms.transfer import on
+from megatron_prefix.device.transfer import on
 from megatron_prefix.sidecar.arena import Both
 from megatron_prefix.sidecar.cache import OwnKeys
 from megatron_prefix.sidecar.key_sums import key_sums

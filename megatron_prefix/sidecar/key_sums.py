@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_prefix.platforms.fusion import has_triton
+from megatron_prefix.device.fusion import has_triton
 from megatron_prefix.sidecar.arena import Both, wide
 
 

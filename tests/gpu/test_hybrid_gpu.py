@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_prefix import runtime
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.models.build import build_model
-from megatron_prefix.models.presets import resolve
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.run.executor import Executor
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.runtime import Layout
 from tests.harness.calls import ROWS, VOCAB, Trainer, run_step
 
 DEVICE = "cuda"

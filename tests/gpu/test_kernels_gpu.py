@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_prefix.attention import merge as merging
-from megatron_prefix.attention.interface import Kernel, Partial, Runs
-from megatron_prefix.attention.kernels import KERNELS, available, choose
-from megatron_prefix.attention.merge import formula, merge
 from megatron_prefix.errors import UserError
-from megatron_prefix.numerics import assert_close
+from megatron_prefix.lab.numerics import assert_close
+from megatron_prefix.layers.blocks import merge as merging
+from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
+from megatron_prefix.layers.blocks.kernels import KERNELS, available, choose
+from megatron_prefix.layers.blocks.merge import formula, merge
 from megatron_prefix.sidecar import key_sums as sums
 from megatron_prefix.tree import cp_layout
 from tests.harness.attention_cases import CASES, LAYOUTS, Case, by_blocks, check, make
@@ -272,7 +272,7 @@ def test_the_fused_merge_compiles_before_the_first_step(caplog: pytest.LogCaptur
     """Nothing compiles for new numbers of queries and parts, strides, autocast, a single query."""
     heads, width = 8, 64
     merging.prepare(torch.device("cuda", 0), torch.bfloat16, heads, width)
-    kernel = importlib.import_module("megatron_prefix.attention.merge_triton")._merge
+    kernel = importlib.import_module("megatron_prefix.layers.blocks.merge_triton")._merge
     (cache, *_) = kernel.device_caches[torch.cuda.current_device()]
     before = len(cache)
     assert before

@@ -10,14 +10,14 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 
-from megatron_prefix import runtime
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.models.build import build_model, has_transformer_engine
-from megatron_prefix.models.presets import resolve
-from megatron_prefix.numerics import tolerance
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.models.build import build_model, has_transformer_engine
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.numerics import tolerance
+from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.run.suspend import Settings
-from megatron_prefix.runtime import Layout
 from tests.harness.calls import ROWS, VOCAB, Form, Trainer, run_step
 
 pytestmark = [

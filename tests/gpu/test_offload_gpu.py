@@ -10,8 +10,8 @@ from megatron_prefix.offload.segment import Offloader, addresses
 from megatron_prefix.offload.transfers import CudaTransfers, free_bytes
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.host_arena import HostLayers
+from tests.core.offload.test_offload import expected_gradient, layers
 from tests.harness.sidecar import LAYERS, step, tree
-from tests.unit.test_offload import expected_gradient, layers
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_prefix.cli.matrix import align_row
-from megatron_prefix.verify.matrix import Row
+from megatron_prefix.lab.cli.matrix import align_row
+from megatron_prefix.lab.verify.matrix import Row
 
 pytestmark = [
     pytest.mark.gpu,

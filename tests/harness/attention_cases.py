@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_prefix.attention.interface import Kernel, Runs
-from megatron_prefix.attention.merge import merge
-from megatron_prefix.numerics import accumulator_dtype, assert_close
+from megatron_prefix.lab.numerics import accumulator_dtype, assert_close
+from megatron_prefix.layers.blocks.interface import Kernel, Runs
+from megatron_prefix.layers.blocks.merge import merge
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 LAYOUTS = ("contiguous", "qkv", "heads_first", "buffer")

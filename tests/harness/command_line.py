@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron_prefix.cli.main import main
+from megatron_prefix.lab.cli.main import main
 from tests.harness import data
 
 BUNDLED = str(data.BUNDLED)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_prefix.data.generate import generate
-from megatron_prefix.data.rollouts import Group
-from megatron_prefix.models.presets import ModelSpec, resolve
+from megatron_prefix.lab.data.generate import generate
+from megatron_prefix.lab.data.rollouts import Group
+from megatron_prefix.lab.models.presets import ModelSpec, resolve
 
 VOCAB = 64
 

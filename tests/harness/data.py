@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_prefix.data.rollouts import Group, read_groups
+from megatron_prefix.lab.data.rollouts import Group, read_groups
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BUNDLED = REPOSITORY / "megatron_prefix" / "data" / "bundled" / "agents.jsonl.gz"

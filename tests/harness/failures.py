@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_prefix.attention.kernels import KERNELS
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.models.build import unwrap
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.layers.blocks.kernels import KERNELS
 from megatron_prefix.run import schedule as schedules
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar import cache as cache_module

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_prefix.cli.main import main
+from megatron_prefix.lab.cli.main import main
 
 ODD_VALUES: tuple[Any, ...] = (
     None, True, False, -1, -5, 0, 1, 0.5, 1e300, float("nan"), float("inf"), 10**9, 2**31, 2**63,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_prefix.data.importers import import_file
-from megatron_prefix.data.rollouts import Group
 from megatron_prefix.errors import UserError
+from megatron_prefix.lab.data.importers import import_file
+from megatron_prefix.lab.data.rollouts import Group
 
 BOS = 7
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_prefix import runtime
-from megatron_prefix.models.build import build_model
-from megatron_prefix.models.presets import resolve
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.presets import resolve
 from tests.harness import ranks  # noqa: F401  # applies the CPU platform
 
 

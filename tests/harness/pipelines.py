@@ -15,18 +15,18 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_prefix import runtime
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.data.pairs import pairs_of_groups
-from megatron_prefix.data.rollouts import Group, dense_vocabulary
-from megatron_prefix.models.build import build_model, unwrap
-from megatron_prefix.models.presets import resolve
-from megatron_prefix.numerics.compare import Conditions, Trace, compare
-from megatron_prefix.plan import catalogue
-from megatron_prefix.rl import snapshot
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.data.pairs import pairs_of_groups
+from megatron_prefix.lab.data.rollouts import Group, dense_vocabulary
+from megatron_prefix.lab.models.build import build_model, unwrap
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.numerics.compare import Conditions, Trace, compare
+from megatron_prefix.lab.plans import catalogue
+from megatron_prefix.lab.rl import snapshot
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.lab.verify import align
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.runtime import Layout
-from megatron_prefix.verify import align
 from tests.harness import steps
 from tests.harness.data import REPOSITORY
 from tests.harness.steps import Contract, Microbatch
@@ -45,7 +45,7 @@ class Case:
         recompute: Megatron's activation recomputation.
         overrides: fields of the model's TransformerConfig.
         prefix: fields of PrefixConfig.
-        contract: a loss of this form; None: GRPO, by `megatron_prefix.verify.align`.
+        contract: a loss of this form; None: GRPO, by `megatron_prefix.lab.verify.align`.
         planned: run the catalogue's plan file.
     """
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 import torch._dynamo  # the optimizer wants it; imported here once, not in every rank
 
-from megatron_prefix import runtime
-from megatron_prefix.platforms import cpu
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.platforms import cpu
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_prefix.data.rollouts import Group, Rollout
+from megatron_prefix.lab.data.rollouts import Group, Rollout
 
 VOCAB = 32
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_prefix.models.recurrent_spec import CHUNK
-from megatron_prefix.platforms import linear_kernels
+from megatron_prefix.lab.platforms import linear_kernels
+from megatron_prefix.layers.recurrent_spec import CHUNK
 
 
 def install(patch: pytest.MonkeyPatch, model: Any) -> None:

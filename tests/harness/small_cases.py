@@ -10,12 +10,12 @@ from unittest import mock
 import numpy as np
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.data.rollouts import Group, Rollout
-from megatron_prefix.models.build import build_model
-from megatron_prefix.models.presets import ModelSpec, resolve
+from megatron_prefix.lab.data.rollouts import Group, Rollout
+from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.presets import ModelSpec, resolve
+from megatron_prefix.lab.numerics import compare
+from megatron_prefix.lab.verify import align
 from megatron_prefix.moe.versions import forget_logged_losses
-from megatron_prefix.numerics import compare
-from megatron_prefix.verify import align
 
 VOCAB = 48
 

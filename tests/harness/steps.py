@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_prefix import numerics
-from megatron_prefix.models.build import unwrap
+from megatron_prefix.lab import numerics
+from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.run.step import Callbacks
 from megatron_prefix.tree import Pairs
 

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_prefix import runtime
-from megatron_prefix.models import weights
-from megatron_prefix.models.build import build_model, build_optimizer, unwrap
-from megatron_prefix.models.presets import resolve
-from megatron_prefix.runtime import Layout
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.models import weights
+from megatron_prefix.lab.models.build import build_model, build_optimizer, unwrap
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.runtime import Layout
 
 LENGTH, NUM_MICROBATCHES, VOCAB = 24, 4, 97
 

@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from megatron_prefix import runtime
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.data.rollouts import Group, read_groups
-from megatron_prefix.data.shorten import shorten
-from megatron_prefix.rl import snapshot
-from megatron_prefix.rl.checkpoint import Identity
-from megatron_prefix.rl.dataset import RolloutSet
-from megatron_prefix.rl.job import ModelOptions, fit_vocabulary
-from megatron_prefix.rl.loss import GrpoConfig
-from megatron_prefix.rl.run import run
-from megatron_prefix.rl.settings import RunOptions, TrainSettings
-from megatron_prefix.rl.trainer import Trainer
-from megatron_prefix.runtime import Layout
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.data.rollouts import Group, read_groups
+from megatron_prefix.lab.data.shorten import shorten
+from megatron_prefix.lab.rl import snapshot
+from megatron_prefix.lab.rl.checkpoint import Identity
+from megatron_prefix.lab.rl.dataset import RolloutSet
+from megatron_prefix.lab.rl.job import ModelOptions, fit_vocabulary
+from megatron_prefix.lab.rl.loss import GrpoConfig
+from megatron_prefix.lab.rl.run import run
+from megatron_prefix.lab.rl.settings import RunOptions, TrainSettings
+from megatron_prefix.lab.rl.trainer import Trainer
+from megatron_prefix.lab.runtime import Layout
 from tests.harness.data import BUNDLED
 from tests.harness.ranks import run_ranks
 

@@ -1,1 +1,0 @@
-"""The command line: one file a verb (`HELP`, `EPILOG`, `add_arguments`, `run`); see cli/main.py."""

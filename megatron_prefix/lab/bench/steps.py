@@ -1,0 +1,181 @@
+"""Both schedules timed side by side, in one job, on the same microbatches.
+
+A shape is P prompt tokens, R response tokens and n rollouts, flat, and its one step is timed again
+and again; of a rollout file consecutive steps are timed, each of other groups.  Times are of a
+whole call as a trainer makes it, planning and gradient accumulation into DDP's buffers included,
+the optimizer step not; of several ranks the slowest counts.  The FLOP bound is the ratio of matrix
+FLOPs, attention pairs included, without sharing and with all that can be shared (plan/cost.py), the
+output layer on all positions of a segment with loss: what sharing alone allows.  Packing changes
+neither.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab.bench.timing import GIB, Measured, Timing, counted, timing, together
+from megatron_prefix.lab.bench.work import GroupShape, Setting, Work
+from megatron_prefix.lab.rl import loss, packing, passes
+from megatron_prefix.lab.rl.job import ModelOptions
+from megatron_prefix.lab.verify import align
+from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.moe.versions import forget_logged_losses
+from megatron_prefix.run.oom_retry import free_memory
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.run.step import Callbacks
+
+
+def time_work(
+    work: Work, setting: Setting, chunks: list[Any], stock_times: dict[str, Measured]
+) -> Timing:
+    """Times both schedules on the same microbatches, after the same warm-up; all ranks call this.
+
+    Args:
+        work: what is timed.
+        setting: the model and its layout.
+        chunks: the rank's model chunks, wrapped in DDP.
+        stock_times: remembers the stock schedule by name, so that two wave lengths of one shape
+            time it once.
+
+    Raises:
+        UserError: the model cannot run the microbatches.
+    """
+    packing.check(chunks, setting.baseline)
+    all_steps = [
+        _microbatches(work, setting, groups, setting.seed + number)
+        for number, groups in enumerate([*work.warm_up, *work.steps])
+    ]
+    first, steps = all_steps[: len(work.warm_up)], all_steps[len(work.warm_up) :]
+    if work.name not in stock_times:
+        run = _Run(stock_schedule(), chunks, setting)
+        stock_times[work.name] = run.timed(first, steps, work.repeats)
+    callbacks = Callbacks(loss.trained if setting.forward_only else None)
+    run = _Run(PrefixSchedule(work.config, callbacks), chunks, setting)
+    return timing(work, setting, stock_times[work.name], run.timed(first, steps, work.repeats))
+
+
+def _microbatches(work: Work, setting: Setting, groups: Sequence[Any], seed: int) -> list[Any]:
+    """This rank's microbatches of a step."""
+    layout, baseline = setting.layout, setting.baseline
+    mine, least = align.of_this_rank(setting.spec, layout, groups, work.config, baseline)
+    return align.made(mine, baseline, layout.alignment, least, seed)
+
+
+class _Run:
+    """Calls of one schedule."""
+
+    def __init__(self, schedule: align.Schedule, chunks: list[Any], setting: Setting) -> None:
+        self._schedule, self._chunks, self._setting = schedule, chunks, setting
+        parameter = next(chunks[0].parameters())
+        self._device, self._on_gpu = parameter.device, parameter.is_cuda
+
+    def timed(
+        self, warm_up: Sequence[Sequence[Any]], steps: Sequence[Sequence[Any]], repeats: int
+    ) -> Measured:
+        """Runs the warm-up's steps, in turn, then times the others."""
+        for number in range(max(self._setting.warm_up_calls, len(warm_up))):
+            self._call(warm_up[number % len(warm_up)])
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        found = Measured(microbatches=sum(map(len, steps)))
+        for items in steps:
+            found.step_ms.append(statistics.median(self._call(items) for _ in range(repeats)))
+            if isinstance(self._schedule, PrefixSchedule):
+                report = self._schedule.report
+                if report is None:
+                    raise RuntimeError("the prefix schedule left no report")
+                spec, forward_only = self._setting.spec, self._setting.forward_only
+                found.counts.append(counted(spec, report, forward_only))
+                predicted = (report.predicted_peak or 0.0) / GIB
+                found.predicted_gib = max(found.predicted_gib, predicted)
+        found.gib = torch.cuda.max_memory_allocated() / GIB if self._on_gpu else 0.0
+        self._watch(found, steps[-1])
+        return together(found, align.data_rank())
+
+    def _watch(self, found: Measured, items: Sequence[Any]) -> None:
+        """One more call, timed action by action."""
+        schedule = self._schedule
+        if not isinstance(schedule, PrefixSchedule):
+            return
+        schedule.measures = True
+        self._call(items)
+        schedule.measures = False
+        report = schedule.report
+        if report is None or report.stopwatch is None or not report.decision.share:
+            return
+        line = report.stopwatch.timeline(report.plan)
+        found.phases = {
+            name: 1e3 * spent for name, spent in report.phases(line.makespan / 1e3).items()
+        }
+        found.bubbles = line.bubble_fraction, report.bubble_fraction
+
+    def _call(self, items: Sequence[Any]) -> float:
+        """Milliseconds of one call, those of the slowest rank."""
+        wait: Callable[[], None] = torch.cuda.synchronize if self._on_gpu else (lambda: None)
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        several = dist.get_world_size() > 1
+        wait()
+        if several:
+            dist.barrier()
+        begin = time.perf_counter()
+        if self._setting.forward_only:
+            with torch.no_grad():
+                step = loss.logprob_step()
+                passes.run(self._schedule, step, self._chunks, items, forward_only=True)
+        else:
+            passes.run(self._schedule, loss.forward_step(loss.GrpoConfig()), self._chunks, items)
+        wait()
+        spent = torch.tensor(1e3 * (time.perf_counter() - begin), device=self._device)
+        if several:
+            dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+        return float(spent)
+
+
+def aligned(
+    options: ModelOptions,
+    setting: Setting,
+    configs: Sequence[PrefixConfig],
+    num_layers: int,
+    advance: Callable[[int], None] = lambda _: None,
+) -> list[align.Alignment]:
+    """Aligns the two schedules on small groups with a model of the same kind and few layers, at
+    least one a stage and one of every kind, with each of several configurations; all ranks call
+    this. `advance` is called with 1 after every draw."""
+    layout, spec, baseline = setting.layout, setting.spec, setting.baseline
+    stages = layout.pp * layout.vpp
+    least = -(-max(num_layers, spec.num_different, 1) // stages) * stages
+    small = spec.first(least)
+    chunks = options.build(small, layout)
+    exact = None
+    if options.dtype == "bfloat16":
+        exact = functools.cache(options.reference(small, layout, chunks))
+    groups = GroupShape(512, 128, 4).groups(layout.dp, spec.vocab_size or 0, options.seed)
+    try:
+        found = []
+        for config in configs:
+            mine, packs = align.of_this_rank(small, layout, groups, config, baseline)
+            verdict = align.align(
+                chunks, mine, config, seed=options.seed, multiple=layout.alignment,
+                reference=exact, baseline=baseline, least=packs,
+                num_tokens=sum(len(r) - 1 for group in groups for r in group.rollouts),
+                advance=advance,
+            )  # fmt: skip
+            found.append(align.over_ranks(verdict))
+        return found
+    finally:
+        del chunks, exact
+        if options.device == "cuda":
+            # Versions of a function that torch.compile has made for these models count against its
+            # limit, beyond which it compiles no more.
+            torch.compiler.reset()
+        forget_logged_losses()  # Megatron's log is as long as this model has layers
+        free_memory()

@@ -1,0 +1,304 @@
+"""Arguments that several verbs share, and the objects made of them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import shown
+from megatron_prefix.lab.rl.baseline import BASELINES, PACK_TOKENS, Baseline
+from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
+from megatron_prefix.lab.runtime.layout import Layout
+from megatron_prefix.plan.cost_file import read_costs
+from megatron_prefix.plan.files import check_writable
+from megatron_prefix.plan.planfile import PlanFile
+
+_DEFAULTS = PrefixConfig()
+_OPTIONS = {"mode": "prefix_schedule", "plan_file": "prefix_plan"}
+"""Fields of PrefixConfig whose options have other names."""
+
+
+MOST = 10**9
+"""The largest count or size that a verb takes; --seed may be larger."""
+
+
+def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:
+    """An argparse type: a whole number from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)} is no whole number from {least} to {most}"
+            )
+        return value
+
+    return parse
+
+
+def real(least: float = 0.0, most: float = MOST) -> Callable[[str], float]:
+    """An argparse type: a number from `least` to `most`, so neither infinite nor NaN."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)} is no number from {least:g} to {most:g}"
+            )
+        return value
+
+    return parse
+
+
+seed = whole(0, 2**63 - 1)
+"""The argparse type of a seed: the range of both torch and numpy."""
+
+
+def _length(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return whole(0)(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is neither 'auto' nor a whole number from 0 to {MOST}"
+        ) from None
+
+
+# Groups of arguments ------------------------------------------------------------------------------
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """`--json`, `--progress` and `--verbose`, which every verb has; see report.py and main.py."""
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--json", action="store_true", help="one JSON object on stdout, nothing else"
+    )
+    group.add_argument(
+        "--progress",
+        action="store_true",
+        help="show progress on stderr even where it is no terminal",
+    )
+    group.add_argument(
+        "--verbose", action="store_true", help="show other packages' warnings on stderr too"
+    )
+
+
+def add_rollouts(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
+    """`ROLLOUTS...` or `--rollouts FILE...`, `--groups`, `--max-tokens`; see inputs.load_groups."""
+    group = parser.add_argument_group("rollouts")
+    text = "rollout file (JSON lines, .gz or plain); several make one step"
+    if positional:
+        group.add_argument("rollouts", metavar="ROLLOUTS", nargs="+", help=text)
+    else:
+        group.add_argument("--rollouts", metavar="FILE", nargs="+", required=True, help=text)
+    group.add_argument(
+        "--groups", type=whole(), metavar="N", help="take at most the first N groups (default: all)"
+    )
+    group.add_argument(
+        "--max-tokens",
+        type=whole(2),
+        metavar="N",
+        help="shorten rollouts to N tokens: the shared prompt loses its head down to N/2, then each"
+        " rollout its tail",
+    )
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """`--tp --pp --vpp --cp --ep --dp --sequence-parallel`; see `layout_of`."""
+    group = parser.add_argument_group("parallel layout")
+    for name, text in (
+        ("tp", "tensor parallel size"),
+        ("pp", "pipeline parallel size"),
+        ("vpp", "model chunks a pipeline stage holds"),
+        ("cp", "context parallel size"),
+        ("ep", "expert parallel size"),
+    ):
+        group.add_argument(
+            f"--{name}", type=whole(), default=1, metavar="N", help=f"{text} (default 1)"
+        )
+    group.add_argument(
+        "--dp", type=whole(), metavar="N", help="data parallel size (default: fills the world)"
+    )
+    group.add_argument(
+        "--sequence-parallel", action="store_true", help="Megatron's sequence parallelism over tp"
+    )
+
+
+def add_messages(parser: argparse.ArgumentParser) -> None:
+    """`--message-timeout-minutes`."""
+    parser.add_argument_group("ranks").add_argument(
+        "--message-timeout-minutes",
+        type=real(0.01, 10_000),
+        default=MESSAGE_TIMEOUT_MINUTES,
+        metavar="X",
+        help="a rank that waits longer for another gives up; more than the longest step of one rank"
+        f" (default {MESSAGE_TIMEOUT_MINUTES:g})",
+    )
+
+
+def layout_of(args: argparse.Namespace, world_size: int | None = None) -> Layout:
+    """The layout that `add_layout` read, for `world_size` ranks (None: as many as needed).
+
+    Raises:
+        UserError: sizes that contradict.
+    """
+    return Layout.fill(
+        world_size=world_size,
+        dp=args.dp,
+        tp=args.tp,
+        pp=args.pp,
+        vpp=args.vpp,
+        cp=args.cp,
+        ep=args.ep,
+        sequence_parallel=args.sequence_parallel,
+    )
+
+
+def add_lengths(parser: argparse.ArgumentParser) -> None:
+    """Options of tree and plan: `--chunk-tokens --segment-tokens --min-gain --share ...`."""
+    group = parser.add_argument_group("lengths, in tokens")
+    group.add_argument(
+        "--chunk-tokens",
+        type=_length,
+        default=_DEFAULTS.chunk_tokens,
+        metavar="N|auto|0",
+        help="cut longer spans into chunks of at most N; 0: never; auto: the length with the"
+        f" shortest simulated step (default {_DEFAULTS.chunk_tokens})",
+    )
+    group.add_argument(
+        "--segment-tokens",
+        "--wave-tokens",
+        type=_length,
+        default=_DEFAULTS.segment_tokens,
+        metavar="N|auto|0",
+        help="most positions that one forward runs, of one tree or of many; 0: no limit; auto: by"
+        f" step, what is fastest and fits in free memory (default {_DEFAULTS.segment_tokens})",
+    )
+    _add_what_pays(group)
+    group.add_argument(
+        "--align",
+        type=whole(),
+        default=_DEFAULTS.align,
+        metavar="N",
+        help="spans begin at multiples of N, beside those that the layout needs; with 64 no"
+        f" rounding of GatedDeltaNet depends on where (default {_DEFAULTS.align})",
+    )
+    group.add_argument(
+        "--loss-in-leaves",
+        action="store_true",
+        help="share no trained token (for losses over whole sequences)",
+    )
+    _add_run_ahead(group)
+
+
+def _add_what_pays(group: Any) -> None:
+    group.add_argument(
+        "--min-gain",
+        type=whole(0),
+        default=_DEFAULTS.min_gain,
+        metavar="N",
+        help="dissolve a shared span that saves fewer positions, and an inner segment that saves"
+        " fewer than 32 times as many and less than a 16th of the step; 0 dissolves nothing"
+        f" (default {_DEFAULTS.min_gain})",
+    )
+    group.add_argument(
+        "--share",
+        choices=("group", "batch"),
+        default=_DEFAULTS.share,
+        help="what is compared to find what rollouts share: a step compares all of its rollouts"
+        f" (default {_DEFAULTS.share})",
+    )
+
+
+def _add_run_ahead(group: Any) -> None:
+    group.add_argument(
+        "--run-ahead",
+        type=int,
+        choices=(1, 2),
+        default=_DEFAULTS.run_ahead,
+        help="forwards a pipeline stage runs ahead of the next: 1 needs less memory, 2 waits less"
+        f" (default {_DEFAULTS.run_ahead})",
+    )
+    # The old name of the option, for existing scripts.
+    group.add_argument(
+        "--extra", dest="run_ahead", type=int, choices=(1, 2), help=argparse.SUPPRESS
+    )
+
+
+def add_baseline(parser: argparse.ArgumentParser) -> None:
+    """`--baseline --pack-tokens`; see `baseline_of`."""
+    group = parser.add_argument_group("baseline")
+    group.add_argument(
+        "--baseline",
+        choices=BASELINES,
+        default=BASELINES[0],
+        help="microbatches of both schedules. packed (default): rollouts one behind the other"
+        " (THD), as trainers run them; rollout: one each",
+    )
+    group.add_argument(
+        "--pack-tokens",
+        type=whole(),
+        default=PACK_TOKENS,
+        metavar="N",
+        help="most positions of a packed microbatch, on all context-parallel ranks together; a"
+        f" longer rollout is alone (default {PACK_TOKENS})",
+    )
+
+
+def baseline_of(args: argparse.Namespace) -> Baseline:
+    """The baseline that `add_baseline` read."""
+    return Baseline(args.baseline, args.pack_tokens)
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """`--prefix-plan`."""
+    group = parser.add_argument_group("plan")
+    group.add_argument(
+        "--prefix-plan",
+        metavar="FILE",
+        help="run this plan (a file of `plan --csv`) instead of the planner's; it must fit the"
+        " rollouts, the lengths and the layout",
+    )
+
+
+def add_host_layers(parser: Any) -> None:
+    """`--cache-host-layers`, to a parser or a group of one."""
+    parser.add_argument(
+        "--cache-host-layers",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="layers whose K/V, or recurrent states, and their gradients are in host memory while"
+        " other layers run, for prompts whose K/V do not fit (default 0)",
+    )
+
+
+def config_of(args: argparse.Namespace, **more: Any) -> PrefixConfig:
+    """The PrefixConfig of a verb's options; fields in `more` win over them.
+
+    Options have the names of their fields; a field whose option the verb lacks keeps its default.
+
+    Raises:
+        UserError: values that contradict, or a plan that cannot run.
+    """
+    names = {field.name: _OPTIONS.get(field.name, field.name) for field in fields(PrefixConfig)}
+    given = vars(args)
+    values = {name: given[option] for name, option in names.items() if option in given}
+    config = PrefixConfig(**{**values, **more})
+    if config.plan_file:
+        PlanFile(config.plan_file, config.memory)  # refuse a bad plan before ranks are started
+    if config.cost_file is not None:  # likewise
+        check_writable(config.cost_file, makes_folders=True)
+        read_costs(config.cost_file)
+    return config

@@ -1,0 +1,337 @@
+"""`bench`: both schedules timed side by side in one run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_prefix.errors import StepOutOfMemory, UserError
+from megatron_prefix.lab.cli import bench_memory, report
+from megatron_prefix.lab.cli.arguments import (
+    add_baseline,
+    add_layout,
+    add_lengths,
+    add_messages,
+    baseline_of,
+    config_of,
+    layout_of,
+    whole,
+)
+from megatron_prefix.lab.cli.modelling import add_model, machine, model_name, model_options
+from megatron_prefix.lab.runtime.groups import env_world_size
+
+HELP = """\
+Times Megatron-Core's stock schedule and the prefix schedule on the same microbatches, packed as
+trainers pack them, in one job and one run, and compares the speedup with the bound by the FLOP
+count: on synthetic flat groups, or with --rollouts and --steps on consecutive steps of new groups.
+First both schedules are aligned on a small group and a model of the same kind with few layers; if
+that fails, no speedup is reported and the exit code is 1. `bench memory` measures the device memory
+of a step under each memory policy (one rollout a microbatch), next to the stock schedule and the
+prediction of the memory model."""
+EPILOG = """\
+examples:
+  megatron-prefix bench --shapes 1024:64:8 --set hidden_size=512 --set num_attention_heads=8
+  megatron-prefix bench --model llama3-8b --dtype bfloat16 --device cuda \\
+      --shapes 10240:2048:8 16384:64:9 --bench-json bench.json --plot bench.png
+  megatron-prefix bench --model qwen3-8b --set num_layers=12 --dtype bfloat16 --device cuda \\
+      --rollouts rollouts.jsonl.gz --groups 8 --steps 4 --pack-tokens 16384
+  megatron-prefix bench --rollouts rollouts.jsonl.gz --groups 2 --steps 2 --prefix-schedule auto
+  torchrun --nproc-per-node 2 -m megatron_prefix bench --model llama3-8b --dtype bfloat16 \\
+      --device cuda --cp 2 --shapes 10240:2048:8 --bench-json cp2.json
+  megatron-prefix bench --load-hf Qwen3-8B --set num_layers=12 --dtype bfloat16 --device cuda
+  megatron-prefix bench memory --shapes 512:64:4 --frontier 64 --capacity-gb 1
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    # long: a list of options, each with its help
+    """The verb's options."""
+    parser.add_argument(
+        "what",
+        nargs="?",
+        choices=("speed", "memory"),
+        default="speed",
+        help="speed (default): time both schedules; memory: device memory of a step by policy",
+    )
+    group = parser.add_argument_group("sweep")
+    group.add_argument(
+        "--shapes",
+        nargs="+",
+        default=[],
+        metavar="P:R:n[:WAVE]",
+        help="prompt tokens, response tokens, rollouts, and optionally the wave's tokens"
+        " (default 1024:64:8, where no rollouts are given)",
+    )
+    group.add_argument(
+        "--rollouts",
+        metavar="FILE",
+        nargs="+",
+        default=[],
+        help="real rollouts; one row a file",
+    )
+    for option, least, usual, text in (
+        ("--shape-groups", 1, 1, "groups of a shape, a data-parallel rank (default 1)"),
+        ("--groups", 1, 4, "groups a step of a rollout file (default 4)"),
+        ("--steps", 1, None, "time N consecutive steps of a file, each once and of new groups,"
+         " after those of --warm-up (default: its first step, --repeats times)"),
+        ("--step-tokens", 1, None, "groups a step: as many as have N tokens, instead of --groups"),
+        ("--warm-up", 1, 1, "with --steps, steps that are run and not timed (default 1)"),
+        ("--warm-up-calls", 1, 3, "calls of each schedule before the timed ones, at least (default"
+         " 3: by then kernels have chosen by what they have met)"),
+        ("--max-tokens", 2, None, "shorten rollouts to N tokens"),
+        ("--repeats", 0, 3, "timed calls of each step without --steps (default 3)"),
+        ("--align-layers", 1, 2, "layers of the aligned model (default 2)"),
+    ):  # fmt: skip
+        group.add_argument(option, type=whole(least), default=usual, metavar="N", help=text)
+    group.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="with --steps, run the timed steps once before: their times are without what kernels"
+        " compile and tune for new lengths, on both sides",
+    )
+    group.add_argument(
+        "--prefix-schedule",
+        choices=("on", "auto"),
+        default="on",
+        help="on (default): the prefix schedule; auto: in steps where the cost model says that it"
+        " pays, else the stock one",
+    )
+    group.add_argument(
+        "--forward-only",
+        action="store_true",
+        help="time passes without gradients, as for old and reference log-probs",
+    )
+    group.add_argument("--bench-json", metavar="FILE", help="write the result as JSON to FILE too")
+    group.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw speedups and bounds, a step's time by phase, peaks of memory and every step's"
+        " time; of `bench memory` the peaks by policy (png, svg, pdf)",
+    )
+    add_baseline(parser)
+    bench_memory.add_arguments(parser)
+    add_model(parser, model="tiny-llama", dtype="float32")
+    add_layout(parser)
+    add_lengths(parser)
+    add_messages(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Aligns, times, reports."""
+    report.check_outputs(args.bench_json)
+    report.check_plot(args.plot)
+    if args.what == "memory":
+        return bench_memory.run(args)
+    layout = layout_of(args, env_world_size())
+    from megatron_prefix.lab.bench.work import GroupShape
+
+    texts = args.shapes or ([] if args.rollouts else ["1024:64:8"])
+    shapes = [GroupShape.parse(text) for text in texts]
+    if not args.repeats:
+        raise UserError("--repeats 0 is for `bench memory`; give 1 or more")
+    if args.chunk_tokens == "auto":
+        raise UserError("--chunk-tokens auto: give a number; `plan --chunk-tokens auto` finds one")
+    if args.steps is not None and not args.rollouts:
+        raise UserError("--steps is for rollout files; give --rollouts FILE, or leave it out")
+    if args.rehearse and not args.steps:
+        raise UserError("--rehearse is for --steps: other steps are run before by --warm-up-calls")
+    verdict, rows, failures = _measure(args, layout, shapes)
+    if os.environ.get("RANK", "0") != "0":  # one of torchrun's ranks speaks
+        return 0 if verdict.passed else 1
+    result = {
+        **machine(args),
+        "layout": dataclasses.asdict(layout),
+        "forward_only": args.forward_only,
+        "overlap_grad_reduce": args.overlap_grad_reduce,
+        "rehearsed": args.rehearse,
+        "alignment": verdict.as_json(),
+        "rows": [row.as_json() for row in rows],
+        "failures": failures,
+    }
+    report.deliver(
+        args, result, lambda: _plot(args.plot, rows), lambda: _print(args, verdict, rows)
+    )
+    return 0 if verdict.passed and not failures else 1
+
+
+def _measure(
+    args: argparse.Namespace, layout: Any, shapes: list[Any]
+) -> tuple[Any, list[Any], list[str]]:
+    """The verdict of the alignment, the rows and what failed, on the ranks of the layout."""
+    from megatron_prefix.lab import runtime
+    from megatron_prefix.lab.bench.work import Setting
+
+    options, config = model_options(args), config_of(args)
+    spec, files = _files(args, options)
+    work = [*_shapes(args, shapes, spec, config, layout.dp), *_steps(args, files, config)]
+    setting = Setting(
+        spec, layout, baseline_of(args), args.seed, args.dtype, args.forward_only,
+        args.warm_up_calls,
+    )  # fmt: skip
+    job = (args, options, setting, config, work)
+    return runtime.launch(bench_rank, layout.world_size, *job, device=args.device)
+
+
+def bench_rank(
+    args: argparse.Namespace, options: Any, setting: Any, config: Any, work: Sequence[Any]
+) -> tuple[Any, list[Any], list[str]]:
+    """One rank's part of `_measure`; the first rank shows the progress."""
+    import torch
+
+    from megatron_prefix.lab import runtime
+    from megatron_prefix.lab.bench import steps
+
+    layout = setting.layout
+    runtime.initialize(layout, options.device, options.seed, options.message_timeout_minutes)
+    try:
+        with report.draws_aligned(args, options.dtype) as advance:
+            [verdict] = steps.aligned(options, setting, [config], args.align_layers, advance)
+        if not verdict.passed:
+            return verdict, [], []
+        chunks = options.build(setting.spec, layout)
+        known: dict[str, Any] = {}
+        rows, failures = [], []
+        first = torch.distributed.get_rank() == 0
+        for one in report.watched(args, work, "rows timed", len(work)) if first else work:
+            try:
+                rows.append(steps.time_work(one, setting, chunks, known))
+                if first:  # long before the table, which comes with the last row
+                    print(_line(rows[-1]), file=sys.stderr, flush=True)
+            except (torch.OutOfMemoryError, StepOutOfMemory) as error:
+                if layout.world_size > 1:  # the other ranks wait inside of a step
+                    raise
+                failures.append(f"{one.name}: {str(error).partition('.')[0]}")
+                steps.free_memory()
+        return verdict, rows, failures
+    finally:
+        runtime.shutdown()
+
+
+def _line(row: Any) -> str:
+    """A row as soon as it has been timed."""
+    return (
+        f"{row.name}: {row.stock_ms:.1f} ms, {row.prefix_ms:.1f} ms, {row.speedup:.3f}x of"
+        f" {row.bound:.3f}x, {row.of_bound:.3f} of bound"
+    )
+
+
+def _files(args: argparse.Namespace, options: Any) -> tuple[Any, dict[str, list[Any]]]:
+    """The model's shape, and the groups of every file.
+
+    A preset without a vocabulary gets that of the rollouts, at least 2048.
+    """
+    from megatron_prefix.lab.cli.inputs import load_groups
+    from megatron_prefix.lab.models import presets
+    from megatron_prefix.lab.rl.job import fit_vocabulary
+
+    spec = presets.resolve(options.model, **dict(options.overrides))
+    own = spec.vocab_size is not None
+    steps = 1 if args.steps is None else args.steps + args.warm_up
+    wanted = None if args.step_tokens else args.groups * steps
+    found = []
+    for path in args.rollouts:
+        one_file = argparse.Namespace(**{**vars(args), "rollouts": [path], "groups": wanted})
+        groups, _ = load_groups(one_file, spec.vocab_size)
+        if args.steps is not None and len([*_cut(args, groups)]) < steps:
+            size = f"--step-tokens {args.step_tokens}" if args.step_tokens else f"{args.groups}"
+            raise UserError(
+                f"{path} has {report.counted(len(groups), 'group')} that can be used, too few for"
+                f" --steps {args.steps} and --warm-up {args.warm_up} of {size}"
+                f"{'' if args.step_tokens else ' groups each'}; give fewer"
+            )
+        found.append(groups)
+    if found:
+        spec, mapped = fit_vocabulary(options, [group for groups in found for group in groups])
+        rest = iter(mapped)
+        found = [[next(rest) for _ in groups] for groups in found]
+    if not own:
+        spec = dataclasses.replace(spec, vocab_size=max(2048, spec.vocab_size or 0))
+    return spec, dict(zip(args.rollouts, found, strict=True))
+
+
+def _shapes(
+    args: argparse.Namespace, shapes: list[Any], spec: Any, config: Any, dp: int
+) -> Iterator[Any]:
+    """The rows of the synthetic shapes, which every data-parallel rank gets as many groups of."""
+    from megatron_prefix.lab.bench.work import Work
+
+    for shape in shapes:
+        wave = config.segment_tokens if shape.segment_tokens is None else shape.segment_tokens
+        groups = shape.groups(args.shape_groups * dp, spec.vocab_size, args.seed)
+        one = dataclasses.replace(config, segment_tokens=wave)
+        yield Work(shape.name, one, [groups], [groups], repeats=args.repeats)
+
+
+def _steps(args: argparse.Namespace, files: dict[str, list[Any]], config: Any) -> Iterator[Any]:
+    """The rows of the rollout files."""
+    from megatron_prefix.lab.bench.work import Work
+
+    for path, groups in files.items():
+        name = Path(path).name
+        if args.steps is None:
+            yield Work(name, config, [groups], [groups], args.repeats)
+            continue
+        cut = [*_cut(args, groups)][: args.warm_up + args.steps]
+        timed = cut[args.warm_up :]
+        yield Work(name, config, cut[: args.warm_up] + timed * args.rehearse, timed)
+
+
+def _cut(args: argparse.Namespace, groups: list[Any]) -> Iterator[list[Any]]:
+    """Consecutive steps of --groups groups, or of --step-tokens tokens."""
+    step: list[Any] = []
+    for group in groups:
+        step.append(group)
+        num_tokens = sum(len(rollout) for one in step for rollout in one.rollouts)
+        if num_tokens >= args.step_tokens if args.step_tokens else len(step) == args.groups:
+            yield step
+            step = []
+
+
+def _print(args: argparse.Namespace, verdict: Any, rows: list[Any]) -> None:
+    if not verdict.passed:
+        print("NOT aligned, so nothing was timed:", *verdict.failures, sep="\n  ")
+        return
+    baseline = baseline_of(args)
+    packs = f"packs of {report.number(baseline.pack_tokens)} tokens"
+    table = report.new_table(
+        f"{model_name(args)}, {args.dtype}, {args.device}: a step, both schedules on"
+        f" {packs if baseline.packed else 'one rollout a microbatch'};"
+        " peaks: stock, prefix (predicted)"
+    )
+    waves = len({row.segment_tokens for row in rows}) > 1
+    names = "P:R:n,tokens,executed,segments,stock ms,prefix ms,speedup,bound,of it,peak GiB"
+    for name in [*names.split(","), *(["wave"] if waves else [])]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.name.partition(".")[0], report.number(row.raw_tokens),
+            report.number(row.executed_tokens), str(row.segments), f"{row.stock_ms:.1f}",
+            f"{row.prefix_ms:.1f}", f"{row.speedup:.2f}x", f"{row.bound:.2f}x",
+            f"{row.of_bound:.3f}",
+            f"{row.stock_gib:.1f}, {row.prefix_gib:.1f} ({row.predicted_gib:.1f})",
+            *([str(row.segment_tokens)] if waves else []),
+        )  # fmt: skip
+    report.print_rich(table)
+    _print_steps([row for row in rows if row.steps > 1])
+
+
+def _print_steps(rows: Sequence[Any]) -> None:
+    """Every step's times, where there are several."""
+    for row in rows:
+        for name, times in (("stock", row.stock_step_ms), ("prefix", row.prefix_step_ms)):
+            print(f"{row.name}, {name}, ms a step: {', '.join(f'{one:.1f}' for one in times)}")
+        print(
+            f"{row.name}: {row.speedup:.2f}x of {row.steps} steps together,"
+            f" {row.median_speedup:.2f}x of their medians; shared in {row.shared_steps}"
+        )
+
+
+def _plot(path: str, rows: list[Any]) -> None:
+    from megatron_prefix.lab.bench.picture import figure
+
+    report.save_figure(figure([row.as_json() for row in rows]), path)

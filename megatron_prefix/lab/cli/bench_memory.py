@@ -1,0 +1,201 @@
+"""`bench memory`: device memory of a step, by policy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from megatron_prefix.config import MOST_MEMORY_GB
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.cli import report
+from megatron_prefix.lab.cli.arguments import config_of, layout_of, real, whole
+from megatron_prefix.lab.cli.modelling import machine, model_options
+from megatron_prefix.lab.runtime.groups import env_world_size
+
+WAYS = ("stock", "retain", "offload", "recompute")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that only `bench memory` reads."""
+    group = parser.add_argument_group("bench memory")
+    ways = "stock, or a memory policy, and +full with Megatron's full recomputation"
+    for name, usual, text in (
+        ("--ways", list(WAYS), f"{ways} (default {' '.join(WAYS)})"),
+        ("--frontier-ways", None, "ways of which to find the longest sequence (default: --ways)"),
+    ):
+        group.add_argument(name, nargs="+", default=usual, metavar="POLICY[+full]", help=text)
+    for name, least, default, metavar, text in (
+        ("--frontier", 1, None, "R", "also find the longest sequence that trains, responses of R"),
+        ("--frontier-step", 1, 256, "N", "lengths are multiples of N (default 256)"),
+        ("--tries", 0, 0, "N", "steps really run to find it, around what the memory model says"
+         " (default 0: only predict)"),
+    ):  # fmt: skip
+        group.add_argument(
+            name, type=whole(least, 10**6), default=default, metavar=metavar, help=text
+        )
+    group.add_argument(
+        "--capacity-gb",
+        type=real(0, MOST_MEMORY_GB),
+        default=0.0,
+        metavar="X",
+        help="GiB besides weights and gradients that may be used (default 0: what is free)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Aligns, measures, reports."""
+    from megatron_prefix.lab.bench.memory import Way
+
+    ways = [Way.parse(text) for text in args.ways]
+    farther = [Way.parse(text) for text in args.frontier_ways or args.ways]
+    if args.chunk_tokens == "auto":
+        raise UserError("--chunk-tokens auto: give a number; `plan --chunk-tokens auto` finds one")
+    if args.rollouts:
+        raise UserError("bench memory runs synthetic shapes: give --shapes, not --rollouts")
+    failures, rows, frontiers = _measure(args, ways, farther)
+    result = {
+        **machine(args),
+        "aligned": not failures,
+        "failures": failures,
+        "peaks": "allocated" if args.device == "cuda" else "counted",
+        "rows": [row.as_json() for row in rows],
+        "frontier": [one.as_json() for one in frontiers],
+    }
+    report.deliver(
+        args, result, lambda: _plot(args.plot, rows), lambda: _print(args, rows, frontiers)
+    )
+    return 1 if failures else 0
+
+
+def _measure(
+    args: argparse.Namespace, ways: list[Any], farther: list[Any]
+) -> tuple[list[str], list[Any], list[Any]]:
+    from dataclasses import replace
+
+    from megatron_prefix.lab import runtime
+    from megatron_prefix.lab.bench import memory, steps
+    from megatron_prefix.lab.bench.work import Setting
+    from megatron_prefix.lab.models import presets
+    from megatron_prefix.lab.rl.baseline import Baseline
+
+    if layout_of(args, env_world_size()).world_size > 1:
+        raise UserError("bench memory is for one rank: leave the layout out")
+    options = model_options(args)
+    config = config_of(args)
+    spec = presets.resolve(options.model, **dict(options.overrides))
+    spec = spec if spec.vocab_size else spec.with_vocab(2048)
+    layout = runtime.Layout()
+    runtime.initialize(layout, options.device, options.seed)
+    try:
+        policies = sorted({way.policy for way in ways} - {memory.STOCK})
+        configs = [replace(config, memory=policy) for policy in policies]
+        setting = Setting(spec, layout, Baseline("rollout"), args.seed)
+        with report.draws_aligned(args, options.dtype, len(configs)) as advance:
+            verdicts = steps.aligned(options, setting, configs, args.align_layers, advance)
+        failures = [
+            f"{policy}: {failure}"
+            for policy, verdict in zip(policies, verdicts, strict=True)
+            for failure in verdict.failures
+        ]
+        if failures:
+            return failures, [], []
+        chunks = options.build(spec, layout)
+        rows = [_told(args, row) for row in _rows(args, ways, chunks, config)]
+        return [], rows, [_told(args, one) for one in _frontiers(args, farther, chunks, config)]
+    finally:
+        runtime.shutdown()
+
+
+def _rows(args: argparse.Namespace, ways: list[Any], chunks: list[Any], config: Any) -> Any:
+    from megatron_prefix.lab.bench import memory
+    from megatron_prefix.lab.bench.work import GroupShape
+
+    shapes = [GroupShape.parse(text) for text in args.shapes or ["512:64:4"]]
+    work = [(shape, way) for shape in shapes for way in ways]
+    for shape, way in report.watched(args, work, "rows measured", len(work)):
+        yield memory.measure(shape, way, chunks, config, repeats=args.repeats, seed=args.seed)
+
+
+def _frontiers(args: argparse.Namespace, ways: list[Any], chunks: list[Any], config: Any) -> Any:
+    from megatron_prefix.lab.bench import longest
+    from megatron_prefix.lab.bench.timing import GIB
+
+    for way in ways if args.frontier else ():
+        yield longest.frontier(
+            args.frontier, way, chunks, config, capacity=args.capacity_gb * GIB,
+            step=args.frontier_step, num_tries=args.tries, seed=args.seed,
+        )  # fmt: skip
+
+
+def _told(args: argparse.Namespace, one: Any) -> Any:
+    """Also prints a result as JSON on stderr, so that an interrupted run keeps its results."""
+    if not args.json:
+        print(json.dumps(one.as_json()), file=sys.stderr, flush=True)
+    return one
+
+
+def _print(args: argparse.Namespace, rows: list[Any], frontiers: list[Any]) -> None:
+    kind = "allocated" if args.device == "cuda" else "counted"
+    for name in dict.fromkeys(row.name for row in rows):
+        mine = [row for row in rows if row.name == name]
+        table = report.new_table(f"{name}, GiB besides weights and gradients: predicted / {kind}")
+        for column in ("way", "step", "Phase B", "less", "less of all", "ms"):
+            table.add_column(column, justify="right")
+        stock = next((row for row in mine if row.way == "stock"), None)
+        for row in mine:
+            table.add_row(*_cells(row, stock))
+        report.print_rich(table)
+        print(*(f"{row.way}: {row.problem}" for row in mine if row.problem), sep="\n", end="")
+    if frontiers:
+        table = report.new_table(f"longest sequence that trains, responses of {args.frontier}")
+        for column in ("way", "predicted", "trained", "did not"):
+            table.add_column(column, justify="right")
+        for one in frontiers:
+            tried = (report.number(n) if n else "" for n in (one.trained, one.failed))
+            table.add_row(one.way, report.number(one.predicted), *tried)
+        report.print_rich(table)
+
+
+def _cells(row: Any, stock: Any) -> list[str]:
+    """A row of the table: "less" is what Phase B saves against the stock schedule, without weights
+    and gradients, and with them."""
+    less = of_all = ""
+    if stock is not None and stock is not row:
+        ours, theirs = row.wave_gib, stock.wave_gib
+        if ours is None or theirs is None:
+            ours, theirs = row.predicted_wave_gib, stock.predicted_wave_gib
+        less = report.percent(1 - ours / theirs)
+        of_all = report.percent(1 - (ours + row.base_gib) / (theirs + stock.base_gib))
+    return [
+        row.way, _pair(row.predicted_gib, row.peak_gib),
+        _pair(row.predicted_wave_gib, row.wave_gib), less, of_all,
+        "" if row.ms is None else f"{row.ms:.0f}",
+    ]  # fmt: skip
+
+
+def _pair(predicted: float, measured: float | None) -> str:
+    return f"{predicted:.3g} / " + ("-" if measured is None else f"{measured:.3g}")
+
+
+def _plot(path: str, rows: list[Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(row.name for row in rows))
+    ways = list(dict.fromkeys(row.way for row in rows))
+    figure, axes = pyplot.subplots(figsize=(max(5, 1.6 * len(names)), 4), layout="constrained")
+    width = 0.8 / len(ways)
+    for place, way in enumerate(ways):
+        mine = [row for row in rows if row.way == way]
+        at = [names.index(row.name) + place * width for row in mine]
+        axes.bar(at, [row.peak_gib or 0.0 for row in mine], width, label=way)
+        axes.scatter(at, [row.predicted_gib for row in mine], color="black", marker="_", zorder=2)
+    axes.set_xticks([number + 0.4 - width / 2 for number in range(len(names))], names)
+    axes.set_ylabel("GiB besides weights and gradients (dash: predicted)")
+    axes.set_xlabel("prompt tokens : response tokens : rollouts")
+    axes.legend(frameon=False)
+    report.save_figure(figure, path)

@@ -1,0 +1,327 @@
+"""`megatron-prefix doctor`: whether the prefix schedule can run here, and what is in the way."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.markup import escape
+
+from megatron_prefix import __version__, trainers
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.cli import packages
+from megatron_prefix.lab.cli.report import new_table, print_facts, print_json, print_rich
+from megatron_prefix.lab.models.presets import ModelSpec, resolve
+from megatron_prefix.layers.recurrent_spec import GatedDelta
+
+if TYPE_CHECKING:
+    import torch
+
+HELP = """\
+Versions, devices, the attention kernels that work here, the Megatron features that the prefix
+schedule refuses, and optional packages that are missing. Exits with 0 when the prefix schedule can
+run here, with 1 when it cannot."""
+EPILOG = """\
+examples:
+  megatron-prefix doctor
+  megatron-prefix doctor --model qwen3-8b
+  megatron-prefix doctor --model path/to/config.json --device cpu --json
+"""
+
+T = TypeVar("T")
+DTYPES = ("float64", "float32", "bfloat16")
+HEAD_DIM = 128  # of the kernels' probe when no model is named
+GROUP = 2  # query heads a K/V head, likewise
+RECURRENT = ("fla-core", "mamba-ssm", "causal-conv1d", "triton")  # kernels of recurrent layers
+GIB = 1 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--model`, `--device`."""
+    parser.add_argument(
+        "--model",
+        metavar="NAME|CONFIG",
+        help="check this model too: a preset, or a Hugging Face config.json",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="what to check (default: cuda where there is one)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examines and prints; returns 0 when the prefix schedule can run here, else 1."""
+    report = examine(args.device, args.model)
+    if args.json:
+        print_json(report)
+    else:
+        _print(report)
+    return 0 if report["ok"] else 1
+
+
+def examine(device: str | None = None, model: str | None = None) -> dict[str, Any]:
+    """Everything that `doctor` reports; the keys of its --json.
+
+    Keys: ok; problems, one line each; device, the one that was checked; versions, None where
+    something is absent; trainers that are installed, by name their version, the versions that were
+    tried, what turns the schedule on, and what keeps groups together; devices; kernels, by dtype
+    and name None or why it does not work; chosen, the kernel that "auto" takes by dtype; why, the
+    same with the reason; recurrent, by Megatron's recurrent module None or why its kernels do not
+    work; stock_packs, what is wrong with transformer-engine's attention of packs, which stock steps
+    run, or None; refused_features, what to do about each; extras, by name the missing packages and
+    the command; model, its name and the features in its way, or None.
+
+    Args:
+        device: "cpu" or "cuda"; None: "cuda" where torch sees a GPU.
+        model: a preset's name or the path of a config.json.
+
+    Raises:
+        UserError: `model` is neither.
+    """
+    spec = resolve(model) if model else None
+    problems: list[str] = []
+    missing, extras = packages.missing(*packages.asked_for())
+    problems += [f"{name} is missing; pip install '{name}'" for name in missing]
+    # Versions and GPUs first: choosing the CPU hides the GPUs.
+    report: dict[str, Any] = {
+        "device": device or _attempt(problems, _best_device) or "cpu",
+        "versions": _package_versions() | (_attempt(problems, _library_versions) or {}),
+        "trainers": _trainers(),
+        "devices": [_host(), *(_attempt(problems, _gpus) or ())],
+        "kernels": {},
+        "chosen": {},
+        "why": {},
+        "recurrent": {},
+        "stock_packs": None,
+        "refused_features": {},
+        "extras": extras,
+        "model": None,
+    }
+    if not problems:
+        report |= _attempt(problems, _what_runs, report["device"], spec) or {}
+    in_the_way = report["model"]["refused"] if report["model"] else []
+    problems += [f"{report['model']['name']} has {line}" for line in in_the_way]
+    problems = list(dict.fromkeys(problems))  # a package that is missing is met more than once
+    return {"ok": not problems, "problems": problems, **report}
+
+
+def _attempt(problems: list[str], look: Callable[..., T], *args: Any) -> T | None:
+    """What `look` finds, or None with one more line in `problems`."""
+    try:
+        return look(*args)
+    except UserError as error:
+        problems.append(str(error).partition("\n")[0])
+    except Exception as error:  # noqa: BLE001  (a broken installation raises anything)
+        first = (str(error).strip().splitlines() or [""])[0]
+        problems.append(f"{type(error).__name__}: {first}")
+    return None
+
+
+# What is here -------------------------------------------------------------------------------------
+
+
+def _package_versions() -> dict[str, str | None]:
+    own = {"megatron_prefix": __version__, "python": platform.python_version()}
+    others = ("torch", "megatron-core", "transformer-engine", "apex", "flash-attn-4", *RECURRENT)
+    return own | {name: packages.version(name) for name in others}
+
+
+def _trainers() -> dict[str, dict[str, Any]]:
+    """Of those that are packages; Megatron-LM is a checkout."""
+    found = {one: packages.version(one.package) for one in trainers.TRAINERS if one.package}
+    return {
+        one.name: {
+            "version": version, "tried": list(one.tried), "on": one.on, "together": one.together
+        }
+        for one, version in found.items()
+        if version
+    }  # fmt: skip
+
+
+def _library_versions() -> dict[str, str | None]:
+    """Of what torch was built with."""
+    import torch
+
+    if torch.version.cuda is None:
+        return {"CUDA": None, "cuDNN": None, "NCCL": None}
+    # Private, because torch.backends.cudnn.version() loads cuDNN, and transformer-engine cannot be
+    # imported afterwards where it finds another cuDNN than torch's (seen with 2.11).
+    library = getattr(torch._C, "_cudnn", None)
+    cudnn = library and ".".join(map(str, library.getCompileVersion()))
+    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
+    return {
+        "CUDA": torch.version.cuda,
+        "cuDNN": cudnn,
+        "NCCL": None if nccl is None else ".".join(map(str, nccl)),
+    }
+
+
+def _host() -> dict[str, Any]:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"name": "CPU", "cores": cores, "memory_gib": round(memory / GIB, 1)}
+
+
+def _best_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _gpus() -> list[dict[str, Any]]:
+    import torch
+
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [
+        {
+            "name": gpu.name,
+            "memory_gib": round(gpu.total_memory / GIB, 1),
+            "capability": f"{gpu.major}.{gpu.minor}",
+        }
+        for gpu in gpus
+    ]
+
+
+# What runs ----------------------------------------------------------------------------------------
+
+
+def _what_runs(device: str, spec: ModelSpec | None) -> dict[str, Any]:
+    """Kernels, refused features and the model, after the platform has been selected.
+
+    Raises:
+        UserError: the device, the version of Megatron-Core, or every kernel is in the way.
+    """
+    from megatron_prefix.lab import platforms
+
+    platforms.select(device)
+    import torch
+
+    from megatron_prefix.lab.platforms import stock_packs
+    from megatron_prefix.layers.blocks import kernels
+    from megatron_prefix.layers.recurrent import probe
+    from megatron_prefix.megatron import features, mixers, modules
+
+    features.check_version()
+    width = spec.kv_channels if spec else HEAD_DIM
+    heads, kv_heads = (spec.num_attention_heads, spec.num_query_groups) if spec else (GROUP, 1)
+    group = heads // kv_heads
+    reasons, chosen, why = {}, {}, {}
+    for name in DTYPES:
+        dtype = getattr(torch, name)
+        reasons[name] = kernels.available(device, dtype, width, group=group)
+        chosen[name] = kernels.choose("auto", device, dtype, width, group=group).name
+        why[name] = kernels.why(device, dtype, width, group=group)
+    return {
+        "kernels": reasons,
+        "chosen": chosen,
+        "why": why,
+        "recurrent": _recurrent(probe.refusals, device, spec),
+        "stock_packs": stock_packs.refusal(heads, kv_heads, width) if device == "cuda" else None,
+        "refused_features": {name: fix for name, _, fix in features.REFUSED}
+        | modules.REFUSED
+        | mixers.REFUSED,
+        "model": _check_model(spec, torch.device(device)) if spec else None,
+    }
+
+
+def _recurrent(
+    refusals: Callable[..., dict[str, str | None]], device: str, spec: ModelSpec | None
+) -> dict[str, str | None]:
+    """Why the kernels of recurrent layers do not work, by Megatron's module.
+
+    Raises:
+        UserError: the model needs one of these.
+    """
+    layers = spec.recurrent if spec else None
+    delta = isinstance(layers, GatedDelta)
+    sizes = (layers.key_dim, layers.value_dim, layers.value_heads) if delta else ()  # type: ignore[union-attr]
+    found = refusals(device, *sizes)
+    needed = "GatedDeltaNet" if delta else "MambaMixer"
+    if layers is not None and found[needed] is not None:
+        raise UserError(f"the kernels of {needed} do not work here: {found[needed]}")
+    return found
+
+
+def _check_model(spec: ModelSpec, device: torch.device) -> dict[str, Any]:
+    import torch
+
+    from megatron_prefix.lab.models.config import transformer_config
+    from megatron_prefix.lab.runtime.layout import Layout
+    from megatron_prefix.megatron import features
+
+    config = transformer_config(spec, Layout(), torch.float32, device, transformer_engine=False)
+    refused = features.refusals(config)
+    return {"name": spec.name, "parameters": spec.parameters(), "refused": refused}
+
+
+# For people ---------------------------------------------------------------------------------------
+
+
+def _print(report: Mapping[str, Any]) -> None:
+    print_facts("versions", {name: found or "-" for name, found in report["versions"].items()})
+    _print_table(
+        "trainers",
+        ["", "tried", "what turns the schedule on"],
+        [
+            (f"{name} {one['version']}", ", ".join(one["tried"]) or "never", one["on"])
+            for name, one in report["trainers"].items()
+        ],
+    )
+    same = Counter((one["name"], _sizes(one)) for one in report["devices"])
+    print_facts("devices", {f"{n} x {name}": size for (name, size), n in same.items()})
+    _print_table(
+        f"attention kernels on {report['device']}", ["", *report["kernels"]], _kernel_rows(report)
+    )
+    if report["why"]:
+        print_facts("kernel auto", report["why"])
+    if report["recurrent"]:
+        works = {name: why or "works" for name, why in report["recurrent"].items()}
+        print_facts(f"kernels of recurrent layers on {report['device']}", works)
+    if report["stock_packs"]:
+        fix = "use another attention in stock steps, such as flash-attn"
+        print_facts("packs", {"transformer-engine": f"{report['stock_packs']}; {fix}"})
+    _print_table(
+        "features that the prefix schedule refuses",
+        ["Megatron's option", "what to do"],
+        report["refused_features"].items(),
+    )
+    _print_table(
+        f"missing, and optional: pip install '{packages.DISTRIBUTION}[EXTRA]'",
+        ["extra", "packages"],
+        [(name, ", ".join(extra["missing"])) for name, extra in report["extras"].items()],
+    )
+    model = f"model {report['model']['name']} " if report["model"] else ""
+    print(f"{model}on {report['device']}: {'ready' if report['ok'] else 'not possible'}")
+    for line in report["problems"]:
+        print(f"  {line}")
+
+
+def _print_table(title: str, headings: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
+    """Nothing where there are no rows."""
+    table = new_table(escape(title))
+    for heading in headings:
+        table.add_column(heading)
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    if table.row_count:
+        print_rich(table)
+
+
+def _sizes(device: Mapping[str, Any]) -> str:
+    """Of a row of `devices`."""
+    detail = f"{device['cores']} cores" if "cores" in device else f"sm {device['capability']}"
+    return f"{detail}, {device['memory_gib']} GiB"
+
+
+def _kernel_rows(report: Mapping[str, Any]) -> list[list[str]]:
+    """Kernels by dtype: taken by "auto", working, or why not."""
+    by_name: dict[str, list[str]] = {}
+    for dtype, reasons in report["kernels"].items():
+        for name, reason in reasons.items():
+            # "cudnn or flash by shape" are two.
+            works = "chosen" if name in report["chosen"][dtype].split() else "works"
+            by_name.setdefault(name, []).append(reason or works)
+    return [[name, *cells] for name, cells in by_name.items()]

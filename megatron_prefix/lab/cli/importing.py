@@ -1,0 +1,37 @@
+"""`megatron-prefix import`, see lab/data/importers.py. (`import` is no name for a module.)"""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_prefix.lab.cli.arguments import whole
+from megatron_prefix.lab.cli.report import write_and_print
+from megatron_prefix.lab.data.importers import KINDS, import_file
+
+HELP = """\
+Make a rollout file from what a trainer dumped: verl's rollout dump (input, output, score), messages
+in OpenAI's style through a chat template, or token ids."""
+EPILOG = """\
+examples:
+  megatron-prefix import verl 17.jsonl rollouts.jsonl.gz --tokenizer Qwen/Qwen3-8B
+  megatron-prefix import messages chats.jsonl rollouts.jsonl.gz --tokenizer ./my-tokenizer
+  megatron-prefix import tokens ids.jsonl rollouts.jsonl.gz --vocab-size 151936
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    parser.add_argument("kind", metavar="KIND", choices=KINDS, help=" | ".join(KINDS))
+    parser.add_argument("source", metavar="IN", help="JSON lines, plain or gzip")
+    parser.add_argument("out", metavar="OUT", help="rollout file to write; .gz packs it")
+    parser.add_argument("--tokenizer", help="tokenizer.json, or a transformers folder or name")
+    parser.add_argument(
+        "--vocab-size", type=whole(), metavar="N", help="refuse token ids that are not below it"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Imports the file."""
+    groups = import_file(args.source, args.kind, args.tokenizer, vocab_size=args.vocab_size)
+    write_and_print(args, groups)
+    return 0

@@ -1,0 +1,282 @@
+"""`matrix`: `align` over many layouts, one line a layout."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from megatron_prefix.errors import UserError, shown
+from megatron_prefix.lab.cli import report
+from megatron_prefix.lab.cli.arguments import add_messages, whole
+from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
+from megatron_prefix.lab.verify import matrix
+from megatron_prefix.lab.verify.matrix import Result, Row
+from megatron_prefix.plan.files import writing
+
+HELP = """\
+Aligns the prefix schedule with Megatron-Core's stock schedule in many layouts: models without and
+with experts, flat groups, trees and chunks with one rollout a microbatch, packed microbatches,
+without and with activation recomputation. Every row is one `align` in a fresh set of ranks. Under
+torchrun the rows run in its world, data parallelism filling it. Exit code 0 when every row is
+aligned."""
+EPILOG = """\
+examples:
+  megatron-prefix matrix --only 'dense/*/flat/none' '*/TP2xPP2/*'
+  megatron-prefix matrix --only '*/packed/*' --device cpu
+  megatron-prefix matrix --continue rows.jsonl --markdown matrix.md
+  torchrun --nproc-per-node 8 -m megatron_prefix matrix --device cuda --only 'dense/*'
+"""
+TITLE = "Prefix schedule against Megatron-Core's stock schedule in the same layout"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    group = parser.add_argument_group("rows")
+    group.add_argument(
+        "--only",
+        nargs="+",
+        default=["*"],
+        metavar="PATTERN",
+        help="rows MODEL/LAYOUT/SHAPE/RECOMPUTE that match a pattern, e.g. 'moe/EP*/tree/full'",
+    )
+    group.add_argument(
+        "--continue",
+        dest="record",
+        metavar="FILE",
+        help="write results to FILE (JSON lines); rows that it has as aligned do not run again",
+    )
+    group.add_argument(
+        "--allow-refused", action="store_true", help="exit code 0 although rows were refused"
+    )
+    group.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu)")
+    group.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "bfloat16"),
+        help="(default: float64 on the CPU, bfloat16 on a GPU)",
+    )
+    group.add_argument(
+        "--layer-spec",
+        choices=("auto", "local", "te"),
+        default="auto",
+        help="transformer-engine's layers or Megatron's own (auto: te on a GPU in bfloat16)",
+    )
+    group.add_argument(
+        "--timeout",
+        type=whole(1, 10**6),
+        default=120,
+        metavar="S",
+        help="seconds of a row (default 120)",
+    )
+    group.add_argument("--markdown", metavar="FILE", help="write the table as Markdown")
+    add_messages(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the rows and prints the table."""
+    from megatron_prefix.lab import runtime
+
+    if args.dtype is None:
+        args.dtype = "float64" if args.device == "cpu" else "bfloat16"
+    chosen = [row for row in matrix.rows() if any(fnmatchcase(row.name, p) for p in args.only)]
+    if not chosen:
+        known = ", ".join(matrix.LAYOUTS)
+        raise UserError(f"--only {' '.join(args.only)}: matches no row; layouts: {known}")
+    report.check_outputs(args.markdown, args.record, makes_folders=True)
+    world = runtime.env_world_size()
+    known_results = _read(args, world) if args.record else {}
+    results = list(_results(args, chosen, known_results, world))
+    if os.environ.get("RANK", "0") == "0":  # one of torchrun's ranks speaks
+        _print(args, results)
+    good = ("aligned", "refused") if args.allow_refused else ("aligned",)
+    return 0 if all(result.status in good for result in results) else 1
+
+
+def _run_name(args: argparse.Namespace, world: int | None) -> str:
+    """What rows must have in common to be shown together."""
+    ranks = "" if world is None else f", {world} ranks"
+    layers = "" if args.layer_spec == "auto" else f", {args.layer_spec} layers"
+    return f"{args.dtype} on {args.device}{ranks}{layers}"
+
+
+def _results(
+    args: argparse.Namespace, rows: Sequence[Row], known: dict[str, Result], world: int | None
+) -> Iterator[Result]:
+    """Runs what is not known yet, row by row, and writes it down."""
+    speaks = os.environ.get("RANK", "0") == "0"
+    with report.progress(args, "rows", len(rows)) as advance:
+        for row in rows:
+            result = known.get(row.name)
+            if result is None:
+                result = _run_row(args, row, world)
+                if speaks and args.record:
+                    _append(args.record, result)
+                if speaks and not args.json:
+                    _tell(result)
+            advance(1)
+            yield result
+
+
+def _tell(result: Result) -> None:
+    """A line on stderr, above the bar, so that a long run can be followed."""
+    found = result.reason or f"{result.cell}, {result.run}"
+    line = f"{result.seconds:6.1f} s  {result.row}: {result.status} ({found})"
+    print(line, file=sys.stderr, flush=True)
+
+
+# One row ------------------------------------------------------------------------------------------
+
+
+def _run_row(args: argparse.Namespace, row: Row, world: int | None) -> Result:
+    """One row, whatever comes of it."""
+    from megatron_prefix.lab import runtime
+
+    begin, name, ranks = time.monotonic(), _run_name(args, world), row.layout_in().world_size
+
+    def ended(status: str, reason: str) -> Result:
+        seconds = time.monotonic() - begin
+        return Result(row.name, status, ranks, seconds, reason=reason, run=name)
+
+    try:
+        ranks = row.layout_in(world).world_size
+        verdict = align_row(
+            row,
+            args.device,
+            args.dtype,
+            world,
+            args.layer_spec,
+            args.message_timeout_minutes,
+            timeout_s=args.timeout,
+        )
+    except UserError as error:
+        return ended("refused", str(error).partition("\n")[0])
+    except runtime.RankError as error:
+        if world is not None:  # another rank of torchrun is gone, and so would be that of every row
+            raise
+        print(f"{row.name}: {error}", file=sys.stderr, flush=True)
+        return ended("failed", str(error).strip().splitlines()[-1])
+    for failure in verdict.failures:
+        print(f"{row.name}: {failure}", file=sys.stderr, flush=True)
+    found = ended("aligned" if verdict.passed else "different", "; ".join(verdict.failures[:1]))
+    return Result(
+        **{
+            **found.as_json(),
+            "grad_max_rel_diff": verdict.grad_max_rel_diff,
+            "tolerance": verdict.tolerance,
+            "baseline": verdict.baseline,
+            "compared_with": verdict.compared_with,
+            "grad_error_ratio_max": verdict.grad_error_ratio_max,
+        }
+    )
+
+
+def align_row(
+    row: Row,
+    device: str = "cpu",
+    dtype: str = "float64",
+    world: int | None = None,
+    layer_spec: str = "auto",
+    message_timeout_minutes: float = MESSAGE_TIMEOUT_MINUTES,
+    **options: Any,
+) -> Any:
+    """The `Alignment` of a row, in a fresh set of ranks, or in torchrun's world.
+
+    Args:
+        row: which.
+        device: "cpu" or "cuda".
+        dtype: of the model.
+        world: size of torchrun's world, of which this process is a rank; None starts the ranks.
+        layer_spec: see ModelOptions.
+        message_timeout_minutes: see ModelOptions.
+        options: of `runtime.run_ranks`.
+
+    Raises:
+        UserError: the row cannot run.
+        RankError: a rank failed, or the row took too long.
+    """
+    from megatron_prefix.lab import platforms, runtime
+    from megatron_prefix.lab.cli.align import align_rank
+    from megatron_prefix.lab.rl.job import ModelOptions, fit_vocabulary
+
+    layout, shape = row.layout_in(world), matrix.SHAPES[row.shape]
+    overrides = tuple(row.overrides(dtype).items())
+    model = ModelOptions(
+        matrix.MODELS[row.model],
+        dtype,
+        device,
+        row.recompute,
+        layer_spec,
+        overrides=overrides,
+        message_timeout_minutes=message_timeout_minutes,
+    )
+    spec, groups = fit_vocabulary(model, shape.groups(layout.dp, dtype))
+    job = (model, spec, layout, groups, shape.config(dtype), shape.baseline(dtype))
+    if world is not None:
+        return runtime.launch(align_rank, world, *job)
+    fork = device == "cpu" and sys.platform == "linux"
+    if fork:  # ranks share what their parent has imported
+        platforms.select(device)
+        import torch._dynamo  # noqa: F401
+
+        from megatron_prefix.lab.verify import align  # noqa: F401
+    method = "fork" if fork else "spawn"
+    return runtime.run_ranks(align_rank, layout.world_size, job, start_method=method, **options)[0]
+
+
+# The record ---------------------------------------------------------------------------------------
+
+
+def _read(args: argparse.Namespace, world: int | None) -> dict[str, Result]:
+    """Rows of the record that need not run again; every rank of a world must be told the same."""
+    path, name = Path(args.record), _run_name(args, world)
+    if world is not None and path.exists():
+        raise UserError(f"--continue {path}: under torchrun give a file that is not there yet")
+    known: dict[str, Result] = {}
+    try:
+        lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--continue {shown(args.record)}: cannot be read ({error})") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            result = matrix.result_of(json.loads(line))
+        except (json.JSONDecodeError, TypeError, UserError) as error:
+            raise UserError(f"{path}:{number}: {error}") from None
+        if result.run == name:
+            known[result.row] = result
+    return {row: result for row, result in known.items() if result.status == "aligned"}
+
+
+def _append(path: str, result: Result) -> None:
+    with writing(path):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(result.as_json()) + "\n")
+
+
+# The end ------------------------------------------------------------------------------------------
+
+
+def _print(args: argparse.Namespace, results: Sequence[Result]) -> None:
+    title = f"{TITLE} ({results[0].run})"
+    if args.markdown:
+        report.write_text(args.markdown, matrix.markdown(results, title), makes_folders=True)
+    if args.json:
+        rows = [result.as_json() for result in results]
+        report.print_json({"run": results[0].run, "counts": matrix.counts(results), "rows": rows})
+        return
+    head, *lines = matrix.table(results)
+    table = report.new_table(title)
+    for number, column in enumerate(head):
+        table.add_column(column, justify="right" if number else "left", no_wrap=not number)
+    for line in lines:
+        table.add_row(*line)
+    report.print_rich(table)
+    print(matrix.said(results))
+    for why, names in {**matrix.reasons(results), **matrix.baselines(results)}.items():
+        print(f"  {why} ({report.counted(len(names), 'row')}, e.g. {names[0]})")

@@ -1,0 +1,204 @@
+"""Arguments of the verbs that run a model."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import platform
+from typing import Any
+
+from megatron_prefix.config import CP_REDUCE, MEMORY_POLICIES, MOST_MEMORY_GB
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.cli.arguments import add_host_layers, real, seed
+from megatron_prefix.lab.models.presets import PRESETS, ModelSpec
+from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
+
+
+def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> None:
+    # long: a list of options, each with its help
+    """Of the model, how it is built, and what its segments keep."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        metavar="NAME|config.json",
+        help=f"preset ({', '.join(PRESETS)}) or a Hugging Face config.json (default: that of"
+        f" --load-hf, else {model})",
+    )
+    parser.set_defaults(default_model=model)
+    group.add_argument(
+        "--load-hf",
+        metavar="DIR",
+        help="weights of a Hugging Face checkpoint (config.json and safetensors; Llama, Qwen2,"
+        " Qwen3, Qwen3-MoE) instead of random ones, e.g. --load-hf Qwen3-8B; --set num_layers=N"
+        " takes its first layers",
+    )
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="change a field of the model, e.g. --set num_layers=2, or --set num_experts=none where"
+        " a model can do without (may be given again)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "bfloat16"),
+        default=dtype,
+        help=f"of weights and activations (default {dtype})",
+    )
+    group.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu)")
+    group.add_argument(
+        "--layer-spec",
+        choices=("auto", "local", "te"),
+        default="auto",
+        help="transformer-engine's layers or Megatron's own (auto: te on a GPU in bfloat16)",
+    )
+    group.add_argument(
+        "--recompute",
+        choices=("none", "full", "selective"),
+        default="none",
+        help="Megatron's activation recomputation (default none)",
+    )
+    group.add_argument(
+        "--overlap-grad-reduce",
+        action="store_true",
+        help="reduce gradients over data- and context-parallel ranks in buckets, while the last"
+        " backward runs, as Megatron's option of that name; both schedules",
+    )
+    group.add_argument(
+        "--memory",
+        choices=MEMORY_POLICIES,
+        default="retain",
+        help="what an inner segment keeps until its backward. retain (default): its saved tensors;"
+        " offload: the same on the host; recompute: only K/V and its input, and its forward runs"
+        " again; auto: the cheapest that fits, by step and segment",
+    )
+    group.add_argument(
+        "--memory-budget-gb",
+        type=real(0, MOST_MEMORY_GB),
+        default=0.0,
+        metavar="X",
+        help="GiB of device memory that a step may use, for --memory auto and offload (default 0:"
+        " what is free)",
+    )
+    add_host_layers(group)
+    group.add_argument(
+        "--cp-reduce",
+        choices=CP_REDUCE,
+        default="auto",
+        help="with --cp: gather K/V and send gK/gV back for every wave, or once a segment, which"
+        " sends less, while every rank keeps K/V of all; auto (default): segment where it fits",
+    )
+    group.add_argument(
+        "--kernel",
+        default="auto",
+        metavar="NAME",
+        help="attention kernel: math, flash_cpu, flash, cudnn, fa4, dense+causal, or auto"
+        " (default)",
+    )
+    group.add_argument(
+        "--seed",
+        type=seed,
+        default=1234,
+        metavar="N",
+        help="of weights and random draws (default 1234)",
+    )
+
+
+def model_options(args: argparse.Namespace) -> Any:
+    """The `rl.job.ModelOptions` that `add_model` read; imports torch.
+
+    Raises:
+        UserError: --set names no field, or --load-hf gives no weights of this model.
+    """
+    from megatron_prefix.lab.rl.job import ModelOptions
+
+    options = ModelOptions(
+        model_name(args), args.dtype, args.device, args.recompute, args.layer_spec, args.seed,
+        overrides_of(args.set),
+        getattr(args, "message_timeout_minutes", MESSAGE_TIMEOUT_MINUTES),
+        args.overlap_grad_reduce, args.load_hf,
+    )  # fmt: skip
+    if args.load_hf is not None:
+        _check_weights(args.load_hf, options)
+    return options
+
+
+def model_name(args: argparse.Namespace) -> str:
+    """The preset or path that gives the model's shape."""
+    given = [name for name in (args.model, args.load_hf) if name is not None]
+    return str([*given, args.default_model][0])
+
+
+def _check_weights(folder: str, options: Any) -> None:
+    """Refuses, before ranks start, weights of another model; only --set may leave layers out."""
+    from megatron_prefix.lab.models import presets
+    from megatron_prefix.lab.models.hf_weights import HFWeights, check_folder
+
+    check_folder(folder)
+    overrides = dict(options.overrides)
+    weights = HFWeights(folder, presets.resolve(options.model, **overrides))
+    layers = presets.resolve(options.model).num_layers
+    if layers != weights.whole.num_layers and "num_layers" not in overrides:
+        raise UserError(
+            f"--model {options.model} has {layers} layers and --load-hf {folder}"
+            f" {weights.whole.num_layers}; leave --model out, or give --set num_layers={layers}"
+        )
+
+
+def machine(args: argparse.Namespace) -> dict[str, Any]:
+    """The machine and versions, for a benchmark's result; imports torch."""
+    import megatron.core
+    import torch
+
+    from megatron_prefix.lab.models.build import has_transformer_engine
+
+    cuda = args.device == "cuda"
+    te = cuda and args.layer_spec != "local" and has_transformer_engine()
+    return {
+        "model": model_name(args),
+        "weights": "random" if args.load_hf is None else args.load_hf,
+        "set": list(args.set),
+        "dtype": args.dtype,
+        "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
+        "layer_spec": "transformer-engine" if te else "local",
+        "torch": torch.__version__,
+        "megatron_core": megatron.core.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def overrides_of(settings: list[str]) -> tuple[tuple[str, Any], ...]:
+    """`FIELD=VALUE` texts as values of the fields' types.
+
+    Raises:
+        UserError: no such field, or a value of another type.
+    """
+    types = {field.name: str(field.type) for field in dataclasses.fields(ModelSpec)}
+    found = []
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        kind = types.get(name)
+        if kind is None:
+            raise UserError(f"--set {setting}: no such field; fields: {', '.join(types)}")
+        try:
+            found.append((name, _value(kind, text)))
+        except ValueError:
+            raise UserError(f"--set {setting}: {name} is {kind}; give such a value") from None
+    return tuple(found)
+
+
+def _value(kind: str, text: str) -> Any:
+    if text.lower() == "none" and kind.endswith("None"):
+        return None
+    if kind.startswith("bool"):
+        if text.lower() not in ("true", "false"):
+            raise ValueError(text)
+        return text.lower() == "true"
+    if kind.startswith("int"):
+        return int(text)
+    if kind.startswith("float"):
+        return float(text)
+    if kind.startswith("str"):
+        return text
+    raise ValueError(kind)

@@ -1,0 +1,262 @@
+"""`megatron-prefix plan`: what sharing gives on a rollout file, and the plan of the step."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.cli import arguments
+from megatron_prefix.lab.cli.inputs import load_groups
+from megatron_prefix.lab.cli.report import (
+    check_outputs,
+    counted,
+    number,
+    percent,
+    print_facts,
+    print_json,
+    write_text,
+)
+from megatron_prefix.lab.data.pairs import pairs_of_groups
+from megatron_prefix.lab.data.rollouts import Group
+from megatron_prefix.lab.models.presets import ModelSpec, resolve
+from megatron_prefix.lab.runtime.layout import Layout
+from megatron_prefix.lab.view.drawing import timeline_svg
+from megatron_prefix.layers.recurrent_spec import CHUNK, GatedDelta
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.chunking import ChunkChooser
+from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.plan.footprint import Footprint
+from megatron_prefix.plan.memory_policy import policies
+from megatron_prefix.plan.peak_memory import RankMemory, predict
+from megatron_prefix.plan.planner import best_plan, loss_ready_after
+from megatron_prefix.plan.simulator import Timeline, simulate
+from megatron_prefix.tree import Forest, TreeOptions, build
+
+HELP = """\
+What sharing gives on rollout files: trees, ratios, compression, predicted speedup, and the plan of
+one step with its simulated bubble and memory.  All groups make one step unless --groups limits it.
+Tokens are positions with a label: a rollout of n tokens has n-1.  Simulated times count tokens of
+forward work, a backward twice, communication nothing."""
+EPILOG = """\
+examples:
+  megatron-prefix plan rollouts.jsonl.gz
+  megatron-prefix plan rollouts.jsonl.gz --groups 4 --pp 4 --chunk-tokens auto --svg plan.svg
+  megatron-prefix plan a.jsonl.gz b.jsonl.gz --align 1 --min-gain 0 --json
+  megatron-prefix plan rollouts.jsonl.gz --groups 1 --model qwen3-8b --csv plan.csv
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `plan`."""
+    arguments.add_rollouts(parser, positional=True)
+    arguments.add_lengths(parser)
+    arguments.add_layout(parser)
+    parser.add_argument(
+        "--model",
+        default="llama3-8b",
+        metavar="NAME|config.json",
+        help="model of the predicted speedup: a preset, or a Hugging Face config.json"
+        " (default llama3-8b)",
+    )
+    arguments.add_host_layers(parser)
+    parser.add_argument("--csv", metavar="FILE", help="write the plan; - is stdout")
+    parser.add_argument("--svg", metavar="FILE", help="draw the simulated timeline")
+
+
+class _PlannedStep(NamedTuple):
+    """The rollouts, options, plan and timeline of the step."""
+
+    groups: list[Group]
+    dropped: int
+    config: PrefixConfig
+    options: TreeOptions
+    forest: Forest
+    plan: Plan
+    timeline: Timeline
+    model: ModelSpec
+    layout: Layout
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plans, simulates, prints and writes."""
+    layout = _layout(args)
+    if args.segment_tokens == "auto":
+        raise UserError(
+            "--segment-tokens auto goes by the free memory of a running model; give `plan` a number"
+        )
+    if args.json and args.csv == "-":
+        raise UserError("--csv - and --json both write to stdout; give --csv a file")
+    if args.cache_host_layers and layout.cp > 1:
+        raise UserError("--cache-host-layers is for whole sequences: leave it or --cp out")
+    check_outputs(args.csv, args.svg)
+    step = _planned(args, layout)
+    if args.csv:
+        write_text(args.csv, step.plan.to_csv())
+    if args.svg:
+        write_text(args.svg, timeline_svg(step.timeline, step.plan, _title(args, step)))
+    result = _result(step)
+    if args.json:
+        print_json(result)
+    else:
+        print_facts(_title(args, step), _facts(step, result), stderr=args.csv == "-")
+    return 0
+
+
+def _layout(args: argparse.Namespace) -> Layout:
+    layout = arguments.layout_of(args)
+    if layout.dp > 1:
+        raise UserError(
+            f"--dp {layout.dp} (and --ep {layout.ep}): a plan is of one data-parallel rank;"
+            " leave them out and give that rank's groups with --groups"
+        )
+    return layout
+
+
+def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
+    model = resolve(args.model)
+    align = layout.alignment
+    config = arguments.config_of(args, chunk_tokens=0)
+    groups, dropped = load_groups(args)
+    rollouts, numbers = pairs_of_groups(groups)
+    chunk_tokens = args.chunk_tokens
+    if chunk_tokens == "auto":
+        options = config.tree_options(align)
+        chooser = ChunkChooser(layout.pp, num_chunks=layout.vpp, run_ahead=config.run_ahead)
+        chunk_tokens = chooser.choose(rollouts, numbers, options)
+    config = arguments.config_of(args, chunk_tokens=chunk_tokens)
+    options = config.tree_options(align)
+    forest = build(rollouts, numbers, options)
+    plan = best_plan(forest, layout.pp, num_chunks=layout.vpp, run_ahead=config.run_ahead)
+    timeline = simulate(plan, ready_after=loss_ready_after(forest))
+    largest = max(int(rollout.tokens.max()) for group in groups for rollout in group.rollouts)
+    # The model only gives costs; an open vocabulary takes its size from the rollouts.
+    model = model if model.vocab_size else model.with_vocab(largest + 1)
+    return _PlannedStep(groups, dropped, config, options, forest, plan, timeline, model, layout)
+
+
+def _result(step: _PlannedStep) -> dict[str, Any]:
+    """What `--json` prints."""
+    forest, timeline = step.forest, step.timeline
+    rollouts = [rollout for group in step.groups for rollout in group.rollouts]
+    ratios = [rollout.prompt_len / len(rollout) for rollout in rollouts]
+    host_layers = step.config.cache_host_layers
+    memory = peaks(step.plan, step.model, step.layout, host_layers)
+    found = {name: round(one.peak) for name, one in memory.items()}
+    return {
+        "rollouts": len(rollouts),
+        "groups": len(step.groups),
+        "dropped_rollouts": step.dropped,
+        "raw_tokens": forest.raw_tokens,
+        "executed_tokens": forest.executed_tokens,
+        "compression": forest.raw_tokens / forest.executed_tokens,
+        "segments": len(forest.segments),
+        "inner_segments": sum(segment.inner for segment in forest.segments),
+        "max_depth": forest.max_depth,
+        "prefix_ratio_p50": float(np.percentile(ratios, 50)),
+        "prefix_ratio_p95": float(np.percentile(ratios, 95)),
+        "predicted_speedup": cost_model(step.model).speedup(forest),
+        "align": step.options.boundary,
+        "align_reasons": _alignment_reasons(step),
+        "chunk_tokens": step.options.chunk_tokens,
+        "num_stages": step.plan.num_stages,
+        "num_actions": timeline.num_actions,
+        "makespan": timeline.makespan,
+        "bubble_fraction": timeline.bubble_fraction,
+        "peak_live_tokens": timeline.peak_live_positions,
+        "peak_live_bytes": found["retain"],
+        "peak_bytes": found,
+        "sidecar_bytes": round(memory["retain"].cache_peak),
+        "sidecar_host_bytes": round(memory["retain"].cache_staged),
+    }
+
+
+def _facts(step: _PlannedStep, result: dict[str, Any]) -> dict[str, str]:
+    """The same for people."""
+    cut = f", chunks of {number(result['chunk_tokens'])}" if result["chunk_tokens"] else ""
+    facts = {
+        "rollouts": f"{number(result['rollouts'])} in {counted(result['groups'], 'group')}",
+        "tokens of all rollouts": number(result["raw_tokens"]),
+        "tokens executed": number(result["executed_tokens"]),
+        "compression": f"{result['compression']:.2f}x",
+        "prompt share, p50 / p95": f"{percent(result['prefix_ratio_p50'])}"
+        f" / {percent(result['prefix_ratio_p95'])}",
+        "segments": f"{number(result['segments'])}, {number(result['inner_segments'])} inner{cut}",
+        "spans begin at multiples of": number(result["align"])
+        + (f" ({'; '.join(result['align_reasons'])})" if result["align_reasons"] else ""),
+        "depth of the tree": number(result["max_depth"]),
+        f"predicted speedup, {step.model.name}": f"{result['predicted_speedup']:.2f}x",
+        "stages": number(result["num_stages"]),
+        "actions": number(result["num_actions"]),
+        "makespan": f"{number(result['makespan'])} tokens of forward work",
+        "bubble": percent(result["bubble_fraction"]),
+        "peak of live tokens": number(result["peak_live_tokens"]),
+        "memory a stage, bf16, GiB": ", ".join(
+            f"{name} {size / 2**30:.1f}" for name, size in result["peak_bytes"].items()
+        ),
+        f"of which {_sidecar(step)}": f"{result['sidecar_bytes'] / 2**30:.1f}",
+    }
+    if step.config.cache_host_layers:
+        facts["beside it on the host"] = f"{result['sidecar_host_bytes'] / 2**30:.1f}"
+    if step.dropped:
+        facts["dropped, no trained token left"] = number(step.dropped)
+    return facts
+
+
+def _sidecar(step: _PlannedStep) -> str:
+    """What inner spans leave, with its gradients."""
+    return "K/V and states" if step.model.recurrent is not None else "K/V"
+
+
+def _alignment_reasons(step: _PlannedStep) -> list[str]:
+    """Where the alignment comes from, and what speaks for another."""
+    own, layout = step.config.align, step.layout.alignment
+    reasons = [f"layout {number(layout)}"] if layout > 1 else []
+    reasons += [f"--align {number(own)}"] if own > 1 else []
+    if isinstance(step.model.recurrent, GatedDelta) and step.options.boundary % CHUNK:
+        reasons.append(
+            f"with --align {CHUNK}, where GatedDeltaNet's kernels cut, a shared prompt is bitwise"
+            " the unshared one; else recurrent states round differently"
+        )
+    return reasons
+
+
+def _title(args: argparse.Namespace, step: _PlannedStep) -> str:
+    names = ", ".join(path.rpartition("/")[2] for path in args.rollouts)
+    groups, stages = len(step.groups), step.plan.num_stages
+    return f"{names}: {counted(groups, 'group')}, {counted(stages, 'stage')}"
+
+
+# Costs of a model ---------------------------------------------------------------------------------
+
+
+def cost_model(spec: ModelSpec) -> CostModel:
+    """Forward FLOPs of a model."""
+    return CostModel.of_spec(spec)
+
+
+def peaks(
+    plan: Plan, spec: ModelSpec, layout: Layout, host_layers: int = 0
+) -> dict[str, RankMemory]:
+    """Per memory policy the predicted memory of the rank with the highest peak, without weights and
+    gradients: bf16, transformer-engine's layers, no recomputation by Megatron.
+
+    Args:
+        plan: of the step.
+        spec: the model.
+        layout: of the ranks.
+        host_layers: see PrefixConfig.cache_host_layers.
+    """
+    footprint = Footprint.of_spec(
+        spec, num_stages=plan.num_stages, tp=layout.tp, cp=layout.cp,
+        sequence_parallel=layout.sequence_parallel, host_layers=host_layers,
+    )  # fmt: skip
+    found = {}
+    for policy in ("retain", "offload", "recompute"):
+        one = replace(plan, policies=policies(plan.segments, policy))
+        found[policy] = max(predict(one, footprint), key=lambda memory: memory.peak)
+    return found

@@ -1,0 +1,112 @@
+"""`python -m megatron_prefix.run SCRIPT [ARGUMENTS]`: a training script with the prefix schedule.
+
+Our flags are taken off the command line, wherever they stand; the script sees the others, and runs
+as if Python had been called with it. Neither torch nor Megatron is imported before it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+from megatron_prefix import auto
+from megatron_prefix.auto.settings import FIELDS, FILE, flag, read_config, variable
+from megatron_prefix.config import CP_REDUCE, MEMORY_POLICIES, MODES
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.cli.main import Parser
+
+PROG = "python -m megatron_prefix.run"
+_EPILOG = f"""\
+Each flag has a variable: {flag("min_gain")} is {variable("min_gain")}, and
+{flag("mode")} is {variable("mode")}. A flag wins over its variable, and that
+over the TOML file that {FILE} names.
+
+example:
+  torchrun --nproc-per-node 8 -m megatron_prefix.run pretrain_gpt.py --num-layers 32 ... \\
+      --prefix-schedule auto --prefix-segment-tokens 8192
+"""
+_HELP = {
+    "mode": ("{" + ",".join(MODES) + "}", "off: Megatron's schedule; observe: the same, and metrics"
+             " say what sharing would give; auto: share where it pays (default); on: always"),
+    "chunk_tokens": ("N|auto", "cut longer spans into chunks of at most N; 0: never"),
+    "segment_tokens": ("N|auto", "most positions that one forward runs; 0: no limit"),
+    "min_gain": ("N", "dissolve shared spans that save fewer positions"),
+    "align": ("N", "spans begin at multiples of N, beside those that the layout needs"),
+    "loss_in_leaves": ("true|false", "share no trained token"),
+    "trainer_masks": ("true|false", "heed the masks of a trainer's microbatches"),
+    "kernel": ("NAME", "attention kernel, or auto"),
+    "memory": ("{" + ",".join(MEMORY_POLICIES) + "}", "what inner segments keep"),
+    "memory_budget_gb": ("X", "GiB that a step may use; 0: what is free"),
+    "cache_host_layers": ("N", "layers whose K/V or states, and gradients, are in host memory"),
+    "cp_reduce": ("{" + ",".join(CP_REDUCE) + "}", "how often context parallelism sends gK/gV"),
+    "run_ahead": ("{1,2}", "forwards that a pipeline stage runs ahead of the next"),
+    "min_speedup": ("X", "with auto, the predicted speedup below which Megatron's schedule runs"),
+    "cost_file": ("FILE", "where auto keeps what it has measured"),
+    "plan": ("FILE", "run this plan (of `megatron-prefix plan --csv`)"),
+}  # fmt: skip
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog=PROG,
+        usage=f"{PROG} [--prefix-...] SCRIPT [ARGUMENTS]",
+        description="Run a training script with the prefix schedule in the place of Megatron's.",
+        epilog=_EPILOG,
+    )
+    group = parser.add_argument_group("flags, anywhere on the line")
+    for name, (metavar, text) in _HELP.items():
+        group.add_argument(flag(name), dest=name, metavar=metavar, help=text)
+    return parser
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our words of a command line, and those of the script, which begin with its path."""
+    known = {flag(name) for name in FIELDS}
+    ours: list[str] = []
+    script: list[str] = []
+    words = iter(argv)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name in known:
+            ours += [word] if equals else [word, *itertools.islice(words, 1)]
+        elif script or word not in ("-h", "--help"):
+            script.append(word)
+        else:
+            ours.append(word)
+    return ours, script
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the script.
+
+    Its exceptions and exit codes pass through.
+
+    Args:
+        argv: arguments after the program's name (default: the process's own).
+
+    Returns:
+        The exit code; bad usage raises SystemExit(2).
+    """
+    ours, script = _split(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    flags = {name: text for name, text in vars(parser.parse_args(ours)).items() if text is not None}
+    if not script or script[0].startswith("-"):
+        parser.error(f"give a script{f' before {script[0]}' if script else ''}")
+    if not os.path.isfile(script[0]):
+        parser.error(f"{script[0]}: no such file")
+    try:
+        config = read_config(flags=flags)
+    except UserError as error:
+        parser.error(str(error))
+    # For processes that the script starts, and trainers' plugins in this one.
+    os.environ.update({variable(name): text for name, text in flags.items()})
+    auto.on(config)
+    sys.argv = script
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.abspath(script[0]))
+    runpy.run_path(script[0], run_name="__main__")
+    return 0

@@ -1,0 +1,141 @@
+"""`megatron-prefix show`: a plan file's grid and its simulated timeline."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.cli.report import (
+    check_outputs,
+    new_table,
+    number,
+    percent,
+    print_facts,
+    print_json,
+    print_rich,
+    write_text,
+)
+from megatron_prefix.lab.view.drawing import timeline_svg
+from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.check import PlanError
+from megatron_prefix.plan.planfile import forest_of, read_plan
+from megatron_prefix.plan.simulator import Timeline, simulate
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+HELP = """\
+A plan file: its grid, one row a stage and one cell an action (F3 is the forward of segment 3, B3
+its backward, F3.1 that of model chunk 1), and its simulated timeline.  An invalid plan is refused,
+and its grid printed with the bad cell marked."""
+EPILOG = """\
+examples:
+  megatron-prefix show plan.csv
+  megatron-prefix show plan.csv --full
+  megatron-prefix show plan.csv --svg plan.svg
+  megatron-prefix show plan.csv --json
+"""
+_STYLES = {  # as in lab/view/drawing.py: forward blue, backward orange, inner segments strong
+    ("F", True): "bold blue",
+    ("F", False): "cyan",
+    ("B", False): "yellow",
+    ("B", True): "bold red",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `show`."""
+    parser.add_argument("plan", metavar="PLAN.csv", help="a file that `plan --csv` wrote")
+    parser.add_argument("--full", action="store_true", help="all actions, not one line a stage")
+    parser.add_argument("--svg", metavar="FILE", help="draw the simulated timeline")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reads, simulates and prints."""
+    check_outputs(args.svg)
+    plan = read_plan(args.plan)
+    try:
+        timeline = simulate(plan)
+    except PlanError as error:
+        if not args.json:
+            print(error.grid)
+        raise UserError(f"{args.plan}: {str(error).partition(chr(10))[0]}") from None
+    if args.svg:
+        name = args.plan.rpartition("/")[2]
+        write_text(args.svg, timeline_svg(timeline, plan, name))
+    if args.json:
+        print_json(_result(plan, timeline))
+        return 0
+    print_rich(*_grid(plan, shutil.get_terminal_size().columns, args.full))
+    _print_timeline(plan, timeline)
+    return 0
+
+
+def _result(plan: Plan, timeline: Timeline) -> dict[str, Any]:
+    forest = forest_of(plan)
+    return {
+        "num_ranks": plan.num_ranks,
+        "num_chunks": plan.num_chunks,
+        "segments": len(plan.segments),
+        "trees": forest.num_trees,
+        "rollouts": len(forest.num_positions),
+        "raw_tokens": forest.raw_tokens,
+        "executed_tokens": forest.executed_tokens,
+        "max_depth": forest.max_depth,
+        "num_actions": timeline.num_actions,
+        "makespan": timeline.makespan,
+        "bubble_fraction": timeline.bubble_fraction,
+        "bubble_fractions": timeline.bubble_fractions,
+        "peak_live_tokens": timeline.peak_live_positions,
+        "peak_live_tokens_per_rank": timeline.peak_positions,
+    }
+
+
+def _grid(plan: Plan, width: int, full: bool) -> Iterator[Text]:
+    """One line a rank, cut to `width` characters; with `full` in as many blocks as needed."""
+    from rich.text import Text
+
+    names = [f"{'stage' if plan.num_chunks == 1 else 'rank'} {r}" for r in range(plan.num_ranks)]
+    left = max(map(len, names)) + 2
+    cell = 1 + max((len(str(a)) for program in plan.programs for a in program), default=1)
+    longest = max(map(len, plan.programs))
+    room = max(1, (width - left) // cell)
+    if not full and longest > room:
+        room = max(1, (width - left - len(f"... {longest} more")) // cell)
+    for begin in range(0, longest, room) if full else (0,):
+        for name, program in zip(names, plan.programs, strict=True):
+            line = Text(name.ljust(left), no_wrap=True)
+            for action in program[begin : begin + room]:
+                line.append(str(action).ljust(cell), _style(plan, action))
+            more = len(program) - begin - room
+            if not full and more > 0:
+                line.append(f"... {more} more", "dim")
+            yield line
+        if full and begin + room < longest:
+            yield Text()
+
+
+def _style(plan: Plan, action: Action) -> str:
+    return _STYLES[action.kind, plan.segments[action.segment].inner]
+
+
+def _print_timeline(plan: Plan, timeline: Timeline) -> None:
+    print_facts(
+        "simulated",
+        {
+            "segments": number(len(plan.segments)),
+            "actions": number(timeline.num_actions),
+            "makespan": f"{number(timeline.makespan)} tokens of forward work",
+            "bubble": percent(timeline.bubble_fraction),
+        },
+    )
+    table = new_table("by rank")
+    for heading in ("rank", "actions", "bubble", "peak of live tokens"):
+        table.add_column(heading, justify="right")
+    for rank, program in enumerate(plan.programs):
+        bubble, peak = timeline.bubble_fractions[rank], timeline.peak_positions[rank]
+        table.add_row(str(rank), number(len(program)), percent(bubble), number(peak))
+    print_rich(table)

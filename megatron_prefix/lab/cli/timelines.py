@@ -1,0 +1,45 @@
+"""Files of `train` about its last update: the simulated plan and the measured timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.cli import report
+from megatron_prefix.lab.view.drawing import timeline_svg
+from megatron_prefix.lab.view.trace import chrome_trace
+from megatron_prefix.plan.simulator import simulate
+
+if TYPE_CHECKING:
+    from megatron_prefix.lab.rl.trainer import Trainer
+
+
+def draw_plan(trainer: Trainer, path: str) -> None:
+    """Draws the plan of the last update.
+
+    Raises:
+        UserError: there is none.
+    """
+    last = trainer.report
+    if last is None:
+        raise UserError("--plan-svg: no step was done, so there is no plan to draw")
+    report.write_text(path, timeline_svg(simulate(last.plan), last.plan), makes_folders=True)
+
+
+def write_traces(trainer: Trainer, paths: Sequence[str], rank: int) -> None:
+    """Writes the measured timeline of the last update on rank 0's pipeline; every rank calls this.
+
+    Raises:
+        UserError: the last update was not measured, since it ran no plan.
+    """
+    last = trainer.report
+    if last is None or last.stopwatch is None:
+        raise UserError("--trace: the last update ran no plan, so there is nothing to show")
+    timeline = last.stopwatch.timeline(last.plan)
+    for path in paths if rank == 0 else ():
+        if path.endswith(".svg"):
+            title = f"Measured: update of step {trainer.num_steps}"
+            report.write_text(path, timeline_svg(timeline, last.plan, title), makes_folders=True)
+        else:
+            report.write_text(path, chrome_trace(timeline, last.plan), makes_folders=True)

@@ -1,0 +1,211 @@
+"""Imports rollouts: verl's rollout dump, chat messages, token ids (all JSON lines).
+
+Rows of a group may be anywhere in such a file, so a file is read whole before the first group is
+returned. A row without a group is grouped with rows of the same prompt (and the same `step`, if
+rows have one, since a later step has another policy).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.data import jsonl
+from megatron_prefix.lab.data.chat import conversation_pieces
+from megatron_prefix.lab.data.checks import check_ids, check_rollout
+from megatron_prefix.lab.data.jsonl import Fault, PathLike, Row
+from megatron_prefix.lab.data.rollouts import Group, Rollout, Spans
+from megatron_prefix.lab.data.tokenizer import Tokenizer, load_tokenizer
+
+KINDS = ("verl", "messages", "tokens")
+_NOT_TRAINED = -100  # torch's ignore_index, what training code writes into labels
+
+# Names that files use for one field; the first is ours.
+_GROUP = ("group", "group_id", "group_index", "prompt_id")
+_UID = ("uid", "id")
+_REWARD = ("reward", "score")
+_PROMPT = ("prompt_ids", "prompt_token_ids", "prompt_tokens")
+_RESPONSE = ("response_ids", "response_token_ids", "completion_ids", "output_ids")
+_WHOLE = ("tokens", "input_ids", "token_ids")
+_MASK = ("loss_mask", "response_mask", "completion_mask", "assistant_masks")
+_LOGPROBS = ("old_logprobs", "old_log_probs", "rollout_log_probs")
+
+
+def import_file(
+    path: PathLike,
+    kind: str,
+    tokenizer: Tokenizer | str | None = None,
+    *,
+    vocab_size: int | None = None,
+) -> Iterator[Group]:
+    """Yield the groups of a file of `kind`, in the order in which their first rows come.
+
+    Kinds (`reward` may be called `score`; `group`, `uid`, `advantage` are optional in all):
+    - "verl": `input, output, score`, what verl writes to `trainer.rollout_data_dir`. The output is
+      trained. verl dumps text without special tokens, so ids come back as far as text holds them.
+    - "messages": `messages` as in OpenAI's chat API, optional `tools`. What the assistant says is
+      trained, but for messages of `weight` 0.
+    - "tokens": `prompt_ids, response_ids`, or `input_ids` with `loss_mask`, `labels` (-100 is not
+      trained), `prompt_len` or `response_length`; a mask may leave out the prompt. Other names for
+      these are at the top of this file.
+
+    `tokenizer` is one, or what `load_tokenizer` takes; "tokens" needs none. Errors: `UserError`,
+    naming file, row and field, or the option.
+    """
+    rows = jsonl.read_rows(path)
+    decode = _decoder(kind, tokenizer)
+    prompts: dict[tuple[Any, bytes], str] = {}
+    gathered: dict[str, dict[str, Rollout]] = {}
+    for number, row in rows:
+        with jsonl.at_row(path, number):
+            rollout = _labelled(decode(row), row)
+            check_rollout(rollout, vocab_size=vocab_size)
+            prompt = (repr(row.get("step")), rollout.tokens[: rollout.prompt_len].tobytes())
+        group = rollout.group or prompts.setdefault(prompt, f"prompt-{len(prompts):04d}")
+        members = gathered.setdefault(group, {})
+        uid = _free(rollout.uid or str(len(members)), members)
+        members[uid] = replace(rollout, group=group, uid=uid)
+    for group, members in gathered.items():
+        yield Group(group, tuple(members.values()))
+
+
+def _decoder(kind: str, tokenizer: Tokenizer | str | None) -> Callable[[Row], Rollout]:
+    if kind not in KINDS:
+        raise UserError(f"KIND: unknown ({kind!r}); give one of {', '.join(KINDS)}")
+    if kind == "tokens":
+        return _from_tokens
+    if tokenizer is None:
+        raise UserError(
+            f"--tokenizer: missing for {kind}; give a tokenizer.json, a folder or a name"
+        )
+    ready = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+    return functools.partial(_from_verl if kind == "verl" else _from_messages, tokenizer=ready)
+
+
+def _labelled(rollout: Rollout, row: Row) -> Rollout:
+    """`rollout` with the fields of all kinds; group and uid stay empty if the row has none."""
+    group, uid = _first(row, _GROUP), _first(row, _UID)
+    return replace(
+        rollout,
+        group=jsonl.name(row, group) if group else "",
+        uid=jsonl.name(row, uid) if uid else "",
+        reward=jsonl.number(row, _one_of(row, _REWARD)),
+        advantage=jsonl.number(row, "advantage") if _first(row, ("advantage",)) else None,
+    )
+
+
+def _free(uid: str, taken: dict[str, Rollout]) -> str:
+    """`uid`, or `uid#1`, `uid#2`, ... if it is taken: an id may be that of the task."""
+    candidates = (f"{uid}#{count}" if count else uid for count in range(len(taken) + 1))
+    return next(candidate for candidate in candidates if candidate not in taken)
+
+
+def _first(row: Row, names: Sequence[str]) -> str | None:
+    """The first of `names` that the row has."""
+    return next((name for name in names if row.get(name) is not None), None)
+
+
+def _one_of(row: Row, names: Sequence[str]) -> str:
+    name = _first(row, names)
+    if name is None:
+        raise Fault(names[0], f"missing (the row has {sorted(row)}); give {' or '.join(names)}")
+    return name
+
+
+def _rollout(tokens: NDArray[Any], prompt_len: int, loss: Spans) -> Rollout:
+    return Rollout("", "", tokens.astype(np.int32), prompt_len, loss, reward=0.0)
+
+
+# verl and messages --------------------------------------------------------------------------------
+
+
+def _from_verl(row: Row, tokenizer: Tokenizer) -> Rollout:
+    prompt = tokenizer.encode(jsonl.text(row, "input"), add_special_tokens=True)
+    response = tokenizer.encode(jsonl.text(row, "output"))
+    whole = len(prompt) + len(response)
+    loss = ((len(prompt), whole),) if response else ()
+    return _rollout(np.array(prompt + response, dtype=np.int64), len(prompt), loss)
+
+
+def _from_messages(row: Row, tokenizer: Tokenizer) -> Rollout:
+    """Pieces are encoded one by one: equal pieces get equal ids, and spans end at tokens."""
+    tokens: list[int] = []
+    loss: list[tuple[int, int]] = []
+    for text, trained in conversation_pieces(row, tokenizer):
+        ids = tokenizer.encode(text)
+        if trained and ids:
+            loss.append((len(tokens), len(tokens) + len(ids)))
+        tokens += ids
+    prompt_len = loss[0][0] if loss else len(tokens)
+    return _rollout(np.array(tokens, dtype=np.int64), prompt_len, tuple(loss))
+
+
+# Token ids ----------------------------------------------------------------------------------------
+
+
+def _from_tokens(row: Row) -> Rollout:
+    tokens, prompt_len = _sequence(row)
+    mask = _trained(row, tokens, prompt_len)
+    if prompt_len is None:
+        prompt_len = int(mask.argmax()) if mask.any() else len(tokens)
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
+    loss = tuple((int(start), int(end)) for start, end in edges.reshape(-1, 2))
+    field = _first(row, _LOGPROBS)
+    if field is None:
+        return _rollout(tokens, prompt_len, loss)
+    logprobs = jsonl.numbers(row, field)
+    if len(logprobs) == len(tokens) - prompt_len:  # one for each token of the response
+        logprobs = logprobs[mask[prompt_len:]]
+    return replace(_rollout(tokens, prompt_len, loss), old_logprobs=logprobs)
+
+
+def _sequence(row: Row) -> tuple[NDArray[np.int64], int | None]:
+    """The whole sequence int64 [n], and the prompt's length if the row has it."""
+    prompt = _first(row, _PROMPT)
+    if prompt is not None:
+        head, tail = _ids(row, prompt), _ids(row, _one_of(row, _RESPONSE))
+        return np.concatenate([head, tail]), len(head)
+    tokens = _ids(row, _one_of(row, (*_WHOLE, *_PROMPT)))
+    if _first(row, ("prompt_len",)):
+        return tokens, jsonl.integer(row, "prompt_len")
+    if _first(row, ("response_length",)):
+        return tokens, len(tokens) - jsonl.integer(row, "response_length")
+    return tokens, None
+
+
+def _ids(row: Row, field: str) -> NDArray[np.int64]:
+    ids = jsonl.integers(row, field)
+    check_ids(ids, 0, None, field)
+    return ids
+
+
+def _trained(row: Row, tokens: NDArray[np.int64], prompt_len: int | None) -> NDArray[np.bool_]:
+    """Which tokens are trained, bool [n]: by mask, by labels, else the whole response."""
+    field = _first(row, (*_MASK, "labels"))
+    if field is None:
+        if prompt_len is None:
+            names = " or ".join((*_MASK, "labels", "prompt_len", "response_length"))
+            raise Fault("loss_mask", f"missing (nothing says what is trained); give {names}")
+        return np.arange(len(tokens)) >= prompt_len
+    values = jsonl.integers(row, field)
+    num_prompt = len(tokens) - len(values)
+    if num_prompt not in (0, prompt_len):
+        text = f"neither as long as the row of {len(tokens)} tokens nor as its response"
+        raise Fault(field, f"{text} ({len(values)}); give one entry a token")
+    if field == "labels":
+        mask = values != _NOT_TRAINED
+        if (values[mask] != tokens[num_prompt:][mask]).any():
+            text = "differ from the tokens at their places (shifted?); give each token its own id"
+            raise Fault(field, text)
+    else:
+        mask = values == 1
+        if not (mask | (values == 0)).all():
+            bad = values[~(mask | (values == 0))][0]
+            raise Fault(field, f"holds something else than 0 and 1 ({bad}); give 1 for trained")
+    return np.concatenate([np.zeros(num_prompt, dtype=bool), mask])

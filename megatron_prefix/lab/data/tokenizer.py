@@ -1,0 +1,97 @@
+"""Text to token ids, for importers. The packages for it are extras, imported when used."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.data.jsonl import user_error
+
+Message = dict[str, Any]
+_OPTION = "--tokenizer"
+
+
+class Tokenizer(Protocol):
+    """What an importer needs of a tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of `text`, with special tokens such as BOS if asked for."""
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+    ) -> str:
+        """The conversation as text, special tokens included, by the model's chat template."""
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of a `tokenizer.json` (no chat template), or of a transformers name or folder.
+
+    Nothing from the name or folder is executed. Errors: `UserError` when the package is not
+    installed or the tokenizer cannot be loaded.
+    """
+    try:
+        return _FileTokenizer(name) if name.endswith(".json") else _HubTokenizer(name)
+    except ImportError as error:
+        package = "tokenizers" if name.endswith(".json") else "transformers"
+        text = f"needs the package {package} ({error}); pip install {package} jinja2"
+        raise user_error(_OPTION, text) from None
+    except Exception as error:  # noqa: BLE001  (their loaders may raise anything)
+        first = str(error).strip().splitlines() or [type(error).__name__]
+        text = f"cannot be loaded from {name!r} ({first[0]})"
+        fix = "give a tokenizer.json, or a folder or name that transformers knows"
+        raise user_error(_OPTION, f"{text}; {fix}") from None
+
+
+class _FileTokenizer:
+    """A `tokenizer.json`, read with `tokenizers`."""
+
+    def __init__(self, path: str) -> None:
+        package = importlib.import_module("tokenizers")
+        if not Path(path).is_file():
+            raise FileNotFoundError("no such file")
+        self._path = path
+        self._fast = package.Tokenizer.from_file(path)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+    ) -> str:
+        text = f"no chat template in {self._path!r}; give the folder of the model for transformers"
+        raise UserError(f"{_OPTION}: {text}")
+
+
+class _HubTokenizer:
+    """A tokenizer with its chat template, read with `transformers`."""
+
+    def __init__(self, name: str) -> None:
+        package = importlib.import_module("transformers")
+        self._auto = package.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return list(self._auto.encode(text, add_special_tokens=add_special_tokens))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+    ) -> str:
+        return str(
+            self._auto.apply_chat_template(
+                list(messages),
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+            )
+        )

@@ -1,0 +1,351 @@
+"""Hugging Face `config.json` -> ModelSpec, for Llama, Qwen and Nemotron-H families. [pure]
+
+The formats are those of transformers' LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig,
+Qwen3NextConfig, Qwen3_5Config, Qwen3_5MoeConfig and NemotronHConfig
+(transformers/models/*/configuration_*.py), where absent fields have the defaults used here.
+Anything that Megatron-Core or the prefix schedule would compute differently is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.models.presets import ModelSpec, RopeScaling
+from megatron_prefix.layers.recurrent_spec import GatedDelta, Mamba
+
+
+class _Config:
+    """One config.json; errors name file and field."""
+
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        self.path, self.values = path, values
+
+    def wrong(self, field: str, problem: str) -> UserError:
+        """The error for one field."""
+        return UserError(f"{self.path}: {field} {problem}")
+
+    def number(self, field: str, default: float | None = None) -> Any:
+        """A number; without a default the field is required."""
+        value = self.values.get(field)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.wrong(field, "is missing; take the config.json that came with the model")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.wrong(field, f"is {value!r}, not a number; fix the file")
+        return value
+
+    def size(self, field: str, default: int | None = None) -> int:
+        """A whole number from 1; without a default the field is required."""
+        value = self.number(field, default)
+        if not isinstance(value, int) or value < 1:
+            raise self.wrong(field, f"is {value!r}, not a whole number from 1; fix the file")
+        return value
+
+    def flag(self, field: str, default: bool = False) -> bool:
+        """true or false."""
+        value = self.values.get(field, default)
+        if not isinstance(value, bool):
+            raise self.wrong(field, f"is {value!r}, not true or false; fix the file")
+        return value
+
+    def names(self, field: str) -> list[str] | None:
+        """A list of names; None where there is none."""
+        value = self.values.get(field)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise self.wrong(field, f"is {value!r}, not a list of names; fix the file")
+        return value
+
+    def inner(self, field: str) -> _Config:
+        """An object inside; empty where there is none."""
+        value = self.values.get(field)
+        if value is not None and not isinstance(value, dict):
+            raise self.wrong(field, f"is {value!r}, not an object; fix the file")
+        return _Config(self.path, value or {})
+
+    def family(self) -> Callable[[_Config], ModelSpec]:
+        """What reads a model of this family."""
+        name = self.values.get("model_type")
+        if not isinstance(name, str) or name not in _FAMILIES:
+            raise self.wrong(
+                "model_type", f"{name!r} is not supported; use one of {', '.join(_FAMILIES)}"
+            )
+        return _FAMILIES[name]
+
+    def only(self, field: str, supported: Any, why: str) -> None:
+        """Refuse any value but the supported one; the field may be absent."""
+        value = self.values.get(field)
+        if value is not None and value != supported:
+            raise self.wrong(field, f"{value!r} is not supported ({why}); use {supported!r}")
+
+
+def load(path: str | Path) -> ModelSpec:
+    """The ModelSpec of a config.json, or of the folder that holds one.
+
+    Raises:
+        UserError: no such file, not JSON, an unknown model family, a missing field, or a feature
+            that is not supported; the message names file, field and fix.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from None
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON ({error}); take the model's config.json") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds no JSON object; take the model's config.json")
+    config = _Config(path, values)
+    return config.family()(config)
+
+
+def _dense(config: _Config, **family: Any) -> ModelSpec:
+    """The fields that all families have."""
+    config.only("hidden_act", "silu", "the MLP is SwiGLU")
+    config.only("attention_bias", False, "Megatron-Core has no bias on the output projection alone")
+    config.only("mlp_bias", False, "the MLP has no bias")
+    if "rotary_percent" not in family:
+        config.only("partial_rotary_factor", 1.0, "RoPE turns the whole head")
+    if "recurrent" not in family:
+        _refuse_sliding_window(config)
+    base, scaling = _rope(config)
+    heads = config.size("num_attention_heads")
+    values: dict[str, Any] = {
+        "name": config.path.parent.name or config.path.stem,
+        "num_layers": config.size("num_hidden_layers"),
+        "hidden_size": config.size("hidden_size"),
+        "num_attention_heads": heads,
+        "num_query_groups": config.size("num_key_value_heads", heads),
+        "kv_channels": config.size("head_dim", config.size("hidden_size") // heads),
+        "ffn_hidden_size": family.get("ffn_hidden_size") or config.size("intermediate_size"),
+        "vocab_size": config.size("vocab_size"),
+        "max_position": config.size("max_position_embeddings", 32768),
+        "rotary_base": float(base),
+        "rope_scaling": scaling,
+        "tie_embeddings": config.flag("tie_word_embeddings"),
+        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "init_std": config.number("initializer_range", 0.02),
+    }
+    return ModelSpec(**{**values, **family})
+
+
+def _qwen2(config: _Config) -> ModelSpec:
+    return _dense(config, add_qkv_bias=True)
+
+
+def _qwen3(config: _Config, **family: Any) -> ModelSpec:
+    family = {"kv_channels": config.size("head_dim", 128), **family}
+    return _dense(config, qk_layernorm=True, **family)
+
+
+def _gated_delta(config: _Config) -> dict[str, Any]:
+    """GatedDeltaNet but for every fourth layer, and attention with an output gate."""
+    layers, every = config.size("num_hidden_layers"), config.size("full_attention_interval", 4)
+    kinds = config.names("layer_types")
+    usual = ["linear_attention", "full_attention"]
+    if kinds is not None and "full_attention" in kinds:
+        every = kinds.index("full_attention") + 1
+    if kinds is not None and kinds != [usual[(n + 1) % every == 0] for n in range(layers)]:
+        raise config.wrong(
+            "layer_types", "are not supported: Megatron-Core has attention in every n-th layer; use"
+            " such a model",
+        )  # fmt: skip
+    config.only("attn_output_gate", True, "attention has an output gate")
+    turned = config.inner("rope_parameters").number(
+        "partial_rotary_factor", config.number("partial_rotary_factor", 0.25)
+    )
+    return {
+        "num_query_groups": config.size("num_key_value_heads"),  # defaults differ by model
+        "kv_channels": config.size("head_dim", 256),
+        "output_gate": True,
+        "rotary_percent": turned,
+        "recurrent": GatedDelta(
+            key_heads=config.size("linear_num_key_heads", 16),
+            value_heads=config.size("linear_num_value_heads", 32),
+            key_dim=config.size("linear_key_head_dim", 128),
+            value_dim=config.size("linear_value_head_dim", 128),
+            attention_every=every,
+            conv_width=config.size("linear_conv_kernel_dim", 4),
+        ),
+    }
+
+
+def _qwen3_next(config: _Config, **family: Any) -> ModelSpec:
+    """Qwen3-Next: shared experts as well."""
+    config.only("shared_expert_gate", True, "the shared expert has a gate")
+    values = {
+        "moe_shared_width": config.size("shared_expert_intermediate_size", 512),
+        "moe_normalize_top_k": config.flag("norm_topk_prob", True),
+        **_gated_delta(config),
+    }
+    return _qwen3_moe(config, **{**values, **family})
+
+
+def _qwen3_5(config: _Config) -> ModelSpec:
+    return _qwen3(config, **_gated_delta(config))
+
+
+def _qwen3_5_moe(config: _Config) -> ModelSpec:
+    """As Qwen3-Next; what the config no longer says is always so."""
+    config.only("norm_topk_prob", True, "the weights of a token's experts add up to one")
+    config.only("decoder_sparse_step", 1, "every layer has experts")
+    config.only("mlp_only_layers", [], "every layer has experts")
+    width = config.size("moe_intermediate_size")
+    return _qwen3_next(config, moe_normalize_top_k=True, ffn_hidden_size=width)
+
+
+def _language_model(config: _Config) -> ModelSpec:
+    """Of a model that also sees: without what sees."""
+    text = config.inner("text_config")
+    if text.values.get("model_type") not in [*_FAMILIES]:  # it may be anything, also unhashable
+        raise config.wrong("text_config", "is missing or of an unknown family; fix the file")
+    # The whole model ties its embeddings, so what it says of them holds.
+    tied = config.values.get("tie_word_embeddings")
+    values = text.values if tied is None else {**text.values, "tie_word_embeddings": tied}
+    return text.family()(_Config(config.path, values))
+
+
+_SYMBOLS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*",
+            "mlp": "-"}  # fmt: skip
+"""Names of layers in `layers_block_type`; transformers 5 has the longer ones."""
+
+
+def _pattern(config: _Config) -> str:
+    """Symbols of Nemotron-H's layers."""
+    kinds = config.names("layers_block_type")
+    pattern = config.values.get("hybrid_override_pattern")
+    if pattern is None and kinds is not None:
+        unknown = [kind for kind in kinds if kind not in _SYMBOLS]
+        if unknown:
+            raise config.wrong("layers_block_type", _no_experts(unknown[0]))
+        pattern = "".join(_SYMBOLS[kind] for kind in kinds)
+    if not isinstance(pattern, str):
+        raise config.wrong("hybrid_override_pattern", "is missing; take the model's config.json")
+    if set(pattern) - set("M*-"):
+        raise config.wrong("hybrid_override_pattern", _no_experts(pattern))
+    return pattern
+
+
+def _nemotron_h(config: _Config) -> ModelSpec:
+    """Nemotron-H: Mamba2, attention without RoPE, and MLPs, each a layer of its own."""
+    pattern = _pattern(config)
+    config.only("mlp_hidden_act", "relu2", "the MLP is relu(x)^2")
+    config.only("mamba_hidden_act", "silu", "Mamba2's convolution ends in SiLU")
+    config.only("use_conv_bias", True, "Mamba2's convolution has a bias")
+    for field in ("use_bias", "mamba_proj_bias", "mlp_bias", "attention_bias"):
+        config.only(field, False, "projections have no bias")
+    for field in ("rms_norm_eps", "layer_norm_epsilon"):
+        config.only(field, 1e-5, "Megatron-Core's MambaMixer has its own norm with 1e-05")
+    config.only("time_step_limit", [0.0, math.inf], "Megatron-Core limits no time step")
+    config.only("num_hidden_layers", len(pattern), "the pattern has as many layers")
+    return ModelSpec(
+        name=config.path.parent.name or config.path.stem,
+        num_layers=len(pattern),
+        hidden_size=config.size("hidden_size"),
+        num_attention_heads=config.size("num_attention_heads"),
+        num_query_groups=config.size("num_key_value_heads"),
+        kv_channels=config.size("attention_head_dim" if "attention_head_dim" in config.values
+                                else "head_dim", 128),
+        ffn_hidden_size=config.size("intermediate_size"),
+        vocab_size=config.size("vocab_size"),
+        max_position=config.size("max_position_embeddings", 4096),
+        rope=False,
+        squared_relu=True,
+        tie_embeddings=config.flag("tie_word_embeddings"),
+        norm_eps=1e-5,
+        init_std=config.number("initializer_range", 0.02),
+        recurrent=Mamba(
+            pattern,
+            heads=config.size("mamba_num_heads", 128),
+            head_dim=config.size("mamba_head_dim", 64),
+            state_dim=config.size("ssm_state_size", 128),
+            groups=config.size("n_groups", 8),
+            conv_width=config.size("conv_kernel", 4),
+        ),
+    )  # fmt: skip
+
+
+def _no_experts(found: str) -> str:
+    return (
+        f"{found!r} is not supported (of Nemotron-H's layers Mamba2, attention and MLP are built); "
+        "use a model without experts"
+    )
+
+
+def _qwen3_moe(config: _Config, **family: Any) -> ModelSpec:
+    layers, step = config.size("num_hidden_layers"), config.size("decoder_sparse_step", 1)
+    dense = config.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(not isinstance(layer, int) for layer in dense):
+        raise config.wrong("mlp_only_layers", f"is {dense!r}, not a list of layer numbers")
+    # transformers 5 writes the second name, earlier releases the first.
+    experts = "num_local_experts" if "num_local_experts" in config.values else "num_experts"
+    flags = tuple((n + 1) % step == 0 and n not in dense for n in range(layers))
+    return _qwen3(
+        config,
+        num_experts=config.size(experts),
+        moe_ffn_hidden_size=config.size("moe_intermediate_size"),
+        moe_top_k=config.size("num_experts_per_tok"),
+        moe_aux_loss_coeff=float(config.number("router_aux_loss_coef", 0.001)),
+        moe_layers=None if all(flags) else flags,
+        **{"moe_normalize_top_k": config.flag("norm_topk_prob"), **family},
+    )
+
+
+_FAMILIES: dict[Any, Callable[[_Config], ModelSpec]] = {
+    "llama": _dense,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5": _language_model,
+    "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe": _language_model,
+    "qwen3_5_moe_text": _qwen3_5_moe,
+    "nemotron_h": _nemotron_h,
+}
+
+
+def _refuse_sliding_window(config: _Config) -> None:
+    """Qwen configs give a window size even where no layer uses it; the switch decides."""
+    why = "a window is not a dense block of attention"
+    config.only("use_sliding_window", False, why)
+    if "use_sliding_window" not in config.values:
+        config.only("sliding_window", None, why)
+    for kind in config.names("layer_types") or ():
+        if kind != "full_attention":
+            raise config.wrong(
+                "layer_types", f"{kind!r} is not supported ({why}); use 'full_attention'"
+            )
+
+
+def _rope(config: _Config) -> tuple[float, RopeScaling | None]:
+    """Base and scaling, from `rope_theta` and `rope_scaling` or, since transformers 5, from
+    `rope_parameters`."""
+    field = "rope_parameters" if config.values.get("rope_parameters") else "rope_scaling"
+    rope = config.inner(field)
+    base = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+    kind = rope.values.get("rope_type", rope.values.get("type", "default"))
+    if kind == "default":
+        return base, None
+    if kind != "llama3":
+        raise config.wrong(
+            f"{field}.rope_type", f"{kind!r} is not supported; use 'default' or 'llama3'"
+        )
+    try:
+        return base, RopeScaling(
+            factor=float(rope.number("factor")),
+            low_freq_factor=float(rope.number("low_freq_factor")),
+            high_freq_factor=float(rope.number("high_freq_factor")),
+            original_max_position=rope.size("original_max_position_embeddings"),
+        )
+    except UserError as error:
+        raise UserError(f"{config.path}: {field}: {error}") from None

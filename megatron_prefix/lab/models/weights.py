@@ -1,0 +1,155 @@
+"""Random weights that do not depend on the layout.
+
+Every full tensor is drawn from a generator seeded by the seed and the parameter's name in the whole
+model; a rank then keeps its tensor-parallel part. So all layouts and both layer specs start from
+the same model, and runs can be compared. Values are drawn in float32 on the model's device and
+rounded to the parameter's dtype; a GPU draws other numbers than the CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron_prefix.lab.models.presets import ModelSpec
+
+VOCAB_MULTIPLE = 128
+"""Embedding tables are padded to a multiple of this and of tp, so padding rarely varies with tp."""
+
+NORM_NOISE = 0.1
+"""Norm weights are 1 plus this times a normal number; weights of exactly 1 would hide mistakes."""
+
+SLOW_DECAY = -4.0
+"""Mean of A_log: recurrent states then last for some hundred positions. With Megatron's own they
+last for a few, and a mistake in what crosses a segment's end would not show."""
+
+# transformer-engine fuses a norm into the next linear; its names are mapped to the local ones.
+_FUSED_NORMS = (
+    ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    ("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight"),
+    ("mixer.in_proj.layer_norm_weight", "norm.weight"),
+)
+
+
+def padded_vocab(vocab_size: int, tp: int) -> int:
+    """The rows of the embedding table: `vocab_size` rounded up for `tp` ranks."""
+    multiple = VOCAB_MULTIPLE
+    while multiple % tp:
+        multiple += VOCAB_MULTIPLE
+    return -(-vocab_size // multiple) * multiple
+
+
+def global_name(model: Any, name: str) -> str:
+    """The name of a parameter of one pipeline chunk in the whole model.
+
+    Layers are numbered from 0 over all stages, experts over all expert-parallel ranks. A copy of
+    the embedding that serves as output layer on the last stage has the embedding's name.
+
+    Args:
+        model: the GPTModel (unwrapped) that holds the parameter.
+        name: as `model.named_parameters()` gives it.
+    """
+    if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
+    match = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+    if match is None:
+        return name
+    layer = model.decoder.layers[int(match[1])]
+    rest = match[2]
+    for fused, plain in _FUSED_NORMS:
+        if rest == fused:
+            rest = plain
+    expert = re.match(r"mlp\.experts\.(?:local_experts\.(\d+)\.(\w+)|(\w+))\.weight(\d*)$", rest)
+    if expert is not None:
+        number = layer.mlp.local_expert_indices[int(expert[1] or expert[4])]
+        rest = f"mlp.experts.{number}.{expert[2] or expert[3]}.weight"
+    return f"decoder.layers.{layer.layer_number - 1}.{rest}"
+
+
+def global_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters of one GPTModel (unwrapped), each with its `global_name`."""
+    for name, parameter in model.named_parameters():
+        yield global_name(model, name), parameter
+
+
+def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def tensor_split(model: Any, whole: str, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
+    """The dimension that tensor parallelism cuts, this rank's number, and the number of ranks.
+
+    (0, 0, 1) where every rank has the whole parameter.
+
+    Args:
+        model: the GPTModel (unwrapped) that holds the parameter.
+        whole: its `global_name`.
+    """
+    group = model.pg_collection.expt_tp if ".experts." in whole else model.pg_collection.tp
+    if not getattr(parameter, "tensor_model_parallel", False) or group.size() == 1:
+        return 0, 0, 1
+    # Recurrent layers do not say which: it is the first.
+    return max(0, parameter.partition_dim), group.rank(), group.size()  # type: ignore[attr-defined]
+
+
+def local_part(
+    full: torch.Tensor, dim: int, rank: int, size: int, pieces: int | Sequence[int] = 1
+) -> torch.Tensor:
+    """The part of a full tensor that tensor-parallel rank `rank` of `size` keeps.
+
+    Args:
+        pieces: the tensor is a concatenation of that many, or of pieces this long, each split by
+            itself (2 for the gate and the up projection of SwiGLU).
+    """
+    if size == 1:
+        return full
+    whole = full.chunk(pieces, dim) if isinstance(pieces, int) else full.split([*pieces], dim)
+    parts = [piece.chunk(size, dim)[rank] for piece in whole]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _pieces(spec: ModelSpec, whole: str) -> int | Sequence[int]:
+    """See `local_part`, of a parameter by its `global_name`."""
+    if "linear_fc1.weight" in whole:
+        return 1 if spec.squared_relu else 2
+    if spec.recurrent is not None and whole.endswith("in_proj.weight"):
+        return spec.recurrent.projected
+    if spec.recurrent is not None and ".conv1d" in whole:
+        return spec.recurrent.convolved
+    return 1
+
+
+def _draw(full: torch.Tensor, whole: str, std: float, generator: torch.Generator) -> None:
+    """Random values for a parameter, by its `global_name`."""
+    if whole.endswith(("norm.weight", "mixer.D")):
+        full.normal_(1.0, NORM_NOISE, generator=generator)
+    elif whole.endswith("A_log"):
+        full.normal_(SLOW_DECAY, NORM_NOISE, generator=generator)
+    elif whole.endswith(("conv1d.weight", "conv1d_weight")):  # the latter since 0.19
+        full.normal_(0.0, full.shape[-1] ** -0.5, generator=generator)
+    else:
+        full.normal_(0.0, std, generator=generator)
+
+
+@torch.no_grad()
+def fill(model: Any, spec: ModelSpec, seed: int) -> None:
+    """Give every parameter of one pipeline chunk its value.
+
+    Args:
+        model: a GPTModel (unwrapped) of `spec`.
+    """
+    for name, parameter in model.named_parameters():
+        whole = global_name(model, name)
+        dim, rank, size = tensor_split(model, whole, parameter)
+        shape = list(parameter.shape)
+        shape[dim] *= size
+        generator = _generator(seed, whole, parameter.device)
+        full = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+        _draw(full, whole, spec.init_std, generator)
+        parameter.copy_(local_part(full, dim, rank, size, _pieces(spec, whole)))

@@ -1,0 +1,55 @@
+"""The policy's constants for whole steps, and errors of 16-bit runs pooled over draws.
+
+The tolerance of a single result is the core's (device/tolerance.py).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from megatron_prefix.device.tolerance import SLACK, tolerance
+
+__all__ = [
+    "DRAWS",
+    "DRIFT_RATIO",
+    "ERROR_RATIO",
+    "FLOOR",
+    "WRONG_BASELINE",
+    "error_ratio",
+    "tolerance",
+]
+
+FLOOR = 1e-2
+"""A gradient below this part of the largest of all parameters is judged as if it were that large.
+All are sums of the same signals. Where a sum cancels, its rounding errors do not: the norms of
+queries and keys have no gradient where a query sees one key, and what is left is rounding."""
+
+ERROR_RATIO = 1.1
+"""In 16 bit: error against fp32, over that of the stock schedule."""
+WRONG_BASELINE = 0.1
+"""In 16 bit: a gradient of the stock schedule that is off by more than this part of its norm, where
+the prefix schedule's error is less than this part of that, is wrong. Roundings are alike."""
+DRIFT_RATIO = 2.0
+"""Two runs of many steps, one with either schedule: their distance over that of two stock runs."""
+DRAWS = 8
+"""In 16 bit: draws of tokens and advantages over which errors are pooled."""
+_NORMAL = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+
+
+def error_ratio(ratios: Sequence[float]) -> float:
+    """Largest accepted ratio of two errors pooled over draws, from the ratio of every draw.
+
+    Roundings of one draw are not independent: on an H200 the ratios of single draws spread by 0.01
+    to 0.17 around 1.02, a router's with 16,384 elements the most.  Pooled over n draws chance moves
+    the logarithm by spread / sqrt(n), and SLACK times that is granted.  The spread is the median
+    deviation from the median, so that a draw that is far off does not widen its own limit.
+    """
+    if not all(0 < ratio < math.inf for ratio in ratios):
+        return ERROR_RATIO
+    logs = [math.log(ratio) for ratio in ratios]
+    middle = statistics.median(logs)
+    spread = _NORMAL * statistics.median(abs(value - middle) for value in logs)
+    return ERROR_RATIO * math.exp(SLACK * spread / math.sqrt(len(logs)))

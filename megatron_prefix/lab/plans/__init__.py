@@ -1,0 +1,1 @@
+"""The catalogue of canonical plans, and the placement of rollouts on data-parallel ranks."""

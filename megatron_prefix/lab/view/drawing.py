@@ -1,0 +1,296 @@
+"""Draws a timeline and its trees as SVG.  Pure; the same input gives the same bytes.
+
+One row a rank and one box an action: forward blue, backward orange, inner segments dark, waves
+light, each tree with another hue; grey where a rank waits. The trees are below: positions from left
+to right, one lane a rollout, so a box over several lanes is shared by these rollouts.
+"""
+
+from __future__ import annotations
+
+import colorsys
+import math
+from collections.abc import Iterator, Sequence
+
+from megatron_prefix.lab.view import svg
+from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.simulator import Event, Timeline
+from megatron_prefix.tree import Segment, Span, trees
+
+# Widths and heights, in pixels.
+_WIDTH, _LEFT, _RIGHT = 1200, 72, 142
+_TOP = 118  # of the first row; header and legend stand above
+_GAP = 6  # between rows
+_MOST_LANES, _TREES_HEIGHT = 96, 168
+
+_FAINT, _BUBBLE, _LINE = "#66727f", "#e8ebef", "#c9d0d8"
+# (kind, inner): name, (hue in degrees, lightness, saturation)
+_PHASES = {
+    ("F", True): ("forward, inner", (212, 0.40, 0.62)),
+    ("F", False): ("forward, wave", (208, 0.74, 0.66)),
+    ("B", False): ("backward, wave", (34, 0.72, 0.88)),
+    ("B", True): ("backward, inner", (18, 0.46, 0.74)),
+}
+_HUE_SHIFTS = (0, -22, 18)  # of a tree against the one before
+_UNITS = {
+    "tokens": "tokens of forward work (a backward counts double)",
+    "ms": "milliseconds",
+}
+
+
+def timeline_svg(timeline: Timeline, plan: Plan, title: str = "") -> str:
+    """Draws a timeline.
+
+    Args:
+        timeline: simulated or measured.
+        plan: what ran.
+        title: the heading; default: the size of the plan.
+
+    Returns:
+        A whole SVG document.
+    """
+    row = 36 if plan.num_ranks <= 4 else 30 if plan.num_ranks <= 8 else 20
+    bottom = _TOP + plan.num_ranks * (row + _GAP)
+    trees_top = bottom + 64
+    trees, trees_height = _trees(plan.segments, trees_top)
+    height = trees_top + trees_height + 44
+    body = [
+        *_header(timeline, plan, title),
+        *_legend(plan, 76),
+        *_rows(timeline, plan, row, _TOP, timeline.makespan),
+        *_axis(0, timeline.makespan, bottom, _UNITS.get(timeline.unit, timeline.unit)),
+        *trees,
+    ]
+    return svg.document(_WIDTH, height, body)
+
+
+def comparison_svg(runs: Sequence[tuple[str, Timeline, Plan]], title: str) -> str:
+    """Draws several timelines of one step below each other, with one scale of time.
+
+    Args:
+        runs: name, timeline and plan of each, from the top.
+        title: the heading.
+
+    Returns:
+        A whole SVG document.
+    """
+    end = max(timeline.makespan for _, timeline, _ in runs)
+    body = [svg.text(24, 34, title, 18, weight=600), *_legend(runs[0][2], 52)]
+    top, row = 84.0, 18
+    for name, timeline, plan in runs:
+        facts = (
+            f"makespan {_short(timeline.makespan)}",
+            f"bubble {100 * timeline.bubble_fraction:.1f}%",
+            f"peak {_short(timeline.peak_live_positions)} live tokens",
+        )
+        body.append(svg.text(_LEFT, top + 20, name, 13, weight=600))
+        after = _LEFT + 13 * svg.CHARACTER * len(name) + 24
+        body.append(svg.text(after, top + 20, "  ·  ".join(facts), 12, _FAINT))
+        body.extend(_rows(timeline, plan, row, top + 28, end, tips=False))
+        top += 28 + plan.num_ranks * (row + _GAP) + 6
+    unit = runs[0][1].unit
+    body.extend(_axis(0, end, top, _UNITS.get(unit, unit)))
+    return svg.document(_WIDTH, top + 46, body)
+
+
+# Parts of the picture -----------------------------------------------------------------------------
+
+
+def _header(timeline: Timeline, plan: Plan, title: str) -> Iterator[str]:
+    stages = _counted(plan.num_stages, "stage")
+    spans = (span for segment in plan.segments for span in segment.spans)
+    num_trees = sum(span.parent is None and bool(span.rollouts) for span in spans)
+    facts = (
+        stages,
+        f"{_counted(len(plan.segments), 'segment')} in {_counted(num_trees, 'tree')}",
+        _counted(timeline.num_actions, "action"),
+        f"makespan {_short(timeline.makespan)} {timeline.unit}",
+        f"bubble {100 * timeline.bubble_fraction:.1f}%",
+        f"peak {_short(timeline.peak_live_positions)} live tokens",
+    )
+    yield svg.text(24, 34, title or f"Prefix schedule, {stages}", 18, weight=600)
+    yield svg.text(24, 56, "  ·  ".join(facts), 13, _FAINT)
+
+
+def _legend(plan: Plan, y: float) -> Iterator[str]:
+    x = 24.0
+    for (kind, inner), (name, _) in _PHASES.items():
+        for tree in range(len(_HUE_SHIFTS)):
+            yield svg.rect(svg.Box(x, y, 9, 12), _colour(kind, inner, tree))
+            x += 9
+        yield svg.text(x + 6, y + 10.5, name, 12)
+        x += 6 + 12 * svg.CHARACTER * len(name) + 16
+    yield svg.rect(svg.Box(x, y, 27, 12), _BUBBLE)
+    yield svg.text(x + 33, y + 10.5, "waiting (bubble)", 12)
+    x += 33 + 12 * svg.CHARACTER * 16 + 16
+    note = "hue: the tree (the first of several)"
+    if plan.num_chunks > 1:
+        note += "; bar: model chunk 1 up"
+    yield svg.text(x, y + 10.5, note, 12, _FAINT)
+
+
+def _rows(
+    timeline: Timeline, plan: Plan, height: int, top: float, latest: float, tips: bool = True
+) -> Iterator[str]:
+    """One row a rank from `top` down; the whole width is the time from 0 to `latest`."""
+    width = _WIDTH - _LEFT - _RIGHT
+    scale = width / latest if latest else 0.0
+    yield svg.text(_LEFT + width + 56, top - 8, "bubble", 11, _FAINT, anchor="end")
+    yield svg.text(_WIDTH - 20, top - 8, "peak", 11, _FAINT, anchor="end")
+    name = "stage" if plan.num_chunks == 1 else "rank"
+    for rank in range(plan.num_ranks):
+        y = top + rank * (height + _GAP)
+        middle = y + height / 2 + 4
+        yield svg.text(_LEFT - 10, middle, f"{name} {rank}", 12, anchor="end")
+        yield svg.rect(svg.Box(_LEFT, y, timeline.makespan * scale, height), _BUBBLE)
+        bubble = f"{100 * timeline.bubble_fractions[rank]:.1f}%"
+        yield svg.text(_LEFT + width + 56, middle, bubble, 12, anchor="end")
+        peak = _short(timeline.peak_positions[rank])
+        yield svg.text(_WIDTH - 20, middle, peak, 12, anchor="end")
+    tree_of = trees(plan.segments)
+    for event in timeline.events:
+        x, end = _LEFT + event.start * scale, _LEFT + event.end * scale
+        box = svg.Box(x, top + event.rank * (height + _GAP), end - x, height)
+        segment = plan.segments[event.action.segment]
+        numbers = sorted({*tree_of[event.action.segment]})
+        tip = _tip(event, segment, numbers, timeline.unit) if tips else ""
+        yield from _action(event.action, segment.inner, numbers, box, tip)
+
+
+def _action(
+    action: Action, inner: bool, numbers: Sequence[int], box: svg.Box, tip: str
+) -> Iterator[str]:
+    """One box; of several trees it has the first one's hue."""
+    yield from svg.labelled(box, _colour(action.kind, inner, numbers[0]), str(action), tip)
+    if action.chunk:
+        yield svg.rect(svg.shrunk(box)._replace(height=3.0), "#ffffff", opacity=0.75)
+
+
+def _tip(event: Event, segment: Segment, numbers: Sequence[int], unit: str) -> str:
+    what = f"{'inner' if segment.inner else 'wave'}, {_counted(len(segment.spans), 'span')}"
+    where = f"tree {numbers[0]}"
+    if len(numbers) > 1:
+        where = f"{len(numbers)} trees, {numbers[0]} to {numbers[-1]}"
+    num_rollouts = sum(len(span.rollouts) for span in segment.spans)
+    return (
+        f"{event.action}: {what}, {where}\n{_extent(segment)}, "
+        f"{_counted(num_rollouts, 'rollout')}\n"
+        f"{_number(event.start)} to {_number(event.end)} {unit}"
+    )
+
+
+def _extent(segment: Segment) -> str:
+    longest = max(span.length for span in segment.spans)
+    upto = "up to " if len(segment.spans) > 1 else ""
+    return f"from position {min(span.start for span in segment.spans)}, {upto}{longest} tokens"
+
+
+def _axis(start: float, end: float, y: float, unit: str) -> Iterator[str]:
+    width = _WIDTH - _LEFT - _RIGHT
+    step = _nice((end - start) / 8)
+    for number in range(int((end - start) / step) + 1 if step else 1):
+        value = start + number * step
+        x = _LEFT + (width * (value - start) / (end - start) if end > start else 0)
+        yield f'<path d="M{svg.px(x)} {svg.px(y)}v5" stroke="{_LINE}"/>'
+        yield svg.text(x, y + 18, _short(value), 11, _FAINT, anchor="middle")
+    yield svg.text(_LEFT + width, y + 34, unit, 11, _FAINT, anchor="end")
+
+
+# Trees --------------------------------------------------------------------------------------------
+
+
+def _trees(segments: Sequence[Segment], top: float) -> tuple[list[str], float]:
+    """The trees drawn below `top`, and their height; fillers (plan/joint_forest.py) are in none."""
+    lanes = _lanes(segments)
+    spans = [
+        (index, tree, span)
+        for index, (segment, numbers) in enumerate(zip(segments, trees(segments), strict=True))
+        for span, tree in zip(segment.spans, numbers, strict=True)
+        if span.rollouts
+    ]
+    shown, num_trees = _shown(spans, lanes)
+    spans = [entry for entry in spans if entry[1] in shown]
+    if not spans:
+        return [], 0
+    num_lanes = 1 + max(lanes[rollout] for *_, span in spans for rollout in span.rollouts)
+    lane = min(14.0, _TREES_HEIGHT / num_lanes)
+    width, length = _WIDTH - _LEFT - _RIGHT, max(span.end for *_, span in spans)
+    which = f"first {_counted(len(shown), 'tree')} of {num_trees}"
+    if len(shown) == num_trees:
+        which = "tree" if num_trees == 1 else "trees"
+    heading = f"{which}: one lane a rollout, a tall box is shared; numbers are segments"
+    parts = [svg.text(_LEFT, top - 10, heading, 12, _FAINT)]
+    for index, tree, span in spans:
+        first = min(lanes[rollout] for rollout in span.rollouts)
+        box = svg.Box(
+            _LEFT + width * span.start / length,
+            top + lane * first,
+            width * span.length / length,
+            lane * len(span.rollouts),
+        )
+        tip = (
+            f"segment {index}, tree {tree}\n"
+            f"from position {span.start}, {span.length} tokens\n"
+            f"{_counted(len(span.rollouts), 'rollout')}: {_listed(span.rollouts)}"
+        )
+        colour = _colour("F", segments[index].inner, tree)
+        parts.extend(svg.labelled(box, colour, str(index), tip))
+    parts.extend(_axis(0, length, top + lane * num_lanes + 3, "position in the rollout"))
+    return parts, lane * num_lanes
+
+
+def _lanes(segments: Sequence[Segment]) -> dict[int, int]:
+    """Lane of each rollout; rollouts of one span are neighbours, and so are trees."""
+    paths: dict[int, list[tuple[int, int]]] = {}
+    for index, segment in enumerate(segments):
+        for number, span in enumerate(segment.spans):
+            for rollout in span.rollouts:
+                paths.setdefault(rollout, []).append((index, number))
+    order = sorted(paths, key=lambda rollout: (paths[rollout], rollout))
+    return {rollout: lane for lane, rollout in enumerate(order)}
+
+
+def _shown(spans: Sequence[tuple[int, int, Span]], lanes: dict[int, int]) -> tuple[set[int], int]:
+    """The first trees that fit, at least one, and the number of all trees."""
+    ends: dict[int, int] = {}
+    for _, tree, span in spans:
+        ends[tree] = max(*(lanes[rollout] for rollout in span.rollouts), ends.get(tree, 0))
+    return {tree for n, tree in enumerate(ends) if not n or ends[tree] < _MOST_LANES}, len(ends)
+
+
+# Colours and numbers ------------------------------------------------------------------------------
+
+
+def _colour(kind: str, inner: bool, tree: int) -> str:
+    hue, lightness, saturation = _PHASES[kind, inner][1]
+    shifted = (hue + _HUE_SHIFTS[tree % len(_HUE_SHIFTS)]) % 360 / 360
+    channels = colorsys.hls_to_rgb(shifted, lightness, saturation)
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.2f}"
+
+
+def _short(value: float) -> str:
+    """Three digits with k, M or G: 24.6k."""
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{float(f'{value / limit:.3g}'):g}{suffix}"
+    return f"{float(f'{value:.3g}'):g}"
+
+
+def _counted(num: int, word: str) -> str:
+    return f"{num:,} {word}{'' if num == 1 else 's'}"
+
+
+def _listed(rollouts: Sequence[int]) -> str:
+    more = " ..." if len(rollouts) > 12 else ""
+    return ", ".join(map(str, rollouts[:12])) + more
+
+
+def _nice(step: float) -> float:
+    """The next of 1, 2, 5, 10, 20, 50, ... from `step` up."""
+    if step <= 0:
+        return 0.0
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step * (1 - 1e-9))

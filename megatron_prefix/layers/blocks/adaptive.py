@@ -1,0 +1,95 @@
+"""The kernel `auto` on a GPU without FlashAttention-4: cuDNN where its plan pays, else FA2.
+
+cuDNN is faster on large blocks but builds a plan, on the host, for every new shape, and the lengths
+of real rollouts are new in every step. A shape changes to cuDNN when the time that cuDNN would have
+saved so far, in this step's layers and in all earlier calls, exceeds the time of its plans. This
+costs at most twice the best choice in hindsight (the ski-rental problem). The choice changes only
+between steps, so recomputation in a backward uses the forward's kernel.
+
+The constants were measured on one H200 (benchmarks/bench_kernels.py; figures in benchmarks/LOG.md).
+On another GPU they only change the point of the switch.
+"""
+
+from __future__ import annotations
+
+import collections
+
+from torch import Tensor
+
+from megatron_prefix.layers.blocks.interface import Aux, Gradients, Kernel, Partial, Runs, batches
+
+PLAN_S = 0.058
+"""Seconds to build the forward and the backward plan of one shape."""
+FLASH_RATE, CUDNN_RATE = 305e12, 539e12
+"""FLOPs a second of the kernels, forward and backward together."""
+CALL_S = 0.00015
+"""Seconds of one more call: cuDNN takes one for each batch of equal runs, FlashAttention-2 one for
+all. 0.07 ms forward (15 runs of 548 queries on 101 keys, as one call and as 15), backward alike."""
+
+MAX_SHAPES = 100_000
+"""Shapes remembered; a long training always has new ones."""
+
+Shape = tuple[object, ...]
+
+
+class AdaptiveKernel:
+    """Runs every block with the kernel chosen for its shape.
+
+    Args:
+        planned: fast, needs a plan for each shape (cuDNN).
+        ready: takes any shape at once (FlashAttention-2).
+        num_layers: attention layers that run each shape in a step.
+    """
+
+    def __init__(self, planned: Kernel, ready: Kernel, num_layers: int) -> None:
+        self.name = f"{planned.name} or {ready.name} by shape"
+        self._planned, self._ready, self._num_layers = planned, ready, num_layers
+        self._earlier: collections.Counter[Shape] = collections.Counter()
+        self._now: collections.Counter[Shape] = collections.Counter()
+        self._planned_now: dict[Shape, bool] = {}
+
+    def begin_step(self) -> None:
+        """Adds the last step's calls; within a step a shape keeps its kernel."""
+        if len(self._earlier) > MAX_SHAPES:
+            self._earlier.clear()
+        self._earlier.update(self._now)
+        self._now.clear()
+        self._planned_now.clear()
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """See `Kernel.refusal`."""
+        return self._planned.refusal(q, k, v) or self._ready.refusal(q, k, v)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
+        """See `Kernel.forward`."""
+        kernel = self._choice(q, k, runs)
+        part = kernel.forward(q, k, v, runs, scale)
+        return Partial(part.out, part.lse, (kernel, part.aux))
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
+        runs: Runs, scale: float,
+    ) -> Gradients:  # fmt: skip
+        """See `Kernel.backward`; with the forward's kernel."""
+        kernel, inner = aux
+        return kernel.backward(dout, q, k, v, out, lse, inner, runs, scale)
+
+    def _choice(self, q: Tensor, k: Tensor, runs: Runs) -> Kernel:
+        """The kernel of a shape, the same throughout a step."""
+        shape = (q.shape, k.shape, runs)
+        self._now[shape] += 1
+        if shape not in self._planned_now:
+            calls = self._earlier[shape] + self._num_layers
+            calls_of = batches(runs, q.shape[0], k.shape[0])
+            shapes = [(mine.num, mine.length, seen.length) for mine, seen in calls_of]
+            # cuDNN takes a causal run with more keys than queries as two (layers/blocks/split.py).
+            parts = [2 if runs.causal and keys > queries else 1 for _, queries, keys in shapes]
+            hidden = 0.5 if runs.causal else 0.0  # of a square of queries and keys
+            pairs = sum(n * queries * (keys - hidden * queries) for n, queries, keys in shapes)
+            # 4 FLOPs a pair and channel forward, 2.5 times that backward.
+            flops = 3.5 * 4 * pairs * q.shape[1] * q.shape[2]
+            saved = flops * (1 / FLASH_RATE - 1 / CUDNN_RATE) - (sum(parts) - 1) * CALL_S
+            self._planned_now[shape] = (
+                saved * calls >= sum(dict(zip(shapes, parts, strict=True)).values()) * PLAN_S
+            )
+        return self._planned if self._planned_now[shape] else self._ready

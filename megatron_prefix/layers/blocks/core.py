@@ -1,0 +1,182 @@
+"""Attention of a segment: its spans' causal blocks, a block a level of ancestors, one merge.
+
+One autograd function computes attention and uses the sidecar. Its forward copies an inner segment's
+K/V into the sidecar. Its backward sends each ancestor its part of gK/gV, and adds what descendants
+sent to an inner segment's own dK/dV. That is exact: under a causal mask a suffix reaches its prefix
+only through gK/gV, and the prefix's backward is linear in them ("Schedule-Level Shared-Prefix Reuse
+for LLM RL Training", section 3.1 and appendix A).
+
+With context parallelism the sidecar gathers what is read and scatters what is sent, and a segment's
+own attention runs over all ranks (megatron_prefix/layers/blocks/own.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_prefix.layers.blocks.kernels import Kernel, Runs
+from megatron_prefix.layers.blocks.merge import merge
+from megatron_prefix.layers.blocks.own import OwnAttention, add_selected, selected, spread
+from megatron_prefix.layers.recurrent.spans import Spans
+from megatron_prefix.sidecar.cache import SidecarCache
+
+if TYPE_CHECKING:
+    from megatron_prefix.moe.ledger import RouterLedger
+    from megatron_prefix.offload.segment import OffloadedSegment
+
+
+@dataclass(frozen=True)
+class SegmentContext:
+    """What attention and routers need to know about the segment that runs.
+
+    Attributes:
+        index: the segment.
+        inner: whether other segments read its K/V.
+        runs: what its queries on this rank see of its own keys.
+        num_levels: calls in which its queries see their ancestors.
+        positions: position of every token in its rollout, int64 [padded_length], on the model's
+            device.
+        cache: the sidecar of this model chunk.
+        ledger: counts for its routers' losses; None without routers or without gradients.
+        backward: whether its backward runs; a forward is then recomputation, from the last layer to
+            the first.
+        offload: takes what its forward saves; None where that stays on the device.
+        ahead: segments on the host that the next backwards will need; the executor changes it.
+        keys_only: the layer of which only its K and V are computed (layers/blocks/unread.py).
+        rows: the positions on this rank whose output is read, int64, ascending; None where all are,
+            or the stage is not the last.
+    """
+
+    index: int
+    inner: bool
+    runs: Runs
+    num_levels: int
+    positions: Tensor
+    cache: SidecarCache
+    ledger: RouterLedger | None = None
+    backward: bool = False
+    offload: OffloadedSegment | None = None
+    ahead: Sequence[OffloadedSegment] = ()
+    keys_only: int | None = None
+    rows: Tensor | None = None
+
+    def enter(self, layer: int, *, backward: bool) -> None:
+        """Tells the sidecar that a layer runs now, and which will be next."""
+        self.cache.prefetch(layer, self.index, backward=backward)
+        after = layer - 1 if backward else layer + 1
+        if after != self.keys_only:
+            self.cache.prefetch(after, self.index, backward=backward)
+
+    def leave(self, layer: int, *, backward: bool) -> None:
+        """Tells the sidecar that a layer is done."""
+        if backward or not self.backward:  # in recomputation the layer's backward comes next
+            self.cache.release(layer)
+        if backward:
+            for waiting in self.ahead:
+                waiting.prefetch(early=True)
+
+    @functools.cached_property
+    def spans(self) -> Spans:
+        """What recurrent layers need to know of its spans; made in the first, for all of them."""
+        lengths, parents = self.cache.map.lengths[self.index], self.cache.states.parents[self.index]
+        return Spans(lengths, parents, self.positions.device)
+
+    @functools.cached_property
+    def level_runs(self) -> tuple[Runs, ...]:
+        """What its queries see of each level; made in its first layer, for all of them."""
+        levels = (self.cache.level(self.index, number) for number in range(self.num_levels))
+        return tuple(Runs(level.query_lengths, level.key_lengths) for level in levels)
+
+
+def segment_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: SegmentContext,
+    layer: int,
+    scale: float,
+    kernel: Kernel,
+) -> Tensor:
+    """Attention of one segment in one layer.
+
+    Args:
+        query: [positions, 1, heads, dim].
+        key: [positions, 1, kv_heads, dim].
+        value: [positions, 1, kv_heads, value_dim].
+        context: the segment.
+        layer: local index of the attention layer.
+        scale: softmax scale.
+        kernel: runs each block.
+
+    Returns:
+        [positions, 1, heads * value_dim], as Megatron's core attention returns it.
+    """
+    out = _SegmentAttention.apply(
+        query.squeeze(1), key.squeeze(1), value.squeeze(1), context, layer, scale, kernel
+    )
+    return out.flatten(1).unsqueeze(1)
+
+
+class _SegmentAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: SegmentContext,
+        layer: int,
+        scale: float,
+        kernel: Kernel,
+    ) -> Tensor:
+        cache = context.cache
+        keys = cache.own_keys(layer, context.index, context.inner, key, value)
+        own = OwnAttention(kernel, query, keys, scale, context.runs)
+        context.enter(layer, backward=context.backward)
+        above = []
+        for number in range(context.num_levels):
+            seen, values = cache.read(layer, context.index, number)
+            level = cache.level(context.index, number)
+            runs = context.level_runs[number]
+            part = kernel.forward(selected(query, level.queries), seen, values, runs, scale)
+            above.append(spread(part, level.queries, len(query)))
+        parts = [own.forward(), *above]
+        out, lse = merge(parts)
+        context.leave(layer, backward=False)
+        ctx.call = (context, layer, scale, kernel, [part.aux for part in parts])
+        # An inner segment's K/V are in the sidecar already.
+        ctx.save_for_backward(query, out, lse, *(() if context.inner else (key, value)))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
+        context, layer, scale, kernel, aux = ctx.call
+        query, out, lse, *saved = ctx.saved_tensors
+        cache: SidecarCache = context.cache
+        key, value = cache.own(layer, context.index) if context.inner else saved
+        keys = cache.own_keys(layer, context.index, context.inner, key, value)
+        own = OwnAttention(kernel, query, keys, scale, context.runs)
+        context.enter(layer, backward=True)
+        query_grad = own.backward(out_grad, out, lse, aux[0])
+        for number, level_aux in enumerate(aux[1:]):
+            seen, values = cache.read(layer, context.index, number)
+            level = cache.level(context.index, number)
+            mine = level.queries
+            more, seen_grad, values_grad = kernel.backward(
+                selected(out_grad, mine), selected(query, mine), seen, values,
+                selected(out, mine), selected(lse, mine, 1), level_aux,
+                context.level_runs[number], scale,
+            )  # fmt: skip
+            query_grad = add_selected(query_grad, mine, more)
+            cache.add_gradient(layer, context.index, number, seen_grad, values_grad)
+        key_grad, value_grad = own.gradients()
+        context.leave(layer, backward=True)
+        return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), *(None,) * 4

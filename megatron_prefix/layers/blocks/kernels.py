@@ -1,0 +1,253 @@
+"""Chooses the attention kernel: by name, or by trying what works here.
+
+A name is `math`, `flash_cpu`, `flash`, `cudnn`, `fa3` or `fa4` (operators.py), or two of
+them: `a+b` takes runs without a mask to `a` and causal runs to `b`. FlashAttention-4 (`fa4`, an
+extra) takes any shape at once, unequal runs in one call, and is fastest where it runs.
+cuDNN is fast on long runs but builds a plan, on the host, for every new shape; FlashAttention-2
+(`flash`) takes any shape as `fa4` does. `cudnn+flash` needs plans for runs without a mask only.
+benchmarks/bench_kernels.py measures them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron_prefix.device.tolerance import assert_close
+from megatron_prefix.errors import UserError
+from megatron_prefix.layers.blocks.adaptive import AdaptiveKernel
+from megatron_prefix.layers.blocks.interface import Aux, Gradients, Kernel, Partial, Runs
+from megatron_prefix.layers.blocks.operators import (
+    FA4_SHORT,
+    CudnnKernel,
+    Fa3Kernel,
+    Fa4Kernel,
+    FlashCpuKernel,
+    FlashKernel,
+    MathKernel,
+)
+
+__all__ = ["KERNELS", "CompositeKernel", "Kernel", "Partial", "Runs", "available", "choose", "why"]
+
+logger = logging.getLogger(__name__)
+
+
+class CompositeKernel:
+    """Runs without a mask by one kernel, causal runs by another."""
+
+    def __init__(self, dense: Kernel, causal: Kernel) -> None:
+        self.name = f"{dense.name}+{causal.name}"
+        self._parts = (dense, causal)
+
+    def begin_step(self) -> None:
+        """See `Kernel.begin_step`."""
+        for part in self._parts:
+            part.begin_step()
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """See `Kernel.refusal`."""
+        dense, causal = (part.refusal(q, k, v) for part in self._parts)
+        return dense or causal
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
+        """See `Kernel.forward`."""
+        return self._parts[runs.causal].forward(q, k, v, runs, scale)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
+        runs: Runs, scale: float,
+    ) -> Gradients:  # fmt: skip
+        """See `Kernel.backward`."""
+        kernel = self._parts[runs.causal]
+        return kernel.backward(dout, q, k, v, out, lse, aux, runs, scale)
+
+
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel
+    for kernel in (
+        MathKernel(),
+        FlashCpuKernel(),
+        FlashKernel(),
+        CudnnKernel(),
+        Fa3Kernel(),
+        Fa4Kernel(),
+    )
+}
+PROBE_ROWS = FA4_SHORT + 32
+"""Queries of a probe: long enough for every call that has to be compiled."""
+Probe = Callable[[str], "str | None"]
+_AUTO = {"cuda": ("fa4", "fa3", "cudnn", "flash", "math"), "cpu": ("flash_cpu", "math")}
+
+
+def available(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    group: int = 2,
+) -> dict[str, str | None]:
+    """Every kernel by name, with the reason why it does not work here; None: it works.
+
+    Each kernel runs small blocks of each kind, forward and backward, and is compared with `math`
+    under the numerics policy; the answer is cached. `fa4` compiles here, for about half a minute.
+
+    Args:
+        device: where it is to run.
+        dtype: of queries, keys and values.
+        head_dim: width of a head of queries and keys.
+        head_dim_v: width of a head of values; ``head_dim`` if None.
+        group: query heads of each K/V head.
+    """
+    probe = _probe(device, dtype, head_dim, head_dim_v, group)
+    return {name: probe(name) for name in KERNELS}
+
+
+def choose(
+    name: str,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    num_layers: int = 1,
+    group: int = 2,
+) -> Kernel:
+    """The kernel called ``name`` (see the table above), or the best one here for "auto".
+
+    "auto" is `math` for fp64 and torch's flash on the CPU; on CUDA FlashAttention-4, then 3, then
+    cuDNN or FlashAttention-2 by shape (layers/blocks/adaptive.py), or whichever of them works. A
+    kernel that does not work here is a UserError that says why and which do. ``num_layers`` is how
+    many attention layers will use it; the others as in `available`. Only kernels that could be
+    chosen are tried.
+    """
+    probe = _probe(device, dtype, head_dim, head_dim_v, group)
+    if name == "auto":
+        best = _best(probe, torch.device(device), dtype)
+        if best == "cudnn" and probe("flash") is None:
+            return AdaptiveKernel(KERNELS["cudnn"], KERNELS["flash"], num_layers)
+        return KERNELS[best]
+    parts = name.split("+")
+    for part in parts:
+        if part not in KERNELS or len(parts) > 2:
+            known = ", ".join(KERNELS)
+            raise UserError(f"attention kernel {name!r} is not auto, one of {known}, or a+b")
+        reason = probe(part)
+        if reason is not None:
+            working = ", ".join(known for known in KERNELS if probe(known) is None)
+            raise UserError(
+                f"attention kernel {part!r} does not work here: {reason}; use {working}"
+            )
+    return KERNELS[parts[0]] if len(parts) == 1 else CompositeKernel(*(KERNELS[p] for p in parts))
+
+
+def why(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    group: int = 2,
+) -> str:
+    """The kernel that "auto" takes and the reason, in one line; arguments as in `available`.
+
+    Raises UserError if none works.
+    """
+    taken = choose("auto", device, dtype, head_dim, head_dim_v, group=group).name
+    if dtype is torch.float64:
+        return f"{taken}, which is exact"
+    probe, order = _probe(device, dtype, head_dim, head_dim_v, group), _order(device, dtype)
+    better: dict[str, list[str]] = {}  # by what is in the way
+    for name in order[: order.index(taken.split()[0])]:
+        better.setdefault(probe(name) or "", []).append(name)
+    if not better:
+        return f"{taken}, the fastest here"
+    lines = [
+        f"{name} {reason}" + (f" ({', '.join(others)} likewise)" if others else "")
+        for reason, (name, *others) in better.items()
+    ]
+    return f"{taken}: {'; '.join(lines)}"
+
+
+def _order(device: torch.device | str, dtype: torch.dtype) -> tuple[str, ...]:
+    """Kernels that "auto" may take, the best first."""
+    if dtype is torch.float64:
+        return ("math",)
+    return _AUTO.get(torch.device(device).type, ("math",))
+
+
+def _best(probe: Probe, device: torch.device, dtype: torch.dtype) -> str:
+    for name in _order(device, dtype):
+        reason = probe(name)
+        if reason is None:
+            return name
+        logger.info("attention kernel %s does not work here: %s", name, reason)
+    raise UserError(f"no attention kernel for {dtype} on {device}: {reason}")
+
+
+def _probe(
+    device: torch.device | str, dtype: torch.dtype, head_dim: int, head_dim_v: int | None,
+    group: int,
+) -> Probe:  # fmt: skip
+    """Why a kernel does not work for these heads, by its name."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    width_v = head_dim if head_dim_v is None else head_dim_v
+    return lambda name: _probed(name, device, dtype, head_dim, width_v, group)
+
+
+@functools.cache
+def _probed(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    group: int = 2,
+) -> str | None:
+    """Tries one kernel on small blocks; returns why it fails, or None."""
+    if not dtype.is_floating_point:
+        return f"needs a floating dtype, got {dtype}"
+    source = torch.Generator().manual_seed(0)  # leaves the global random state alone
+
+    def random(heads: int, width: int) -> Tensor:
+        return torch.randn(PROBE_ROWS, heads, width, generator=source).to(device, dtype)
+
+    q, dout = random(2 * group, head_dim), random(2 * group, head_dim_v)
+    k, v = random(2, head_dim), random(2, head_dim_v)
+    kernel, truth = KERNELS[name], KERNELS["math"]
+    try:
+        refusal = kernel.refusal(q, k, v)
+        if refusal is not None or kernel is truth:
+            return refusal
+        terms = max(PROBE_ROWS * group, head_dim)
+        for got, wanted in zip(
+            _small_run(kernel, dout, q, k, v), _small_run(truth, dout, q, k, v), strict=True
+        ):
+            assert_close(got, wanted, terms, dtype, f"the probe of {name}")
+    except Exception as error:  # noqa: BLE001 - a private operator may throw anything
+        return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+    return None
+
+
+def _small_run(kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Every result of one run and of uneven runs, without a mask, causal, and causal with more keys
+    than queries."""
+    scale, lengths = q.shape[-1] ** -0.5, (5, PROBE_ROWS - 5)
+    results: list[Tensor] = []
+    with torch.no_grad():
+        for runs in (
+            Runs.dense(PROBE_ROWS, PROBE_ROWS - 9),
+            Runs.own((PROBE_ROWS,)),
+            Runs.own(lengths),
+            Runs(lengths, (PROBE_ROWS - 7, 7)),
+            Runs((PROBE_ROWS - 40, 5), (PROBE_ROWS - 30, 30), causal=True),
+        ):
+            num_queries, num_keys = sum(runs.queries), sum(runs.keys)
+            call = (q[:num_queries], k[:num_keys], v[:num_keys])
+            part = kernel.forward(*call, runs, scale)
+            gradients = kernel.backward(dout[:num_queries], *call, *part, runs, scale)
+            results += [part.out, part.lse, *gradients]
+    return results

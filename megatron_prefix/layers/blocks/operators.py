@@ -1,0 +1,589 @@
+"""Six stock kernels; the only file that names private operators of torch and flash-attn.
+
+| name        | operator                                          | takes                         |
+|-------------|---------------------------------------------------|-------------------------------|
+| `math`      | the formulas in math.py                           | any device and float dtype    |
+| `flash_cpu` | aten._scaled_dot_product_flash_attention_for_cpu  | CPU, dv = d                   |
+| `flash`     | aten._flash_attention_forward: FlashAttention-2   | CUDA, 16 bit, dv = d          |
+| `cudnn`     | aten._scaled_dot_product_cudnn_attention          | CUDA, 16 bit                  |
+| `fa3`       | flash_attn_3: FlashAttention-3                    | Hopper, 16 bit, dv = d        |
+| `fa4`       | flash_attn.cute: FlashAttention-4                 | Hopper and Blackwell, 16 bit  |
+
+All but `math` get q, k and v as views. megatron_prefix/layers/blocks/kernels.py chooses among them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.layers.blocks import math as exact
+from megatron_prefix.layers.blocks.interface import (
+    Aux,
+    Batched,
+    Gradients,
+    Partial,
+    Runs,
+    Saved,
+    batches,
+    joined,
+)
+from megatron_prefix.layers.blocks.split import SplitCausal
+
+logger = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+
+FA4_SHORT = 256
+"""Queries or keys up to which flash-attn-4 compiles a call for itself (see `Fa4Kernel`)."""
+FA4_RUNS = 256
+"""Most runs of a call; for more it compiles again (flash_attn.cute.interface,
+BIN_BATCH_SEARCH_THRESH)."""
+
+
+class MathKernel(Batched):
+    """Exact and slow: the truth for the others, and the kernel for fp64."""
+
+    name = "math"
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor, Aux]:
+        """See `Batched.attend`."""
+        return *exact.attend(q, k, v, scale, causal), ()
+
+    def attend_backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
+        """See `Batched.attend_backward`."""
+        return exact.attend_backward(*saved, scale, causal)
+
+
+class FlashCpuKernel(SplitCausal):
+    """torch's tiled CPU kernel: fp64, fp32, bf16, fp16.
+
+    Its fp32 forward has a fast exponential (about 20 bits); its 16-bit backward sums dk and dv in
+    16 bits. It needs as many K/V heads as query heads: for one run they are views with stride 0
+    over the group, for several runs they are copied (a wave's own K/V, not a prefix's).
+    """
+
+    name = "flash_cpu"
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """See `Kernel.refusal`."""
+        if q.device.type != "cpu":
+            return f"runs on the CPU, got {q.device}"
+        return _needs_equal_widths(q, v) or super().refusal(q, k, v)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor, Aux]:
+        """See `Batched.attend`."""
+        heads = (_query_heads(q, k), _kv_heads(q, k), _kv_heads(q, v))
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            *heads, 0.0, causal, scale=scale
+        )
+        return _positions_first(out, q), lse.reshape(q.shape[0], q.shape[2], q.shape[1]), ()
+
+    def attend_backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
+        """See `Batched.attend_backward`."""
+        dout, q, k, v, out, lse = saved
+        queries = _query_heads(q, k)
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            _query_heads(dout, k),
+            queries,
+            _kv_heads(q, k),
+            _kv_heads(q, v),
+            _query_heads(out, k),
+            lse.reshape(queries.shape[:3]),
+            0.0,
+            causal,
+            scale=scale,
+        )
+        group = (k.shape[2], -1)
+        dk, dv = (_positions_first(x, q).unflatten(2, group).sum(3) for x in (dk, dv))
+        return _positions_first(dq, q), dk, dv
+
+
+class _Aligned(Batched):
+    """What FlashAttention-2 and -3 and cuDNN ask of every call."""
+
+    def guard(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> None:
+        """See `Batched.guard`."""
+        why = _misaligned(q, k, v, *more)
+        if why is not None:
+            raise UserError(f"attention kernel {self.name!r} {why}; give --kernel math")
+
+
+class FlashKernel(_Aligned):
+    """FlashAttention-2 of torch; unequal runs are one varlen call."""
+
+    name = "flash"
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """See `Kernel.refusal`."""
+        return _needs_cuda_16bit(q, k, v) or _needs_equal_widths(q, v) or super().refusal(q, k, v)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor, Aux]:
+        """See `Batched.attend`."""
+        out, lse, *state, _ = aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
+        )
+        return out, lse, tuple(state)
+
+    def attend_backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
+        """See `Batched.attend_backward`."""
+        dout, q, k, v, out, lse = saved
+        lengths = (None, None, q.shape[1], k.shape[1])
+        return aten._flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *aux, scale=scale
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
+        """See `Kernel.forward`."""
+        if len(batches(runs, q.shape[0], k.shape[0])) == 1:
+            return super().forward(q, k, v, runs, scale)
+        self.guard(q, k, v)
+        out, lse, *state, _ = aten._flash_attention_forward(
+            q, k, v, *_varlen(runs, q.device), 0.0, runs.causal, False, scale=scale
+        )
+        return Partial(out, lse, tuple(state))
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
+        runs: Runs, scale: float,
+    ) -> Gradients:  # fmt: skip
+        """See `Kernel.backward`."""
+        if len(batches(runs, q.shape[0], k.shape[0])) == 1:
+            return super().backward(dout, q, k, v, out, lse, aux, runs, scale)
+        self.guard(q, k, v, dout, out)
+        lengths = _varlen(runs, q.device)
+        return aten._flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, runs.causal, *aux, scale=scale
+        )
+
+
+class CudnnKernel(_Aligned, SplitCausal):
+    """cuDNN's fused attention.
+
+    It cannot run runs of a single query or key, which trees have; these small blocks run with the
+    exact formulas.
+    """
+
+    name = "cudnn"
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """See `Kernel.refusal`."""
+        return _needs_cuda_16bit(q, k, v) or super().refusal(q, k, v)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor, Aux]:
+        """See `Batched.attend`."""
+        if 1 in (q.shape[1], k.shape[1]):
+            return *exact.attend(q, k, v, scale, causal), ()
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        out, stats, *state, _ = aten._scaled_dot_product_cudnn_attention(
+            *heads, None, True, 0.0, causal, False, scale=scale
+        )
+        lse = stats.reshape(q.shape[0], q.shape[2], q.shape[1])
+        return out.transpose(1, 2), lse, (out.stride(), stats.shape, stats.stride(), *state)
+
+    def attend_backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
+        """See `Batched.attend_backward`."""
+        if not aux:
+            return exact.attend_backward(*saved, scale, causal)
+        dout, q, k, v, out = (x.transpose(1, 2) for x in saved[:5])
+        # cuDNN caches a plan by the strides of q, k and v only. The other tensors need the strides
+        # of the forward, or a cached plan would read them with another call's strides.
+        strides, stats_shape, stats_strides, *spans, seed, offset = aux
+        stats = saved.lse.reshape(stats_shape)
+        gradients = aten._scaled_dot_product_cudnn_attention_backward(
+            _laid_out(dout, strides),
+            q,
+            k,
+            v,
+            _laid_out(out, strides),
+            _laid_out(stats, stats_strides),
+            seed,
+            offset,
+            None,
+            *spans,
+            0.0,
+            causal,
+            scale=scale,
+        )
+        dq, dk, dv = (x.transpose(1, 2) for x in gradients)
+        return dq, dk, dv
+
+
+Call = tuple[slice, slice, dict[str, Any]]
+"""Queries and keys of a varlen call, and the arguments that say what its runs are."""
+
+
+class _Varlen(Batched):
+    """Runs that are a batch as one dense call, any others as varlen calls.
+
+    With ``lengths`` of runs `attend` and `attend_backward` get tensors without a leading dimension.
+    """
+
+    def is_dense(self, runs: Runs) -> bool:
+        """Whether a dense call takes these runs: all have the same lengths."""
+        return _shortest(runs) > 0
+
+    def calls(self, runs: Runs, device: torch.device) -> tuple[Call, ...]:
+        """The varlen calls of runs that are not dense."""
+        return _one_call(runs, device)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
+        """See `Kernel.forward`."""
+        batches(runs, q.shape[0], k.shape[0])  # refuses runs that do not fit
+        if self.is_dense(runs):
+            return super().forward(q, k, v, runs, scale)
+        self.guard(q, k, v)
+        calls = self.calls(runs, q.device)
+        if len(calls) == 1:
+            return Partial(*self.attend(q, k, v, scale, runs.causal, **calls[0][2]))
+        parts = [
+            self.attend(q[mine], k[seen], v[seen], scale, runs.causal, **lengths)
+            for mine, seen, lengths in calls
+        ]
+        outs, lses = [out for out, _, _ in parts], [lse for _, lse, _ in parts]
+        return Partial(joined(outs), joined(lses, dim=1))
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
+        runs: Runs, scale: float,
+    ) -> Gradients:  # fmt: skip
+        """See `Kernel.backward`."""
+        batches(runs, q.shape[0], k.shape[0])
+        if self.is_dense(runs):
+            return super().backward(dout, q, k, v, out, lse, aux, runs, scale)
+        self.guard(q, k, v, dout, out)
+        calls = self.calls(runs, q.device)
+        if len(calls) == 1:
+            saved = Saved(dout, q, k, v, out, lse)
+            return self.attend_backward(saved, aux, scale, runs.causal, **calls[0][2])
+        shares = [
+            self.attend_backward(
+                Saved(dout[mine], q[mine], k[seen], v[seen], out[mine], lse[:, mine]),
+                aux, scale, runs.causal, **lengths,
+            )
+            for mine, seen, lengths in calls
+        ]  # fmt: skip
+        dq, dk, dv = (joined(gradients) for gradients in zip(*shares, strict=True))
+        return dq, dk, dv
+
+
+class Fa4Kernel(_Varlen):
+    """FlashAttention-4: equal long runs are a dense call, anything else one varlen call.
+
+    It needs no plan for a shape, but compiles for seconds: for each dtype, pair of widths, number
+    of query heads a K/V head, mask, and dense or varlen call; again for calls of one or two tiles,
+    and for more than 256 runs. So short runs are varlen calls too, whose bounds on the lengths are
+    never short, and more runs are several calls, joined by a copy. What is left are four forwards
+    and four backwards, which probing compiles before the first step (layers/blocks/kernels.py).
+
+    It relies on these facts of flash-attn-4 4.0.0b36, in flash_attn.cute:
+
+    - interface: lse is fp32, [n, h, s] dense and [h, s] varlen. max_seqlen_q and max_seqlen_k
+      are upper bounds, which choose a kernel and size its grid. Strided views with rows aligned to
+      16 bytes are read as they lie, others are copied (cute_dsl_utils, `maybe_contiguous`).
+    - Outputs and gradients are not zeroed first: rows outside every run would stay unwritten. Runs
+      are never empty and cover all rows.
+    - Sums of gradients are fp32, padded for each run (seqlen_info, `padded_offset_k`): wrong if
+      the keys of a run lay before those of the run before it. Those of `Runs` never do.
+    - dk and dv are summed over the query heads of a K/V head in fp32, and rounded once. The order
+      of the sums differs from call to call (``deterministic`` is off).
+    """
+
+    name = "fa4"
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """See `Kernel.refusal`."""
+        return _needs_cuda_16bit(q, k, v) or super().refusal(q, k, v) or _needs_fa4(q, k, v)
+
+    def is_dense(self, runs: Runs) -> bool:
+        """Equal runs, all of them long."""
+        return _shortest(runs) > FA4_SHORT
+
+    def calls(self, runs: Runs, device: torch.device) -> tuple[Call, ...]:
+        """Of few enough runs."""
+        return _fa4_calls(runs, device)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, **lengths: Any
+    ) -> tuple[Tensor, Tensor, Aux]:
+        """See `Batched.attend`; with ``lengths`` of runs the tensors have no leading dimension."""
+        _say_that_it_compiles(q.dtype, q.shape[-1], v.shape[-1], q.shape[-2] // k.shape[-2])
+        out, lse, *_ = _fa4()._flash_attn_fwd(
+            q, k, v, softmax_scale=scale, causal=causal, return_lse=True, **lengths
+        )
+        return out, lse, ()
+
+    def attend_backward(
+        self, saved: Saved, aux: Aux, scale: float, causal: bool, **lengths: Any
+    ) -> Gradients:
+        """See `Batched.attend_backward`; ``lengths`` as in `attend`."""
+        dout, q, k, v, out, lse = saved
+        dq, dk, dv = _fa4()._flash_attn_bwd(
+            q, k, v, out, dout, lse.contiguous(), softmax_scale=scale, causal=causal, **lengths
+        )
+        return dq, dk, dv
+
+
+class Fa3Kernel(_Aligned, _Varlen):
+    """FlashAttention-3: equal runs are a dense call, others one varlen call.
+
+    It has no package on the index: users build it from the folder hopper of FlashAttention's
+    repository. Its operators are called by the names of their arguments (hopper/flash_api.cpp,
+    TORCH_LIBRARY), which have stayed the same while its Python functions changed. Its causal mask
+    ends with the last query and the last key, as that of `Runs` does. It has been tested with a
+    stand-in only; it is probed like the others before it is used.
+    """
+
+    name = "fa3"
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """See `Kernel.refusal`."""
+        return (
+            _needs_cuda_16bit(q, k, v) or _needs_equal_widths(q, v) or super().refusal(q, k, v)
+            or _needs_fa3(q)
+        )  # fmt: skip
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, **lengths: Any
+    ) -> tuple[Tensor, Tensor, Aux]:
+        """See `Batched.attend`."""
+        # One split: of several, each may be merged in another order.
+        out, lse, *_ = _fa3().fwd(
+            q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1, **lengths
+        )
+        return out, lse, ()
+
+    def attend_backward(
+        self, saved: Saved, aux: Aux, scale: float, causal: bool, **lengths: Any
+    ) -> Gradients:
+        """See `Batched.attend_backward`."""
+        dout, q, k, v, out, lse = saved
+        gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        into = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+        _fa3().bwd(
+            dout, q, k, v, out, lse.contiguous(), **into, softmax_scale=scale, is_causal=causal,
+            **lengths,
+        )  # fmt: skip
+        return gradients[0], gradients[1], gradients[2]
+
+
+def _needs_cuda_16bit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why the CUDA kernels cannot take these tensors; None if they can."""
+    if q.device.type != "cuda":
+        return f"runs on CUDA, got {q.device}"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, got {q.dtype}"
+    if torch.cuda.get_device_capability(q.device) < (8, 0):
+        return f"needs compute capability 8.0, got {torch.cuda.get_device_name(q.device)}"
+    for width in (q.shape[-1], v.shape[-1]):
+        if width % 8 or width > 256:
+            return f"takes head widths that are multiples of 8 up to 256, got {width}"
+    return _misaligned(q, k, v)
+
+
+def _misaligned(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> str | None:
+    """What is wrong with where tensors of 16 bits lie; None if nothing is.
+
+    On a misaligned address the kernels do not fail with a message: they fault, and take the
+    process's CUDA context with them. `more` is copied where its strides are not the kernel's, so
+    only its base counts.
+    """
+    for x in (q, k, v):
+        strides = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+        if any(size > 1 and stride % 8 for size, stride in strides):
+            return f"needs rows aligned to 16 bytes, got strides {x.stride()}"
+    for x in (q, k, v, *more):
+        if x.data_ptr() % 16:
+            return f"needs tensors aligned to 16 bytes, got one {x.data_ptr() % 16} bytes off"
+    return None
+
+
+def _needs_fa4(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why flash-attn-4 cannot take tensors that `_needs_cuda_16bit` lets pass; None if it can."""
+    major, minor = torch.cuda.get_device_capability(q.device)
+    widths = (q.shape[-1], v.shape[-1])
+    if major not in (9, 10):
+        return f"runs on Hopper and Blackwell (capability 9.x and 10.x), got {major}.{minor}"
+    if major == 9 and widths[0] != widths[1] and q.shape[1] != k.shape[1]:
+        # flash_attn.cute.flash_bwd_sm90, FlashAttentionBackwardSm90
+        return f"needs values as wide as queries where K/V heads are shared, got {widths}"
+    if major == 10 and max(widths) > 128 and widths not in ((192, 128), (256, 256)):
+        # flash_attn.cute.interface, _validate_head_dims
+        return f"takes head widths up to 128, (192, 128) and (256, 256) on Blackwell, got {widths}"
+    try:
+        _fa4()
+    except ImportError as error:
+        why = str(error).strip().splitlines()[0]
+        return f"needs flash-attn-4: pip install 'megatron_prefix[fa4]' ({why})"
+    return None
+
+
+@functools.cache
+def _fa4() -> Any:
+    """The module of flash-attn-4 whose functions return and take a log-sum-exp.
+
+    Imported at the first use: it loads a compiler. It is told to keep what it compiles on disk,
+    unless the environment says otherwise; it reads that when it is imported. What it finds on disk
+    is for the same sources, versions and calls (cache_utils, `_compute_source_fingerprint`), and is
+    probed like what it compiles. Raises ImportError without the package.
+    """
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    return importlib.import_module("flash_attn.cute.interface")
+
+
+@functools.cache
+def _say_that_it_compiles(dtype: torch.dtype, width: int, width_v: int, group: int) -> None:
+    """Once for what flash-attn-4 compiles for."""
+    folder = _fa4_folder()
+    kept = (
+        f"results are kept in {folder}"
+        if folder
+        else "once a process; FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps the results on disk"
+    )
+    logger.warning(
+        "attention kernel fa4 compiles for %s, head widths %d and %d, %d query heads a K/V head: "
+        "about half a minute (%s)",
+        *(dtype, width, width_v, group, kept),
+    )
+
+
+def _fa4_folder() -> str | None:
+    """Where flash-attn-4 keeps what it compiles; None if it does not."""
+    try:
+        cache = importlib.import_module("flash_attn.cute.cache_utils")
+        return str(cache.get_cache_path()) if cache.CUTE_DSL_CACHE_ENABLED else None
+    except (ImportError, AttributeError, OSError):  # another version, or no right to the folder
+        return None
+
+
+@functools.cache
+def _fa3() -> Any:
+    """FlashAttention-3's operators; raises ImportError without the package."""
+    importlib.import_module("flash_attn_3._C")  # registers them
+    return torch.ops.flash_attn_3
+
+
+def _needs_fa3(q: Tensor) -> str | None:
+    """Why FlashAttention-3 cannot take tensors that `_needs_cuda_16bit` lets pass."""
+    major, minor = torch.cuda.get_device_capability(q.device)
+    if major != 9:
+        return f"runs on Hopper (capability 9.x), got {major}.{minor}"
+    try:
+        _fa3()
+    except ImportError as error:
+        why = str(error).strip().splitlines()[0]
+        return f"needs FlashAttention-3: build the folder hopper of its repository ({why})"
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _shortest(runs: Runs) -> int:
+    """The smaller number of queries and keys of a run, where all are alike; else 0."""
+    alike = len(set(zip(runs.queries, runs.keys, strict=True))) == 1
+    return min(runs.queries[0], runs.keys[0]) if alike else 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _one_call(runs: Runs, device: torch.device) -> tuple[Call, ...]:
+    """All runs in one varlen call."""
+    q_starts, k_starts, longest_q, longest_k = _varlen(runs, device)
+    lengths = {
+        "cu_seqlens_q": q_starts,
+        "cu_seqlens_k": k_starts,
+        "max_seqlen_q": longest_q,
+        "max_seqlen_k": longest_k,
+    }
+    return ((slice(0, sum(runs.queries)), slice(0, sum(runs.keys)), lengths),)
+
+
+@functools.lru_cache(maxsize=1024)
+def _fa4_calls(runs: Runs, device: torch.device) -> tuple[Call, ...]:
+    """Varlen calls of flash-attn-4: their queries, their keys, and the arguments of their runs."""
+    # As equally long as they can be: 257 runs are calls of 129 and 128.
+    num = len(runs.queries)
+    most = -(-num // -(-num // FA4_RUNS))
+    calls, start, key_start = [], 0, 0
+    for first in range(0, num, most):
+        queries, keys = runs.queries[first : first + most], runs.keys[first : first + most]
+        end, key_end = start + sum(queries), key_start + sum(keys)
+        q_starts, k_starts, longest_q, longest_k = _varlen(Runs(queries, keys), device)
+        lengths = {
+            "cu_seqlens_q": q_starts,
+            "cu_seqlens_k": k_starts,
+            "max_seqlen_q": max(longest_q, FA4_SHORT + 1),
+            "max_seqlen_k": max(longest_k, FA4_SHORT + 1),
+        }
+        calls.append((slice(start, end), slice(key_start, key_end), lengths))
+        start, key_start = end, key_end
+    return tuple(calls)
+
+
+def _needs_equal_widths(q: Tensor, v: Tensor) -> str | None:
+    if q.shape[-1] != v.shape[-1]:
+        return f"needs values as wide as queries, got {v.shape[-1]} and {q.shape[-1]}"
+    return None
+
+
+def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """First position of each run and the end, int32 on ``device``; the host does not wait."""
+    host = torch.tensor(
+        [0, *accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda"
+    )
+    return host.to(device, non_blocking=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def _varlen(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    """The varlen operator's arguments: starts of queries and keys, longest of both.
+
+    Made in a segment's first layer: the other layers have the same runs.
+    """
+    starts = _starts(runs.queries, device)
+    key_starts = starts if runs.keys == runs.queries else _starts(runs.keys, device)
+    return starts, key_starts, max(runs.queries), max(runs.keys)
+
+
+def _query_heads(x: Tensor, k: Tensor) -> Tensor:
+    """[n, s, h, d] as a view: [h_kv, group, s, d] for a single run, else [n, h, s, d]."""
+    if x.shape[0] > 1:
+        return x.transpose(1, 2)
+    return x[0].unflatten(1, (k.shape[2], -1)).permute(1, 2, 0, 3)
+
+
+def _kv_heads(q: Tensor, x: Tensor) -> Tensor:
+    """K or V [n, t, h_kv, d] to match `_query_heads`; for a single run with stride 0."""
+    group = q.shape[2] // x.shape[2]
+    repeated = x.unsqueeze(3).expand(-1, -1, -1, group, -1)
+    if x.shape[0] > 1:
+        return repeated.flatten(2, 3).transpose(1, 2)
+    return repeated[0].permute(1, 2, 0, 3)
+
+
+def _positions_first(x: Tensor, q: Tensor) -> Tensor:
+    """The inverse of `_query_heads`."""
+    if q.shape[0] > 1:
+        return x.transpose(1, 2)
+    return x.permute(2, 0, 1, 3).flatten(1, 2)[None]
+
+
+def _laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """x with these strides; a copy unless only dimensions of size 1 differ."""
+    if all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True)):
+        return x.as_strided(x.shape, strides)
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)

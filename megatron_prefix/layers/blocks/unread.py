@@ -1,0 +1,103 @@
+"""What of the last layer nobody reads, and what takes its place.
+
+Losses look at some positions of a segment only, and its descendants read K and V.  So where no loss
+looks at a segment (`keys_only`), its queries see nothing in the last layer, and neither the output
+projection nor the MLP runs (`skipped`); else these two and the output layer run on the positions
+that are read (`picked`).  A backward begins where the layer ends, as everywhere, and gK/gV enter at
+K and V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Size, Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from megatron_prefix.layers.blocks.core import SegmentContext
+
+
+def keys_only(
+    query: Tensor, key: Tensor, value: Tensor, context: SegmentContext, layer: int
+) -> Tensor:
+    """Captures K and V of an inner segment, and lets gK and gV in; arguments as of
+    `segment_attention`.
+
+    Returns:
+        Zeros, [positions, 1, heads * value_dim], which must not be written to.
+    """
+    found: Tensor = _KeysOnly.apply(
+        query.squeeze(1), key.squeeze(1), value.squeeze(1), context, layer
+    )
+    return found.unsqueeze(1)
+
+
+def skipped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Zeros of a shape in the place of what a module makes of `x`; the graph goes on through it."""
+    found: Tensor = _Skipped.apply(x, Size(shape))
+    return found
+
+
+def picked(x: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of `x`, all different, int64 [rows]; its gradient is zero in the others."""
+    found: Tensor = _Picked.apply(x, rows)
+    return found
+
+
+class _KeysOnly(Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: SegmentContext, layer: int
+    ) -> Tensor:
+        if context.inner:
+            context.cache.capture(layer, context.index, key, value)
+        if not context.backward:
+            context.cache.release(layer)
+        ctx.call = context, layer, [(x.shape, x.dtype) for x in (query, key, value)]
+        return _zeros(query, (len(query), query.shape[1] * value.shape[2]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
+        context, layer, like = ctx.call
+        cache = context.cache
+        cache.prefetch(layer - 1, context.index, backward=True)
+        sent = cache.take_gradient(layer, context.index) if context.inner else None
+        cache.release(layer)
+        gradients = [out_grad.new_zeros(shape, dtype=dtype) for shape, dtype in like]
+        for gradient, total in zip(gradients[1:], sent or (), strict=False):
+            gradient.copy_(total)  # the arena's rows will be others' again
+        return *gradients, None, None
+
+
+class _Skipped(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: Size) -> Tensor:  # type: ignore[override]
+        ctx.shape = x.shape
+        return x.new_zeros(shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _zeros(gradient, ctx.shape), None
+
+
+class _Picked(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.call = x.shape, rows
+        return x.index_select(0, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        shape, rows = ctx.call
+        return gradient.new_zeros(shape).index_copy_(0, rows, gradient), None
+
+
+def _zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Zeros without memory of their own."""
+    return like.new_zeros(()).expand(tuple(shape))

@@ -1,0 +1,205 @@
+"""A segment's spans as recurrent layers need them: indices on the device, made once an action.
+
+Layers run a segment as one row of positions. Only a few positions of every span need more than the
+row: the first ones, whose convolution looks back into the parent, and the last ones, into which
+that of children looks.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_prefix.device.transfer import on
+from megatron_prefix.tree import cp_layout, state_layout
+
+
+class Edges(NamedTuple):
+    """Positions near the ends of spans, for a convolution that looks back `before` positions.
+
+    Attributes:
+        first: the first `before` positions of every span, int64 [spans * before]; a shorter span
+            repeats its last one.
+        ends: `first`, then the same of the last positions; a shorter span repeats its first one.
+        places: `first` without what is repeated, int64.
+        kept: which of `first` these are, int64; None where all are.
+        tail: where, in (parent's tail, first, last) of every span side by side, the inputs are that
+            the span leaves, int64 [spans * before]; None where all of them are the last ones.
+    """
+
+    first: Tensor
+    ends: Tensor
+    places: Tensor
+    kept: Tensor | None
+    tail: Tensor | None
+
+
+class Batch(NamedTuple):
+    """Spans of similar length as rows of a batch, each behind some positions in front of it.
+
+    Attributes:
+        numbers: of the spans.
+        spans: the same, int64 [rows].
+        positions: of the segment, int64 [rows * (in front + longest)]; any where `blank`.
+        front: which of them are in front, int64 [rows * in front].
+        padding: which of them are behind a shorter row's end, int64; None where none is.
+        blank: both.
+    """
+
+    numbers: tuple[int, ...]
+    spans: Tensor
+    positions: Tensor
+    front: Tensor
+    padding: Tensor | None
+    blank: Tensor
+
+
+class Spans:
+    """The spans of one segment.
+
+    Args:
+        lengths: of all context-parallel ranks together, padding included.
+        parents: row that each begins with (tree/state_layout.py).
+        device: of the model.
+
+    Attributes:
+        lengths, parents: as given.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], parents: Sequence[int], device: torch.device
+    ) -> None:
+        self.lengths, self.parents, self._device = tuple(lengths), tuple(parents), device
+        self._starts = [0, *itertools.accumulate(lengths)]
+        self._edges: dict[int, Edges] = {}
+        self._batches: dict[int, tuple[Batch, ...]] = {}
+        self._unbatched: dict[int, tuple[Tensor, Tensor]] = {}
+        self._dealt: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def has_parents(self) -> bool:
+        """Whether any begins with a parent's state."""
+        return any(self.parents)
+
+    @property
+    def is_one_root(self) -> bool:
+        """Whether it is one span without a parent: then a row is right as it is."""
+        return self.parents == (0,)
+
+    @functools.cached_property
+    def cu_seqlens(self) -> Tensor:
+        """Where spans begin and end, int64 [spans + 1]; fla caches what it makes of this tensor."""
+        return self._on(self._starts)
+
+    @functools.cached_property
+    def cu_seqlens_cpu(self) -> Tensor:
+        """`cu_seqlens` on the host."""
+        return torch.tensor(self._starts)
+
+    @functools.cached_property
+    def rows(self) -> Tensor:
+        """`parents`, int64 [spans]."""
+        return self._on(self.parents)
+
+    @functools.cached_property
+    def runs(self) -> tuple[int | Tensor, Tensor]:
+        """Neighbours with one parent: how many, one number where all have as many, and its row,
+        int64 [runs]."""
+        grouped = [(row, len([*same])) for row, same in itertools.groupby(self.parents)]
+        rows, numbers = zip(*grouped, strict=True)
+        same = numbers[0] if len({*numbers}) == 1 else self._on(numbers)
+        return same, self._on(rows)
+
+    def edges(self, before: int) -> Edges:
+        """See Edges."""
+        if before not in self._edges:
+            self._edges[before] = self._find_edges(before)
+        return self._edges[before]
+
+    def _find_edges(self, before: int) -> Edges:
+        lengths, starts = np.array(self.lengths)[:, None], np.array(self._starts[:-1])[:, None]
+        offsets = np.arange(before)
+        first = (starts + np.minimum(offsets, lengths - 1)).ravel()
+        last = (starts + np.maximum(lengths - before + offsets, 0)).ravel()
+        ends = self._on(np.concatenate([first, last]))
+        if lengths.min() >= before:
+            return Edges(ends[: len(first)], ends, ends[: len(first)], None, None)
+        kept = np.flatnonzero(offsets < lengths)
+        # A span shorter than `before` leaves what it got, moved by its length, then its own.
+        inside = np.where(lengths >= before, 2 * before + offsets, lengths + offsets)
+        tail = (3 * before * np.arange(len(lengths))[:, None] + inside).ravel()
+        places, *more = map(self._on, (first[kept], kept, tail))
+        return Edges(ends[: len(first)], ends, places, *more)
+
+    @functools.cached_property
+    def _numbers(self) -> list[list[int]]:
+        """Of the spans of every batch."""
+        return state_layout.batches(self.lengths)
+
+    def batches(self, before: int) -> tuple[Batch, ...]:
+        """All spans in batches whose lengths differ by less than a factor of two.
+
+        Args:
+            before: positions in front of every row.
+        """
+        if before not in self._batches:
+            self._batches[before] = tuple(
+                self._batch(np.array(numbers), before) for numbers in self._numbers
+            )
+        return self._batches[before]
+
+    def _batch(self, numbers: np.ndarray, before: int) -> Batch:
+        lengths, starts = (np.array(x)[numbers, None] for x in (self.lengths, self._starts[:-1]))
+        offsets = np.arange(-before, lengths.max())
+        positions = starts + np.clip(offsets, 0, lengths - 1)
+        front = np.flatnonzero(np.broadcast_to(offsets < 0, positions.shape))
+        padding = np.flatnonzero(offsets >= lengths)
+        return Batch(
+            tuple(numbers.tolist()), self._on(numbers), self._on(positions.ravel()),
+            self._on(front), self._on(padding) if len(padding) else None,
+            self._on(np.concatenate([front, padding])),
+        )  # fmt: skip
+
+    @functools.cached_property
+    def order(self) -> Tensor:
+        """Where each span is among the rows of `batches`, int64 [spans]."""
+        return self._on(np.argsort(np.concatenate(self._numbers)))
+
+    def unbatched(self, before: int) -> tuple[Tensor, Tensor]:
+        """Where the segment's positions are in the batches' rows end to end, int64, and where the
+        positions in front of spans are, int64 [spans * before]."""
+        if before not in self._unbatched:
+            own, front, at = np.empty(self._starts[-1], np.int64), {}, 0
+            for numbers in self._numbers:
+                longest = max(self.lengths[number] for number in numbers)
+                for number in numbers:
+                    start, length = self._starts[number], self.lengths[number]
+                    own[start : start + length] = at + before + np.arange(length)
+                    front[number] = at + np.arange(before)
+                    at += before + longest
+            fronts = np.concatenate([front[number] for number in range(len(self))])
+            self._unbatched[before] = self._on(own), self._on(fronts)
+        return self._unbatched[before]
+
+    def dealt(self, size: int) -> tuple[Tensor, Tensor]:
+        """Where positions are among those of context-parallel ranks end to end, and the reverse.
+
+        Args:
+            size: ranks, each with two pieces of every span.
+        """
+        if size not in self._dealt:
+            order = cp_layout.order(self.lengths, size)
+            self._dealt[size] = self._on(order), self._on(cp_layout.dealt(self.lengths, size))
+        return self._dealt[size]
+
+    def _on(self, index: Sequence[int] | np.ndarray) -> Tensor:
+        return on(self._device, np.asarray(index, np.int64))

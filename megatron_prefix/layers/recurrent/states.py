@@ -1,0 +1,141 @@
+"""States come in from the sidecar and go out to it, inside autograd.
+
+Backward is linear in what comes back to a state, so gradients of all children are summed, and the
+parent's backward takes the sum as the gradient of its final state: as gK and gV for K and V
+(layers/blocks/core.py).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_prefix.layers.recurrent.moves import with_some
+from megatron_prefix.sidecar.arena import Both, wide
+
+if TYPE_CHECKING:
+    from megatron_prefix.layers.blocks.core import SegmentContext
+
+
+class LayerStates:
+    """What a segment's spans begin with in one layer, and what they leave, in one forward.
+
+    Args:
+        context: the segment.
+        layer: its number in the sidecar.
+        anchor: a tensor that the layer computes with; it puts states into its graph.
+        before: positions that the convolution looks back.
+
+    Attributes:
+        spans: of the segment.
+        inner: whether other segments begin with what it leaves.
+        state: [spans, ...], in fp32 or wider; None where all are zero.
+        tail: the convolution's last inputs [spans, before, channels]; None where all are zero.
+    """
+
+    def __init__(self, context: SegmentContext, layer: int, anchor: Tensor, before: int) -> None:
+        self._context, self._layer, self._before = context, layer, before
+        self.spans, self.inner = context.spans, context.inner
+        self.state: Tensor | None = None
+        self.tail: Tensor | None = None
+        self._left: Tensor | None = None
+        context.enter(layer, backward=context.backward)
+        if self.spans.has_parents:
+            self.state, self.tail = _Enter.apply(anchor, context, layer)
+
+    def edges(self, x: Tensor, channels: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
+        """The convolution's inputs around the beginnings of spans; what they leave of `x` is kept.
+
+        Args:
+            x: its inputs, [positions, width].
+            channels: those of `x` that it takes.
+
+        Returns:
+            `x`, which must be used in its place by one kernel alone; and [spans, 2 * before,
+            channels]: the parent's tail, then the span's first positions. None for a lone span
+            without a parent, where nothing is before them.
+        """
+        alone = self.spans.is_one_root
+        if alone and not self.inner:
+            return x, None
+        shape, edges = (len(self.spans), self._before), self.spans.edges(self._before)
+        x, found = with_some(x, edges.ends if self.inner else edges.first)
+        first, *last = found[:, channels].unflatten(0, (-1, *shape))
+        tail = first.new_zeros(first.shape) if self.tail is None else self.tail
+        if self.inner:
+            self._left = last[0]
+            if edges.tail is not None:
+                sides = torch.cat([tail, first, *last], 1).flatten(0, 1)
+                self._left = sides.index_select(0, edges.tail).unflatten(0, shape)
+        return x, None if alone else torch.cat([tail, first], 1)
+
+    def leave(self, out: Tensor, state: Tensor | None) -> Tensor:
+        """Keeps states for the segment's children.
+
+        Args:
+            out: what the layer goes on with; it is returned.
+            state: of every span behind its last position; not needed for a wave.
+        """
+        if self.inner:
+            if state is None or self._left is None:
+                raise RuntimeError("a recurrent layer has left no state: its kernel returned none")
+            out = _Leave.apply(out, state, self._left, self._context, self._layer)
+        self._context.leave(self._layer, backward=False)
+        return out
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, context: SegmentContext, layer: int) -> Both:  # type: ignore[override]
+        ctx.place = context, layer
+        return context.cache.read_states(layer, context.index, context.spans.rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        context, layer = ctx.place
+        context.enter(layer, backward=True)
+        numbers, rows = context.spans.runs
+        sums = (_summed(gradient, numbers) for gradient in gradients)
+        context.cache.add_state_gradients(layer, context.index, rows, tuple(sums))
+        context.leave(layer, backward=True)
+        return None, None, None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, out: Tensor, state: Tensor, tail: Tensor, context: SegmentContext, layer: int
+    ) -> Tensor:
+        ctx.call = context, layer, state.dtype, tail.dtype
+        wider = state.to(wide(state))
+        context.cache.capture_states(layer, context.index, wider, tail)
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        context, layer, *dtypes = ctx.call
+        context.enter(layer, backward=True)
+        sent = context.cache.take_state_gradients(layer, context.index) or (None, None)
+        # Copies: the arena's rows will be others' again.
+        pairs = zip(sent, dtypes, strict=True)
+        state, tail = (None if x is None else x.to(dtype, copy=True) for x, dtype in pairs)
+        if not context.spans.has_parents:  # else the layer ends where it sends to them
+            context.leave(layer, backward=True)
+        return gradient, state, tail, None, None
+
+
+def _summed(gradient: Tensor, numbers: int | Tensor) -> Tensor:
+    """Sums of neighbours, in fp32 or wider and always in one order: [runs, ...]; runs of one as
+    they are."""
+    if isinstance(numbers, int):
+        runs = gradient.unflatten(0, (-1, numbers))
+        return runs.sum(1, dtype=wide(gradient)) if numbers > 1 else runs.squeeze(1)
+    # Not checked: that would make the host wait.
+    flat = gradient.flatten(1).to(wide(gradient))
+    summed = torch.segment_reduce(flat, "sum", lengths=numbers, axis=0, unsafe=True)
+    return summed.unflatten(1, gradient.shape[1:])

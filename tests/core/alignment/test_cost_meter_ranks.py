@@ -1,0 +1,166 @@
+"""Ranks that decide together have measured together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.plan.cost_file import read_costs
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.tree import Pairs
+from tests.harness import steps
+from tests.harness.ranks import run_ranks
+from tests.harness.steps import Contract, Microbatch
+
+EP2 = Layout(dp=2, ep=2)
+
+
+def items(num: int, seed: int, shared: bool = True) -> list[Microbatch]:
+    """Rollouts of 24 positions, with a prompt of 16 or with nothing in common."""
+    draw, found = np.random.default_rng(seed), []
+    prompt = draw.integers(0, 60, 16)
+    for uid in range(num):
+        tokens = np.r_[prompt, draw.integers(0, 60, 9)]
+        if not shared:
+            tokens[:2] = 60 + seed, uid
+        trained = np.arange(24) >= 15
+        found.append(steps.microbatch([Pairs(tokens[:-1], tokens[1:], trained)], 0, uid))
+    return found
+
+
+def model_of(layout: Layout, name: str = "tiny-llama") -> list[Any]:
+    spec = resolve(name, num_layers=2 * layout.pp).with_vocab(64)
+    return build_model(spec, layout=layout, dtype="float64")
+
+
+def run(schedule: PrefixSchedule, chunks: list[Any], data: list[Microbatch]) -> None:
+    for chunk in chunks:
+        steps.zero_gradients(chunk)
+    many = len(chunks) > 1
+    schedule(
+        forward_step_func=Contract().step,
+        data_iterator=[iter(data) for _ in chunks] if many else iter(data),
+        model=chunks if many else chunks[0],
+        num_microbatches=len(data),
+        seq_length=24,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+
+
+def learned(layout: Layout, path: str, unequal: bool = False) -> tuple[Any, Any, list[bool]]:
+    """A rank's times at first and after six steps, and which of these were shared."""
+    rank = runtime.initialize(layout).rank
+    config = PrefixConfig(
+        mode="auto",
+        min_gain=0,
+        kernel="math",
+        min_speedup=1.05 if unequal else 0.01,
+        cost_file=path,
+    )
+    schedule, chunks, shares = PrefixSchedule(config), model_of(layout), []
+    data = items(4, 0, shared=not (unequal and rank == 1))
+    for item in data if unequal and rank == 1 else ():
+        item["loss_mask"][:] = 1.0  # no output may be left out either
+    for _ in range(6):
+        run(schedule, chunks, data)
+        assert schedule.report is not None
+        shares.append(schedule.report.decision.share)
+    (meter,) = schedule._meters.values()
+    runtime.shutdown()
+    return meter._prior, meter.times, shares
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2),
+        Layout(tp=2),
+        Layout(dp=2),
+        Layout(pp=2, vpp=2),
+        Layout(pp=2, dp=2),
+    ],
+    ids=str,
+)
+def test_all_ranks_know_the_same(layout: Layout, tmp_path: Path) -> None:
+    path = str(tmp_path / "costs.json")
+    first, *others = run_ranks(layout.world_size, learned, layout, path)
+    prior, times, shares = first
+    assert times.coefficients != prior.coefficients and shares == [True] * 6
+    assert all(found == first for found in others)
+    (measured,) = read_costs(path).values()
+    assert measured.times(prior) == times and measured.measured(True)
+    # What the file has, the next job begins with; all ranks have what the first one read.
+    again = run_ranks(layout.world_size, begun, layout, path)
+    assert again == [times] * layout.world_size
+
+
+def begun(layout: Layout, path: str) -> Any:
+    """The times that a job begins with; only the first rank sees the file."""
+    rank = runtime.initialize(layout).rank
+    config = PrefixConfig(mode="observe", kernel="math", cost_file=path + "x" * bool(rank))
+    schedule, chunks = PrefixSchedule(config), model_of(layout)
+    run(schedule, chunks, items(4, 0))
+    (meter,) = schedule._meters.values()
+    runtime.shutdown()
+    return meter.times
+
+
+def test_ranks_with_different_schedules_learn_together(tmp_path: Path) -> None:
+    """One of two data-parallel ranks has nothing to share, and hears what the other measured."""
+    (_, times, shares), (_, other, never) = run_ranks(
+        2, learned, Layout(dp=2), str(tmp_path / "costs.json"), True
+    )
+    assert times == other and never == [False] * 6 and shares[1]
+
+
+def test_a_bad_file_ends_all_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text("a letter", encoding="utf-8")
+
+    def on_rank() -> str:
+        rank = runtime.initialize(Layout(pp=2)).rank
+        config = PrefixConfig(mode="auto", cost_file=str(path) + "x" * bool(rank))
+        with pytest.raises(UserError, match="no file of measured costs") as caught:
+            run(PrefixSchedule(config), model_of(Layout(pp=2)), items(4, 0))
+        runtime.shutdown()
+        return str(caught.value)
+
+    first, second = run_ranks(2, on_rank)
+    assert first == second
+
+
+# The prefilter, and ranks that share experts ------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [EP2, Layout(pp=2, dp=2, ep=2)], ids=str)
+@pytest.mark.parametrize("with_prompt", [(True, False), (False, False)])
+def test_no_tree_is_built_only_where_no_rank_shares(layout: Layout, with_prompt) -> None:
+    def on_rank() -> tuple[int, bool, str]:
+        runtime.initialize(layout)
+        from megatron_prefix.run.gradients import default_groups
+
+        group = default_groups().dp_cp.rank()
+        # A limit that no prediction reaches, and the prefilter's bound does.
+        config = PrefixConfig(mode="auto", min_gain=0, kernel="math", min_speedup=1.3)
+        schedule = PrefixSchedule(config)
+        run(schedule, model_of(layout, "tiny-moe"), items(4, group, with_prompt[group]))
+        report = schedule.report
+        assert report is not None
+        dist.barrier()
+        runtime.shutdown()
+        return len(report.forest.segments), report.decision.share, report.decision.reason
+
+    found = run_ranks(layout.world_size, on_rank)
+    assert all(bool(segments) == any(with_prompt) for segments, *_ in found)
+    assert len({(share, reason) for _, share, reason in found}) == 1

@@ -1,0 +1,222 @@
+"""A rank that dies or hangs in the middle of a step ends the others, with a clear error."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_prefix.errors import StepOutOfMemory
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.runtime import Layout, RankError
+from megatron_prefix.lab.runtime.groups import RENDEZVOUS
+from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.run.channels import channels_of
+from megatron_prefix.run.executor import Executor
+from megatron_prefix.run.messages import Links
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.tree import Segment, Span
+from tests.harness.data import BUNDLED, REPOSITORY
+from tests.harness.pipelines import Case, build_chunks, microbatches, rollouts_of, run_step
+from tests.harness.ranks import run_ranks
+from tests.harness.steps import Contract
+
+DEAD = 1
+SOON_S = 60.0  # of a loaded machine; gloo knows at once that a connection has closed
+
+
+def die_in_the_third_action(self: Executor, action: Action, stage: Any) -> None:
+    """Stands in for the handler of forwards on the rank that dies."""
+    if action.segment == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    self._stock_forward(action, stage)  # type: ignore[attr-defined]
+
+
+def step_until_death(layout: Layout) -> None:
+    """A rank's part: one of them is killed in its third forward."""
+    runtime.initialize(layout)
+    if dist.get_rank() == DEAD:
+        Executor._stock_forward = Executor._forward  # type: ignore[attr-defined]
+        Executor._forward = die_in_the_third_action  # type: ignore[method-assign]
+    case = Case("several-groups")
+    groups, vocab = rollouts_of(case.shape)
+    chunks, items = build_chunks(case, layout, vocab), microbatches(groups)
+    run_step(PrefixSchedule(case.config(layout)), Contract(), chunks, items)
+
+
+def lone_rank(rank: int, layout: Layout, folder: Path) -> None:
+    """A rank that nobody watches; what it raised is in a file when it has ended."""
+    world = str(layout.world_size)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world)
+    os.environ[RENDEZVOUS] = str(folder / "rendezvous")
+    try:
+        step_until_death(layout)
+    except RuntimeError as error:
+        (folder / f"rank{rank}").write_text(str(error), encoding="utf-8")
+        runtime.shutdown()
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=3), Layout(pp=2, vpp=2)], ids=["pp3", "pp2-vpp2"])
+def test_the_other_ranks_end_by_themselves(tmp_path: Path, layout: Layout) -> None:
+    context = multiprocessing.get_context("fork")
+    ranks = [
+        context.Process(target=lone_rank, args=(rank, layout, tmp_path))
+        for rank in range(layout.world_size)
+    ]
+    begin = time.monotonic()
+    for rank in ranks:
+        rank.start()
+    try:
+        for rank in ranks:
+            rank.join(max(0.0, begin + 2 * SOON_S - time.monotonic()))
+        codes = [rank.exitcode for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    assert codes == [-signal.SIGKILL if rank == DEAD else 0 for rank in range(len(ranks))]
+    for rank in set(range(len(ranks))) - {DEAD}:
+        error = (tmp_path / f"rank{rank}").read_text(encoding="utf-8")
+        assert re.match(rf"pipeline rank {rank}, (waiting for|sending)", error), error
+        assert "A neighbour has failed" in error
+
+
+def run_out_of_memory(layout: Layout) -> str:
+    """A rank's part: memory runs out on one of them, and what each of them says of it."""
+    runtime.initialize(layout)
+    if dist.get_rank() == DEAD:
+        Executor._backward = no_memory  # type: ignore[method-assign]
+    case = Case("several-groups")
+    groups, vocab = rollouts_of(case.shape)
+    chunks, items = build_chunks(case, layout, vocab), microbatches(groups)
+    try:
+        run_step(PrefixSchedule(case.config(layout)), Contract(), chunks, items)
+    except (StepOutOfMemory, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def no_memory(self: Executor, action: Action, stage: Any) -> None:
+    """Stands in for the handler of backwards."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+
+
+def test_a_rank_without_memory_ends_the_step_of_all() -> None:
+    """It does not go back alone: the others wait for its messages."""
+    said = run_ranks(3, run_out_of_memory, Layout(pp=3))
+    assert said[DEAD].startswith("StepOutOfMemory: out of device memory: CUDA out of memory;")
+    assert "other ranks wait in this step" in said[DEAD]
+    assert [len(said[DEAD].splitlines()), said[DEAD].splitlines()[1].split()[0]] == [5, "rank"]
+    for rank in (0, 2):
+        assert "A neighbour has failed" in said[rank]
+
+
+def test_a_job_tells_which_rank_died() -> None:
+    with pytest.raises(RankError, match=r"rank 1 died with exit code -9"):
+        run_ranks(3, step_until_death, Layout(pp=3))
+
+
+def test_the_command_ends_with_one_line_of_the_cause(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from megatron_prefix.lab.cli import align, main\n"
+        "from tests.core.alignment.test_dead_rank import step_until_death\n"
+        "align.align_rank = lambda options, spec, layout, *rest: step_until_death(layout)\n"
+        "sys.exit(main.main(sys.argv[1:]))\n"
+    )
+    arguments = ["align", "--rollouts", str(BUNDLED), "--groups", "1", "--max-tokens", "64"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments, "--pp", "3", "--set", "num_layers=3"],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=4 * SOON_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "rank 1 died with exit code -9" in done.stderr
+
+
+# Silence ------------------------------------------------------------------------------------------
+
+TIMEOUT = timedelta(seconds=3)
+
+
+def wait_for_a_silent_neighbour() -> tuple[str, float]:
+    """Rank 0 waits for a gradient that rank 1, alive, never sends."""
+    runtime.initialize(Layout(dp=2))
+    group = dist.new_group([0, 1], timeout=TIMEOUT)
+    channels = channels_of(group, torch.device("cpu"))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(3 * TIMEOUT.total_seconds())
+        return "", 0.0
+    action = Action("B", 0)
+    segment = Segment((Span(0, 4, 4, (0,)),), inner=False, scored=True)
+    plan = Plan((segment,), ((Action("F", 0), action), (Action("F", 0), action)))
+    links = Links(channels, plan, lambda _: (4,), torch.float32, torch.device("cpu"), True)
+    links.send(Action("F", 0), torch.zeros(4))
+    links.advance()
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        links.receive(action)
+    return str(caught.value), time.monotonic() - begin
+
+
+def stop_among_others(layout: Layout) -> None:
+    """A rank's part: one of them is stopped, as a debugger does it, while the others add up."""
+    runtime.initialize(layout, message_timeout_minutes=TIMEOUT.total_seconds() / 60)
+    if dist.get_rank() == DEAD:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.zeros(1))
+
+
+def test_a_stopped_rank_is_noticed_and_named() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, stop_among_others, Layout(dp=2), timeout_s=SOON_S)
+    assert time.monotonic() - begin < SOON_S / 2
+    assert re.search(r"\nrank 1 is stopped; kill -CONT \d+ would", str(caught.value))
+
+
+def sleep_among_others(layout: Layout) -> None:
+    runtime.initialize(layout, message_timeout_minutes=TIMEOUT.total_seconds() / 60)
+    if dist.get_rank() == DEAD:
+        time.sleep(4 * TIMEOUT.total_seconds())
+    dist.all_reduce(torch.zeros(1))
+
+
+def test_a_slow_rank_is_told_the_remedy() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, sleep_among_others, Layout(dp=2))
+    assert str(caught.value).endswith("or needs longer than --message-timeout-minutes: give more")
+
+
+def limits(layout: Layout) -> set[Any]:
+    """A rank's part: the time limits of every process group, the pipeline's channels too."""
+    runtime.initialize(layout, message_timeout_minutes=2.5)
+    from megatron.core import parallel_state
+
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    cpu = torch.device("cpu")
+    made = channels_of(pipeline, cpu).groups.values()
+    every = [*made, *(group for group in dist.distributed_c10d._pg_map if group.size() > 1)]
+    return {group._get_backend(cpu).options._timeout for group in every}
+
+
+def test_every_process_group_has_the_time_limit() -> None:
+    assert run_ranks(4, limits, Layout(pp=2, tp=2)) == [{timedelta(minutes=2.5)}] * 4
+
+
+def test_a_silent_rank_is_given_up_after_the_timeout() -> None:
+    message, seconds = run_ranks(2, wait_for_a_silent_neighbour)[0]
+    assert message.startswith("pipeline rank 0, waiting for B0 of pipeline rank 1")
+    assert "A neighbour has failed" in message
+    assert 0.9 * TIMEOUT.total_seconds() <= seconds <= 3 * TIMEOUT.total_seconds()

@@ -1,0 +1,167 @@
+"""Ranks that share experts, with rollouts of their own number and shape, or with none at all.
+
+Megatron's own schedule cannot run such a step where ranks share experts, so the reference is its
+step on one rank with all rollouts and all experts: with a per-token loss a sum over rollouts does
+not ask who computed them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.models.build import build_model, unwrap
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.models.weights import global_parameters
+from megatron_prefix.lab.numerics import tolerance
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.tree import Pairs, build, trees
+from tests.harness import steps
+from tests.harness.ranks import run_ranks
+from tests.harness.steps import Contract, Microbatch
+
+EP2 = Layout(dp=2, ep=2)
+PP2_EP2 = Layout(pp=2, dp=2, ep=2)
+CHUNKED = PrefixConfig(min_gain=0, chunk_tokens=8, segment_tokens=24)
+PACKED = PrefixConfig(min_gain=0)
+CONTRACT = Contract(per_token=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, and the sizes of each data-parallel rank's groups."""
+
+    groups: tuple[tuple[int, ...], ...]
+    layout: Layout = EP2
+    prefix: PrefixConfig = PrefixConfig(min_gain=0, segment_tokens=24)  # noqa: RUF009  # frozen
+    recompute: str = "none"
+
+
+CASES = {
+    "one group beside three": Case(((4,), (1, 2, 2))),
+    "a rank without any": Case(((3, 2), ())),
+    "the first rank without any, PP2": Case(((), (3, 2)), PP2_EP2, CHUNKED),
+    "chunks, PP2": Case(((5,), (2, 1)), PP2_EP2, CHUNKED),
+    "VPP2": Case(((4, 1), (2,)), replace(PP2_EP2, vpp=2), CHUNKED),
+    "segments recomputed": Case(((2, 2), (4,)), EP2, replace(CHUNKED, memory="recompute")),
+    "full recompute": Case(((1, 1, 1), (4,)), EP2, CHUNKED, "full"),
+    "several trees a segment": Case(((2, 3, 1), (1, 2)), EP2, PACKED),
+    "several trees a segment beside none": Case(((3, 3), ()), EP2, PACKED),
+    "several trees a segment, VPP2": Case(((2, 2, 2), (3, 2)), replace(PP2_EP2, vpp=2), PACKED),
+}
+
+
+def items(sizes: tuple[int, ...], seed: int) -> list[Microbatch]:
+    """One rank's microbatches: groups of uneven rollouts, some with a turn that two share."""
+    draw, found = np.random.default_rng(seed), []
+    for group, size in enumerate(sizes):
+        prompt, turn = draw.integers(0, 60, 21), draw.integers(0, 60, 9)
+        for member in range(size):
+            own = draw.integers(0, 60, 5 + 3 * member)
+            tokens = np.concatenate([prompt, turn if member < 2 else [], own]).astype(np.int64)
+            pairs = Pairs(tokens[:-1], tokens[1:], np.arange(len(tokens) - 1) >= 20)
+            found.append(steps.microbatch([pairs], group, 100 * seed + len(found)))
+    return found
+
+
+def gradients(
+    schedule: Any, layout: Layout, data: list[list[Microbatch]], recompute: str
+) -> dict[str, torch.Tensor]:
+    """This rank's reduced gradients after a step, by their name in the whole model."""
+    runtime.initialize(layout)
+    from megatron.core import parallel_state
+
+    spec = resolve("tiny-moe", num_layers=4, moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.5)
+    options = {"calculate_per_token_loss": True}
+    chunks = build_model(
+        spec.with_vocab(64), layout=layout, dtype="float64", recompute=recompute,
+        config_overrides=options,
+    )  # fmt: skip
+    mine = data[parallel_state.get_data_parallel_rank()]
+    many = len(chunks) > 1
+    schedule(
+        forward_step_func=CONTRACT.step,
+        data_iterator=[iter(mine) for _ in chunks] if many else iter(mine),
+        model=chunks if many else chunks[0],
+        num_microbatches=len(mine),
+        seq_length=64,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    pairs = [pair for chunk in chunks for pair in global_parameters(unwrap(chunk))]
+    return {name: parameter.main_grad.detach().clone() for name, parameter in pairs}
+
+
+def worst(case: Case) -> float:
+    """Largest relative difference of a gradient from the reference, in units of the tolerance."""
+    data = [items(sizes, seed) for seed, sizes in enumerate(case.groups)]
+    every = [item for mine in data for item in mine]
+    stock = PrefixSchedule(PrefixConfig(mode="off"))
+    (expected,) = run_ranks(1, lambda: gradients(stock, Layout(), [every], case.recompute))
+    ours = PrefixSchedule(case.prefix)
+    world = case.layout.world_size
+    ranks = run_ranks(world, lambda: gradients(ours, case.layout, data, case.recompute))
+    assert {name for rank in ranks for name in rank} == set(expected)
+    limit = tolerance(torch.float64, sum(item["tokens"].numel() for item in every))
+    return max(
+        float((found - expected[name]).abs().max() / expected[name].abs().max()) / limit
+        for rank in ranks
+        for name, found in rank.items()
+    )
+
+
+def test_some_cases_have_segments_of_several_trees() -> None:
+    """Prompts of several groups in one segment, turns in the next, then leaves of all depths."""
+    for case in CASES.values():
+        for seed, sizes in enumerate(case.groups):
+            found = items(sizes, seed)
+            rollouts = [pairs for item in found for pairs in steps.pairs_of(item)]
+            groups = [item["group"] for item in found]
+            forest = build(rollouts, groups, case.prefix.tree_options(1))
+            together = [len({*numbers}) for numbers in trees(forest.segments)]
+            if case.prefix == PACKED and sum(n > 1 for n in sizes) > 1:
+                inner = [n for n, s in zip(together, forest.segments, strict=True) if s.inner]
+                assert max(inner) > 1 and together[-1] == len(sizes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_that_of_one_rank_with_everything(name: str) -> None:
+    assert worst(CASES[name]) <= 1.0
+
+
+def test_the_all_gather_of_tokens_is_refused_with_segments_of_several_lengths() -> None:
+    data = [items(sizes, seed) for seed, sizes in enumerate(((4,), (1, 2)))]
+
+    def on_rank() -> None:
+        rank = runtime.initialize(EP2).rank
+        options = {"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False}
+        (model,) = build_model(
+            resolve("tiny-moe", num_layers=2).with_vocab(64), layout=EP2, dtype="float64",
+            config_overrides=options,
+        )  # fmt: skip
+        with pytest.raises(UserError, match=r"allgather.*use alltoall"):
+            steps.call(PrefixSchedule(CHUNKED), CONTRACT.step, model, data[rank])
+
+    run_ranks(2, on_rank)
+
+
+def test_the_stock_schedule_with_unequal_numbers_is_refused() -> None:
+    data = [items(sizes, seed) for seed, sizes in enumerate(((4,), (3,)))]
+
+    def on_rank() -> None:
+        rank = runtime.initialize(EP2).rank
+        spec = resolve("tiny-moe", num_layers=2).with_vocab(64)
+        (model,) = build_model(spec, layout=EP2, dtype="float64")
+        schedule = PrefixSchedule(replace(CHUNKED, mode="auto", min_speedup=100.0))
+        with pytest.raises(UserError, match="programs of 4, 3 actions that differ"):
+            steps.call(schedule, CONTRACT.step, model, data[rank])
+
+    run_ranks(2, on_rank)

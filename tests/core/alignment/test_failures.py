@@ -1,0 +1,226 @@
+"""A step that fails leaves nothing behind, and the next one is exact, bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.timers import Timers
+from torch import Tensor
+
+from megatron_prefix.config import MEMORY_POLICIES
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.megatron.install import Hooks, install
+from megatron_prefix.run import suspend
+from megatron_prefix.run.inputs import ModelArguments
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.sidecar import cache as cache_module
+from megatron_prefix.sidecar.arena import Arena
+from tests.harness import steps
+from tests.harness.failures import CONFIG, PLACES, Countdown, Fault, assert_same, items, raised, run
+from tests.harness.one_rank import one_rank, small_model
+from tests.harness.steps import Contract, Microbatch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        gc.collect()
+        gc.freeze()  # what is here already is no business of the collector in these tests
+        yield
+        gc.unfreeze()
+
+
+@dataclass
+class Watch:
+    """What a step made that must not outlive it."""
+
+    buffers: list[weakref.ref[Tensor]]
+    outputs: list[weakref.ref[Tensor]]
+
+    def alive(self) -> tuple[int, int]:
+        """Numbers of K/V tensors and of outputs that are still there."""
+        references = (self.buffers, self.outputs)
+        buffers, outputs = (sum(ref() is not None for ref in refs) for refs in references)
+        return buffers, outputs
+
+
+def num_tensors() -> int:
+    """Tensors of this process that something still refers to."""
+    gc.collect()
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    found = Watch([], [])
+    stock = ModelArguments.call
+
+    def call(self: ModelArguments, model: Any, index: int) -> Any:
+        output = stock(self, model, index)
+        found.outputs.append(weakref.ref(output))
+        return output
+
+    class WatchedArena(Arena):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            found.buffers.extend(map(weakref.ref, self._keys))
+
+    monkeypatch.setattr(cache_module, "Arena", WatchedArena)
+    monkeypatch.setattr(ModelArguments, "call", call)
+    return found
+
+
+# --- Where a step can fail ------------------------------------------------------------------------
+
+
+def assert_clean(hooks: Hooks, model: Any, watch: Watch) -> None:
+    """Nothing of a step is left, without the help of the garbage collector."""
+    assert hooks.current is None and suspend.running() is None
+    assert "forward" not in vars(unwrap(model)) and "fork" not in vars(get_cuda_rng_tracker())
+    assert unwrap(model).post_process is True
+    assert all(group.is_last_microbatch for group in model.bucket_groups)
+    assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
+    assert watch.alive() == (0, 0)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("memory", MEMORY_POLICIES)
+def test_a_step_that_succeeds_leaves_nothing(recompute: str, memory: str, watch: Watch) -> None:
+    """Else the tests below would ask too much."""
+    model = small_model(recompute=recompute)
+    run(PrefixSchedule(replace(CONFIG, memory=memory)), model)
+    # K and V of two layers, in an arena a tree: one tree is done when the other begins.
+    assert len(watch.buffers) == 2 * 2 * 2 and len(watch.outputs) >= 12
+    assert_clean(install(model), model, watch)
+
+
+@pytest.fixture(scope="module")
+def fresh() -> dict[str, tuple[Any, dict[str, Tensor]]]:
+    """Per kind of recomputation what a step on a new model gives."""
+    return {
+        recompute: run(PrefixSchedule(CONFIG), small_model(recompute=recompute))
+        for recompute in ("none", "full")
+    }
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize(
+    ("error", "recompute", "memory"),
+    [
+        (Fault, "none", "retain"),
+        (Fault, "full", "retain"),
+        (KeyboardInterrupt, "none", "offload"),
+    ],
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_failed_step_leaves_nothing(
+    place: str,
+    recompute: str,
+    error: type[BaseException],
+    memory: str,
+    watch: Watch,
+    fresh: dict[str, Any],
+) -> None:
+    inject, after = PLACES[place]
+    model = small_model(recompute=recompute)
+    schedule = PrefixSchedule(replace(CONFIG, memory=memory))
+    run(schedule, model)
+    if memory == "offload":
+        run(schedule, model)  # with the staging pool that the first step has asked for
+    hooks, before = install(model), num_tensors()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        inject(monkeypatch, model, Countdown(error, after))
+        assert raised(error, run, schedule, model) == "injected"
+        assert_clean(hooks, model, watch)
+    assert num_tensors() == before
+    assert schedule._memory._offloader is None or not schedule._memory._offloader.pool.used_bytes
+    assert_same(run(schedule, model), fresh[recompute])
+    assert_clean(hooks, model, watch)
+
+
+def test_a_failure_of_forward_only_leaves_nothing(watch: Watch, fresh: dict[str, Any]) -> None:
+    model = small_model()
+    schedule = PrefixSchedule(CONFIG)
+    run(schedule, model)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        inject, _ = PLACES["a later forward of a layer"]
+        inject(monkeypatch, model, Countdown(Fault, 9))
+        call = (schedule, Contract().step, model, items())
+        raised(Fault, lambda: steps.call(*call, forward_only=True))
+        assert_clean(install(model), model, watch)
+    assert_same(run(schedule, model), fresh["none"])
+
+
+def test_timers_can_start_again_after_a_failure(fresh: dict[str, Any]) -> None:
+    model = small_model()
+    timers = unwrap(model).config.timers = Timers(2, "minmax")
+    schedule = PrefixSchedule(CONFIG)
+    for place in ("the loss function", "a dense block", "the trainer's forward step"):
+        inject, after = PLACES[place]
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            inject(monkeypatch, model, Countdown(Fault, after))
+            raised(Fault, run, schedule, model)
+    assert_same(run(schedule, model), fresh["none"])
+    for name in ("forward-backward", "forward-compute"):
+        assert timers(name).active_time() > 0 and not timers(name)._started
+
+
+# --- Losses and data that are not as they should be -----------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_passed_on(
+    value: float, monkeypatch: pytest.MonkeyPatch, fresh: dict[str, Any]
+) -> None:
+    """Trainers skip such a step by what they see in loss and gradients; hiding it would train."""
+    model = small_model()
+    schedule = PrefixSchedule(CONFIG)
+
+    class Broken(Contract):
+        def loss_func(self, batch: Microbatch) -> Callable[..., Any]:
+            if batch["uid"] == 1:
+                batch = {**batch, "weight": batch["weight"] * value}
+            return Contract.loss_func(self, batch)
+
+    logs, gradients = run(schedule, model, Broken())
+    finite = [bool(log["loss"].isfinite()) for log in logs]
+    assert finite == [uid != 1 for uid in range(6)]
+    assert not any(gradient.isfinite().all() for gradient in gradients.values())
+    assert_same(run(schedule, model), fresh["none"])
+
+
+def test_an_iterator_that_ends_early(fresh: dict[str, Any]) -> None:
+    model = small_model()
+    schedule = PrefixSchedule(CONFIG)
+    few = iter(items()[:4])
+
+    def step() -> Any:
+        return schedule(
+            forward_step_func=Contract().step,
+            data_iterator=few,
+            model=model,
+            num_microbatches=6,
+            seq_length=64,
+            micro_batch_size=1,
+        )
+
+    with pytest.raises(UserError, match="data iterator ended after 4 of 6 microbatches"):
+        step()
+    assert_same(run(schedule, model), fresh["none"])

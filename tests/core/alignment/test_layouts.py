@@ -1,0 +1,51 @@
+"""A sample of the alignment matrix; `bash launch/align_matrix.sh` runs all of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_prefix.lab.cli.matrix import align_row
+from megatron_prefix.lab.verify.matrix import Row
+from megatron_prefix.run import executor
+from tests.harness import ranks  # noqa: F401  # ranks are forked from here
+
+SAMPLE = """
+dense/TP2+SP/tree/none
+dense/PP4/chunked/full
+dense/PP2xVPP2/tree/full
+dense/CP2/tree/none
+dense/DP2/chunked/none
+dense/TP2xPP2/tree/full
+dense/PP2xCP2/flat/none
+moe/EP2/tree/none
+moe/PP2xEP2/flat/full
+moe/TP2xEP2xPP2/flat/none
+dense/PP2xVPP2/packed/full
+moe/CP2xEP4/packed/none
+moe/TP2xCP2xEP2xPP2/packed/none
+""".split()
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_row(name: str) -> None:
+    verdict = align_row(Row(*name.split("/")), timeout_s=120)
+    assert verdict.passed, verdict.failures
+    assert (verdict.baseline == "packed") == ("/packed/" in name)
+    assert verdict.grad_max_rel_diff <= verdict.tolerance < 1e-12
+    assert verdict.loss_max_abs_diff < 1e-12 and verdict.logprob_max_abs_diff < 1e-12
+    assert 0 < verdict.executed_tokens < verdict.raw_tokens
+
+
+def test_a_row_can_be_different(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last action of every rank, the backward of a root, is left out."""
+
+    def shorter(self: executor.Executor, rank: int) -> None:
+        program = self._plan.programs[rank][:-1]
+        monkeypatch.setitem(self._plan.__dict__, "programs", (program,))
+        run(self, rank)
+
+    run = executor.Executor.run
+    monkeypatch.setattr(executor.Executor, "run", shorter)
+    verdict = align_row(Row("dense", "DP2", "flat", "none"), timeout_s=60)
+    assert not verdict.passed
+    assert any("gradient of" in failure for failure in verdict.failures)

@@ -1,0 +1,313 @@
+"""Routers account for every token that a rollout stands for: against Megatron's stock schedule.
+
+Everything is fp64 except three things that Megatron keeps in fp32 whatever the model's dtype: the
+RoPE table and the experts' biases, which are the same for both schedules, and its log of auxiliary
+losses, which is judged in fp32.  Coefficients are 1, so that a wrong weight of an auxiliary loss
+changes gradients by as much as the loss itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.data.pairs import pairs_of_groups
+from megatron_prefix.lab.data.rollouts import Group, Rollout
+from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.rl import passes
+from megatron_prefix.lab.rl.job import place_groups
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.lab.verify import align
+from megatron_prefix.moe import tokens
+from megatron_prefix.moe.group_counts import GroupCounts
+from megatron_prefix.moe.ledger import RouterLedger
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.tree import build, trees
+from tests.harness.ranks import run_ranks
+
+VOCAB = 64
+SP = {"sequence_parallel": True}
+AUX = {"moe_aux_loss_coeff": 1.0}
+SEQ = {"moe_load_balancing": "seq_aux_loss", "moe_aux_loss_coeff": 1.0}
+GLOBAL = {"moe_load_balancing": "global_aux_loss", "moe_aux_loss_coeff": 1.0}
+Z = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 1.0}
+AUX_Z = {**AUX, "moe_z_loss_coeff": 1.0}
+BIAS = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_bias_update_rate": 0.05,
+}
+BOTH = {
+    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+    "moe_aux_loss_coeff": [1.0, 0.7],
+    "moe_z_loss_coeff": 0.5,
+}
+ALL = {
+    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
+    "moe_aux_loss_coeff": [1.0, 0.7, 2.0],
+    "moe_z_loss_coeff": 0.5,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a layout; `spec` changes ModelSpec, `config` Megatron's TransformerConfig."""
+
+    spec: dict[str, Any] = field(default_factory=lambda: AUX_Z)
+    layout: Layout = Layout()  # noqa: RUF009  # frozen
+    prefix: PrefixConfig = PrefixConfig(min_gain=0)  # noqa: RUF009
+    config: dict[str, Any] = field(default_factory=dict)
+    recompute: str = "none"
+    flat: bool = False
+    uneven: bool = False  # flat groups on odd data-parallel ranks
+
+
+CHUNKED = PrefixConfig(min_gain=0, chunk_tokens=8, segment_tokens=16)
+CASES = {
+    "no auxiliary loss": Case({"moe_aux_loss_coeff": 0.0}),
+    "aux_loss": Case(AUX),
+    "aux_loss, flat groups": Case(AUX, flat=True),
+    "aux_loss, one rollout a wave": Case(AUX, prefix=PrefixConfig(min_gain=0, segment_tokens=1)),
+    "aux_loss, all groups in one tree": Case(AUX, prefix=PrefixConfig(min_gain=0, share="batch")),
+    "seq_aux_loss": Case(SEQ),
+    "global_aux_loss": Case(GLOBAL),
+    "global_aux_loss, full recompute": Case(GLOBAL, prefix=CHUNKED, recompute="full"),
+    "z-loss": Case(Z),
+    "per-token loss": Case(config={"calculate_per_token_loss": True, **BOTH}),
+    "sigmoid": Case(config={"moe_router_score_function": "sigmoid"}),
+    "expert bias": Case(AUX, config=BIAS),
+    "expert bias alone": Case({"moe_aux_loss_coeff": 0.0}, config=BIAS, flat=True),
+    "shared experts": Case(config={"moe_shared_expert_intermediate_size": 24}),
+    "groups of experts": Case(config={"moe_router_num_groups": 4, "moe_router_group_topk": 2}),
+    "softmax before the choice": Case({**AUX_Z, "moe_normalize_top_k": False, "moe_top_k": 3}),
+    "one layer of two is dense": Case({**AUX_Z, "moe_layers": (False, True)}),
+    "all-gather": Case(
+        config={"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False}
+    ),
+    "chunks": Case(prefix=CHUNKED, config=BOTH),
+    "memory as it fits": Case(
+        prefix=replace(CHUNKED, memory="auto", memory_budget_gb=1e-4), config=BOTH
+    ),
+    "offload of segments": Case(prefix=replace(CHUNKED, memory="offload"), config=BOTH),
+    "sidecar on the host": Case(prefix=replace(CHUNKED, cache_host_layers=1), config=BOTH),
+    "recompute of segments": Case(prefix=replace(CHUNKED, memory="recompute"), config=BOTH),
+    "full recompute": Case(AUX_Z, prefix=CHUNKED, config=BIAS, recompute="full"),
+    "full recompute, per-token loss": Case(
+        prefix=CHUNKED, config={"calculate_per_token_loss": True, **BOTH}, recompute="full"
+    ),
+    "recompute of experts": Case(
+        config={"recompute_modules": ["moe", "layernorm"]}, recompute="selective"
+    ),
+    "PP2": Case(layout=Layout(pp=2), prefix=CHUNKED, config=BOTH),
+    "PP2 VPP2": Case({**AUX_Z, "num_layers": 4}, layout=Layout(pp=2, vpp=2)),
+    "TP2": Case(layout=Layout(tp=2, **SP), config=BIAS),
+    "TP2, per-token loss": Case(
+        layout=Layout(tp=2, **SP), prefix=CHUNKED, config={"calculate_per_token_loss": True, **BOTH}
+    ),
+    "EP2": Case(layout=Layout(dp=2, ep=2), config=BIAS),
+    "EP2, all-gather": Case(
+        layout=Layout(dp=2, ep=2),
+        config={"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False},
+    ),
+    "DP2, global_aux_loss": Case(GLOBAL, layout=Layout(dp=2), uneven=True),
+    "DP2, global_aux_loss, per-token loss": Case(
+        layout=Layout(dp=2),
+        prefix=CHUNKED,
+        uneven=True,
+        config={"calculate_per_token_loss": True, **ALL},
+    ),
+    "EP2, global_aux_loss": Case(GLOBAL, layout=Layout(dp=2, ep=2), uneven=True),
+    "PP2 DP2, global_aux_loss": Case(
+        layout=Layout(pp=2, dp=2),
+        prefix=replace(CHUNKED, memory="recompute"),
+        config=ALL,
+        uneven=True,
+    ),
+    "PP2 VPP2, global_aux_loss": Case({**GLOBAL, "num_layers": 4}, layout=Layout(pp=2, vpp=2)),
+    "TP2, global_aux_loss": Case(layout=Layout(tp=2, **SP), config=ALL),
+    "CP2": Case(layout=Layout(cp=2), prefix=CHUNKED, config=BOTH),
+    "CP2, per-token loss": Case(
+        layout=Layout(cp=2), config={"calculate_per_token_loss": True, **BIAS}
+    ),
+    "CP2 EP2": Case(layout=Layout(cp=2, ep=2)),
+    "TP2 CP2": Case(layout=Layout(tp=2, cp=2, **SP)),
+    "TP2 EP2, full recompute": Case(layout=Layout(tp=2, dp=2, ep=2, **SP), recompute="full"),
+}
+
+
+def groups(flat: bool, seed: int) -> list[Group]:
+    """Two groups of four uneven rollouts: flat, or with a turn of the agent that two of them share.
+
+    Lengths do not depend on the seed, and rollouts follow one another in an order that is not that
+    of the tree.
+    """
+    draw = np.random.default_rng(seed)
+    found = []
+    for number in range(2):
+        prompt, turn = draw.integers(0, VOCAB - 4, 21), draw.integers(0, VOCAB - 4, 9)
+        rollouts = []
+        for member in range(4):
+            shared = [] if flat or member % 2 else turn
+            own = draw.integers(0, VOCAB - 4, 5 + 3 * member)
+            ids = np.concatenate([prompt, shared, [VOCAB - 4 + member], own]).astype(np.int32)
+            spans = ((len(prompt), len(ids)),)
+            rollouts.append(Rollout(f"g{number}", str(member), ids, len(prompt), spans, 0.0))
+        found.append(Group(f"g{number}", tuple(rollouts)))
+    return found
+
+
+def test_the_groups_are_packed_unless_a_case_says_otherwise() -> None:
+    """Both prompts in one segment, spans of four rollouts beside spans of two, and of one."""
+    for flat in (False, True):
+        options = Case().prefix.tree_options(1)
+        forest = build(*pairs_of_groups(groups(flat, 0)), options)
+        together = [len({*numbers}) for numbers in trees(forest.segments)]
+        assert together == [2] * len(forest.segments)
+        counts = {len(span.rollouts) for segment in forest.segments for span in segment.spans}
+        assert counts == ({4, 1} if flat else {4, 2, 1})
+    budgets = {case.prefix.segment_tokens for case in CASES.values()}
+    assert budgets == {PrefixConfig().segment_tokens, CHUNKED.segment_tokens, 1}
+
+
+class Forgetful(PrefixSchedule):
+    """The prefix schedule where no weight of auxiliary losses is left from the stock schedule."""
+
+    def __call__(self, **arguments: Any) -> list[Any]:
+        MoEAuxLossAutoScaler.set_loss_scale(torch.full([1], float("nan")))
+        return super().__call__(**arguments)
+
+
+def aligned(case: Case) -> align.Alignment:
+    """The verdict of fresh processes; every data-parallel rank has groups of its own."""
+
+    def on_rank() -> align.Alignment:
+        runtime.initialize(case.layout)
+        spec = resolve("tiny-moe", **{"num_layers": 2, **case.spec}).with_vocab(VOCAB)
+        chunks = build_model(
+            spec,
+            layout=case.layout,
+            dtype="float64",
+            recompute=case.recompute,
+            config_overrides=case.config,
+        )
+        align.PrefixSchedule = Forgetful  # in this process only
+        number = align.data_rank()
+        mine = groups(case.flat or (case.uneven and number % 2 == 1), number)
+        multiple = case.layout.alignment
+        return align.over_ranks(align.align(chunks, mine, case.prefix, multiple=multiple))
+
+    return run_ranks(case.layout.world_size, on_rank)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_that_of_the_stock_schedule(name):
+    verdict = aligned(CASES[name])
+    assert verdict.failures == ()
+    assert verdict.passed
+    assert verdict.executed_tokens < verdict.raw_tokens
+
+
+def once(rows: Any, *place: int) -> list[np.ndarray]:
+    """Every row stands for its first rollout only."""
+    return STOCK_COLUMNS([span._replace(rollouts=span.rollouts[:1]) for span in rows], *place)
+
+
+def together(self: tokens.LogicalTokens, microbatches: tuple[int, ...]) -> tokens.Closing:
+    """Microbatches that end together are one."""
+    closing = STOCK_CLOSING(self, microbatches)
+    return closing._replace(place=torch.zeros_like(closing.place))
+
+
+def alone(self: GroupCounts, router: Any) -> int:
+    """Counts of this rank only."""
+    one = SimpleNamespace(tp_dp_cp_group=SimpleNamespace(size=lambda: 1))
+    return STOCK_ENTER(self, one)
+
+
+def by_itself(self: RouterLedger, layer: int, microbatches: tuple[int, ...]) -> torch.Tensor:
+    """Counts of each microbatch, not of those before it too."""
+    place = self._places[layer]
+    return torch.stack([self._group_counts.take(place, m) for m in microbatches])
+
+
+STOCK_ENTER = GroupCounts.enter
+STOCK_COLUMNS, STOCK_CLOSING = tokens._columns, tokens.LogicalTokens.closing
+MISTAKES = {
+    "aux_loss of rows": ("aux_loss", "tokens._columns", once),
+    "seq_aux_loss of rows": ("seq_aux_loss", "tokens._columns", once),
+    "global_aux_loss of rows": ("global_aux_loss", "tokens._columns", once),
+    "global_aux_loss of a rank": (
+        "DP2, global_aux_loss",
+        "group_counts.GroupCounts.enter",
+        alone,
+    ),
+    "global_aux_loss, unordered": ("global_aux_loss", "ledger.RouterLedger._averages", by_itself),
+    "z-loss of rows": ("z-loss", "tokens._columns", once),
+    "rows on two ranks": ("TP2, per-token loss", "tokens._columns", once),
+    "bias of rows": ("expert bias alone", "tokens._columns", once),
+    "recomputed rows": ("full recompute, per-token loss", "tokens._columns", once),
+    "rows of a pipeline": ("PP2", "tokens._columns", once),
+    "waves for microbatches": ("aux_loss, flat groups", "tokens.LogicalTokens.closing", together),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_count_is_seen(mistake, monkeypatch):
+    name, where, wrong = MISTAKES[mistake]
+    monkeypatch.setattr(f"megatron_prefix.moe.{where}", wrong)
+    verdict = aligned(CASES[name])
+    assert not verdict.passed
+    biased = any("expert_bias" in line for line in verdict.failures)
+    logged = any(line.split(": ")[-2].endswith("loss") for line in verdict.failures)
+    gradients = any("gradient of" in line for line in verdict.failures)
+    assert biased if mistake == "bias of rows" else logged and gradients
+
+
+def test_one_schedule_on_all_data_parallel_ranks():
+    """One rank has nothing to share, so neither does the other: their sums would not meet."""
+
+    def on_rank() -> tuple[bool, bool, str, float]:
+        runtime.initialize(Layout(dp=2))
+        spec = resolve("tiny-moe", **{"num_layers": 1, **GLOBAL}).with_vocab(VOCAB)
+        chunks = build_model(spec, layout=Layout(dp=2), dtype="float64")
+        number = align.data_rank()
+        mine = groups(True, 0)
+        if number:  # of other prompts
+            others = [groups(True, seed)[0] for seed in range(1, 9)]
+            mine = [replace(group, rollouts=group.rollouts[:1]) for group in others]
+        ours = PrefixSchedule(PrefixConfig(min_gain=0, mode="auto", min_speedup=1.2))
+        items = align.microbatches(mine, 0)
+        for item in items if number else ():
+            item["loss_mask"][:] = 1.0  # no output may be left out either
+        # Without gradients nothing is counted, so ranks need not go together.
+        assert len(passes.logprobs(ours, chunks, items[: 3 + number])) == 3 + number
+        align.run_step(ours, chunks, items)
+        decision = ours.report.decision
+        return decision.share, decision.fallback, decision.reason, decision.predicted_speedup
+
+    first, second = run_ranks(2, on_rank)
+    assert first[3] > 1.2 > second[3]
+    assert not first[0] and not second[0] and first[1] and second[1]
+    assert "another data-parallel rank" in first[2]
+    assert "share too few first positions" in second[2]
+
+
+def test_ranks_that_count_together_get_equally_many_rollouts():
+    mine = [
+        replace(group, rollouts=group.rollouts[: 2 + n]) for n, group in enumerate(groups(True, 0))
+    ]
+    config, layout = PrefixConfig(mode="on"), Layout(dp=2)
+    apart = place_groups(mine, resolve("tiny-moe", **AUX), layout, config, stock=False)
+    assert sorted(sum(len(group.rollouts) for group in rank) for rank in apart) == [2, 3]
+    with pytest.raises(UserError, match="5 rollouts"):
+        place_groups(mine, resolve("tiny-moe", **GLOBAL), layout, config, stock=False)

@@ -1,0 +1,127 @@
+"""What a step offloads of a real model, and what never."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab.data.generate import generate
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.verify import align
+from megatron_prefix.offload.segment import OffloadedSegment, addresses
+from megatron_prefix.offload.transfers import HostTransfers
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.run import executor
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.sidecar import cache as cache_module
+from megatron_prefix.sidecar.arena import Arena
+from tests.harness.failures import CONFIG, run
+from tests.harness.one_rank import one_rank, small_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_neither_weights_nor_cached_keys_and_nothing_twice(
+    recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached: set[int] = set()
+    held: list[Any] = []  # an address names a tensor only as long as that lives
+    stored: list[int] = []
+    num_layers: dict[int, int] = {}
+
+    class WatchedArena(Arena):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            held.extend(self._keys)
+            cached.update(addresses(*self._keys))
+
+    def store(self: HostTransfers, pairs: Any) -> None:
+        for device, host in pairs:
+            held.append(device)
+            stored.append(device.untyped_storage().data_ptr())
+            host.copy_(device)
+
+    done = OffloadedSegment.layer_done
+
+    def layer_done(self: OffloadedSegment) -> None:
+        done(self)
+        num_layers[id(self)] = len(self._layers)
+        held.append(self)
+
+    monkeypatch.setattr(cache_module, "Arena", WatchedArena)
+    monkeypatch.setattr(HostTransfers, "store", store)
+    monkeypatch.setattr(OffloadedSegment, "layer_done", layer_done)
+    model = small_model(recompute=recompute)
+    plan = plan_of_offloaded_step(model)
+    inner = unwrap(model)
+    weights = addresses(*inner.parameters(), *inner.buffers())
+    assert len(cached) == 2 * 2 * num_arenas(plan) and len(stored) > 10  # K and V of two layers
+    assert len(stored) == len(set(stored))
+    assert not set(stored) & (cached | weights)
+    # Inner segments of two trees; two layers each, and what follows the last.
+    assert len(num_layers) == sum(segment.inner for segment in plan.segments) >= 10
+    assert set(num_layers.values()) <= {2, 3}
+
+
+def plan_of_offloaded_step(model: Any) -> Plan:
+    schedule = PrefixSchedule(replace(CONFIG, memory="offload"))
+    run(schedule, model)
+    assert schedule.report is not None
+    return schedule.report.plan
+
+
+def num_arenas(plan: Plan) -> int:
+    """How often a layer takes an arena: for an inner segment, when no other one waits."""
+    found = waiting = 0
+    for action in plan.programs[0]:
+        if plan.segments[action.segment].inner:
+            found += action.kind == "F" and not waiting
+            waiting += 1 if action.kind == "F" else -1
+    return found
+
+
+def test_a_segment_is_loaded_in_the_backward_before_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not while other segments' forwards still want the memory."""
+    running: list[str] = []
+    loads: list[tuple[str, bool]] = []
+
+    def annotated(action: Any) -> contextlib.AbstractContextManager:
+        running.append(str(action))
+        return contextlib.nullcontext()
+
+    load_before = OffloadedSegment._load_before
+
+    def recorded(self: OffloadedSegment, layer: int, early: bool) -> None:
+        before = self._owner.counts.prefetched
+        load_before(self, layer, early)
+        if self._owner.counts.prefetched > before:
+            loads.append((running[-1], early))
+
+    monkeypatch.setattr(executor, "_annotated", annotated)
+    monkeypatch.setattr(OffloadedSegment, "_load_before", recorded)
+    groups = list(generate(2, 60, 4, 3, vocab_size=64))  # prompts that pay for their action
+    config = PrefixConfig(memory="offload", kernel="math", min_gain=3, segment_tokens=4, mode="on")
+    schedule = PrefixSchedule(config)
+    align.run_step(schedule, [small_model()], align.microbatches(groups, 0))
+    program = [str(action) for action in schedule.report.plan.programs[0]]
+    early = {action for action, is_early in loads if is_early}
+    prompts = [f"B{n}" for n, s in enumerate(schedule.report.plan.segments) if s.inner]
+    assert len(prompts) == 2
+    assert early == {program[program.index(prompt) - 1] for prompt in prompts}
+    assert all(action.startswith("B") for action in early)
+    # Two prompts are on the host at once, one after the other or together: as the plan says.
+    offloader = schedule._memory._offloader
+    staged = schedule.report.memory.staged
+    assert 0.9 <= offloader.counts.stored / len(prompts) / staged <= 1.1

@@ -1,0 +1,221 @@
+"""Routers that follow given routes, on several ranks: against Megatron's schedule and RouterReplay.
+
+One process and random trees are in test_random_routers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.models.build import build_model, unwrap
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.numerics import assert_close
+from megatron_prefix.lab.rl import batches
+from megatron_prefix.lab.rl.metrics import of_report
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.moe import replay, versions
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.tree import Pairs
+from tests.harness import steps
+from tests.harness.one_rank import one_rank, small_model
+from tests.harness.ranks import run_ranks
+from tests.harness.steps import Contract, Microbatch
+from tests.harness.trees import with_routes
+
+LAYERS, EXPERTS, ROLLOUTS = 4, 8, 6
+ROUTED = {"moe_enable_routing_replay": True, "moe_router_enable_expert_bias": True,
+          "moe_router_score_function": "sigmoid"}  # fmt: skip
+CONTRACT = Contract()
+CHUNKED = PrefixConfig(min_gain=0, chunk_tokens=8, segment_tokens=24, memory="recompute")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout and a prefix schedule."""
+
+    layout: Layout
+    prefix: PrefixConfig = CHUNKED
+    recompute: str = "none"
+
+
+CASES = {
+    "PP2": Case(Layout(pp=2)),
+    "CP2": Case(Layout(cp=2)),
+    "EP2": Case(Layout(dp=2, ep=2)),
+    "TP2, full recompute": Case(Layout(tp=2, sequence_parallel=True), recompute="full"),
+}
+
+
+def rollouts() -> list[Pairs]:
+    """One group: a prompt, a turn that some share, and two that leave the routes of the others."""
+    draw, found = np.random.default_rng(5), []
+    prompt, turn = draw.integers(0, 60, 21), draw.integers(0, 60, 8)
+    for member in range(ROLLOUTS):
+        own = draw.integers(0, 60, 8 + 4 * (member % 3))
+        tokens = np.concatenate([prompt, turn if member % 2 else [], own]).astype(np.int64)
+        found.append(Pairs(tokens[:-1], tokens[1:], np.arange(len(tokens) - 1) >= 20))
+    parts = [99] * (ROLLOUTS - 2) + [10, 24]
+    return with_routes(found, LAYERS, EXPERTS, parts)
+
+
+def items() -> list[Microbatch]:
+    """This rank's microbatches, one a rollout: every other one of two data-parallel ranks."""
+    rank = parallel_state.get_context_parallel_rank()
+    size = parallel_state.get_context_parallel_world_size()
+    made = [steps.microbatch([pairs], "group", uid) for uid, pairs in enumerate(rollouts())]
+    mine = made[
+        parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()
+    ]
+    return [batches.on_cp_rank(item, rank, size) for item in mine]
+
+
+def set_action(action: RouterReplayAction | None) -> None:
+    """What a trainer does before a pass."""
+    RouterReplay.clear_global_indices()
+    RouterReplay.set_global_router_replay_action(action)
+
+
+def compare(case: Case) -> tuple[int, int]:
+    """Compares a step and a pass without gradients; executed positions, and those not shared."""
+
+    def on_rank() -> tuple[int, int]:
+        runtime.initialize(case.layout)
+        spec = resolve("tiny-moe", num_layers=LAYERS, moe_aux_loss_coeff=1.0).with_vocab(64)
+        (model,) = build_model(
+            spec, layout=case.layout, dtype="float64", recompute=case.recompute,
+            config_overrides=ROUTED,
+        )  # fmt: skip
+        set_action(RouterReplayAction.REPLAY_FORWARD)
+        step = steps.replaying(CONTRACT.step, versions.routers(unwrap(model)))
+        ours, found = PrefixSchedule(case.prefix, steps.routes_of(items())), []
+        for schedule in (get_forward_backward_func(), ours):
+            logs = steps.call(schedule, step, model, items(), forward_only=True)
+            steps.zero_gradients(model)
+            logs += steps.call(schedule, step, model, items())
+            found.append((steps.gradients(model), [log["sum"] for log in logs]))
+        (expected, sums), (gradients, other) = found
+        terms = {name: float(gradient.abs().max()) for name, gradient in expected.items()}
+        steps.assert_gradients(gradients, steps.Reference(expected, terms), 200)
+        if sums:
+            assert_close(torch.stack(other), torch.stack(sums), 200)
+        forest = ours.report.forest
+        return forest.executed_tokens, forest.unshared_by_routes
+
+    return run_ranks(case.layout.world_size, on_rank)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_that_of_the_stock_schedule(name) -> None:
+    executed, unshared = compare(CASES[name])
+    assert 0 < unshared < executed < sum(map(len, rollouts()))
+
+
+@pytest.mark.parametrize("name", ["PP2", "CP2"])
+def test_routes_of_other_rows_are_seen(name, monkeypatch) -> None:
+    stock = replay.SegmentRoutes.of
+
+    def turned(self: Any, *which: Any) -> torch.Tensor:
+        return stock(self, *which).roll(1, 0)
+
+    monkeypatch.setattr(replay.SegmentRoutes, "of", turned)
+    with pytest.raises(runtime.RankError, match="exceeds"):
+        compare(CASES[name])
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Any]:
+    with one_rank():
+        spec = {"num_layers": LAYERS}
+        yield small_model("tiny-moe", spec=spec, config_overrides=ROUTED, wrap_ddp=False)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_set() -> Iterator[None]:
+    yield
+    set_action(None)
+
+
+def run(model: Any, made: list[Microbatch], step: Any = CONTRACT.step) -> PrefixSchedule:
+    schedule = PrefixSchedule(CHUNKED, steps.routes_of(made))
+    steps.call(schedule, step, model, made)
+    return schedule
+
+
+def without_routes() -> list[Microbatch]:
+    return [{k: v for k, v in item.items() if k != "routes"} for item in items()]
+
+
+def test_a_trainer_that_sets_no_routes_is_told_how(model) -> None:
+    set_action(RouterReplayAction.REPLAY_FORWARD)
+    with pytest.raises(UserError, match=r"REPLAY_FORWARD, .* callback `routes`"):
+        run(model, without_routes())
+    set_action(RouterReplayAction.RECORD)
+    with pytest.raises(UserError, match=r"records routes, .* stock schedule"):
+        run(model, items())
+
+
+def test_an_action_set_by_the_forward_step_is_followed(model) -> None:
+    def setting(*arguments: Any) -> Any:
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        return CONTRACT.step(*arguments)
+
+    set_action(RouterReplayAction.REPLAY_FORWARD)
+    steps.zero_gradients(model)
+    run(model, items())
+    expected = steps.gradients(model)
+    set_action(None)
+    steps.zero_gradients(model)
+    run(model, items(), setting)
+    found = steps.gradients(model)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_routes_of_another_model_are_refused(model) -> None:
+    set_action(RouterReplayAction.REPLAY_FORWARD)
+    fewer = [{**item, "routes": item["routes"][:, :, :2]} for item in items()]
+    with pytest.raises(UserError, match=r"rollout 0 has routes .* \[2, 2\], the model \[4, 2\]"):
+        run(model, fewer)
+
+
+def test_without_an_action_routers_choose_and_nothing_is_left_behind(model) -> None:
+    routers = versions.routers(model)
+
+    def gradients(made: list[Microbatch]) -> dict[str, torch.Tensor]:
+        steps.zero_gradients(model)
+        run(model, made)
+        return steps.gradients(model)
+
+    free, ignored = gradients(without_routes()), gradients(items())
+    assert all(router.router_replay.target_topk_idx is None for router in routers.values())
+    set_action(RouterReplayAction.REPLAY_FORWARD)
+    before = [dict(vars(router.router_replay)) for router in routers.values()]
+    followed = gradients(items())
+    assert [vars(router.router_replay) for router in routers.values()] == before
+    name = "decoder.layers.0.mlp.router.weight"
+    assert_close(ignored[name], free[name], 200)
+    with pytest.raises(AssertionError):
+        assert_close(followed[name], free[name], 200)
+
+
+def test_routes_are_not_looked_at_where_routers_cannot_follow_them(model, monkeypatch) -> None:
+    name = "prefix_sharing/unshared_by_routes"
+    report = run(model, items()).report
+    assert of_report(report)[name] == report.forest.unshared_by_routes > 0
+    monkeypatch.setattr(model.config, "moe_enable_routing_replay", False)
+    report = run(model, items()).report
+    assert name not in of_report(report) and report.forest.unshared_by_routes == 0

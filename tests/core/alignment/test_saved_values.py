@@ -1,0 +1,41 @@
+"""What a wave saves of its values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab.data.generate import generate
+from megatron_prefix.lab.verify import align
+from megatron_prefix.megatron import install
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.harness.one_rank import one_rank, small_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+@pytest.mark.parametrize(("name", "whole"), [("tiny-llama", False), ("tiny-qwen3", True)])
+def test_a_wave_holds_the_projection_only_where_norms_do(
+    name: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    larger: dict[bool, set[bool]] = {True: set(), False: set()}
+    attention = install.segment_attention
+
+    def watched(query: Tensor, key: Tensor, value: Tensor, context: Any, *more: Any) -> Tensor:
+        larger[context.inner].add(value.untyped_storage().nbytes() > value.nbytes)
+        return attention(query, key, value, context, *more)
+
+    monkeypatch.setattr(install, "segment_attention", watched)
+    groups = list(generate(1, 9, 4, 3, vocab_size=64))
+    schedule = PrefixSchedule(PrefixConfig(kernel="math", min_gain=0, segment_tokens=4))
+    align.run_step(schedule, [small_model(name)], align.microbatches(groups, 0))
+    assert larger[False] == {whole}
+    assert larger[True] == {True}  # the sidecar copies them anyway

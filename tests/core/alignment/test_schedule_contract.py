@@ -1,0 +1,221 @@
+"""The function that stands in for Megatron's keeps its contract: arguments, hooks, gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
+from torch import Tensor
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.run import gradients
+from megatron_prefix.run.schedule import PrefixSchedule, get_forward_backward_func
+from tests.harness import steps
+from tests.harness.one_group import assert_aligned, assert_bitwise, items, run, schedule_with
+from tests.harness.one_rank import one_rank, small_model
+from tests.harness.steps import Contract, Microbatch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+def test_every_keyword_of_megatrons_schedules_is_taken() -> None:
+    names = inspect.signature(stock_schedule()).parameters
+    values = dict(
+        decoder_seq_length=None,
+        forward_only=False,
+        collect_non_loss_data=False,
+        first_val_step=None,
+        adjust_tensor_shapes_fn=None,
+        p2p_communicator=None,
+        pg_collection=gradients.default_groups(),
+        force_all_reduce=False,
+    )
+    model = small_model()
+    required = {"forward_step_func", "data_iterator", "model", "num_microbatches", "seq_length"}
+    assert set(names) == required | {"micro_batch_size"} | set(values)
+    assert_aligned(run(schedule_with(), model, **values), model)
+
+
+def test_the_factory_takes_megatrons_arguments() -> None:
+    """pp_size and vp_size, by place or by name, and what later versions add."""
+    for call in ((1, None), ()):
+        made = get_forward_backward_func(*call, schedule_pg_collection=None)
+        assert isinstance(made, PrefixSchedule) and made.config.mode == "on"
+
+
+def test_one_schedule_a_process_and_configuration() -> None:
+    """Trainers ask for it every step; plans, kernels and pools of the first one must stay."""
+    config = PrefixConfig(min_gain=3)
+    made = get_forward_backward_func(prefix_config=config)
+    assert get_forward_backward_func(1, None, prefix_config=PrefixConfig(min_gain=3)) is made
+    assert get_forward_backward_func(prefix_config=PrefixConfig(min_gain=4)) is not made
+    assert get_forward_backward_func(prefix_config=config, trained=str) is not made
+    assert get_forward_backward_func() is get_forward_backward_func()
+
+
+def test_a_configuration_is_given_by_name() -> None:
+    with pytest.raises(UserError, match="by name: prefix_config=PrefixConfig"):
+        get_forward_backward_func(PrefixConfig())
+
+
+@pytest.mark.parametrize("mode", ["on", "observe"])
+def test_models_and_iterators_may_come_in_lists(mode: str) -> None:
+    model = small_model()
+    schedule = schedule_with(mode=mode)
+    steps.zero_gradients(model)
+    logs = schedule(
+        forward_step_func=Contract().step,
+        data_iterator=[iter(items())],
+        model=[model],
+        num_microbatches=5,
+        seq_length=17,
+        micro_batch_size=1,
+    )
+    assert_aligned((logs, steps.gradients(model)), model)
+
+
+def test_only_the_steps_microbatches_are_taken_from_the_iterator() -> None:
+    model = small_model()
+    source = iter(items(7))
+    options = dict(model=model, num_microbatches=5, seq_length=17, micro_batch_size=1)
+    logs = schedule_with()(forward_step_func=Contract().step, data_iterator=source, **options)
+    assert [log["uid"] for log in logs] == [0, 1, 2, 3, 4]
+    assert [item["uid"] for item in source] == [5, 6]
+
+
+def test_the_loss_scale_multiplies_every_gradient() -> None:
+    """By a power of two, so exactly: the inner segments' gradients carry it once."""
+    model = small_model()
+    expected = run(schedule_with(), model)
+    unwrap(model).config.grad_scale_func = lambda loss: loss * 1024.0
+    found = run(schedule_with(), model)
+    assert [log["loss"] for log in found[0]] == [log["loss"] for log in expected[0]]
+    assert all(torch.equal(found[1][n], 1024 * g) for n, g in expected[1].items())
+
+
+class Recorder:
+    """Timers that note what happens to them."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __call__(self, name: str, log_level: int | None = None) -> SimpleNamespace:
+        def start(barrier: bool = False) -> None:
+            self.calls.append((name, "start", log_level, barrier))
+
+        return SimpleNamespace(start=start, stop=lambda: self.calls.append((name, "stop")))
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_timers_are_megatrons(forward_only: bool) -> None:
+    model, twin = small_model(), small_model()
+    calls = []
+    for schedule, chunk in ((schedule_with(), model), (stock_schedule(), twin)):
+        timers = Recorder()
+        unwrap(chunk).config.timers = timers
+        unwrap(chunk).config.barrier_with_L1_time = True
+        run(schedule, chunk, forward_only=forward_only)
+        wanted = ("forward-backward", "forward-compute")
+        calls.append(sorted((c for c in timers.calls if c[0] in wanted), key=str))
+    assert calls[0] == calls[1]
+    assert len(calls[0]) == 2 + 2 * 5
+    assert ("forward-backward", "start", 1, True) in calls[0]
+
+
+def test_autocast_for_cuda_changes_nothing_on_the_cpu() -> None:
+    model = small_model()
+    expected = run(schedule_with(), model)
+    config = unwrap(model).config
+    config.enable_autocast, config.autocast_dtype = True, torch.bfloat16
+    assert_bitwise(run(schedule_with(), model), expected)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("force", [False, True])
+def test_gradients_are_finished_once(per_token: bool, force: bool) -> None:
+    model = small_model()
+    config, calls = unwrap(model).config, []
+    contract = Contract(per_token=per_token)
+    contract.configure(model)
+    groups = gradients.default_groups()
+
+    def finish(models: Any, num_tokens: Tensor | None, **options: Any) -> None:
+        calls.append((models, num_tokens, options))
+
+    config.finalize_model_grads_func = finish
+    run(schedule_with(), model, contract, pg_collection=groups, force_all_reduce=force)
+    ((models, num_tokens, options),) = calls
+    assert models == [model]
+    assert options == {"pg_collection": groups, "force_all_reduce": force}
+    if per_token:
+        assert num_tokens is not None and num_tokens.dtype == torch.int and num_tokens.dim() == 0
+        assert num_tokens.item() == 5 * 4
+    else:
+        assert num_tokens is None
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_everything_runs_inside_no_sync_func(as_list: bool) -> None:
+    model = small_model()
+    entered = []
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        entered.append("in")
+        yield
+        entered.append("out")
+
+    class Noting(Contract):
+        def loss_func(self, batch: Microbatch) -> Any:
+            entered.append("loss")
+            return super().loss_func(batch)
+
+    config = unwrap(model).config
+    config.no_sync_func = [no_sync] if as_list else no_sync
+    config.finalize_model_grads_func = lambda *args, **kwargs: entered.append("finish")
+    run(schedule_with(), model, Noting())
+    assert entered == ["in", *["loss"] * 5, "out", "finish"]
+
+
+def test_forward_only_touches_no_gradient() -> None:
+    model = small_model()
+    run(schedule_with(), model)
+    before = steps.gradients(model)
+    config = unwrap(model).config
+    config.finalize_model_grads_func = config.no_sync_func = lambda *args, **kwargs: 1 / 0
+    for context in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
+        with context():
+            logs = steps.call(schedule_with(), Contract().step, model, items(), forward_only=True)
+        assert len(logs) == 5 and not any(log["loss"].requires_grad for log in logs)
+        assert all(torch.equal(g, before[n]) for n, g in steps.gradients(model).items())
+
+
+def test_a_model_without_ddp_gets_grad() -> None:
+    model = small_model(wrap_ddp=False)
+    found = run(schedule_with(), model)
+    assert_aligned(found, model)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_steps_of_different_shapes_follow_one_another() -> None:
+    """Longer rollouts need a longer rotary table; nothing is kept from the step before."""
+    model, twin = small_model(), small_model(wrap_ddp=False)
+    schedule = schedule_with()
+    for prompt, num in ((3, 2), (90, 3), (9, 1), (40, 6)):
+        data = items(num, prompt)
+        steps.zero_gradients(model)
+        steps.call(schedule, Contract().step, model, data)
+        wanted = steps.plain(twin, Contract(), data)
+        steps.assert_gradients(steps.gradients(model), wanted, num * (prompt + 3))

@@ -1,0 +1,188 @@
+"""Outputs that no loss looks at are not computed, and everything else is as if they were."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.models.weights import global_parameters
+from megatron_prefix.lab.numerics import assert_close
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.tree import Forest
+from tests.harness import steps
+from tests.harness.one_rank import one_rank, small_model
+from tests.harness.ranks import run_ranks
+from tests.harness.steps import Contract, Microbatch
+
+CONFIG = PrefixConfig(min_gain=0, kernel="math", mode="on")
+
+
+@pytest.fixture
+def rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+def items() -> list[Microbatch]:
+    """Groups that begin to train inside of a shared prompt, and a rollout that shares nothing."""
+    found = [*steps.group(0, 3), *steps.group(1, 1), *steps.group(2, 2)]
+    for item in found[::2]:
+        item["loss_mask"][:, 13:15] = 0.0  # as an answer of a tool in the middle of a response
+    found[1]["loss_mask"][:, 5] = 1.0  # of a prompt that the others share and do not train
+    return [{**item, "uid": uid} for uid, item in enumerate(found)]
+
+
+@contextlib.contextmanager
+def counted(model: Any) -> Iterator[Counter[str]]:
+    """Counts the positions that go through the MLPs' first products and the output layer."""
+    seen: Counter[str] = Counter()
+    inner, undo = unwrap(model), []
+    modules = {f"mlp {i}": layer.mlp for i, layer in enumerate(inner.decoder.layers)}
+    modules = {name: getattr(mlp, "linear_fc1", mlp) for name, mlp in modules.items()}
+    for name, module in [*modules.items(), ("output", inner.output_layer)]:
+
+        def hook(_: Any, args: Any, __: Any, name: str = name) -> None:
+            seen[name] += args[0].shape[0] * args[0].shape[1]
+
+        undo.append(module.register_forward_hook(hook).remove)
+    try:
+        yield seen
+    finally:
+        for one in undo:
+            one()
+
+
+def num_read(forest: Forest) -> int:
+    """Positions that carry loss in any rollout, at least two a segment with loss."""
+    trained = [pairs.trained for item in items() for pairs in steps.pairs_of(item)]
+    found = 0
+    for segment in forest.segments:
+        read = sum(
+            int(np.any([trained[one][span.start : span.end] for one in span.rollouts], 0).sum())
+            for span in segment.spans
+        )
+        found += min(max(read, 2), segment.padded_length) if segment.scored else 0
+    return found
+
+
+@pytest.mark.usefixtures("rank")
+@pytest.mark.parametrize("contract", [Contract(), Contract(logits=True)], ids=["labels", "logits"])
+@pytest.mark.parametrize(
+    "options", [{}, {"segment_tokens": 8, "chunk_tokens": 4}, {"memory": "recompute"}]
+)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_only_what_is_read_is_computed(
+    contract: Contract, options: dict[str, Any], recompute: str
+) -> None:
+    model = small_model(recompute=recompute, wrap_ddp=False)
+    expected = steps.plain(model, contract, items())
+    schedule = PrefixSchedule(PrefixConfig(**{**vars(CONFIG), **options}))
+    steps.zero_gradients(model)
+    with counted(model) as seen:
+        steps.call(schedule, contract.step, model, items())
+    forest = schedule.report.forest  # type: ignore[union-attr]
+    steps.assert_gradients(steps.gradients(model), expected, forest.raw_tokens)
+    times = 2 if recompute == "full" else 1
+    assert num_read(forest) < 0.8 * forest.executed_tokens
+    if "memory" not in options:
+        assert seen["mlp 0"] == times * forest.executed_tokens
+        assert seen["mlp 1"] == times * num_read(forest)
+        assert seen["output"] == num_read(forest)
+
+
+@pytest.mark.usefixtures("rank")
+def test_routers_see_all_positions() -> None:
+    """Their losses count positions of the last layer, too; the output layer runs on fewer."""
+    model = small_model("tiny-moe", wrap_ddp=False)
+    schedule = PrefixSchedule(CONFIG)
+    steps.zero_gradients(model)
+    with counted(model) as seen:
+        steps.call(schedule, Contract().step, model, items())
+    forest = schedule.report.forest  # type: ignore[union-attr]
+    assert seen["mlp 1"] == seen["mlp 0"] == forest.executed_tokens
+    assert seen["output"] == num_read(forest)
+
+
+@pytest.mark.usefixtures("rank")
+@pytest.mark.parametrize("logits", [False, True])
+@pytest.mark.parametrize("place", [0, 12], ids=["prompt", "response"])
+def test_a_loss_that_looks_at_other_positions_is_refused(logits: bool, place: int) -> None:
+    """A single rollout's prompt is in one segment with its response."""
+    contract, data = Contract(logits=logits), steps.group(1, 1)
+    data[0]["loss_mask"][:, 12] = 0.0
+
+    def step(iterator: Iterator[Microbatch], model: Any) -> Any:
+        batch = next(iterator)
+        output, _ = contract.step(iter([batch]), model)
+        other = batch["loss_mask"].clone()
+        other[:, place] = 1.0
+        return output, contract.loss_func({**batch, "loss_mask": other})
+
+    with pytest.raises(UserError, match="which were not computed"):
+        steps.call(PrefixSchedule(CONFIG), step, small_model(), data)
+
+
+def counted_on_rank(name: str) -> Any:
+    from megatron_prefix.lab import runtime
+    from megatron_prefix.lab.models.build import build_model
+    from megatron_prefix.lab.models.presets import resolve
+
+    layout = Layout(tp=2, sequence_parallel=True)
+    runtime.initialize(layout)
+    spec = resolve(name, num_layers=2).with_vocab(64)
+    [model] = build_model(spec, layout=layout, dtype=torch.float64, wrap_ddp=False)
+    schedule = PrefixSchedule(CONFIG)
+    with counted(model) as seen:
+        steps.call(schedule, Contract().step, model, items())
+    forest = schedule.report.forest
+    even = sum(segment.padded_length for segment in forest.segments)
+    return seen["mlp 0"], seen["output"], even // 2, num_read(forest)
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-moe"])
+def test_sequence_parallel_ranks_share_what_is_read(name: str) -> None:
+    """As many positions each; what makes up an odd number is at most one a segment."""
+    for first, output, shared, read in run_ranks(2, counted_on_rank, name):
+        assert first == shared
+        assert read / 2 <= output <= (read + 6) / 2 + 2
+
+
+def gradients_of(name: str, layers: str) -> dict[str, Any]:
+    """Gradients of a pipeline's stage, by the layers that its stages have."""
+    from megatron_prefix.lab import runtime
+    from megatron_prefix.lab.models.build import build_model
+    from megatron_prefix.lab.models.presets import resolve
+
+    layout = Layout(pp=2)
+    runtime.initialize(layout)
+    [model] = build_model(
+        resolve(name, num_layers=2).with_vocab(64), layout=layout, dtype=torch.float64,
+        config_overrides={"pipeline_model_parallel_layout": layers},
+    )  # fmt: skip
+    steps.zero_gradients(model)
+    steps.call(PrefixSchedule(CONFIG), Contract().step, model, items())
+    # A stage counts its layers from 0, and names with the model's numbers are the same in both.
+    return {
+        name: parameter.main_grad.clone() for name, parameter in global_parameters(unwrap(model))
+    }
+
+
+def test_a_stage_may_have_the_output_layer_and_no_other() -> None:
+    whole, bare = (
+        {name: gradient for one in run_ranks(2, gradients_of, "tiny-llama", layers)
+         for name, gradient in one.items()}
+        for layers in ("Et|tL", "Ett|L")
+    )  # fmt: skip
+    assert whole.keys() == bare.keys() and len(whole) > 10
+    for name, gradient in whole.items():
+        assert_close(bare[name], gradient, 64)

@@ -1,0 +1,300 @@
+"""The schedule in Megatron's place: which references are swapped and restored, and its settings."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import logging
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from megatron.core import pipeline_parallel
+from megatron.core.pipeline_parallel import schedules
+
+from megatron_prefix import auto
+from megatron_prefix.auto.settings import FIELDS, described, flag, read_config, variable
+from megatron_prefix.auto.swap import NAME
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import UserError
+from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.trainers import nemo_rl
+from tests.harness.data import REPOSITORY
+
+KEPT = (schedules.get_forward_backward_func,)  # a global would be swapped, too
+SIZES = (1, None)  # pp_size, vp_size
+
+
+@pytest.fixture(autouse=True)
+def _off() -> Iterator[None]:
+    yield
+    auto.off()
+    assert schedules.get_forward_backward_func is KEPT[0]
+
+
+def module(monkeypatch: pytest.MonkeyPatch, **members: object) -> types.ModuleType:
+    """An imported module with these members."""
+    made = types.ModuleType("somebodys_trainer")
+    vars(made).update(members)
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    return made
+
+
+# References ---------------------------------------------------------------------------------------
+
+
+def test_references_from_before_and_after_are_swapped_and_restored(monkeypatch) -> None:
+    trainer = module(monkeypatch, schedule_of=KEPT[0], other=len)
+    monkeypatch.setitem(sys.modules, "somebodys_nothing", None)
+    auto.on(PrefixConfig())
+    ours = schedules.get_forward_backward_func
+    assert ours is not KEPT[0]
+    assert pipeline_parallel.get_forward_backward_func is ours
+    assert (trainer.schedule_of, trainer.other) == (ours, len)
+    exec(f"from megatron.core.pipeline_parallel import {NAME} as later", vars(trainer))
+    assert trainer.later is ours
+    assert isinstance(ours(*SIZES), PrefixSchedule)
+    auto.off()
+    assert pipeline_parallel.get_forward_backward_func is KEPT[0]
+    assert (trainer.schedule_of, trainer.later) == (KEPT[0], KEPT[0])
+    auto.off()  # nothing to undo
+
+
+def test_once_more_is_with_the_new_configuration() -> None:
+    auto.on(PrefixConfig(min_gain=3))
+    auto.on(PrefixConfig(min_gain=4))
+    assert schedules.get_forward_backward_func(*SIZES).config.min_gain == 4
+    assert schedules.get_forward_backward_func.stock is KEPT[0]
+
+
+def test_arguments_of_every_version_are_taken() -> None:
+    auto.on(PrefixConfig())
+    for given in ((), (2,), (2, 3)):
+        made = schedules.get_forward_backward_func(*given, schedule_pg_collection=None)
+        assert isinstance(made, PrefixSchedule)
+
+
+def test_off_is_megatrons_own_function() -> None:
+    auto.on(PrefixConfig(mode="off"))
+    for size, virtual in ((1, None), (2, None), (2, 2)):
+        expected = KEPT[0](size, virtual)
+        assert schedules.get_forward_backward_func(pp_size=size, vp_size=virtual) is expected
+
+
+def test_what_falls_back_gets_megatrons_own_function() -> None:
+    auto.on(PrefixConfig(mode="on"))
+    assert stock_schedule(1, None) is schedules.forward_backward_no_pipelining
+    assert stock_schedule(2, 2) is KEPT[0](2, 2)
+
+
+def test_lazy_modules_are_not_woken(monkeypatch) -> None:
+    path = REPOSITORY / "tests" / "harness" / "__init__.py"
+    loader = importlib.machinery.SourceFileLoader("somebodys_lazy", str(path))
+    lazy = importlib.util.LazyLoader(loader)
+    spec = importlib.util.spec_from_loader("somebodys_lazy", lazy)
+    asleep = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "somebodys_lazy", asleep)
+    lazy.exec_module(asleep)
+    auto.on(PrefixConfig())
+    assert type(asleep).__name__ == "_LazyModule"
+
+
+def test_a_megatron_without_the_function_is_an_error(monkeypatch) -> None:
+    monkeypatch.delattr(schedules, NAME)
+    with pytest.raises(UserError, match="has no get_forward_backward_func"):
+        auto.on(PrefixConfig())
+
+
+@pytest.mark.parametrize("how", ["auto.on()", "auto.init('arguments')", "import auto.on_import"])
+def test_a_megatron_that_is_imported_later_gets_it(how: str) -> None:
+    how = how.replace("import auto", "import megatron_prefix.auto")
+    code = f"""
+import sys
+from megatron_prefix import auto
+{how}
+assert not {{"torch", "megatron"}} & sys.modules.keys()
+from megatron_prefix.lab.platforms import cpu
+cpu.enable()
+from megatron.core.pipeline_parallel import get_forward_backward_func as early, schedules
+assert early is schedules.get_forward_backward_func and early.stock is not early
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.trainers import nemo_rl
+made = early(1, None)
+assert isinstance(made, PrefixSchedule) and made.config.min_gain == 7, made
+auto.off()  # `early` is a global of __main__, and is restored, too
+assert early is schedules.get_forward_backward_func and not hasattr(early, "stock")
+assert not any(type(one).__module__.startswith("megatron_prefix") for one in sys.meta_path)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, env={"MEGATRON_PREFIX_MIN_GAIN": "7"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_off_before_megatron_comes_leaves_nothing() -> None:
+    code = """
+import sys
+from megatron_prefix import auto
+before = list(sys.meta_path)
+auto.on()
+assert sys.meta_path != before
+auto.off()
+assert sys.meta_path == before
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_was_found_is_said_once(monkeypatch, caplog) -> None:
+    monkeypatch.setitem(sys.modules, "slime", types.ModuleType("slime"))
+    sys.modules["slime"].__version__ = "9.8"
+    auto.on(PrefixConfig(mode="auto", chunk_tokens=512))
+    with caplog.at_level(logging.WARNING, "megatron_prefix.auto"):
+        for _ in range(3):
+            schedules.get_forward_backward_func(*SIZES)
+    (line,) = caplog.messages
+    assert " in slime 9.8 (tried: 624b824a8) (megatron-core 0." in line
+    assert line.endswith(": mode auto, chunk_tokens 512")
+
+
+def test_other_ranks_say_nothing(monkeypatch, caplog) -> None:
+    monkeypatch.setenv("RANK", "1")
+    auto.on(PrefixConfig())
+    schedules.get_forward_backward_func(*SIZES)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("heeded", [True, False])
+def test_a_trainers_file_says_where_its_masks_are(monkeypatch, heeded: bool) -> None:
+    monkeypatch.setattr(nemo_rl.TRAINER.__class__, "is_running", lambda one: one.name == "NeMo-RL")
+    auto.on(PrefixConfig(trainer_masks=heeded))
+    found = schedules.get_forward_backward_func(*SIZES).callbacks.samples
+    assert found is (nemo_rl.samples if heeded else None)
+    own = schedules.get_forward_backward_func(*SIZES, samples=len).callbacks.samples
+    assert own is len
+
+
+# Settings -----------------------------------------------------------------------------------------
+
+TEXTS = {
+    "mode": ("observe", "observe"), "chunk_tokens": ("auto", "auto"),
+    "segment_tokens": ("4096", 4096), "min_gain": ("0", 0), "loss_in_leaves": ("true", True),
+    "kernel": ("math", "math"), "memory": ("offload", "offload"),
+    "memory_budget_gb": ("1.5", 1.5), "cache_host_layers": ("2", 2),
+    "cp_reduce": ("wave", "wave"), "run_ahead": ("1", 1), "min_speedup": ("2", 2.0),
+    "align": ("2", 2), "trainer_masks": ("false", False),
+    "cost_file": ("no-such.json", "no-such.json"),
+}  # fmt: skip
+
+
+def test_every_field_that_a_step_has_is_a_setting() -> None:
+    assert {one.name for one in FIELDS.values()} == {f.name for f in fields(PrefixConfig)} - {
+        "share"
+    }
+    assert FIELDS.keys() == {*TEXTS, "plan"}
+    assert (variable("plan"), flag("plan"), flag("mode")) == (
+        "MEGATRON_PREFIX_PLAN", "--prefix-plan", "--prefix-schedule",
+    )  # fmt: skip
+
+
+def test_the_documents_table_has_every_setting() -> None:
+    text = (REPOSITORY / "docs" / "operations.md").read_text(encoding="utf-8")
+    for name, field in FIELDS.items():
+        assert f"| `{variable(name)}` | `{flag(name)}` | `{field.name}` |" in text
+
+
+def test_without_settings_the_mode_is_auto() -> None:
+    assert read_config({}) == PrefixConfig(mode="auto")
+    assert read_config({"MEGATRON_PREFIX_MODE": "", "PATH": "x"}) == PrefixConfig(mode="auto")
+    assert described(read_config({})) == "mode auto"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_variables_flags_and_files(name: str, tmp_path: Path) -> None:
+    text, value = TEXTS[name]
+    wanted = PrefixConfig(**{"mode": "auto", FIELDS[name].name: value})
+    assert read_config({variable(name): text}) == wanted
+    assert read_config({}, {name: text}) == wanted
+    file = tmp_path / "prefix.toml"
+    shown = f"'{text}'" if isinstance(value, str) else text
+    file.write_text(f"{name} = {shown}\n", encoding="utf-8")
+    assert read_config({"MEGATRON_PREFIX_CONFIG": str(file)}) == wanted
+
+
+def test_a_flag_wins_over_a_variable_and_that_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "prefix.toml"
+    file.write_text("min_gain = 1\nrun_ahead = 1\nmode = 'off'\n", encoding="utf-8")
+    environ = {
+        "MEGATRON_PREFIX_CONFIG": str(file), "MEGATRON_PREFIX_MIN_GAIN": "2",
+        "MEGATRON_PREFIX_MODE": "observe",
+    }  # fmt: skip
+    found = read_config(environ, {"mode": "on"})
+    assert found == PrefixConfig(mode="on", min_gain=2, run_ahead=1)
+    assert described(found) == "mode on, min_gain 2, run_ahead 1"
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"MODE": "maybe"}, "MEGATRON_PREFIX_MODE: mode is 'maybe': give one of off, observe"),
+        ({"MIN_GAIN": "few"}, "MEGATRON_PREFIX_MIN_GAIN is 'few': give a whole number"),
+        ({"MIN_GAIN": "-1"}, "MEGATRON_PREFIX_MIN_GAIN: min_gain is -1"),
+        ({"SEGMENT_TOKENS": "4k"}, "MEGATRON_PREFIX_SEGMENT_TOKENS: segment_tokens is '4k'"),
+        ({"MIN_SPEEDUP": "fast"}, "MEGATRON_PREFIX_MIN_SPEEDUP is 'fast': give a number"),
+        ({"LOSS_IN_LEAVES": "yes"}, "MEGATRON_PREFIX_LOSS_IN_LEAVES is 'yes': give true or false"),
+        ({"PLAN": "no-such.csv"}, "MEGATRON_PREFIX_PLAN: no-such.csv: "),
+        ({"SEGMENT_TOKEN": "4096"}, "MEGATRON_PREFIX_SEGMENT_TOKEN is no setting; known are MEGA"),
+        ({"SHARE": "batch"}, "MEGATRON_PREFIX_SHARE is no setting"),
+        ({"CONFIG": "no-such.toml"}, "MEGATRON_PREFIX_CONFIG: no-such.toml cannot be read"),
+    ],
+)
+def test_a_bad_variable_is_one_line(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_config({f"MEGATRON_PREFIX_{name}": text for name, text in environ.items()})
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mode = ", "is no TOML: "),
+        ("\xff", "is no TOML: "),
+        ("mode = 'maybe'", "mode: mode is 'maybe': give one of"),
+        ("min_gain = '4'", "min_gain is '4': give a whole number"),
+        ("min_gain = true", "min_gain is True: give a whole number"),
+        ("chunk_tokens = 1.5", "chunk_tokens is 1.5: give a whole number or 'auto'"),
+        ("min_speedup = 'x'", "min_speedup is 'x': give a number"),
+        ("loss_in_leaves = 1", "loss_in_leaves is 1: give true or false"),
+        ("kernel = 1", "kernel is 1: give text"),
+        ("plan_file = 'x'", "plan_file is no setting; known are mode, "),
+        ("[verl]\nmode = 'on'", "verl is no setting"),
+    ],
+)
+def test_a_bad_file_is_one_line(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "prefix.toml"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError) as caught:
+        read_config({"MEGATRON_PREFIX_CONFIG": str(file)})
+    assert str(caught.value).startswith(str(file))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_variable_ends_a_trainer_that_swallows_errors_of_plugins() -> None:
+    code = "try:\n    import megatron_prefix.auto.on_import\nexcept Exception:\n    pass\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, env={"MEGATRON_PREFIX_MODE": "maybe"},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("megatron_prefix: MEGATRON_PREFIX_MODE: mode is 'maybe': give one of")

@@ -1,0 +1,159 @@
+"""Memory "auto": which segments give way, and for what price."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.plan.footprint import Footprint
+from megatron_prefix.plan.memory_policy import Rates, automatic, leaner, policies
+from megatron_prefix.plan.peak_memory import predict
+from megatron_prefix.plan.planner import make_plan
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.tree import TreeOptions, build
+from tests.harness import steps
+from tests.harness.failures import CONFIG, assert_same, items, run
+from tests.harness.one_rank import one_rank, small_model
+from tests.harness.steps import Contract
+from tests.harness.trees import flat_rollouts, random_forest
+
+SPEC = resolve("llama3-8b")
+FOOTPRINT, COST = Footprint.of_spec(SPEC), CostModel.of_spec(SPEC)
+FAST, SLOW = Rates(5e14, 1e13), Rates(5e14, 1e9)
+
+
+def plan_of(prompt: int = 10240, response: int = 2048, num: int = 8, num_ranks: int = 1,
+            num_groups: int = 1, chunk_tokens: int = 0) -> Plan:  # fmt: skip
+    rollouts, groups = flat_rollouts(prompt, response, num, num_groups)
+    options = TreeOptions(segment_tokens=response, chunk_tokens=chunk_tokens)
+    return make_plan(build(rollouts, groups, options), num_ranks)
+
+
+def peak(plan: Plan, chosen: tuple[str, ...], footprint: Footprint = FOOTPRINT) -> float:
+    return max(one.peak for one in predict(replace(plan, policies=chosen), footprint))
+
+
+def chosen(plan: Plan, free: float, rates: Rates = FAST, may_offload: bool = True, **more: Any):
+    return automatic(plan, more.get("footprint", FOOTPRINT), COST, rates, free, may_offload)
+
+
+def test_all_is_retained_where_it_fits() -> None:
+    plan = plan_of()
+    assert chosen(plan, peak(plan, ())) == ()
+    assert chosen(plan, peak(plan, ()) - 1) != ()
+
+
+def test_the_cheaper_way_is_taken() -> None:
+    plan = plan_of()
+    free = peak(plan, ()) - 1
+    assert set(chosen(plan, free, FAST)) == {"offload", "retain"}
+    assert set(chosen(plan, free, SLOW)) == {"recompute", "retain"}
+    assert set(chosen(plan, free, FAST, may_offload=False)) == {"recompute", "retain"}
+
+
+def test_a_link_hides_only_what_fits_behind_the_computation() -> None:
+    """Stores behind all waves, loads behind the last wave's backward and the prompt's own."""
+    plan = plan_of(num_groups=1, num=16)
+    size = 10240 * FOOTPRINT.inner * 32
+    prompt, *waves = (COST.segment(segment) / FAST.flops for segment in plan.segments)
+    free = peak(plan, ()) - 1
+    loading = 2 * (prompt + waves[-1])
+    assert chosen(plan, free, Rates(FAST.flops, 1.01 * size / loading))[0] == "offload"
+    # Up to the time of the forward that "recompute" would run again, waiting is cheaper.
+    assert chosen(plan, free, Rates(FAST.flops, 1.01 * size / (loading + prompt)))[0] == "offload"
+    assert chosen(plan, free, Rates(FAST.flops, 0.99 * size / (loading + prompt)))[0] == "recompute"
+
+
+def test_only_as_many_segments_give_way_as_must() -> None:
+    plan = plan_of(chunk_tokens=1024)
+    most, least = peak(plan, ()), peak(plan, policies(plan.segments, "recompute"))
+    counts = []
+    for share in (0.9, 0.6, 0.3):
+        found = chosen(plan, least + share * (most - least), SLOW)
+        assert peak(plan, found) <= least + share * (most - least)
+        counts.append(found.count("recompute"))
+    assert 0 < counts[0] < counts[1] < counts[2] < 10
+
+
+def test_one_whole_prefix_that_does_not_fit_when_recomputed_is_offloaded() -> None:
+    """Recomputed as a whole it is as large as ever; offloaded a few layers come at a time."""
+    plan = plan_of(prompt=40960, response=1024, num=4)
+    lean = policies(plan.segments, "recompute")
+    free = 0.5 * peak(plan, lean)
+    assert chosen(plan, free, SLOW)[0] == "offload"
+    assert peak(plan, chosen(plan, free, SLOW)) <= free
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_the_tree_the_peak_fits_or_nothing_leaner_does(seed: int) -> None:
+    rng = random.Random(seed)
+    plan = make_plan(random_forest(rng), rng.randint(1, 4))
+    small = Footprint.of_spec(resolve("tiny-llama").with_vocab(64), num_stages=plan.num_ranks)
+    lean = leaner(plan)
+    least = peak(plan, (), small) if lean is None else peak(plan, lean.policies, small)
+    for share in (0.0, 0.5, 0.95):
+        free = share * peak(plan, (), small)
+        found = chosen(plan, free, rng.choice([FAST, SLOW]), footprint=small)
+        assert len(found) in (0, len(plan.segments))
+        if found:
+            waves = [p for p, s in zip(found, plan.segments, strict=True) if not s.inner]
+            assert set(waves) <= {"retain"}
+        assert peak(plan, found, small) <= max(free, least, peak(plan, (), small))
+        if free >= least:
+            assert peak(plan, found, small) <= max(free, 1.0)
+
+
+def test_the_leanest_plan_has_nothing_leaner() -> None:
+    plan = plan_of(1024, 256, 4)
+    lean = leaner(plan)
+    assert lean is not None and lean.policies == policies(plan.segments, "recompute")
+    assert leaner(lean) is None
+    assert leaner(plan_of(16, 16, 1)) is None  # no inner segments
+
+
+# --- In a step ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+def test_a_step_takes_what_fits_its_budget() -> None:
+    model = small_model()
+    expected = run(PrefixSchedule(CONFIG), model)
+    found = {}
+    for budget in (1.0, 1e-3, 2e-4, 1e-9):
+        config = replace(CONFIG, memory="auto", memory_budget_gb=budget)
+        schedule = PrefixSchedule(config)
+        assert_same(run(schedule, model), expected)
+        report = schedule.report
+        assert report is not None and report.memory is not None
+        found[budget] = set(report.plan.policies), report.memory.peak
+    assert found[1.0][0] == set()
+    assert found[1e-9][0] > {"retain"}
+    assert found[1e-9][1] < found[1.0][1]
+
+
+def test_without_a_budget_it_is_what_the_machine_has_free() -> None:
+    schedule = PrefixSchedule(replace(CONFIG, memory="auto"))
+    run(schedule, small_model())
+    assert schedule.report is not None and schedule.report.plan.policies == ()
+
+
+def test_without_gradients_nothing_is_chosen() -> None:
+    config = PrefixConfig(**{**vars(CONFIG), "memory": "auto", "memory_budget_gb": 1e-9})
+    schedule, model = PrefixSchedule(config), small_model()
+    with torch.no_grad():
+        steps.call(schedule, Contract().step, model, items(), forward_only=True)
+    assert schedule.report is not None and schedule.report.plan.policies == ()

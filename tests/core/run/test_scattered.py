@@ -1,0 +1,126 @@
+"""What groups on several data-parallel ranks could share: estimates, and who exchanges what."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_prefix import trainers
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.run import scattered
+from megatron_prefix.run.scattered import Scattered, beginnings, saved, tell
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.tree import Pairs, TreeOptions, build
+from tests.harness import steps
+from tests.harness.one_rank import small_model
+from tests.harness.ranks import run_ranks
+from tests.harness.steps import Contract, microbatch
+
+PROMPT, ANSWER = 60, 20
+
+
+def rollout(group: int, number: int, prompt: int = PROMPT) -> Pairs:
+    """One of a group's, whose prompt the group's number alone decides."""
+    first = np.random.default_rng(group).integers(0, 60, prompt)
+    last = np.random.default_rng([group, number]).integers(0, 60, ANSWER)
+    tokens = np.r_[first, last]
+    return Pairs(tokens[:-1], tokens[1:], np.arange(len(tokens) - 1) >= prompt - 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_of_the_context_parallel_ranks_speaks_for_all(rank: int) -> None:
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2, rank=lambda: rank), dp_cp=alone)
+    found = scattered.exchange([rollout(0, 0), rollout(0, 1)], groups)
+    assert (found.tokens, found.shared > 0) == ((158, True) if rank == 0 else (0, False))
+
+
+@pytest.mark.parametrize("prompt", [5, 31, 33, 60, 400, 3000])
+def test_the_estimate_is_at_most_a_quarter_below_the_tree(prompt: int) -> None:
+    rollouts = [rollout(group, number, prompt) for group in range(3) for number in range(4)]
+    forest = build(rollouts, [0] * 12, TreeOptions(min_gain=0))
+    truth = forest.raw_tokens - forest.executed_tokens
+    found = saved(beginnings(rollouts))
+    assert found <= truth
+    assert prompt < scattered.SHORTEST or found >= truth / scattered.GROWTH - 12
+    assert saved(beginnings(rollouts[::4])) == 0
+
+
+def look(mode: str, together: bool, num_steps: int) -> tuple[list[int], Scattered | None]:
+    """Steps in which this rank took part in an exchange, and what the last one found."""
+    layout = Layout(dp=2, pp=2)
+    runtime.initialize(layout)
+    model = small_model(dtype=torch.float32, layout=layout)
+    schedule = PrefixSchedule(PrefixConfig(mode=mode, min_gain=0, kernel="math"))
+    rank = torch.distributed.get_rank(schedule._groups(None).dp_cp)
+    exchanges: list[int] = []
+    stock = scattered.exchange
+
+    def counted(*args: Any) -> Scattered:
+        exchanges.append(schedule.scattered._num_steps - 1)
+        return stock(*args)
+
+    scattered.exchange = counted  # type: ignore[assignment]  # the rank's own process
+    for _ in range(num_steps):
+        groups = [(rank, 0), (rank, 1)] if together else [(0, rank), (1, rank)]
+        items = [microbatch([rollout(*one)], 0, n) for n, one in enumerate(groups)]
+        steps.zero_gradients(model)
+        steps.call(schedule, Contract().step, model, items, forward_only=True)
+        steps.call(schedule, Contract().step, model, items)
+    return exchanges, schedule.scattered.found
+
+
+@pytest.mark.parametrize("mode", ["observe", "auto", "on"])
+def test_ranks_exchange_once_in_fifty_steps_and_never_where_it_is_on(mode: str) -> None:
+    ranks = run_ranks(4, look, mode, False, 51 if mode == "observe" else 2)
+    wanted = {"observe": [0, 50], "auto": [0], "on": []}[mode]
+    assert [exchanges for exchanges, _ in ranks] == [wanted, wanted, [], []], "first stages"
+    if wanted:
+        found = ranks[0][1]
+        assert found == ranks[1][1]
+        assert found.num_ranks == 2
+        assert found.tokens == 4 * (PROMPT + ANSWER - 1)
+        assert (found.shareable, found.shared) == (2 * 50, 0), "32, 40 and 50 are compared"
+
+
+def test_groups_that_are_together_are_counted_where_they_are() -> None:
+    ranks = run_ranks(4, look, "observe", True, 1)
+    assert (ranks[0][1].shareable, ranks[0][1].shared) == (100, 100)
+
+
+def test_the_log_names_the_trainers_option(monkeypatch, caplog) -> None:
+    monkeypatch.setitem(sys.modules, "verl", object())
+    with caplog.at_level(logging.INFO):
+        tell(Scattered(1000, 600, 100, 4))
+        tell(Scattered(1000, 600, 590, 4))
+    warning, information = caplog.records
+    assert warning.levelno == logging.WARNING
+    assert "600 are shareable, 100 on the ranks where they are" in warning.getMessage()
+    assert "scattered over 4 data-parallel ranks" in warning.getMessage()
+    assert trainers.verl.TRAINER.together in warning.getMessage()
+    assert information.levelno == logging.INFO
+
+
+def test_groups_without_an_agreement_over_data_parallel_ranks_do_not_exchange() -> None:
+    watch = scattered.Watch()
+    watch.look(None, LackingDataGroups(), forward_only=False)  # type: ignore[arg-type]
+    assert watch.found is None
+
+
+class LackingDataGroups:
+    """As a trainer may give them: see `agreement.companions`."""
+
+    class pp:  # noqa: N801
+        """The first stage."""
+
+        @staticmethod
+        def rank() -> int:
+            return 0

@@ -1,0 +1,151 @@
+"""`python -m megatron_prefix.run SCRIPT`: what the script sees, and what is passed through."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_prefix.auto.settings import FIELDS, flag
+from megatron_prefix.lab.cli.script import main
+from megatron_prefix.lab.numerics import tolerance
+from tests.harness.data import REPOSITORY
+
+LOOP = REPOSITORY / "examples" / "existing_megatron_loop.py"
+SEEN = """\
+import json, os, sys
+import beside
+heavy = sorted({"torch", "megatron"} & sys.modules.keys())
+ours = {key: text for key, text in os.environ.items() if key.startswith("MEGATRON_PREFIX_")}
+main = sys.modules["__main__"].__dict__ is globals()
+print(json.dumps([__name__, __file__, sys.argv, sys.path[0], heavy, ours, main]))
+if "fail" in sys.argv:
+    raise KeyError("of the script")
+sys.exit(7)
+"""
+
+
+def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environ},
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "beside.py").write_text("", encoding="utf-8")
+    (tmp_path / "script.py").write_text(SEEN, encoding="utf-8")
+    return str(tmp_path / "script.py")
+
+
+def test_the_script_sees_its_own_words_folder_and_name(script: str) -> None:
+    done = run(
+        "-m", "megatron_prefix.run", "--prefix-schedule", "off", script, "--help", "--lr", "1",
+        "--prefix-min-gain=3", "--prefix-of-its-own", "--prefix-memory", "offload", "last",
+    )  # fmt: skip
+    assert done.returncode == 7, done.stderr
+    name, file, argv, folder, heavy, ours, is_main = json.loads(done.stdout)
+    assert (name, file, folder, heavy) == ("__main__", script, str(Path(script).parent), [])
+    assert argv == [script, "--help", "--lr", "1", "--prefix-of-its-own", "last"]
+    assert is_main
+    assert ours == {
+        "MEGATRON_PREFIX_MODE": "off", "MEGATRON_PREFIX_MIN_GAIN": "3",
+        "MEGATRON_PREFIX_MEMORY": "offload",
+    }  # fmt: skip
+
+
+def test_the_scripts_traceback_passes_through(script: str) -> None:
+    done = run("-m", "megatron_prefix.run", script, "fail")
+    assert done.returncode == 1
+    *_, frame, line, error = done.stderr.splitlines()
+    assert f'File "{script}", line 8' in "".join([frame, *done.stderr.splitlines()])
+    assert (line.strip(), error) == ('raise KeyError("of the script")', "KeyError: 'of the script'")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give a script"),
+        (["--prefix-schedule", "on"], "give a script"),
+        (["--lr", "1", "train.py"], "give a script before --lr"),
+        (["no-such-script.py"], "no-such-script.py: no such file"),
+        ([__file__, "--prefix-schedule", "maybe"], "--prefix-schedule: mode is 'maybe': give one"),
+        ([__file__, "--prefix-min-gain=few"], "--prefix-min-gain is 'few': give a whole number"),
+        ([__file__, "--prefix-plan", "no-such.csv"], "--prefix-plan: no-such.csv: "),
+        ([__file__, "--prefix-plan"], "argument --prefix-plan: expected one argument"),
+    ],
+)
+def test_bad_usage_is_one_line(words: list[str], message: str, capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"python -m megatron_prefix.run: {message}")
+
+
+def test_help_before_the_script_has_every_flag_and_an_example(capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help", "train.py"])
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    assert [name for name in FIELDS if f"  {flag(name)} " not in said] == []
+    assert "torchrun --nproc-per-node 8 -m megatron_prefix.run pretrain_gpt.py" in said
+
+
+# A training loop ----------------------------------------------------------------------------------
+
+
+def said(done: subprocess.CompletedProcess[str]) -> list[tuple[str, ...]]:
+    """Number, loss and gradient norm of the steps that a loop's ranks have printed, in order.
+
+    Ranks write a line's end by itself, so two of them may share a line.
+    """
+    assert done.returncode == 0, done.stderr
+    step = r"step (\d+): loss (\d+\.\d+), gradient norm (\d+\.\d+)"
+    return sorted(re.findall(step, done.stdout))
+
+
+def numbers(steps: list[tuple[str, ...]]) -> list[float]:
+    return [float(text) for step in steps for text in step]
+
+
+def test_off_is_stock_to_the_last_bit() -> None:
+    expected = said(run(str(LOOP)))
+    done = run("-m", "megatron_prefix.run", str(LOOP), "--prefix-schedule", "off")
+    assert said(done) == expected
+    assert len(expected) == 3
+    assert "mode off" in done.stderr
+
+
+@pytest.mark.slow
+def test_two_ranks_under_torchrun_train_as_stock(tmp_path: Path) -> None:
+    text = LOOP.read_text(encoding="utf-8")
+    store = "    store = torch.distributed.HashStore()\n"
+    alone = '("gloo", store=store, rank=0, world_size=1)'
+    drawn = "    iterator = batches()\n"
+    assert [text.count(part) for part in (store, alone, drawn)] == [1, 1, 1]
+    text = text.replace(store, "").replace(alone, '("gloo")')
+    text = text.replace(drawn, "    torch.manual_seed(torch.distributed.get_rank())\n" + drawn)
+    text += '    if report := getattr(get_forward_backward_func(), "report", None):\n'
+    text += "        ran = (report.forest.executed_tokens, report.forest.raw_tokens)\n"
+    text += '        print("ran %d %d;" % ran)\n'  # one write: of ranks' prints only ends may mix
+    script = tmp_path / "loop.py"
+    script.write_text(text, encoding="utf-8")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    stock = said(run(*torchrun, str(script)))
+    done = run(*torchrun, "-m", "megatron_prefix.run", str(script), "--prefix-schedule", "on")
+    assert numbers(said(done)) == pytest.approx(
+        numbers(stock), rel=tolerance(torch.float32, 2 * 1272)
+    )
+    assert len(set(stock)) == 6  # of each rank other losses
+    assert done.stdout.count("ran 439 1272;") == 2
+    assert done.stderr.count("in a loop of its own") == 1  # on the first rank
+    assert "mode on" in done.stderr

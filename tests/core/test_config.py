@@ -1,0 +1,90 @@
+"""What users set is checked once, with both values and the fix."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.cli.arguments import config_of
+from megatron_prefix.lab.cli.main import make_parser
+from megatron_prefix.tree import TreeOptions
+
+
+def test_defaults_are_valid_and_those_of_the_tree() -> None:
+    config = PrefixConfig()
+    assert config.tree_options(1) == TreeOptions(segment_gain=32 * 64, share="batch")
+    assert config.mode == "on"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mode": "maybe"}, "mode is 'maybe': give one of off, observe, auto, on"),
+        ({"memory": "forget"}, "memory is 'forget': give one of retain"),
+        ({"run_ahead": 3}, "run_ahead is 3: give one of 1, 2"),
+        ({"run_ahead": 0}, "run_ahead is 0"),
+        ({"min_speedup": 0.0}, "min_speedup is 0.0: give a finite number above 0"),
+        (
+            {"memory_budget_gb": 1e300},
+            "memory_budget_gb is 1e.300: give a number from 0 to 1000000",
+        ),
+        ({"memory_budget_gb": float("nan")}, "memory_budget_gb is nan"),
+        ({"min_speedup": float("nan")}, "min_speedup is nan"),
+        ({"chunk_tokens": -1}, "chunk_tokens is -1"),
+        ({"segment_tokens": -1}, "segment_tokens is -1"),
+        ({"min_gain": -1}, "min_gain is -1"),
+        ({"align": 0}, "align is 0: give a whole number from 1"),
+        ({"align": 1.5}, "align is 1.5: give a whole number from 1"),
+        ({"share": "world"}, "share is 'world'"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(fields, message) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        PrefixConfig(**fields)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_the_tree_gets_what_the_user_set() -> None:
+    config = PrefixConfig(
+        chunk_tokens=512, segment_tokens=99, min_gain=7, loss_in_leaves=True, share="batch"
+    )
+    assert config.tree_options(8) == TreeOptions(8, 512, 99, 7, 32 * 7, True, "batch")
+    assert PrefixConfig(min_gain=0).tree_options(1).segment_gain == 0  # everything is shared
+    assert PrefixConfig(align=64).tree_options(24).boundary == 192
+
+
+def test_chunks_are_no_shorter_than_the_alignment() -> None:
+    assert PrefixConfig(chunk_tokens=4).tree_options(16).chunk_tokens == 16
+    assert PrefixConfig(chunk_tokens=0).tree_options(16).chunk_tokens == 0
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PrefixConfig().mode = "off"  # type: ignore[misc]
+
+
+ANSWERS = {
+    "mode": "auto", "chunk_tokens": 512, "segment_tokens": 99, "min_gain": 7, "align": 64,
+    "loss_in_leaves": True, "share": "batch", "kernel": "math", "memory": "offload",
+    "memory_budget_gb": 3.0, "cache_host_layers": 2, "cp_reduce": "segment", "run_ahead": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", ["train rollouts", "align --rollouts rollouts", "bench"])
+def test_every_option_of_the_command_line_arrives(verb: str) -> None:
+    """All fields but those of files, trainers and `min_speedup`; `mode` where the verb has it."""
+    wanted = dict(ANSWERS) if verb.startswith("train") else {**ANSWERS, "mode": "on"}
+    assert {f.name for f in dataclasses.fields(PrefixConfig)} - wanted.keys() == {
+        "min_speedup", "plan_file", "cost_file", "trainer_masks",
+    }  # fmt: skip
+    name, *arguments = verb.split()
+    for field, value in wanted.items():
+        option = "--prefix-schedule" if field == "mode" else "--" + field.replace("_", "-")
+        if field == "mode" and name != "train":
+            continue
+        arguments += [option] if value is True else [option, str(value)]
+    assert config_of(make_parser(name).parse_args([name, *arguments])) == PrefixConfig(**wanted)

@@ -1,0 +1,94 @@
+"""NeMo-RL's megatron_forward_backward: log-probs, and an update with its NLL loss, packed."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.trainers import nemo_rl
+from tests.core.trainers import worker
+from tests.core.trainers.both import Both, Step
+from tests.core.trainers.megatron_lm_steps import run_on_cpu
+from tests.core.trainers.verl_steps import PROMPT, VOCAB, rows
+
+NEWER = "megatron.core.transformer.moe.moe_logging"
+PACKING = {"enabled": True, "max_total_tokens": 150}
+
+
+def batches(layout: Any) -> list[Any]:
+    """Processed microbatches of three rollouts each, packed by NeMo-RL."""
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+    from nemo_rl.models.megatron import data as nemo_data
+
+    BatchedDataDict.to = lambda self, device: self
+    fields = {field.name for field in dataclasses.fields(PackedSeqParams)}  # newer ones have more
+    nemo_data.PackedSeqParams = lambda **given: PackedSeqParams(
+        **{name: value for name, value in given.items() if name in fields}
+    )
+    ids, mask = rows()
+    lengths = mask.sum(1)
+    found = []
+    for start in range(0, len(ids), 3):
+        members = slice(start, start + 3)
+        width = int(lengths[members].max())
+        data = BatchedDataDict(
+            input_ids=torch.zeros(3, width, dtype=torch.long),
+            input_lengths=lengths[members], sample_mask=torch.ones(3),
+            token_mask=torch.zeros(3, width),
+        )  # fmt: skip
+        for row, (tokens, held) in enumerate(zip(ids[members], mask[members], strict=True)):
+            prompt, num = int(held[:PROMPT].sum()), int(held.sum())
+            data["input_ids"][row, :num] = tokens[held.bool()]
+            data["token_mask"][row, prompt:num] = 1
+        found.append(data)
+    multiple = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
+    return list(
+        nemo_data.make_processed_microbatch_iterator(
+            iter(found), {"sequence_packing": PACKING}, "input_lengths", multiple, 1, None, None
+        )
+    )
+
+
+def steps(name: str) -> list[Step]:
+    """A pass for log-probs and an update, on one rank."""
+    from nemo_rl.algorithms.loss import NLLLossFn
+    from nemo_rl.models.megatron import train
+
+    if not hasattr(sys.modules[NEWER], "__file__"):
+        sys.modules[NEWER] = None  # type: ignore[assignment]  # not there, as before the stand-in
+    layout = worker.layout_of(name)
+    runtime.initialize(layout)
+    spec = resolve("tiny-qwen3", num_layers=2).with_vocab(VOCAB)
+    (chunk,) = build_model(spec, layout=layout, config_overrides={"variable_seq_lengths": True})
+    train.get_forward_backward_func = both = Both(samples=nemo_rl.TRAINER.samples)
+    given = batches(layout)
+    config = {"sequence_packing": PACKING}
+    with torch.no_grad():
+        train.megatron_forward_backward(
+            chunk, iter(given), len(given), 64, 1, train.LogprobsPostProcessor(config),
+            forward_only=True,
+        )  # fmt: skip
+    chunk.zero_grad_buffer()
+    trained = sum(float(one.data_dict["token_mask"].sum()) for one in given)
+    train.megatron_forward_backward(
+        chunk, iter(given), len(given), 64, 1,
+        train.LossPostProcessor(NLLLossFn(), config, num_microbatches=len(given)),
+        global_valid_seqs=torch.tensor(12.0), global_valid_toks=torch.tensor(trained),
+    )  # fmt: skip
+    forward, update = both.steps
+    assert update.scored < forward.scored == forward.executed, "token_mask was not heeded"
+    return both.steps
+
+
+if __name__ == "__main__":
+    run_on_cpu()
+    unused = ("nemo_rl.models.policy", "nemo_rl.models.generation", "nemo_rl.utils.logger")
+    worker.StandIns("megatron.bridge", "hydra", "ray", NEWER, *unused)
+    worker.main(["nemo_rl.models.megatron.train"], steps)

@@ -1,0 +1,111 @@
+"""Megatron-LM's pretrain through `megatron_prefix.run`, 20 steps: a line of JSON a run.
+
+    PYTHONPATH=FOLDER python -m tests.core.trainers.pretrain_steps SCRIPT RUN...
+
+SCRIPT is a checkout's pretrain_gpt.py, or pretrain_script.py beside this file. A run is a layout
+(see worker.py) and a mode: "tp2-pp2-dp2-packed on". In "packed" ones documents are packed into rows
+(THD), as `--dataloader-inter-document-masking` of 0.19 has it. Mode "stock" runs the script
+without this package. The data are documents that begin alike, as rollouts of two prompts do.
+Forked ranks save the imports; by torchrun the same command is in on_cpu.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+from tests.core.trainers import stand_ins
+
+stand_ins.for_megatron()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from megatron_prefix.lab import runtime  # noqa: E402
+from megatron_prefix.lab.cli import script as command  # noqa: E402
+from tests.core.trainers import worker  # noqa: E402
+from tests.core.trainers.megatron_lm_steps import ARGUMENTS, LENGTH, VOCAB, run_on_cpu  # noqa: E402
+
+ON_CPU = str(Path(__file__).with_name("on_cpu.py"))
+FLAGS = (
+    "--prefix-min-gain 0 --prefix-segment-tokens 128 --prefix-chunk-tokens 32 --prefix-kernel math"
+)
+
+
+def write_documents(path: Path, length: int) -> None:
+    """Megatron's .bin and .idx of 64 documents; three quarters of each are one of two prompts."""
+    from megatron.core.datasets import indexed_dataset
+
+    draw = np.random.default_rng(0)
+    builder = indexed_dataset.IndexedDatasetBuilder(f"{path}.bin", dtype=np.int32)
+    prompts = draw.integers(1, VOCAB, (2, length * 3 // 4))
+    for number in range(64):
+        answer = draw.integers(1, VOCAB, length - length * 3 // 4)
+        tokens = np.concatenate([prompts[number % 2], answer])
+        builder.add_document(torch.from_numpy(tokens), [length])
+    builder.finalize(f"{path}.idx")
+
+
+def arguments(layout: str, folder: Path) -> list[str]:
+    """Megatron-LM's command line."""
+    sizes, packed = worker.layout_of(layout), "packed" in layout
+    common = ARGUMENTS.replace("--mock-data", "").replace("--train-iters 2", "--train-iters 20")
+    found = [
+        *common.split(), "--data-path", str(folder / ("half" if packed else "whole")),
+        "--split", "100,0,0", "--data-cache-path", str(folder / "cache"),
+        "--tensor-model-parallel-size", str(sizes.tp),
+        "--pipeline-model-parallel-size", str(sizes.pp),
+        "--micro-batch-size", "1" if packed else "2",
+    ]  # fmt: skip
+    return [*found, *["--dataloader-inter-document-masking"] * packed]
+
+
+def run(script: str, layout: str, mode: str, folder: Path) -> list[dict[str, Any]]:
+    """What the steps of one rank were."""
+    runtime.initialize(worker.layout_of(layout))
+    rank = torch.distributed.get_rank()
+    kept = folder / f"{layout}-{mode}"
+    os.environ.update(STEPS=str(kept), RANK=str(rank), CUDA_DEVICE_MAX_CONNECTIONS="1")
+    line = [ON_CPU, script, *arguments(layout, folder)]
+    sys.stdout = sys.stderr
+    if mode == "stock":
+        sys.argv = line
+        runpy.run_path(ON_CPU, run_name="__main__")
+    else:
+        command.main([*line, "--prefix-schedule", mode, *FLAGS.split()])
+    lines = (folder / f"{layout}-{mode}.{rank}").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def main() -> None:
+    """Runs what the command line says."""
+    script, *runs = sys.argv[1:]
+    torch.compiler.set_stance("force_eager")
+    run_on_cpu()
+    import megatron.training  # noqa: F401  # once for all ranks
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_documents(folder / "whole", LENGTH)
+        write_documents(folder / "half", LENGTH // 2)
+        for named in runs:
+            layout, mode = named.split()
+            seen: dict[str, Any] = {"run": named, "ranks": [], "error": ""}
+            try:
+                size = worker.layout_of(layout).world_size
+                seen["ranks"] = worker.run_ranks(
+                    size, run, script, layout, mode, folder, timeout_s=240.0
+                )
+            except Exception:  # noqa: BLE001  # the next run tells its own story
+                seen["error"] = traceback.format_exc()
+            print(json.dumps(seen), flush=True)
+
+
+if __name__ == "__main__":
+    main()

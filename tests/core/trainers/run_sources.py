@@ -1,0 +1,117 @@
+"""Trainers' own forward steps under both schedules, from sources that are there already.
+
+    python -m tests.core.trainers.run_sources FOLDER [TRAINER...]
+
+FOLDER holds one folder a trainer: Megatron-LM, slime, RL (NeMo-RL) and verl (an installation with
+`pip install --target`, which test_verl.py makes: other trainers take packages from it, too), each a
+checkout, or an export with the commit in a file COMMIT. Nothing is fetched. Every layout runs in a
+process of its own and may take five minutes. Prints a table for docs/results.md; what did not run
+is in it with the reason, and the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.core.trainers.both import Step
+
+TIME_LIMIT_S = 300
+
+
+class Trainer(NamedTuple):
+    """Where a trainer's code is and what of it runs.
+
+    Attributes:
+        module: of tests/trainers.
+        folders: in the folder of sources; the first one is the trainer's own.
+        layouts: see worker.py.
+    """
+
+    module: str
+    folders: tuple[str, ...]
+    layouts: tuple[str, ...]
+
+
+TRAINERS = {
+    "verl, engine": Trainer(
+        "verl_steps", ("verl",),
+        ("1", "tp2", "tp2-sp", "pp2", "tp2-pp2", "cp2", "pp2-cp2", "1-fused", "tp2-fused",
+         "pp2-fused"),
+    ),
+    "Megatron-LM, pretrain_gpt": Trainer(
+        "megatron_lm_steps", ("Megatron-LM",),
+        ("1", "tp2", "pp2", "cp2", "dp2-sharded", "1-thd", "pp2-thd", "tp2-pp2"),
+    ),
+    "Megatron-RL, train_rl": Trainer(
+        "megatron_rl_steps", ("Megatron-LM", "verl"), ("1", "tp2", "pp2", "tp2-pp2")
+    ),
+    "slime, model.py": Trainer(
+        "slime_steps", ("slime", "Megatron-LM"), ("1", "tp2", "pp2", "cp2", "tp2-pp2")
+    ),
+    "NeMo-RL, train.py": Trainer(
+        "nemo_rl_steps", ("RL", "Megatron-LM", "verl"), ("1", "tp2", "pp2", "cp2", "tp2-pp2")
+    ),
+}  # fmt: skip
+
+
+def commit_of(folder: Path) -> str:
+    """The first characters of a source's commit, or the version of an installation."""
+    for name in ("COMMIT", "verl/version/version"):
+        if (folder / name).exists():
+            return (folder / name).read_text(encoding="utf-8").split()[0][:9]
+    command = ["git", "-C", str(folder), "rev-parse", "--short=9", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "?"
+
+
+def run(trainer: Trainer, sources: Path, layout: str) -> str:
+    """What the table says of one layout: figures, or why there are none."""
+    folders = os.pathsep.join(str(sources / name) for name in trainer.folders)
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.trainers.{trainer.module}", folders]
+    try:
+        done = subprocess.run(
+            [*command, layout], capture_output=True, text=True, timeout=TIME_LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"failed: longer than {TIME_LIMIT_S} s"
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"layout"')]
+    seen = json.loads(lines[0]) if lines else {"error": done.stderr, "ranks": []}
+    if seen["error"] or not seen["ranks"]:
+        return f"failed: {(seen['error'].split() and seen['error'].strip().splitlines()[-1])[:200]}"
+    steps = [Step(**step) for rank in seen["ranks"] for step in rank]
+    problem = next((step.problem for step in steps if step.problem), "")
+    if problem:
+        return f"failed: {problem}"
+    worst = max(steps, key=lambda step: step.gradient)
+    results = max(step.results for step in steps)
+    return (
+        f"{worst.gradient:.1e} | {results:.1e} | {worst.limit:.1e} | {worst.executed} of"
+        f" {worst.raw}"
+    )
+
+
+def main() -> int:
+    """Runs the trainers of the command line, all by default."""
+    sources = Path(sys.argv[1]).resolve()
+    wanted = sys.argv[2:] or list(TRAINERS)
+    print("| trainer | commit | layout | gradients | results | allowed | tokens executed |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    failed = False
+    for name, trainer in TRAINERS.items():
+        if not any(one in name for one in wanted):
+            continue
+        missing = [one for one in trainer.folders if not (sources / one).is_dir()]
+        for layout in trainer.layouts:
+            said = f"failed: no folder {missing[0]}" if missing else run(trainer, sources, layout)
+            failed |= said.startswith("failed")
+            commit = "" if missing else commit_of(sources / trainer.folders[0])
+            print(f"| {name} | {commit} | {layout} | {said} |", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

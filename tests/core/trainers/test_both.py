@@ -1,0 +1,96 @@
+"""How steps of trainers are run twice and compared."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.core.trainers import run_sources
+from tests.core.trainers.both import Step, flat, furthest, twice
+from tests.harness import ranks  # noqa: F401  # applies the CPU platform
+
+
+class OnlyNext:
+    """An iterator without `__iter__`, as Megatron-LM has it."""
+
+    def __init__(self) -> None:
+        self._numbers = iter(range(5))
+
+    def __next__(self) -> int:
+        return next(self._numbers)
+
+
+class Indexed:
+    """A place in a list, as slime has it."""
+
+    def __init__(self) -> None:
+        self.place = -1
+
+    def get_next(self) -> int:
+        self.place += 1
+        return self.place
+
+
+def numbers(iterator: Any) -> list[int]:
+    one = iterator.get_next if hasattr(iterator, "get_next") else iterator.__next__
+    return [one() for _ in range(3)]
+
+
+@pytest.mark.parametrize("make", [OnlyNext, Indexed, lambda: iter(range(5))])
+def test_both_schedules_read_the_same_microbatches(make: Any) -> None:
+    given = make()
+    (first,), (second,) = twice([given])
+    assert numbers(first) == numbers(second) == [0, 1, 2]
+    assert (given.get_next() if hasattr(given, "get_next") else next(given)) == 3
+    assert twice(None) == (None, None)
+
+
+def test_a_forward_step_may_change_its_batch() -> None:
+    first, second = twice(iter([{"tokens": 1}]))
+    next(first)["tokens"] = 2
+    assert next(second) == {"tokens": 1}
+
+
+def test_numbers_in_results_are_found_by_their_place() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
+    found = flat([{"loss": 2.0, "name": "x", "values": nested}, (torch.ones(1), 3)])
+    assert {name: value.tolist() for name, value in found.items()} == {
+        "/0/loss": 2.0, "/0/values": [1.0, 1.0, 1.0], "/1/0": [1.0], "/1/1": 3.0,
+    }  # fmt: skip
+
+
+def test_sources_that_are_not_there_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run_sources", str(tmp_path)])
+    assert run_sources.main() == 1
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert len(lines) == sum(len(one.layouts) for one in run_sources.TRAINERS.values())
+    assert all("failed: no folder" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("found", "difference"),
+    [
+        ({"a": [2.0, 4.0], "b": [0.001]}, 0.0),
+        ({"a": [4.0, 2.0], "b": [0.001]}, 0.5),
+        ({"a": [2.0, 4.0], "b": [0.041]}, 1.0),
+        ({"a": [2.0, float("nan")], "b": [0.001]}, float("inf")),
+        ({"a": [2.0, 4.0]}, float("inf")),
+        ({"a": [2.0], "b": [0.001]}, float("inf")),
+    ],
+)
+def test_the_comparison_sees(found: dict[str, list[float]], difference: float) -> None:
+    expected = {"a": torch.tensor([2.0, 4.0]), "b": torch.tensor([0.001])}
+    given = {name: torch.tensor(value) for name, value in found.items()}
+    assert furthest(given, expected) == pytest.approx(difference)
+    step = Step("update", 50, 100, 1e-5, furthest(given, expected), 0.0)
+    assert bool(step.problem) == (difference > 0)
+
+
+def test_a_step_in_which_nothing_was_shared_is_a_problem() -> None:
+    assert "nothing was shared" in Step("update", 100, 100, 1e-5, 0.0, 0.0).problem

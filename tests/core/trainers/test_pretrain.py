@@ -1,0 +1,87 @@
+"""Megatron-LM's own training loop through `megatron_prefix.run`: 20 steps, stock against prefix.
+
+The loop is that of the wheel, which has no pretrain_gpt.py: pretrain_script.py is as much of it as
+is needed here. A checkout's pretrain_gpt.py runs by the command in pretrain_steps.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_prefix.lab.numerics import tolerance
+from tests.core.trainers import trajectories
+from tests.core.trainers.registry import installed
+from tests.core.trainers.trajectories import distance
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("pretrain_script.py")
+LAYOUTS = ("tp2-pp2-dp2", "tp2-pp2-dp2-packed")
+RUNS = [f"{layout} {mode}" for layout in LAYOUTS for mode in ("stock", "on")] + [
+    "tp2 stock",
+    "tp2 off",
+]
+TOKENS = 8 * 64
+"""Of a step."""
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, list[list[dict[str, Any]]]]:
+    """Per run and rank what every step gave, and at the end a digest of the parameters."""
+    folders = [str(installed("megatron")), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.core.trainers.pretrain_steps", str(SCRIPT), *RUNS],
+        cwd=ROOT, capture_output=True, text=True, timeout=600,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
+    )  # fmt: skip
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"run"')]
+    assert [line["run"] for line in lines] == RUNS, done.stderr[-4000:]
+    assert not any(line["error"] for line in lines), [line["error"] for line in lines]
+    return {line["run"]: line["ranks"] for line in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_twenty_steps_are_the_stock_schedules(runs: dict[str, Any], layout: str) -> None:
+    for ours, theirs in zip(runs[f"{layout} on"], runs[f"{layout} stock"], strict=True):
+        assert len(theirs) == 21, "20 steps and the digest"
+        assert max(distance(ours[:-1], theirs[:-1])) <= tolerance(torch.float32, TOKENS)
+        assert all(step["active"] and step["executed"] < 0.7 * step["raw"] for step in ours[:-1])
+    losses = [step["losses"] for step in runs[f"{layout} on"][-1][:-1]]
+    assert losses[-1]["lm loss"] < 0.9 * losses[0]["lm loss"], "it learns"
+
+
+@pytest.mark.slow
+def test_off_is_bitwise_stock(runs: dict[str, Any]) -> None:
+    assert runs["tp2 off"] == runs["tp2 stock"]
+    assert runs["tp2 off"][0][-1]["parameters"] != runs["tp2 off"][1][-1]["parameters"]
+
+
+def test_a_difference_and_a_nan_are_seen() -> None:
+    step = {"losses": {"lm loss": 4.0}, "grad_norm": 2.0}
+    assert distance([step], [step]) == (0, 0)
+    assert distance([{**step, "grad_norm": 2.002}], [step]) == (0, pytest.approx(1e-3))
+    assert distance([{**step, "losses": {"lm loss": math.nan}}], [step]) == (math.inf, 0)
+    assert distance([{**step, "losses": {}}], [step]) == (math.inf, math.inf)
+
+
+@pytest.mark.parametrize(("norm", "code"), [(2.0, 0), (2.01, 1), (math.nan, 1)])
+def test_the_files_of_two_runs_are_compared(tmp_path, monkeypatch, capsys, norm, code) -> None:
+    for name, value in (("stock", 2.0), ("on", norm)):
+        step = {"losses": {}, "grad_norm": value, "raw": 100, "executed": 40}
+        text = f"{json.dumps(step)}\n{json.dumps({'parameters': name})}\n"
+        for rank in range(2):
+            (tmp_path / f"{name}.{rank}").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "stock"), str(tmp_path / "on")])
+    assert trajectories.main() == code
+    assert "| 2 ranks, 1 steps | 0.0e+00 |" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "stock"), str(tmp_path / "none")])
+    assert trajectories.main() == 2

@@ -1,0 +1,74 @@
+"""verl of the registry runs its own engine steps with the prefix schedule in Megatron's place."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.core.trainers.both import Step
+from tests.core.trainers.registry import installed
+
+ROOT = Path(__file__).parents[2]
+LAYOUTS = ("1", "tp2-sp", "pp2", "tp2-pp2", "cp2", "pp2-fused")
+
+
+def run(*layouts: str, **environ: str) -> dict[str, dict[str, Any]]:
+    """What every layout's ranks saw; one process imports verl for all of them."""
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.core.trainers.verl_steps", str(installed("verl")), *layouts],
+        cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    lines = [line for line in found.stdout.splitlines() if line.startswith('{"layout"')]
+    assert len(lines) == len(layouts), found.stdout[-2000:] + found.stderr[-4000:]
+    return {run["layout"]: run for run in map(json.loads, lines)}
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, dict[str, Any]]:
+    return run(*LAYOUTS)
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Path:
+    """A folder in which this package is installed, as far as entry points tell."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    folder = tmp_path / "megatron_prefix-0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Name: megatron_prefix\nVersion: 0\n", encoding="utf-8")
+    text = "[verl.plugins]" + setup["options.entry_points"]["verl.plugins"]
+    (folder / "entry_points.txt").write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def check(run: dict[str, Any]) -> None:
+    """Whether every rank's steps are those of the stock schedule, and shared."""
+    assert not run["error"], run["error"]
+    for rank in run["ranks"]:
+        steps = [Step(**step) for step in rank]
+        assert [step.kind for step in steps] == ["forward", "update"]
+        assert [step.problem for step in steps] == ["", ""]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_verl_gets_the_stock_schedules_results(runs: dict[str, Any], layout: str) -> None:
+    check(runs[layout])
+
+
+@pytest.mark.slow
+def test_verls_plugin_puts_the_schedule_into_its_engine(plugin: Path) -> None:
+    """With nothing but the entry point, configured by variables."""
+    settings = {"MODE": "on", "MIN_GAIN": "0", "SEGMENT_TOKENS": "128", "KERNEL": "math"}
+    named = {f"MEGATRON_PREFIX_{name}": text for name, text in settings.items()}
+    # Before the installed package, whose metadata may be of another version.
+    named["PYTHONPATH"] = os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")])
+    for found in run("1-plugin", "tp2-pp2-plugin", **named).values():
+        check(found)

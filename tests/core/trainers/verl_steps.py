@@ -1,0 +1,143 @@
+"""verl's own engine steps: log-probs and the actor's update, packed, in dynamic batches.
+
+"fused" in a layout's name: with `use_fused_kernels`, which replaces the model's `forward`;
+"plugin": with the schedule that verl's plugin has put into the engine's module.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.models.build import build_model, unwrap
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.core.trainers import worker
+from tests.core.trainers.both import Both, Step
+
+VOCAB, PROMPT, ANSWER, GROUPS, SIZE = 128, 40, 12, 3, 4
+ENGINE = "verl.workers.engine.megatron.transformer_impl"
+
+
+def engine_of(layout: Any, chunks: list[Any], *, fused: bool) -> Any:
+    """verl's engine around a model; its `__init__` would build one with mbridge."""
+    from verl.workers.config import McoreEngineConfig
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+    engine = object.__new__(MegatronEngineWithLMHead)
+    engine.engine_config = McoreEngineConfig(
+        tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp, use_remove_padding=True, use_dynamic_bsz=True,
+        use_fused_kernels=fused,
+    )  # fmt: skip
+    engine.model_config = SimpleNamespace(
+        hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
+        mtp=SimpleNamespace(enable=False, enable_train=False),
+        model_type="language_model", tokenizer=SimpleNamespace(pad_token_id=0),
+    )  # fmt: skip
+    engine.tf_config, engine.module = unwrap(chunks[0]).config, chunks
+    engine.enable_routing_replay = False
+    engine.is_mp_src_rank_with_outputs = lambda: True
+    return engine
+
+
+def fuse(chunk: Any) -> None:
+    """Lets verl replace the model's `forward`; what its kernels for a GPU compute, torch does."""
+    from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+    from verl.models.mcore import model_forward_fused
+    from verl.utils.megatron import tensor_parallel
+
+    def linear_cross_entropy(
+        hidden: Any, weight: Any, labels: Any, temperature: float, *_: Any
+    ) -> tuple[Any, Any]:
+        hidden = copy_to_tensor_model_parallel_region(hidden.flatten(0, 1))
+        logits = hidden @ weight.T / temperature
+        entropy = tensor_parallel.vocab_parallel_entropy(logits)
+        labels = labels.flatten()
+        return tensor_parallel.vocab_parallel_log_probs_from_logits(logits.clone(), labels), entropy
+
+    model_forward_fused.linear_cross_entropy = linear_cross_entropy
+    model_forward_fused.patch_fused_forward(chunk)
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and attention mask, [rollouts, positions]: prompts on the right, answers on the left.
+
+    The rollouts of a group have one prompt; they are in a random order.
+    """
+    draw = torch.Generator().manual_seed(3)
+
+    def tokens(most: int) -> torch.Tensor:
+        length = int(torch.randint(most // 2, most + 1, (1,), generator=draw))
+        return torch.randint(1, VOCAB, (length,), generator=draw)
+
+    ids, mask = torch.zeros(2, GROUPS * SIZE, PROMPT + ANSWER, dtype=torch.long)
+    for group in range(GROUPS):
+        prompt = tokens(PROMPT)
+        for row in range(group * SIZE, (group + 1) * SIZE):
+            answer = tokens(ANSWER)
+            held = slice(PROMPT - len(prompt), PROMPT + len(answer))
+            ids[row, held], mask[row, held] = torch.cat([prompt, answer]), 1
+    order = torch.randperm(len(ids), generator=draw)
+    return ids[order], mask[order]
+
+
+def batch() -> Any:
+    """What a step of verl's trainer gives the engine."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    ids, mask = rows()
+    num = len(ids)
+    columns = {
+        "input_ids": ids, "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        "prompts": ids[:, :PROMPT], "responses": ids[:, PROMPT:],
+        "response_mask": mask[:, PROMPT:],
+        "old_log_probs": torch.full((num, ANSWER), -4.9),
+        "advantages": torch.linspace(-1, 1, num)[:, None].expand(num, ANSWER).clone(),
+        "temperature": torch.full((num,), 0.9),
+    }  # fmt: skip
+    data = TensorDict(columns, batch_size=[num])
+    tensordict_utils.assign_non_tensor(
+        data, use_dynamic_bsz=True, max_token_len_per_gpu=150, global_batch_size=num,
+        calculate_entropy=True,
+    )  # fmt: skip
+    return left_right_2_no_padding(data)
+
+
+def steps(name: str) -> list[Step]:
+    """A pass for log-probs and an update, on one rank."""
+    from verl.workers.config import ActorConfig
+    from verl.workers.engine.megatron import transformer_impl
+    from verl.workers.utils.losses import ppo_loss
+
+    layout = worker.layout_of(name)
+    runtime.initialize(layout)
+    spec = resolve("tiny-qwen3", num_layers=2).with_vocab(VOCAB)
+    chunks = build_model(spec, layout=layout, config_overrides={"variable_seq_lengths": True})
+    engine, both = engine_of(layout, chunks, fused="fused" in name), Both()
+    if "fused" in name:
+        fuse(chunks[0])
+    if "plugin" in name:
+        both.swapped = transformer_impl.get_forward_backward_func
+        assert isinstance(both.swapped(), PrefixSchedule), "verl has not loaded the plugin"
+    transformer_impl.get_forward_backward_func = both
+    actor = ActorConfig(
+        strategy="megatron", rollout_n=SIZE, ppo_mini_batch_size=GROUPS * SIZE,
+        ppo_micro_batch_size_per_gpu=1, entropy_coeff=0.01, loss_agg_mode="token-mean",
+    )  # fmt: skip
+    with torch.no_grad():
+        engine.forward_backward_batch(batch(), None, forward_only=True)
+    chunks[0].zero_grad_buffer()
+    engine.forward_backward_batch(batch(), partial(ppo_loss, config=actor), forward_only=False)
+    return both.steps
+
+
+if __name__ == "__main__":
+    worker.main([ENGINE, "verl.workers.utils.losses", "verl.workers.utils.padding"], steps)

@@ -1,0 +1,136 @@
+"""`bench memory` on the CPU: its parts, and one run of the verb."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import StepOutOfMemory, UserError
+from megatron_prefix.lab.bench import longest, memory
+from megatron_prefix.lab.bench.memory import Way
+from megatron_prefix.lab.bench.work import GroupShape
+from megatron_prefix.lab.models.build import unwrap
+from tests.harness.command_line import failure
+from tests.harness.data import REPOSITORY
+from tests.harness.one_rank import one_rank, small_model
+
+CONFIG = PrefixConfig(kernel="math")
+
+
+@pytest.fixture(scope="module")
+def chunks() -> Iterator[list[Any]]:
+    with one_rank():
+        yield [small_model(vocab=128, spec=dict(num_layers=4), dtype=torch.float32)]
+
+
+def measured(chunks: list[Any], way: str) -> memory.Row:
+    shape = GroupShape(160, 32, 3)
+    return memory.measure(shape, Way.parse(way), chunks, CONFIG, repeats=0, seed=1)
+
+
+def test_ways_are_parsed() -> None:
+    assert str(Way.parse("recompute+full")) == "recompute+full"
+    assert Way.parse("stock") == Way("stock", "none")
+    for text in ("stock+", "stock+half", "forget"):
+        with pytest.raises(UserError, match="give one of stock, retain"):
+            Way.parse(text)
+
+
+def test_policies_hold_less_one_after_the_other(chunks: list[Any]) -> None:
+    rows = {way: measured(chunks, way) for way in ("retain", "recompute", "offload", "retain+full")}
+    counted = {way: row.peak_gib for way, row in rows.items()}
+    assert counted["offload"] < counted["recompute"] < counted["retain"]
+    assert counted["retain+full"] < counted["retain"]
+    assert rows["offload"].offloaded_gib > 0 == rows["retain"].offloaded_gib
+    for row in rows.values():
+        assert not row.problem and row.ms > 0 and row.predicted_gib >= 0.9 * row.peak_gib
+    assert unwrap(chunks[0]).config.recompute_granularity is None
+
+
+def test_the_stock_schedule_is_a_plan_that_shares_nothing(chunks: list[Any]) -> None:
+    row = measured(chunks, "stock")
+    assert row.wave_gib == row.peak_gib and row.predicted_wave_gib == row.predicted_gib
+    full = measured(chunks, "stock+full")
+    assert full.peak_gib < row.peak_gib and full.predicted_gib < row.predicted_gib
+
+
+def test_a_step_that_does_not_fit_is_a_row_too(
+    chunks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise StepOutOfMemory("out of device memory: so and so\na table")
+
+    monkeypatch.setattr(memory, "_call", failing)
+    row = measured(chunks, "retain")
+    assert row.problem == "out of device memory: so and so" and row.peak_gib is None
+
+
+def test_the_frontier_is_where_the_model_says_that_it_ends(chunks: list[Any]) -> None:
+    options: dict[str, Any] = dict(capacity=3e7, step=16, num_tries=0, seed=1)
+    found = {
+        way: longest.frontier(32, Way.parse(way), chunks, CONFIG, **options).predicted
+        for way in ("stock", "stock+full", "retain")
+    }
+    assert found["stock"] < found["retain"] and found["stock"] < found["stock+full"]
+    for length, fits in ((found["stock"], True), (found["stock"] + 16, False)):
+        peak = memory.predicted(GroupShape(length - 32, 32, 2), Way("stock"), chunks, CONFIG).peak
+        assert (peak <= 3e7) == fits
+
+
+@pytest.mark.parametrize("end", [300, 3000])
+def test_the_frontier_is_tried_on_both_sides(
+    end: int, chunks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = []
+
+    def measure(shape: GroupShape, *_: Any, **__: Any) -> Any:
+        lengths.append(shape.prompt + shape.response)
+        return type("Span", (), {"problem": "no" if lengths[-1] > end else ""})
+
+    monkeypatch.setattr(longest, "measure", measure)
+    found = longest.frontier(
+        32, Way("retain"), chunks, CONFIG, capacity=3e7, step=16, num_tries=40, seed=1
+    )
+    assert found.trained is not None and found.failed is not None
+    assert found.trained <= end < found.failed <= found.trained + 32
+
+
+def test_the_verb(tmp_path: Path) -> None:
+    """In a process of its own: process groups over gloo leave threads behind."""
+    plot, out = tmp_path / "memory.svg", tmp_path / "memory.json"
+    command = "bench memory --shapes 96:16:2 --ways stock recompute offload --frontier 16"
+    command += " --capacity-gb 0.1 --repeats 0 --align-layers 1 --json"
+    words = [*command.split(), "--plot", str(plot), "--bench-json", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_prefix", *words],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result == json.loads(out.read_text(encoding="utf-8"))
+    assert result["aligned"] and result["peaks"] == "counted"
+    assert [row["way"] for row in result["rows"]] == ["stock", "recompute", "offload"]
+    assert all(row["peak_gib"] > 0 and not row["problem"] for row in result["rows"])
+    assert [one["way"] for one in result["frontier"]] == ["stock", "recompute", "offload"]
+    assert plot.read_text(encoding="utf-8").lstrip().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ways", "nothing"], "give one of stock, retain"),
+        (["--chunk-tokens", "auto"], "--chunk-tokens auto: give a number"),
+        (["--rollouts", "x.jsonl"], "bench memory runs synthetic shapes"),
+        (["--capacity-gb", "-1"], "from 0"),
+    ],
+)
+def test_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in failure(capsys, "bench", "memory", *arguments)

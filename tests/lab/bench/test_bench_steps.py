@@ -1,0 +1,212 @@
+"""`bench`: both schedules are timed in the same way, on the same microbatches."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab.bench import steps
+from megatron_prefix.lab.bench.timing import Timing, cost_model, flop_bound
+from megatron_prefix.lab.bench.work import GroupShape, Setting, Work
+from megatron_prefix.lab.cli import bench
+from megatron_prefix.lab.data.generate import generate
+from megatron_prefix.lab.data.rollouts import Group
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.rl import passes
+from megatron_prefix.lab.rl.baseline import Baseline
+from megatron_prefix.lab.runtime import Layout
+from tests.harness.command_line import BUNDLED, command, failure
+from tests.harness.one_rank import one_rank, small_model
+
+SPEC = resolve("tiny-llama", num_layers=1).with_vocab(64)
+CONFIG = PrefixConfig(min_gain=0)
+WARM_UP = 2
+BASELINES = (Baseline("rollout"), Baseline("packed", 64), Baseline("packed", 10_000))
+
+
+@pytest.fixture(scope="module")
+def chunks() -> Iterator[list[Any]]:
+    with one_rank():
+        yield [small_model(vocab=64, spec=dict(num_layers=1), dtype=torch.float32)]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[list[int]]]]:
+    """Schedule and tokens of every forward-backward call."""
+    made = []
+    run = passes.run
+
+    def noted(schedule: Any, step: Any, chunks: Any, items: Any) -> Any:
+        made.append((type(schedule).__name__, [item["tokens"].tolist() for item in items]))
+        return run(schedule, step, chunks, items)
+
+    monkeypatch.setattr(passes, "run", noted)
+    return made
+
+
+def some_groups(num: int) -> list[Group]:
+    return list(generate(num, 24, 8, 3, vocab_size=64, uneven=True))
+
+
+def timed(chunks: list[Any], work: Work, baseline: Baseline) -> Timing:
+    return steps.time_work(
+        work, Setting(SPEC, Layout(), baseline, seed=1, warm_up_calls=WARM_UP), chunks, {}
+    )
+
+
+@pytest.mark.parametrize("baseline", BASELINES, ids=str)
+def test_both_schedules_are_warmed_alike(chunks, calls, baseline) -> None:
+    shape = GroupShape(24, 8, 3)
+    groups = shape.groups(1, 64, 1)
+    timing = timed(chunks, Work("shape", CONFIG, [groups], [groups], repeats=2), baseline)
+    assert timing.executed_tokens < timing.raw_tokens == 3 * 31
+    # One more call of the prefix schedule is timed action by action.
+    wanted = [WARM_UP + 2, WARM_UP + 2 + 1]
+    assert [*Counter(name for name, _ in calls).values()] == wanted
+    assert {*timing.phase_ms} == {*"ABC", "wait"} and min(timing.phase_ms.values()) >= 0
+    assert timing.tflops > 0 and timing.bubble < 0.5 and timing.simulated_bubble == 0
+    assert {len(tokens) for _, tokens in calls} == {timing.microbatches}
+    assert (
+        timing.microbatches
+        == {"rollout": 3, "packed": 1 + (baseline.pack_tokens == 64)}[baseline.name]
+    )
+
+
+def test_steps_are_of_new_groups_and_each_is_run_once_by_both(chunks, calls) -> None:
+    groups = some_groups(8)
+    work = Work("file", CONFIG, [groups[:2]], [groups[2:4], groups[4:6], groups[6:]])
+    timing = timed(chunks, work, BASELINES[1])
+    half = WARM_UP + 3
+    stock, prefix = ([tokens for _, tokens in part] for part in (calls[:half], calls[half:]))
+    assert stock == prefix[:-1] and prefix[-1] == prefix[-2]
+    assert len({str(tokens) for tokens in stock}) == 1 + 3
+    assert timing.steps == timing.shared_steps == len(timing.prefix_step_ms) == 3
+    assert timing.rollouts == 18 and timing.microbatches == sum(map(len, stock[WARM_UP:]))
+    assert timing.raw_tokens == sum(len(r) - 1 for g in groups[2:] for r in g.rollouts)
+    assert timing.speedup == sum(timing.stock_step_ms) / sum(timing.prefix_step_ms)
+    assert timing.median_speedup == timing.stock_ms / timing.prefix_ms
+
+
+def test_several_steps_warm_up_in_turn(chunks, calls) -> None:
+    groups = some_groups(8)
+    before = [groups[n : n + 1] for n in range(5)]
+    timed(chunks, Work("file", CONFIG, before, [groups[5:]]), BASELINES[0])
+    assert len(calls) == 2 * 6 + 1 and len({str(tokens) for _, tokens in calls}) == 6
+    assert calls[0][1] == calls[6][1]
+
+
+def test_steps_that_fall_back_execute_every_token(chunks) -> None:
+    groups = some_groups(4)
+    config = replace(CONFIG, mode="auto", min_speedup=100.0)
+    timing = timed(chunks, Work("file", config, [groups[:2]], [groups[2:]]), BASELINES[1])
+    assert (timing.shared_steps, timing.segments) == (0, 0)
+    assert timing.executed_tokens == timing.raw_tokens
+    assert timing.plan_bound == 1 < timing.bound
+
+
+def test_the_bound_counts_attention_pairs_and_everything_that_can_be_shared() -> None:
+    """A prompt of 24 tokens, three responses of 8: 23 positions are shared, the last prompt token
+    predicts tokens of its own, and only those 8 of each rollout need the output layer."""
+    [group] = GroupShape(24, 8, 3).groups(1, 64, 1)
+    cost = cost_model(SPEC)
+    stock = 3 * (31 * (cost.linear + cost.head) + cost.attention * 31 * 32 / 2)
+    shared = 23 * cost.linear + cost.attention * 23 * 24 / 2
+    own = 3 * (8 * (cost.linear + cost.head) + cost.attention * (8 * 23 + 8 * 9 / 2))
+    bound = flop_bound(SPEC, PrefixConfig(min_gain=10**6), [[group]] * 2)
+    assert bound == pytest.approx(stock / (shared + own), rel=1e-12)
+
+
+# The verb -----------------------------------------------------------------------------------------
+
+
+def test_consecutive_steps_of_a_file() -> None:
+    options = "--groups 1 --steps 2 --max-tokens 96 --min-gain 0 --pack-tokens 200".split()
+    options += ["--prefix-schedule", "auto", "--set", "num_layers=1", "--json"]
+    done = command("bench", "--rollouts", BUNDLED, *options)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    [row] = result["rows"]
+    assert result["alignment"]["passed"] and result["alignment"]["baseline"] == "packed"
+    assert (row["baseline"], row["pack_tokens"], row["steps"]) == ("packed", 200, 2)
+    assert len(row["stock_step_ms"]) == len(row["prefix_step_ms"]) == 2
+    assert row["executed_tokens"] < row["raw_tokens"] and row["segments"] > 0
+    assert row["bound"] >= row["plan_bound"] > 1 and row["microbatches"] < row["rollouts"]
+
+
+def test_a_rehearsal_runs_the_timed_steps_before() -> None:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    options, files = "--groups 1 --steps 2 --warm-up 1".split(), {"file": some_groups(4)}
+    (plain,) = bench._steps(parser.parse_args(options), files, CONFIG)
+    (rehearsed,) = bench._steps(parser.parse_args([*options, "--rehearse"]), files, CONFIG)
+    assert plain.steps == rehearsed.steps and len(plain.steps) == 2
+    assert rehearsed.warm_up == [*plain.warm_up, *plain.steps]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "2"], "--steps is for rollout files"),
+        (["--rehearse"], "--rehearse is for --steps"),
+        (["--rollouts", BUNDLED, "--groups", "4", "--steps", "99"], "too few for --steps 99"),
+        (["--rollouts", BUNDLED, "--step-tokens", "10000000", "--steps", "1"], "too few for"),
+    ],
+)
+def test_steps_that_cannot_be_made_are_refused(capsys, options, message) -> None:
+    assert message in failure(capsys, "bench", *options)
+
+
+def ranked(*options: str) -> dict[str, Any]:
+    usual = "--shapes 96:24:3 --shape-groups 2 --pack-tokens 300 --min-gain 0 --repeats 1".split()
+    done = command("bench", *usual, *options, "--set", "num_layers=2", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["alignment"]["passed"] and len(found["rows"]) == 1
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--cp 2 --overlap-grad-reduce",
+        "--tp 2 --sequence-parallel --forward-only",
+        "--pp 2 --chunk-tokens 48",
+        "--dp 2",
+    ],
+)
+def test_schedules_are_timed_in_a_layout(options: str) -> None:
+    found = ranked(*options.split())
+    [row] = found["rows"]
+    dp = found["layout"]["dp"]
+    positions = 2 * dp * 3 * 119
+    assert positions <= row["raw_tokens"] < 1.1 * positions
+    assert row["rollouts"] == 2 * dp * 3
+    assert row["executed_tokens"] < 0.6 * row["raw_tokens"]
+    assert row["bound"] > 1 and row["speedup"] > 0 and row["tflops"] > 0
+    assert found["forward_only"] == ("--forward-only" in options)
+    assert found["overlap_grad_reduce"] == ("--overlap-grad-reduce" in options)
+    assert (row["phase_ms"]["C"] == 0) == found["forward_only"]
+    assert (row["simulated_bubble"] > 0) == (found["layout"]["pp"] > 1)
+    assert 0 <= row["bubble"] < 1
+
+
+def test_memory_is_measured_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "bench memory is for one rank" in failure(capsys, "bench", "memory", "--cp", "2")
+
+
+def test_the_log_of_router_losses_is_that_of_the_timed_model() -> None:
+    """Megatron sizes it by the layers of the first model, and the aligned one has fewer."""
+    done = command(
+        "bench", "--model", "tiny-moe", "--set", "num_layers=2", "--align-layers", "1", "--shapes",
+        "24:8:2", "--repeats", "1", "--warm-up-calls", "1", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["rows"]) == 1

@@ -1,0 +1,241 @@
+"""The command line: help, exit codes, and what goes to which stream."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import shlex
+import sys
+import warnings
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron_prefix import __version__
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.cli import main as frame
+from megatron_prefix.lab.cli import report
+from megatron_prefix.lab.cli.arguments import layout_of
+from megatron_prefix.lab.cli.main import VERBS, main, make_parser
+from megatron_prefix.lab.models import presets
+from megatron_prefix.lab.models.config import check_layout
+from megatron_prefix.lab.runtime import RankError
+from tests.harness.command_line import BUNDLED, command, failure, result, row, run
+
+
+def test_python_m_runs_the_command_line() -> None:
+    done = command("--version")
+    assert (done.returncode, done.stdout) == (0, f"megatron-prefix {__version__}\n")
+    done = command("plan", "/no/such/file")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+
+
+def test_help_lists_every_verb(capsys) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    for verb, (_, line) in VERBS.items():
+        assert verb in out
+        assert " ".join(line.split()[:4]) in out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_with_examples_and_json(capsys, verb) -> None:
+    code, out, _ = run(capsys, verb, "--help")
+    assert code == 0
+    assert "examples:" in out
+    assert f"  megatron-prefix {verb}" in out
+    assert "--json" in out
+
+
+def examples(text: str) -> list[list[str]]:
+    """The command lines of a help text, as a shell would split them."""
+    told = text.partition("examples:\n")[2].replace("\\\n", " ")
+    return [shlex.split(line) for line in told.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("verb", [None, *VERBS])
+def test_every_example_of_a_help_text_parses(capsys, verb) -> None:
+    _, out, _ = run(capsys, *([verb] if verb else []), "--help")
+    found = examples(out)
+    assert len(found) >= 3
+    for words in found:
+        start = words.index("megatron-prefix" if words[0] != "torchrun" else "megatron_prefix")
+        arguments = words[start + 1 :]
+        if arguments == ["VERB", "--help"]:
+            continue
+        args = make_parser(arguments[0]).parse_args(arguments)
+        assert verb in (None, args.verb)
+        if getattr(args, "model", None) in presets.PRESETS and hasattr(args, "tp"):
+            check_layout(presets.resolve(args.model), layout_of(args, None))
+
+
+ROLLOUTS = (BUNDLED, "--groups", "1", "--max-tokens", "64")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("align", "--rollouts", *ROLLOUTS, "--pp", "2", "--kernel", "none", "--recompute", "full"),
+        ("train", *ROLLOUTS, "--kernel", "none"),
+        ("bench", "--shapes", "64:8:2", "--kernel", "none"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_refused_command_writes_one_line_and_no_warnings(tmp_path, arguments) -> None:
+    """In a process of its own, after everything has been imported and the model has been built."""
+    output = ("--output", str(tmp_path / "run")) if arguments[0] == "train" else ()
+    done = command(*arguments, *output)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"megatron-prefix {arguments[0]}: attention kernel 'none'")
+    assert done.stderr.count("\n") == 1
+
+
+def test_other_warnings_are_shown_on_demand(capsys, monkeypatch) -> None:
+    def warn(args) -> int:
+        warnings.warn("apex is not installed", stacklevel=1)
+        logging.getLogger("megatron.core").warning("falling back")
+        logging.getLogger("megatron_prefix.run").warning("of ours")
+        return 0
+
+    handler = logging.lastResort
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's
+    stand_in(monkeypatch, warn)
+    assert run(capsys, "plan") == (0, "", "of ours\n")
+    with pytest.warns(UserWarning, match="apex is not installed"):
+        assert run(capsys, "plan", "--verbose") == (0, "", "falling back\nof ours\n")
+    assert handler is logging.lastResort and not handler.filters
+    assert "PYTHONWARNINGS" not in os.environ
+
+
+def test_a_failed_rank_is_told_without_the_launchers_traceback(capsys, monkeypatch) -> None:
+    stand_in(monkeypatch, raising(RankError("rank 1 failed:\nits traceback")))
+    expected = "megatron-prefix plan: rank 1 failed:\nits traceback\n"
+    assert run(capsys, "plan") == (1, "", expected)
+
+
+def test_names_are_printed_in_any_encoding(tmp_path) -> None:
+    """The C locale without Python's own remedies: ASCII for the terminal and for files."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("LC_")},
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+    }
+    path = tmp_path / "wörter.jsonl"
+    path.write_text(row(group="grüße"), encoding="utf-8")
+    svg = tmp_path / "plan.svg"
+    done = command("plan", str(path), "--svg", str(svg), env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ElementTree.parse(svg)
+    done = command("plan", str(tmp_path / "fehlt-ö.jsonl"), env=environment)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_plan_takes_less_than_a_second() -> None:
+    """In CPU seconds, which other work on the machine does not lengthen."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert command("plan", BUNDLED, "--groups", "1").returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+
+
+def test_progress_goes_to_stderr_and_json_to_stdout(capsys) -> None:
+    code, out, err = run(capsys, "plan", BUNDLED, "--json", "--progress")
+    assert code == 0
+    assert json.loads(out)["rollouts"] == 53
+    assert err == "rollouts read: 53, 0 s\n"
+
+
+def test_progress_lines_come_now_and_then(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(report, "_LINE_EVERY", 0.0)
+    args = SimpleNamespace(progress=True)
+    assert list(report.watched(args, "abc", "letters", total=3)) == ["a", "b", "c"]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"letters: {n} of 3, 0 s" for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, ["draws aligned: 2 of 2, 0 s"]), (1, [])])
+def test_the_first_rank_shows_what_is_aligned(capsys, monkeypatch, rank, said) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    with report.draws_aligned(SimpleNamespace(progress=True), "float64", times=2) as advance:
+        advance(2)
+    assert capsys.readouterr().err.splitlines() == said
+
+
+def test_a_terminal_gets_a_bar(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with report.progress(SimpleNamespace(progress=False), "letters", 3) as advance:
+        advance(3)
+    assert capsys.readouterr().out == ""
+
+
+def test_json_has_no_nan(capsys) -> None:
+    report.print_json({"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": (1, None)}})
+    assert json.loads(capsys.readouterr().out) == {
+        "a": None,
+        "b": [None, 1.5],
+        "c": {"d": [1, None]},
+    }
+
+
+def stand_in(monkeypatch, run) -> None:
+    """Makes `plan` a verb that does what `run` does."""
+    module = SimpleNamespace(HELP="", EPILOG="", add_arguments=lambda parser: None, run=run)
+    monkeypatch.setattr(frame, "_module", lambda verb, name: module)
+
+
+def raising(error: BaseException):
+    def run(args) -> int:
+        raise error
+
+    return run
+
+
+def test_a_failed_check_is_exit_code_1(capsys, monkeypatch) -> None:
+    stand_in(monkeypatch, lambda args: 1)
+    assert run(capsys, "plan") == (1, "", "")
+
+
+def test_only_the_first_line_of_a_message_is_printed(capsys, monkeypatch) -> None:
+    stand_in(monkeypatch, raising(UserError("first\nsecond")))
+    assert failure(capsys, "plan") == "megatron-prefix plan: first"
+
+
+def test_ctrl_c_is_exit_code_130(capsys, monkeypatch) -> None:
+    stand_in(monkeypatch, raising(KeyboardInterrupt()))
+    assert run(capsys, "plan") == (130, "", "megatron-prefix plan: interrupted\n")
+
+
+def test_bugs_are_not_hidden(capsys, monkeypatch) -> None:
+    stand_in(monkeypatch, raising(ValueError("a bug")))
+    with pytest.raises(ValueError, match="a bug"):
+        main(["plan"])
+
+
+def test_a_verb_without_its_module_is_named(capsys, monkeypatch) -> None:
+    monkeypatch.setitem(VERBS, "later", ("no_such_module", "comes later"))
+    assert failure(capsys, "later").startswith(
+        "megatron-prefix later: later is not in this release"
+    )
+
+
+def test_generate_and_import_report_what_they_wrote(capsys, tmp_path) -> None:
+    path, other = str(tmp_path / "a.jsonl.gz"), str(tmp_path / "b.jsonl")
+    made = result(capsys, "generate", path, "--groups", "2", "--rollouts", "3")
+    assert made == {"path": path, "groups": 2, "rollouts": 6, "tokens": 6 * 1280}
+    (tmp_path / "ids.jsonl").write_text(
+        json.dumps({"prompt_ids": [1, 2], "response_ids": [3, 4], "reward": 1.0}) + "\n",
+        encoding="utf-8",
+    )
+    made = result(capsys, "import", "tokens", str(tmp_path / "ids.jsonl"), other)
+    assert (made["groups"], made["rollouts"], made["tokens"]) == (1, 1, 4)
+    code, out, _ = run(capsys, "generate", path, "--groups", "1")
+    assert code == 0
+    assert "rollout file" in out

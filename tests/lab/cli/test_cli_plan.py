@@ -1,0 +1,291 @@
+"""The command line: the verb `plan`, bad input and bad usage."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from megatron_prefix.lab.cli.plan import cost_model
+from megatron_prefix.lab.data.pairs import pairs_of
+from megatron_prefix.lab.data.rollouts import read_groups
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.simulator import simulate
+from tests.harness import data
+from tests.harness.command_line import BUNDLED, failure, result, row, run
+from tests.harness.trees import trie_size
+
+EXACT = ["--align", "1", "--min-gain", "0"]
+
+
+# plan ---------------------------------------------------------------------------------------------
+
+
+def test_plan_json_has_the_keys_of_the_contract_and_their_values(capsys) -> None:
+    found = result(capsys, "plan", BUNDLED, *EXACT, "--share", "group")
+    groups = list(read_groups(BUNDLED))
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    ratios = [rollout.prompt_len / len(rollout) for rollout in rollouts]
+    trie = sum(trie_size([pairs_of(r) for r in group.rollouts]) for group in groups)
+    assert found["rollouts"] == len(rollouts)
+    assert found["groups"] == len(groups)
+    assert found["raw_tokens"] == sum(len(rollout) - 1 for rollout in rollouts)
+    assert found["executed_tokens"] == trie
+    assert found["compression"] == found["raw_tokens"] / trie
+    assert found["prefix_ratio_p50"] == pytest.approx(np.percentile(ratios, 50))
+    assert found["prefix_ratio_p95"] == pytest.approx(np.percentile(ratios, 95))
+    # Nothing but compression, fewer actions and a smaller output layer makes a step faster.
+    cost = cost_model(resolve("llama3-8b"))
+    most = found["compression"] + cost.action_tokens * len(rollouts) / trie
+    assert 2 < found["predicted_speedup"] < most * (1 + cost.head / cost.linear)
+    # All in one bundle: a segment a level of the trees, the last one a wave.
+    assert found["max_depth"] > 2
+    assert found["segments"] == found["inner_segments"] + 1 == found["max_depth"]
+    assert found["num_actions"] == 2 * found["segments"]
+    assert found["makespan"] == 3 * trie
+    assert found["bubble_fraction"] == 0
+    assert found["peak_live_tokens"] == trie
+    assert found["peak_live_bytes"] > found["peak_live_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("name", "p50", "p95", "compression"),
+    [("tau_airline", 0.609, 0.902, 1.77), ("rag_musique", 0.814, 0.986, 4.33)],
+)
+def test_plan_finds_what_was_measured(capsys, name, p50, p95, compression) -> None:
+    """The data's README gives whole sets, each file is half of one: the figures are near."""
+    found = result(capsys, "plan", str(data.path(name)), *EXACT, "--share", "group")
+    assert found["prefix_ratio_p50"] == pytest.approx(p50, abs=0.06)
+    assert found["prefix_ratio_p95"] == pytest.approx(p95, abs=0.06)
+    assert found["compression"] == pytest.approx(compression, rel=0.08)
+
+
+def test_plan_says_what_the_sidecar_takes_here_and_on_the_host(capsys) -> None:
+    """K/V and states of all layers of a hybrid model, of half of them, of none."""
+    usual = ["plan", BUNDLED, "--model", "qwen3-next-80b-a3b"]
+    here, half, none = (result(capsys, *usual, "--cache-host-layers", str(n)) for n in (0, 24, 48))
+    whole = here["sidecar_bytes"]
+    assert 0 == none["sidecar_bytes"] < half["sidecar_bytes"] < whole == none["sidecar_host_bytes"]
+    assert half["sidecar_bytes"] + half["sidecar_host_bytes"] == whole
+    assert here["inner_segments"] * 36 * (2 << 20) < whole
+    assert "leave it or --cp out" in failure(
+        capsys, *usual, "--cache-host-layers", "1", "--cp", "2"
+    )
+
+
+def test_small_groups_are_packed(capsys) -> None:
+    """Sixty-four prompts of a hundred tokens: a few segments, not one a prompt."""
+    path = str(data.path("gsm8k"))
+    found = result(capsys, "plan", path, "--groups", "64", "--segment-tokens", "8192")
+    assert found["groups"] == 64 and found["segments"] <= 12
+    budgets = found["executed_tokens"] / 8192
+    assert found["segments"] <= 2.5 * budgets + 2 * found["max_depth"] * -(-budgets // 4)
+
+
+def test_several_files_make_one_step_and_groups_limits_it(capsys, tmp_path) -> None:
+    other = tmp_path / "other.jsonl"
+    made = result(capsys, "generate", str(other), "--groups", "3", "--seed", "5")
+    whole = result(capsys, "plan", BUNDLED, str(other))
+    assert whole["groups"] == 8 + 3
+    assert whole["rollouts"] == 53 + made["rollouts"]
+    assert result(capsys, "plan", BUNDLED, str(other), "--groups", "2")["groups"] == 2
+    assert result(capsys, "plan", str(other), "--groups", "9")["groups"] == 3
+
+
+def test_options_reach_the_tree(capsys) -> None:
+    plain = result(capsys, "plan", BUNDLED, *EXACT)
+    for arguments, key, wanted in (
+        (["--align", "16"], "align", 16),
+        (["--chunk-tokens", "64"], "chunk_tokens", 64),
+        (["--tp", "2", "--sequence-parallel", "--cp", "2"], "align", 8),
+        (["--tp", "2"], "align", 1),
+        (["--cp", "4"], "align", 8),
+        (["--pp", "4"], "num_stages", 4),
+        (["--pp", "2", "--vpp", "2"], "num_stages", 4),
+    ):
+        assert result(capsys, "plan", BUNDLED, *arguments)[key] == wanted
+    for arguments in (["--min-gain", "500"], ["--align", "64"], ["--loss-in-leaves"]):
+        found = result(capsys, "plan", BUNDLED, *EXACT, *arguments)
+        assert found["executed_tokens"] > plain["executed_tokens"]
+        assert found["raw_tokens"] == plain["raw_tokens"]
+    cut = result(capsys, "plan", BUNDLED, *EXACT, "--segment-tokens", "100", "--chunk-tokens", "50")
+    assert cut["segments"] > plain["segments"]
+    assert cut["executed_tokens"] == plain["executed_tokens"]
+    assert 0 < cut["peak_live_tokens"] < plain["peak_live_tokens"]
+    short = ("--wave-tokens", "100", "--chunk-tokens", "50")  # the option's name before
+    assert result(capsys, "plan", BUNDLED, *EXACT, *short) == cut
+    twice = result(capsys, "plan", BUNDLED, *EXACT, "--share", "batch")
+    assert twice["executed_tokens"] <= plain["executed_tokens"]
+    many = ("plan", BUNDLED, "--pp", "4", "--segment-tokens", "200")
+    ahead = [result(capsys, *many, "--extra", e)["makespan"] for e in "12"]
+    assert ahead[0] != ahead[1]
+
+
+def test_auto_chunks_wait_no_more_than_whole_prefixes(capsys, tmp_path) -> None:
+    path = str(tmp_path / "long.jsonl.gz")
+    result(capsys, "generate", path, "--prompt-tokens", "4096", "--groups", "4")
+    options = ("plan", path, "--pp", "4", "--segment-tokens", "512")
+    whole, auto = (result(capsys, *options, "--chunk-tokens", text) for text in ("0", "auto"))
+    assert 0 < auto["chunk_tokens"] < 4096
+    assert auto["makespan"] < 0.8 * whole["makespan"]
+    fixed = result(capsys, *options, "--chunk-tokens", str(auto["chunk_tokens"]))
+    assert fixed == auto
+
+
+def test_max_tokens_shortens_and_counts_what_it_drops(capsys) -> None:
+    found = result(capsys, "plan", BUNDLED, "--max-tokens", "200")
+    assert found["raw_tokens"] <= 199 * found["rollouts"]
+    assert found["rollouts"] + found["dropped_rollouts"] == 53
+
+
+def late_loss(path: Path) -> str:
+    """Two rollouts that share nothing; the second is trained from its ninth token on only."""
+    first, second = list(range(10)), list(range(20, 30))
+    path.write_text(
+        row(tokens=first) + row(tokens=second, uid="1", prompt_len=8, loss=[[8, 10]]),
+        encoding="utf-8",
+    )
+    return str(path)
+
+
+def test_dropped_rollouts_are_counted(capsys, tmp_path) -> None:
+    path = late_loss(tmp_path / "late.jsonl")
+    found = result(capsys, "plan", path, "--max-tokens", "5")
+    assert (found["rollouts"], found["dropped_rollouts"], found["raw_tokens"]) == (1, 1, 4)
+    assert "dropped" in run(capsys, "plan", path, "--max-tokens", "5")[1]
+    assert "dropped" not in run(capsys, "plan", path)[1]
+
+
+def test_nothing_left_is_bad_input(capsys, tmp_path) -> None:
+    path = tmp_path / "late.jsonl"
+    path.write_text(row(tokens=list(range(10)), prompt_len=10, loss=[]), encoding="utf-8")
+    line = failure(capsys, "plan", str(path), "--max-tokens", "5")
+    assert line.endswith(f"--max-tokens 5: no trained token is left in {path}; give more")
+
+
+def test_the_model_decides_the_speedup_only(capsys) -> None:
+    found = [
+        result(capsys, "plan", BUNDLED, "--model", name)
+        for name in ("llama3-8b", "qwen3-30b-a3b", "tiny-llama")
+    ]
+    assert len({one["predicted_speedup"] for one in found}) == 3
+    assert len({one["executed_tokens"] for one in found}) == 1
+
+
+def test_people_get_a_table(capsys) -> None:
+    code, out, err = run(capsys, "plan", BUNDLED, "--pp", "2", "--chunk-tokens", "100")
+    assert (code, err) == (0, "")
+    for text in (
+        "agents.jsonl.gz: 8 groups, 2 stages",
+        "53 in 8 groups",
+        "18,628",
+        "chunks of 100",
+    ):
+        assert text in out
+    assert "\x1b" not in out
+
+
+def test_csv_and_svg_are_what_was_planned(capsys, tmp_path) -> None:
+    csv, svg = tmp_path / "plan.csv", tmp_path / "plan.svg"
+    arguments = ["plan", BUNDLED, "--pp", "3", "--csv", str(csv), "--svg", str(svg)]
+    found = result(capsys, *arguments)
+    plan = Plan.from_csv(csv.read_text(encoding="utf-8"))
+    assert simulate(plan).makespan == found["makespan"]
+    assert len(plan.segments) == found["segments"]
+    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+    assert "agents.jsonl.gz: 8 groups, 3 stages" in svg.read_text(encoding="utf-8")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.csv", "plan.svg"]
+    code, out, err = run(capsys, "plan", BUNDLED, "--pp", "3", "--csv", "-")
+    assert (code, out) == (0, csv.read_text(encoding="utf-8"))
+    assert "compression" in err
+
+
+# Bad input and bad usage --------------------------------------------------------------------------
+
+
+BAD_FILES = {
+    "empty": (b"", ":1: row: the file is empty"),
+    "no JSON": (b"{", ":1: row: not JSON"),
+    "missing field": (row(tokens=None).encode(), ":1: tokens: missing"),
+    "negative token": (row(tokens=[1, -2, 3]).encode(), ":1: tokens: token 1 is negative"),
+    "loss outside": (row(loss=[[1, 9]]).encode(), ":1: loss: span outside the row"),
+    "loss over the prompt": (row(loss=[[0, 2]]).encode(), ":1: loss: span over the prompt"),
+    "lcp": (row(lcp=4).encode(), ":1: lcp: outside"),
+    "NaN reward": (row(reward=float("nan")).encode(), ":1: reward: not finite"),
+    "prompt_len 0": (row(prompt_len=0, loss=[]).encode(), ":1: prompt_len: outside"),
+    "mixed groups": (
+        (row() + row(group="h") + row(uid="1")).encode(),
+        ":3: group: comes back after other rows",
+    ),
+    "truncated gzip": (gzip.compress(row().encode())[:-9], ": gzip: truncated or corrupt"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_FILES.values(), ids=BAD_FILES.keys())
+def test_bad_rollouts_fail_with_one_line_and_write_nothing(capsys, tmp_path, content, message):
+    path, csv = tmp_path / "bad.jsonl", tmp_path / "plan.csv"
+    path.write_bytes(content)
+    csv.write_text("before", encoding="utf-8")
+    for more in ([], ["--json"], ["--csv", str(csv), "--svg", str(tmp_path / "plan.svg")]):
+        line = failure(capsys, "plan", str(path), *more)
+        assert line.startswith(f"megatron-prefix plan: {path}:")
+        assert message in line
+    assert csv.read_text(encoding="utf-8") == "before"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "plan.csv"]
+
+
+def test_groups_of_one_and_copies_are_valid(capsys, tmp_path) -> None:
+    path = tmp_path / "one.jsonl"
+    path.write_text(row() + row(group="h") + row(group="h", uid="1"), encoding="utf-8")
+    for share, executed in (("group", 4), ("batch", 2)):
+        found = result(capsys, "plan", str(path), "--share", share)
+        assert (found["groups"], found["raw_tokens"]) == (2, 6)
+        assert found["executed_tokens"] == executed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "megatron-prefix: the following arguments are required: VERB"),
+        (["plam", "x"], "megatron-prefix: argument VERB: invalid choice: 'plam'"),
+        (["plan"], "megatron-prefix plan: the following arguments are required: ROLLOUTS"),
+        (["plan", "x", "--pp", "0"], "argument --pp: '0' is no whole number from 1"),
+        (["plan", "x", "--pp", "two"], "argument --pp: 'two' is no whole number from 1"),
+        (["plan", "x", "--groups", "-1"], "argument --groups: "),
+        (["plan", "x", "--max-tokens", "1"], "argument --max-tokens: '1' is no whole number"),
+        (["plan", "x", "--chunk-tokens", "some"], "'some' is neither 'auto' nor a whole number"),
+        (["plan", "x", "--chunk-tokens", "-5"], "argument --chunk-tokens: "),
+        (["plan", "x", "--share", "all"], "argument --share: invalid choice: 'all'"),
+        (["plan", "x", "--chunk", "5"], "unrecognized arguments: --chunk 5"),
+        (["plan", "/no/such/file"], "megatron-prefix plan: /no/such/file: file: cannot be read"),
+        (["plan", BUNDLED, "--vpp", "2"], "--vpp 2 needs --pp of at least 2"),
+        (["plan", BUNDLED, "--sequence-parallel"], "--sequence-parallel needs --tp"),
+        (["plan", BUNDLED, "--dp", "2"], "--dp 2 (and --ep 1): a plan is of one data-parallel"),
+        (["plan", BUNDLED, "--ep", "2"], "--dp 2 (and --ep 2)"),
+        (["plan", BUNDLED, "--model", "gpt-9"], "model 'gpt-9' is neither a preset"),
+        (["plan", BUNDLED, "--csv", "/no/such/plan.csv"], "/no/such/plan.csv: cannot be written"),
+        (["plan", BUNDLED, "--svg", "/no/such/plan.svg"], "/no/such/plan.svg: cannot be written"),
+        (["plan", BUNDLED, "--csv", "-", "--json"], "--csv - and --json both write to stdout"),
+        (["show", "/no/such/plan.csv"], "megatron-prefix show: /no/such/plan.csv: cannot be read"),
+        (["show", BUNDLED], "not a plan: it is no text in UTF-8"),
+        (["show", __file__], "not a plan"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_code_2(capsys, arguments, message) -> None:
+    line = failure(capsys, *arguments)
+    assert line.startswith("megatron-prefix")
+    assert message in line
+
+
+def test_an_unwritable_svg_leaves_no_csv_behind_half_written(capsys, tmp_path) -> None:
+    csv = tmp_path / "plan.csv"
+    failure(capsys, "plan", BUNDLED, "--csv", str(csv), "--svg", "/no/such/plan.svg")
+    assert not csv.exists() or Plan.from_csv(csv.read_text(encoding="utf-8")).num_ranks == 1
+    (tmp_path / "folder").mkdir()
+    line = failure(capsys, "plan", BUNDLED, "--csv", str(tmp_path / "folder"))
+    assert "cannot be written" in line
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]

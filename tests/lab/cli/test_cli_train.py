@@ -1,0 +1,181 @@
+"""`megatron-prefix train`: output, exit codes, and bad input that writes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron_prefix.lab.cli.main import main
+from megatron_prefix.lab.rl import updates
+from megatron_prefix.lab.rl.run import Summary
+from tests.harness.data import BUNDLED, REPOSITORY
+from tests.harness.ranks import run_ranks
+
+KEYS = {field.name for field in fields(Summary)} | {"plan_svg", "trace", "dropped_rollouts"}
+SMALL = ["--set", "num_layers=1", "--groups", "2", "--groups-per-step", "1", "--max-tokens", "80"]
+
+
+def train(*arguments: str) -> tuple[int, str, str]:
+    """Runs the verb in a fresh process; exit code, stdout, stderr."""
+
+    def on_rank() -> tuple[int, str, str]:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = main(["train", *arguments])
+            except SystemExit as leave:
+                code = int(leave.code or 0)
+        return code, out.getvalue(), err.getvalue()
+
+    return run_ranks(1, on_rank)[0]
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    return {
+        "group": "g",
+        "uid": "0",
+        "tokens": [3, 4, 5, 6, 7, 8],
+        "prompt_len": 3,
+        "loss": [[3, 6]],
+        "reward": 1.0,
+        **changes,
+    }
+
+
+def a_file(folder: Path, *rows: dict[str, Any]) -> str:
+    path = folder / "rollouts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_json_is_one_object_and_progress_goes_elsewhere(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    picture = folder / "pictures" / "plan.svg"
+    code, out, err = train(
+        str(BUNDLED), *SMALL, "--compare", "--json", "--progress", "--output", str(folder),
+        "--plan-svg", str(picture), "--save-every", "1",
+    )  # fmt: skip
+    assert code == 0, err
+    result = json.loads(out)
+    assert result.keys() == KEYS
+    assert result["passed"] is True and result["error"] is None
+    assert (result["first_step"], result["last_step"]) == (1, 2)
+    assert 0 < result["executed_tokens"] < result["raw_tokens"]
+    assert result["grad_max_rel_diff"] <= result["tolerance"]
+    assert result["speedup"] == pytest.approx(result["stock_step_s"] / result["step_s"])
+    assert "step 2 of 2: loss " in err and "tokens/s" in err
+    assert Path(result["metrics"]).read_text(encoding="utf-8").count("\n") == 2
+    assert (Path(result["checkpoint"]) / "train.json").is_file()
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+
+
+def test_table_says_what_was_compared_and_where_things_are(tmp_path: Path) -> None:
+    code, out, err = train(str(BUNDLED), *SMALL, "--compare", "--output", str(tmp_path))
+    assert (code, err) == (0, "")
+    for text in ("tokens, executed", "stock schedule", "prefix schedule", "speedup", "aligned"):
+        assert text in out
+    assert "metrics.jsonl" in out and "checkpoint" not in out and "NOT" not in out
+    limits = re.findall(r"(\S+) \(at most (\S+)\)", out)
+    assert len(limits) == 3, "each difference stands beside its own limit"
+    assert all(float(found) <= float(most) for found, most in limits)
+
+
+def test_a_difference_beyond_the_policy_is_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = updates.forward_step
+    calls = iter(range(100))
+    monkeypatch.setattr(
+        updates, "forward_step", lambda config, weight: make(config, weight=1 + next(calls) % 2)
+    )
+    code, out, _ = train(str(BUNDLED), *SMALL, "--compare", "--output", str(tmp_path))
+    assert code == 1 and "NOT aligned" in out and "gradient of" in out
+
+
+def test_a_run_that_cannot_go_on_is_exit_code_1(tmp_path: Path) -> None:
+    path = a_file(tmp_path, row(advantage=-1.0, old_logprobs=[-1e6] * 3))
+    code, out, err = train(path, "--json", "--output", str(tmp_path / "run"))
+    assert code == 1
+    assert "step 1: loss inf" in json.loads(out)["error"]
+    assert "--max-skipped 0" in err
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([row(reward=float("nan"))], "rollouts.jsonl:1: reward: not finite"),
+        ([row(), row(uid="1", tokens=[3, -4, 5, 6, 7, 8])], "rollouts.jsonl:2: tokens: token 1 is"),
+        ([row(loss=[[2, 6]])], "rollouts.jsonl:1: loss: span over the prompt"),
+        ([row(old_logprobs=[-1.0])], "rollouts.jsonl:1: old_logprobs: not one for each of 3"),
+        ([], "rollouts.jsonl:1: row: the file is empty"),
+    ],
+    ids=["reward", "token", "span", "old log-probs", "empty"],
+)
+def test_bad_rollouts_are_exit_code_2(tmp_path: Path, rows: list[dict], message: str) -> None:
+    path = a_file(tmp_path, *rows)
+    code, out, err = train(path, "--output", str(tmp_path / "run"))
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+    assert os.listdir(tmp_path) == ["rollouts.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compare", "--prefix-schedule", "off"], "compare with .* mode off"),
+        (["--plan-svg", "p.svg", "--prefix-schedule", "off"], "--plan-svg"),
+        (["--groups-per-step", "3"], "--groups-per-step 3 exceeds the 1 groups"),
+        (["--minibatches", "2"], "--minibatches is 2, but .* 1 groups"),
+        (["--clip-low", "0"], "clip_low is 0.0"),
+        (["--lr", "nan"], "--lr: .nan. is no number"),
+        (["--steps", "0"], "--steps"),
+        (["--cp", "2"], "cp"),
+        (["--model", "llama-9b"], "neither a preset"),
+        (["--chunk-tokens", "many"], "'many' is neither 'auto' nor a whole number"),
+        (["--trace", "t.json", "--prefix-schedule", "off"], "--trace: --prefix-schedule off runs"),
+        (["--prefix-plan", "p.csv", "--prefix-schedule", "observe"], "--prefix-plan: .* observe"),
+        (["--prefix-plan", "no.csv"], "no.csv: cannot be read"),
+        (["--dtype", "float64", "--clip-grad", "1"], "float64 with clip_grad 1.0"),
+        (["--resume", "nowhere"], "--resume nowhere: no such folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_usage_is_exit_code_2(tmp_path: Path, arguments: list[str], message: str) -> None:
+    path = a_file(tmp_path, row())
+    code, out, err = train(path, *arguments, "--output", str(tmp_path / "run"))
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1 and re.search(message, err), err
+    assert os.listdir(tmp_path) == ["rollouts.jsonl"]
+
+
+def test_a_group_of_one_and_a_rollout_without_loss_work(tmp_path: Path) -> None:
+    path = a_file(tmp_path, row(), row(group="h", loss=[]), row(group="h", uid="1"))
+    code, out, err = train(path, "--json", "--output", str(tmp_path / "run"), "--compare")
+    assert code == 0, err
+    assert json.loads(out)["loss"] == 0
+
+
+def test_the_command_starts_its_own_ranks(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "megatron_prefix", "train", str(BUNDLED), *SMALL[:-4], "--dp", "2",
+        "--max-tokens", "80", "--groups-per-step", "2", "--steps", "1", "--json",
+        "--output", str(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["last_step"] == 1 and result["error"] is None
+    (line,) = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(line)["prefix_sharing/raw_tokens"] == result["raw_tokens"]

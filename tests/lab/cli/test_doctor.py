@@ -1,0 +1,202 @@
+"""`doctor`: what it finds, what it calls a problem, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_prefix.lab.cli import doctor, packages
+from megatron_prefix.layers.blocks import kernels
+from megatron_prefix.layers.blocks.kernels import KERNELS
+from megatron_prefix.megatron import features, mixers, modules
+from tests.harness.data import REPOSITORY
+
+REQUIREMENTS = [
+    "torch>=2.6",
+    "einops",
+    'tensorboard; extra == "train"',
+    'tokenizers>=0.20; extra == "tokenizers"',
+    'megatron_prefix[train]; extra == "test"',
+    'tomli; python_version < "3"',
+]
+
+
+def doctored(*options: str) -> subprocess.CompletedProcess:
+    """The verb in a process of its own, since it selects a platform."""
+    command = [sys.executable, "-m", "megatron_prefix", "doctor", *options]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def report() -> dict:
+    done = doctored("--device", "cpu", "--model", "tiny-llama", "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_machine_that_can_run_the_schedule(report):
+    assert report["ok"]
+    assert report["problems"] == []
+    assert report["device"] == "cpu"
+    assert report["versions"]["torch"].startswith("2.")
+    assert report["devices"][0]["name"] == "CPU"
+    assert report["devices"][0]["cores"] >= 1
+    assert report["devices"][0]["memory_gib"] > 0
+
+
+def test_kernels_come_with_the_reason_for_each_that_is_missing(report):
+    assert set(report["kernels"]) == {"float64", "float32", "bfloat16"}
+    for dtype, reasons in report["kernels"].items():
+        assert set(reasons) == set(KERNELS)
+        assert reasons["math"] is None
+        assert "CUDA" in reasons["cudnn"]
+        assert reasons[report["chosen"][dtype]] is None
+    assert report["chosen"]["float64"] == "math"
+
+
+def test_the_kernel_is_explained(report):
+    assert report["why"] == {
+        "float64": "math, which is exact",
+        "float32": "flash_cpu, the fastest here",
+        "bfloat16": "flash_cpu, the fastest here",
+    }
+
+
+def test_a_model_is_checked_with_its_own_heads(monkeypatch):
+    """A kernel compiles for a width and a number of query heads a K/V head."""
+    asked = set()
+    probed = kernels._probed
+
+    def noted(*args):
+        asked.add(args[3:])
+        return probed(*args)
+
+    monkeypatch.setattr(kernels, "_probed", noted)
+    assert doctor.examine("cpu", "qwen3-8b")["ok"]
+    assert asked == {(128, 128, 4)}
+    asked.clear()
+    assert doctor.examine("cpu")["ok"]
+    assert asked == {(128, 128, 2)}
+
+
+def test_every_refused_feature_is_listed_with_what_to_do(report):
+    listed = report["refused_features"]
+    options = {name for name, _, _ in features.REFUSED}
+    assert listed.keys() == {*options, *modules.REFUSED, *mixers.REFUSED}
+    assert len(listed) > 30
+    assert listed["hidden_dropout"].startswith("set it to 0")
+    assert listed["fp8"].startswith("train in bf16")
+    assert listed["overlap_moe_expert_parallel_comm"].startswith("turn it off")
+    assert all(len(fix.split()) > 3 for fix in listed.values())
+
+
+def test_the_model_is_checked(report):
+    assert report["model"]["name"] == "tiny-llama"
+    assert report["model"]["refused"] == []
+    assert report["model"]["parameters"] > 0
+
+
+def test_for_people():
+    done = doctored("--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("on cpu: ready")
+    for name in ("megatron-core", "flash_cpu, the fastest here", "hidden_dropout"):
+        assert name in done.stdout
+
+
+def test_a_device_that_is_not_there_is_a_problem():
+    # On a machine with a GPU, hide it.
+    command = [sys.executable, "-m", "megatron_prefix", "doctor", "--device", "cuda", "--json"]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, env=hidden
+    )
+    assert done.returncode == 1
+    told = json.loads(done.stdout)
+    assert not told["ok"]
+    assert "torch sees no GPU" in told["problems"][0]
+    assert told["kernels"] == {}
+
+
+def test_a_model_that_the_schedule_refuses(monkeypatch):
+    refused = (("num_layers", lambda config: config.num_layers == 4, "use another"),)
+    monkeypatch.setattr(features, "REFUSED", refused)
+    told = doctor.examine("cpu", "tiny-llama")
+    assert not told["ok"]
+    assert told["problems"] == ["tiny-llama has num_layers: use another"]
+    assert told["model"]["refused"] == ["num_layers: use another"]
+
+
+def test_an_old_megatron_is_a_problem(monkeypatch):
+    monkeypatch.setattr(features, "OLDEST", features.Version("99.0"))
+    told = doctor.examine("cpu")
+    assert told["problems"] == [
+        f"megatron-core {features.megatron.core.__version__} is too old: install 99.0 or newer"
+    ]
+
+
+def test_a_package_that_does_not_import_is_a_problem(monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron_prefix.layers.blocks", None)
+    told = doctor.examine("cpu")
+    assert not told["ok"]
+    assert len(told["problems"]) == 1
+    assert "megatron_prefix.layers.blocks" in told["problems"][0]
+
+
+def test_an_unknown_model_is_bad_usage():
+    done = doctored("--model", "no-such-model")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert "no-such-model" in done.stderr
+
+
+def missing(**installed: str) -> tuple[list[str], dict]:
+    return packages.missing(REQUIREMENTS, ["train", "tokenizers", "test"], installed.get)
+
+
+def test_nothing_is_missing():
+    everything = dict(torch="2.6", einops="0.8", tensorboard="2", tokenizers="0.23")
+    assert missing(**everything) == ([], {})
+
+
+def test_a_local_or_unreleased_version_counts():
+    everything = dict(torch="2.13.0+cpu", einops="1.0rc1", tensorboard="2", tokenizers="0.23")
+    assert missing(**everything) == ([], {})
+
+
+def test_what_is_needed_and_what_is_optional():
+    needed, extras = missing(torch="2.5.1", tokenizers="0.19")
+    assert needed == ["torch>=2.6", "einops"]
+    assert extras == {
+        "train": {"missing": ["tensorboard"], "command": "pip install 'megatron_prefix[train]'"},
+        "tokenizers": {
+            "missing": ["tokenizers>=0.20"],
+            "command": "pip install 'megatron_prefix[tokenizers]'",
+        },
+    }
+
+
+def test_trainers_that_are_installed_are_listed_with_what_was_tried(monkeypatch, capsys):
+    monkeypatch.setattr(packages, "version", {"verl": "1.0"}.get)
+    found = doctor._trainers()
+    assert found.keys() == {"verl"}
+    assert (found["verl"]["version"], found["verl"]["tried"]) == ("1.0", ["0.9.1"])
+    doctor._print({**EMPTY, "trainers": found})
+    assert "verl 1.0" in capsys.readouterr().out
+
+
+EMPTY = {
+    "ok": True, "problems": [], "device": "cpu", "versions": {}, "devices": [], "kernels": {},
+    "chosen": {}, "why": {}, "recurrent": {}, "stock_packs": None, "refused_features": {},
+    "extras": {}, "model": None,
+}  # fmt: skip
+
+
+def test_what_is_wrong_with_stock_packs_is_printed_with_the_fix(capsys):
+    doctor._print({**EMPTY, "trainers": {}, "stock_packs": "wrong gradient of keys"})
+    assert "wrong gradient of keys; use another attention" in capsys.readouterr().out

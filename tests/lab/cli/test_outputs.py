@@ -1,0 +1,111 @@
+"""Files that a verb is asked to write and cannot: one line, before the work for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_prefix.lab.cli import inputs, report
+from megatron_prefix.lab.cli.main import VERBS
+from megatron_prefix.lab.models import build
+from tests.harness import data
+from tests.harness.command_line import BUNDLED, failure
+
+PLAN = str(data.REPOSITORY / "schedules" / "flat-group-pp1.csv")
+BENCH = ["bench", "--shapes", "8:4:2"]
+MEMORY = ["bench", "memory", "--shapes", "8:4:2"]
+# Verb, and the option that takes the file (none: the last argument).
+WRITERS = {
+    "plan csv": ["plan", BUNDLED, "--csv"],
+    "plan svg": ["plan", BUNDLED, "--svg"],
+    "show svg": ["show", PLAN, "--svg"],
+    "generate": ["generate"],
+    "import": ["import", "tokens", BUNDLED],
+    "bench json": [*BENCH, "--bench-json"],
+    "bench plot": [*BENCH, "--plot"],
+    "memory json": [*MEMORY, "--bench-json"],
+    "memory plot": [*MEMORY, "--plot"],
+    "matrix markdown": ["matrix", "--only", "*", "--markdown"],
+    "matrix continue": ["matrix", "--only", "*", "--continue"],
+    "replay json": ["replay", BUNDLED, "--result-json"],
+    "replay plot": ["replay", BUNDLED, "--plot"],
+    "train svg": ["train", BUNDLED, "--plan-svg"],
+    "train trace": ["train", BUNDLED, "--trace"],
+    "train output": ["train", BUNDLED, "--output"],
+}
+PLACES = {
+    "file/x.png": "/file is no folder",
+    f"{'x' * 252}.png": "too long",
+    "folder.png": "folder",
+    "no/x.png": "/no is missing",
+}
+MAKES_FOLDERS = ("train", "matrix")
+
+
+@pytest.fixture
+def _no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever builds a model has not looked at where the result goes."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise AssertionError("work was done first")
+
+    monkeypatch.setattr(build, "build_model", fail)
+    for module in (inputs, report):
+        monkeypatch.setattr(module, "watched", fail)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.usefixtures("_no_work")
+def test_a_file_that_cannot_be_written_is_refused_first(capsys, tmp_path, name, place) -> None:
+    arguments = WRITERS[name]
+    if (arguments[0] in MAKES_FOLDERS and place == "no/x.png") or (
+        name == "train output" and place == "folder.png"
+    ):
+        pytest.skip("the folder is made, or may be there")
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.iterdir())
+    path = str(tmp_path / place)
+    line = failure(capsys, *arguments, path)
+    assert f"{path}: cannot be written (" in line and PLACES[place] in line
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_every_verb_that_writes_is_tried() -> None:
+    assert {arguments[0] for arguments in WRITERS.values()} == set(VERBS) - {"align", "doctor"}
+
+
+def test_a_plot_of_an_unknown_kind_is_refused_first(capsys, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    for arguments in (BENCH, MEMORY):
+        line = failure(capsys, *arguments, "--plot", str(tmp_path / "plot.xyz"))
+        assert "plot.xyz: give a file that ends in one of " in line and ".png" in line
+
+
+def test_a_disk_that_is_full(capsys) -> None:
+    full = "/dev/full"
+    for arguments in (
+        ["plan", BUNDLED, "--csv", full],
+        ["plan", BUNDLED, "--svg", full],
+        ["show", PLAN, "--svg", full],
+        ["generate", full, "--groups", "1"],
+    ):
+        assert "/dev/full: cannot be written (No space left" in failure(capsys, *arguments)
+    assert Path(full).is_char_device()
+
+
+@pytest.mark.parametrize("arguments", [["show", PLAN, "--json"], ["show", PLAN, "--full"]])
+def test_stdout_on_a_full_disk(arguments: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_prefix", *arguments],
+            cwd=data.REPOSITORY, stdout=full, stderr=subprocess.PIPE, check=False, text=True,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == (
+        "megatron-prefix show: stdout: cannot be written (No space left on device)\n"
+    )

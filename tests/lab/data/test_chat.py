@@ -1,0 +1,207 @@
+"""Importing conversations: what is trained, what is refused, and real tokenizers."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_prefix.lab.data.importers import import_file
+from megatron_prefix.lab.data.rollouts import Rollout
+from tests.harness import importing
+from tests.harness.importing import Characters, names, refused, write
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+source = importing.source  # a fixture
+
+
+def text_of(rollout: Rollout) -> str:
+    return "".join(map(chr, rollout.tokens.tolist()))
+
+
+def trained(rollout: Rollout) -> list[str]:
+    return [text_of(rollout)[start:end] for start, end in rollout.loss]
+
+
+# Messages -----------------------------------------------------------------------------------------
+
+
+def say(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def conversation(*turns: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"messages": [say("user", "hi"), *turns], "reward": 1.0, **more}
+
+
+def test_messages_train_the_assistant(source: Path) -> None:
+    row = conversation(say("assistant", "one"), say("tool", "42"), say("assistant", "two"))
+    row["tools"] = [{"name": "add"}]
+    ((group),) = import_file(write(source, row), "messages", Characters())
+    (rollout,) = group.rollouts
+    expected = "[add]<user hi>\n<assistant one>\n<tool 42>\n<assistant two>"
+    assert text_of(rollout) == expected
+    assert trained(rollout) == ["one>", "two>"]
+    assert rollout.prompt_len == len("[add]<user hi>\n<assistant ")
+
+
+def test_messages_end_with_the_last_turn_and_skip_weight_zero(source: Path) -> None:
+    row = conversation(
+        say("assistant", "no", weight=0), say("user", "?"), say("assistant", "yes", weight=1),
+        say("user", "bye"),
+    )  # fmt: skip
+    ((group),) = import_file(write(source, row), "messages", Characters())
+    assert trained(group.rollouts[0]) == ["yes>"]
+    assert text_of(group.rollouts[0]).endswith("<assistant yes>")
+    assert group.rollouts[0].prompt_len == text_of(group.rollouts[0]).index("yes")
+
+
+def test_messages_groups_and_names(source: Path) -> None:
+    rows = [
+        conversation(say("assistant", "a"), group="g", id="task"),
+        conversation(say("assistant", "b"), id="x"),
+        conversation(say("assistant", "c"), group="g", id="task"),
+        conversation(say("assistant", "d"), id="x", advantage=0.25),
+        conversation(say("assistant", "e"), group_id=4, uid="u", score=3),
+    ]
+    for row in rows[4:]:
+        del row["reward"]
+    groups = list(import_file(write(source, *rows), "messages", Characters()))
+    assert names(groups) == {"g": ["task", "task#1"], "prompt-0000": ["x", "x#1"], "4": ["u"]}
+    assert [r.advantage for r in groups[1].rollouts] == [None, 0.25]
+    assert groups[2].rollouts[0].reward == 3.0
+
+
+def test_messages_of_the_chat_api(source: Path) -> None:
+    """Text parts are joined and arguments of tool calls become objects, broken ones stay text."""
+    calls = [
+        {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        for arguments in ('{"a": 1}', "{broken", {"b": 2})
+    ]
+    row = conversation(
+        say("user", [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]),
+        say("assistant", None, tool_calls=calls),
+    )
+    ((group),) = import_file(write(source, row), "messages", Characters())
+    assert "<user xy>" in text_of(group.rollouts[0])
+    assert trained(group.rollouts[0]) == ["{'a': 1}'{broken'{'b': 2}>"]
+
+
+def test_an_empty_turn_trains_nothing(source: Path) -> None:
+    row = conversation(say("assistant", ""), say("assistant", "x"))
+    ((group),) = import_file(write(source, row), "messages", Characters(end=""))
+    assert trained(group.rollouts[0]) == ["x"]
+    assert text_of(group.rollouts[0]) == "<user hi<assistant <assistant x"
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"reward": 1}, "messages: missing"),
+        ({"messages": "hi", "reward": 1}, "messages: not a list"),
+        ({"messages": ["hi"], "reward": 1}, "messages: message 0 has no role ('hi')"),
+        ({"messages": [{"content": "x"}], "reward": 1}, "messages: message 0 has no role"),
+        (conversation(), "messages: no turn of the assistant (1 messages)"),
+        (
+            {"messages": [say("assistant", "x")], "reward": 1},
+            "messages: nothing before the first turn of the assistant",
+        ),
+        (
+            conversation(say("robot", ""), say("assistant", "")),
+            "messages: the chat template refuses",
+        ),
+        (
+            conversation(say("user", [{"type": "image_url"}]), say("assistant", "")),
+            "messages: message 1 is not text alone",
+        ),
+        (
+            conversation(say("assistant", "x")) | {"reward": float("nan")},
+            "reward: not finite (nan)",
+        ),
+    ],
+)
+def test_messages_refuse(source: Path, row: dict[str, Any], said: str) -> None:
+    write(source, conversation(say("assistant", "fine")), row)
+    assert refused(source, "messages", Characters()).startswith(f"2: {said}")
+
+
+def test_a_template_that_forgets_is_refused(source: Path) -> None:
+    """Templates that drop earlier reasoning show the model a sequence no single row can hold."""
+    once = conversation(say("assistant", "hmTHINKyes"))
+    twice = conversation(say("assistant", "hmTHINKyes"), say("user", "?"), say("assistant", "ok"))
+    write(source, once, twice)
+    message = refused(source, "messages", Characters(forgets=True))
+    assert message.startswith("2: messages: message 3: the chat template changes what")
+    assert "import kind tokens" in message
+
+
+# Real tokenizers, where installed -----------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small tokenizer in the files of a model folder: one token a byte, and ChatML's marks."""
+    package = pytest.importorskip("tokenizers")
+    alphabet = sorted(package.pre_tokenizers.ByteLevel.alphabet())
+    model = package.models.BPE({letter: i for i, letter in enumerate(alphabet)}, merges=[])
+    fast = package.Tokenizer(model)
+    fast.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = package.decoders.ByteLevel()
+    fast.add_special_tokens(["<|im_start|>", "<|im_end|>", "<s>"])
+    fast.post_processor = package.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 258)]
+    )
+    model_folder = tmp_path / "model"
+    model_folder.mkdir()
+    fast.save(str(model_folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE}
+    (model_folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return model_folder
+
+
+def test_a_tokenizer_file(source: Path, folder: Path) -> None:
+    write(source, {"input": "é", "output": "ab", "score": 1.0})
+    file = folder / "tokenizer.json"
+    ((group),) = import_file(source, "verl", str(file))
+    (rollout,) = group.rollouts
+    assert rollout.tokens[0] == 258
+    assert (len(rollout), rollout.prompt_len, rollout.loss) == (5, 3, ((3, 5),))
+    write(source, conversation(say("assistant", "one")))
+    assert "no chat template" in refused(source, "messages", str(file))
+    for path, said in ((folder / "no.json", "no such file"), (source, "cannot be loaded")):
+        assert said in refused(source, "verl", str(path))
+    file.write_text("{}", encoding="utf-8")
+    assert "cannot be loaded" in refused(source, "verl", str(file))
+
+
+@pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("transformers", "jinja2")),
+    reason="transformers and jinja2 are not installed",
+)
+def test_a_model_folder(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    fast = importlib.import_module("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
+    calls = [{"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
+    row = conversation(
+        say("assistant", "one", tool_calls=calls), say("tool", "42"), say("assistant", "two")
+    )
+    ((group),) = import_file(write(source, row), "messages", str(folder))
+    (rollout,) = group.rollouts
+    pieces = [
+        fast.decode(rollout.tokens[start:end].tolist(), skip_special_tokens=False)
+        for start, end in ((0, rollout.prompt_len), *rollout.loss)
+    ]
+    assert pieces == [
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+        'one{"a": 1}<|im_end|>',
+        "two<|im_end|>",
+    ]
+    assert "cannot be loaded" in refused(source, "messages", str(folder / "missing"))

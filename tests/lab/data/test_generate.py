@@ -1,0 +1,171 @@
+"""Synthetic rollouts have the size and shape asked for, and the bundled file is made of them."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.data.checks import check_rollout
+from megatron_prefix.lab.data.generate import bundled_groups, bundled_rollouts, generate
+from megatron_prefix.lab.data.rollouts import Group, common_prefix, read_groups, write_rollouts
+from tests.harness.command_line import result
+
+
+def num_trie_nodes(group: Group) -> int:
+    """Tokens of the group's trie, by brute force."""
+    return len({tuple(r.tokens[:i].tolist()) for r in group.rollouts for i in range(1, len(r) + 1)})
+
+
+def num_shared_trained(group: Group) -> int:
+    """Trained tokens that another rollout passes too."""
+    prefixes = [
+        [tuple(r.tokens[: i + 1].tolist()) for i in np.flatnonzero(r.loss_mask)]
+        for r in group.rollouts
+    ]
+    seen: dict[tuple[int, ...], int] = {}
+    for prefix in (p for row in prefixes for p in row):
+        seen[prefix] = seen.get(prefix, 0) + 1
+    return sum(count for count in seen.values() if count > 1)
+
+
+def leaf_depths(group: Group) -> list[int]:
+    """For each rollout, the number of places where it parts from others."""
+    depths = []
+    for r in group.rollouts:
+        shared = {common_prefix(r.tokens, other.tokens) for other in group.rollouts}
+        depths.append(len(shared - {len(r)}))
+    return depths
+
+
+@pytest.mark.parametrize("tree", ["flat", "branch", "turns"])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_size_and_validity(tree: str, uneven: bool) -> None:
+    groups = list(generate(5, 40, 60, 7, tree=tree, depth=3, vocab_size=64, uneven=uneven, seed=3))
+    assert [group.name for group in groups] == [f"synthetic-{i:04d}" for i in range(5)]
+    for group in groups:
+        assert len(group.rollouts) == 7
+        for r in group.rollouts:
+            check_rollout(r, vocab_size=64)
+            assert r.prompt_len == r.loss[0][0] == 40
+            assert r.loss[-1][1] == len(r), "the sequence ends with a trained token"
+            assert 40 + 15 <= len(r) <= 100 if uneven else len(r) == 100
+            assert np.array_equal(r.tokens[:40], group.rollouts[0].tokens[:40])
+        assert len({r.tokens.tobytes() for r in group.rollouts}) == 7
+        assert {r.reward for r in group.rollouts} == {0.0, 1.0}
+    if uneven:
+        assert len({len(r) for group in groups for r in group.rollouts}) > 5
+
+
+def test_flat_is_a_star() -> None:
+    for group in generate(4, 20, 10, 9, tree="flat", vocab_size=16, seed=1):
+        assert num_trie_nodes(group) == 20 + 9 * 10
+        assert leaf_depths(group) == [1] * 9
+        assert all(r.loss == ((20, 30),) for r in group.rollouts)
+
+
+def test_branch_is_a_regular_tree() -> None:
+    """8 rollouts on 3 levels of 10 tokens: 2, 4 and 8 segments under the prompt, loss in all."""
+    for group in generate(4, 20, 30, 8, tree="branch", depth=3, vocab_size=16, seed=2):
+        assert num_trie_nodes(group) == 20 + 10 * (2 + 4 + 8)
+        assert leaf_depths(group) == [3] * 8
+        assert num_shared_trained(group) == 8 * 20
+
+
+def test_turns_are_a_ragged_tree_with_untrained_answers() -> None:
+    groups = list(generate(60, 20, 80, 8, tree="turns", depth=4, seed=4))
+    assert all(len(r.loss) == 4 for group in groups for r in group.rollouts)
+    depths = {depth for group in groups for depth in leaf_depths(group)}
+    assert depths == {1, 2, 3, 4}
+    assert sum(map(num_shared_trained, groups)) > 0
+    for group in groups:  # where two part, what follows is trained: the agent chose, not the tool
+        first = group.rollouts[0]
+        for other in group.rollouts[1:]:
+            place = common_prefix(first.tokens, other.tokens)
+            assert first.loss_mask[place]
+
+
+def test_copies() -> None:
+    (group,) = generate(1, 20, 40, 6, tree="turns", depth=2, num_copies=2, uneven=True, seed=5)
+    first = group.rollouts[0]
+    same = [np.array_equal(r.tokens, first.tokens) for r in group.rollouts]
+    assert same == [True, False, False, False, True, True]
+    assert [r.reward for r in group.rollouts[4:]] == [first.reward] * 2
+    (alone,) = generate(1, 20, 40, 1)
+    assert len(alone.rollouts) == 1
+
+
+def test_the_seed_decides(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a.jsonl.gz", "b.jsonl.gz", "c.jsonl.gz")]
+    for path, seed in zip(paths, (1, 1, 2), strict=True):
+        write_rollouts(path, generate(3, 20, 60, 4, tree="turns", seed=seed))
+    first, second, third = (path.read_bytes() for path in paths)
+    assert first == second != third
+
+
+@pytest.mark.parametrize(
+    ("option", "changes"),
+    [
+        ("--groups", {"num_groups": 0}),
+        ("--prompt-tokens", {"prompt_tokens": 5}),
+        ("--response-tokens", {"response_tokens": 44}),
+        ("--response-tokens", {"response_tokens": 1, "tree": "flat"}),
+        ("--rollouts", {"num_rollouts": 0}),
+        ("--rollouts", {"num_copies": 4}),
+        ("--copies", {"num_copies": -1}),
+        ("--depth", {"depth": 0}),
+        ("--vocab-size", {"vocab_size": 8}),
+        ("--tree", {"tree": "bush"}),
+    ],
+)
+def test_bad_options_are_named(option: str, changes: dict[str, object]) -> None:
+    good: dict[str, object] = {
+        "num_groups": 1,
+        "prompt_tokens": 6,
+        "response_tokens": 45,
+        "num_rollouts": 4,
+        "tree": "turns",
+        "depth": 3,
+        "vocab_size": 9,
+    }
+    (group,) = generate(**good)  # type: ignore[arg-type]  # the limits themselves are served
+    assert all(len(r) == 51 for r in group.rollouts)
+    with pytest.raises(UserError, match=rf"^{option}: "):
+        generate(**(good | changes))  # type: ignore[arg-type]
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.jsonl.gz"
+    given = (
+        "--groups 3 --prompt-tokens 30 --response-tokens 20 --rollouts 4 --tree branch --depth 2"
+    )
+    summary = result(capsys, "generate", str(out), *given.split(), "--seed", "9")
+    assert summary == {"path": str(out), "groups": 3, "rollouts": 12, "tokens": 600}
+    assert [len(group.rollouts) for group in read_groups(out)] == [4, 4, 4]
+
+
+def test_the_bundled_file_is_what_the_command_makes(tmp_path: Path) -> None:
+    """Compared unpacked: another zlib may pack the same text in other bytes."""
+    again = tmp_path / "again.jsonl.gz"
+    counts = write_rollouts(again, bundled_groups())
+    with gzip.open(bundled_rollouts()) as ours, gzip.open(again) as made:
+        assert ours.read() == made.read()
+    assert counts == {"groups": 8, "rollouts": 53, "tokens": 18_681}  # as lab/data/README.md says
+
+
+def test_the_bundled_file_shows_every_shape() -> None:
+    groups = {g.name.split("-")[0]: g for g in read_groups(bundled_rollouts(), vocab_size=2048)}
+    assert bundled_rollouts().stat().st_size < 60_000
+    assert all(100 <= r.prompt_len <= 400 for g in groups.values() for r in g.rollouts)
+    assert all(4 <= len(g.rollouts) <= 8 for g in groups.values())
+    assert leaf_depths(groups["flat/question"]) == [1] * 8
+    assert leaf_depths(groups["branch/proof"]) == [3] * 8
+    copies = [r.tokens.tobytes() for r in groups["copies/greedy"].rollouts]
+    assert copies.count(copies[0]) == 4
+    agents = [group for name, group in groups.items() if name.startswith("agents/")]
+    assert len(agents) == 5
+    assert all(num_shared_trained(group) > 0 for group in agents)
+    assert len({depth for group in agents for depth in leaf_depths(group)}) >= 3

@@ -1,0 +1,148 @@
+"""Importers of verl's files and of token ids: groups, spans and prompts; options; the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_prefix.lab.data import tokenizer as tokenizers
+from megatron_prefix.lab.data.importers import KINDS, import_file
+from megatron_prefix.lab.data.rollouts import read_groups
+from tests.harness import importing
+from tests.harness.command_line import failure, result
+from tests.harness.importing import BOS, Characters, names, refused, write
+
+source = importing.source  # a fixture
+
+# verl ---------------------------------------------------------------------------------------------
+
+
+def test_verl(source: Path) -> None:
+    """Rows of one prompt are a group wherever they stand; another step is another group."""
+    rows = [
+        {"input": "ab", "output": "xyz", "gts": "3", "score": 1.0, "step": 1, "acc": True},
+        {"input": "cd", "output": "x", "gts": "3", "score": 0, "step": 1},
+        {"input": "ab", "output": "", "gts": "3", "score": -1, "step": 1},
+        {"input": "ab", "output": "q", "gts": "3", "score": 0.5, "step": 2},
+    ]
+    groups = list(import_file(write(source, *rows), "verl", Characters()))
+    assert names(groups) == {"prompt-0000": ["0", "1"], "prompt-0001": ["0"], "prompt-0002": ["0"]}
+    first, second = groups[0].rollouts
+    assert first.tokens.tolist() == [BOS, ord("a"), ord("b"), ord("x"), ord("y"), ord("z")]
+    assert first.tokens.dtype == np.int32
+    assert (first.prompt_len, first.loss, first.reward) == (3, ((3, 6),), 1.0)
+    assert (second.prompt_len, second.loss, second.reward) == (3, (), -1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"input": 3}, "2: input: not a string (3)"),
+        ({"output": None}, "2: output: not a string (None)"),
+        ({"score": None}, "2: reward: missing"),
+        ({"score": "1"}, "2: score: not a number ('1')"),
+        ({"output": chr(99)}, "2: tokens: token 3 is not in the vocabulary of 99 (99)"),
+    ],
+)
+def test_verl_refuses(source: Path, changes: dict[str, Any], said: str) -> None:
+    good = {"input": "ab", "output": "b", "score": 1.0}
+    write(source, good, good | changes)
+    assert refused(source, "verl", Characters(), vocab_size=99).startswith(said)
+
+
+# Token ids ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt_ids": [1, 2], "response_ids": [3, 4, 5, 6], "loss_mask": [1, 0, 1, 1]},
+        {"prompt_token_ids": [1, 2], "completion_ids": [3, 4, 5, 6], "response_mask": [1, 0, 1, 1]},
+        {"input_ids": [1, 2, 3, 4, 5, 6], "loss_mask": [0, 0, 1, 0, 1, 1]},
+        {"input_ids": [1, 2, 3, 4, 5, 6], "labels": [-100, -100, 3, -100, 5, 6]},
+        {"tokens": [1, 2, 3, 4, 5, 6], "response_length": 4, "loss_mask": [1, 0, 1, 1]},
+        {"tokens": [1, 2, 3, 4, 5, 6], "prompt_len": 2, "labels": [3, -100, 5, 6]},
+    ],
+)
+@pytest.mark.parametrize("logprobs", [[-1.0, -3.0, -4.0], [-1.0, -2.0, -3.0, -4.0]])
+def test_tokens(source: Path, row: dict[str, Any], logprobs: list[float]) -> None:
+    write(source, row | {"reward": 1, "rollout_log_probs": logprobs})
+    ((group),) = import_file(source, "tokens")
+    (rollout,) = group.rollouts
+    assert rollout.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    assert (rollout.prompt_len, rollout.loss) == (2, ((2, 3), (4, 6)))
+    assert rollout.old_logprobs is not None
+    assert rollout.old_logprobs.tolist() == [-1.0, -3.0, -4.0]
+
+
+def test_tokens_without_a_mask_train_the_response(source: Path) -> None:
+    rows = [
+        {"prompt_ids": [1, 2], "response_ids": [3, 4], "score": 0.5, "group_index": 0},
+        {"tokens": [1, 2, 5], "response_length": 1, "score": 1, "group_index": 0},
+        {"prompt_ids": [1, 2], "response_ids": [], "score": 1, "group_index": 0},
+    ]
+    ((group),) = import_file(write(source, *rows), "tokens")
+    assert [r.loss for r in group.rollouts] == [((2, 4),), ((2, 3),), ()]
+    assert names([group]) == {"0": ["0", "1", "2"]}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({}, "tokens: missing"),
+        ({"prompt_ids": [1, 2]}, "response_ids: missing"),
+        ({"input_ids": [1, 2, 3]}, "loss_mask: missing (nothing says what is trained)"),
+        ({"input_ids": [1, -2, 3], "prompt_len": 1}, "input_ids: token 1 is negative (-2)"),
+        ({"input_ids": [1, 2, 3], "prompt_len": 0}, "prompt_len: outside 1..3"),
+        ({"input_ids": [1, 2, 3], "response_length": 4}, "prompt_len: outside 1..3"),
+        ({"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]}, "prompt_len: outside 1..3"),
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 1]}, "loss_mask: neither as long as"),
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 2, 1]}, "loss_mask: holds something else than"),
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "prompt_len": 2}, "loss: span over the"),
+        ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "labels: differ from the tokens"),
+        ({"input_ids": [1, 9, 3], "prompt_len": 1}, "tokens: token 1 is not in the vocabulary"),
+        (
+            {"input_ids": [1, 2, 3], "prompt_len": 1, "old_logprobs": [-1.0]},
+            "old_logprobs: not one for each of 2 trained tokens (1)",
+        ),
+    ],
+)
+def test_tokens_refuse(source: Path, row: dict[str, Any], said: str) -> None:
+    write(source, {"input_ids": [1, 2], "prompt_len": 1, "reward": 1}, row | {"reward": 1})
+    assert refused(source, "tokens", vocab_size=9).startswith(f"2: {said}")
+
+
+# Options and command line -------------------------------------------------------------------------
+
+
+def test_options_are_named(source: Path) -> None:
+    write(source, {"input": "ab", "output": "b", "score": 1.0})
+    assert refused(source, "chat").startswith("KIND: unknown ('chat')")
+    for kind in ("verl", "messages"):
+        assert refused(source, kind).startswith(f"--tokenizer: missing for {kind}")
+
+
+def test_a_missing_package_is_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    write(source, {"input": "ab", "output": "b", "score": 1.0})
+    monkeypatch.setattr(tokenizers.importlib, "import_module", absent)
+    assert "pip install tokenizers" in refused(source, "verl", "tokenizer.json")
+    assert "pip install transformers" in refused(source, "verl", "some/name")
+
+
+def test_command_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.jsonl.gz"
+    write(source, {"input_ids": [1, 2, 3], "prompt_len": 1, "reward": 1})
+    given = ("import", "tokens", str(source))
+    summary = result(capsys, *given, str(out), "--vocab-size", "4")
+    assert summary == {"path": str(out), "groups": 1, "rollouts": 1, "tokens": 3}
+    assert [len(group.rollouts) for group in read_groups(out)] == [1]
+    missing = tmp_path / "no.gz"
+    assert "vocabulary of 3" in failure(capsys, *given, str(missing), "--vocab-size", "3")
+    assert not missing.exists()
+    assert set(KINDS) == {"verl", "messages", "tokens"}

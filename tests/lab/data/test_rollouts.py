@@ -1,0 +1,240 @@
+"""Rollouts that are written read back the same; nothing bad and nothing half is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.data.generate import bundled_rollouts
+from megatron_prefix.lab.data.rollouts import (
+    Group,
+    Rollout,
+    common_prefix,
+    dense_vocabulary,
+    read_groups,
+    read_rollouts,
+    write_rollouts,
+)
+from tests.harness.data import REPOSITORY, files, folder
+from tests.harness.rollout_rows import VOCAB, all_fields, fields, row, second
+
+REAL_FILES = files()
+
+
+# Round trip ---------------------------------------------------------------------------------------
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def rollouts(draw: st.DrawFn, group: str, uid: str, head: list[int]) -> Rollout:
+    """Any valid rollout; it may start with some of `head`, tokens of the rollout before it."""
+    kept = draw(st.integers(0, len(head)))
+    rest = draw(st.lists(st.integers(0, VOCAB - 1), min_size=max(0, 2 - kept), max_size=12))
+    tokens = np.array(head[:kept] + rest, dtype=np.int32)
+    prompt_len = draw(st.integers(1, len(tokens)))
+    trained = draw(
+        st.lists(
+            st.booleans(), min_size=len(tokens) - prompt_len, max_size=len(tokens) - prompt_len
+        )
+    )
+    spans = [(prompt_len + i, prompt_len + i + 1) for i, is_on in enumerate(trained) if is_on]
+    logprobs = st.lists(finite, min_size=len(spans), max_size=len(spans)).map(np.array)
+    return Rollout(
+        group=group,
+        uid=uid,
+        tokens=tokens,
+        prompt_len=prompt_len,
+        loss=tuple(spans),
+        reward=draw(finite),
+        advantage=draw(st.none() | finite),
+        old_logprobs=draw(st.none() | logprobs.map(lambda values: values.astype(np.float64))),
+    )
+
+
+@st.composite
+def group_lists(draw: st.DrawFn) -> list[Group]:
+    names = draw(st.lists(st.text(min_size=1, max_size=4), min_size=1, max_size=4, unique=True))
+    groups: list[Group] = []
+    head: list[int] = []
+    for name in names:
+        members = []
+        for uid in range(draw(st.integers(1, 4))):
+            members.append(draw(rollouts(name, str(uid), head)))
+            head = members[-1].tokens.tolist()
+        groups.append(Group(name, tuple(members)))
+    return groups
+
+
+@given(groups=group_lists(), delta=st.booleans(), suffix=st.sampled_from(["jsonl", "jsonl.gz"]))
+def test_what_is_written_reads_back(
+    tmp_path_factory: pytest.TempPathFactory, groups: list[Group], delta: bool, suffix: str
+) -> None:
+    path = tmp_path_factory.mktemp("round") / f"rollouts.{suffix}"
+    counts = write_rollouts(path, groups, delta=delta)
+    read = list(read_groups(path, vocab_size=VOCAB))
+    assert all_fields(read) == all_fields(groups)
+    assert counts["rollouts"] == sum(len(group.rollouts) for group in groups)
+    assert counts["tokens"] == sum(len(r) for group in groups for r in group.rollouts)
+    first = path.read_bytes()
+    write_rollouts(path, read, delta=delta)
+    assert path.read_bytes() == first
+    assert (first[:2] == b"\x1f\x8b") == suffix.endswith(".gz")
+    if suffix.endswith(".gz"):
+        assert first[3:8] == bytes(5), "neither a name nor a time in the header"
+
+
+def test_the_example_in_the_readme(tmp_path: Path) -> None:
+    text = (REPOSITORY / "megatron_prefix" / "data" / "README.md").read_text(encoding="utf-8")
+    lines = [line.strip() for line in text.splitlines() if line.startswith("    {")]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    read = list(read_rollouts(path))
+    assert [rollout.tokens.tolist() for rollout in read] == [[5, 6, 7, 8, 9], [5, 6, 7, 8, 2, 3]]
+    assert read[1].tokens[read[1].loss_mask].tolist() == [8, 3]
+    assert read[1].num_trained == 2
+
+
+def test_blank_lines_and_unknown_fields_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n" + json.dumps(row(source="x", extra=[1])) + "\n\n", encoding="utf-8")
+    assert [rollout.uid for rollout in read_rollouts(path)] == ["0"]
+
+
+def test_gzip_is_told_by_content(tmp_path: Path) -> None:
+    packed, plain = tmp_path / "rows.jsonl", tmp_path / "rows.jsonl.gz"
+    packed.write_bytes(gzip.compress(json.dumps(row()).encode()))
+    plain.write_bytes(json.dumps(row()).encode())
+    assert [len(rollout) for path in (packed, plain) for rollout in read_rollouts(path)] == [6, 6]
+
+
+# Writing ------------------------------------------------------------------------------------------
+
+
+def one_group(**changes: Any) -> Group:
+    good = Rollout("a", "0", np.array([1, 2, 3], dtype=np.int32), 1, ((1, 3),), 1.0)
+    return Group("a", (dataclasses.replace(good, **changes),))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"reward": float("nan")}, "reward"),
+        ({"prompt_len": 0}, "prompt_len"),
+        ({"loss": ((0, 2),)}, "loss"),
+        ({"tokens": np.array([1, -1, 2], dtype=np.int32)}, "tokens"),
+        ({"old_logprobs": np.zeros(3)}, "old_logprobs"),
+        ({"old_logprobs": np.array([0.0, np.inf])}, "old_logprobs"),
+        ({"group": "b"}, "group"),
+    ],
+)
+def test_a_bad_rollout_is_not_written(tmp_path: Path, changes: dict[str, Any], field: str) -> None:
+    path = tmp_path / "out.jsonl.gz"
+    path.write_text("what was there", encoding="utf-8")
+    first = Group("z", (dataclasses.replace(one_group().rollouts[0], group="z"),))
+    with pytest.raises(UserError) as caught:
+        write_rollouts(path, [first, one_group(**changes)])
+    assert str(caught.value).startswith(f"{path}:2: {field}: ")
+    assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl.gz"]
+    assert path.read_text(encoding="utf-8") == "what was there"
+
+
+def interrupted() -> Iterator[Group]:
+    yield one_group()
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("groups", "error"),
+    [
+        (lambda: iter([]), UserError),
+        (lambda: [one_group(), one_group()], UserError),
+        (interrupted, KeyboardInterrupt),
+    ],
+)
+def test_nothing_is_half_written(
+    tmp_path: Path, groups: Callable[[], Any], error: type[BaseException]
+) -> None:
+    with pytest.raises(error):
+        write_rollouts(tmp_path / "out.jsonl", groups())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
+    for path in (tmp_path / "no" / "out.jsonl", tmp_path):
+        with pytest.raises(UserError, match="cannot be written"):
+            write_rollouts(path, [one_group()])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writing_a_file_from_itself(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(second())
+    before = all_fields(list(read_groups(path)))
+    write_rollouts(path, read_groups(path))
+    assert all_fields(list(read_groups(path))) == before
+
+
+# Tokens -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "shared"),
+    [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2], [2, 2], 0), ([1, 2, 3], [1, 2, 4], 2)],
+)
+def test_common_prefix(left: list[int], right: list[int], shared: int) -> None:
+    assert common_prefix(np.array(left, np.int32), np.array(right, np.int32)) == shared
+
+
+def test_dense_vocabulary_is_one_to_one() -> None:
+    groups = list(read_groups(bundled_rollouts()))
+    dense, size, ids = dense_vocabulary(iter(groups))
+    assert ids.dtype == np.int32
+    assert (
+        size == len(ids) == len({t for g in groups for r in g.rollouts for t in r.tokens.tolist()})
+    )
+    for group, mapped in zip(groups, dense, strict=True):
+        for old, new in zip(group.rollouts, mapped.rollouts, strict=True):
+            assert new.tokens.max() < size
+            assert fields(dataclasses.replace(new, tokens=ids[new.tokens])) == fields(old)
+    assert dense_vocabulary([])[1] == 0
+
+
+# Real data ----------------------------------------------------------------------------------------
+
+
+def plain_read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file by the shortest independent reading of the format."""
+    result: list[dict[str, Any]] = []
+    with gzip.open(path, "rt", encoding="utf-8") as stream:
+        for line in stream:
+            raw = json.loads(line)
+            head = result[-1]["tokens"][: raw["lcp"]] if result else []
+            result.append(raw | {"tokens": head + raw["tokens"]})
+    return result
+
+
+@pytest.mark.skipif(not REAL_FILES, reason=f"no rollout files in {folder()}")
+@pytest.mark.parametrize("path", REAL_FILES, ids=lambda path: path.name)
+def test_real_files_are_valid_as_they_are(path: Path) -> None:
+    expected = plain_read(path)
+    read = [rollout for group in read_groups(path) for rollout in group.rollouts]
+    assert len(read) == len(expected) > 0
+    for rollout, raw in zip(read, expected, strict=True):
+        assert rollout.tokens.dtype == np.int32
+        assert np.array_equal(rollout.tokens, raw["tokens"])
+        assert len(rollout) == raw["n"]
+        assert (rollout.group, rollout.uid) == (raw["group"], str(raw["uid"]))
+        assert [list(span) for span in rollout.loss] == raw["loss"]
+        assert (rollout.prompt_len, rollout.reward) == (raw["prompt_len"], raw["reward"])
+        assert rollout.loss_mask.sum() == sum(end - start for start, end in raw["loss"])

@@ -1,0 +1,149 @@
+"""`--max-tokens`: the head of the shared prompt first, then tails, and what is left is counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.data.checks import check_rollout
+from megatron_prefix.lab.data.rollouts import Group, Rollout, common_prefix
+from megatron_prefix.lab.data.shorten import shorten
+
+
+def rollout(uid: str, tokens: list[int], prompt_len: int, *loss: tuple[int, int]) -> Rollout:
+    trained = sum(end - start for start, end in loss)
+    return Rollout(
+        group="g",
+        uid=uid,
+        tokens=np.array(tokens, dtype=np.int32),
+        prompt_len=prompt_len,
+        loss=loss,
+        reward=1.0,
+        old_logprobs=-np.arange(1.0, trained + 1),
+    )
+
+
+def test_what_fits_is_left_alone() -> None:
+    group = Group("g", (rollout("0", [1, 2, 3, 4], 2, (2, 4)), rollout("1", [1, 2, 5], 2)))
+    assert shorten(group, 4) == (group, 0)
+    assert shorten(group, 4)[0] is group
+
+
+def test_head_then_tail() -> None:
+    prompt = list(range(10))
+    group = Group(
+        "g",
+        (
+            rollout("0", [*prompt, 20, 21, 22, 23, 24, 25], 10, (10, 12), (13, 16)),
+            rollout("1", [*prompt, 30, 31], 10, (10, 12)),
+            rollout("2", [*prompt, 40, 41, 42, 43, 44], 10, (14, 15)),
+        ),
+    )
+    shorter, dropped = shorten(group, 8)
+    assert dropped == 1
+    assert shorter is not None
+    first, second = shorter.rollouts
+    assert first.tokens.tolist() == [6, 7, 8, 9, 20, 21, 22, 23]
+    assert (first.prompt_len, first.loss) == (4, ((4, 6), (7, 8)))
+    assert first.old_logprobs is not None
+    assert first.old_logprobs.tolist() == [-1, -2, -3]
+    assert second.tokens.tolist() == [6, 7, 8, 9, 30, 31]
+    assert (second.prompt_len, second.loss) == (4, ((4, 6),))
+    assert second.old_logprobs is not None
+    assert second.old_logprobs.tolist() == [-1, -2]
+
+
+def test_only_what_is_shared_and_prompt_loses_its_head() -> None:
+    """Prompts that part after 3 tokens are cut by at most 3; nothing trained is ever cut there."""
+    group = Group(
+        "g",
+        (
+            rollout("0", [1, 2, 3, 4, 5, 6, 7, 8], 7, (7, 8)),
+            rollout("1", [1, 2, 3, 9, 9, 9, 9, 9], 5, (5, 8)),
+        ),
+    )
+    shorter, dropped = shorten(group, 4)  # 3 shared, half is 2: one token of head
+    assert dropped == 2
+    assert shorter is None
+    shorter, dropped = shorten(group, 5)
+    assert (shorter is not None, dropped) == (True, 1)
+    assert shorter is not None
+    assert shorter.rollouts[0].tokens.tolist() == [2, 3, 9, 9, 9]
+    assert shorter.rollouts[0].loss == ((4, 5),)
+
+
+def test_a_short_prompt_keeps_its_head() -> None:
+    group = Group("g", (rollout("0", [1, 2, *range(10, 30)], 2, (2, 22)),))
+    shorter, dropped = shorten(group, 8)
+    assert shorter is not None
+    assert (dropped, shorter.rollouts[0].tokens.tolist()) == (0, [1, 2, 10, 11, 12, 13, 14, 15])
+
+
+def test_a_group_that_loses_everything_is_none() -> None:
+    group = Group("g", (rollout("0", [1, 2, 3, 4, 5], 2, (4, 5)),))
+    assert shorten(group, 4) == (None, 1)
+
+
+def test_limits() -> None:
+    group = Group("g", (rollout("0", [1, 2, 3, 4], 3, (3, 4)),))
+    with pytest.raises(UserError, match=r"--max-tokens: too small \(1\)"):
+        shorten(group, 1)
+    shorter, dropped = shorten(group, 2)
+    assert shorter is not None
+    assert (dropped, shorter.rollouts[0].tokens.tolist()) == (0, [3, 4])
+    assert shorter.rollouts[0].prompt_len == 1
+    bare = Group("g", (replace(group.rollouts[0], old_logprobs=None),))
+    without = shorten(bare, 2)[0]
+    assert without is not None
+    assert without.rollouts[0].old_logprobs is None
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    shared = draw(st.lists(st.integers(0, 2), max_size=16))
+    members = []
+    for uid in range(draw(st.integers(1, 4))):
+        tokens = shared + draw(st.lists(st.integers(0, 2), min_size=2, max_size=16))
+        prompt_len = draw(st.integers(1, len(tokens)))
+        starts = [i for i in range(prompt_len, len(tokens)) if draw(st.booleans())]
+        members.append(rollout(str(uid), tokens, prompt_len, *((i, i + 1) for i in starts)))
+    return Group("g", tuple(members))
+
+
+@given(group=groups(), max_tokens=st.integers(2, 40))
+def test_any_group(group: Group, max_tokens: int) -> None:
+    """Trained tokens keep their log-probs, what was shared stays so, rollouts stay valid."""
+    shorter, dropped = shorten(group, max_tokens)
+    kept = {r.uid: r for r in shorter.rollouts} if shorter else {}
+    assert dropped == len(group.rollouts) - len(kept)
+    heads = set()
+    for old in group.rollouts:
+        new = kept.get(old.uid)
+        if new is None:
+            continue
+        check_rollout(new)
+        assert len(new) <= max_tokens
+        head = old.prompt_len - new.prompt_len
+        heads.add(head)
+        assert np.array_equal(new.tokens, old.tokens[head : head + len(new)])
+        assert np.array_equal(new.loss_mask, old.loss_mask[head : head + len(new)])
+        assert new.old_logprobs is not None
+        assert old.old_logprobs is not None
+        assert np.array_equal(new.old_logprobs, old.old_logprobs[: new.num_trained])
+        assert all(
+            old.tokens[:head].tolist() == other.tokens[:head].tolist() for other in group.rollouts
+        )
+        assert all(head <= other.prompt_len for other in group.rollouts)
+    assert len(heads) <= 1
+    longest = max(len(r) for r in group.rollouts)
+    assert (shorter is group) == (longest <= max_tokens)
+    if heads and longest > max_tokens:
+        first = group.rollouts[0]
+        shared = min(common_prefix(first.tokens, other.tokens) for other in group.rollouts)
+        shared = min(shared, *(r.prompt_len for r in group.rollouts), shared)
+        assert heads == {max(0, shared - max_tokens // 2)}

@@ -1,0 +1,325 @@
+"""Models from specs: the same in every layout, and trained by Megatron's stock schedule."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.models import weights
+from megatron_prefix.lab.models.build import build_model, build_optimizer, unwrap
+from megatron_prefix.lab.models.config import transformer_config
+from megatron_prefix.lab.models.presets import PRESETS, resolve
+from megatron_prefix.lab.numerics import assert_close
+from megatron_prefix.lab.runtime import Layout
+from tests.harness.ranks import run_ranks
+from tests.harness.stock import (
+    LENGTH,
+    NUM_MICROBATCHES,
+    VOCAB,
+    forward_backward,
+    microbatches,
+    named_parameters,
+    train_one_step,
+)
+
+TERMS = LENGTH * NUM_MICROBATCHES  # tokens behind one element of a weight gradient
+# Data parallelism changes which tokens the auxiliary loss sees together, in stock Megatron too.
+NO_AUX = {"moe_aux_loss_coeff": 0.0}
+SP = {"sequence_parallel": True}
+
+
+_references = {}
+
+
+def reference(name, **options):
+    """The same step on one rank; computed once."""
+    key = (name, repr(sorted(options.items())))
+    if key not in _references:
+        [_references[key]] = run_ranks(1, lambda: train_one_step(name, Layout(), **options))
+    return _references[key]
+
+
+def assert_same_step(steps, expected, layout, dtype, *, grads=True):
+    """Every rank's gradients and parameters are its part of the single rank's."""
+    seen = set()
+    for step in steps:
+        for name, param in step.params.items():
+            pairs = [("param", param, expected.params[name])]
+            if grads:
+                pairs.append(("grad", step.grads[name], expected.grads[name]))
+            pieces = 2 if "linear_fc1.weight" in name else 1
+            for kind, ours, whole in pairs:
+                dim = step.splits[name]
+                if dim >= 0:
+                    whole = weights.local_part(whole, dim, step.tp_rank, layout.tp, pieces)
+                assert_close(ours, whole, TERMS, dtype, f"{kind} of {name}")
+            seen.add(name)
+    assert seen == set(expected.params)
+    losses = torch.tensor([loss for step in steps if step.tp_rank == 0 for loss in step.losses])
+    assert_close(losses, torch.tensor(expected.losses), VOCAB, torch.float32, "losses")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("tiny-qwen3", Layout(dp=2)),
+        ("tiny-qwen3", Layout(tp=2)),
+        ("tiny-qwen3", Layout(tp=2, **SP)),
+        ("tiny-qwen3", Layout(pp=2)),
+        ("tiny-qwen3", Layout(pp=4)),
+        ("tiny-qwen3", Layout(pp=2, vpp=2)),
+        ("tiny-llama", Layout(tp=2, pp=2, **SP)),
+        ("tiny-moe", Layout(pp=2, vpp=2)),
+        ("tiny-moe", Layout(tp=2, **SP)),
+        ("tiny-moe", Layout(dp=2, ep=2)),
+        ("tiny-moe", Layout(tp=2, dp=2, ep=2, **SP)),
+        ("tiny-moe", Layout(pp=2, dp=2, ep=2)),
+    ],
+)
+def test_float64_step_is_the_same_in_every_layout(name, layout):
+    options = {"dtype": "float64"}
+    if name == "tiny-moe" and layout.dp > 1:
+        options["overrides"] = NO_AUX
+    steps = run_ranks(layout.world_size, lambda: train_one_step(name, layout, **options))
+    assert_same_step(steps, reference(name, **options), layout, torch.float64)
+
+
+SHARDED = {"use_distributed_optimizer": True}
+OVERLAPPED = {"overlap_grad_reduce": True, "bucket_size": 5000}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "dtype"),
+    [
+        ("tiny-llama", SHARDED, "float32"),
+        ("tiny-llama", OVERLAPPED, "bfloat16"),
+        ("tiny-moe", SHARDED, "bfloat16"),
+        ("tiny-moe", OVERLAPPED, "float32"),
+    ],
+)
+def test_sharded_and_overlapped_steps_are_plain_steps(name, options, dtype):
+    layout, overrides = Layout(dp=2), NO_AUX if name == "tiny-moe" else {}
+    plain, other = (
+        run_ranks(
+            2,
+            lambda extra=extra: train_one_step(
+                name, layout, dtype=dtype, overrides=overrides, **extra
+            ),
+        )
+        for extra in ({}, options)
+    )
+    for mine, theirs in zip(other, plain, strict=True):
+        for parameter, value in theirs.params.items():
+            assert_close(mine.params[parameter], value, TERMS, what=parameter)
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-moe"])
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recompute_changes_nothing(name, recompute):
+    plain = reference(name, dtype="float64")
+    again = reference(name, dtype="float64", recompute=recompute)
+    for parameter, grad in plain.grads.items():
+        assert torch.equal(again.grads[parameter], grad), parameter
+
+
+@pytest.mark.parametrize(
+    "modules", [["core_attn", "layernorm", "mlp"], ["core_attn", "layernorm", "moe"]]
+)
+def test_recompute_of_chosen_modules_changes_nothing(modules):
+    name = "tiny-moe" if "moe" in modules else "tiny-llama"
+    overrides = {"recompute_modules": modules}
+    plain = reference(name, dtype="float64")
+    again = reference(name, dtype="float64", recompute="selective", config_overrides=overrides)
+    for parameter, grad in plain.grads.items():
+        assert_close(again.grads[parameter], grad, TERMS, what=parameter)
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-moe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_narrower_dtypes_train_the_same_model(name, dtype):
+    """Only the loss: what rounding does to gradients of a whole model has no simple bound."""
+    exact, rounded = reference(name, dtype="float64"), reference(name, dtype=dtype)
+    wide = torch.float32 if dtype == "bfloat16" else getattr(torch, dtype)
+    assert {grad.dtype for grad in rounded.grads.values()} == {wide}
+    assert {param.dtype for param in rounded.params.values()} == {getattr(torch, dtype)}
+    losses, expected = torch.tensor(rounded.losses), torch.tensor(exact.losses)
+    assert_close(losses, expected, VOCAB, getattr(torch, dtype))
+
+
+def gradients_without_ddp(name):
+    runtime.initialize(Layout())
+    chunks = build_model(resolve(name).with_vocab(VOCAB), dtype="float64", wrap_ddp=False)
+    forward_backward(chunks, microbatches(Layout()))
+    return {name: parameter.grad for name, parameter in named_parameters(chunks).items()}
+
+
+def test_without_ddp_gradients_are_in_grad():
+    expected = reference("tiny-qwen3", dtype="float64").grads
+    [grads] = run_ranks(1, gradients_without_ddp, "tiny-qwen3")
+    for parameter, grad in expected.items():
+        assert_close(grads[parameter], grad, TERMS, what=parameter)
+
+
+def losses_of_both_kinds():
+    runtime.initialize(Layout())
+    spec = resolve("tiny-llama").with_vocab(VOCAB)
+    tokens = microbatches(Layout())[0]
+    losses = []
+    for exact in (True, False):
+        [chunk] = build_model(spec, dtype="float32", exact_loss=exact)
+        position = torch.arange(LENGTH)[None]
+        losses.append(chunk(tokens[:, :-1], position, None, labels=tokens[:, 1:]).detach())
+    return losses
+
+
+def test_exact_loss_is_megatrons_loss():
+    [(ours, megatrons)] = run_ranks(1, losses_of_both_kinds)
+    assert ours.shape == (1, LENGTH)
+    assert_close(ours, megatrons, VOCAB)
+
+
+def parameters(name, layout, seed):
+    runtime.initialize(layout)
+    spec = resolve(name).with_vocab(VOCAB)
+    chunks = build_model(spec, layout=layout, seed=seed, wrap_ddp=False)
+    return {n: p.detach().clone() for n, p in named_parameters(chunks).items()}
+
+
+def test_weights_depend_on_seed_and_name_only():
+    [one], [again], [other] = (
+        run_ranks(1, parameters, "tiny-llama", Layout(), seed) for seed in (1, 1, 2)
+    )
+    assert all(torch.equal(again[name], value) for name, value in one.items())
+    assert not any(torch.equal(other[name], value) for name, value in one.items())
+    values = [value.flatten()[:64] for value in one.values()]
+    for n, value in enumerate(values):
+        assert not any(torch.equal(value, before) for before in values[:n])
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-moe"])
+def test_parameters_are_counted_right(name):
+    [params] = run_ranks(1, parameters, name, Layout(), 1)
+    built = sum(p.numel() for n, p in params.items() if not n.endswith("norm.weight"))
+    spec = PRESETS[name].with_vocab(weights.padded_vocab(VOCAB, 1))
+    assert built == spec.parameters()
+
+
+def config_of(name, **overrides):
+    spec = dataclasses.replace(PRESETS[name], **overrides).with_vocab(VOCAB)
+    device = torch.device("cpu")
+    return transformer_config(spec, Layout(), torch.float32, device, transformer_engine=False)
+
+
+def test_config_carries_the_spec():
+    config = config_of("tiny-moe", add_qkv_bias=True, moe_layers=(True, False, True, False))
+    assert config.moe_layer_freq == [1, 0, 1, 0]
+    assert config.add_qkv_bias
+    assert not config.add_bias_linear
+    assert config.moe_router_topk == 2
+    assert not config.moe_router_pre_softmax
+    assert config.variable_seq_lengths
+    assert config.kv_channels == 16
+
+
+def test_dense_and_expert_layers_may_alternate():
+    moe_layers = (True, False, True, False)
+
+    def count():
+        runtime.initialize(Layout())
+        spec = resolve("tiny-moe", moe_layers=moe_layers, add_qkv_bias=True).with_vocab(VOCAB)
+        [model] = build_model(spec, wrap_ddp=False)
+        forward_backward([model], microbatches(Layout()))
+        return [hasattr(layer.mlp, "router") for layer in unwrap(model).decoder.layers]
+
+    assert run_ranks(1, count) == [list(moe_layers)]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
+def test_vocabulary_padding_rarely_depends_on_the_layout(tp):
+    padded = weights.padded_vocab(151_650, tp)
+    assert padded >= 151_650
+    assert padded % tp == 0
+    assert padded % weights.VOCAB_MULTIPLE == 0
+    assert tp == 3 or padded == weights.padded_vocab(151_650, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "options", "message"),
+    [
+        ("tiny-llama", Layout(pp=3), {}, "4 layers, which 3 pipeline stages"),
+        ("tiny-llama", Layout(pp=2, vpp=4), {}, "which 8 pipeline stages .pp 2 . vpp 4."),
+        ("tiny-llama", Layout(tp=4), {}, "2 key/value heads, which --tp 4"),
+        ("tiny-llama", Layout(dp=2, ep=2), {}, "no experts; leave --ep 2 out"),
+        ("tiny-moe", Layout(dp=3, ep=3), {}, "8 experts, which --ep 3"),
+        ("tiny-moe", Layout(tp=2), {}, "add --sequence-parallel"),
+        ("tiny-llama", Layout(), {"dtype": "float16"}, "'float16' is not supported"),
+        ("tiny-llama", Layout(), {"recompute": "some"}, "recompute 'some' is not known"),
+        ("tiny-llama", Layout(), {"layer_spec": "te"}, "needs transformer-engine, a GPU"),
+        ("tiny-llama", Layout(), {"layer_spec": "best"}, "layer spec 'best' is not known"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(name, layout, options, message):
+    spec = resolve(name).with_vocab(VOCAB)
+    with pytest.raises(UserError, match=message):
+        build_model(spec, layout=layout, **options)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layout", "release", "message"),
+    [
+        ("", Layout(cp=2), "0.17.1", "no context parallelism before megatron-core 0.18"),
+        ("GG*-", Layout(), "0.16.1", "no GatedDeltaNet .G. before megatron-core 0.17"),
+        ("M-*M", Layout(pp=2, vpp=2), "0.16.1", "no virtual stages before megatron-core 0.17"),
+    ],
+)
+def test_what_older_releases_lack_is_refused(pattern, layout, release, message, monkeypatch):
+    """Of hybrid models; before ranks begin, so none waits for another."""
+    spec = PRESETS["tiny-nemotron-h" if "M" in pattern else "tiny-qwen3-next"]
+    layers = dataclasses.replace(spec.recurrent, pattern=pattern)
+    spec = dataclasses.replace(spec, num_layers=4, recurrent=layers, vocab_size=VOCAB)
+    monkeypatch.setattr("megatron.core.__version__", release)
+    with pytest.raises(UserError, match=message):
+        build_model(spec, layout=layout)
+
+
+def test_a_model_that_no_machine_holds_is_refused():
+    spec = resolve("tiny-llama", hidden_size=10**8).with_vocab(VOCAB)
+    with pytest.raises(UserError, match=r"GiB a rank do not fit in the [\d.]+ GiB of this machine"):
+        build_model(spec)
+
+
+def test_what_megatron_refuses_is_told_in_one_line():
+    spec = resolve("tiny-moe", num_experts=1, moe_top_k=1).with_vocab(VOCAB)
+    with pytest.raises(UserError, match=r"tiny-moe.: Megatron-Core refuses .*topk is 1") as caught:
+        build_model(spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_open_vocabulary_is_refused():
+    with pytest.raises(UserError, match=r"call with_vocab\(size\)"):
+        build_model(resolve("tiny-llama"))
+
+
+def optimizer_for(model_options, optimizer_options):
+    runtime.initialize(Layout())
+    chunks = build_model(resolve("tiny-llama").with_vocab(VOCAB), **model_options)
+    build_optimizer(chunks, **optimizer_options)
+
+
+@pytest.mark.parametrize(
+    ("model_options", "optimizer_options", "message"),
+    [
+        ({"wrap_ddp": False}, {}, "wrap_ddp=True"),
+        ({"dtype": "float64"}, {"clip_grad": 1.0}, "use clip_grad 0"),
+        (
+            {"dtype": "float64", "use_distributed_optimizer": True},
+            {"clip_grad": 0.0},
+            "no distributed optimizer",
+        ),
+    ],
+)
+def test_optimizers_that_cannot_be_are_refused(model_options, optimizer_options, message):
+    with pytest.raises(UserError, match=message):
+        run_ranks(1, optimizer_for, model_options, optimizer_options)

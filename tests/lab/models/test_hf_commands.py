@@ -1,0 +1,146 @@
+"""`train`, `align` and `bench` with --load-hf: the checkpoint's weights are those that run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_prefix.lab.cli.main import main
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.models.hf_weights import HFWeights
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.models.weights import VOCAB_MULTIPLE
+from megatron_prefix.lab.rl.job import ModelOptions
+from megatron_prefix.lab.runtime import Layout
+from tests.harness import hf_checkpoints
+from tests.harness.command_line import row
+from tests.harness.one_rank import one_rank
+from tests.harness.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory) -> str:
+    """Two groups of three rollouts with a prompt of 40 of the checkpoint's tokens."""
+    draw = random.Random(3)
+    path = tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl"
+    lines = []
+    for group in "ab":
+        prompt = draw.choices(range(VOCAB_MULTIPLE), k=40)
+        for uid in "012":
+            tokens = prompt + draw.choices(range(VOCAB_MULTIPLE), k=16)
+            fields = dict(prompt_len=40, loss=[[40, 56]], reward=float(uid))
+            lines.append(row(group=group, uid=uid, tokens=tokens, **fields))
+    path.write_text("".join(lines), encoding="utf-8")
+    return str(path)
+
+
+def save(folder: Path, family: str, **options: Any) -> None:
+    """A checkpoint whose vocabulary needs no padding, which would be warned of."""
+    with mock.patch.dict(hf_checkpoints.COMMON, vocab_size=VOCAB_MULTIPLE):
+        hf_checkpoints.make(folder, family, **options)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    made = {}
+    for family in ("qwen3", "qwen2-tied", "moe"):
+        made[family] = tmp_path_factory.mktemp(family)
+        save(made[family], family)
+    return made
+
+
+class Told(NamedTuple):
+    """What a command line said on one rank, and how many chunks got a checkpoint's weights."""
+
+    code: int
+    out: str
+    err: str
+    num_filled: int
+
+    @property
+    def result(self) -> Any:
+        assert self.code == 0, self.err
+        return json.loads(self.out)
+
+
+def told(*arguments: str, num_ranks: int = 1) -> Told:
+    """A command line in processes of its own, as torchrun starts them; the first rank's answer."""
+
+    def on_rank() -> Told:
+        fill = mock.patch.object(HFWeights, "fill", autospec=True, side_effect=HFWeights.fill)
+        out, err = io.StringIO(), io.StringIO()
+        with fill as spy, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = main([*arguments, "--json"])
+            except SystemExit as stop:
+                code = int(stop.code or 0)
+        return Told(code, out.getvalue(), err.getvalue(), spy.call_count)
+
+    return run_ranks(num_ranks, on_rank)[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3", "--tp=2 --pp=2"),
+        ("qwen2-tied", ""),
+        ("moe", "--ep=2 --dp=2"),
+    ],
+)
+def test_align_in_fp32(folders, rollouts, family, layout):
+    options = ("--rollouts", rollouts, "--load-hf", str(folders[family]), "--dtype", "float32")
+    num_ranks = math.prod(int(size) for size in re.findall(r"--(?:tp|pp|dp)=(.)", layout))
+    answer = told("align", *options, "--min-gain", "8", *layout.split(), num_ranks=num_ranks)
+    assert answer.result["passed"] and answer.num_filled == 1
+
+
+def test_align_in_16_bit_against_the_same_weights(folders, rollouts):
+    options = ("--rollouts", rollouts, "--load-hf", str(folders["qwen3"]), "--dtype", "bfloat16")
+    answer = told("align", *options, "--set", "num_layers=2", "--min-gain", "8")
+    assert answer.result["passed"] and answer.result["grad_error_ratio_max"] > 0
+    assert answer.num_filled == 1  # the reference copies them
+
+
+def test_the_16_bit_reference_has_the_rounded_weights(folders):
+    folder = str(folders["qwen3"])
+    with one_rank():
+        spec = resolve(folder)
+        options = ModelOptions(folder, "bfloat16", load_hf=folder)
+        chunks = options.build(spec, Layout())
+        [exact] = options.reference(spec, Layout(), chunks)()
+        ours, theirs = (dict(unwrap(one).named_parameters()) for one in (exact, chunks[0]))
+        assert all(torch.equal(ours[name], theirs[name].float()) for name in theirs)
+
+
+def test_train_compares_and_resumes_with_the_same_weights_alone(folders, rollouts, tmp_path):
+    folder = folders["qwen3"]
+    options = ["train", rollouts, "--load-hf", str(folder), "--output", str(tmp_path / "run")]
+    options += ["--compare", "--save-every", "1", "--min-gain", "8", "--kl-coeff", "0.1"]
+    answer = told(*options, "--steps", "1")
+    assert answer.result["passed"]
+    assert answer.num_filled == 2  # the actor and the reference
+    assert told(*options, "--steps", "2", "--resume").result["last_step"] == 2
+    other = tmp_path / folder.name
+    save(other, "qwen3", seed=6)
+    options[3] = str(other)
+    refused = told(*options, "--steps", "3", "--resume")
+    assert refused.code == 2 and "of another model (hf_weights" in refused.err
+
+
+def test_bench_says_which_weights(folders, rollouts):
+    options = ("--rollouts", rollouts, "--groups", "2", "--repeats", "1", "--dtype", "float32")
+    answer = told("bench", "--load-hf", str(folders["moe"]), *options)
+    result = answer.result
+    assert result["weights"] == result["model"] == str(folders["moe"])
+    assert result["alignment"]["passed"]
+    assert answer.num_filled == 2  # of few layers to align, then whole

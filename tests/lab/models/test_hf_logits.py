@@ -1,0 +1,159 @@
+"""Hugging Face weights in Megatron's models: transformers' logits, in every layout."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_prefix.device.tolerance import relative_error
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.models import hf
+from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.shards import Shards
+from megatron_prefix.lab.models.weights import local_part
+from megatron_prefix.lab.runtime import Layout
+from tests.harness import hf_checkpoints
+from tests.harness.hf_checkpoints import FAMILIES, LENGTH, VOCAB
+from tests.harness.ranks import run_ranks
+from tests.harness.stock import named_parameters
+
+LIMIT = 1e-5
+"""In float32, absolute, of logits whose standard deviation is about 1."""
+TP_PP = Layout(tp=2, pp=2)
+TP_PP_EP = Layout(tp=2, pp=2, dp=2, ep=2, sequence_parallel=True)
+
+
+class Part(NamedTuple):
+    """What one rank has computed: [2, LENGTH, V / tp] on a last stage, else None."""
+
+    tp_rank: int
+    logits: torch.Tensor | None
+
+
+def logits(chunks: list[Any]) -> torch.Tensor | None:
+    """Of Megatron's own schedule, without labels."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        row = next(iterator)
+        output = model(row, torch.arange(LENGTH)[None], None)
+        return output, lambda found, non_loss_data: found
+
+    rows = hf_checkpoints.tokens().split(1)
+    iterators = [iter(rows) for _ in chunks]
+    several = len(chunks) > 1
+    with torch.no_grad():
+        found = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if several else iterators[0],
+            model=chunks if several else chunks[0],
+            num_microbatches=len(rows),
+            seq_length=LENGTH,
+            micro_batch_size=1,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    return torch.cat(found) if found else None
+
+
+def on_rank(folder: Path, layout: Layout) -> Part:
+    from megatron.core import parallel_state
+
+    runtime.initialize(layout)
+    chunks = build_model(hf.load(folder), layout=layout, load_hf=str(folder), wrap_ddp=False)
+    return Part(parallel_state.get_tensor_model_parallel_rank(), logits(chunks))
+
+
+def assert_logits(folder: Path, family: str, layout: Layout) -> None:
+    expected = hf_checkpoints.logits_of(hf_checkpoints.make(folder, family))
+    assert 0.5 < expected.std() < 5
+    parts = run_ranks(layout.world_size, partial(on_rank, folder, layout))
+    last = [part for part in parts if part.logits is not None]
+    assert len(last) == layout.world_size // layout.pp
+    for first in range(0, len(last), layout.tp):
+        group = last[first : first + layout.tp]
+        assert [part.tp_rank for part in group] == [*range(layout.tp)]
+        found = torch.cat([part.logits for part in group], -1)
+        assert not found[..., VOCAB:].any()  # the padding
+        error = (found[..., :VOCAB] - expected).abs().max()
+        assert error <= LIMIT, (
+            f"{error:.2e}, relative {relative_error(found[..., :VOCAB], expected)}"
+        )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(tmp_path, family):
+    assert_logits(tmp_path, family, Layout())
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3", TP_PP),
+        ("qwen3-tied", TP_PP),
+        ("qwen2-tied", Layout(tp=2, pp=2, sequence_parallel=True)),
+        ("llama", Layout(pp=2, vpp=2)),
+        ("moe", TP_PP_EP),
+        ("moe-unscaled", Layout(tp=2, pp=2, sequence_parallel=True)),
+    ],
+)
+def test_logits_in_a_layout(tmp_path, family, layout):
+    assert_logits(tmp_path, family, layout)
+
+
+class Held(NamedTuple):
+    """A rank's parameters, each with the dimension that tensor parallelism cuts (-1: none), and
+    how many elements were read from files."""
+
+    tp_rank: int
+    parameters: dict[str, tuple[int, torch.Tensor]]
+    num_read: int
+
+
+def held(folder: Path, layout: Layout) -> Held:
+    from megatron.core import parallel_state
+
+    runtime.initialize(layout)
+    read, sizes = Shards.read, []
+
+    def count(*args: Any) -> torch.Tensor:
+        sizes.append((found := read(*args)).numel())
+        return found
+
+    with mock.patch.object(Shards, "read", count):
+        chunks = build_model(hf.load(folder), layout=layout, load_hf=str(folder))
+    found = {
+        name: (one.partition_dim if one.tensor_model_parallel else -1, one.detach().clone())
+        for name, one in named_parameters(chunks).items()
+    }
+    return Held(parallel_state.get_tensor_model_parallel_rank(), found, sum(sizes))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen2", Layout(tp=2, cp=2)),
+        ("qwen3-tied", Layout(pp=2, vpp=2, dp=2)),
+        ("moe-unscaled", Layout(tp=2, cp=2, ep=2, sequence_parallel=True)),
+    ],
+)
+def test_every_rank_reads_its_part_of_the_whole_and_no_more(tmp_path, family, layout):
+    hf_checkpoints.make(tmp_path, family)
+    [(_, whole, _)] = run_ranks(1, partial(held, tmp_path, Layout()))
+    seen = set()
+    for tp_rank, found, num_read in run_ranks(layout.world_size, partial(held, tmp_path, layout)):
+        num = sum(one.numel() for _, one in found.values())
+        assert num - 2 * 64 * (256 - VOCAB) <= num_read <= num  # less the padding of two tables
+        for name, (dim, mine) in found.items():
+            _, full = whole[name]
+            if dim >= 0 and full.shape != mine.shape:
+                pieces = 2 if "linear_fc1.weight" in name else 1
+                full = local_part(full, dim, tp_rank, layout.tp, pieces)
+            assert torch.equal(mine, full), name
+            seen.add(name)
+    assert seen == set(whole)

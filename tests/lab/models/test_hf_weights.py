@@ -1,0 +1,234 @@
+"""Hugging Face checkpoints: what is refused, by name, and that only slices are read."""
+
+from __future__ import annotations
+
+import json
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.models import hf_weights, weights
+from megatron_prefix.lab.models.hf_weights import HFWeights, shapes, tensors_of
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.models.shards import Shards
+from tests.harness import hf_checkpoints
+from tests.harness.command_line import failure
+from tests.harness.one_rank import one_rank
+
+safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    with one_rank():
+        yield
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A tied Qwen3 checkpoint in one file, as its folder; not to be changed."""
+    folder = tmp_path_factory.mktemp("tied")
+    hf_checkpoints.make(folder, "qwen3-tied", shard_size="1GB")
+    return folder
+
+
+@pytest.fixture
+def copy(made, tmp_path):
+    """A folder to damage, its tensors and a function that saves them again."""
+    tensors = safetensors.load_file(made / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((made / "config.json").read_bytes())
+
+    def save() -> Path:
+        safetensors.save_file(tensors, tmp_path / "model.safetensors")
+        return tmp_path
+
+    return tensors, save
+
+
+def refused(folder: Path, **changes) -> str:
+    with pytest.raises(UserError) as caught:
+        HFWeights(folder, resolve(str(folder), **changes))
+    message = str(caught.value)
+    assert "\n" not in message and str(folder) in message
+    return message
+
+
+def model(folder: Path, **options):
+    from megatron_prefix.lab.models.build import build_model
+
+    [chunk] = build_model(resolve(str(folder)), load_hf=str(folder), wrap_ddp=False, **options)
+    return chunk
+
+
+# Names and files ----------------------------------------------------------------------------------
+
+
+def test_missing_and_extra_tensors_are_named_and_counted(copy):
+    tensors, save = copy
+    gone = [name for name in tensors if "layers.1." in name]
+    kept = {name: tensors.pop(name) for name in gone}
+    message = refused(save())
+    assert "missing tensors" in message and f"and {len(gone) - 3} more;" in message
+    assert "model.layers.1.input_layernorm.weight" in message
+    tensors.update(kept)
+    tensors["model.layers.4.mlp.up_proj.weight"] = torch.zeros(2)
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(2)
+    message = refused(save())
+    assert "unknown tensors" in message
+    assert "model.layers.0.self_attn.q_proj.bias, model.layers.4.mlp.up_proj.weight;" in message
+
+
+def test_wrong_shapes_and_dtypes_are_refused(copy):
+    tensors, save = copy
+    tensors["model.norm.weight"] = torch.ones(65)
+    assert "model.norm.weight [65] instead of [64]" in refused(save())
+    tensors["model.norm.weight"] = torch.ones(64, dtype=torch.int8)
+    assert "dtype I8, which is not read: model.norm.weight;" in refused(save())
+
+
+def test_folders_without_usable_files_are_refused(copy, tmp_path):
+    _, save = copy
+    assert "neither model.safetensors nor model.safetensors.index.json" in refused(tmp_path)
+    (save() / "model.safetensors").write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00{}")
+    assert "cannot be read as safetensors" in refused(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}", encoding="utf-8")
+    assert "is no index of safetensors files" in refused(tmp_path)
+    with pytest.raises(UserError, match="no such folder"):
+        HFWeights(tmp_path / "absent", resolve("tiny-llama"))
+
+
+def test_a_missing_file_and_a_wrong_index_are_named(tmp_path):
+    hf_checkpoints.make(tmp_path, "llama", shard_size="60KB")
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    files = [*index["weight_map"].values()]
+    name = next(name for name, file in index["weight_map"].items() if files.count(file) > 1)
+    right = index["weight_map"].pop(name)
+    path.write_text(json.dumps(index), encoding="utf-8")
+    assert f"do not agree on where tensors are: {name};" in refused(tmp_path)
+    (tmp_path / right).unlink()
+    index["weight_map"][name] = right
+    path.write_text(json.dumps(index), encoding="utf-8")
+    assert f"are missing: {right};" in refused(tmp_path)
+
+
+def test_tables_of_old_releases_are_left_alone(copy):
+    tensors, save = copy
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(12)
+    HFWeights(save(), resolve(str(save())))
+
+
+@pytest.mark.parametrize("family", hf_checkpoints.FAMILIES)
+def test_the_table_has_every_tensor_once(tmp_path, family):
+    hf_checkpoints.make(tmp_path, family)
+    found = Shards(tmp_path)
+    assert shapes(resolve(str(tmp_path))) == {name: found.shape(name) for name in found.names}
+    names = [
+        weights.global_name(one, n) for one in [model(tmp_path)] for n, _ in one.named_parameters()
+    ]
+    used = [tensor for name in names for tensor in tensors_of(name)]
+    assert len(used) == len(set(used)) and set(used) == found.names
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight"),
+        ("mlp.experts.linear_fc2.weight1", "mlp.experts.3.down_proj.weight"),
+    ],
+)
+def test_the_names_of_transformer_engine_are_known(name, tensor):
+    experts = types.SimpleNamespace(local_expert_indices=[2, 3])
+    layer = types.SimpleNamespace(layer_number=6, mlp=experts)
+    chunk = types.SimpleNamespace(decoder=types.SimpleNamespace(layers=[layer]))
+    whole = weights.global_name(chunk, f"decoder.layers.0.{name}")
+    assert tensors_of(whole) == (f"model.layers.5.{tensor}",)
+
+
+@pytest.mark.parametrize("name", ["decoder.layers.0.mlp.bias", "mtp.weight"])
+def test_a_parameter_without_a_tensor_is_an_error(name):
+    with pytest.raises(ValueError, match=name):
+        tensors_of(name)
+
+
+# The model ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rotary_base": 10000.0}, "rotary_base 10000.0 instead of 50.0"),
+        ({"norm_eps": 1e-6}, "norm_eps 1e-06 instead of 0.01"),
+        ({"num_layers": 5}, "num_layers 5 instead of 4"),
+        ({"qk_layernorm": False, "tie_embeddings": False}, "qk_layernorm False instead of True"),
+    ],
+)
+def test_another_model_is_refused(made, change, words):
+    assert words in refused(made, **change)
+
+
+def test_the_first_layers_can_be_taken_alone(made):
+    shallow = HFWeights(made, resolve(str(made), num_layers=2, moe_aux_loss_coeff=0.5))
+    assert (shallow.spec.num_layers, shallow.whole.num_layers) == (2, 4)
+
+
+def test_layers_with_experts_must_be_the_same_ones(tmp_path):
+    hf_checkpoints.make(tmp_path, "moe-unscaled")
+    assert "other layers with experts" in refused(tmp_path, moe_layers=None)
+    HFWeights(tmp_path, resolve(str(tmp_path), num_layers=2, moe_layers=(True, False)))
+
+
+# Values -------------------------------------------------------------------------------------------
+
+
+def test_a_tied_output_layer_must_be_the_embedding(copy):
+    tensors, save = copy
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    model(save())
+    tensors["lm_head.weight"][-1, -1] += 1
+    with pytest.raises(UserError, match="ties the embeddings, but"):
+        model(save())
+
+
+def test_padding_is_zero_and_said(made, caplog):
+    caplog.set_level("WARNING", hf_weights.__name__)
+    hf_weights._tell_padding.cache_clear()
+    table = model(made).embedding.word_embeddings.weight
+    assert table.shape[0] == 256 and not table[200:].any() and table[199].all()
+    assert caplog.text.count("200 tokens are padded to 256") == 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_files_are_cast(tmp_path, dtype):
+    saved = hf_checkpoints.make(tmp_path, "llama", dtype=dtype).state_dict()
+    found = model(tmp_path, dtype="float64").decoder.final_layernorm.weight
+    assert found.dtype == torch.float64
+    assert torch.equal(found, saved["model.norm.weight"].double())
+
+
+def test_fingerprints_tell_checkpoints_apart(copy):
+    tensors, save = copy
+
+    def fingerprint():
+        folder = save()
+        return HFWeights(folder, resolve(str(folder))).fingerprint()
+
+    first = fingerprint()
+    assert fingerprint() == first
+    tensors["model.norm.weight"][3] += 1e-3
+    assert fingerprint() != first
+
+
+# The command line ---------------------------------------------------------------------------------
+
+
+def test_model_and_weights_must_agree(capsys, made):
+    given = ("align", "--rollouts", "none.jsonl", "--load-hf", str(made))
+    assert "vocab_size" in failure(capsys, *given, "--model", "tiny-qwen3")
+    assert "norm_eps 0.5 instead of 0.01" in failure(capsys, *given, "--set", "norm_eps=0.5")
+    absent = str(made / "absent")
+    assert "no such folder" in failure(capsys, *given[:3], "--load-hf", absent)

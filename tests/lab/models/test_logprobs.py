@@ -1,0 +1,121 @@
+"""Log-probabilities over a split vocabulary, against torch's on the whole one."""
+
+import pytest
+import torch
+
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.models.logprobs import vocab_parallel_log_probs
+from megatron_prefix.lab.numerics import assert_close
+from megatron_prefix.lab.runtime import Layout
+from tests.harness.ranks import run_ranks
+
+S, B, V = 7, 3, 24
+
+
+def draw(dtype=torch.float64, scale=3.0):
+    """logits [s, b, V], labels [b, s], and a gradient [b, s]."""
+    generator = torch.Generator().manual_seed(5)
+    logits = scale * torch.randn(S, B, V, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, V, (B, S), generator=generator)
+    grad = torch.randn(B, S, generator=generator, dtype=torch.float64)
+    return logits.to(dtype), labels, grad
+
+
+def plain(logits, labels):
+    """The same by torch, [b, s] in float64."""
+    return logits.double().log_softmax(-1).gather(-1, labels.t()[..., None])[..., 0].t()
+
+
+def both(logits, labels, grad, group=None):
+    """Ours and torch's, each with the gradient of the logits."""
+    results = []
+    for fn in (lambda x: vocab_parallel_log_probs(x, labels, group), lambda x: plain(x, labels)):
+        leaf = logits.clone().requires_grad_()
+        out = fn(leaf)
+        out.backward(grad.to(out.dtype))
+        results.append((out.detach(), leaf.grad))
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.1, 3.0, 50.0])
+def test_equal_to_log_softmax(dtype, scale):
+    logits, labels, grad = draw(dtype, scale)
+    (out, d_logits), (expected, d_expected) = both(logits, labels, grad)
+    assert out.shape == (B, S)
+    assert out.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert d_logits.dtype == dtype
+    assert_close(out, expected, V, out.dtype, "log-probs")
+    assert_close(d_logits, d_expected, V, dtype, "gradient")
+
+
+def test_gradient_by_finite_differences():
+    logits, labels, _ = draw()
+    logits.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: vocab_parallel_log_probs(x, labels), (logits,))
+
+
+def test_backward_twice_gives_the_same():
+    logits, labels, grad = draw()
+    logits.requires_grad_()
+    out = vocab_parallel_log_probs(logits, labels)
+    first, second = (torch.autograd.grad(out, logits, grad, retain_graph=True)[0] for _ in "ab")
+    assert torch.equal(first, second)
+
+
+def test_a_certain_token_keeps_its_gradient_in_bfloat16():
+    """At p = 1 - 6e-5 the gradient is 6e-5; 1 - p in bfloat16 would be 0 or 0.004."""
+    logits = torch.zeros(1, 1, 2, dtype=torch.bfloat16)
+    logits[..., 0] = 9.75
+    logits.requires_grad_()
+    vocab_parallel_log_probs(logits, torch.zeros(1, 1, dtype=torch.long)).sum().backward()
+    p_other = 1 / (1 + torch.tensor(9.75, dtype=torch.float64).exp())
+    expected = torch.stack([p_other, -p_other])
+    assert_close(logits.grad.flatten(), expected, 2, torch.bfloat16)
+
+
+def test_only_the_softmax_is_saved():
+    logits, labels, _ = draw()
+    sizes = []
+
+    def pack(tensor):
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        vocab_parallel_log_probs(logits.requires_grad_(), labels)
+    assert sorted(sizes) == [S * B, S * B, S * B * V]
+
+
+def test_nan_logits_give_nan():
+    logits, labels, _ = draw()
+    logits[2, 1, 3] = float("nan")
+    assert vocab_parallel_log_probs(logits, labels).isnan().sum() == 1
+
+
+def test_shapes_that_do_not_match_are_refused():
+    logits, labels, _ = draw()
+    with pytest.raises(ValueError, match=r"\(7, 3, 24\) do not match labels \[b, s\] \(7, 3\)"):
+        vocab_parallel_log_probs(logits, labels.t())
+
+
+def split(tp):
+    """On each rank: log-probs and this rank's part of the gradient."""
+    runtime.initialize(Layout(tp=tp))
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    logits, labels, grad = draw()
+    part = logits.chunk(tp, -1)[group.rank()].clone().requires_grad_()
+    out = vocab_parallel_log_probs(part, labels, group)
+    out.backward(grad)
+    return out.detach(), part.grad
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_a_split_vocabulary_gives_what_the_whole_does(tp):
+    (whole, d_whole), _ = both(*draw())
+    results = run_ranks(tp, split, tp)
+    for out, _ in results:
+        assert_close(out, whole, V)
+    assert_close(torch.cat([part for _, part in results], -1), d_whole, V)

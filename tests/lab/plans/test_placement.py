@@ -1,0 +1,251 @@
+"""Placement on data-parallel ranks: nothing lost, loads that are true, and the best order keeps."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.data.generate import generate
+from megatron_prefix.lab.data.rollouts import Group, Rollout
+from megatron_prefix.lab.plans import placement
+from megatron_prefix.lab.plans.placement import METHODS, place
+from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.tree import TreeOptions
+from tests.harness import data
+
+COST = CostModel(linear=1000.0, head=80.0, attention=1.0, action_tokens=4.0)
+TRIE = CostModel(linear=1000.0, head=0.0, attention=1.0, action_tokens=0.0)
+"""Without overhead and head a tree's cost is that of its trie, whatever its segments are."""
+
+
+def rollout(group: str, uid: int, tokens: Sequence[int], prompt: int) -> Rollout:
+    ids = np.array(tokens, dtype=np.int32)
+    prompt = min(prompt, len(ids) - 1)
+    return Rollout(group, str(uid), ids, prompt, ((prompt, len(ids)),), 0.0)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[Group]:
+    """Up to six groups over a tiny alphabet, so that rollouts share within and across groups."""
+    groups = []
+    for g in range(draw(st.integers(0, 6))):
+        prompt = draw(st.lists(st.integers(0, 1), min_size=1, max_size=8))
+        tails = draw(st.lists(st.lists(st.integers(0, 1), max_size=6), min_size=1, max_size=5))
+        rows = [rollout(f"g{g}", i, [*prompt, 0, *t], len(prompt)) for i, t in enumerate(tails)]
+        groups.append(Group(f"g{g}", tuple(rows)))
+    return groups
+
+
+def flat(name: str, prompt: int, responses: Sequence[int]) -> Group:
+    """A group whose rollouts part at their first response token."""
+    head = [1000 + ord(name[0])] * prompt
+    rows = [rollout(name, i, [*head, *([i] * n)], prompt) for i, n in enumerate(responses)]
+    return Group(name, tuple(rows))
+
+
+def members(groups: Sequence[Group]) -> list[tuple[str, str]]:
+    return [(group.name, one.uid) for group in groups for one in group.rollouts]
+
+
+def partitions(num: int, parts: int) -> list[list[range]]:
+    """All ways to cut 0..num-1 into at most `parts` runs."""
+    found = []
+    for count in range(1, min(num, parts) + 1):
+        for cuts in itertools.combinations(range(1, num), count - 1):
+            bounds = [0, *cuts, num]
+            found.append([range(a, b) for a, b in itertools.pairwise(bounds)])
+    return found
+
+
+# Every method -------------------------------------------------------------------------------------
+
+
+@given(steps(), st.integers(1, 5), st.sampled_from(METHODS), st.sampled_from(["group", "batch"]))
+def test_every_rollout_is_on_exactly_one_rank(groups, num_ranks, method, share):
+    options = TreeOptions(share=share)
+    num = len(members(groups))
+    if method == "equal" and num % num_ranks:
+        with pytest.raises(UserError, match=f"{num} rollouts on {num_ranks} data-parallel ranks"):
+            place(groups, num_ranks, COST, options, method)
+        return
+    placed = place(groups, num_ranks, COST, options, method)
+    assert len(placed.ranks) == len(placed.costs) == num_ranks
+    found = Counter(one for rank in placed.ranks for one in members(rank))
+    assert found == Counter(members(groups))
+    for rank in placed.ranks:  # as they were given: a rank's own order means nothing
+        assert members(rank) == [one for one in members(groups) if one in set(members(rank))]
+        assert all(group.rollouts for group in rank)
+    if method in ("whole", "greedy", "tokens"):
+        assert placed.num_cut == 0
+    if method in ("whole", "cut") and groups:
+        units = len(groups) if method == "whole" else num
+        assert sum(map(bool, placed.ranks)) == min(units, num_ranks), "a rank is idle for nothing"
+    if method == "equal":
+        assert {len(members(rank)) for rank in placed.ranks} == {num // num_ranks}
+
+
+@given(steps(), st.sampled_from(METHODS))
+def test_one_rank_gets_what_there_is(groups, method):
+    assert place(groups, 1, COST, method=method).ranks == (tuple(groups),)
+
+
+@given(steps(), st.integers(1, 5), st.sampled_from(["auto", "whole", "cut", "greedy"]))
+def test_the_same_arguments_give_the_same_placement(groups, num_ranks, method):
+    first, second = (place(groups, num_ranks, COST, method=method) for _ in range(2))
+    assert first.ranks == second.ranks
+
+
+@given(steps(), st.integers(1, 4))
+def test_a_load_is_the_cost_of_the_trees(groups, num_ranks):
+    """What the search adds up rollout by rollout is what the planner's trees cost."""
+    leaves = placement._Leaves(groups, TRIE, TreeOptions(min_gain=0))
+    placed = place(groups, num_ranks, TRIE, TreeOptions(min_gain=0), "cut")
+    parts = placement._parts(leaves, num_ranks, "cut")
+    found = [leaves.load(part) for part in parts] + [0.0] * (num_ranks - len(parts))
+    assert found == pytest.approx(placed.costs)
+    # And of leaves that are no neighbours, over groups that share.
+    options = TreeOptions(min_gain=0, share="batch")
+    rows = [replaced(one, "all", str(i)) for i, one in enumerate(rollouts(groups))]
+    if rows:
+        one = [Group("all", tuple(rows))]
+        leaves = placement._Leaves(one, TRIE, options)
+        every_other = range(0, len(rows), 2)
+        chosen = tuple(rows[leaves.order[i].rollout] for i in every_other)
+        wanted = place([Group("all", chosen)], 1, TRIE, options).costs[0]
+        assert leaves.load(every_other) == pytest.approx(wanted)
+
+
+def rollouts(groups: Sequence[Group]) -> list[Rollout]:
+    return [one for group in groups for one in group.rollouts]
+
+
+def replaced(one: Rollout, group: str, uid: str) -> Rollout:
+    return Rollout(group, uid, one.tokens, one.prompt_len, one.loss, one.reward)
+
+
+# The ordered partition ----------------------------------------------------------------------------
+
+
+@given(steps(), st.integers(1, 4), st.sampled_from(["whole", "cut"]))
+def test_no_other_partition_of_the_order_has_a_smaller_largest_load(groups, num_ranks, method):
+    leaves = placement._Leaves(groups, COST, TreeOptions(share="batch"))
+    single = [range(i, i + 1) for i in range(len(leaves.order))]
+    units = leaves.groups if method == "whole" else single
+    if not units or len(units) > 10:
+        return
+    best = min(
+        max(leaves.load(range(units[run[0]].start, units[run[-1]].stop)) for run in runs)
+        for runs in partitions(len(units), num_ranks)
+    )
+    found = max(map(leaves.load, placement._parts(leaves, num_ranks, method)))
+    assert found == pytest.approx(best)
+
+
+def test_neighbours_in_the_tree_stay_together():
+    """Two pairs of rollouts with much in common, given crosswise: the cut is between pairs."""
+    left, right = [1] * 60, [2] * 60
+    rows = [[0] * 5 + side + [3 + i] * 4 for i, side in enumerate([left, right, left, right])]
+    group = Group("g", tuple(rollout("g", i, row, 66) for i, row in enumerate(rows)))
+    placed = place([group], 2, COST, TreeOptions(min_gain=0), "cut")
+    assert [[one.uid for one in rank[0].rollouts] for rank in placed.ranks] == [
+        ["0", "2"],
+        ["1", "3"],
+    ]
+
+
+def test_a_group_too_large_for_a_rank_is_cut_and_both_parts_pay_for_the_prompt():
+    large, small = flat("large", 40, [100] * 8), flat("small", 40, [50])
+    placed = place([large, small], 2, COST, TreeOptions(min_gain=0))
+    assert placed.method == "cut"
+    assert placed.num_cut == 1
+    assert placed.imbalance < 1.15
+    whole = place([large, small], 2, COST, TreeOptions(min_gain=0), "whole")
+    assert whole.num_cut == 0
+    # 40 prompt tokens are 39 positions that all share: the label of the last one differs.
+    assert placed.executed_tokens == whole.executed_tokens + 39
+    assert max(placed.costs) < 0.7 * max(whole.costs)
+
+
+def test_a_long_prompt_is_not_paid_twice_for_little():
+    """Cut in two, both ranks would do nearly as much as one does now."""
+    placed = place([flat("g", 1000, [2, 2])], 2, COST, TreeOptions(min_gain=0))
+    assert placed.num_cut == 0
+    assert [len(members(rank)) for rank in placed.ranks] == [2, 0]
+    assert placed.imbalance == 2.0
+
+
+# Greedy -------------------------------------------------------------------------------------------
+
+
+def test_costs_of_trees_and_not_of_rollouts_decide():
+    """Four rollouts that share nearly all are one; the rollouts' tokens say four."""
+    shared = [flat(name, 200, [5, 5, 5, 5]) for name in "ab"]
+    alone = [flat(name, 200, [30]) for name in "cdef"]
+    by_tree = place([*shared, *alone], 2, COST, method="greedy")
+    by_tokens = place([*shared, *alone], 2, COST, method="tokens")
+    assert by_tree.imbalance < 1.02
+    assert [len(rank) for rank in by_tree.ranks] == [3, 3]
+    assert place([shared[0], *alone], 2, COST, method="greedy").imbalance < 1.3
+    assert place([shared[0], *alone], 2, COST, method="tokens").imbalance > 1.5
+    assert by_tokens.executed_tokens == by_tree.executed_tokens
+
+
+def test_the_costliest_comes_first():
+    groups = [
+        flat(name, 10, [size]) for name, size in zip("abcde", [40, 40, 40, 60, 60], strict=True)
+    ]
+    placed = place(groups, 2, COST, method="greedy")
+    assert [[group.name for group in rank] for rank in placed.ranks] == [
+        ["a", "c", "d"],
+        ["b", "e"],
+    ]
+
+
+def test_auto_is_no_worse_than_whole_groups_by_either_method():
+    for seed, num_ranks in itertools.product(range(6), (2, 3, 4)):
+        groups = [
+            next(generate(1, 40 + 13 * g, 20 + 11 * (g + seed) % 50, 2 + (g * seed) % 4, seed=g,
+                          tree="flat", name=f"g{g}"))
+            for g in range(9)
+        ]  # fmt: skip
+        largest = {
+            method: max(place(groups, num_ranks, TRIE, TreeOptions(min_gain=0), method).costs)
+            for method in ("auto", "whole", "greedy")
+        }
+        assert largest["auto"] <= 1.0001 * min(largest["whole"], largest["greedy"])
+
+
+# Bad usage, and real rollouts ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_ranks": 0}, "0 ranks"),
+        ({"method": "best"}, "'best': give one of auto, whole"),
+        ({"groups": [flat("a", 3, [3]), flat("a", 3, [3])]}, "2 groups to place"),
+        ({"method": "equal", "num_ranks": 2}, "3 rollouts on 2 .*multiple of 2"),
+    ],
+)
+def test_bad_usage_is_refused(arguments, message):
+    values = {"groups": [flat("a", 3, [3, 4, 5])], "num_ranks": 1, "method": "auto", **arguments}
+    with pytest.raises(UserError, match=message):
+        place(values["groups"], values["num_ranks"], COST, method=values["method"])
+
+
+@pytest.mark.parametrize("name", ["tau2_mixed", "qmsum_tree"])
+@pytest.mark.parametrize("share", ["group", "batch"])
+def test_real_rollouts_are_balanced_by_tree(name, share):
+    groups = data.groups(name, 40)
+    cost = CostModel.of_shape(32, 4096, 32, 8, 128, 14336, 128256)
+    options = TreeOptions(share=share)
+    ours, raw = (place(groups, 4, cost, options, method) for method in ("auto", "tokens"))
+    assert ours.imbalance < 1.07
+    assert max(ours.costs) < max(raw.costs)

@@ -1,0 +1,189 @@
+"""Choosing where to run, and the CPU platform. What it lets run is in test_build.py."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab import platforms, runtime
+from megatron_prefix.lab.models.build import build_model, build_optimizer, unwrap
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.platforms import cpu
+from megatron_prefix.lab.runtime import Layout
+from tests.harness.ranks import run_ranks
+from tests.harness.stock import VOCAB, forward_backward, microbatches, named_parameters
+
+
+def test_select_describes_the_cpu():
+    platform = platforms.select("cpu")
+    assert (platform.device_type, platform.backend, platform.name) == ("cpu", "gloo", "CPU")
+    assert platform.device(3) == torch.device("cpu")
+    assert cpu.enabled()
+
+
+def test_select_refuses_what_is_not_there():
+    with pytest.raises(UserError, match="'tpu' is not known; choose one of cpu, cuda"):
+        platforms.select("tpu")
+    with pytest.raises(UserError, match="torch sees no GPU"):
+        platforms.select("cuda")
+
+
+def test_enable_twice_rebinds_once():
+    before = (torch.zeros, torch.Tensor.type, torch.distributed.all_gather)
+    cpu.enable()
+    assert (torch.zeros, torch.Tensor.type, torch.distributed.all_gather) == before
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """As in a process that has not chosen a platform, on a machine with a GPU."""
+    monkeypatch.setattr(cpu, "_enabled", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_visible_gpu_is_not_overridden_unasked():
+    with pytest.raises(RuntimeError, match="insist with hide_gpus=True"):
+        cpu.enable()
+    assert not cpu.enabled()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_gpu_in_use_is_not_hidden(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="already uses a GPU"):
+        cpu.enable(hide_gpus=True)
+
+
+def test_cuda_names_mean_the_cpu():
+    for factory in (torch.zeros, torch.ones, torch.empty):
+        assert factory(2, device="cuda", pin_memory=True).device.type == "cpu"
+        assert factory(2, device=torch.device("cuda", 0)).device.type == "cpu"
+    assert torch.tensor([1], device="cuda").cuda().device.type == "cpu"
+    assert torch.zeros(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
+    assert torch.zeros(1).type(torch.float64).dtype == torch.float64
+
+
+def in_a_new_process(code, **environment):
+    """Output and exit code of python -c `code`."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def test_platform_comes_only_when_asked():
+    done = in_a_new_process(
+        "import torch; zeros = torch.zeros; "
+        "import megatron_prefix.lab.models.build, megatron_prefix.lab.runtime; "
+        "from megatron_prefix.lab.platforms import cpu; "
+        "assert torch.zeros is zeros and not cpu.enabled()"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_platform_may_come_after_megatron():
+    done = in_a_new_process(
+        "import megatron.core.models.gpt.gpt_model, torch; "
+        "from megatron_prefix import runtime; runtime.initialize(runtime.Layout()); "
+        "from megatron_prefix.lab.models.build import build_model; "
+        "from megatron_prefix.lab.models.presets import resolve; "
+        "[model] = build_model(resolve('tiny-llama', num_layers=1).with_vocab(9)); "
+        "x = torch.zeros(1, 4, dtype=torch.long); model(x, x, None, labels=x).sum().backward(); "
+        "runtime.shutdown()"  # gloo's threads may abort a process that leaves without it
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("package", ["megatron", "triton"])
+def test_a_missing_package_is_named(package, tmp_path, monkeypatch):
+    (tmp_path / f"wants_{package}.py").write_text(f"import {package}", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(cpu, "_MEGATRON", (f"wants_{package}",))
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "megatron.core.jit")
+    name = "triton" if package == "triton" else "megatron-core"
+    with pytest.raises(UserError, match=f"pip install {name}"):
+        cpu._import_megatron_without_compiling()
+
+
+def gather_and_scatter():
+    rank = runtime.initialize(Layout(dp=3)).rank
+    lengths = [2, 0, 3]
+    mine = torch.full((lengths[rank], 2), float(rank + 1))
+    gathered = [torch.empty(length, 2) for length in lengths]
+    torch.distributed.all_gather(tensor_list=gathered, tensor=mine)
+    out = torch.empty(lengths[rank], 2)
+    pieces = [piece * (rank + 1) for piece in gathered]
+    torch.distributed.reduce_scatter(output=out, input_list=pieces)
+    return gathered, out
+
+
+def test_gloo_collectives_of_unequal_length():
+    for rank, (gathered, out) in enumerate(run_ranks(3, gather_and_scatter)):
+        for number, (piece, length) in enumerate(zip(gathered, [2, 0, 3], strict=True)):
+            assert torch.equal(piece, torch.full((length, 2), float(number + 1)))
+        assert torch.equal(out, gathered[rank] * 6)
+
+
+def resume(folder, layout, options, sharding, save):
+    """Two steps with a checkpoint between them: save it, or begin with it."""
+    runtime.initialize(layout)
+    from megatron.core import dist_checkpointing as checkpoints
+
+    spec = resolve("tiny-llama", tie_embeddings=True).with_vocab(VOCAB)
+    seed = 1 if save else 2
+    chunks = build_model(spec, layout=layout, seed=seed, **options)
+    optimizer = build_optimizer(chunks, lr=1e-3, clip_grad=0.0)
+
+    def state(loading):
+        model = unwrap(chunks[0]).sharded_state_dict()
+        metadata = {"distrib_optim_sharding_type": sharding}
+        return {
+            "model": model,
+            "optimizer": optimizer.sharded_state_dict(model, loading, metadata=metadata),
+        }
+
+    if save:
+        forward_backward(chunks, microbatches(layout))
+        optimizer.step()
+        checkpoints.save(state(False), folder)
+    else:
+        loaded = checkpoints.load(state(True), folder)
+        unwrap(chunks[0]).load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+    forward_backward(chunks, microbatches(layout))
+    optimizer.step()
+    return {name: value.detach().clone() for name, value in named_parameters(chunks).items()}
+
+
+SHARDED = {"use_distributed_optimizer": True}
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "sharding"),
+    [
+        (Layout(dp=2), SHARDED, "fully_reshardable"),
+        (Layout(dp=2), SHARDED, "dp_reshardable"),
+        (Layout(dp=2), {**SHARDED, "dtype": "bfloat16"}, "fully_reshardable"),
+        (Layout(tp=2, pp=2, sequence_parallel=True), {}, "fully_reshardable"),
+        (Layout(pp=2), {"dtype": "bfloat16"}, "fully_reshardable"),
+        (Layout(), {"dtype": "float64"}, "fully_reshardable"),
+    ],
+    ids=["sharded", "sharded-simply", "sharded-bf16", "tp-pp", "bf16", "fp64"],
+)
+def test_a_checkpoint_resumes_exactly(tmp_path, layout, options, sharding):
+    through, resumed = (
+        run_ranks(layout.world_size, resume, str(tmp_path), layout, options, sharding, save)
+        for save in (True, False)
+    )
+    for mine, theirs in zip(resumed, through, strict=True):
+        for name, value in theirs.items():
+            assert torch.equal(mine[name], value), name

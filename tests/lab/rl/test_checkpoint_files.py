@@ -1,0 +1,300 @@
+"""Checkpoints whose files are damaged, missing or made by somebody else; and disks that are full.
+
+All runs of a kind share a process: starting one takes longer than ten of them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import fuzzing
+from tests.harness.ranks import run_ranks
+from tests.lab.rl.test_fuzz_checkpoints import ARGUMENTS, STEP
+
+Change = Callable[[Path], Any]
+Ended = tuple[int, str, bool]
+
+
+class Payload:
+    """A pickle of this makes a file when it is read."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.marker,)
+
+
+def train(*arguments: str) -> tuple[int, str]:
+    """Exit code and stderr of `train` in this process."""
+    return fuzzing.ended(*ARGUMENTS, *arguments)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of one step."""
+    folder = tmp_path_factory.mktemp("good") / "run"
+    arguments = ("--steps", "1", "--save-every", "1", "--output", str(folder))
+    assert run_ranks(1, lambda: train(*arguments)) == [(0, "")]
+    return folder
+
+
+def resumed(good: Path, folder: Path, changes: dict[str, Change]) -> dict[str, Ended]:
+    """How resuming ends after each change: code, stderr, and whether the folder is as before."""
+
+    def on_rank() -> dict[str, Ended]:
+        found = {}
+        for name, change in changes.items():
+            run = folder / "run"
+            shutil.copytree(good, run)
+            change(run)
+            before = sorted(run.rglob("*"))
+            code, err = train("--steps", "2", "--output", str(run), "--resume")
+            found[name] = code, err, sorted(run.rglob("*")) == before
+            shutil.rmtree(run)
+        return found
+
+    return run_ranks(1, on_rank)[0]
+
+
+def with_state(**values: Any) -> Change:
+    """Changes fields of train.json; None drops one."""
+
+    def change(run: Path) -> None:
+        path = run / STEP / "train.json"
+        state = {**json.loads(path.read_text("utf-8")), **values}
+        path.write_text(json.dumps({k: v for k, v in state.items() if v is not None}), "utf-8")
+
+    return change
+
+
+def content(name: str, make: Callable[[bytes], bytes]) -> Change:
+    return lambda run: (run / name).write_bytes(make((run / name).read_bytes()))
+
+
+# Code in files ------------------------------------------------------------------------------------
+
+
+def in_index(marker: Path, run: Path) -> None:
+    (run / STEP / ".metadata").write_bytes(pickle.dumps(Payload(marker)))
+
+
+def in_common(marker: Path, run: Path) -> None:
+    torch.save({"optimizer": Payload(marker)}, run / STEP / "common.pt")
+
+
+def in_shard(marker: Path, run: Path) -> None:
+    """An entry of a shard that is no tensor: the random generators."""
+    index = pickle.loads((run / STEP / ".metadata").read_bytes())  # noqa: S301  # our own
+    (place,) = (info for key, info in index.storage_data.items() if key.fqn.startswith("rng/"))
+    buffer = io.BytesIO()
+    torch.save(Payload(marker), buffer)
+    shard = run / STEP / place.relative_path
+    place.offset, place.length = shard.stat().st_size, buffer.tell()
+    with open(shard, "ab") as file:
+        file.write(buffer.getvalue())
+    (run / STEP / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def test_code_in_a_checkpoint_does_not_run(good: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    payloads = {".metadata": in_index, "common.pt": in_common, ".distcp": in_shard}
+    found = resumed(
+        good,
+        tmp_path,
+        {
+            name: lambda run, place=place: place(marker, run)  # type: ignore[misc]
+            for name, place in payloads.items()
+        },
+    )
+    assert not marker.exists()
+    for name, (code, err, same) in found.items():
+        assert (code, err.count("\n"), same) == (2, 1, True), err
+        assert f"{name}: cannot be read" in err and "resume from another checkpoint" in err
+    pickle.loads(pickle.dumps(Payload(marker)))  # noqa: S301  # else this proves nothing
+    assert marker.exists()
+
+
+# Damage -------------------------------------------------------------------------------------------
+
+
+def test_damaged_files_are_named_in_one_line(good: Path, tmp_path: Path) -> None:
+    names = ["train.json", "metadata.json", "common.pt", ".metadata", "__0_0.distcp"]
+    files = [f"{STEP}/{name}" for name in names] + ["checkpoints/latest", "metrics.jsonl"]
+    damage: dict[str, Callable[[bytes], bytes]] = {
+        "empty": lambda old: b"",
+        "junk": lambda old: b"\xff\x00junk\n" * 40,
+        "cut": lambda old: old[: len(old) * 2 // 3],
+    }
+    changes: dict[str, Change] = {
+        f"{name}: {kind}": content(name, make) for name in files for kind, make in damage.items()
+    }
+    changes |= {f"{name}: missing": lambda run, n=name: (run / n).unlink() for name in files}  # type: ignore[misc]
+    changes |= {
+        f"{n}: folder": lambda run, n=n: ((run / n).unlink(), (run / n).mkdir()) for n in files
+    }  # type: ignore[misc]
+    shard = f"{STEP}/__0_0.distcp"
+    changes[f"{shard}: one bit"] = content(
+        shard, lambda old: old[:2000] + bytes([old[2000] ^ 1]) + old[2001:]
+    )
+    # A last line that was cut is one that a full disk, or the end of the power, leaves.
+    harmless = {f"metrics.jsonl: {kind}" for kind in ("empty", "cut", "missing")}
+    for case, (code, err, same) in resumed(good, tmp_path, changes).items():
+        if case in harmless:
+            assert (code, err) == (0, ""), case
+            continue
+        assert (code, err.count("\n"), same) == (2, 1, True), (case, err)
+        name = case.partition(":")[0]
+        assert name.rpartition("/")[2] in err, (case, err)
+        assert any(word in err for word in ("resume", "move the file away", "check the")), err
+
+
+def test_values_that_no_run_has_are_refused(good: Path, tmp_path: Path) -> None:
+    one = json.loads((good / STEP / "train.json").read_text("utf-8"))
+    messages: dict[str, tuple[Change, str]] = {
+        "step": (with_state(step=-5), "train.json: step is -5, not a number of any run"),
+        "text": (with_state(skipped="0"), "train.json: skipped is 0"),
+        "missing": (with_state(skipped_in_a_row=None), "train.json: skipped_in_a_row is None"),
+        "position": (
+            with_state(position=10**9),
+            "train.json: position 1000000000 of rollouts of 2 groups",
+        ),
+        "format": (with_state(format=True), "train.json: format True, and this release reads 1"),
+        "newer": (with_state(format=2), "train.json: format 2, and this release reads 1; resume"),
+        "identity": (with_state(identity=[]), "train.json: identity is missing"),
+        "model": (
+            with_state(identity={**one["identity"], "model": 3}),
+            "step-000001: of another model (name None there, tiny-llama here",
+        ),
+        "field": (
+            with_state(
+                identity={**one["identity"], "model": {**one["identity"]["model"], "new": 7}}
+            ),
+            "step-000001: of another model (new 7 there, unknown here); give the same",
+        ),
+        "latest": (
+            content("checkpoints/latest", lambda old: b"../../etc"),
+            "latest: names no checkpoint ('../../etc'); name one: --resume",
+        ),
+        "step 2": (
+            content("checkpoints/latest", lambda old: b"step-000002\n"),
+            "latest: names step-000002, which is not there; name one: --resume",
+        ),
+        "metrics": (
+            content("metrics.jsonl", lambda old: old + b'{"step": "2"}\n'),
+            "metrics.jsonl:2: not a line of metrics (step is 2); move the file away",
+        ),
+    }
+    found = resumed(good, tmp_path, {name: change for name, (change, _) in messages.items()})
+    for name, (code, err, same) in found.items():
+        assert (code, err.count("\n"), same) == (2, 1, True), (name, err)
+        assert messages[name][1] in err
+
+
+def test_common_values_of_other_types_are_refused(good: Path, tmp_path: Path) -> None:
+    def changed(**values: Any) -> Change:
+        def change(run: Path) -> None:
+            common = torch.load(run / STEP / "common.pt", weights_only=True)
+            common["optimizer"]["param_groups"][1].update(values)
+            torch.save(common, run / STEP / "common.pt")
+
+        return change
+
+    def junk(run: Path) -> None:
+        torch.save({"optimizer": {"param_groups": 3}}, run / STEP / "common.pt")
+
+    changes = {
+        "optimizer.param_groups.1.betas is no": changed(betas="no"),
+        "optimizer.param_groups.1.eps is nan": changed(eps=float("nan")),
+        "optimizer.param_groups.1.lr is x": changed(lr="x"),
+        "optimizer.param_groups is 3": junk,
+    }
+    for message, (code, err, _) in resumed(good, tmp_path, changes).items():
+        assert (code, err.count("\n")) == (2, 1), err
+        assert f"common.pt: {message}; resume from another checkpoint" in err
+    ((code, err, _),) = resumed(good, tmp_path, {"": changed(newer=1)}).values()
+    assert (code, err) == (0, "")
+
+
+def test_options_of_a_newer_release_are_told(good: Path, tmp_path: Path) -> None:
+    settings = json.loads((good / STEP / "train.json").read_text("utf-8"))["settings"]
+    change = with_state(settings={**settings, "new": 1}, also="this")
+    ((code, err, _),) = resumed(good, tmp_path, {"": change}).values()
+    assert code == 0
+    assert err == "the checkpoint has options that this release does not know: also, new\n"
+
+
+# Full disks, and runs that are refused ------------------------------------------------------------
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(good: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(good, run)
+    before = sorted((run / "checkpoints").rglob("*"))
+    more = ("--steps", "2", "--save-every", "1", "--output", str(run), "--resume")
+
+    def on_rank() -> tuple[int, str]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+        return train(*more)
+
+    ((code, err),) = run_ranks(1, on_rank)
+    last = err.splitlines()[-1]
+    assert code == 2 and "/checkpoints/step-000002: the checkpoint cannot be written (" in last
+    assert last.endswith("; step-000001 is there to --resume from; make space")
+    assert sorted((run / "checkpoints").rglob("*")) == before
+    assert run_ranks(1, lambda: train(*more)) == [(0, "")]
+    assert (run / "checkpoints" / "latest").read_text("utf-8") == "step-000002\n"
+
+
+def test_places_that_cannot_be_written_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name, part in (("a", "metrics.jsonl"), ("b", "tensorboard"), ("c", "checkpoints")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / part).mkdir() if name == "a" else (tmp_path / name / part).touch()
+    cases = {
+        "a": (["a"], "a/metrics.jsonl: cannot be written (a folder has this name)"),
+        "b": (["b"], "b/tensorboard: cannot be written"),
+        "c": (["c", "--save-every", "1"], "c/checkpoints: cannot be written"),
+        "file": (["file"], "file: cannot be written"),
+        "below a file": (["file/x"], "file/x: cannot be written"),
+        "long": (["x" * 300], "too long"),
+        "picture": (["x", "--plan-svg", str(tmp_path / "a")], "a folder has this name"),
+        "trace": (["x", "--trace", str(tmp_path / "file" / "y")], "file is no folder"),
+    }
+    before = sorted(tmp_path.rglob("*"))
+
+    def on_rank() -> list[tuple[int, str]]:
+        return [train("--output", str(tmp_path / o[0]), *o[1:]) for o, _ in cases.values()]
+
+    for (code, err), (name, (_, message)) in zip(
+        run_ranks(1, on_rank)[0], cases.items(), strict=True
+    ):
+        assert (code, err.count("\n")) == (2, 1), (name, err)
+        assert message in err, name
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_metrics_on_a_full_disk(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    ((code, err),) = run_ranks(1, lambda: train("--output", str(tmp_path)))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "metrics.jsonl: cannot be written (No space left on device)" in err
+
+
+def test_a_run_that_is_refused_in_its_first_step_leaves_nothing(tmp_path: Path) -> None:
+    """The plan can run, but is one of other rollouts, and only a step's own segments tell."""
+    plan = str(Path(__file__).parents[2] / "schedules" / "flat-group-pp1.csv")
+    output = str(tmp_path / "new" / "run")
+    ((code, err),) = run_ranks(1, lambda: train("--prefix-plan", plan, "--output", output))
+    assert (code, err.count("\n")) == (2, 1) and "segment 0 is" in err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,172 @@
+"""Training runs that stop and go on: exact resume, and what is not resumed."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.numerics import assert_close
+from megatron_prefix.lab.rl import checkpoint, run_folder
+from megatron_prefix.lab.rl.checkpoint import Identity
+from megatron_prefix.lab.rl.job import ModelOptions
+from megatron_prefix.lab.rl.trainer import Trainer
+from megatron_prefix.lab.runtime import Layout
+from tests.harness.training import (
+    SMALL,
+    assert_same,
+    bundled,
+    metrics_of,
+    settings,
+    train,
+    whole_state,
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "dp"),
+    [
+        ({"mode": "off"}, 1),
+        ({"mode": "on"}, 1),
+        ({"mode": "on", "ppo_epochs": 2, "num_minibatches": 2, "loss_mean": "rollout"}, 1),
+        ({"mode": "on", "distributed_optimizer": True}, 2),
+    ],
+    ids=["stock", "prefix", "epochs", "distributed optimizer"],
+)
+def test_resume_is_exact(tmp_path: Path, fields: dict[str, Any], dp: int) -> None:
+    job = settings(**fields)
+    layout = Layout(dp=dp)
+    through = train(tmp_path / "a", 4, job, layout=layout, look=whole_state)
+    train(tmp_path / "b", 2, job, layout=layout, save_every=2)
+    again = train(tmp_path / "b", 4, job, layout=layout, look=whole_state, resume="auto")
+    for (one, state), (other, resumed) in zip(through, again, strict=True):
+        assert one.last_step == other.last_step == 4 and other.first_step == 3
+        assert_same(state, resumed)
+    assert metrics_of(tmp_path / "a") == metrics_of(tmp_path / "b")
+
+
+def test_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """Sums over ranks round otherwise, so the weights are the same and what follows is close."""
+    job = settings(distributed_optimizer=True, lr=1e-3)
+    (one,) = train(tmp_path, 2, job, save_every=2)
+    assert one[0].checkpoint is not None
+    for dp in (1, 2):
+        folder = tmp_path / f"dp{dp}"
+        shutil.copytree(tmp_path / "checkpoints", folder / "checkpoints")
+        train(folder, 3, job, layout=Layout(dp=dp), resume="auto")
+    losses = [metrics_of(tmp_path / f"dp{dp}")[-1]["train/loss"] for dp in (1, 2)]
+    assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), 2000)
+
+
+def test_random_generators_go_on(tmp_path: Path) -> None:
+    """Nothing in these models draws; so the generators are asked themselves."""
+
+    def draws(trainer: Trainer) -> tuple[float, float]:
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        with get_cuda_rng_tracker().fork():
+            forked = torch.rand(()).item()
+        return forked, torch.rand(()).item()
+
+    def disturb_and_save(trainer: Trainer) -> tuple[float, float]:
+        torch.rand(17)
+        identity = Identity({}, "float32", 0, "", False)
+        checkpoint.save(trainer, tmp_path, identity)
+        return draws(trainer)
+
+    def load_and_draw(trainer: Trainer) -> tuple[float, float]:
+        found = run_folder.find(tmp_path)
+        assert found is not None
+        checkpoint.load(trainer, found, Identity({}, "float32", 0, "", False))
+        return draws(trainer)
+
+    job = settings()
+    ((_, before),) = train(tmp_path / "a", 1, job, look=disturb_and_save)
+    ((_, after),) = train(tmp_path / "b", 1, job, look=load_and_draw)
+    ((_, fresh),) = train(tmp_path / "c", 1, job, look=draws)
+    assert after == before != fresh
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("model", "of another model .*num_layers 2 there, 4 here"),
+        ("rollouts", "made from other rollouts"),
+        ("seed", "has seed 1234, this run 7"),
+        ("dtype", "has dtype float32, this run float64"),
+    ],
+)
+def test_something_else_is_not_resumed(tmp_path: Path, change: str, message: str) -> None:
+    job = settings(clip_grad=0.0)
+    train(tmp_path, 1, job, save_every=1)
+    options = {
+        "model": ModelOptions("tiny-llama"),
+        "seed": replace(SMALL, seed=7),
+        "dtype": replace(SMALL, dtype="float64"),
+    }.get(change, SMALL)
+    groups = None
+    if change == "rollouts":  # the same vocabulary, so that only the rollouts differ
+        groups = bundled()
+        groups[0] = replace(
+            groups[0],
+            rollouts=(replace(groups[0].rollouts[0], reward=0.25), *groups[0].rollouts[1:]),
+        )
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=message):
+        train(tmp_path, 2, job, groups, options=options, resume="auto")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_half_written_checkpoint_is_not_picked_up(tmp_path: Path) -> None:
+    job = settings()
+    train(tmp_path, 1, job, save_every=1)
+    folder = tmp_path / "checkpoints"
+
+    def fail_to_save(trainer: Trainer) -> None:
+        def save(state: Any, path: str) -> None:
+            (Path(path) / "__0_0.distcp").write_bytes(b"half")
+            raise KeyboardInterrupt
+
+        checkpoint.dist_checkpointing.save = save
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(trainer, tmp_path, Identity({}, "", 0, "", False))
+
+    train(tmp_path, 2, job, resume="auto", look=fail_to_save)
+    assert (folder / "step-000002.part").is_dir()
+    assert run_folder.find(tmp_path) == folder / "step-000001"
+    with pytest.raises(UserError, match="not a complete checkpoint"):
+        run_folder.find(folder / "step-000002.part")
+    ((summary, _),) = train(tmp_path, 2, job, resume="auto", save_every=1)
+    assert summary.first_step == 2 and run_folder.find(tmp_path) == folder / "step-000002"
+    assert not list(folder.glob("*.part")) and not list(folder.glob("*.old"))
+
+
+def test_where_to_resume_from(tmp_path: Path) -> None:
+    step = tmp_path / "checkpoints" / "step-000003"
+    assert run_folder.find(tmp_path) is None
+    step.mkdir(parents=True)
+    (step / "train.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "checkpoints" / "latest").write_text("step-000003\n", encoding="utf-8")
+    for place in (tmp_path, tmp_path / "checkpoints", step):
+        assert run_folder.find(place) == step
+    shutil.rmtree(step)
+    with pytest.raises(UserError, match="names step-000003, which is not there"):
+        run_folder.find(tmp_path)
+    with pytest.raises(UserError, match="no such folder"):
+        run_folder.find(tmp_path / "nowhere")
+
+
+def test_a_new_run_does_not_mix_with_an_old_one(tmp_path: Path) -> None:
+    job = settings()
+    train(tmp_path, 1, job, save_every=1)
+    with pytest.raises(UserError, match="holds the checkpoints of a run; add --resume"):
+        train(tmp_path, 2, job)
+    with pytest.raises(UserError, match="at step 1 already; give more"):
+        train(tmp_path, 1, job, resume="auto")
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        train(tmp_path / "x", 1, job, resume=str(tmp_path / "tensorboard"))

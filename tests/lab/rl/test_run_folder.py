@@ -1,0 +1,81 @@
+"""A run's folder: one writer at a time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.rl.run_folder import LOCK, claimed
+from tests.harness.training import settings, train
+
+
+def hold(folder: Path, pipe: Connection) -> None:
+    """A run that writes until it is told to leave."""
+    with claimed(folder):
+        pipe.send("ready")
+        pipe.recv()
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[tuple[Any, Connection]]:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    process = context.Process(target=hold, args=(tmp_path / "run", there))
+    process.start()
+    assert here.poll(30)
+    yield process, here
+    process.kill()
+    process.join()
+
+
+def test_another_run_is_refused_with_the_holder(tmp_path: Path, holder) -> None:
+    process, pipe = holder
+    with (
+        pytest.raises(UserError, match=f"process {process.pid} on {socket.gethostname()}"),
+        claimed(tmp_path / "run"),
+    ):
+        pass
+    assert os.listdir(tmp_path / "run") == [LOCK]
+    pipe.send("leave")
+    process.join()
+    assert not (tmp_path / "run").exists()
+    with claimed(tmp_path / "run"):
+        assert (tmp_path / "run" / LOCK).read_text("utf-8") == f"process {os.getpid()} on " + (
+            socket.gethostname()
+        )
+
+
+def test_a_lock_dies_with_its_holder(tmp_path: Path, holder) -> None:
+    process, _ = holder
+    process.kill()
+    process.join()
+    assert os.listdir(tmp_path / "run") == [LOCK]
+    with claimed(tmp_path / "run"):
+        (tmp_path / "run" / "file").touch()
+    assert os.listdir(tmp_path / "run") == ["file"]
+
+
+def test_training_is_refused_in_a_folder_of_another_run(tmp_path: Path, holder) -> None:
+    process, _ = holder
+    with pytest.raises(UserError, match=f"another run writes there .process {process.pid} on"):
+        train(tmp_path / "run", 1, settings())
+    assert os.listdir(tmp_path / "run") == [LOCK]
+
+
+def test_folders_that_were_made_for_nothing_go(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), claimed(tmp_path / "a" / "b"):
+        raise RuntimeError
+    assert not os.listdir(tmp_path)
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "x", tmp_path / ("x" * 256)):
+        with pytest.raises(UserError, match="cannot be written"), claimed(path):
+            pass
+    assert os.listdir(tmp_path) == ["file"]

@@ -1,0 +1,151 @@
+"""Runs whose routers follow the same routes: recorded in every layout, followed by all passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.data.rollouts import Group
+from megatron_prefix.lab.numerics import assert_close
+from megatron_prefix.lab.rl import routes, snapshot
+from megatron_prefix.lab.rl.baseline import Baseline
+from megatron_prefix.lab.rl.dataset import RolloutSet
+from megatron_prefix.lab.rl.job import ModelOptions, fit_vocabulary
+from megatron_prefix.lab.rl.loss import GrpoConfig
+from megatron_prefix.lab.rl.settings import TrainSettings
+from megatron_prefix.lab.rl.trainer import Trainer
+from megatron_prefix.lab.runtime import Layout
+from tests.harness.ranks import run_ranks
+from tests.harness.training import bundled
+
+EXACT = ModelOptions("tiny-moe", dtype="float64", overrides=(("num_layers", 2),))
+SETTINGS = TrainSettings(
+    groups_per_step=2, num_minibatches=2, lr=1e-3, clip_grad=0.0, grpo=GrpoConfig(kl_coeff=0.1),
+    baseline=Baseline("packed", 1024), prefix=PrefixConfig(mode="on", min_gain=8),
+)  # fmt: skip
+
+
+def groups() -> list[Group]:
+    return [Group(group.name, group.rollouts[:4]) for group in bundled()[:2]]
+
+
+def trainer(settings: TrainSettings, world: Any, options: ModelOptions = EXACT) -> Trainer:
+    spec, fitted = fit_vocabulary(options, groups())
+    return Trainer(settings, RolloutSet(tuple(fitted)), options, spec, world)
+
+
+def recorded(layout: Layout) -> list[routes.Routes]:
+    def on_rank() -> list[routes.Routes]:
+        world = runtime.initialize(layout, "cpu", EXACT.seed)
+        stock = replace(SETTINGS, prefix=PrefixConfig(mode="off"), routes="recorded")
+        run = trainer(stock, world)
+        run.step()
+        return run.routes
+
+    several = run_ranks(layout.world_size, on_rank)
+    for other in several[1:]:
+        assert_same(other, several[0])
+    return several[0]
+
+
+def assert_same(ours: list[routes.Routes], theirs: list[routes.Routes]) -> None:
+    assert len(ours) == len(theirs) == 2
+    for one, other in zip(ours, theirs, strict=True):
+        for group in groups():
+            for rollout in group.rollouts:
+                key, num = (rollout.group, rollout.uid), len(rollout) - 1
+                if key in other:
+                    np.testing.assert_array_equal(one[key][:num], other[key][:num])
+        assert one.keys() == other.keys()
+
+
+@pytest.fixture(scope="module")
+def on_one_rank() -> list[routes.Routes]:
+    return recorded(Layout())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, sequence_parallel=True, pp=2),
+        Layout(tp=2, sequence_parallel=True, cp=2),
+        Layout(dp=2, ep=2),
+    ],
+    ids=["TP2+SP, PP2", "TP2+SP, CP2", "DP2, EP2"],
+)
+def test_every_rank_has_the_routes_of_all(layout: Layout, on_one_rank: Any) -> None:
+    found = recorded(layout)
+    assert_same(found, on_one_rank)
+    assert all(len(one) == 4 for one in found)
+    experts = np.concatenate([whole.reshape(-1) for one in found for whole in one.values()])
+    assert len(np.unique(experts)) > 2
+
+
+def test_following_ones_own_routes_changes_nothing() -> None:
+    def on_rank() -> list[Any]:
+        world = runtime.initialize(Layout(), "cpu", EXACT.seed)
+        done = []
+        for which in ("own", "recorded"):
+            run = trainer(replace(SETTINGS, num_minibatches=1, routes=which), world)
+            run.step()
+            done.append(snapshot.parameters(run.chunks))
+        return done
+
+    ((own, recorded),) = run_ranks(1, on_rank)
+    for name, wanted in own.items():
+        assert_close(recorded[name], wanted, 1000, what=name)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(tp=2, sequence_parallel=True, cp=2)], ids=["one", "TP2+SP, CP2"]
+)
+def test_both_schedules_follow_given_routes(layout: Layout) -> None:
+    """Routes drawn by position; the update differs from that by the routers' own."""
+
+    def on_rank() -> list[float]:
+        world = runtime.initialize(layout, "cpu", EXACT.seed)
+        losses = []
+        for which in ("own", "given"):
+            run = trainer(replace(SETTINGS, routes=which, compare=True), world)
+            run.routes = [drawn(run, 0), drawn(run, 1)]
+            done = run.step()
+            assert all(update.difference.passed for update in done.updates)
+            assert all(update.executed_tokens < update.raw_tokens for update in done.updates)
+            losses.append(done.metrics["train/weighted_logprob"])
+        return losses
+
+    for own, given in run_ranks(layout.world_size, on_rank):
+        assert abs(own - given) > 1e-4
+
+
+def drawn(run: Trainer, number: int) -> routes.Routes:
+    """Routes by position, so that prompts have the same ones.
+
+    In these draws every expert has tokens whose gradients do not cancel. In others one has only the
+    first token of answers that agree, whose advantages add up to zero: then its gradient is
+    rounding, and up to 1.07 of the limit from the other schedule's.
+    """
+    layers, topk = routes.shape_of(run.spec)
+    found = {}
+    for rollout in groups()[number].rollouts:
+        draw = np.random.default_rng(4 + number)
+        scores = draw.random((len(rollout), layers, run.spec.num_experts))
+        found[rollout.group, rollout.uid] = scores.argsort(-1)[..., :topk].astype(np.int16)
+    return found
+
+
+def test_what_cannot_follow_routes_is_refused() -> None:
+    from megatron_prefix.errors import UserError
+    from megatron_prefix.lab.models import presets
+
+    with pytest.raises(UserError, match=r"tiny-llama: it has no experts; leave --same-routes out"):
+        routes.check(presets.resolve("tiny-llama"), "none")
+    with pytest.raises(UserError, match=r"--recompute full: .* use selective or none"):
+        routes.check(presets.resolve("tiny-moe"), "full")
+    with pytest.raises(UserError, match="routes is 'some': give one of own, recorded, given"):
+        TrainSettings(groups_per_step=1, routes="some")

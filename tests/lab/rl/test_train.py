@@ -1,0 +1,274 @@
+"""Training runs: both schedules on the same updates, the loss, what goes wrong, and metrics."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab.data.rollouts import Group, Rollout, read_groups
+from megatron_prefix.lab.rl import snapshot, updates
+from megatron_prefix.lab.rl.job import ModelOptions, fit_vocabulary
+from megatron_prefix.lab.rl.loss import GrpoConfig
+from megatron_prefix.lab.rl.trainer import Trainer
+from tests.harness.data import BUNDLED
+from tests.harness.training import (
+    SMALL,
+    assert_same,
+    bundled,
+    metrics_of,
+    settings,
+    train,
+    whole_state,
+)
+
+# Both schedules -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3"])
+def test_both_schedules_make_the_same_updates(tmp_path: Path, model: str) -> None:
+    """The bundled file, whole rollouts, in fp32; the verdict is the numerics policy's."""
+    groups = list(read_groups(BUNDLED))
+    job = settings(compare=True, groups_per_step=4, prefix=PrefixConfig())
+    ((summary, _),) = train(tmp_path, 2, job, groups, options=ModelOptions(model))
+    assert summary.passed is True and not summary.failures
+    assert 0 < summary.grad_max_rel_diff <= summary.tolerance < 2e-4
+    assert summary.raw_tokens == sum(len(r) - 1 for g in groups for r in g.rollouts)
+    assert summary.executed_tokens < 0.5 * summary.raw_tokens
+    assert summary.speedup > 0 and summary.stock_step_s > 0
+
+
+def test_both_schedules_agree_in_float64(tmp_path: Path) -> None:
+    job = settings(compare=True, ppo_epochs=2, num_minibatches=2, clip_grad=0.0, lr=1e-3)
+    options = replace(SMALL, dtype="float64")
+    ((summary, _),) = train(tmp_path, 2, job, options=options)
+    assert summary.passed is True and summary.grad_max_rel_diff < 1e-12
+    assert summary.loss_max_abs_diff < 1e-12
+
+
+def test_a_wrong_schedule_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = updates.forward_step
+    calls = iter(range(100))
+
+    def wrong_every_second_time(config: GrpoConfig, weight: float) -> Any:
+        return make(config, weight=weight * (1 + 1e-3 * (next(calls) % 2)))
+
+    monkeypatch.setattr(updates, "forward_step", wrong_every_second_time)
+    ((summary, _),) = train(tmp_path, 1, settings(compare=True))
+    assert summary.passed is False and "gradient of" in summary.failures[0]
+    assert summary.grad_max_rel_diff == pytest.approx(1e-3, rel=0.1)
+
+
+def test_comparing_changes_nothing(tmp_path: Path) -> None:
+    """The stock schedule's update is taken back without a trace."""
+    plain = train(tmp_path / "a", 3, settings(), look=whole_state)
+    beside = train(tmp_path / "b", 3, settings(compare=True), look=whole_state)
+    assert_same(plain[0][1], beside[0][1])
+
+
+def test_copies_whose_advantages_cancel(tmp_path: Path) -> None:
+    tokens = np.arange(5, 60, dtype=np.int32)
+    copies = [Rollout("copies", str(i), tokens, 30, ((30, 55),), float(i == 0)) for i in range(3)]
+    one = replace(copies[0], group="one")
+    groups = [Group("copies", tuple(copies)), Group("one", (one,))]
+    job = settings(compare=True, groups_per_step=1)
+    ((summary, _),) = train(tmp_path, 2, job, groups)
+    assert summary.passed is True
+    rows = metrics_of(tmp_path)
+    assert [row["prefix_sharing/executed_tokens"] for row in rows] == [54, 54]
+    assert [row["prefix_sharing/raw_tokens"] for row in rows] == [3 * 54, 54]
+
+
+# Loss ---------------------------------------------------------------------------------------------
+
+
+def test_kl_is_to_the_initial_weights(tmp_path: Path) -> None:
+    def reference_is_fresh(trainer: Trainer) -> list[bool]:
+        moved = snapshot.parameters(trainer.chunks)
+        kept = snapshot.parameters(trainer._reference)
+        return [not torch.equal(moved[name], kept[name]) for name in kept]
+
+    job = settings(grpo=GrpoConfig(kl_coeff=0.2), compare=True)
+    ((_, moved),) = train(tmp_path, 3, job, look=reference_is_fresh)
+    assert all(moved)
+    divergence = [row["train/kl"] for row in metrics_of(tmp_path)]
+    assert divergence[0] == 0 and 0 < divergence[1] < divergence[2]
+
+
+def test_a_strong_kl_holds_the_model_back(tmp_path: Path) -> None:
+    found = []
+    for coeff in (1e-6, 50.0):
+        job = settings(grpo=GrpoConfig(kl_coeff=coeff), groups_per_step=1, warmup_steps=0, lr=3e-3)
+        train(tmp_path / str(coeff), 6, job, bundled()[:1])
+        found.append(metrics_of(tmp_path / str(coeff))[-1]["train/kl"])
+    assert found[1] < 0.5 * found[0]
+
+
+def test_old_logprobs_of_the_file_are_used(tmp_path: Path) -> None:
+    """0.1 below the model's own, so that every ratio is exp(0.1), and more than clip_high cuts."""
+    groups = bundled()[:1]
+    _, fitted = fit_vocabulary(SMALL, groups)
+
+    def own(trainer: Trainer) -> list[np.ndarray]:
+        from megatron_prefix.lab.rl import batches, passes
+
+        items = [batches.microbatch(r, 0.0) for r in fitted[0].rollouts]
+        found = passes.logprobs(trainer._passes[0], trainer.chunks, items)
+        assert found is not None
+        return found
+
+    ((_, logprobs),) = train(
+        tmp_path / "a", 1, settings(groups_per_step=1, lr=0.0), groups, look=own
+    )
+    given = tuple(
+        replace(rollout, old_logprobs=values - 0.1)
+        for rollout, values in zip(groups[0].rollouts, logprobs, strict=True)
+    )
+    job = settings(groups_per_step=1, grpo=GrpoConfig(clip_high=0.05))
+    train(tmp_path / "b", 1, job, [Group(groups[0].name, given)])
+    (row,) = metrics_of(tmp_path / "b")
+    assert row["train/ratio"] == pytest.approx(np.exp(0.1), rel=1e-5)
+    assert 0 < row["train/clip_frac"] < 1
+
+
+def test_later_epochs_leave_the_old_policy(tmp_path: Path) -> None:
+    job = settings(ppo_epochs=3, groups_per_step=1, warmup_steps=0, lr=1e-3)
+
+    def ratios(trainer: Trainer) -> list[float]:
+        return [update.means["approx_kl"] for update in trainer.step().updates]
+
+    ((_, found),) = train(tmp_path, 1, job, look=ratios)
+    assert found[0] == 0 < found[1] < found[2]
+
+
+# What goes wrong ----------------------------------------------------------------------------------
+
+
+def exploding() -> list[Group]:
+    """Two groups, the second with old log-probs that no model has: the ratio is infinite."""
+    good, bad = bundled()[:2]
+    worse = tuple(
+        replace(rollout, advantage=-1.0, old_logprobs=np.full(rollout.num_trained, -1e6))
+        for rollout in bad.rollouts
+    )
+    return [good, Group(bad.name, worse)]
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, mode: str) -> None:
+    job = settings(groups_per_step=1, mode=mode)
+    ((first, before),) = train(tmp_path / "a", 1, job, exploding(), look=whole_state)
+    ((summary, after),) = train(tmp_path / "b", 3, job, exploding(), look=whole_state)
+    assert first.error is None
+    assert summary.error is not None
+    assert summary.error.startswith("step 2: loss inf, gradient norm ")
+    assert "--max-skipped 0" in summary.error
+    assert (summary.last_step, summary.skipped_updates) == (1, 1)
+    assert_same(before, after)
+    assert metrics_of(tmp_path / "b")[-1] == {"step": 2, "train/skipped_updates": 1}
+
+
+def test_skipped_updates_are_counted_where_they_are_allowed(tmp_path: Path) -> None:
+    job = settings(groups_per_step=1, max_skipped=1)
+    ((summary, parameters),) = train(tmp_path, 4, job, exploding())
+    assert summary.error is None and summary.last_step == 4 and summary.skipped_updates == 2
+    rows = metrics_of(tmp_path)
+    assert [row["train/skipped_updates"] for row in rows] == [0, 1, 1, 2]
+    assert [row["train/loss"] is None for row in rows] == [False, True, False, True]
+    assert all(torch.isfinite(value).all() for value in parameters.values())
+
+
+# Metrics ------------------------------------------------------------------------------------------
+
+SCHEMA = {
+    "step": int,
+    "train/loss": float,
+    "train/ratio": float,
+    "train/clip_frac": float,
+    "train/approx_kl": float,
+    "train/weighted_logprob": float,
+    "train/kl": float,
+    "train/grad_norm": float,
+    "train/grad_zeros": float,
+    "train/reward_mean": float,
+    "train/lr": float,
+    "train/skipped_updates": int,
+    "train/updates_s": float,
+    "train/logprobs_s": float,
+    "train/step_s": float,
+    "train/raw_tokens_per_s": float,
+    "train/executed_tokens_per_s": float,
+    "prefix_sharing/raw_tokens": int,
+    "prefix_sharing/executed_tokens": int,
+    "prefix_sharing/tflops": float,
+    "timing_s/old_log_prob": float,
+    "timing_s/ref": float,
+    "timing_s/update_actor": float,
+    "timing_s/step": float,
+    "perf/total_num_tokens": int,
+    "perf/time_per_step": float,
+    "perf/throughput": float,
+}
+PHASES = [f"prefix_sharing/{name}_s" for name in ("phase_a", "phase_b", "phase_c", "wait")]
+OF_MODE = {"prefix_sharing/active": int, "prefix_sharing/fallback_count": int}
+OF_SHARING = {
+    **OF_MODE,
+    "prefix_sharing/shared_ratio": float,
+    "prefix_sharing/groups": int,
+    "prefix_sharing/predicted_speedup": float,
+}
+WHEN_SHARING = {
+    **dict.fromkeys(PHASES, float),
+    "prefix_sharing/bubble_fraction": float,
+    "prefix_sharing/kv_cache_gb": float,
+    "prefix_sharing/out_of_memory_retried": int,
+    "prefix_sharing/predicted_peak_gb": float,
+}
+FALLBACK = {"prefix_sharing/fallback_reason": str}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "more", "active", "fallbacks"),
+    [
+        (PrefixConfig(mode="off"), {}, None, None),
+        (PrefixConfig(mode="observe"), OF_SHARING, 0, 0),
+        (PrefixConfig(mode="on"), OF_SHARING | WHEN_SHARING, 1, 0),
+        (PrefixConfig(mode="auto"), OF_SHARING | WHEN_SHARING, 1, 0),
+        (PrefixConfig(mode="auto", min_speedup=4.5), OF_SHARING | FALLBACK, 0, 2),
+        (PrefixConfig(mode="auto", min_speedup=99.0), OF_MODE | FALLBACK, 0, 2),
+    ],
+    ids=["off", "observe", "on", "auto", "auto, falling back", "auto, without a tree"],
+)
+def test_metrics_of_every_mode(
+    tmp_path: Path, prefix: PrefixConfig, more: dict[str, type], active: int, fallbacks: int
+) -> None:
+    train(tmp_path, 2, settings(prefix=prefix))
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert len(rows) == 2
+    for row in rows:
+        assert {name: type(value) for name, value in row.items()} == SCHEMA | more
+        spent = [row[name] for name in PHASES if name in row]
+        assert sum(spent) <= row["train/updates_s"] == row["timing_s/update_actor"]
+        assert all(spent[:3]), "every phase ran"
+        passes = row["timing_s/old_log_prob"], row["timing_s/ref"]
+        assert min(passes) > 0 and sum(passes) <= row["train/logprobs_s"]
+    row = rows[-1]
+    assert row.get("prefix_sharing/active") == active
+    assert row.get("prefix_sharing/fallback_count") == fallbacks
+    raw, executed = row["prefix_sharing/raw_tokens"], row["prefix_sharing/executed_tokens"]
+    assert (executed < raw) is (active == 1)
+    if "prefix_sharing/shared_ratio" in more:
+        assert 0 < row["prefix_sharing/shared_ratio"] < 1
+        assert row["prefix_sharing/predicted_speedup"] > 1
+    if active:
+        assert row["prefix_sharing/predicted_peak_gb"] > row["prefix_sharing/kv_cache_gb"] > 0
+        assert row["prefix_sharing/bubble_fraction"] == 0

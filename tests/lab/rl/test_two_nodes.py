@@ -1,0 +1,251 @@
+"""Two nodes with a network between them: the same figures as on one, and what a cut does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.runtime import Layout
+from tests.harness import namespaces
+from tests.harness.data import BUNDLED, REPOSITORY
+from tests.harness.namespaces import CABLE, Node
+from tests.harness.ranks import run_ranks
+from tests.harness.training import assert_same, metrics_of
+
+pytestmark = pytest.mark.skipif(
+    namespaces.refusal() is not None, reason=namespaces.refusal() or "nodes can be made"
+)
+
+LIMIT_S = 15
+"""How long a rank waits for a message."""
+SOON_S = 30
+"""Longer than a loaded machine needs to end two ranks and torchrun."""
+STEPS, SAVED, CUT = 4, 2, 3
+"""Steps of a run, the one that is saved, and the one behind which the network is cut."""
+TRAIN = shlex.split(
+    "--device cpu --model tiny-llama --dtype float32 --tp 2 --sequence-parallel --pp 2 --json"
+    " --recompute none --groups 2 --max-tokens 96 --chunk-tokens 32 --segment-tokens 64 --lr 1e-2"
+    f" --prefix-schedule on --steps {STEPS} --save-every {SAVED}"
+    f" --message-timeout-minutes {LIMIT_S / 60}"
+)
+ROWS = ["dense/PP2/chunked/none", "dense/DP2/flat/none"]
+
+
+class Ended(NamedTuple):
+    """What a node's script left."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Job:
+    """A script of launch/ that has been started on each of these nodes."""
+
+    def __init__(
+        self, script: str, arguments: list[str], nodes: tuple[Node, ...], **variables: str
+    ) -> None:
+        command = ["bash", str(REPOSITORY / "launch" / script), *arguments]
+        common = {
+            **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": CABLE,
+            "NNODES": str(len(nodes)), "MASTER_ADDR": nodes[0].name, **variables,
+        }  # fmt: skip
+        self._processes = [
+            subprocess.Popen(
+                node.inside(*command), env=common | {"NODE_RANK": str(number)}, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )
+            for number, node in enumerate(nodes)
+        ]  # fmt: skip
+
+    def runs(self) -> bool:
+        return all(process.poll() is None for process in self._processes)
+
+    def ended(self) -> list[Ended]:
+        """Waits for the end on every node."""
+        try:
+            told = [process.communicate(timeout=240) for process in self._processes]
+        finally:
+            for process in self._processes:
+                process.kill()
+        codes = [process.returncode for process in self._processes]
+        return [Ended(code, *text) for code, text in zip(codes, told, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
+    with namespaces.two_nodes(tmp_path_factory.mktemp("nodes")) as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of four ranks on this host."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = here("train", str(BUNDLED), *TRAIN, "--distributed-optimizer", "--output", str(folder))
+    assert done["last_step"] == STEPS
+    return folder
+
+
+def here(*arguments: str) -> dict[str, Any]:
+    """What a verb prints that starts its ranks itself, on one node."""
+    command = [sys.executable, "-m", "megatron_prefix", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+class Cut(NamedTuple):
+    """A run on two nodes whose network was cut."""
+
+    folder: Path
+    ended: list[Ended]
+    seconds: float  # from the cut to the end of both
+
+
+@pytest.fixture(scope="module")
+def cut(nodes: tuple[Node, Node], tmp_path_factory: pytest.TempPathFactory) -> Cut:
+    folder = tmp_path_factory.mktemp("cut")
+    job = Job("train_multinode.sh", TRAIN, nodes, NGPU="2", OUTPUT=str(folder))
+    while job.runs() and num_steps(folder) < CUT:
+        time.sleep(0.01)
+    nodes[1].cut()
+    begin = time.monotonic()
+    ended = job.ended()
+    seconds = time.monotonic() - begin
+    nodes[1].mend()
+    return Cut(folder, ended, seconds)
+
+
+def num_steps(folder: Path) -> int:
+    metrics = folder / "metrics.jsonl"
+    return metrics.read_text(encoding="utf-8").count("\n") if metrics.exists() else 0
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state of a checkpoint, whole."""
+
+    def on_rank() -> dict[str, torch.Tensor]:
+        runtime.initialize(Layout())
+        from megatron.core import dist_checkpointing
+
+        found = dist_checkpointing.load_plain_tensors(str(checkpoint))
+        return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+    return run_ranks(1, on_rank)[0]
+
+
+# Tests --------------------------------------------------------------------------------------------
+
+
+def test_a_cut_ends_both_nodes_in_time_with_the_name_of_the_other(cut: Cut) -> None:
+    for mine, other, done in zip("ab", "ba", cut.ended, strict=True):
+        assert done.code == 1, done.err[-3000:]
+        assert "trainer.step()" in done.err, "it was in the middle of a step"
+        said = [line for line in done.err.splitlines() if line.startswith("megatron-prefix train")]
+        theirs = "2, 3" if other == "b" else "0, 1"
+        assert re.match(rf"megatron-prefix train: rank \d on node-{mine} has lost a rank", said[0])
+        assert f"other hosts have {theirs} on node-{other}" in said[0]
+        assert "or it needs longer than --message-timeout-minutes" in said[0]
+    assert cut.seconds < LIMIT_S + SOON_S
+
+
+def test_two_nodes_compute_what_one_does(cut: Cut, undisturbed: Path) -> None:
+    """Bit by bit, up to the cut."""
+    theirs, ours = metrics_of(undisturbed), metrics_of(cut.folder)
+    assert len(theirs) == STEPS and CUT <= len(ours) < STEPS
+    assert ours == theirs[: len(ours)]
+    assert len({row["train/grad_norm"] for row in ours}) == len(ours)
+    saved = f"checkpoints/step-{SAVED:06d}"
+    assert_same(tensors(undisturbed / saved), tensors(cut.folder / saved))
+
+
+def test_a_restart_reaches_what_an_undisturbed_run_does(
+    nodes: tuple[Node, Node], cut: Cut, undisturbed: Path
+) -> None:
+    ended = Job("train_multinode.sh", TRAIN, nodes, NGPU="2", OUTPUT=str(cut.folder)).ended()
+    for done in ended:
+        assert done.code == 0, done.err[-3000:]
+    (told,) = [json.loads(done.out) for done in ended if done.out]  # rank 0 speaks
+    assert (told["first_step"], told["last_step"]) == (SAVED + 1, STEPS)
+    last = f"checkpoints/step-{STEPS:06d}"
+    assert_same(tensors(undisturbed / last), tensors(cut.folder / last))
+    assert metrics_of(cut.folder)[-1] == metrics_of(undisturbed)[-1]
+
+
+def test_align_finds_on_two_nodes_what_it_finds_on_one(
+    nodes: tuple[Node, Node], tmp_path: Path
+) -> None:
+    """Span after row in one world; the second row joins where the first has left."""
+    arguments = ["--device", "cpu", "--only", *ROWS, "--json"]
+    document = tmp_path / "matrix.md"
+    job = Job("align_cluster.sh", [*arguments, "--markdown", str(document)], nodes, NGPU="1")
+    both = job.ended()
+    for done in both:
+        assert done.code == 0, done.err[-3000:]
+    (told,) = [json.loads(done.out) for done in both if done.out]  # rank 0 speaks
+    assert told["counts"] == {"aligned": 2}
+    assert [row["row"] for row in told["rows"]] == ROWS
+    assert figures(told) == figures(here("matrix", *arguments))
+    assert "2 rows: 2 aligned" in document.read_text(encoding="utf-8")
+
+
+def figures(told: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows without their times, and without who started the ranks."""
+    return [{n: row[n] for n in row if n not in ("seconds", "run")} for row in told["rows"]]
+
+
+CHILD = """\
+import subprocess, sys
+from pathlib import Path
+from tests.harness.namespaces import two_nodes
+with two_nodes(Path(sys.argv[1])) as nodes:
+    for node in nodes:
+        command = node.inside("tail", "-f", sys.argv[1] + "/hosts")
+        subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["at the end", "killed"])
+def test_nodes_leave_nothing(tmp_path: Path, killed: bool) -> None:
+    networks = set(os.listdir("/sys/class/net"))
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path)], cwd=REPOSITORY, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    soon = time.monotonic() + SOON_S
+    while len(processes(f"{tmp_path}/hosts")) < 4:  # two nodes, and a command in each
+        assert time.monotonic() < soon
+    if killed:
+        child.kill()
+    child.communicate(timeout=SOON_S)
+    while processes(f"{tmp_path}/hosts"):
+        assert time.monotonic() < soon
+    assert set(os.listdir("/sys/class/net")) == networks
+
+
+def processes(word: str) -> list[str]:
+    """Processes that have `word` on their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            if word in path.read_bytes().decode(errors="replace").split("\0"):
+                found.append(path.parent.name)
+    return found

@@ -1,0 +1,188 @@
+"""Layouts, and joining the ranks of a job."""
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.runtime import Layout, RankError
+from tests.harness.ranks import run_ranks
+
+# --- layouts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size"),
+    [
+        ({}, 1),
+        ({"tp": 2, "sequence_parallel": True}, 2),
+        ({"tp": 2, "pp": 3, "cp": 2, "dp": 5}, 60),
+        ({"pp": 2, "vpp": 4}, 2),
+        ({"dp": 4, "ep": 2}, 4),
+        ({"cp": 2, "dp": 2, "ep": 4}, 4),
+    ],
+)
+def test_world_size(sizes, world_size):
+    assert Layout(**sizes).world_size == world_size
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tp": 0}, "--tp 0 is not a size"),
+        ({"dp": -1}, "--dp -1 is not a size"),
+        ({"pp": 1.5}, "--pp 1.5 is not a size"),
+        ({"cp": True}, "--cp True is not a size"),
+        ({"dp": 10**20}, "--dp 1000+ is not a size; use a whole number from 1 to 1000000"),
+        ({"pp": 64, "vpp": 64}, "--pp 64 . --vpp 64 are 4096 model chunks.*at most 1024"),
+        ({"sequence_parallel": True}, "needs --tp of at least 2, not 1"),
+        ({"vpp": 2}, "--vpp 2 needs --pp of at least 2"),
+        ({"ep": 2}, "--ep 2 must divide cp . dp = 1; use --dp 2"),
+        ({"ep": 4, "cp": 2, "dp": 3}, "--ep 4 must divide cp . dp = 6; use --dp 2"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused(sizes, message):
+    with pytest.raises(UserError, match=message):
+        Layout(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("given", "dp"),
+    [
+        ({}, 1),
+        ({"ep": 2}, 2),
+        ({"ep": 4, "cp": 2}, 2),
+        ({"tp": 2, "pp": 2}, 1),
+        ({"world_size": 8, "tp": 2}, 4),
+        ({"world_size": 8, "tp": 2, "ep": 4}, 4),
+        ({"world_size": 8, "tp": 2, "dp": 4}, 4),
+        ({"dp": 3}, 3),
+    ],
+)
+def test_dp_defaults_to_what_fills_the_world(given, dp):
+    assert Layout.fill(**given).dp == dp
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"world_size": 8, "tp": 3}, r"tp 3 \* pp 1 \* cp 1 \* dp 2 = 6 ranks, .* has 8"),
+        ({"world_size": 2, "tp": 4}, "= 4 ranks, but the world has 2"),
+        ({"world_size": 4, "dp": 2}, "= 2 ranks, but the world has 4; .* start 2 ranks"),
+        ({"ep": 0}, "--ep 0 is not a size"),
+        ({"ep": 2, "dp": 3}, "--ep 2 must divide cp . dp = 3"),
+    ],
+)
+def test_a_world_that_does_not_fit_is_refused(given, message):
+    with pytest.raises(UserError, match=message):
+        Layout.fill(**given)
+
+
+# --- the environment ---------------------------------------------------------------------------
+
+MASTER = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+GOOD = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **MASTER}
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "abc"}, "has RANK 'abc', which is no whole number"),
+        ({"RANK": "-1"}, "has RANK '-1', which is no whole number"),
+        ({"RANK": "9" * 5000}, r"has RANK '9+\.\.\., which is no whole number"),
+        ({"WORLD_SIZE": "2.0"}, "has WORLD_SIZE '2.0', which is no whole number"),
+        ({"LOCAL_RANK": ""}, "has LOCAL_RANK '', which is no whole number"),
+        ({"MASTER_PORT": "http"}, "has MASTER_PORT 'http', which is no whole number"),
+        ({"RANK": "2"}, "RANK 2 and WORLD_SIZE 2; ranks count from 0 to 1"),
+        ({"WORLD_SIZE": None}, "RANK or WORLD_SIZE, but no WORLD_SIZE; start with torchrun, or"),
+        ({"RANK": None}, "but no RANK; start with torchrun"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": None}, "but no MASTER_ADDR and no MASTER_PORT;"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_refused(monkeypatch, variables, message):
+    for name, value in {**GOOD, **variables}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        runtime.env_world_size()
+
+
+def test_the_environment_says_how_many_ranks_there_are(monkeypatch):
+    for name, value in MASTER.items():
+        monkeypatch.setenv(name, value)  # alone it says nothing
+    assert runtime.env_world_size() is None
+    for name, value in GOOD.items():
+        monkeypatch.setenv(name, value)
+    assert runtime.env_world_size() == 2
+
+
+# --- joining -------------------------------------------------------------------------------------
+
+
+def groups(layout):
+    world = runtime.initialize(layout)
+    from megatron.core import parallel_state as state
+
+    ours = (
+        state.get_tensor_model_parallel_world_size(),
+        state.get_pipeline_model_parallel_world_size(),
+        state.get_context_parallel_world_size(),
+        state.get_data_parallel_world_size(),
+        state.get_expert_model_parallel_world_size(),
+    )
+    total = torch.tensor(float(world.rank))
+    torch.distributed.all_reduce(total)
+    return world.rank, world.world_size, str(world.device), ours, total.item()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), Layout(tp=2), Layout(pp=2, dp=2), Layout(cp=2, dp=2, ep=4)],
+    ids=["1", "tp2", "pp2dp2", "cp2dp2ep4"],
+)
+def test_initialize_makes_megatrons_groups(layout):
+    size = layout.world_size
+    sizes = (layout.tp, layout.pp, layout.cp, layout.dp, layout.ep)
+    expected = [(rank, size, "cpu", sizes, size * (size - 1) / 2) for rank in range(size)]
+    assert run_ranks(size, groups, layout) == expected
+
+
+def join_twice():
+    runtime.initialize(Layout())
+    runtime.shutdown()
+    runtime.shutdown()  # nothing left to do
+    return groups(Layout())[1]
+
+
+def test_a_process_may_join_again_after_shutdown():
+    assert run_ranks(1, join_twice) == [1]
+
+
+def test_joining_a_world_of_another_size_is_refused():
+    with pytest.raises(UserError, match="the layout has 2 ranks but the world has 1"):
+        run_ranks(1, groups, Layout(tp=2))
+
+
+def join_over_another():
+    runtime.initialize(Layout())
+    runtime.initialize(Layout())
+
+
+def test_joining_twice_without_leaving_is_an_error():
+    with pytest.raises(RankError, match=r"call runtime\.shutdown"):
+        run_ranks(1, join_over_another)
+
+
+def test_leaving_a_job_leaves_no_group() -> None:
+    """A process forked from this one would wait for ever for the threads of one."""
+
+    def groups() -> list[str]:
+        kind = torch.distributed.ProcessGroup
+        return [n for n, value in vars(parallel_state).items() if isinstance(value, kind)]
+
+    runtime.initialize(Layout())
+    assert groups()
+    runtime.shutdown()
+    assert not groups()

@@ -1,0 +1,318 @@
+"""Starting and ending the ranks of a job."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.runtime import Layout, RankError, folders
+from tests.harness.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def rank_and_threads(offset):
+    return offset + int(os.environ.get("RANK", "0")), torch.get_num_threads()
+
+
+def test_a_world_of_one_runs_in_this_process():
+    pid, result = runtime.launch(lambda: (os.getpid(), 5), 1)
+    assert (pid, result) == (os.getpid(), 5)
+
+
+def test_more_ranks_than_a_machine_starts_are_refused():
+    with pytest.raises(UserError, match="needs 1000 ranks, and one machine starts at most 256"):
+        runtime.launch(rank_and_threads, 1000, 0)
+
+
+def test_launch_returns_the_result_of_rank_zero():
+    assert runtime.launch(rank_and_threads, 2, 10)[0] == 10
+
+
+def test_every_rank_has_its_share_of_the_cores(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    assert runtime.launch(rank_and_threads, 3, 0)[1] == 2
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert runtime.launch(rank_and_threads, 3, 0)[1] == 1
+
+
+def test_run_ranks_returns_results_by_rank():
+    assert [rank for rank, _ in run_ranks(3, rank_and_threads, 100)] == [100, 101, 102]
+
+
+def test_tensors_come_back_by_value():
+    results = run_ranks(2, lambda: torch.full((3,), float(os.environ["RANK"])))
+    assert [result.tolist() for result in results] == [[0.0] * 3, [1.0] * 3]
+
+
+def test_ranks_may_be_spawned_as_cuda_needs():
+    results = runtime.run_ranks(rank_and_threads, 2, (5,), start_method="spawn", threads=1)
+    assert results == [(5, 1), (6, 1)]
+
+
+def fail_on(rank, fail):
+    """`fail` on one rank while the others wait for it in a collective."""
+    runtime.initialize(Layout(dp=3))
+    if torch.distributed.get_rank() == rank:
+        fail()
+    torch.distributed.barrier()
+
+
+def raise_error():
+    raise ArithmeticError("the sum is not the total")
+
+
+def raise_user_error():
+    raise UserError("row 3 is empty; delete it")
+
+
+def die():
+    os.write(2, b"last words\n")
+    os._exit(7)
+
+
+def be_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(
+    ("fail", "error", "message"),
+    [
+        (raise_error, RankError, r"rank {}(?s:.*)in raise_error(?s:.*)the sum is not the total"),
+        (raise_user_error, UserError, r"^row 3 is empty; delete it$"),
+        (be_killed, RankError, "rank {} died with exit code -9"),
+        (die, RankError, "rank {} died with exit code 7"),
+        (lambda: sys.exit(3), RankError, "rank {} failed:(?s:.*)SystemExit: 3"),
+    ],
+    ids=["exception", "user error", "killed", "died", "exit"],
+)
+def test_one_failure_ends_the_set_and_is_told(rank, fail, error, message):
+    start = time.monotonic()
+    with pytest.raises(error, match=message.format(rank)):
+        run_ranks(3, fail_on, rank, fail)
+    assert time.monotonic() - start < 60
+
+
+def test_what_a_silent_rank_wrote_is_told_when_it_dies():
+    with pytest.raises(RankError, match="it wrote:\nlast words"):
+        run_ranks(2, fail_on_second)
+
+
+def fail_on_second():
+    if os.environ["RANK"] == "1":
+        die()
+
+
+def test_a_result_that_cannot_travel_is_a_failure():
+    with pytest.raises(RankError, match=r"rank 0 failed(?s:.*)pickle"):
+        run_ranks(1, lambda: lambda: None)
+
+
+def sleep_and_tell(folder):
+    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()), encoding="utf-8")
+    time.sleep(300)
+
+
+def alive(pid):
+    """Whether the process runs; one that has ended but is not yet collected does not."""
+    try:
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]
+            != "Z"
+        )
+    except FileNotFoundError:
+        return False
+
+
+def test_a_set_that_takes_too_long_is_ended_and_tells_where_it_was(tmp_path):
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, sleep_and_tell, tmp_path, timeout_s=1.5)
+    first, *lines, last = str(caught.value).splitlines()
+    assert first == "rank 0 is here:" and "rank 1 is here:" in lines
+    assert sum("in sleep_and_tell" in line for line in lines) == 2
+    assert last == "ranks [0, 1] did not finish in 1.5 s"
+    assert not any(alive(int(path.read_text(encoding="utf-8"))) for path in tmp_path.iterdir())
+
+
+def start_process_in_rank():
+    import multiprocessing
+
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0,))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def test_ranks_may_start_processes():
+    assert run_ranks(1, start_process_in_rank) == [0]
+
+
+def test_a_rank_does_not_start_ranks():
+    def nested():
+        runtime.initialize(Layout())
+        runtime.run_ranks(rank_and_threads, 2, (0,))
+
+    with pytest.raises(RankError, match="this process is a rank itself"):
+        run_ranks(1, nested)
+
+
+def script(folder, code):
+    """A Python file; it may import this package."""
+    path = folder / "job.py"
+    path.write_text(textwrap.dedent(code), encoding="utf-8")
+    return path
+
+
+def environment():
+    """This process's, without being a rank."""
+    ours = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**ours, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+
+
+JOB = """
+    import sys, torch
+    from megatron_prefix import runtime
+
+    def job(layout):
+        world = runtime.initialize(layout)
+        total = torch.ones(())
+        torch.distributed.all_reduce(total)
+        print(f"rank {world.rank} sees {int(total)}", flush=True)
+
+    if __name__ == "__main__":
+        runtime.launch(job, 2, runtime.Layout(dp=2))
+        runtime.shutdown()
+"""
+
+
+def test_only_rank_zero_is_heard_when_ranks_are_started_here(tmp_path):
+    done = subprocess.run(
+        [sys.executable, script(tmp_path, JOB)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "rank 0 sees 2\n"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_torchruns_world_is_used(tmp_path, ranks):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, f"--nproc-per-node={ranks}", script(tmp_path, JOB)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    if ranks == 2:
+        assert done.returncode == 0, done.stderr
+        # Two processes write to one pipe: their texts and line ends may come in any order.
+        assert sorted(re.findall(r"rank \d sees \d", done.stdout)) == [
+            "rank 0 sees 2",
+            "rank 1 sees 2",
+        ]
+    else:
+        assert done.returncode != 0
+        assert "the job needs 2 ranks but was started with 3" in done.stderr
+
+
+WAITING_JOB = """
+    import signal
+    import sys
+    from megatron_prefix import runtime
+    from tests.lab.runtime.test_starting_ranks import sleep_and_tell
+
+    if __name__ == "__main__":
+        # A shell's background jobs are started with SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        runtime.run_ranks(sleep_and_tell, 2, sys.argv[1:2], start_method=sys.argv[2])
+"""
+
+
+@contextlib.contextmanager
+def waiting_job(folder, start="fork"):
+    """A launcher in a process of its own, and the processes of its two ranks, which sleep."""
+    pids = folder / "pids"
+    pids.mkdir()
+    job = subprocess.Popen(
+        [sys.executable, script(folder, WAITING_JOB), pids, start],
+        env={**environment(), "TMPDIR": str(folder)},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while len(list(pids.iterdir())) < 2 or not all(
+            p.read_text(encoding="utf-8") for p in pids.iterdir()
+        ):
+            assert job.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        yield job, [int(path.read_text(encoding="utf-8")) for path in pids.iterdir()]
+    finally:
+        job.kill()
+        job.wait()
+
+
+@pytest.mark.parametrize(
+    ("number", "start"),
+    [
+        (signal.SIGINT, "fork"),
+        (signal.SIGTERM, "fork"),
+        (signal.SIGKILL, "fork"),
+        (signal.SIGKILL, "spawn"),
+    ],
+)
+def test_no_rank_outlives_its_launcher(tmp_path, monkeypatch, number, start):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with waiting_job(tmp_path, start) as (job, ranks):
+        if number == signal.SIGKILL:
+            os.kill(ranks[0], signal.SIGSTOP)  # a stopped rank ends too
+        folders.sweep()
+        assert len(list(tmp_path.glob(f"{folders.PREFIX}*"))) == 1  # its owner lives
+        job.send_signal(number)
+        assert job.wait(30) != 0
+    deadline = time.monotonic() + 5
+    while any(map(alive, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, ranks))
+    assert len(list(tmp_path.glob(f"{folders.PREFIX}*"))) == (number == signal.SIGKILL)
+    assert run_ranks(1, os.getpid) != [os.getpid()]
+    assert not list(tmp_path.glob(f"{folders.PREFIX}*"))  # swept at the next start
+
+
+def test_only_folders_of_dead_jobs_are_swept(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, file in (
+        ("megatron_prefix_", "owner"),
+        ("other_", "owner"),
+        ("megatron_prefix_", "x"),
+    ):
+        path = tmp_path / f"{name}{file}"
+        path.mkdir()
+        (path / file).touch()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "owner").touch()
+    (tmp_path / "megatron_prefix_link").symlink_to(tmp_path / "elsewhere")
+    with folders.new_folder() as folder:
+        folders.sweep()
+        left = {path.name for path in tmp_path.iterdir()}
+    kept = {"other_owner", "megatron_prefix_x", "megatron_prefix_link", "elsewhere"}
+    assert left == kept | {folder.name}
+    assert not folder.exists()

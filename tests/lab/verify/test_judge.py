@@ -1,0 +1,176 @@
+"""`align` on a schedule that does one thing wrong: it must see each, whichever rank does it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.data.generate import generate
+from megatron_prefix.lab.data.rollouts import Group
+from megatron_prefix.lab.models.build import build_model, unwrap
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.rl import passes
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.lab.verify import align
+from tests.harness.one_rank import one_rank
+from tests.harness.ranks import run_ranks
+
+VOCAB, WRONG = 64, 1 + 1e-6
+Wrong = Callable[[Any, list[dict[str, Any]]], None]
+
+
+def groups(number: int = 0) -> list[Group]:
+    return list(generate(1, 12, 8, 3, tree="flat", vocab_size=VOCAB, seed=number))
+
+
+def chunks_of(layout: Layout | None = None) -> list[Any]:
+    spec = resolve("tiny-qwen3", num_layers=2).with_vocab(VOCAB)
+    return build_model(spec, layout=layout, dtype="float64")
+
+
+def tampered(wrong: Wrong, *, forward_only: bool = False) -> type:
+    """The prefix schedule, and `wrong` done to model and logs after every such call."""
+
+    class Tampered(align.PrefixSchedule):  # type: ignore[misc]
+        def __call__(self, **arguments: Any) -> list[Any]:
+            logs = super().__call__(**arguments)
+            if arguments["forward_only"] == forward_only:
+                wrong(unwrap(arguments["model"]), logs)
+            return logs
+
+    return Tampered
+
+
+# What may be wrong --------------------------------------------------------------------------------
+
+
+def parameter(model: Any, name: str) -> Any:
+    return dict(model.named_parameters())[name]
+
+
+def gradient(factor: float, name: str) -> Wrong:
+    return lambda model, logs: parameter(model, name).main_grad.mul_(factor)
+
+
+@torch.no_grad()
+def weight(model: Any, logs: list[dict[str, Any]]) -> None:
+    """The schedule writes where it must not; the step begins from other weights."""
+    parameter(model, "decoder.final_layernorm.weight")[3] += 1e-2
+
+
+def log(name: str, factor: float) -> Wrong:
+    """A loss is logged as its sum and the number of tokens: only the sum is changed."""
+    return lambda model, logs: (logs[-1][name][:1] if name == "loss" else logs[-1][name]).mul_(
+        factor
+    )
+
+
+def no_gradients(model: Any, logs: list[dict[str, Any]]) -> None:
+    for each in model.parameters():
+        each.main_grad.zero_()
+
+
+CASES = {
+    "a gradient": (gradient(WRONG, "decoder.layers.0.mlp.linear_fc1.weight"), "gradient of"),
+    "a small gradient": (
+        gradient(WRONG, "decoder.layers.0.self_attention.q_layernorm.weight"), "gradient of",
+    ),
+    "a gradient that is no number": (
+        gradient(math.nan, "decoder.layers.1.input_layernorm.weight"), "gradient of",
+    ),
+    "no gradients": (no_gradients, "gradient of"),
+    "a loss": (log("loss", WRONG), "loss: "),
+    "log-probs": (log("logprobs", WRONG), "log-prob: "),
+    "log-probs that are no numbers": (log("logprobs", math.nan), "log-prob: "),
+    "a weight": (weight, "parameter "),
+}  # fmt: skip
+
+
+@pytest.fixture
+def chunks() -> Iterator[list[Any]]:
+    with one_rank():
+        yield chunks_of()
+
+
+def aligned(chunks: list[Any]) -> align.Alignment:
+    return align.align(chunks, groups(), PrefixConfig(min_gain=0, kernel="math"))
+
+
+def test_a_right_schedule_passes(chunks: list[Any]) -> None:
+    verdict = aligned(chunks)
+    assert verdict.passed is True and verdict.executed_tokens < verdict.raw_tokens
+    assert verdict.compared == {
+        "losses": 3, "gradients": 18, "parameters": 18, "log-probs": 24,
+        "log-probs without gradients": 24,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_thing_wrong_is_seen(
+    name: str, chunks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong, failure = CASES[name]
+    monkeypatch.setattr(align, "PrefixSchedule", tampered(wrong))
+    verdict = aligned(chunks)
+    assert verdict.passed is False
+    assert any(line.startswith(failure) for line in verdict.failures), verdict.failures
+
+
+@pytest.mark.parametrize("factor", [WRONG, math.nan])
+def test_passes_without_gradients_are_compared(
+    factor: float, chunks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = tampered(log("logprobs", factor), forward_only=True)
+    monkeypatch.setattr(align, "PrefixSchedule", wrong)
+    verdict = aligned(chunks)
+    assert verdict.passed is False
+    assert [line.partition(":")[0] for line in verdict.failures] == ["log-prob without gradients"]
+
+
+@pytest.mark.parametrize("what", ["logs", "log-probs"])
+def test_where_neither_schedule_says_anything_nothing_is_aligned(
+    what: str, chunks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are silent, so both agree."""
+    run = passes.run
+
+    def silent(*arguments: Any, **options: Any) -> list[Any]:
+        return [] if (what == "logs") != bool(options) else run(*arguments, **options)
+
+    monkeypatch.setattr(passes, "run", silent)
+    monkeypatch.setattr(align, "with_old_logprobs", lambda items, values, seed: items)
+    if what == "logs":  # nothing ran, so there are neither gradients nor losses
+        assert aligned(chunks).passed is False
+    else:
+        verdict = align.compare.over_ranks([aligned(chunks)])
+        assert verdict.failures == ("no log-probs without gradients were compared",)
+
+
+@pytest.mark.parametrize("wrong_rank", [0, 1])
+def test_every_rank_is_heard(wrong_rank: int) -> None:
+    """Data parallelism reduces gradients before they are compared; this rank's are wrong after."""
+    layout = Layout(dp=2)
+
+    def on_rank() -> tuple[align.Alignment, align.Alignment]:
+        runtime.initialize(layout)
+        chunks = chunks_of(layout)
+        config = PrefixConfig(min_gain=0, kernel="math")
+        mine, right = groups(align.data_rank()), align.PrefixSchedule
+        found = []
+        for schedule in (right, tampered(CASES["a gradient"][0])):
+            if align.data_rank() == wrong_rank:
+                align.PrefixSchedule = schedule  # in this process only
+            found.append(align.over_ranks(align.align(chunks, mine, config)))
+        return found[0], found[1]
+
+    for right, wrong in run_ranks(2, on_rank):
+        assert right.passed is True and right.compared["losses"] == 6
+        assert right.raw_tokens == 2 * 3 * 19 and right.executed_tokens < right.raw_tokens
+        assert wrong.passed is False
+        assert {line.partition(":")[0] for line in wrong.failures} == {f"rank {wrong_rank}"}

@@ -1,0 +1,197 @@
+"""The table of layouts, and the verb around it: what counts and what is not run again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.cli import matrix as verb
+from megatron_prefix.lab.cli.main import main
+from megatron_prefix.lab.rl.baseline import pack_sizes
+from megatron_prefix.lab.runtime.layout import Layout
+from megatron_prefix.lab.verify import matrix
+from megatron_prefix.lab.verify.matrix import LAYOUTS, SHAPES, Result, Row, rows
+from megatron_prefix.tree import TreeOptions
+
+VERDICT = SimpleNamespace(
+    passed=True, failures=(), grad_max_rel_diff=3e-15, tolerance=3e-14, grad_error_ratio_max=None,
+    baseline="rollout", compared_with="stock schedule",
+)  # fmt: skip
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Row], SimpleNamespace]) -> list[str]:
+    """Lets `answer` stand in for the ranks; returns the names of the rows that ran."""
+    ran = []
+
+    def align_row(row: Row, *_: object, **__: object) -> SimpleNamespace:
+        ran.append(row.name)
+        return answer(row)
+
+    monkeypatch.setattr(verb, "align_row", align_row)
+    return ran
+
+
+# The table of layouts -----------------------------------------------------------------------------
+
+
+def test_the_table_has_every_combination_once():
+    names = [row.name for row in rows()]
+    assert len(names) == len(set(names)) == (12 + 19) * 4 * 2 + (5 + 4 + 6 + 3 + 3) * 3 * 2
+    for layout in "TP2 PP2xVPP2 CP4 DP2 TP2xPP2xCP2".split():
+        assert f"dense/{layout}/chunked/full" in names
+    for layout in "EP2 EP4 PP2xEP2 TP2xEP2xPP2 TP2xCP2 CP2xEP2 TP2xCP2xEP2xPP2".split():
+        assert f"moe/{layout}/flat/none" in names
+        assert f"moe/{layout}/packed/full" in names
+
+
+def test_names_of_layouts_are_true():
+    for name, (layout, _) in LAYOUTS.items():
+        sizes = dict(part.rstrip("0123456789") and (part[:-1], int(part[-1]))
+                     for part in name.replace("+SP", "").split("x"))  # fmt: skip
+        for key in ("tp", "pp", "cp", "ep", "vpp"):
+            assert getattr(layout, key) == sizes.get(key.upper(), 1), name
+        # Experts take the context-parallel ranks first, then as many data-parallel ones as needed.
+        assert layout.dp == sizes.get("DP", sizes.get("EP", layout.cp) // layout.cp), name
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_rank_has_rollouts_and_something_to_share(shape):
+    for layout, _ in LAYOUTS.values():
+        groups = SHAPES[shape].groups(layout.dp, "float64")
+        num = sum(len(group.rollouts) for group in groups)
+        assert num % layout.dp == 0
+        assert num // layout.dp >= 4
+        assert num // layout.dp % layout.pp == 0, "Megatron's interleaved schedule wants that"
+    options = SHAPES[shape].config("float64").tree_options(align=8)  # the most that any row needs
+    assert isinstance(options, TreeOptions)
+    assert max(layout.alignment for layout, _ in LAYOUTS.values()) == 8
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_packed_rows_have_packs_of_several_rollouts(dtype):
+    shape = SHAPES["packed"]
+    lengths = [len(rollout) - 1 for group in shape.groups(1, dtype) for rollout in group.rollouts]
+    sizes = pack_sizes(lengths, shape.baseline(dtype).pack_tokens)
+    assert len(sizes) > 1 and min(sizes) > 1
+    assert {SHAPES[name].baseline(dtype).name for name in SHAPES if name != "packed"} == {"rollout"}
+
+
+def test_data_parallelism_fills_a_larger_world():
+    row = Row("dense", "TP2xPP2", "flat", "none")
+    assert row.layout_in() == row.layout_in(4) == Layout(tp=2, pp=2)
+    assert row.layout_in(16) == Layout(tp=2, pp=2, dp=4)
+    assert Row("moe", "EP2", "flat", "none").layout_in(8) == Layout(ep=2, dp=8)
+    with pytest.raises(UserError, match="multiple of 4 ranks, but the world has 6"):
+        row.layout_in(6)
+
+
+def test_experts_get_sequence_parallelism():
+    assert Row("moe", "TP2xCP2", "flat", "none").layout_in().sequence_parallel
+    assert not Row("dense", "TP2xCP2", "flat", "none").layout_in().sequence_parallel
+
+
+# The verb -----------------------------------------------------------------------------------------
+
+
+def test_one_line_a_layout(monkeypatch, capsys, tmp_path):
+    answers(monkeypatch, lambda row: VERDICT)
+    document = tmp_path / "new" / "matrix.md"
+    assert (
+        main(["matrix", "--only", "dense/TP2/*", "dense/PP?/*", "--markdown", str(document)]) == 0
+    )
+    told = capsys.readouterr()
+    assert "24 rows: 24 aligned" in told.out
+    assert told.err.count("aligned") == 24
+    lines = document.read_text(encoding="utf-8").splitlines()
+    assert [line.split(" | ")[0] for line in lines if line.startswith("| dense")] == [
+        "| dense TP2", "| dense PP2", "| dense PP4",
+    ]  # fmt: skip
+    assert lines[4] == f"| dense TP2{' | 3e-15' * 8} |"
+
+
+def refuse(row: Row) -> SimpleNamespace:
+    raise UserError(f"{row.layout} is not supported yet\nsecond line")
+
+
+def fail(row: Row) -> SimpleNamespace:
+    raise runtime.RankError("rank 1 failed:\nTraceback\nZeroDivisionError: division by zero\n")
+
+
+def differ(row: Row) -> SimpleNamespace:
+    return SimpleNamespace(
+        **{**vars(VERDICT), "passed": False, "failures": ("gradient of x: 1e-3", "more")}
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "reason", "codes"),
+    [
+        (refuse, "refused", "DP2 is not supported yet", (1, 0)),
+        (fail, "failed", "ZeroDivisionError: division by zero", (1, 1)),
+        (differ, "different", "gradient of x: 1e-3", (1, 1)),
+    ],
+)
+def test_what_is_not_aligned_does_not_pass(monkeypatch, capsys, answer, status, reason, codes):
+    answers(monkeypatch, answer)
+    row = "dense/DP2/flat/none"
+    for code, more in zip(codes, ([], ["--allow-refused"]), strict=True):
+        assert main(["matrix", "--only", row, "--json", *more]) == code
+        told = json.loads(capsys.readouterr().out)
+        assert told["counts"] == {status: 1}
+        assert told["rows"][0]["row"] == row
+        assert told["rows"][0]["reason"] == reason
+    assert main(["matrix", "--only", row]) == codes[0]
+    told = capsys.readouterr()
+    assert f"{status}: {reason}" in told.out
+    assert f" s  {row}: {status} ({reason})" in told.err
+    assert ("rank 1 failed:" in told.err) == (status == "failed")  # all of it, beside the line
+
+
+def test_continue_runs_what_is_not_aligned_yet(monkeypatch, capsys, tmp_path):
+    record = str(tmp_path / "new" / "rows.jsonl")
+    command = ["matrix", "--only", "dense/[DT]P2/flat/*", "--continue", record]
+    ran = answers(monkeypatch, lambda row: VERDICT if row.layout == "DP2" else fail(row))
+    assert main(command) == 1
+    assert len(ran) == 4
+    again = answers(monkeypatch, lambda row: VERDICT)
+    assert main(command) == 0
+    assert again == ["dense/TP2/flat/none", "dense/TP2/flat/full"]
+    assert "4 rows: 4 aligned" in capsys.readouterr().out
+    other = answers(monkeypatch, lambda row: VERDICT)
+    assert main([*command, "--dtype", "float32"]) == 0  # results of another kind do not count
+    assert len(other) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "dense/TP3/*"], "matches no row; layouts: TP2"),
+        (["--continue", "{bad}"], "bad.jsonl:1: not a row"),
+    ],
+)
+def test_bad_usage_is_exit_code_2(capsys, tmp_path, arguments, message):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"rows": 3}\n', encoding="utf-8")
+    assert main(["matrix", *(text.format(bad=bad) for text in arguments)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_results_survive_the_record():
+    result = Result("dense/DP2/flat/none", "aligned", 2, 1.5, 3e-15, 3e-14, None, "", "x", "y", "z")
+    assert matrix.result_of(json.loads(json.dumps(result.as_json()))) == result
+
+
+def test_cells():
+    result = Result("r", "aligned", 2, 1.0, 3e-15, 3e-14)
+    assert result.cell == "3e-15"
+    assert replace(result, status="different").cell == "DIFFERENT 3e-15"
+    assert replace(result, grad_error_ratio_max=1.0321).cell == "1.032"
+    assert replace(result, status="refused").cell == "refused"

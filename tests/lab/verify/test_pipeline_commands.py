@@ -1,0 +1,141 @@
+"""Plans from files and measured timelines, as the commands do them on two ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.plans import catalogue
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.run import timing
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.harness.data import BUNDLED, REPOSITORY
+from tests.harness.pipelines import FOLDER, Case, build_chunks, microbatches, rollouts_of, run_step
+from tests.harness.ranks import run_ranks
+from tests.harness.steps import Contract
+
+TWO_STAGES = ["--pp", "2", "--set", "num_layers=2"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatron_prefix", *arguments]
+    return subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory) -> str:
+    """Those of a shape of the catalogue."""
+    path = str(tmp_path_factory.mktemp("rollouts") / "tree.jsonl")
+    assert catalogue.main([str(FOLDER), "--rollouts", "two-level-tree", path]) is None
+    return path
+
+
+def test_align_runs_a_plan_of_the_catalogue(rollouts: str) -> None:
+    """With the options that the README names."""
+    options = ["--baseline", "rollout", "--min-gain", "0", "--segment-tokens", "32"]
+    plan = "schedules/two-level-tree-pp2.csv"
+    done = run(
+        "align", "--rollouts", rollouts, *TWO_STAGES, *options, "--prefix-plan", plan, "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["passed"]
+
+
+def test_a_plan_of_another_step_is_refused_in_one_line(rollouts: str) -> None:
+    plan = "schedules/two-level-tree-pp2.csv"
+    done = run("align", "--rollouts", rollouts, *TWO_STAGES, "--prefix-plan", plan)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"megatron-prefix align: {plan}: segment 0 is 0,inner,0+48")
+    assert line.endswith("plan the same rollouts with the same lengths")
+
+
+def test_train_runs_a_plan_and_measures_it(tmp_path: Path) -> None:
+    plan, trace, picture = (tmp_path / name for name in ("plan.csv", "t/trace.json", "t/trace.svg"))
+    lengths = [
+        "--groups",
+        "2",
+        "--max-tokens",
+        "128",
+        "--chunk-tokens",
+        "32",
+        "--segment-tokens",
+        "64",
+    ]
+    done = run("plan", str(BUNDLED), *lengths, "--pp", "2", "--extra", "1", "--csv", str(plan))
+    assert done.returncode == 0, done.stderr
+    done = run(
+        "train", str(BUNDLED), *lengths, *TWO_STAGES, "--steps", "1", "--groups-per-step", "2",
+        "--prefix-plan", str(plan), "--trace", str(trace), "--trace", str(picture), "--json",
+        "--output", str(tmp_path / "run"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["trace"] == [str(trace), str(picture)]
+    programs = Plan.from_csv(plan.read_text(encoding="utf-8")).programs
+    check_measured(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"], programs)
+    drawn = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
+    boxes = [rect for rect in drawn.iter() if rect.tag.endswith("rect") and len(rect)]
+    tips = [rect[0].text or "" for rect in boxes if " ms" in (rect[0].text or "")]
+    assert len(tips) == sum(map(len, programs))
+
+
+def check_measured(events: list[dict[str, Any]], programs: tuple[tuple, ...]) -> None:
+    """Every action once, in the plan's order, and none before what it needs had been computed."""
+    events = [event for event in events if event["ph"] == "X"]
+    at: dict[tuple[int, str], tuple[float, float]] = {}
+    for rank, program in enumerate(programs):
+        mine = [event for event in events if event["tid"] == rank]
+        assert [event["name"] for event in mine] == [str(action) for action in program]
+        clock = 0.0
+        for event in mine:
+            assert event["ts"] >= clock and event["dur"] > 0
+            clock = event["ts"] + event["dur"]
+            at[rank, event["name"]] = event["ts"], clock
+    for (rank, name), (start, _) in at.items():
+        source = rank - 1 if name[0] == "F" else rank + 1
+        if (source, name) in at:
+            # Zero is a barrier, which the ranks leave a moment apart.
+            assert start >= at[source, name][1] - 5e3, (rank, name)
+
+
+def on_one_rank_of_two(measures: bool) -> int:
+    """A step with a clock that counts how often it is read; that count."""
+    layout, looks = Layout(pp=2), 0
+    runtime.initialize(layout)
+
+    class Clock:
+        @staticmethod
+        def perf_counter() -> float:
+            nonlocal looks
+            looks += 1
+            return float(looks)
+
+    timing.time = Clock  # type: ignore[assignment]
+    case = Case("flat-group")
+    groups, vocab = rollouts_of(case.shape)
+    schedule = PrefixSchedule(case.config(layout), measures=measures)
+    chunks, items = build_chunks(case, layout, vocab), microbatches(groups)
+    run_step(schedule, Contract(), chunks, items)
+    report = schedule.report
+    assert report is not None and (report.stopwatch is not None) == measures
+    if report.stopwatch is not None:
+        timeline = report.stopwatch.timeline(report.plan)
+        assert (timeline.unit, timeline.num_actions) == ("ms", 36)
+        assert timeline.busy == (18e3, 18e3)  # every action lasts from one look to the next
+    runtime.shutdown()
+    return looks
+
+
+def test_nothing_is_timed_unless_asked_for() -> None:
+    assert run_ranks(2, on_one_rank_of_two, False) == [0, 0]
+    assert run_ranks(2, on_one_rank_of_two, True) == [1 + 2 * 18] * 2

@@ -1,0 +1,299 @@
+"""Pictures of timelines: well-formed, complete, within their frame, and the same every time."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections import Counter
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron_prefix.lab.view import svg
+from megatron_prefix.lab.view.drawing import comparison_svg, timeline_svg
+from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.joint_forest import joint_forest
+from megatron_prefix.plan.simulator import Timeline, simulate
+from megatron_prefix.tree import Forest, TreeOptions, build, trees
+from tests.harness.trees import flat_rollouts, interleaved, random_forest, ruled_plan
+
+_NAMESPACE = "{http://www.w3.org/2000/svg}"
+
+
+def forest_of(prefix=1000, suffix=200, num=4, num_groups=2, **options) -> Forest:
+    rollouts, groups = flat_rollouts(prefix, suffix, num, num_groups)
+    return build(rollouts, groups, TreeOptions(**{"min_gain": 0, "segment_tokens": 400, **options}))
+
+
+def drawn(plan: Plan, title: str = "", **changes) -> ElementTree.Element:
+    timeline = simulate(plan, **changes)
+    text = timeline_svg(timeline, plan, title)
+    assert text == timeline_svg(simulate(plan, **changes), plan, title)
+    return ElementTree.fromstring(text)
+
+
+def shapes(picture: ElementTree.Element, name: str) -> list[ElementTree.Element]:
+    return picture.findall(f".//{_NAMESPACE}{name}")
+
+
+def tips(picture: ElementTree.Element) -> list[str]:
+    return [title.text or "" for title in shapes(picture, "title")]
+
+
+def texts(picture: ElementTree.Element) -> list[str]:
+    return [text.text or "" for text in shapes(picture, "text")]
+
+
+def extent(text: ElementTree.Element) -> tuple[float, float]:
+    """Left and right end of a text, by the width the drawing reckons with."""
+    width = svg.CHARACTER * float(text.get("font-size", 0)) * len(text.text or "")
+    x = float(text.get("x", 0))
+    left = {"start": x, "middle": x - width / 2, "end": x - width}[text.get("text-anchor", "start")]
+    return left, left + width
+
+
+PLANS = {
+    "one rank, few actions": ruled_plan(forest_of(num=2, num_groups=1), 1),
+    "one rank, 500 actions": ruled_plan(forest_of(num=60, num_groups=4, segment_tokens=200), 1),
+    "four ranks": ruled_plan(forest_of(chunk_tokens=200), 4),
+    "eight ranks, 500 actions": ruled_plan(forest_of(num=7, num_groups=4, segment_tokens=200), 8),
+    "sixteen ranks": ruled_plan(forest_of(), 16),
+    "trees with levels": ruled_plan(random_forest(random.Random(2), depth=4), 3),
+    "small groups, packed": ruled_plan(forest_of(prefix=30, suffix=20, num=3, num_groups=6), 2),
+    "virtual stages": interleaved(forest_of(num=2), 2, 2),
+    "many rollouts": ruled_plan(forest_of(num=150, num_groups=3, segment_tokens=0), 2),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+def test_every_action_is_drawn_once(plan: Plan) -> None:
+    picture = drawn(plan)
+    wanted = Counter(str(action) for program in plan.programs for action in program)
+    found = Counter(tip.partition(":")[0] for tip in tips(picture) if not tip.startswith("segment"))
+    assert found == wanted
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+def test_everything_is_within_the_frame_and_texts_do_not_overlap(plan: Plan) -> None:
+    check_frame(drawn(plan))
+
+
+def check_frame(picture: ElementTree.Element) -> None:
+    width, height = float(picture.get("width", 0)), float(picture.get("height", 0))
+    for rect in shapes(picture, "rect"):
+        x, y, w, h = (float(rect.get(name, 0)) for name in ("x", "y", "width", "height"))
+        assert w > 0
+        assert h > 0
+        assert 0 <= x <= x + w <= width
+        assert 0 <= y <= y + h <= height
+    taken = []
+    for text in shapes(picture, "text"):
+        left, right = extent(text)
+        y, size = float(text.get("y", 0)), float(text.get("font-size", 0))
+        assert 0 <= left <= right <= width
+        assert size >= 8
+        assert size <= y <= height - 2
+        taken.append((y - 0.75 * size, y + 0.2 * size, left, right))
+    # By height, so that only texts of the same line or the next are compared.
+    taken.sort()
+    for index, (_, bottom, left, right) in enumerate(taken):
+        for top, _, other_left, other_right in itertools.takewhile(
+            lambda other, bottom=bottom: other[0] < bottom, taken[index + 1 :]
+        ):
+            assert right <= other_left + 0.5 or other_right <= left + 0.5, top
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+def test_labels_fit_their_boxes(plan: Plan) -> None:
+    boxes = [
+        tuple(float(rect.get(name, 0)) for name in ("x", "y", "width", "height"))
+        for rect in shapes(drawn(plan), "rect")
+    ]
+    for text in shapes(drawn(plan), "text"):
+        if text.get("pointer-events") != "none":
+            continue
+        left, right = extent(text)
+        y, size = float(text.get("y", 0)), float(text.get("font-size", 0))
+        assert any(
+            bx - 0.01 <= left and right <= bx + bw + 0.01 and by <= y - size * 0.72 and y <= by + bh
+            for bx, by, bw, bh in boxes
+        )
+
+
+def test_places_and_widths_are_times() -> None:
+    """On one row the boxes of actions lie side by side, each as wide as it is long."""
+    plan = ruled_plan(forest_of(num=2, num_groups=1), 2)
+    timeline = simulate(plan)
+    rects = [
+        rect
+        for rect in shapes(ElementTree.fromstring(timeline_svg(timeline, plan)), "rect")
+        for title in rect
+        if not (title.text or "").startswith("segment")
+    ]
+    width, left = 1200 - 72 - 142, 72
+    assert len(rects) == len(timeline.events)
+    for rect, event in zip(rects, timeline.events, strict=True):
+        scale = width / timeline.makespan
+        assert float(rect.get("x", 0)) == pytest.approx(left + event.start * scale, abs=0.01)
+        wide = (event.end - event.start) * scale
+        assert wide - 1.01 <= float(rect.get("width", 0)) <= wide
+    assert len({rect.get("y") for rect in rects}) == 2
+
+
+def test_tooltips_tell_what_an_action_is() -> None:
+    forest = forest_of(prefix=100, suffix=20, num=2, num_groups=1, chunk_tokens=50)
+    found = tips(drawn(ruled_plan(forest, 1)))
+    inner = "F1: inner, 1 span, tree 0\nfrom position 50, 50 tokens, 2 rollouts\n50 to 100 tokens"
+    wave = "B2: wave, 2 spans, tree 0\nfrom position 100, up to 20 tokens, 2 rollouts"
+    assert inner in found
+    assert f"{wave}\n140 to 220 tokens" in found
+    assert "segment 0, tree 0\nfrom position 0, 50 tokens\n2 rollouts: 0, 1" in found
+
+
+def test_tooltips_tell_of_several_trees() -> None:
+    """An action names all its trees; a box of the trees below is of one."""
+    forest = forest_of(prefix=30, suffix=20, num=2, num_groups=3)
+    assert len(forest.segments) == 2
+    found = tips(drawn(ruled_plan(forest, 1)))
+    text = "F0: inner, 3 spans, 3 trees, 0 to 2\nfrom position 0, up to 30 tokens, 6 rollouts"
+    assert f"{text}\n0 to 90 tokens" in found
+    assert any(tip.startswith("B1: wave, 6 spans, 3 trees, 0 to 2\n") for tip in found)
+    for tree in range(3):
+        members = f"{2 * tree}, {2 * tree + 1}"
+        text = f"segment 0, tree {tree}\nfrom position 0, 30 tokens\n2 rollouts: {members}"
+        assert text in found
+
+
+def test_phases_and_trees_have_their_own_colours() -> None:
+    picture = drawn(ruled_plan(forest_of(num_groups=3), 1))
+    colours: dict[tuple[str, ...], set[str]] = {}
+    for rect in shapes(picture, "rect"):
+        for title in rect:
+            match = re.match(r"([FB])\d+: (inner|wave).*tree (\d)", title.text or "")
+            if match:
+                colours.setdefault(match.groups(), set()).add(rect.get("fill", ""))
+    assert len(colours) == 12
+    assert all(len(found) == 1 for found in colours.values())
+    assert len(set.union(*colours.values())) == 12
+
+
+def test_times_of_a_measured_timeline_are_milliseconds() -> None:
+    picture = drawn(ruled_plan(forest_of(), 2), cost=lambda segment, kind: 1.25, unit="ms")
+    assert "milliseconds" in texts(picture)
+    assert any(tip.endswith("0 to 1.25 ms") for tip in tips(picture))
+
+
+def test_virtual_stages_are_named_by_rank_and_marked() -> None:
+    forest = forest_of(num=1, num_groups=1)
+    program = tuple(
+        Action(kind, 0, chunk) for kind, chunk in (("F", 0), ("F", 1), ("B", 1), ("B", 0))
+    )
+    picture = drawn(Plan(forest.segments, (program, program), 2))
+    assert {"rank 0", "rank 1"} <= set(texts(picture))
+    assert sum(rect.get("fill-opacity") == "0.75" for rect in shapes(picture, "rect")) == 4
+
+
+def test_titles_are_text_and_not_markup() -> None:
+    picture = drawn(ruled_plan(forest_of(), 2), "a <b> & \x00c")
+    assert "a <b> & c" in texts(picture)
+    assert "Prefix schedule, 2 stages" in texts(drawn(ruled_plan(forest_of(), 2)))
+
+
+def test_an_empty_plan_is_an_empty_picture() -> None:
+    picture = drawn(ruled_plan(build([]), 2))
+    assert tips(picture) == []
+
+
+def test_many_trees_are_cut_to_those_that_fit() -> None:
+    heading = "one lane a rollout, a tall box is shared; numbers are segments"
+    picture = drawn(ruled_plan(forest_of(num=40, num_groups=5), 1))
+    assert f"first 2 trees of 5: {heading}" in texts(picture)
+    picture = drawn(ruled_plan(forest_of(num=200, num_groups=2), 1))
+    assert f"first 1 tree of 2: {heading}" in texts(picture)
+    assert f"trees: {heading}" in texts(drawn(ruled_plan(forest_of(), 1)))
+
+
+def test_fillers_are_in_no_tree() -> None:
+    """Ranks that share experts run fillers, which are only padding; see plan/joint_forest.py."""
+    joint = joint_forest([forest_of(num=2), forest_of(num=3)], [[0, 1] * 2, [0, 1, 2] * 2])
+    fillers = [n for n, s in enumerate(joint.forest.segments) if not s.spans[0].rollouts]
+    assert fillers
+    plan = ruled_plan(joint.forest, 1)
+    words = texts(drawn(plan))
+    assert [words.count(str(n)) for n in fillers] == [0] * len(fillers)
+    assert any(word.startswith("trees: one lane a rollout") for word in words)
+    assert any(" segments in 2 trees" in word for word in words)
+
+
+@pytest.mark.parametrize("budget", [60, 300, 0], ids=["a tree a segment", "two", "all in two"])
+def test_a_box_of_the_trees_covers_the_lanes_of_its_rollouts(budget: int) -> None:
+    """However the rollouts are numbered and packed: no two boxes overlap, what is shared stands
+    above."""
+    straight, numbers = flat_rollouts(100, 20, 3, 4)
+    order = random.Random(0).sample(range(12), 12)
+    groups = [numbers[i] for i in order]
+    options = TreeOptions(min_gain=0, segment_tokens=budget)
+    forest = build([straight[i] for i in order], groups, options)
+    most = max(len({*numbers}) for numbers in trees(forest.segments))
+    assert (most > 1) == (budget != 60)
+    rects = [
+        (title.text or "", [float(rect.get(name, 0)) for name in ("x", "y", "width", "height")])
+        for rect in shapes(drawn(ruled_plan(forest)), "rect")
+        for title in rect
+        if (title.text or "").startswith("segment")
+    ]
+    assert len(rects) == 4 + 12
+    leaves = {tip.split()[-1]: box for tip, box in rects if "1 rollout:" in tip}
+    assert len(leaves) == 12
+    assert len({y for _, y, _, _ in leaves.values()}) == 12
+    for tip, (x, y, width, height) in rects:
+        members = re.findall(r"\d+", tip.rpartition(":")[2])
+        tops = [leaves[member][1] for member in members]
+        bottoms = [leaves[member][1] + leaves[member][3] for member in members]
+        assert (y, y + height) == pytest.approx((min(tops), max(bottoms)), abs=0.02)
+        assert len(members) == 1 or all(leaves[member][0] >= x + width for member in members)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(1.0, "1"), (1.239, "1.24"), (0.001, "0"), (100.0, "100"), (10.50, "10.5")]
+)
+def test_pixels_are_short(value, text) -> None:
+    assert svg.px(value) == text
+
+
+def test_a_timeline_of_no_time() -> None:
+    """Nothing was measured yet: no division by zero."""
+    plan = ruled_plan(forest_of(num=1, num_groups=1))
+    timeline = Timeline((), 0.0, (0.0,), (0,), "ms")
+    assert ElementTree.fromstring(timeline_svg(timeline, plan)).tag == f"{_NAMESPACE}svg"
+
+
+def test_boxes_too_thin_for_a_mouse_have_no_tooltip() -> None:
+    for width, wanted in ((0.3, True), (0.2, False)):
+        (box,) = svg.labelled(svg.Box(0, 0, width, 20), "#000000", "F1", "what it is")
+        assert ("<title>" in box) == wanted
+
+
+def compared(*names: str) -> ElementTree.Element:
+    runs = [(name, simulate(PLANS[name]), PLANS[name]) for name in names]
+    text = comparison_svg(runs, "Several schedules")
+    assert text == comparison_svg(runs, "Several schedules")
+    return ElementTree.fromstring(text)
+
+
+def test_timelines_are_compared_on_one_scale() -> None:
+    names = ("four ranks", "trees with levels", "one rank, few actions")
+    picture = compared(*names)
+    check_frame(picture)
+    assert {"Several schedules", *names} <= set(texts(picture))
+    rows = [rect for rect in shapes(picture, "rect") if rect.get("height") == "18"]
+    spans = [simulate(PLANS[name]).makespan for name in names for _ in PLANS[name].programs]
+    wanted = [(1200 - 72 - 142) * span / max(spans) for span in spans]
+    assert [float(rect.get("width", 0)) for rect in rows] == pytest.approx(wanted, abs=0.01)
+    num_actions = sum(len(program) for name in names for program in PLANS[name].programs)
+    assert sum(rect.get("height") == "17" for rect in shapes(picture, "rect")) == num_actions
+    assert tips(picture) == []
+    facts = " ".join(texts(picture))
+    for name in names:
+        assert f"bubble {100 * simulate(PLANS[name]).bubble_fraction:.1f}%" in facts

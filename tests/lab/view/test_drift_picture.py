@@ -1,0 +1,208 @@
+"""The verdict on a replay, its picture, and the verb's output and refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_prefix.lab.rl.updates import TrainingError
+from megatron_prefix.lab.verify import replay
+from megatron_prefix.lab.verify.replay import RUNS, Distance, Replay, ReplayStep, judged
+from tests.harness.command_line import BUNDLED, command, failure, row, run
+from tests.harness.one_rank import one_rank
+
+CURVE = dict.fromkeys(RUNS, 0.5)
+SMALL = ["--set", "num_layers=1", "--groups", "2", "--groups-per-step", "1", "--max-tokens", "80"]
+
+
+def step(number: int = 1, drift: float = 3e-9, floor: float = 2e-9, **fields: Any) -> ReplayStep:
+    made = ReplayStep(
+        number, CURVE, CURVE, Distance(*3 * [drift]), Distance(*3 * [floor]), 100, 40, CURVE,
+        dict.fromkeys(RUNS, 0), 2,
+    )  # fmt: skip
+    return replace(made, **fields)
+
+
+def test_twice_the_floor_is_the_limit_of_every_step() -> None:
+    good = judged([step(), step(2, drift=4e-9)])
+    assert good.passed and good.shared_steps == 2
+    assert good.ratio_max == dict.fromkeys(("max", "mean", "rms"), pytest.approx(2.0))
+    one = Distance(max=3e-9, mean=3e-9, rms=4.1e-9)
+    bad = judged([step(), step(2, drift=3e-9), step(3, floor=4e-9), replace(step(4), drift=one)])
+    assert not bad.passed
+    (failed,) = bad.failures
+    assert failed.startswith("rms difference: 1 of 4 steps exceed 2 times the noise floor, from")
+    assert "step 4 on; most 2.05 times, step 4" in failed
+
+
+@pytest.mark.parametrize(("drift", "floor"), [(math.nan, 1e-9), (1e-9, math.nan), (1e-9, 0.0)])
+def test_what_is_not_a_number_fails_and_so_does_a_floor_of_nothing(
+    drift: float, floor: float
+) -> None:
+    result = judged([step(), step(2, drift, floor), step(3)])
+    assert not result.passed and len(result.failures) == 3
+    assert "1 of 3 steps" in result.failures[0] and "step 2" in result.failures[0]
+
+
+def test_a_step_without_any_difference_is_no_failure_and_a_replay_without_any_is() -> None:
+    equal = step(drift=0.0, floor=0.0)
+    assert judged([equal, step(2)]).passed
+    (failed,) = judged([equal, replace(equal, number=2)]).failures
+    assert "equal after every step" in failed and "--lr" in failed
+
+
+@pytest.mark.parametrize("curve", ["loss", "weighted_logprob"])
+@pytest.mark.parametrize("run", RUNS)
+def test_a_loss_that_is_not_finite_fails(curve: str, run: str) -> None:
+    fields: Any = {curve: {**CURVE, run: math.nan}}
+    (failed,) = judged([step(), replace(step(2), **fields)]).failures
+    assert failed.endswith(f"of the {run} run is not finite in 1 of 2 steps, from step 2 on")
+
+
+def test_some_updates_may_be_skipped_and_not_all_of_a_run() -> None:
+    one, all_of_it = ({**dict.fromkeys(RUNS, 0), "stock": number} for number in (1, 2))
+    assert judged([step(skipped=one), step(2, skipped=all_of_it)]).passed
+    (failed,) = judged([step(skipped=all_of_it), step(2, skipped=all_of_it)]).failures
+    assert failed.startswith("the stock run skipped all of its 4 updates")
+
+
+def test_a_replay_in_which_nothing_was_shared_fails() -> None:
+    result = judged([step(executed_tokens=100)])
+    assert result.failures == ["the prefix schedule ran in no step: there is nothing to compare"]
+    assert not judged([]).passed
+
+
+def test_a_run_that_ends_early_fails() -> None:
+    def steps() -> Iterator[ReplayStep]:
+        yield step()
+        raise TrainingError("step 2: loss nan")
+
+    seen: list[Replay] = []
+    result = judged(steps(), seen.append)
+    assert len(result.steps) == 1 and not (result.passed or result.ended)
+    assert result.failures == ["step 2: loss nan"]
+    (first,) = seen
+    assert first.failures == ["the replay has not ended: these are its first 1 step"]
+    assert first.ratio_max == result.ratio_max and not (first.passed or first.ended)
+
+
+def test_distances_are_those_of_all_elements() -> None:
+    ones = [torch.tensor([1.0, 2.0]), torch.tensor([[5.0]])]
+    others = [torch.tensor([1.0, -1.0]), torch.tensor([[9.0]])]
+    with one_rank():
+        found = replay.distance(ones, others, torch.device("cpu"))
+    assert (found.max, found.mean) == (4.0, 7 / 3) and found.rms == pytest.approx((25 / 3) ** 0.5)
+
+
+def test_the_picture_has_every_step() -> None:
+    pytest.importorskip("matplotlib")
+    from megatron_prefix.lab.view.drift import figure
+
+    result = judged([step(1), step(2, drift=1e-8)])
+    *measures, loss, logprob = figure(result.as_json()).axes
+    for axes in measures:
+        floor, limit, drift = (list(line.get_ydata()) for line in axes.lines)
+        assert (floor, limit, drift) == ([2e-9, 2e-9], [4e-9, 4e-9], [3e-9, 1e-8])
+    assert len(loss.lines) == len(logprob.lines) == 3
+
+
+# The verb -----------------------------------------------------------------------------------------
+
+
+def test_json_table_and_files(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = [str(tmp_path / name) for name in ("result.json", "plot.svg")]
+    done = command(
+        "replay", BUNDLED, *SMALL, "--steps", "2", "--min-gain", "8", "--prefix-schedule", "on",
+        "--adam-eps", "1e-5", "--result-json", files[0], "--plot", files[1], "--progress",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "within the noise" in done.stdout and "step 2 of 2: drift" in done.stderr
+    result = json.loads(Path(files[0]).read_text("utf-8"))
+    assert result["passed"] is result["ended"] is True and result["num_steps"] == 2
+    assert [s["number"] for s in result["steps"]] == [1, 2]
+    assert [(s["updates"], s["skipped"]["prefix"]) for s in result["steps"]] == [(1, 0)] * 2
+    assert result["compared"] == "parameters" and result["groups_without_gradient"] == 0
+    assert "<svg" in Path(files[1]).read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number", "code"),
+    [(1, signal.SIGINT, 130), (2, signal.SIGINT, 130), (2, signal.SIGTERM, 143)],
+)
+def test_files_of_a_replay_that_is_stopped_have_its_steps(
+    ranks: int,
+    number: int,
+    code: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("matplotlib")
+    launcher = os.getpid()
+
+    def replayed(runs: Any, steps: int) -> Iterator[ReplayStep]:
+        yield from (step(1), step(2))
+        if os.environ.get("RANK", "0") == "0":
+            os.kill(launcher, number)
+        time.sleep(30)
+
+    monkeypatch.setattr(replay, "trainers", lambda *_: {})
+    monkeypatch.setattr(replay, "replayed", replayed)
+    found, drawn = tmp_path / "result.json", tmp_path / "plot.svg"
+    found.write_text('{"passed": true}', "utf-8")  # of a run before
+    options = ["--tp", str(ranks), "--result-json", str(found), "--plot", str(drawn)]
+    ended, _, _ = run(capsys, "replay", BUNDLED, *SMALL, *options)
+    assert ended == code
+    result = json.loads(found.read_text("utf-8"))
+    assert [s["number"] for s in result["steps"]] == [1, 2] and result["num_steps"] == 100
+    assert result["ended"] is False and result["passed"] is False
+    assert result["failures"] == ["the replay has not ended: these are its first 2 steps"]
+    assert "<svg" in drawn.read_text("utf-8")
+    assert sorted(tmp_path.iterdir()) == [drawn, found]
+
+
+def test_rollouts_without_a_gradient_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "equal.jsonl"
+    path.write_text("".join(row(uid=str(uid)) for uid in range(3)), encoding="utf-8")
+    line = failure(capsys, "replay", str(path))
+    assert "same reward" in line and str(path) in line
+
+
+def test_the_same_routes_want_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    line = failure(capsys, "replay", BUNDLED, *SMALL, "--same-routes")
+    assert "it has no experts; leave --same-routes out" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["tiny-llama"], ""),
+        (["tiny-moe"], "Add --same-routes --set"),
+        (["tiny-moe", "--same-routes"], "counts the experts that routers would choose"),
+        (["tiny-moe", "--same-routes", "--set", "moe_aux_loss_coeff=0"], ""),
+    ],
+)
+def test_a_replay_that_fails_names_choices_of_routers(
+    options: list[str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replay, "trainers", lambda *_: {})
+    monkeypatch.setattr(replay, "replayed", lambda *_: iter([step(1, drift=3.0)]))
+    code, out, _ = run(capsys, "replay", BUNDLED, *SMALL, "--model", *options)
+    assert code == 1 and "exceed" in out
+    assert says in out and ("routers would" in out or "Routers chose" in out) == bool(says)

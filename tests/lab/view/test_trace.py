@@ -1,0 +1,55 @@
+"""Timelines in Chrome's trace format."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_prefix.lab.view.trace import chrome_trace
+from megatron_prefix.plan.planner import make_plan
+from megatron_prefix.plan.simulator import Event, Timeline, simulate
+from megatron_prefix.tree import TreeOptions, build
+from tests.harness.trees import flat_rollouts
+
+
+@pytest.mark.parametrize(
+    ("budget", "most"), [(16, 1), (64, 2)], ids=["a tree a segment", "both trees in a segment"]
+)
+def test_every_action_is_one_event(budget: int, most: int) -> None:
+    options = TreeOptions(segment_tokens=budget, chunk_tokens=32)
+    forest = build(*flat_rollouts(64, 16, 3, 2), options)
+    tree_of_rollout = [0] * 3 + [1] * 3
+    plan = make_plan(forest, 2, num_chunks=2)
+    timeline = simulate(plan)
+    trace = json.loads(chrome_trace(timeline, plan))
+    assert trace["displayTimeUnit"] == "ms"
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    names = {
+        e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"
+    }
+    assert names == {0: "rank 0", 1: "rank 1"}
+    found = [[event["name"] for event in events if event["tid"] == rank] for rank in (0, 1)]
+    assert found == [[str(action) for action in program] for program in plan.programs]
+    assert {event["pid"] for event in events} == {0}
+    assert len({event["cat"] for event in events}) == 4
+    for event, (_, action, _, _) in zip(events, timeline.events, strict=True):
+        segment = plan.segments[action.segment]
+        assert event["args"] == {
+            "segment": action.segment,
+            "chunk": action.chunk,
+            "trees": sorted({tree_of_rollout[r] for s in segment.spans for r in s.rollouts}),
+            "rows": segment.padded_length,
+        }
+    assert max(len(event["args"]["trees"]) for event in events) == most
+
+
+def test_milliseconds_are_written_as_microseconds() -> None:
+    plan = make_plan(build(*flat_rollouts(8, 4, 1, 1)), 1)
+    action = plan.programs[0][0]
+    timeline = Timeline((Event(0, action, 0.25, 1.5),), 1.5, (1.25,), (12,), "ms")
+    trace = json.loads(chrome_trace(timeline, plan))
+    (event,) = (event for event in trace["traceEvents"] if event["ph"] == "X")
+    assert (event["ts"], event["dur"], event["name"]) == (250.0, 1250.0, "F0")
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"]
+    assert names == ["ms", "stage 0"]

@@ -1,0 +1,245 @@
+"""Documents name what exists: links, files, modules, and commands that the parsers take."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import io
+import re
+import shlex
+import subprocess
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_prefix.lab.cli.main import VERBS, make_parser
+from tests.harness.data import REPOSITORY
+
+PACKAGE = REPOSITORY / "megatron_prefix"
+FOLDERS = "megatron_prefix|tests|benchmarks|launch|examples|docs|schedules"
+FILE = re.compile(r"(?<![\w/.{}*$<-])((?:[\w.*-]+/)*[\w*-][\w.*-]*\.(?:py|sh|sbatch|cfg|toml))\b")
+UNDER = re.compile(rf"(?<![\w/.$}}-])((?:{FOLDERS})/[\w./*-]*[\w*/])")
+MODULE = re.compile(r"(?<![\w./-])megatron_prefix((?:\.[A-Za-z_]\w*)+)")
+OTHERS = ("megatron", "torch", "transformer_engine", "transformers")  # whose files are named, too
+MEGATRON_LM = {"pretrain_gpt.py", "train_rl.py"}  # scripts, in no package
+# What the log says of the past stays as it was.
+GONE = {"benchmarks/LOG.md": ["pipeline/gated.py", "tests/unit/test_links.py"]}
+
+
+def tracked(*suffixes: str) -> list[Path]:
+    """Files of these kinds that git knows, or would take in."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("this is no git work tree")
+    names = {REPOSITORY / name for name in done.stdout.split("\0") if name.endswith(suffixes)}
+    return sorted(name for name in names if name.is_file())
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+DOCUMENTS = tracked(".md")
+SOURCES = tracked(".py", ".sh", ".sbatch")
+# What is about other projects' trainers names their files.
+OWN = [path for path in (*DOCUMENTS, *SOURCES) if path.parent.name != "trainers"]
+
+
+def prose(path: Path) -> str:
+    """The text of a document or script; of Python only the docstrings and comments."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return text
+    lines = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    found = [str(one.value) for one in lines if isinstance(one, ast.Constant)]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return "\n".join([*found, *(t.string for t in tokens if t.type == tokenize.COMMENT)])
+
+
+def installed(package: str) -> list[Path]:
+    """Folders of a package that is installed here; it is not imported."""
+    spec = importlib.util.find_spec(package)
+    return [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
+
+
+def exists(name: str, path: Path) -> bool:
+    """Whether a file that `path` names is there: named from the repository's root, the package's,
+    Megatron-Core's or `path`'s own folder, or with the name of another package in front."""
+    core = [folder / "core" for folder in installed("megatron")]
+    tops = [(top, name) for top in (path.parent, REPOSITORY, PACKAGE, *core)]
+    package, _, rest = name.partition("/")
+    if name in MEGATRON_LM:
+        return True
+    if package in OTHERS:
+        if not installed(package):
+            return True
+        tops += [(top, rest) for top in installed(package)]
+    return any(any(top.glob(name)) if "*" in name else (top / name).exists() for top, name in tops)
+
+
+def missing_files(path: Path) -> list[str]:
+    # Of most files nothing is missing in the whole text: they need not be taken apart.
+    return missing_in(path.read_text(encoding="utf-8"), path) and missing_in(prose(path), path)
+
+
+def missing_in(text: str, path: Path) -> list[str]:
+    names = {*FILE.findall(text), *UNDER.findall(text)}
+    return sorted(name for name in names if not exists(name, path))
+
+
+def is_module_or_member(dotted: str) -> bool:
+    """Whether `.folder.module.Name` is a folder or module of the package, or a name in one."""
+    here, parts = PACKAGE, dotted.strip(".").split(".")
+    for number, part in enumerate(parts):
+        if (here / part).is_dir():
+            here = here / part
+        elif (here / f"{part}.py").exists():
+            text, rest = (here / f"{part}.py").read_text(encoding="utf-8"), parts[number + 1 :]
+            return not rest or re.search(rf"\b{rest[0]}\b", text) is not None
+        else:
+            return re.search(rf"\b{part}\b", (here / "__init__.py").read_text("utf-8")) is not None
+    return True
+
+
+def anchors(path: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(path: Path) -> list[str]:
+    found = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            found.append(link)
+    return found
+
+
+# Commands -----------------------------------------------------------------------------------------
+
+
+def command_lines(text: str) -> Iterator[str]:
+    """Commands in code spans and code blocks of a document, each on one line."""
+    for block in re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S):
+        yield from block.replace("\\\n", " ").splitlines()
+    text = re.sub(r"^```\w*\n.*?^```", "", text, flags=re.M | re.S)
+    yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text))
+
+
+def verb_arguments(line: str) -> list[str] | None:
+    """What stands behind `megatron-prefix` in a command; None where it does not."""
+    found = re.search(r"(?:\bmegatron-prefix|-m megatron_prefix) (.*)", line.partition(" #")[0])
+    if not found or found[1].startswith(("VERB", "--version")):
+        return None
+    return shlex.split(re.sub(r"[\[\]…]|\.\.\.", "", found[1]))
+
+
+def relaxed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The parser, with nothing required: a text may name only what it speaks of."""
+    for action in parser._actions:
+        action.required = False
+        if not action.option_strings and action.nargs in (None, "+"):
+            action.nargs, action.choices = "*", None
+    return parser
+
+
+def unknown_command(line: str) -> str | None:
+    """What is wrong with a command; None where nothing is, or where it is none of ours."""
+    words = verb_arguments(line)
+    if words is None:
+        return None
+    verb, *rest = words
+    if verb not in VERBS:
+        return f"{line}: {verb} is no verb"
+    verbs = next(a for a in make_parser(verb)._actions if isinstance(a.choices, dict))
+    try:
+        relaxed(verbs.choices[verb]).parse_args(rest)
+    except SystemExit as error:
+        return None if error.code == 0 else f"{line}: {verb} does not take this"
+    return None
+
+
+def missing_program(line: str) -> str | None:
+    """The file that a `bash FILE` or `python FILE` or `python -m MODULE` runs, where it is none."""
+    found = re.match(r"(?:\w+=\S+ )*(bash|sbatch|python3?)( -m)? ([\w./]+)", line)
+    if not found:
+        return None
+    name = f"{found[3].replace('.', '/')}.py" if found[2] else found[3]
+    if found[2] and found[3].partition(".")[0] not in FOLDERS.split("|"):
+        return None
+    folder = REPOSITORY / name.removesuffix(".py")
+    return None if (REPOSITORY / name).exists() or folder.is_dir() else f"{line}: no {name}"
+
+
+# Tests --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=relative)
+def test_links_lead_somewhere(path) -> None:
+    assert broken_links(path) == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=relative)
+def test_commands_in_documents_are_taken(path) -> None:
+    lines = list(command_lines(path.read_text(encoding="utf-8")))
+    assert list(filter(None, map(unknown_command, lines))) == []
+    assert list(filter(None, map(missing_program, lines))) == []
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_commands_in_a_verbs_help_are_taken(verb) -> None:
+    verbs = next(a for a in make_parser(verb)._actions if isinstance(a.choices, dict))
+    text = verbs.choices[verb].epilog.replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if verb_arguments(line)]
+    assert lines
+    assert list(filter(None, map(unknown_command, lines))) == []
+
+
+def test_files_that_are_named_exist() -> None:
+    found = {relative(path): missing_files(path) for path in OWN}
+    assert {path: names for path, names in found.items() if names} == GONE
+
+
+def test_modules_that_are_named_exist() -> None:
+    for path in (*DOCUMENTS, *SOURCES):
+        names = MODULE.findall(path.read_text(encoding="utf-8"))
+        bad = [name for name in names if not is_module_or_member(name)]
+        assert bad == [], relative(path)
+
+
+def test_the_readme_is_short() -> None:
+    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_checks_can_fail(tmp_path) -> None:
+    document = tmp_path / "bad.md"
+    document.write_text(
+        "# A title\n[a](no.md) [b](#a-title) [c](#none)\n`plan/planer.py`, `tests/unit/nothing/`,"
+        " `plan/planner.py`\n`megatron-prefix plan\nx --svgg y`\n```\nbash launch/no.sh\n```\n",
+        encoding="utf-8",
+    )
+    assert broken_links(document) == ["no.md", "#none"]
+    assert missing_files(document) == [
+        "launch/no.sh",
+        "plan/planer.py",
+        "tests/unit/nothing/",
+    ]
+    lines = list(command_lines(document.read_text(encoding="utf-8")))
+    assert "megatron-prefix plan x --svgg y" in lines
+    assert unknown_command("megatron-prefix plan x --svgg y")
+    assert unknown_command("torchrun -m megatron_prefix pla x")
+    assert unknown_command("megatron-prefix plan x --svg y [--csv -]") is None
+    assert (
+        missing_program("A=1 bash launch/no.sh --all")
+        == "A=1 bash launch/no.sh --all: no launch/no.sh"
+    )
+    assert missing_program("python -m benchmarks.no x")
+    assert not is_module_or_member(".pipeline.planner")
+    assert not is_module_or_member(".plan.planner.no_such_name")
+    assert is_module_or_member(".plan.planner.loss_ready_after")

@@ -1,0 +1,121 @@
+"""The examples run as their docstrings say, and the one-line change of a trainer's loop is one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from megatron_prefix.lab.numerics import tolerance
+from tests.harness.data import BUNDLED, REPOSITORY
+
+LOOP = REPOSITORY / "examples" / "existing_megatron_loop.py"
+# Runs a script, and says at its end how many positions the prefix schedule computed.
+COUNTED = """\
+import runpy, sys
+from megatron_prefix.lab.platforms import cpu
+cpu.enable()
+from megatron_prefix.run.step_run import StepRun
+run, counts = StepRun.__call__, []
+def counting(self, *arguments):
+    forest = self._step.forest
+    counts.append((forest.raw_tokens, forest.executed_tokens))
+    return run(self, *arguments)
+StepRun.__call__ = counting
+runpy.run_path(sys.argv[1], run_name="__main__")
+print("positions", *counts)
+"""
+
+
+def run(name: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "examples" / name), *arguments],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_plan_a_step(tmp_path):
+    picture = tmp_path / "plan.svg"
+    said = run("plan_a_step.py", str(picture))
+    # Each group: 2 rollouts of 639 positions, 2 of 735; its tree: 511 + 96 + 4 x 128.
+    assert "5496 tokens, 2238 of them executed" in said
+    assert "4: wave of 2, positions 607 to 734, rollouts [2, 3]" in said
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+
+
+def test_share_a_prompt():
+    said = run("share_a_prompt.py")
+    # 6 rollouts of 223 positions share 191: the label of the last prompt token is not shared.
+    assert "tokens 1338, executed 383" in said
+    assert "largest difference of a gradient" in said
+
+
+def test_a_packed_forward_step():
+    said = run("packed_forward_step.py")
+    # 6 rollouts share 95 of their positions; their answers have 148 tokens.
+    assert "tokens 718, executed 243" in said
+    stock, shared = (
+        [float(x) for x in re.findall(r"\d+\.\d+", line)]
+        for line in said.splitlines()
+        if line.startswith("losses")
+    )
+    assert len(stock) == 2 and shared == pytest.approx(stock, rel=tolerance(torch.float32, 718))
+
+
+def test_parity_of_rollouts_is_proved():
+    said = run("prove_parity.py", str(BUNDLED))
+    assert said.rstrip().endswith("aligned") and "NOT" not in said
+    raw, executed = map(int, re.search(r"tokens (\d+), executed (\d+)", said).groups())
+    assert 0 < executed < raw / 2
+    differences = [float(x) for x in re.findall(r": (\S+) \(at most", said)]
+    assert len(differences) == 4 and max(differences) < 1e-11
+
+
+def changed_loop() -> str:
+    """The trainer's loop with the change that its own comment asks for."""
+    text = LOOP.read_text(encoding="utf-8")
+    (wanted,) = re.findall(r"^# {5}(from megatron_prefix import \w+)$", text, re.M)
+    line = "from megatron.core.pipeline_parallel import get_forward_backward_func"
+    assert text.count(f"\n{line}") == 1
+    return text.replace(line, wanted)
+
+
+def test_sharing_is_a_change_of_one_line_and_the_losses_stay(tmp_path: Path):
+    changed = tmp_path / "loop.py"
+    changed.write_text(changed_loop(), encoding="utf-8")
+    lines = zip(
+        LOOP.read_text(encoding="utf-8").splitlines(),
+        changed.read_text(encoding="utf-8").splitlines(),
+        strict=True,
+    )
+    assert sum(before != after for before, after in lines) == 1
+    steps = []
+    for script in (LOOP, changed):
+        done = subprocess.run(
+            [sys.executable, "-c", COUNTED, str(script)],
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        *told, counts = done.stdout.splitlines()
+        steps.append([[float(x) for x in re.findall(r"\d+\.\d+", line)] for line in told])
+    # 8 rollouts of 159 positions share 119 of them.
+    assert counts == "positions" + " (1272, 439)" * 3
+    stock, shared = steps
+    assert [len(step) for step in stock] == [2, 2, 2]
+    for before, after in zip(stock, shared, strict=True):
+        assert after == pytest.approx(before, rel=tolerance(torch.float32, 1272))
+    assert stock[0] != stock[1]

@@ -1,0 +1,274 @@
+"""Scripts for clusters: what they ask torchrun for. tests/lab/rl/test_two_nodes.py runs them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from megatron_prefix.lab.cli import train
+from megatron_prefix.lab.cli.main import main, make_parser
+from megatron_prefix.lab.models.presets import PRESETS, resolve
+from megatron_prefix.lab.rl.dataset import RolloutSet, minibatches
+from megatron_prefix.lab.rl.job import ModelOptions, fit_vocabulary, place_groups
+from megatron_prefix.lab.rl.trainer import check_layout
+from megatron_prefix.lab.runtime.layout import Layout
+from megatron_prefix.lab.verify import matrix
+from tests.harness.data import BUNDLED, REPOSITORY
+from tests.repository.test_launch_scripts import Sandbox
+
+LAUNCH = REPOSITORY / "launch"
+MODELS = sorted(path.stem for path in (LAUNCH / "models").glob("*.sh"))
+SCRIPTS = sorted([*LAUNCH.rglob("*.sh"), LAUNCH / "train.sbatch"])
+CLUSTER = [
+    LAUNCH / name
+    for name in "arguments.sh nodes.sh train_1node.sh train_multinode.sh align_cluster.sh".split()
+]
+NODE = {"NODE_RANK": "0", "MASTER_ADDR": "node0"}
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Path:
+    """A folder for PATH whose commands only say what they were asked."""
+    for name in ("torchrun", "srun", "scontrol", "megatron-prefix"):
+        path = tmp_path / name
+        path.write_text(f'#!/bin/sh\necho "{name}" "$@"\n', encoding="utf-8")
+        path.chmod(0o755)
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf 'node7\\nnode8\\n'\n", encoding="utf-8")
+    return tmp_path
+
+
+def asked(commands: Path, script: str, *arguments: str, **environment: str) -> list[str]:
+    """The words of the one command that a script runs."""
+    done = subprocess.run(
+        ["bash", str(LAUNCH / script), *arguments],
+        env={"PATH": f"{commands}:{os.environ['PATH']}", **NODE, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    return shlex.split(line)
+
+
+def verb_of(words: list[str]) -> list[str]:
+    """What follows `-m megatron_prefix`."""
+    return words[words.index("-m") + 2 :]
+
+
+# What they ask for --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", [None, "models/Qwen3-8B"])
+def test_weights_are_asked_for_by_name(commands, folder):
+    given = {} if folder is None else {"LOAD_HF": folder}
+    words = verb_of(asked(commands, "train_1node.sh", MODEL="qwen3-8b", **given))
+    assert make_parser("train").parse_args(words).load_hf == folder
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_trains_with_arguments_that_the_verb_takes(commands, model):
+    words = verb_of(asked(commands, "train_multinode.sh", MODEL=model, NGPU="8"))
+    args = make_parser("train").parse_args(words)
+    spec = resolve(args.model)
+    assert args.model == model and model in PRESETS
+    assert (
+        args.prefix_schedule == ("on" if spec.is_moe else "auto")
+        and args.dtype == "bfloat16"
+        and args.device == "cuda"
+    )
+    assert args.rollouts == [str(BUNDLED)]
+    layout = Layout.fill(
+        world_size=16, tp=args.tp, pp=args.pp, ep=args.ep, dp=args.dp,
+        sequence_parallel=args.sequence_parallel,
+    )  # fmt: skip
+    assert spec.num_layers % layout.pp == 0 and spec.num_query_groups % layout.tp == 0
+    assert spec.is_moe == (layout.ep > 1)
+    assert args.chunk_tokens % layout.alignment == 0
+
+
+# Two nodes of 8 GPUs have what every model of launch/models needs; one has it for these.
+DEFAULTS = [("train_multinode.sh", model) for model in MODELS]
+DEFAULTS += [("train_1node.sh", model) for model in ("llama3-8b", "qwen3-8b")]
+
+
+@pytest.mark.parametrize(("script", "model"), DEFAULTS)
+def test_no_default_of_training_ends_in_a_refusal(commands, monkeypatch, capsys, script, model):
+    """All that is refused before a model is built, for every step: the scripts need GPUs."""
+    output = commands / "runs"
+    words = verb_of(asked(commands, script, MODEL=model, OUTPUT=str(output)))
+    args = make_parser("train").parse_args(words)
+    in_a_world_of(16 if script == "train_multinode.sh" else 8, monkeypatch)
+    job, _ = train._job(args)
+    rollouts, settings, config = RolloutSet(job.groups), job.settings, job.settings.prefix
+    check_layout(settings, rollouts, job.layout)
+    position = 0
+    for _ in range(job.run.steps):
+        groups = rollouts.take(position, settings.groups_per_step)
+        position = (position + len(groups)) % len(rollouts.groups)
+        for part in minibatches(groups, settings.num_minibatches):
+            place_groups(part, job.spec, job.layout, config, stock=config.mode != "on")
+    lengths = [f"--max-tokens={args.max_tokens}", f"--chunk-tokens={args.chunk_tokens}"]
+    lengths += [f"--segment-tokens={args.segment_tokens}", f"--pp={args.pp}", "--json"]
+    assert main(["plan", *args.rollouts, *lengths]) == 0, capsys.readouterr().err
+
+
+def in_a_world_of(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a rank of torchrun sees it."""
+    for name, value in dict(RANK=0, WORLD_SIZE=size, MASTER_ADDR="a", MASTER_PORT=1).items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_no_default_row_of_the_cluster_is_refused(commands):
+    args = make_parser("matrix").parse_args(verb_of(asked(commands, "align_cluster.sh")))
+    chosen = [row for row in matrix.rows() if any(fnmatchcase(row.name, one) for one in args.only)]
+    assert chosen
+    for row in chosen:
+        layout, shape = row.layout_in(16), matrix.SHAPES[row.shape]
+        options = ModelOptions(
+            matrix.MODELS[row.model], "bfloat16", overrides=tuple(row.overrides("bfloat16").items())
+        )
+        spec, groups = fit_vocabulary(options, shape.groups(layout.dp, "bfloat16"))
+        placed = place_groups(groups, spec, layout, shape.config("bfloat16"), stock=True)
+        assert len(placed) == layout.dp
+
+
+@pytest.mark.parametrize("script", ["train_1node.sh", "train_multinode.sh"])
+def test_random_weights_are_said(commands, script):
+    environment = {"PATH": f"{commands}:{os.environ['PATH']}", **NODE}
+    command = ["bash", str(LAUNCH / script)]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "random weights; LOAD_HF=FOLDER" in said.stderr and said.stderr.count("\n") == 1
+    environment["LOAD_HF"] = "Qwen3-8B"
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert said.stderr == ""
+
+
+def test_one_node_needs_no_address(commands):
+    words = asked(commands, "train_1node.sh", "--tp", "2", NGPU="4", PREFIX_SCHEDULE="on")
+    assert words[:4] == ["torchrun", "--standalone", "--nproc-per-node", "4"]
+    args = make_parser("train").parse_args(verb_of(words))
+    assert (args.prefix_schedule, args.tp) == ("on", 2), "arguments win"
+
+
+def test_several_nodes_meet_at_one_address(commands):
+    words = asked(
+        commands, "train_multinode.sh", NNODES="3", NODE_RANK="2", NGPU="4", MASTER_ADDR="node1",
+        MASTER_PORT="1234", OUTPUT="here", STEPS="5", LR="3e-6", ROLLOUTS="mine",
+    )  # fmt: skip
+    assert words[: words.index("-m")] == shlex.split(
+        "torchrun --nnodes 3 --node-rank 2 --nproc-per-node 4 --master-addr node1"
+        " --master-port 1234"
+    )
+    args = make_parser("train").parse_args(verb_of(words))
+    assert (args.rollouts, args.output, args.steps, args.lr) == (["mine"], "here", 5, 3e-6)
+    assert args.resume == "auto" and args.save_every and args.distributed_optimizer
+
+
+@pytest.mark.parametrize("script", ["train_multinode.sh", "align_cluster.sh"])
+@pytest.mark.parametrize("missing", NODE)
+def test_a_node_needs_its_number_and_the_address_of_the_first(commands, script, missing):
+    done = subprocess.run(
+        ["bash", str(LAUNCH / script)], capture_output=True, text=True, check=False,
+        env={"PATH": f"{commands}:{os.environ['PATH']}", **NODE, missing: ""},
+    )  # fmt: skip
+    assert done.returncode != 0 and done.stdout == ""
+    assert re.fullmatch(rf".*: {missing}: .*of.* node.*\n", done.stderr)
+
+
+def test_the_cluster_is_aligned_by_one_matrix(commands):
+    words = asked(commands, "align_cluster.sh", "--only", "dense/PP*", NNODES="2")
+    assert words[:3] == ["torchrun", "--nnodes", "2"]
+    args = make_parser("matrix").parse_args(verb_of(words))
+    assert (args.device, args.only) == ("cuda", ["dense/PP*"])
+    assert args.markdown == "runs/align_cluster/matrix.md"
+    assert not args.allow_refused
+
+
+def test_slurm_names_the_first_node(commands):
+    words = asked(
+        commands, "train.sbatch", "--tp", "2", SLURM_JOB_NODELIST="node[7-8]",
+        SLURM_JOB_NUM_NODES="2", SLURM_SUBMIT_DIR="/project",
+    )  # fmt: skip
+    assert words == ["srun", "bash", "/project/launch/train_multinode.sh", "--tp", "2"]
+    (commands / "srun").write_text(
+        f"#!/bin/sh\nSLURM_NODEID=1 PATH={commands}:$PATH exec bash {LAUNCH}/align_cluster.sh\n",
+        encoding="utf-8",
+    )
+    seen = asked(
+        commands, "train.sbatch", SLURM_JOB_NODELIST="node[7-8]", NODE_RANK="",
+        SLURM_JOB_NUM_NODES="2", SLURM_SUBMIT_DIR="/project",
+    )  # fmt: skip
+    assert seen[: seen.index("-m")] == shlex.split(
+        "torchrun --nnodes 2 --node-rank 1 --nproc-per-node 8 --master-addr node7"
+        " --master-port 29500"
+    )
+
+
+def test_another_model_is_an_error(commands):
+    done = subprocess.run(
+        ["bash", str(LAUNCH / "train_1node.sh")],
+        env={"PATH": f"{commands}:{os.environ['PATH']}", "MODEL": "gpt-5"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert "gpt-5" in done.stderr and done.stdout == ""
+
+
+def test_the_matrix_goes_on_where_it_stopped(tmp_path):
+    sandbox = Sandbox(tmp_path)
+    done = sandbox.run("bash", "launch/align_matrix.sh", "--only", "moe/*", OUTPUT="there")
+    assert done.returncode == 0, done.stderr
+    assert sandbox.asked[-1] == (
+        "megatron-prefix matrix --continue there/rows.jsonl --markdown there/matrix.md --only moe/*"
+    )
+
+
+def test_one_release_after_the_other(tmp_path):
+    sandbox = Sandbox(tmp_path)
+    done = sandbox.run("bash", "launch/test_versions.sh", "0.17.1", "0.19.2", TESTS="a b")
+    assert done.returncode == 0, done.stderr
+    begins = ("-m pip install --quiet", "python -m pytest")
+    pins = (LAUNCH / "requirements-cpu.txt").read_text(encoding="utf-8").splitlines()
+    (triton,) = [line for line in pins if line.startswith("triton")]
+    assert [line for line in sandbox.asked if line.startswith(begins)] == [
+        f"-m pip install --quiet --no-deps megatron-core==0.17.1 {triton}",
+        "python -m pytest -q a b",
+        f"-m pip install --quiet --no-deps megatron-core==0.19.2 {triton}",
+        "python -m pytest -q a b",
+    ]
+    told = [line for line in done.stdout.splitlines() if line.startswith("megatron-core")]
+    assert [line.split()[1] for line in told] == ["0.17.1:", "0.19.2:"]
+
+
+# How they are written -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", CLUSTER, ids=lambda path: path.name)
+def test_arguments_and_no_logic(script):
+    text = script.read_text(encoding="utf-8")
+    assert not re.search(r"^\s*(if|for|while|case|function)\b|\(\)\s*\{|pkill|killall", text, re.M)
+    if script.name not in ("arguments.sh", "nodes.sh"):
+        assert text.count("\ntorchrun ") == 1
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_bash_reads_it(script):
+    assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
+
+
+def test_shellcheck_has_nothing_to_say():
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run(
+        ["shellcheck", *map(str, SCRIPTS)], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
