@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import megatron.core
 from packaging.version import Version
 
-from megatron_prefix.layers.recurrent_spec import KINDS
+from megatron_prefix.plan.recurrent_spec import KINDS
 
 RECURRENT = {"GatedDeltaNet": "forward", "MambaMixer": "_ssm_training"}
 """Megatron's recurrent modules (megatron/core/ssm), and the method whose kernels are replaced."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
@@ -13,11 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_prefix.moe.ledger import RouterLedger
 
-if TYPE_CHECKING:
-    from megatron_prefix.megatron.install import Hooks
 
-
-def overrides(router: Any, layer: int, hooks: Hooks) -> dict[str, Callable[..., Any]]:
+def overrides(router: Any, layer: int, hooks: Any) -> dict[str, Callable[..., Any]]:
     # long: six short functions over the same three names
     """New methods of one router, by name. Outside of segments they behave as Megatron's.
 

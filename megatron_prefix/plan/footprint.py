@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron_prefix.layers.recurrent_spec import GatedDelta, Recurrent
 from megatron_prefix.plan.layer_mix import LayerMix
+from megatron_prefix.plan.recurrent_spec import GatedDelta, Recurrent
 
 
 class OfStates(NamedTuple):

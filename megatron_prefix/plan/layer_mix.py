@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_prefix.layers.recurrent_spec import GatedDelta, Mamba, Recurrent
+from megatron_prefix.plan.recurrent_spec import GatedDelta, Mamba, Recurrent
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,21 @@ import pytest
 from tests.harness import data
 
 _WITHOUT_MARK = [
-    "cli.arguments",
-    "cli.generate",
-    "cli.importing",
-    "cli.inputs",
-    "cli.main",
-    "cli.plan",
-    "cli.report",
-    "cli.show",
+    "lab.cli.arguments",
+    "lab.cli.generate",
+    "lab.cli.importing",
+    "lab.cli.inputs",
+    "lab.cli.main",
+    "lab.cli.plan",
+    "lab.cli.report",
+    "lab.cli.show",
     "config",
-    "data.checks",
-    "data.generate",
-    "data.importers",
-    "data.jsonl",
-    "data.rollouts",
-    "data.shorten",
+    "lab.data.checks",
+    "lab.data.generate",
+    "lab.data.importers",
+    "lab.data.jsonl",
+    "lab.data.rollouts",
+    "lab.data.shorten",
     "errors",
 ]
 
@@ -72,7 +72,7 @@ def test_a_pure_module_needs_neither_torch_nor_megatron(module) -> None:
 
 
 def test_marks_are_found() -> None:
-    assert {"tree.build", "plan.simulator", "runtime.layout", "view.svg"} <= set(_marked())
+    assert {"tree.build", "plan.simulator", "lab.runtime.layout", "lab.view.svg"} <= set(_marked())
 
 
 @pytest.mark.parametrize(

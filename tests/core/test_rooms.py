@@ -1,4 +1,8 @@
-"""The folders of the package: which of them import torch, and that none import each other."""
+"""The folders of the package: two floors, which import torch, and that none import each other.
+
+Every import counts: at the top of a file, in a function, under TYPE_CHECKING. What the core says of
+the lab in a string counts as well: so entry points and lists of classes name modules.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +18,16 @@ from tests.harness import data
 PACKAGE = data.REPOSITORY / "megatron_prefix"
 PURE_ROOMS = ("tree", "plan")
 AT_THE_ROOT = {"__init__.py", "__main__.py", "config.py", "errors.py"}
-
-
+LAB = "lab"
+COMMANDS = {"__main__.py", "run/__main__.py"}
+"""Of the core: they start the lab's command line, and nothing imports them."""
 STOCK = r"^megatron\.(.*\.get_forward_backward_func|core\.pipeline_parallel(\.schedules)?)$"
+NAMED = re.compile(r"\bmegatron_prefix(?:\.\w+)+")
 
 
 def _imported(source: str) -> Iterator[str]:
-    """Dotted names of all modules that are imported when the code runs, in functions too."""
-    tree = ast.parse(source)
-    hints = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if id(node) in hints:
-            continue
+    """Dotted names of all modules that are imported, wherever and whenever."""
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -38,18 +35,36 @@ def _imported(source: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _rooms() -> dict[str, set[str]]:
-    """Which rooms each room imports; files at the root are none."""
-    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+def _named(source: str) -> Iterator[str]:
+    """Dotted names of the package in strings that are values: docstrings may name anything."""
+    tree = ast.parse(source)
+    texts = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)
+    }  # docstrings, of attributes too
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            yield from NAMED.findall(node.value)
+
+
+def _sources(folder: Path) -> Iterator[tuple[str, str]]:
+    """Files below a folder, by their path in the package, and what is in them."""
+    for path in sorted(folder.rglob("*.py")):
+        yield str(path.relative_to(PACKAGE)), path.read_text(encoding="utf-8")
+
+
+def _rooms(floor: Path) -> dict[str, set[str]]:
+    """Which rooms of a floor each of its rooms imports; files beside the rooms are none."""
+    prefix = ".".join(("megatron_prefix", *floor.relative_to(PACKAGE).parts, ""))
+    folders = {path.parent.name for path in floor.glob("*/__init__.py")} - {LAB}
     used: dict[str, set[str]] = {folder: set() for folder in folders}
     for folder in folders:
-        for path in (PACKAGE / folder).rglob("*.py"):
-            if path.name == "__main__.py":  # a command, which nothing imports
+        for path, source in _sources(floor / folder):
+            if path in COMMANDS:
                 continue
-            for name in _imported(path.read_text(encoding="utf-8")):
-                parts = name.split(".")
-                if parts[0] == "megatron_prefix" and len(parts) > 1 and parts[1] in folders:
-                    used[folder].add(parts[1])
+            for name in _imported(source):
+                room = name.removeprefix(prefix).partition(".")[0]
+                if name.startswith(prefix) and room in folders:
+                    used[folder].add(room)
         used[folder].discard(folder)
     return used
 
@@ -68,20 +83,34 @@ def _circle(used: dict[str, set[str]]) -> list[str]:
 
 @pytest.mark.parametrize("room", PURE_ROOMS)
 def test_tree_and_plan_import_neither_torch_nor_megatron(room) -> None:
-    for path in sorted((PACKAGE / room).rglob("*.py")):
-        heavy = {name.partition(".")[0] for name in _imported(path.read_text(encoding="utf-8"))}
-        assert not heavy & {"torch", "megatron"}, path.name
+    for path, source in _sources(PACKAGE / room):
+        heavy = {name.partition(".")[0] for name in _imported(source)}
+        assert not heavy & {"torch", "megatron"}, path
 
 
-def test_no_two_rooms_import_each_other() -> None:
-    assert _circle(_rooms()) == []
+def test_the_core_does_not_know_the_lab() -> None:
+    """Neither by an import of any kind nor by a name in a string."""
+    for path, source in _sources(PACKAGE):
+        if path in COMMANDS or path.startswith(f"{LAB}/"):
+            continue
+        names = (*_imported(source), *_named(source))
+        assert [name for name in names if name.startswith("megatron_prefix.lab")] == [], path
 
 
-def test_the_map_of_the_folders_is_true() -> None:
+@pytest.mark.parametrize("floor", [PACKAGE, PACKAGE / LAB], ids=["core", "lab"])
+def test_no_two_rooms_import_each_other(floor) -> None:
+    assert _circle(_rooms(floor)) == []
+
+
+@pytest.mark.parametrize(
+    ("floor", "title"), [(PACKAGE, "The core"), (PACKAGE / LAB, "The lab")], ids=["core", "lab"]
+)
+def test_the_map_of_the_folders_is_true(floor, title) -> None:
     """Every folder has its line, and imports only folders above it."""
     text = (data.REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    order = re.findall(r"^\| `(\w+)` \|", text.partition("### Folders")[2], re.M)
-    used = _rooms()
+    table = text.partition(f"#### {title}")[2].partition("###")[0]
+    order = re.findall(r"^\| `(\w+)` \|", table, re.M)
+    used = _rooms(floor)
     assert sorted(order) == sorted(used)
     for number, folder in enumerate(order):
         assert used[folder] <= set(order[:number]), folder
@@ -90,9 +119,9 @@ def test_the_map_of_the_folders_is_true() -> None:
 def _importing(pattern: str) -> list[str]:
     """Files of the package that import a name that matches."""
     return [
-        str(path.relative_to(PACKAGE))
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if any(re.search(pattern, name) for name in _imported(path.read_text(encoding="utf-8")))
+        path
+        for path, source in _sources(PACKAGE)
+        if any(re.search(pattern, name) for name in _imported(source))
     ]
 
 
@@ -103,19 +132,29 @@ def test_nothing_imports_a_command() -> None:
 def test_one_file_asks_megatron_for_its_schedule_and_one_takes_its_place() -> None:
     """Anything else would get the prefix schedule where `auto` has turned it on."""
     assert _importing(STOCK) == ["megatron/stock.py"]
-    finders = [
-        str(path.relative_to(PACKAGE))
-        for path in PACKAGE.rglob("*.py")
-        if "sys.meta_path" in path.read_text(encoding="utf-8")
-    ]
+    finders = [path for path, source in _sources(PACKAGE) if "sys.meta_path" in source]
     assert finders == ["auto/swap.py"]
 
 
 def test_a_circle_would_be_found() -> None:
     assert _circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c", "d"]
     assert _circle({"a": {"b"}, "b": set()}) == []
-    source = "def f():\n    import torch.nn\n    from megatron_prefix import run"
-    assert list(_imported(source)) == ["torch.nn", "megatron_prefix.run"]
+
+
+def test_every_kind_of_import_is_seen() -> None:
+    source = (
+        "if TYPE_CHECKING:\n    from megatron_prefix.lab import rl\n"
+        "def f():\n    import torch.nn\n    from megatron_prefix import run"
+    )
+    assert sorted(_imported(source)) == [
+        "megatron_prefix.lab.rl",
+        "megatron_prefix.run",
+        "torch.nn",
+    ]
+    source = (
+        '"""megatron_prefix.run"""\nx = ["megatron_prefix.lab.cli", f"megatron_prefix.run.{x}"]'
+    )
+    assert sorted(_named(source)) == ["megatron_prefix.lab.cli", "megatron_prefix.run"]
 
 
 def test_only_a_handful_of_files_is_at_the_root() -> None:

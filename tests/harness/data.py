@@ -14,7 +14,7 @@ import pytest
 from megatron_prefix.lab.data.rollouts import Group, read_groups
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-BUNDLED = REPOSITORY / "megatron_prefix" / "data" / "bundled" / "agents.jsonl.gz"
+BUNDLED = REPOSITORY / "megatron_prefix" / "lab" / "data" / "bundled" / "agents.jsonl.gz"
 
 
 def folder() -> Path:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron_prefix.lab.models.presets import PRESETS
-from megatron_prefix.layers.recurrent_spec import GatedDelta, Mamba
+from megatron_prefix.plan.recurrent_spec import GatedDelta, Mamba
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
 from tests.harness import steps

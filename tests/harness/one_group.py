@@ -53,6 +53,6 @@ def assert_bitwise(found: Any, expected: Any) -> None:
 
 
 def assert_aligned(found: Any, model: Any, contract: Contract | None = None) -> None:
-    """Against plain autograd on a twin of `model`, as test_random_trees.py does."""
+    """Against plain autograd on a twin of `model`, as random trees are."""
     wanted = steps.plain(small_model(wrap_ddp=False), contract or Contract(), items())
     steps.assert_gradients(found[1], wanted, sum(item["tokens"].numel() for item in items()))

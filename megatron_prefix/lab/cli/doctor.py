@@ -16,7 +16,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab.cli import packages
 from megatron_prefix.lab.cli.report import new_table, print_facts, print_json, print_rich
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
-from megatron_prefix.layers.recurrent_spec import GatedDelta
+from megatron_prefix.plan.recurrent_spec import GatedDelta
 
 if TYPE_CHECKING:
     import torch

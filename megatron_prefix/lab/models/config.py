@@ -12,7 +12,7 @@ from packaging.version import Version
 from megatron_prefix.errors import UserError, shown
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.runtime.layout import Layout
-from megatron_prefix.layers.recurrent_spec import GatedDelta, Mamba
+from megatron_prefix.plan.recurrent_spec import GatedDelta, Mamba
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 RECOMPUTE = ("none", "full", "selective")

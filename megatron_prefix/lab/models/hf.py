@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.presets import ModelSpec, RopeScaling
-from megatron_prefix.layers.recurrent_spec import GatedDelta, Mamba
+from megatron_prefix.plan.recurrent_spec import GatedDelta, Mamba
 
 
 class _Config:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prefix.errors import UserError, shown
-from megatron_prefix.layers.recurrent_spec import GatedDelta, Mamba, Recurrent
+from megatron_prefix.plan.recurrent_spec import GatedDelta, Mamba, Recurrent
 
 _SIZES = (
     "num_layers",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_prefix.lab import numerics
+from megatron_prefix.device import tolerance
 
 LENGTHS = (1000, 300, 77, 1179)
 
@@ -45,11 +45,11 @@ def refusal(heads: int, kv_heads: int, width: int, device: str = "cuda") -> str 
     except Exception as raised:  # noqa: BLE001  # a kernel fails in its own way
         return f"{type(raised).__name__}: {(str(raised).strip().splitlines() or [''])[0]}"
     wanted = _with_gradients(_definition, [part.float() for part in parts], sent)
-    limit = numerics.tolerance(torch.bfloat16, max(LENGTHS), width, 1)
+    limit = tolerance.tolerance(torch.bfloat16, max(LENGTHS), width, 1)
     names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
     for name, one, right in zip(names, found, wanted, strict=True):
         try:
-            error = numerics.relative_error(one, right)
+            error = tolerance.relative_error(one, right)
         except ValueError as problem:
             return f"wrong {name} ({problem})"
         if not error <= limit:

@@ -15,8 +15,8 @@ from megatron_prefix.lab.models import presets
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.models.weights import global_parameters
-from megatron_prefix.lab.numerics.exact import by_definition
 from megatron_prefix.lab.plans.placement import place
+from megatron_prefix.lab.platforms.exact import by_definition
 from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.plan.cost import CostModel

@@ -1,7 +1,7 @@
 """Stock schedule against prefix schedule: same weights, same microbatches, one optimizer step each.
 
 What is compared is what training sees: every microbatch's loss, the log-prob of every trained
-token, every parameter's gradient and every parameter after the step; numerics/compare.py judges.
+token, every parameter's gradient and every parameter after the step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ADAM_EPS = 1e-8
 STOCK = "stock schedule"
 """The usual baseline."""
 GATHERED = "stock schedule, its local attention over gathered keys"
-"""The baseline where Megatron's local attention refuses context parallelism (models/local.py)."""
+"""The baseline where Megatron's local attention refuses context parallelism."""
 ROLLOUT = Baseline("rollout")
 
 Microbatch = dict[str, Any]

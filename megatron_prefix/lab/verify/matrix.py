@@ -18,7 +18,7 @@ from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime.layout import Layout
-from megatron_prefix.layers.recurrent_spec import GatedDelta, Mamba
+from megatron_prefix.plan.recurrent_spec import GatedDelta, Mamba
 
 MODELS = {
     "dense": "tiny-qwen3",

@@ -15,7 +15,7 @@ from packaging.version import Version
 from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.lab.numerics.exact import by_definition
+from megatron_prefix.lab.platforms.exact import by_definition
 from megatron_prefix.lab.rl import job, packing
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout

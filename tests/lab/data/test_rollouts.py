@@ -95,7 +95,9 @@ def test_what_is_written_reads_back(
 
 
 def test_the_example_in_the_readme(tmp_path: Path) -> None:
-    text = (REPOSITORY / "megatron_prefix" / "data" / "README.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "megatron_prefix" / "lab" / "data" / "README.md").read_text(
+        encoding="utf-8"
+    )
     lines = [line.strip() for line in text.splitlines() if line.startswith("    {")]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(lines), encoding="utf-8")

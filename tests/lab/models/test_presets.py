@@ -11,7 +11,7 @@ import pytest
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models import hf
 from megatron_prefix.lab.models.presets import PRESETS, ModelSpec, RopeScaling, resolve
-from megatron_prefix.layers.recurrent_spec import Mamba
+from megatron_prefix.plan.recurrent_spec import Mamba
 
 LLAMA3 = {
     "architectures": ["LlamaForCausalLM"],

@@ -1,4 +1,4 @@
-"""Choosing where to run, and the CPU platform. What it lets run is in test_build.py."""
+"""Choosing where to run, and the CPU platform. What it lets run is in tests/lab/models."""
 
 import os
 import subprocess
@@ -92,7 +92,7 @@ def test_platform_comes_only_when_asked():
 def test_platform_may_come_after_megatron():
     done = in_a_new_process(
         "import megatron.core.models.gpt.gpt_model, torch; "
-        "from megatron_prefix import runtime; runtime.initialize(runtime.Layout()); "
+        "from megatron_prefix.lab import runtime; runtime.initialize(runtime.Layout()); "
         "from megatron_prefix.lab.models.build import build_model; "
         "from megatron_prefix.lab.models.presets import resolve; "
         "[model] = build_model(resolve('tiny-llama', num_layers=1).with_vocab(9)); "

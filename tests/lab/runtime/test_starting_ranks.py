@@ -183,7 +183,7 @@ def environment():
 
 JOB = """
     import sys, torch
-    from megatron_prefix import runtime
+    from megatron_prefix.lab import runtime
 
     def job(layout):
         world = runtime.initialize(layout)
@@ -236,7 +236,7 @@ def test_torchruns_world_is_used(tmp_path, ranks):
 WAITING_JOB = """
     import signal
     import sys
-    from megatron_prefix import runtime
+    from megatron_prefix.lab import runtime
     from tests.lab.runtime.test_starting_ranks import sleep_and_tell
 
     if __name__ == "__main__":
