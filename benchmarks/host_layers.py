@@ -30,7 +30,7 @@ from megatron_prefix.layers.blocks.core import SegmentContext, segment_attention
 from megatron_prefix.layers.blocks.kernels import KERNELS, Kernel, choose
 from megatron_prefix.layers.blocks.own import own_runs
 from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.tree.kv_layout import ArenaMap, Level, Run
+from megatron_prefix.tree.payload_map import Form, Level, PayloadMap, RowMap, Run
 
 HEADS, KV_HEADS, DIM = 2, 1, 8
 
@@ -63,13 +63,14 @@ def wave(spans: int, rows: int, layers: int, device: str, new: int) -> Any:
     runs = [Run(a, b, a, b) for a, b in itertools.pairwise(bounds)]
     rows = bounds[-1]
     lengths = tuple(b - a for a, b in itertools.pairwise(bounds))
-    planned = ArenaMap(
-        rows, (slice(0, rows), None), ((), (Level(tuple(runs)),)), ((), (0,)), (lengths, lengths)
-    )
-    cache = SidecarCache(planned, layers)
+    planned = PayloadMap(
+        RowMap(rows, (slice(0, rows), None), ((), (0,))), RowMap(1, (None, None), ((), ()), 1),
+        ((), (Level(tuple(runs)),)), ((), ()), (lengths, lengths),
+    )  # fmt: skip
+    cache = SidecarCache(planned, [Form.POSITIONS] * layers)
     key = torch.zeros(rows, KV_HEADS, DIM, dtype=dtype, device=device)
     for layer in range(layers):
-        cache.capture(layer, 0, key, key)
+        cache.capture(layer, 0, (key, key))
     where = torch.zeros(rows, dtype=torch.int64, device=device)
     context = SegmentContext(1, False, own_runs(lengths, 0, 1), 1, where, cache)
     query = torch.zeros(rows, 1, HEADS, DIM, dtype=dtype, device=device)

@@ -21,7 +21,7 @@ from megatron_prefix.layers.blocks.interface import Saved
 from megatron_prefix.layers.blocks.kernels import Kernel, Runs
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Forest, Pairs, Segment, TreeOptions, build
-from megatron_prefix.tree.kv_layout import arena_map
+from megatron_prefix.tree.payload_map import Form, payload_map
 
 
 class Results(NamedTuple):
@@ -90,7 +90,7 @@ class Ours:
     def __init__(self, inputs: Inputs, kernel: Kernel, segment_tokens: int) -> None:
         forest = flat_forest(inputs.shape, segment_tokens)
         self._segments, self._scale, self._kernel = forest.segments, inputs.scale, kernel
-        self._map = arena_map(forest.segments)
+        self._map = payload_map(forest.segments)
         rows = [_rows(segment, inputs.shape) for segment in forest.segments]
         self._leaves = [
             [x[mine].detach().requires_grad_() for mine in rows]
@@ -104,7 +104,7 @@ class Ours:
         forget(self._leaves)
         self._outputs = []
         self._kernel.begin_step()
-        self._cache = cache = SidecarCache(self._map, 1)
+        self._cache = cache = SidecarCache(self._map, [Form.POSITIONS] * 1)
         none = torch.zeros(0)
         for index, segment in enumerate(self._segments):
             runs = Runs.own(tuple(span.padded for span in segment.spans))

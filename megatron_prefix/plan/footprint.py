@@ -24,7 +24,7 @@ class OfStates(NamedTuple):
         initial: saved for a span with a parent, whose state it begins with.
         edge: saved for any span: its first positions once more.
         batched: saved for a position, not a span, where a batch of spans has a row for each, as
-            long as the longest (tree/state_layout.py, `batches`); 0 elsewhere.
+            long as the longest (tree/payload_map.py, `batches`); 0 elsewhere.
     """
 
     state: float

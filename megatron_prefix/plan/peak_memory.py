@@ -17,8 +17,7 @@ from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.footprint import Footprint
 from megatron_prefix.plan.layer_mix import spread
 from megatron_prefix.tree import Segment
-from megatron_prefix.tree.kv_layout import ArenaMap, Level, arena_map
-from megatron_prefix.tree.state_layout import batches
+from megatron_prefix.tree.payload_map import Level, PayloadMap, batches, payload_map
 
 MESSAGES = 4
 """Receives posted ahead and sends under way, both directions together (run/messages.py)."""
@@ -137,7 +136,7 @@ class _MemoryRun:
         plan, one = self.plan, self.one
         return [
             _Arena(
-                arena_map(plan.segments, plan.actions_of(rank, chunk), one.parts, one.shares),
+                payload_map(plan.segments, plan.actions_of(rank, chunk), one.parts, one.shares),
                 one, one.mixers[plan.stage(rank, chunk)],
             )
             for chunk in range(plan.num_chunks)
@@ -233,13 +232,13 @@ class _Arena:
         returned: whether gradients have come back.
     """
 
-    def __init__(self, planned: ArenaMap, footprint: Footprint, mixers: str) -> None:
+    def __init__(self, planned: PayloadMap, footprint: Footprint, mixers: str) -> None:
         kept = mixers.replace("-", "")
         on_host = spread(len(kept), footprint.host_layers)
         self.there = "".join(kept[layer] for layer in on_host)
         self.here = "".join(one for layer, one in enumerate(kept) if layer not in on_host)
         self.map, self.live, self.returned = planned, 0, False
-        rows, states = planned.length, planned.states.length
+        rows, states = planned.positions.length, planned.spans.length
         self._values, self._gradients = {"*": rows * footprint.kv}, {"*": rows * footprint.kv_grad}
         for symbol, of in footprint.states:
             self._values[symbol] = states * of.state
@@ -263,11 +262,11 @@ class _Arena:
     def begin(self, action: Action) -> None:
         """Takes what an action needs."""
         if action.kind == "F":
-            self.live += self.map.intervals[action.segment] is not None
+            self.live += self.map.positions.intervals[action.segment] is not None
         elif self.map.levels[action.segment]:
             self.returned = True
 
     def end(self, action: Action) -> None:
         """Gives it back after a backward."""
-        self.live -= self.map.intervals[action.segment] is not None
+        self.live -= self.map.positions.intervals[action.segment] is not None
         self.returned = self.returned and self.live > 0

@@ -38,7 +38,7 @@ from megatron_prefix.sidecar.context_parallel import Exchange
 from megatron_prefix.sidecar.gathered import GatheredCache
 from megatron_prefix.sidecar.host_arena import HostLayers
 from megatron_prefix.sidecar.sharded import ShardedCache
-from megatron_prefix.tree.kv_layout import arena_map
+from megatron_prefix.tree.payload_map import Form, payload_map
 
 
 class StepRun:
@@ -215,14 +215,17 @@ class StepRun:
         """The sidecar of one model chunk on this rank."""
         actions, parts = plan.actions_of(self._rank, chunk), self._groups.cp.size()
         gathers = self._memory.gathers
-        planned = arena_map(plan.segments, actions, parts, 1 if gathers else parts)
-        num_layers, recurrent = len(hooks.mixers), hooks.recurrent
+        planned = payload_map(plan.segments, actions, parts, 1 if gathers else parts)
+        forms = [
+            Form.SPANS if layer in hooks.recurrent else Form.POSITIONS
+            for layer in range(len(hooks.mixers))
+        ]
         if exchange is None:
             share = self._config.cache_host_layers
-            host = HostLayers(offloader, num_layers, share) if offloader and share else None
-            return SidecarCache(planned, num_layers, host, recurrent)
+            host = HostLayers(offloader, len(forms), share) if offloader and share else None
+            return SidecarCache(planned, forms, host)
         kind = GatheredCache if gathers else ShardedCache
-        return kind(planned, num_layers, exchange, recurrent)
+        return kind(planned, forms, exchange)
 
 
 def _same(value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""K/V and gK/gV of the inner segments of one layer, in one arena."""
+"""Payloads of the inner segments of one layer, and their gradients, in one arena."""
 
 from __future__ import annotations
 
@@ -7,78 +7,71 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-Both = tuple[Tensor, Tensor]
-"""Of keys and of values."""
+from megatron_prefix.tree.payload_map import RowMap
+
+Payload = tuple[Tensor, ...]
+"""What a layer leaves in some rows, [rows, ...] each: K and V; or a state and a tail."""
 Rows = slice | Tensor
 """Consecutive rows, or an index, int64 [n]."""
 
 
 class Arena:
-    """K, V [rows, kv_heads, dim] on the device, and gK, gV of these shapes in fp32 or wider.
+    """A payload's tensors [rows, ...] on the device, and their gradients in fp32 or wider.
 
     Args:
-        intervals: per segment its rows; None for a wave.
-        length: rows.
-        key, value: of some positions; they give heads, widths, dtype and device.
+        rows: where segments lie.
+        likes: a payload of some rows; it gives widths, dtypes and the device.
         count: called with the bytes that are taken on the device (negative: freed).
     """
 
-    def __init__(
-        self,
-        intervals: Sequence[slice | None],
-        length: int,
-        key: Tensor,
-        value: Tensor,
-        count: Callable[[int], None],
-    ) -> None:
-        self.intervals, self.length, self.device = intervals, length, key.device
+    def __init__(self, rows: RowMap, likes: Sequence[Tensor], count: Callable[[int], None]) -> None:
+        self.rows, self.device = rows, likes[0].device
         self._count = count
-        self._keys: list[Tensor] = self._make((key, value))
+        self._values: list[Tensor] = self._make(likes)
         self._sums: list[Tensor] | None = None
 
     @property
     def width(self) -> int:
-        """Numbers of a key in one head."""
-        return self._keys[0].shape[-1]
+        """Numbers in the last dimension of the first tensor: of a key in one head."""
+        return self._values[0].shape[-1]
 
-    def write(self, index: int, key: Tensor, value: Tensor) -> None:
-        """Copies a segment's K and V to its rows, where gK and gV are zero from now on."""
-        rows = self.intervals[index]
-        for whole, part in zip(self._keys, (key, value), strict=True):
+    def write(self, index: int, payload: Sequence[Tensor]) -> None:
+        """Copies a segment's payload to its rows, whose gradients are zero from now on."""
+        rows = self.rows.intervals[index]
+        for whole, part in zip(self._values, payload, strict=True):
             whole[rows].copy_(part)
         for total in self._sums or ():
             total[rows].zero_()
 
-    def read(self, seen: Iterable[int], rows: Rows) -> Both:
-        """K and V of some rows, of segments `seen`: views of an interval, copies for an index."""
-        key, value = self._keys
+    def read(self, seen: Iterable[int], rows: Rows) -> Payload:
+        """Some rows, of segments `seen`: views of an interval, copies for an index."""
         if isinstance(rows, slice):
-            return key[rows], value[rows]
-        return key.index_select(0, rows), value.index_select(0, rows)
+            return tuple(whole[rows] for whole in self._values)
+        return tuple(whole.index_select(0, rows) for whole in self._values)
 
     def add(self, seen: Iterable[int], rows: Rows, gradients: Sequence[Tensor]) -> None:
-        """Adds gK and gV of some rows, which are all different."""
+        """Adds gradients of some rows, which are all different."""
         if self._sums is None:
-            if isinstance(rows, slice) and len(gradients[0]) == self.length:
+            if isinstance(rows, slice) and len(gradients[0]) == self.rows.length:
                 self._sums = [part.to(wide(part), copy=True) for part in gradients]
                 self._count(_size(self._sums))
                 return
-            self._sums = self._make(self._keys, sums=True)
+            self._sums = self._make(self._values, sums=True)
         for total, part in zip(self._sums, gradients, strict=True):
             if isinstance(rows, slice):
                 total[rows].add_(part)
             else:
                 total.index_add_(0, rows, part.to(total.dtype))
 
-    def sent(self, index: int) -> Both | None:
-        """Views of a segment's gK and gV; None where nothing was sent to any segment."""
+    def sent(self, index: int) -> Payload | None:
+        """Views of a segment's gradients; None if nothing was sent to any segment."""
         if self._sums is None:
             return None
-        rows, (key_grad, value_grad) = self.intervals[index], self._sums
-        return key_grad[rows], value_grad[rows]
+        rows = self.rows.intervals[index]
+        return tuple(total[rows] for total in self._sums)
 
     def fetch(self, seen: Iterable[int], sums: Iterable[int] = ()) -> None:
-        """Announces that K and V of segments `seen` will be used, and gK and gV of `sums`. On the
+        """Announces that payloads of segments `seen` will be used, and gradients of `sums`. On the
         device there is nothing to do."""
 
     def leave(self) -> None:
@@ -86,17 +79,21 @@ class Arena:
 
     def drop(self) -> None:
         """Frees all memory."""
-        self._count(-_size(self._keys) - _size(self._sums or []))
-        self._keys, self._sums = [], None
+        self._count(-_size(self._values) - _size(self._sums or []))
+        self._values, self._sums = [], None
 
     def _make(self, likes: Sequence[Tensor], sums: bool = False) -> list[Tensor]:
-        """Memory for K and V, or zeros for gK and gV."""
+        """Memory for a payload, or zeros for its gradients."""
         made = [
-            like.new_zeros((self.length, *like.shape[1:]), dtype=wide(like)) if sums
-            else like.new_empty((self.length, *like.shape[1:]))
+            like.new_zeros((self.rows.length, *like.shape[1:]), dtype=wide(like)) if sums
+            else like.new_empty((self.rows.length, *like.shape[1:]))
             for like in likes
         ]  # fmt: skip
         self._count(_size(made))
+        with torch.no_grad():
+            for whole in made:
+                for row in range(self.rows.zeros):
+                    whole[row].zero_()
         return made
 
 

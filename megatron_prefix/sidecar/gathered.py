@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megatron_prefix.sidecar.arena import Both
-from megatron_prefix.sidecar.cache import OwnKeys, SidecarCache
+from megatron_prefix.sidecar.arena import Payload
+from megatron_prefix.sidecar.cache import OwnKeys, SegmentState, SidecarCache
 from megatron_prefix.sidecar.context_parallel import Exchange, OwnView, Pending
-from megatron_prefix.sidecar.states import SegmentState
-from megatron_prefix.tree.kv_layout import ArenaMap
+from megatron_prefix.tree.payload_map import Form, PayloadMap
 
 
 class GatheredCache(SidecarCache):
@@ -22,19 +21,13 @@ class GatheredCache(SidecarCache):
 
     Args:
         planned: where the segments lie, whole; the queries are this rank's.
-        num_layers: see SidecarCache.
+        forms: see SidecarCache; only positions are exchanged: every rank has the states of its own
+            heads.
         exchange: the group's collectives.
-        recurrent: see SidecarCache; every rank has the states of its own heads.
     """
 
-    def __init__(
-        self,
-        planned: ArenaMap,
-        num_layers: int,
-        exchange: Exchange,
-        recurrent: Collection[int] = (),
-    ) -> None:
-        super().__init__(planned, num_layers, recurrent=recurrent)
+    def __init__(self, planned: PayloadMap, forms: Sequence[Form], exchange: Exchange) -> None:
+        super().__init__(planned, forms)
         self.exchange = exchange
         self._coming: dict[tuple[int, int], Pending] = {}
 
@@ -44,28 +37,32 @@ class GatheredCache(SidecarCache):
         coming = (t for pending in self._coming.values() for t in pending.tensors)
         return super().num_bytes + sum(t.nbytes for t in coming)
 
-    def own_keys(self, layer: int, index: int, inner: bool, key: Tensor, value: Tensor) -> OwnView:
+    def own_keys(self, layer: int, index: int, inner: bool, both: Payload) -> OwnView:
         """See SidecarCache.own_keys."""
         if not inner:
-            return OwnView(self.exchange, self.map.lengths[index], key, value)
-        self._expect_coming(layer, index, key, value)
-        return _OwnRows(self, layer, index, key, value)
+            return OwnView(self.exchange, self.map.lengths[index], both)
+        self._expect_coming(layer, index, both)
+        return _OwnRows(self, layer, index, both)
 
-    def capture(self, layer: int, index: int, key: Tensor, value: Tensor) -> None:
+    def capture(self, layer: int, index: int, payload: Payload) -> None:
         """Gathers this rank's K and V and keeps those of all ranks; see SidecarCache."""
+        if self.forms[layer] is not Form.POSITIONS:
+            return super().capture(layer, index, payload)
         if self.state(layer, index) is SegmentState.CAPTURED:
-            return
+            return None
         self._expect(layer, index, SegmentState.EMPTY)
-        self._expect_coming(layer, index, key, value)
+        self._expect_coming(layer, index, payload)
         (view,) = self._coming.pop((layer, index)).wait()
-        rows = self.exchange.table("order", self.map.lengths[index], key.device)
+        rows = self.exchange.table("order", self.map.lengths[index], view.device)
         whole = view.index_select(0, rows)
-        width = key.shape[-1]
-        super().capture(layer, index, whole[..., :width], whole[..., width:])
+        width = payload[0].shape[-1]
+        return super().capture(layer, index, (whole[..., :width], whole[..., width:]))
 
-    def take_gradient(self, layer: int, index: int) -> Both | None:
+    def take(self, layer: int, index: int) -> Payload | None:
         """The gradients that descendants of all ranks have sent to this rank's positions; see
         SidecarCache."""
+        if self.forms[layer] is not Form.POSITIONS:
+            return super().take(layer, index)
         total, width = self.sent(layer, index), self._arenas[layer].width
         if total is None:
             return None
@@ -74,7 +71,7 @@ class GatheredCache(SidecarCache):
 
     def sent(self, layer: int, index: int) -> Tensor | None:
         """This rank's sums of gK and gV of a segment, in the order of an exchange; only once."""
-        sums = super().take_gradient(layer, index)
+        sums = super().take(layer, index)
         if sums is None:
             return None
         both = torch.cat(sums, dim=-1)
@@ -86,25 +83,23 @@ class GatheredCache(SidecarCache):
         super().clear()
         self._coming.clear()
 
-    def _expect_coming(self, layer: int, index: int, key: Tensor, value: Tensor) -> None:
+    def _expect_coming(self, layer: int, index: int, both: Payload) -> None:
         """Starts to gather K and V if that has not begun, and they are not here."""
         if self.state(layer, index) is SegmentState.EMPTY and (layer, index) not in self._coming:
-            self._coming[layer, index] = self.exchange.gather(key, value)
+            self._coming[layer, index] = self.exchange.gather(*both)
 
 
 class _OwnRows(OwnView):
     """The own K/V of an inner segment, which are kept."""
 
-    def __init__(
-        self, cache: GatheredCache, layer: int, index: int, key: Tensor, value: Tensor
-    ) -> None:
-        OwnKeys.__init__(self, key, value)
+    def __init__(self, cache: GatheredCache, layer: int, index: int, both: Payload) -> None:
+        OwnKeys.__init__(self, both)
         self._exchange, self._lengths = cache.exchange, cache.map.lengths[index]
-        self._cache, self._place, self._width = cache, (layer, index), key.shape[-1]
+        self._cache, self._place, self._width = cache, (layer, index), both[0].shape[-1]
 
-    def runs(self) -> Both:
+    def runs(self) -> Payload:
         """See OwnView."""
-        self._cache.capture(*self._place, *self._both)
+        self._cache.capture(*self._place, self._both)
         key, value = self._cache.own(*self._place)
         rows = self._exchange.table("own in order", self._lengths, key.device)
         return key.index_select(0, rows), value.index_select(0, rows)

@@ -20,8 +20,8 @@ from megatron_prefix.offload.pool import Lease, StagingPool
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import Pairs
 from megatron_prefix.plan.layer_mix import spread
-from megatron_prefix.sidecar.arena import Arena, Both, Rows, wide
-from megatron_prefix.sidecar.states import StateArena
+from megatron_prefix.sidecar.arena import Arena, Payload, Rows, wide
+from megatron_prefix.tree.payload_map import RowMap
 
 PIECE_BYTES = 1 << 26
 """Of one lease of host memory, if a row is not longer."""
@@ -57,10 +57,6 @@ class HostLayers:
         """An arena on the host; arguments as of `Arena`."""
         return HostArena(self, *given)
 
-    def state_arena(self, *given: Any) -> HostArena:
-        """The same of a recurrent layer's states."""
-        return _HostStateArena(self, *given)
-
     def hold(self, mark: Any, tensors: Sequence[Tensor]) -> None:
         """Keeps tensors until their copies to the host have been waited for."""
         self._counts.stored += sum(tensor.nbytes for tensor in tensors)
@@ -87,33 +83,31 @@ class HostArena(Arena):
     def __init__(
         self,
         host: HostLayers,
-        intervals: Sequence[slice | None],
-        length: int,
-        key: Tensor,
-        value: Tensor,
+        rows: RowMap,
+        likes: Sequence[Tensor],
         count: Callable[[int], None],
     ) -> None:
         self._host = host
-        self._likes = [like.new_empty((0, *like.shape[1:])) for like in (key, value)]
-        self._there = _OnHost(host, length, self._likes)
+        self._likes = [like.new_empty((0, *like.shape[1:])) for like in likes]
+        self._there = _OnHost(host, rows.length, self._likes)
         self._sums_there: _OnHost | None = None
-        self._loaded: set[int] = set()  # segments whose K/V are on the device
-        self._summed: set[int] = set()  # segments whose gK/gV are on the host
+        self._loaded: set[int] = set()  # segments whose payloads are on the device
+        self._summed: set[int] = set()  # segments whose gradients are on the host
         self._sums_loaded: set[int] = set()  # of these, whose are on the device, too
-        self._changed: set[int] = set()  # segments whose gK/gV on the device are newer
+        self._changed: set[int] = set()  # segments whose gradients on the device are newer
         self._pending: list[Any] = []
-        super().__init__(intervals, length, key, value, count)
+        super().__init__(rows, likes, count)
 
-    def write(self, index: int, key: Tensor, value: Tensor) -> None:
-        """Copies a segment's K and V to its rows, and from there to the host."""
+    def write(self, index: int, payload: Sequence[Tensor]) -> None:
+        """Copies a segment's payload to its rows, and from there to the host."""
         self._begin()
-        super().write(index, key, value)
+        super().write(index, payload)
         self._loaded.add(index)
         # Clones: else the whole arena would have to stay until they are on the host.
-        rows = self._rows(index)
-        self._there.store([whole[rows].clone() for whole in self._keys], rows)
+        rows = self._interval(index)
+        self._there.store([whole[rows].clone() for whole in self._values], rows)
 
-    def read(self, seen: Iterable[int], rows: Rows) -> Both:
+    def read(self, seen: Iterable[int], rows: Rows) -> Payload:
         """See `Arena.read`."""
         self.fetch(seen)
         self._arrive()
@@ -126,7 +120,7 @@ class HostArena(Arena):
         super().add(seen, rows, gradients)
         self._changed.update(seen)
 
-    def sent(self, index: int) -> Both | None:
+    def sent(self, index: int) -> Payload | None:
         """See `Arena.sent`; the views last until `leave`."""
         if not (self._summed or self._sums):
             return None
@@ -135,12 +129,12 @@ class HostArena(Arena):
         return super().sent(index)
 
     def fetch(self, seen: Iterable[int], sums: Iterable[int] = ()) -> None:
-        """Goes on with a visit: loads K/V of segments from the host, and gK/gV of others."""
+        """Goes on with a visit: loads payloads of segments, and gradients of others."""
         wanted = [index for index in seen if index not in self._loaded]
         if wanted:
             self._begin()
         for rows in self._merged(wanted):
-            self._pending.append(self._there.load(self._keys, rows))
+            self._pending.append(self._there.load(self._values, rows))
         self._loaded.update(wanted)
         sums = {*sums}
         if sums and self._sums is None:
@@ -152,11 +146,11 @@ class HostArena(Arena):
             self._sums_loaded |= missing
 
     def leave(self) -> None:
-        """Ends a visit: changed gK/gV are copied to the host, device memory is freed."""
+        """Ends a visit: changed gradients are copied to the host, device memory is freed."""
         self._arrive()
         self._end_sums()
-        self._count(-sum(tensor.nbytes for tensor in self._keys))
-        self._keys = self._likes
+        self._count(-sum(tensor.nbytes for tensor in self._values))
+        self._values = self._likes
         self._loaded.clear()
 
     def drop(self) -> None:
@@ -166,8 +160,8 @@ class HostArena(Arena):
         del self._there, self._sums_there
 
     def _begin(self) -> None:
-        if len(self._keys[0]) < self.length:
-            self._keys = self._make(self._likes)
+        if len(self._values[0]) < self.rows.length:
+            self._values = self._make(self._likes)
 
     def _end_sums(self) -> None:
         if self._sums is None:
@@ -175,7 +169,7 @@ class HostArena(Arena):
         for rows in self._merged(self._changed):
             if self._sums_there is None:
                 sums = [like.to(wide(like)) for like in self._likes]
-                self._sums_there = _OnHost(self._host, self.length, sums)
+                self._sums_there = _OnHost(self._host, self.rows.length, sums)
             self._sums_there.store([total[rows] for total in self._sums], rows)
         self._summed |= self._changed
         self._changed.clear()
@@ -183,16 +177,16 @@ class HostArena(Arena):
         self._count(-sum(tensor.nbytes for tensor in self._sums))
         self._sums = None
 
-    def _rows(self, index: int) -> slice:
-        rows = self.intervals[index]
+    def _interval(self, index: int) -> slice:
+        rows = self.rows.intervals[index]
         if rows is None:
-            raise RuntimeError(f"segment {index} is a wave: it has no K/V here")
+            raise RuntimeError(f"segment {index} is a wave: it leaves nothing here")
         return rows
 
     def _merged(self, segments: Iterable[int]) -> list[slice]:
         """The rows of segments; neighbours are one interval, and one copy."""
         merged: list[slice] = []
-        for rows in sorted(map(self._rows, segments), key=lambda rows: rows.start):
+        for rows in sorted(map(self._interval, segments), key=lambda rows: rows.start):
             if merged and merged[-1].stop == rows.start:
                 merged[-1] = slice(merged[-1].start, rows.stop)
             else:
@@ -206,22 +200,18 @@ class HostArena(Arena):
         self._pending.clear()
 
 
-class _HostStateArena(StateArena, HostArena):
-    """An arena of states on the host; on the device its row 0 is zero."""
-
-
 class _OnHost:
-    """K and V of an arena on the host, or gK and gV.
+    """A payload of an arena on the host, or its gradients.
 
     Args:
         host: the layers on the host.
         length: rows of the arena.
-        likes: two tensors; they give the shape of a position and the dtype.
+        likes: tensors; they give the shape of a position and the dtype.
     """
 
     def __init__(self, host: HostLayers, length: int, likes: Sequence[Tensor]) -> None:
         self._host, self._stored = host, None
-        self._both = [_HostBuffer(host.pool, length, like) for like in likes]
+        self._buffers = [_HostBuffer(host.pool, length, like) for like in likes]
 
     def store(self, tensors: Sequence[Tensor], span: slice) -> None:
         """Copies tensors to the positions `span`, and holds them until that is done."""
@@ -238,7 +228,7 @@ class _OnHost:
         return self._host.transfers.fill(pairs, self._stored)
 
     def _pairs(self, tensors: Sequence[Tensor], span: slice) -> Pairs:
-        both = zip(tensors, self._both, strict=True)
+        both = zip(tensors, self._buffers, strict=True)
         return [pair for tensor, host in both for pair in host.pairs(tensor, span)]
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.device.fusion import has_triton
-from megatron_prefix.sidecar.arena import Both, wide
+from megatron_prefix.sidecar.arena import Payload, wide
 
 
 def key_sums(
-    gradients: Both, table: Callable[[str], Tensor], num: int, begin: Tensor | None
+    gradients: Payload, table: Callable[[str], Tensor], num: int, begin: Tensor | None
 ) -> Tensor:
     """gK and gV side by side in fp32 or wider, [num, kv_heads, dim + value_dim].
 

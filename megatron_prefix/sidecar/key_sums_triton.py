@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_prefix.sidecar.arena import Both, wide
+from megatron_prefix.sidecar.arena import Payload, wide
 
 BLOCK = 16
 """Positions that a program sums, of one head."""
@@ -51,7 +51,7 @@ def _sums(  # type: ignore[no-untyped-def]  # noqa: ANN202
     )  # fmt: skip
 
 
-def key_sums_triton(gradients: Both, sources: Tensor, begin: Tensor | None) -> Tensor:
+def key_sums_triton(gradients: Payload, sources: Tensor, begin: Tensor | None) -> Tensor:
     """See `key_sums`; `sources` is `cp_layout.own_sums`, int64 [2, positions]."""
     key_grad, value_grad = (gradient.contiguous() for gradient in gradients)
     num, (heads, width), value_width = sources.shape[1], key_grad.shape[1:], value_grad.shape[-1]

@@ -10,6 +10,7 @@ from megatron_prefix.offload.segment import Offloader, addresses
 from megatron_prefix.offload.transfers import CudaTransfers, free_bytes
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.host_arena import HostLayers
+from megatron_prefix.tree.payload_map import Form
 from tests.core.offload.test_offload import expected_gradient, layers
 from tests.harness.sidecar import LAYERS, step, tree
 
@@ -64,18 +65,20 @@ def test_what_is_measured_is_possible() -> None:
 def test_a_sidecar_on_the_host_gives_the_same() -> None:
     """With pieces of 32,768 rows, in several steps with one pool."""
     device, made = torch.device("cuda", torch.cuda.current_device()), tree(8192)
-    expected = step(SidecarCache(made.planned(), LAYERS), made, device="cuda")
+    expected = step(SidecarCache(made.planned(), [Form.POSITIONS] * LAYERS), made, device="cuda")
     owner = Offloader(CudaTransfers(device))
     peaks = []
     for _ in range(3):
         owner.begin_step()
-        cache = SidecarCache(made.planned(), LAYERS, host=HostLayers(owner, LAYERS, LAYERS))
+        cache = SidecarCache(
+            made.planned(), [Form.POSITIONS] * LAYERS, host=HostLayers(owner, LAYERS, LAYERS)
+        )
         found = step(cache, made, device="cuda")
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         peaks.append(cache.peak_bytes)
         cache.clear()
         owner.end_step()
         assert owner.pool.used_bytes == 0
-    whole = SidecarCache(made.planned(), LAYERS)
+    whole = SidecarCache(made.planned(), [Form.POSITIONS] * LAYERS)
     step(whole, made, device="cuda")
     assert max(peaks) < 0.8 * whole.peak_bytes

@@ -16,7 +16,7 @@ from megatron_prefix.sidecar.context_parallel import Exchange
 from megatron_prefix.sidecar.gathered import GatheredCache
 from megatron_prefix.sidecar.sharded import ShardedCache
 from megatron_prefix.tree import Forest, TreeOptions, build
-from megatron_prefix.tree.kv_layout import ArenaMap
+from megatron_prefix.tree.payload_map import Form, PayloadMap
 from tests.harness.trees import flat_rollouts
 
 T = TypeVar("T")
@@ -86,13 +86,13 @@ class PlayedRank(Exchange):
 
 
 def spread(
-    reduce: str, planned: Callable[[int], ArenaMap], num_layers: int, rank: PlayedRank
+    reduce: str, planned: Callable[[int], PayloadMap], num_layers: int, rank: PlayedRank
 ) -> ShardedCache | GatheredCache:
     """A rank's sidecar by the name of cp_reduce; `planned` maps an arena of one of so many shares
     of K/V."""
     if reduce == "wave":
-        return ShardedCache(planned(rank.size), num_layers, rank)
-    return GatheredCache(planned(1), num_layers, rank)
+        return ShardedCache(planned(rank.size), [Form.POSITIONS] * num_layers, rank)
+    return GatheredCache(planned(1), [Form.POSITIONS] * num_layers, rank)
 
 
 def play(size: int, part: Callable[[PlayedRank], T]) -> list[T]:

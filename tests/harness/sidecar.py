@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_prefix.sidecar.cache import SidecarCache
+from megatron_prefix.sidecar.cache import Reading, SidecarCache
 from megatron_prefix.tree import Place, Segment, Span
-from megatron_prefix.tree.kv_layout import ArenaMap, arena_map
+from megatron_prefix.tree.payload_map import Form, PayloadMap, payload_map
 
 HEADS, DIM, VALUE_DIM, LAYERS = 2, 4, 3, 4
 SpanOf = tuple[tuple[int, int] | None, int]
 """A span's parent and length."""
+
+
+def forms(num_layers: int, recurrent: Collection[int] = ()) -> list[Form]:
+    """Of layers with attention, and of recurrent ones."""
+    return [Form.SPANS if n in recurrent else Form.POSITIONS for n in range(num_layers)]
 
 
 class Step(NamedTuple):
@@ -22,10 +28,10 @@ class Step(NamedTuple):
     segments: tuple[Segment, ...]
     order: tuple[str, ...]
 
-    def planned(self, parts: int = 1, shares: int | None = None) -> ArenaMap:
+    def planned(self, parts: int = 1, shares: int | None = None) -> PayloadMap:
         """Where K/V lie in this order; rows of finished segments are used again."""
         program = [(action[0], int(action[1:])) for action in self.order]
-        return arena_map(self.segments, program, parts, shares)
+        return payload_map(self.segments, program, parts, shares)
 
 
 def segment(*spans: SpanOf, inner: bool) -> Segment:
@@ -88,25 +94,26 @@ def visit(
     cache: SidecarCache, one: Segment, index: int, layer: int, backward: bool, device: str = "cpu"
 ) -> list[Tensor]:
     """One segment in one layer; returns all that it gets from the cache."""
-    if layer not in cache._attention:
+    if cache.forms[layer] is Form.SPANS:
         return visit_states(cache, one, index, layer, backward, device)
     seen: list[Tensor] = []
     if one.inner and not backward:
         widths = (DIM, VALUE_DIM)
         key, value = (random(one.padded_length, w, 100 * layer + index, device) for w in widths)
-        cache.capture(layer, index, key, value)
+        cache.capture(layer, index, (key, value))
         key.fill_(torch.nan), value.fill_(torch.nan)  # as Megatron frees storage
     if one.inner:
         seen += cache.own(layer, index)
     for ahead in (layer, layer - 1 if backward else layer + 1):
         cache.prefetch(ahead, index, backward=backward)
     for number in range(len(cache.map.levels[index])):
-        key, value = cache.read(layer, index, number)
+        level = cache.level(index, number)
+        key, value = cache.read(layer, index, level)
         seen += [key, value]
         if backward:
-            cache.add_gradient(layer, index, number, 2 * key, (index + 1) * value)
+            cache.add(layer, index, level, (2 * key, (index + 1) * value))
     if backward and one.inner:
-        seen += cache.take_gradient(layer, index) or ()
+        seen += cache.take(layer, index) or ()
     seen = [tensor.clone() for tensor in seen]
     cache.release(layer)
     return seen
@@ -122,19 +129,19 @@ def visit_states(
     if one.inner and not backward:
         num, widths = len(one.spans), (DIM, VALUE_DIM)
         state, tail = (random(num, w, 100 * layer + index, device) for w in widths)
-        cache.capture_states(layer, index, state, tail)
+        cache.capture(layer, index, (state, tail))
         state.fill_(torch.nan), tail.fill_(torch.nan)
-    parents = cache.states.parents[index]
+    parents = cache.map.parents[index]
     if any(parents):
-        state, tail = cache.read_states(layer, index, torch.tensor(parents, device=device))
+        state, tail = cache.read(layer, index, Reading(torch.tensor(parents, device=device)))
         seen += [state, tail]
     if backward and one.inner:
-        seen += [part.clone() for part in cache.take_state_gradients(layer, index) or ()]
+        seen += [part.clone() for part in cache.take(layer, index) or ()]
     if backward and any(parents):
         rows = sorted({*parents})
         first = [parents.index(row) for row in rows]
         both = (2 * state[first], (index + 1) * tail[first])
-        cache.add_state_gradients(layer, index, torch.tensor(rows, device=device), both)
+        cache.add(layer, index, Reading(torch.tensor(rows, device=device)), both)
     cache.release(layer)
     return seen
 

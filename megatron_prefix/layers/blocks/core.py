@@ -85,7 +85,7 @@ class SegmentContext:
     @functools.cached_property
     def spans(self) -> Spans:
         """What recurrent layers need to know of its spans; made in the first, for all of them."""
-        lengths, parents = self.cache.map.lengths[self.index], self.cache.states.parents[self.index]
+        lengths, parents = self.cache.map.lengths[self.index], self.cache.map.parents[self.index]
         return Spans(lengths, parents, self.positions.device)
 
     @functools.cached_property
@@ -137,13 +137,13 @@ class _SegmentAttention(torch.autograd.Function):
         kernel: Kernel,
     ) -> Tensor:
         cache = context.cache
-        keys = cache.own_keys(layer, context.index, context.inner, key, value)
+        keys = cache.own_keys(layer, context.index, context.inner, (key, value))
         own = OwnAttention(kernel, query, keys, scale, context.runs)
         context.enter(layer, backward=context.backward)
         above = []
         for number in range(context.num_levels):
-            seen, values = cache.read(layer, context.index, number)
             level = cache.level(context.index, number)
+            seen, values = cache.read(layer, context.index, level)
             runs = context.level_runs[number]
             part = kernel.forward(selected(query, level.queries), seen, values, runs, scale)
             above.append(spread(part, level.queries, len(query)))
@@ -162,13 +162,13 @@ class _SegmentAttention(torch.autograd.Function):
         query, out, lse, *saved = ctx.saved_tensors
         cache: SidecarCache = context.cache
         key, value = cache.own(layer, context.index) if context.inner else saved
-        keys = cache.own_keys(layer, context.index, context.inner, key, value)
+        keys = cache.own_keys(layer, context.index, context.inner, (key, value))
         own = OwnAttention(kernel, query, keys, scale, context.runs)
         context.enter(layer, backward=True)
         query_grad = own.backward(out_grad, out, lse, aux[0])
         for number, level_aux in enumerate(aux[1:]):
-            seen, values = cache.read(layer, context.index, number)
             level = cache.level(context.index, number)
+            seen, values = cache.read(layer, context.index, level)
             mine = level.queries
             more, seen_grad, values_grad = kernel.backward(
                 selected(out_grad, mine), selected(query, mine), seen, values,
@@ -176,7 +176,7 @@ class _SegmentAttention(torch.autograd.Function):
                 context.level_runs[number], scale,
             )  # fmt: skip
             query_grad = add_selected(query_grad, mine, more)
-            cache.add_gradient(layer, context.index, number, seen_grad, values_grad)
+            cache.add(layer, context.index, level, (seen_grad, values_grad))
         key_grad, value_grad = own.gradients()
         context.leave(layer, backward=True)
         return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), *(None,) * 4

@@ -1,9 +1,8 @@
 """The interface of attention kernels, and blocks as batched calls of one operator.
 
-A kernel computes one block of a segment's attention (megatron_prefix/tree/kv_layout.py) and returns
-its output and the log-sum-exp of its scores, so that blocks can be merged
-(megatron_prefix/layers/blocks/merge.py). Its backward takes the *merged* output and log-sum-exp and
-returns the block's part of the gradients. No dropout.
+A kernel computes one block of a segment's attention (tree/payload_map.py) and returns its output
+and the log-sum-exp of its scores, so that blocks can be merged (merge.py). Its backward takes the
+*merged* output and log-sum-exp and returns the block's part of the gradients. No dropout.
 
 Shapes, for one segment: q [s, h, d], k [t, h_kv, d], v [t, h_kv, dv] with h a multiple of h_kv,
 any strides with a contiguous last dimension; out [s, h, dv] in q's dtype; lse [h, s] in fp32 (fp64

@@ -53,7 +53,7 @@ class _KeysOnly(Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: SegmentContext, layer: int
     ) -> Tensor:
         if context.inner:
-            context.cache.capture(layer, context.index, key, value)
+            context.cache.capture(layer, context.index, (key, value))
         if not context.backward:
             context.cache.release(layer)
         ctx.call = context, layer, [(x.shape, x.dtype) for x in (query, key, value)]
@@ -65,7 +65,7 @@ class _KeysOnly(Function):
         context, layer, like = ctx.call
         cache = context.cache
         cache.prefetch(layer - 1, context.index, backward=True)
-        sent = cache.take_gradient(layer, context.index) if context.inner else None
+        sent = cache.take(layer, context.index) if context.inner else None
         cache.release(layer)
         gradients = [out_grad.new_zeros(shape, dtype=dtype) for shape, dtype in like]
         for gradient, total in zip(gradients[1:], sent or (), strict=False):

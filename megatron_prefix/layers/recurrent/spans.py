@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.device.transfer import on
-from megatron_prefix.tree import cp_layout, state_layout
+from megatron_prefix.sidecar.cache import Reading
+from megatron_prefix.tree import cp_layout
+from megatron_prefix.tree.payload_map import batches
 
 
 class Edges(NamedTuple):
@@ -65,7 +67,7 @@ class Spans:
 
     Args:
         lengths: of all context-parallel ranks together, padding included.
-        parents: row that each begins with (tree/state_layout.py).
+        parents: row that each begins with (tree/payload_map.py).
         device: of the model.
 
     Attributes:
@@ -106,9 +108,9 @@ class Spans:
         return torch.tensor(self._starts)
 
     @functools.cached_property
-    def rows(self) -> Tensor:
-        """`parents`, int64 [spans]."""
-        return self._on(self.parents)
+    def reading(self) -> Reading:
+        """The parents' rows, one for each span."""
+        return Reading(self._on(self.parents))
 
     @functools.cached_property
     def runs(self) -> tuple[int | Tensor, Tensor]:
@@ -143,7 +145,7 @@ class Spans:
     @functools.cached_property
     def _numbers(self) -> list[list[int]]:
         """Of the spans of every batch."""
-        return state_layout.batches(self.lengths)
+        return batches(self.lengths)
 
     def batches(self, before: int) -> tuple[Batch, ...]:
         """All spans in batches whose lengths differ by less than a factor of two.

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_prefix.layers.recurrent.moves import with_some
-from megatron_prefix.sidecar.arena import Both, wide
+from megatron_prefix.sidecar.arena import Payload, wide
+from megatron_prefix.sidecar.cache import Reading
 
 if TYPE_CHECKING:
     from megatron_prefix.layers.blocks.core import SegmentContext
@@ -89,9 +90,9 @@ class LayerStates:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, context: SegmentContext, layer: int) -> Both:  # type: ignore[override]
+    def forward(ctx: Any, anchor: Tensor, context: SegmentContext, layer: int) -> Payload:  # type: ignore[override]
         ctx.place = context, layer
-        return context.cache.read_states(layer, context.index, context.spans.rows)
+        return context.cache.read(layer, context.index, context.spans.reading)
 
     @staticmethod
     @once_differentiable
@@ -100,7 +101,7 @@ class _Enter(torch.autograd.Function):
         context.enter(layer, backward=True)
         numbers, rows = context.spans.runs
         sums = (_summed(gradient, numbers) for gradient in gradients)
-        context.cache.add_state_gradients(layer, context.index, rows, tuple(sums))
+        context.cache.add(layer, context.index, Reading(rows), tuple(sums))
         context.leave(layer, backward=True)
         return None, None, None
 
@@ -112,7 +113,7 @@ class _Leave(torch.autograd.Function):
     ) -> Tensor:
         ctx.call = context, layer, state.dtype, tail.dtype
         wider = state.to(wide(state))
-        context.cache.capture_states(layer, context.index, wider, tail)
+        context.cache.capture(layer, context.index, (wider, tail))
         return out.view_as(out)
 
     @staticmethod
@@ -120,7 +121,7 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         context, layer, *dtypes = ctx.call
         context.enter(layer, backward=True)
-        sent = context.cache.take_state_gradients(layer, context.index) or (None, None)
+        sent = context.cache.take(layer, context.index) or (None, None)
         # Copies: the arena's rows will be others' again.
         pairs = zip(sent, dtypes, strict=True)
         state, tail = (None if x is None else x.to(dtype, copy=True) for x, dtype in pairs)

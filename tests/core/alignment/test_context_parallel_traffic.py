@@ -19,7 +19,7 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Forest, trees
-from megatron_prefix.tree.kv_layout import arena_map
+from megatron_prefix.tree.payload_map import payload_map
 from tests.harness.context_parallel import DATA, spec
 from tests.harness.ranks import run_ranks
 
@@ -75,7 +75,7 @@ def expected_traffic(
         num_local: positions of this rank's microbatches.
     """
     size = 2
-    layout = arena_map(forest.segments, program, size, size if reduce == "wave" else 1)
+    layout = payload_map(forest.segments, program, size, size if reduce == "wave" else 1)
     seen: collections.Counter[tuple[str, torch.dtype, int]] = collections.Counter()
 
     def gather(rows: int, times: int) -> None:

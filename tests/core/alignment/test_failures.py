@@ -71,7 +71,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     class WatchedArena(Arena):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
-            found.buffers.extend(map(weakref.ref, self._keys))
+            found.buffers.extend(map(weakref.ref, self._values))
 
     monkeypatch.setattr(cache_module, "Arena", WatchedArena)
     monkeypatch.setattr(ModelArguments, "call", call)

@@ -26,8 +26,9 @@ from megatron_prefix.megatron import mixers
 from megatron_prefix.megatron.install import install, installed, language_model
 from megatron_prefix.run import schedule
 from megatron_prefix.run.oom_retry import MemoryControl
-from megatron_prefix.sidecar import states as sidecar
-from megatron_prefix.tree import Pairs, TreeOptions, state_layout
+from megatron_prefix.sidecar.arena import Arena
+from megatron_prefix.sidecar.cache import SidecarCache
+from megatron_prefix.tree import Pairs, TreeOptions, payload_map
 from tests.harness import hybrid, steps
 from tests.harness.hybrid import GDN, MAMBA
 from tests.harness.one_group import schedule_with
@@ -171,15 +172,15 @@ def test_a_step_without_memory_is_made_again(
     families: dict[str, Family], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _, expected = families[name]
-    take, calls = sidecar.StateCache.take_state_gradients, []
+    calls = []
 
-    def once(*args: Any) -> Any:
-        calls.append(args)
+    def once(sent: Any) -> Any:
+        calls.append(sent)
         if len(calls) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
-        return take(*args)
+        return sent
 
-    monkeypatch.setattr(sidecar.StateCache, "take_state_gradients", once)
+    of_states(monkeypatch, "take", once)
     ours = schedule_with(chunk_tokens=16, memory="offload", cache_host_layers=9)
     assert max(hybrid.errors(model, expected, ours).values()) <= EXACT
     assert ours.report is not None and ours.report.retried and len(calls) > 4
@@ -320,46 +321,48 @@ def test_the_stock_model_runs_packs_of_gated_delta_net(families: dict[str, Famil
 # --- mistakes that must show ---------------------------------------------------------------------
 
 
+def of_states(patch: pytest.MonkeyPatch, verb: str, change: Callable[[Any], Any]) -> None:
+    """Changes what the sidecar answers to recurrent layers."""
+    stock = getattr(SidecarCache, verb)
+
+    def changed(self: SidecarCache, layer: int, *args: Any) -> Any:
+        answer = stock(self, layer, *args)
+        return change(answer) if self.forms[layer] is payload_map.Form.SPANS else answer
+
+    patch.setattr(SidecarCache, verb, changed)
+
+
 def _no_state(patch: pytest.MonkeyPatch) -> None:
-    read = sidecar.StateCache.read_states
-    patch.setattr(
-        sidecar.StateCache, "read_states",
-        lambda *a: (lambda state, tail: (torch.zeros_like(state), tail))(*read(*a)),
-    )  # fmt: skip
+    of_states(patch, "read", lambda payload: (torch.zeros_like(payload[0]), payload[1]))
 
 
 def _no_tail(patch: pytest.MonkeyPatch) -> None:
-    read = sidecar.StateCache.read_states
-    patch.setattr(
-        sidecar.StateCache, "read_states",
-        lambda *a: (lambda state, tail: (state, torch.zeros_like(tail)))(*read(*a)),
-    )  # fmt: skip
+    of_states(patch, "read", lambda payload: (payload[0], torch.zeros_like(payload[1])))
 
 
 def _gradient_of_one(kept: int) -> Callable[[pytest.MonkeyPatch], None]:
-    def patched(patch: pytest.MonkeyPatch) -> None:
-        take = sidecar.StateCache.take_state_gradients
+    def one(sent: Any) -> Any:
+        zeros = None if sent is None else [torch.zeros_like(part) for part in sent]
+        if zeros is not None:
+            zeros[kept] = sent[kept]
+        return zeros
 
-        def one(*args: Any) -> Any:
-            sent = take(*args)
-            zeros = None if sent is None else [torch.zeros_like(part) for part in sent]
-            if zeros is not None:
-                zeros[kept] = sent[kept]
-            return zeros
-
-        patch.setattr(sidecar.StateCache, "take_state_gradients", one)
-
-    return patched
+    return lambda patch: of_states(patch, "take", one)
 
 
 def _last_child_only(patch: pytest.MonkeyPatch) -> None:
+    stock = Arena.add
+
     def add(self: Any, seen: Any, rows: Any, gradients: Any) -> None:
+        if not self.rows.zeros:  # of attention
+            return stock(self, seen, rows, gradients)
         if self._sums is None:
-            self._sums = self._make(self._keys, sums=True)
+            self._sums = self._make(self._values, sums=True)
         for total, part in zip(self._sums, gradients, strict=True):
             total.index_copy_(0, rows, part.to(total.dtype))
+        return None
 
-    patch.setattr(sidecar.StateArena, "add", add)
+    patch.setattr(Arena, "add", add)
 
 
 def _one_of_many_spans(patch: pytest.MonkeyPatch) -> None:
@@ -372,14 +375,8 @@ def _one_of_many_spans(patch: pytest.MonkeyPatch) -> None:
 
 
 def _another_parent(patch: pytest.MonkeyPatch) -> None:
-    find = state_layout.state_map
-
-    def wrong(*args: Any) -> Any:
-        found = find(*args)
-        turned = tuple(tuple(max(1, row - 1) if row else 0 for row in rows) for rows in found[2])
-        return found._replace(parents=turned)
-
-    patch.setattr("megatron_prefix.tree.kv_layout.state_map", wrong)
+    row_of = payload_map._row
+    patch.setattr(payload_map, "_row", lambda *a: max(1, row - 1) if (row := row_of(*a)) else 0)
 
 
 def _short_tail_not_moved(patch: pytest.MonkeyPatch) -> None:
@@ -394,11 +391,16 @@ def _short_tail_not_moved(patch: pytest.MonkeyPatch) -> None:
 def _sums_of_rows_before(patch: pytest.MonkeyPatch) -> None:
     """Rows are used again, with what others have sent to them."""
 
-    def write(self: Any, index: int, *both: Any) -> None:
-        for whole, part in zip(self._keys, both, strict=True):
-            whole[self.intervals[index]].copy_(part)
+    stock = Arena.write
 
-    patch.setattr(sidecar.StateArena, "write", write)
+    def write(self: Any, index: int, payload: Any) -> None:
+        if not self.rows.zeros:  # of attention
+            return stock(self, index, payload)
+        for whole, part in zip(self._values, payload, strict=True):
+            whole[self.rows.intervals[index]].copy_(part)
+        return None
+
+    patch.setattr(Arena, "write", write)
 
 
 def _padding_makes_steps(patch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from megatron_prefix.megatron.install import install, language_model
 from megatron_prefix.offload.segment import addresses
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar.arena import Arena
-from megatron_prefix.sidecar.states import StateCache
+from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Pairs
 from tests.harness import failures, hybrid, saving_kernels, steps
 from tests.harness.failures import Countdown, Fault, raised
@@ -130,7 +130,7 @@ class Watch:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.buffers: list[weakref.ref[Tensor]] = []
         self.caches: list[Any] = []
-        make, made = Arena._make, StateCache.__init__
+        make, made = Arena._make, SidecarCache.__init__
 
         def remembered(arena: Any, *args: Any, **kwargs: Any) -> Any:
             found = make(arena, *args, **kwargs)
@@ -142,7 +142,7 @@ class Watch:
             made(cache, *args)
 
         patch.setattr(Arena, "_make", remembered)
-        patch.setattr(StateCache, "__init__", known)
+        patch.setattr(SidecarCache, "__init__", known)
 
     def check(self, schedule: PrefixSchedule, saved: SavedBytes) -> None:
         """Nothing is left, without the help of the garbage collector."""
@@ -160,7 +160,7 @@ class Watch:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("place", ["capture_states", "add_state_gradients"])
+@pytest.mark.parametrize("place", ["capture", "add"])
 @FAMILIES
 def test_nothing_is_left(name: str, place: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a step that fails in a forward or a backward, and of the next, which is the same as ever:
@@ -180,7 +180,7 @@ def test_nothing_is_left(name: str, place: str, way: str, monkeypatch: pytest.Mo
     try:
         watch = Watch(monkeypatch)
         with monkeypatch.context() as patch:
-            failures.before_call(StateCache, place)(patch, model, Countdown(Fault, 2))
+            failures.before_call(SidecarCache, place)(patch, model, Countdown(Fault, 2))
             assert raised(Fault, run) == "injected"
             watch.check(ours, saved)
         found = run()

@@ -42,8 +42,8 @@ def test_neither_weights_nor_cached_keys_and_nothing_twice(
     class WatchedArena(Arena):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
-            held.extend(self._keys)
-            cached.update(addresses(*self._keys))
+            held.extend(self._values)
+            cached.update(addresses(*self._values))
 
     def store(self: HostTransfers, pairs: Any) -> None:
         for device, host in pairs:

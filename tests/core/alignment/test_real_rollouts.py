@@ -107,12 +107,13 @@ def test_fp32(config: PrefixConfig, recompute: str) -> None:
 
 def test_a_wrong_gradient_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """The verdict above can fail: here gK of one block in one layer is off by a millionth."""
-    add = SidecarCache.add_gradient
+    add = SidecarCache.add
 
-    def off(self, layer, index, number, key_grad, *more):  # type: ignore[no-untyped-def]
-        add(self, layer, index, number, key_grad * (1 + 1e-6 * (layer == 0)), *more)
+    def off(self, layer, index, what, gradients):  # type: ignore[no-untyped-def]
+        key_grad, value_grad = gradients
+        add(self, layer, index, what, (key_grad * (1 + 1e-6 * (layer == 0)), value_grad))
 
-    monkeypatch.setattr(SidecarCache, "add_gradient", off)
+    monkeypatch.setattr(SidecarCache, "add", off)
     groups = short(list(itertools.islice(read_groups(data.BUNDLED), 1)))
     verdict = run(groups, PrefixConfig(min_gain=0))
     assert not verdict.passed and any("gradient of" in line for line in verdict.failures)

@@ -16,7 +16,7 @@ from megatron_prefix.lab.models.presets import RopeScaling
 from megatron_prefix.layers.blocks.interface import Partial, Runs
 from megatron_prefix.layers.blocks.operators import MathKernel
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.tree import Pairs, kv_layout
+from megatron_prefix.tree import Pairs, payload_map
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract, Microbatch
@@ -80,7 +80,7 @@ def check(options: dict[str, Any], name: str = "tiny-llama") -> None:
 
 
 def test_long_blocks_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_layout, "PIECE_KEYS", 4)
+    monkeypatch.setattr(payload_map, "PIECE_KEYS", 4)
     keys: list[int] = []
     forward = MathKernel.forward
 

@@ -24,7 +24,7 @@ from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.host_arena import HostLayers
 from megatron_prefix.tree import Forest, Pairs, Segment, TreeOptions, build, cp_layout, trees
-from megatron_prefix.tree.kv_layout import ArenaMap, arena_map
+from megatron_prefix.tree.payload_map import Form, PayloadMap, payload_map
 from tests.harness.played_ranks import PlayedRank, play, spread
 from tests.harness.trees import rollout_sets, tree_options
 
@@ -70,9 +70,9 @@ def not_padding(forest: Forest, segment) -> Tensor:  # type: ignore[no-untyped-d
     return torch.from_numpy(np.concatenate(flags))
 
 
-def planned(forest: Forest, parts: int = 1, shares: int | None = None) -> ArenaMap:
+def planned(forest: Forest, parts: int = 1, shares: int | None = None) -> PayloadMap:
     """Where K/V lie when forwards and backwards run as one rank's plan has them."""
-    return arena_map(forest.segments, make_plan(forest).actions_of(0, 0), parts, shares)
+    return payload_map(forest.segments, make_plan(forest).actions_of(0, 0), parts, shares)
 
 
 def by_segments(
@@ -95,7 +95,7 @@ def by_segments(
         cache: the sidecar; default: on the device, of one rank.
     """
     if cache is None:
-        cache = SidecarCache(planned(forest), NUM_LAYERS)
+        cache = SidecarCache(planned(forest), [Form.POSITIONS] * NUM_LAYERS)
     leaves = {n: [x.clone().requires_grad_() for x in given[n]] for n in ("q", "k", "v")}
     outputs: dict[tuple[int, int], Tensor] = {}
     num = len(forest.segments)
@@ -301,7 +301,7 @@ def test_the_forests_have_what_they_are_for() -> None:
         levels = [level for of in planned(forest).levels for level in of]
         assert {len(level.runs) > 1 for level in levels} == {False, True}
     for name in ("several bundles", "large and small"):
-        again = planned(PACKED[name])
+        again = planned(PACKED[name]).positions
         assert again.length < sum(rows.stop - rows.start for rows in again.intervals if rows)
 
 
@@ -321,7 +321,7 @@ class Watched(SidecarCache):
 
     def level(self, index: int, number: int) -> Any:
         found = super().level(index, number)
-        self.keys.add(type(found.keys))
+        self.keys.add(type(found.rows))
         self.queries.add(type(found.queries))
         return found
 
@@ -334,7 +334,7 @@ BOTH_WAYS = {slice, Tensor}
 @by_every_kernel
 def test_many_trees(name: str, recompute: bool, kernel: str, dtype: torch.dtype) -> None:
     forest = PACKED[name]
-    cache = Watched(planned(forest), NUM_LAYERS)
+    cache = Watched(planned(forest), [Form.POSITIONS] * NUM_LAYERS)
     check(forest, Heads(), dtype, kernel, recompute=recompute, cache=cache)
     assert cache.keys == ways(forest) and slice in cache.queries
 
@@ -342,7 +342,7 @@ def test_many_trees(name: str, recompute: bool, kernel: str, dtype: torch.dtype)
 def test_queries_are_taken_by_an_index_where_some_between_see_nothing() -> None:
     taken = set()
     for forest in PACKED.values():
-        cache = Watched(planned(forest), NUM_LAYERS)
+        cache = Watched(planned(forest), [Form.POSITIONS] * NUM_LAYERS)
         check(forest, Heads(), torch.float64, "math", cache=cache)
         taken |= cache.queries
     assert taken == BOTH_WAYS
@@ -359,7 +359,7 @@ def test_many_trees_with_arenas_on_the_host(name: str, num_host: int) -> None:
     offloader = Offloader(HostTransfers())
     offloader.begin_step()
     host = HostLayers(offloader, NUM_LAYERS, num_host)
-    cache = SidecarCache(planned(PACKED[name]), NUM_LAYERS, host=host)
+    cache = SidecarCache(planned(PACKED[name]), [Form.POSITIONS] * NUM_LAYERS, host=host)
     check(PACKED[name], Heads(), torch.float64, "math", cache=cache)
     assert offloader.counts.stored > 0
     cache.clear()

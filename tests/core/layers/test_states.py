@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from megatron_prefix.layers.recurrent import states
 from megatron_prefix.layers.recurrent.spans import Spans
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.sidecar.states import SegmentState
+from megatron_prefix.sidecar.cache import Reading, SegmentState, SidecarCache
 from megatron_prefix.tree import build
-from megatron_prefix.tree.state_layout import state_map
+from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness import sidecar
 from tests.harness.sidecar import STEPS, Step
 from tests.harness.trees import rollout_sets, tree_options
@@ -29,11 +28,12 @@ def test_rows_of_live_segments_never_overlap(drawn, options) -> None:  # type: i
     rollouts, groups = drawn
     forest = build(rollouts, groups, options)
     segments, program = forest.segments, make_plan(forest, 1).actions_of(0, 0)
-    found = state_map(segments, program)
+    planned = payload_map(segments, program)
+    found = planned.spans
     live: dict[int, set[int]] = {}
     for kind, index in program:
         segment, rows = segments[index], found.intervals[index]
-        for span, row in zip(segment.spans, found.parents[index], strict=True):
+        for span, row in zip(segment.spans, planned.parents[index], strict=True):
             parent = span.parent
             assert (parent is None) == (row == 0)
             if parent is not None:  # its row, and still its own
@@ -54,44 +54,44 @@ def test_rows_of_live_segments_never_overlap(drawn, options) -> None:  # type: i
 
 
 def captured(step: Step, *indices: int) -> SidecarCache:
-    cache = SidecarCache(step.planned(), LAYER + 1, recurrent={LAYER})
+    cache = SidecarCache(step.planned(), sidecar.forms(LAYER + 1, {LAYER}))
     for index in indices:
         num = len(step.segments[index].spans)
         state = torch.arange(num).float().add(10 * index + 1)[:, None, None].expand(num, 2, 3)
-        cache.capture_states(LAYER, index, state, state[:, :1].double())
+        cache.capture(LAYER, index, (state, state[:, :1].double()))
     return cache
 
 
 def test_spans_read_their_parents_rows_and_zeros_without_one() -> None:
     step = sidecar.packed()
     cache = captured(step, 0, 1, 2)
-    rows = torch.tensor(cache.states.parents[3])
-    state, tail = cache.read_states(LAYER, 3, rows)
+    rows = torch.tensor(cache.map.parents[3])
+    state, tail = cache.read(LAYER, 3, Reading(rows))
     assert state[:, 0, 0].tolist() == [11.0, 12.0, 12.0, 13.0, 21.0, 0.0]
     assert torch.equal(tail, state[:, :1].double())
-    assert cache.num_bytes == cache.peak_bytes == (2 * 3 * 4 + 3 * 8) * cache.states.length
+    assert cache.num_bytes == cache.peak_bytes == (2 * 3 * 4 + 3 * 8) * cache.map.spans.length
 
 
 def test_gradients_are_summed_in_fp32_and_taken_once() -> None:
     step = sidecar.packed()
     cache = captured(step, 0, 1, 2)
     for index in (3, 4):
-        rows = torch.tensor(sorted({*cache.states.parents[index]} - {0}))
+        rows = torch.tensor(sorted({*cache.map.parents[index]} - {0}))
         ones = torch.ones(len(rows), 2, 3, dtype=torch.bfloat16)
-        cache.add_state_gradients(LAYER, index, rows, (ones, ones[:, :1].double()))
-    taken = cache.take_state_gradients(LAYER, 1)
+        cache.add(LAYER, index, Reading(rows), (ones, ones[:, :1].double()))
+    taken = cache.take(LAYER, 1)
     assert taken is not None and [part.dtype for part in taken] == [torch.float32, torch.float64]
     assert taken[0][:, 0, 0].tolist() == [2.0, 1.0, 1.0]  # segment 4 has one child of span 0
     with pytest.raises(RuntimeError, match="consumed, expected captured"):
-        cache.take_state_gradients(LAYER, 1)
+        cache.take(LAYER, 1)
     with pytest.raises(RuntimeError, match="reads segment 1, which is consumed"):
-        cache.read_states(LAYER, 3, torch.tensor([0]))
+        cache.read(LAYER, 3, Reading(torch.tensor([0])))
 
 
 @pytest.mark.parametrize("kernels", [torch.float32, torch.bfloat16])
 def test_final_states_are_kept_in_fp32_and_tails_as_they_are(kernels: torch.dtype) -> None:
     kept: list[torch.Tensor] = []
-    cache = SimpleNamespace(capture_states=lambda layer, index, *both: kept.extend(both))
+    cache = SimpleNamespace(capture=lambda layer, index, payload: kept.extend(payload))
     context = SimpleNamespace(cache=cache, index=0)
     state = torch.full((2, 3), 1 + 2**-12).to(kernels)
     out, tail = torch.ones(2, 3, 4, dtype=torch.bfloat16).unbind(0)
@@ -105,11 +105,12 @@ def test_a_segment_is_freed_when_all_its_layers_are_consumed() -> None:
     cache = captured(step, 0)
     with pytest.raises(RuntimeError, match="empty, expected"):
         cache.free(0, consumed=False)  # nothing of its attention layers
-    cache = SidecarCache(step.planned(), 1, recurrent={0})
-    cache.capture_states(0, 0, torch.ones(1, 2), torch.ones(1, 2))
-    cache.capture_states(0, 0, torch.zeros(1, 2), torch.zeros(1, 2))  # recomputation
-    assert cache.read_states(0, 1, torch.tensor(cache.states.parents[1]))[0].tolist() == [[1, 1]]
-    assert cache.take_state_gradients(0, 0) is None
+    cache = SidecarCache(step.planned(), [Form.SPANS])
+    cache.capture(0, 0, (torch.ones(1, 2), torch.ones(1, 2)))
+    cache.capture(0, 0, (torch.zeros(1, 2), torch.zeros(1, 2)))  # recomputation
+    first = Reading(torch.tensor(cache.map.parents[1]))
+    assert cache.read(0, 1, first)[0].tolist() == [[1, 1]]
+    assert cache.take(0, 0) is None
     cache.free(0, consumed=True)
     assert cache.state(0, 0) is SegmentState.FREED and cache.num_bytes == 0
 

@@ -16,7 +16,7 @@ from megatron_prefix.layers.blocks.interface import Runs
 from megatron_prefix.megatron.install import install
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Segment, Span
-from megatron_prefix.tree.kv_layout import arena_map
+from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness.one_rank import one_rank, small_model
 
 
@@ -30,7 +30,7 @@ def context(positions: list[int]) -> SegmentContext:
     """A wave of one rollout without ancestors, at any positions."""
     num = len(positions)
     segment = Segment((Span(0, num, num, (0,)),), inner=False, scored=True)
-    cache = SidecarCache(arena_map([segment]), 2)
+    cache = SidecarCache(payload_map([segment]), [Form.POSITIONS] * 2)
     return SegmentContext(0, False, Runs.own((num,)), 0, torch.tensor(positions), cache)
 
 

@@ -24,7 +24,7 @@ from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar import cache as cache_module
 from megatron_prefix.tree import Pairs, TreeOptions, build, trees
-from megatron_prefix.tree.kv_layout import arena_map
+from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness import lora, steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract
@@ -308,16 +308,16 @@ def test_the_table_names_what_is_held() -> None:
 def test_the_sidecar_counts_its_bytes() -> None:
     """Else the comparison above compares nothing."""
     plan = plan_of(12, 3, 3, 4, min_gain=0)
-    cache = cache_module.SidecarCache(arena_map(plan.segments), 1)
+    cache = cache_module.SidecarCache(payload_map(plan.segments), [Form.POSITIONS] * 1)
     rows = plan.segments[0].padded_length
-    assert cache.map.length == rows
+    assert cache.map.positions.length == rows
     key = torch.ones(rows, 2, 4)
-    cache.capture(0, 0, key, key)
+    cache.capture(0, 0, (key, key))
     assert cache.num_bytes == cache.peak_bytes == 2 * key.nbytes
-    cache.add_gradient(0, 1, 0, key, key)
-    cache.add_gradient(0, 1, 0, key, key)
+    cache.add(0, 1, cache.level(1, 0), (key, key))
+    cache.add(0, 1, cache.level(1, 0), (key, key))
     assert cache.num_bytes == 4 * key.nbytes
-    cache.take_gradient(0, 0)
+    cache.take(0, 0)
     cache.free(0, consumed=True)
     assert cache.num_bytes == 0 and cache.peak_bytes == 4 * key.nbytes
 

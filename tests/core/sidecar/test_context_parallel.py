@@ -28,7 +28,7 @@ from megatron_prefix.run.step import Columns, read_step
 from megatron_prefix.sidecar.context_parallel import OwnView
 from megatron_prefix.sidecar.gathered import GatheredCache
 from megatron_prefix.tree import cp_layout
-from megatron_prefix.tree.kv_layout import ArenaMap
+from megatron_prefix.tree.payload_map import Form, PayloadMap, RowMap
 from tests.harness.played_ranks import PlayedRank, forest, play, random
 from tests.harness.trees import flat_rollouts
 
@@ -114,16 +114,19 @@ def test_ranks_compute_together_what_one_does(
     dout, exact = random(rows, 4, v.shape[-1], seed=3), KERNELS["math"]
     whole = exact.forward(q, k, v, Runs.own(lengths), scale)
     gradients = exact.backward(dout, q, k, v, *whole, Runs.own(lengths), scale)
-    planned = ArenaMap(rows, (slice(0, rows),), ((),), ((),), (lengths,), size)
+    mine = RowMap(rows, (slice(0, rows),), ((),))
+    planned = PayloadMap(mine, RowMap(1, (None,), ((),)), ((),), ((),), (lengths,), size)
 
     def part(rank: PlayedRank) -> list[Tensor]:
         mine = torch.from_numpy(cp_layout.held_positions(lengths, rank.rank, size))
-        keys = GatheredCache(planned, 1, rank).own_keys(0, 0, kept, k[mine], v[mine])
+        keys = GatheredCache(planned, [Form.POSITIONS] * 1, rank).own_keys(
+            0, 0, kept, (k[mine], v[mine])
+        )
         runs = own_runs(lengths, rank.rank, size)
         rows = OwnAttention(KERNELS[name], q[mine], keys, scale, runs)
         found = rows.forward()
         if not kept:
-            keys = OwnView(rank, lengths, k[mine], v[mine])
+            keys = OwnView(rank, lengths, (k[mine], v[mine]))
             rows = OwnAttention(KERNELS[name], q[mine], keys, scale, runs)
         query_grad = rows.backward(dout[mine], *found)
         return [found.out, found.lse.T, query_grad, *rows.gradients()]

@@ -18,7 +18,18 @@ from megatron_prefix.sidecar import host_arena as module
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.host_arena import HostLayers
 from tests.core.offload.test_transfers import DEVICE, streams
-from tests.harness.sidecar import DIM, HEADS, LAYERS, STEPS, VALUE_DIM, Step, random, step, visit
+from tests.harness.sidecar import (
+    DIM,
+    HEADS,
+    LAYERS,
+    STEPS,
+    VALUE_DIM,
+    Step,
+    forms,
+    random,
+    step,
+    visit,
+)
 
 __all__ = ["streams"]  # a fixture
 
@@ -41,14 +52,14 @@ def hosted(
     offloader = Offloader(transfers)
     offloader.begin_step()
     host = HostLayers(offloader, LAYERS, num_host)
-    return SidecarCache(made.planned(), LAYERS, host, recurrent), offloader
+    return SidecarCache(made.planned(), forms(LAYERS, recurrent), host), offloader
 
 
 @any_step
 @any_layers
 @pytest.mark.parametrize("num_host", [1, 2, 3, 4, 9])
 def test_the_same_as_on_the_device(num_host: int, recurrent: tuple[int, ...], made: Step) -> None:
-    expected = step(SidecarCache(made.planned(), LAYERS, None, recurrent), made)
+    expected = step(SidecarCache(made.planned(), forms(LAYERS, recurrent)), made)
     cache, offloader = hosted(HostTransfers(), num_host, made, recurrent)
     found = step(cache, made)
     assert len(found) == len(expected) > 60
@@ -65,12 +76,12 @@ def test_copies_are_waited_for(
     streams: dict[str, Any], num_host: int, recurrent: tuple[int, ...], made: Step
 ) -> None:
     """On streams as late (stores: or as early) as allowed, in several steps with one pool."""
-    expected = step(SidecarCache(made.planned(), LAYERS, None, recurrent), made)
+    expected = step(SidecarCache(made.planned(), forms(LAYERS, recurrent)), made)
     offloader = Offloader(CudaTransfers(DEVICE))
     for _ in range(3):
         offloader.begin_step()
         host = HostLayers(offloader, LAYERS, num_host)
-        cache = SidecarCache(made.planned(), LAYERS, host, recurrent)
+        cache = SidecarCache(made.planned(), forms(LAYERS, recurrent), host)
         found = step(cache, made)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         cache.clear()
@@ -146,8 +157,10 @@ def test_only_what_a_layer_uses_is_on_the_device() -> None:
     """The whole arena of a layer, during its visit; copies of the segments that need one."""
     cache, offloader = hosted(HostTransfers(), LAYERS)
     row = torch.float64.itemsize * HEADS * (DIM + VALUE_DIM)
-    arena = cache.map.length * row
-    assert cache.map.length == 5 + 4 + 6 + 2  # the third chunk lies where the branch will be
+    arena = cache.map.positions.length * row
+    assert (
+        cache.map.positions.length == 5 + 4 + 6 + 2
+    )  # the third chunk lies where the branch will be
     for layer in range(LAYERS):
         visit(cache, TREE.segments[0], 0, layer, backward=False)
         assert cache.num_bytes == 0
@@ -157,9 +170,9 @@ def test_only_what_a_layer_uses_is_on_the_device() -> None:
     assert offloader.pool.used_bytes >= LAYERS * arena
     for index in (1, 2):
         visit(cache, TREE.segments[index], index, 3, backward=False)
-    key, _ = cache.read(3, 5, 0)
+    key, _ = cache.read(3, 5, cache.level(5, 0))
     assert len(key) == 5 + 4 + 3
-    cache.add_gradient(3, 5, 0, random(12, DIM, 1), random(12, VALUE_DIM, 1))
+    cache.add(3, 5, cache.level(5, 0), (random(12, DIM, 1), random(12, VALUE_DIM, 1)))
     assert cache.num_bytes == 2 * arena
     before = offloader.counts.stored
     cache.release(3)

@@ -14,7 +14,7 @@ from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
 from megatron_prefix.sidecar.gathered import GatheredCache
 from megatron_prefix.sidecar.sharded import ShardedCache
 from megatron_prefix.tree import cp_layout
-from megatron_prefix.tree.kv_layout import Run, arena_map
+from megatron_prefix.tree.payload_map import Form, Run, payload_map
 from tests.harness import sidecar
 from tests.harness.played_ranks import PlayedRank, World, forest, play, random, spread
 
@@ -27,12 +27,12 @@ def filled(
     """A rank's sidecar with the K/V of the prompt; position p has the key p in layer 0."""
     tree = forest()
     assert [segment.inner for segment in tree.segments] == [True, True, False, False]
-    cache = spread(reduce, partial(arena_map, tree.segments, None, 2), NUM_LAYERS, rank)
+    cache = spread(reduce, partial(payload_map, tree.segments, None, 2), NUM_LAYERS, rank)
     for layer in range(NUM_LAYERS):
         for index in (0, 1):
             held = torch.from_numpy(cp_layout.positions(8, rank.rank, 2) + 8 * index)
             key = (100.0 * layer + held).to(dtype).view(-1, 1, 1).expand(-1, 2, 3)
-            cache.capture(layer, index, key, -key[..., :2])
+            cache.capture(layer, index, (key, -key[..., :2]))
     rank.sent.clear()
     return cache
 
@@ -62,7 +62,7 @@ def test_what_every_rank_keeps_is_in_order_and_read_without_an_exchange() -> Non
     def part(rank: PlayedRank) -> None:
         cache = filled(rank, "segment")
         for layer in range(NUM_LAYERS):
-            key, value = cache.read(layer, WAVE, 0)
+            key, value = cache.read(layer, WAVE, cache.level(WAVE, 0))
             assert key[:, 0, 0].tolist() == [100 * layer + p for p in range(16)]
             assert torch.equal(value, -key[..., :2])
             key, _ = cache.own(layer, CHUNK)
@@ -77,11 +77,11 @@ def test_what_comes_for_an_inner_segment_is_gathered_once() -> None:
     tree = forest()
 
     def part(rank: PlayedRank) -> None:
-        cache = spread("segment", partial(arena_map, tree.segments, None, 2), NUM_LAYERS, rank)
+        cache = spread("segment", partial(payload_map, tree.segments, None, 2), NUM_LAYERS, rank)
         held = torch.from_numpy(cp_layout.positions(8, rank.rank, 2)).double()
         key = held.view(-1, 1, 1).expand(-1, 2, 3)
         for _ in range(2):
-            own = cache.own_keys(0, 0, True, key, -key[..., :2])
+            own = cache.own_keys(0, 0, True, (key, -key[..., :2]))
             assert len(rank.sent) == 1
             seen, values = own.runs()
             runs = cp_layout.own_runs((8,), rank.rank, 2)
@@ -101,14 +101,14 @@ def test_reads_are_gathered_ahead_once_and_released() -> None:
         assert len(rank.sent) == NUM_LAYERS
         for layer in range(NUM_LAYERS):
             for _ in range(2):
-                key, value = cache.read(layer, WAVE, 0)
+                key, value = cache.read(layer, WAVE, cache.level(WAVE, 0))
                 assert sorted(key[:, 0, 0].tolist()) == [100 * layer + p for p in range(16)]
                 assert torch.equal(value, -key[..., :2])
         assert len(rank.sent) == NUM_LAYERS
         assert cache.num_bytes == kept + NUM_LAYERS * 16 * ROW_BYTES
         cache.release(0)
         assert cache.num_bytes == kept + 16 * ROW_BYTES
-        cache.read(0, WAVE, 0)
+        cache.read(0, WAVE, cache.level(WAVE, 0))
         assert len(rank.sent) == NUM_LAYERS + 1, "what was released is gathered again"
 
     play(2, part)
@@ -128,9 +128,9 @@ def test_gradients_reach_the_owners_of_the_keys(reduce: str) -> None:
     def part(rank: PlayedRank) -> None:
         cache = filled(rank, reduce)
         for wave in parts[rank.rank]:
-            cache.add_gradient(0, WAVE, 0, wave[..., :3], wave[..., 3:])
+            cache.add(0, WAVE, cache.level(WAVE, 0), (wave[..., :3], wave[..., 3:]))
         for index in (1, 0):
-            taken = cache.take_gradient(0, index)
+            taken = cache.take(0, index)
             assert taken is not None and cache.state(0, index) is SegmentState.CONSUMED
             mine = total[8 * index + cp_layout.positions(8, rank.rank, 2)]
             assert_close(torch.cat(taken, -1), mine, 4)
@@ -150,8 +150,8 @@ def test_gradients_of_16_bit_keys_are_added_up_in_32(reduce: str) -> None:
         cache = filled(rank, reduce, torch.bfloat16)
         for size in (1.0, 1 / 1024):
             wave = torch.full((16, 2, 5), size, dtype=torch.bfloat16)
-            cache.add_gradient(0, WAVE, 0, wave[..., :3], wave[..., 3:])
-        taken = [cache.take_gradient(0, index) for index in (1, 0)]
+            cache.add(0, WAVE, cache.level(WAVE, 0), (wave[..., :3], wave[..., 3:]))
+        taken = [cache.take(0, index) for index in (1, 0)]
         assert {given.dtype for (given,) in rank.sent} == {torch.float32}
         found = torch.cat([torch.cat(both, -1) for both in taken if both is not None])
         assert torch.equal(found, wanted)
@@ -166,10 +166,10 @@ def test_a_chunk_adds_to_the_chunks_above_it(reduce: str) -> None:
     def part(rank: PlayedRank) -> None:
         cache = filled(rank, reduce)
         ones = torch.ones(16, 2, 5, dtype=torch.float64)
-        cache.add_gradient(0, WAVE, 0, ones[..., :3], ones[..., 3:])
-        cache.add_gradient(0, CHUNK, 0, ones[:8, :, :3], ones[:8, :, 3:])
+        cache.add(0, WAVE, cache.level(WAVE, 0), (ones[..., :3], ones[..., 3:]))
+        cache.add(0, CHUNK, cache.level(CHUNK, 0), (ones[:8, :, :3], ones[:8, :, 3:]))
         for index, factor in ((1, 2), (0, 4)):  # ranks, and blocks that cover the chunk
-            taken = cache.take_gradient(0, index)
+            taken = cache.take(0, index)
             assert taken is not None
             assert torch.equal(torch.cat(taken, -1), factor * ones[:4])
 
@@ -178,7 +178,7 @@ def test_a_chunk_adds_to_the_chunks_above_it(reduce: str) -> None:
 
 @both_ways
 def test_where_nothing_was_sent_nothing_comes(reduce: str) -> None:
-    assert play(2, lambda rank: filled(rank, reduce).take_gradient(1, 1)) == [None, None]
+    assert play(2, lambda rank: filled(rank, reduce).take(1, 1)) == [None, None]
 
 
 @both_ways
@@ -188,14 +188,14 @@ def test_a_failed_step_leaves_nothing_behind(reduce: str) -> None:
         if rank.rank:  # the other rank is alone from here on
             return
         cache.prefetch(0, 2)
-        cache.own_keys(0, WAVE, False, random(8, 2, 3), random(8, 2, 2))
-        cache.add_gradient(1, WAVE, 0, random(16, 2, 3), random(16, 2, 2))
+        cache.own_keys(0, WAVE, False, (random(8, 2, 3), random(8, 2, 2)))
+        cache.add(1, WAVE, cache.level(WAVE, 0), (random(16, 2, 3), random(16, 2, 2)))
         cache.clear()
         assert cache.num_bytes == 0
         with pytest.raises(RuntimeError, match="segment 2 reads segment 0, which is empty: before"):
-            cache.read(0, WAVE, 0)
+            cache.read(0, WAVE, cache.level(WAVE, 0))
         with pytest.raises(RuntimeError, match="after its backward"):
-            cache.add_gradient(0, WAVE, 0, random(16, 2, 3), random(16, 2, 2))
+            cache.add(0, WAVE, cache.level(WAVE, 0), (random(16, 2, 3), random(16, 2, 2)))
 
     play(2, part)
 
@@ -203,9 +203,9 @@ def test_a_failed_step_leaves_nothing_behind(reduce: str) -> None:
 def test_a_step_that_fails_in_an_exchange_leaves_nothing_behind() -> None:
     tree = forest()
     cache = spread(
-        "segment", partial(arena_map, tree.segments, None, 2), 1, PlayedRank(World(2), 0)
+        "segment", partial(payload_map, tree.segments, None, 2), 1, PlayedRank(World(2), 0)
     )
-    cache.own_keys(0, 0, True, random(4, 2, 3), random(4, 2, 2))
+    cache.own_keys(0, 0, True, (random(4, 2, 3), random(4, 2, 2)))
     assert cache._coming
     cache.clear()
     assert not cache._coming and cache.num_bytes == 0
@@ -214,9 +214,9 @@ def test_a_step_that_fails_in_an_exchange_leaves_nothing_behind() -> None:
 def test_a_segment_is_captured_once_in_a_layer() -> None:
     def part(rank: PlayedRank) -> None:
         cache = filled(rank, "segment")
-        cache.take_gradient(0, CHUNK)
+        cache.take(0, CHUNK)
         with pytest.raises(RuntimeError, match="segment 1: consumed, expected empty"):
-            cache.capture(0, CHUNK, random(4, 2, 3), random(4, 2, 2))
+            cache.capture(0, CHUNK, (random(4, 2, 3), random(4, 2, 2)))
 
     play(2, part)
 
@@ -227,10 +227,10 @@ def test_gradients_of_own_keys_are_added_up_in_32_bits(reduce: str) -> None:
     tree = forest()
 
     def part(rank: PlayedRank) -> None:
-        cache = spread(reduce, partial(arena_map, tree.segments, None, 2), 1, rank)
+        cache = spread(reduce, partial(payload_map, tree.segments, None, 2), 1, rank)
         lengths = cache.map.lengths[WAVE]
         key = random(sum(lengths) // 2, 2, 3).bfloat16()
-        own = cache.own_keys(0, WAVE, False, key, key)
+        own = cache.own_keys(0, WAVE, False, (key, key))
         keys = cp_layout.own_runs(lengths, rank.rank, 2).keys
         values = torch.tensor([(1 / 1024, 1.0)[number % 2] for number in range(len(keys))])
         sent = values.repeat_interleave(torch.tensor(keys)).bfloat16()
@@ -253,10 +253,10 @@ def test_segments_are_freed_with_their_sums(reduce: str) -> None:
     def part(rank: PlayedRank) -> int:
         cache = filled(rank, reduce)
         for layer in range(NUM_LAYERS):
-            cache.add_gradient(layer, WAVE, 0, random(16, 2, 3), random(16, 2, 2))
+            cache.add(layer, WAVE, cache.level(WAVE, 0), (random(16, 2, 3), random(16, 2, 2)))
         for index in (1, 0):
             for layer in range(NUM_LAYERS):
-                cache.take_gradient(layer, index)
+                cache.take(layer, index)
             cache.free(index, consumed=True)
         return cache.num_bytes
 
@@ -273,7 +273,7 @@ def packed(rank: PlayedRank, reduce: str) -> tuple[sidecar.Step, ShardedCache | 
     for index in (0, 1, 2):
         held = cp_layout.held_positions(lengths_of(made, index), rank.rank, 2)
         key = (1000.0 * index + torch.from_numpy(held).double()).view(-1, 1, 1).expand(-1, 2, 3)
-        cache.capture(0, index, key, -key[..., :2])
+        cache.capture(0, index, (key, -key[..., :2]))
     rank.sent.clear()
     return made, cache
 
@@ -304,7 +304,7 @@ def test_keys_are_read_run_by_run(reduce: str) -> None:
         made, cache = packed(rank, reduce)
         for (index, number), spans in RUNS.items():
             for _ in range(2):  # gathered and put in order once
-                key, value = cache.read(0, index, number)
+                key, value = cache.read(0, index, cache.level(index, number))
                 assert torch.equal(value, -key[..., :2])
                 lengths = cache.level(index, number).key_lengths
                 runs = key[:, 0, 0].split(lengths)
@@ -322,11 +322,11 @@ def test_gradients_of_runs_reach_the_owners_of_their_keys(reduce: str) -> None:
     def part(rank: PlayedRank) -> None:
         made, cache = packed(rank, reduce)
         for (index, number), factor in factors.items():
-            key, value = cache.read(0, index, number)
+            key, value = cache.read(0, index, cache.level(index, number))
             scale = factor * (1 + 10 * rank.rank)
-            cache.add_gradient(0, index, number, scale * key, 2 * scale * value)
+            cache.add(0, index, cache.level(index, number), (scale * key, 2 * scale * value))
         for index in (2, 1, 0):
-            taken = cache.take_gradient(0, index)
+            taken = cache.take(0, index)
             assert taken is not None
             held = cp_layout.held_positions(lengths_of(made, index), rank.rank, 2)
             keys = torch.tensor([k for n in range(3) for k in keys_or_none(made, index, n)])
@@ -361,13 +361,13 @@ def test_a_step_on_two_ranks_takes_what_one_rank_takes(name: str, reduce: str) -
             one = made.segments[index]
             if one.inner and not backward:
                 key = of(index)
-                cache.capture(0, index, key[..., :3], key[..., 3:])
+                cache.capture(0, index, (key[..., :3], key[..., 3:]))
             cache.prefetch(0, index, backward=backward)
             for number in range(len(cache.map.levels[index]) if backward else 0):
-                key, value = cache.read(0, index, number)
-                cache.add_gradient(0, index, number, (1 + index) * key, value)
+                key, value = cache.read(0, index, cache.level(index, number))
+                cache.add(0, index, cache.level(index, number), ((1 + index) * key, value))
             if one.inner and backward:
-                taken = cache.take_gradient(0, index)
+                taken = cache.take(0, index)
                 assert taken is not None
                 found[index] = torch.cat(taken, -1).clone()
                 cache.free(index, consumed=True)
@@ -376,7 +376,7 @@ def test_a_step_on_two_ranks_takes_what_one_rank_takes(name: str, reduce: str) -
         return found
 
     wholes = {i: random(s.padded_length, 2, 5, seed=i) for i, s in enumerate(made.segments)}
-    expected = run(SidecarCache(made.planned(), 1), wholes.__getitem__)
+    expected = run(SidecarCache(made.planned(), [Form.POSITIONS] * 1), wholes.__getitem__)
 
     def part(rank: PlayedRank) -> None:
         def mine(index: int) -> torch.Tensor:

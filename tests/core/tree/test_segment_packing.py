@@ -16,9 +16,9 @@ from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Pairs, Place, TreeOptions, build, find_shared, packing
-from megatron_prefix.tree.kv_layout import arena_map
 from megatron_prefix.tree.node import Node, preorder
 from megatron_prefix.tree.packing import even_parts
+from megatron_prefix.tree.payload_map import payload_map
 from tests.harness import data
 from tests.harness.trees import (
     ancestors,
@@ -274,7 +274,7 @@ def test_opened_forests_are_forests(sets, options, size: int) -> None:
     for segment in forest.segments:  # spans with one parent are neighbours
         parents = [parent for parent, _ in itertools.groupby(s.parent for s in segment.spans)]
         assert len(parents) == len({*parents})
-    for level in itertools.chain.from_iterable(arena_map(forest.segments).levels):
+    for level in itertools.chain.from_iterable(payload_map(forest.segments).levels):
         rows = [row for run in level.runs for row in range(run.start, run.end)]
         assert len(rows) == len({*rows})  # so gK/gV can be written in one pass
     plan = best_plan(forest, microbatches=tuple(microbatch_of))

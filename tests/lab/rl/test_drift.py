@@ -85,15 +85,15 @@ def test_twenty_steps_with_experts(routes: str) -> None:
 
 def test_a_schedule_that_loses_a_little_drifts(monkeypatch: pytest.MonkeyPatch) -> None:
     """gK/gV of the suffixes with an error of 1e-4: rounding in 16 bit, a mistake in fp32."""
-    add = SidecarCache.add_gradient
+    add = SidecarCache.add
 
-    def a_little_less(self: Any, layer: int, index: int, number: int, *gradients: Any) -> None:
-        add(self, layer, index, number, *(gradient * (1 - 1e-4) for gradient in gradients))
+    def a_little_less(self: Any, layer: int, index: int, what: Any, gradients: Any) -> None:
+        add(self, layer, index, what, tuple(gradient * (1 - 1e-4) for gradient in gradients))
 
     groups = [kept for g in read_groups(BUNDLED) if (kept := shorten(g, 64)[0])][:2]
     right = run(Layout(), "tiny-llama", groups, 2)
     assert right.passed, right.failures
-    monkeypatch.setattr(SidecarCache, "add_gradient", a_little_less)
+    monkeypatch.setattr(SidecarCache, "add", a_little_less)
     wrong = run(Layout(), "tiny-llama", groups, 2)
     assert not wrong.passed and "from step 1 on" in wrong.failures[0]
     assert all(ratio > 10 for ratio in wrong.ratio_max.values())

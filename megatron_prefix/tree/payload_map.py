@@ -1,24 +1,29 @@
-"""Where the K/V of inner segments lie in a layer's arena, and which of them queries see.  Pure.
+"""Where inner segments' payloads lie in a layer's arena, and which rows others read.  Pure.
 
-A layer of a model chunk has one *arena*: rows of K and V for all inner segments that wait for their
-backward. An inner segment is one interval of rows, planned from the rank's program: free again
-after its backward. A segment of a single span lies right behind the segment it continues, where
-that is possible, so a chain of chunks is one block of keys to all that hangs below it.
+What a span leaves for its children in a layer is its payload. A layer of a model chunk has one
+*arena*: rows for all inner segments that wait for their backward. An inner segment is one interval
+of rows, planned from the rank's program: free again after its backward. There are two forms:
 
-A segment's queries see their ancestors in a few *levels*. A level is one call of a kernel: runs of
-queries, each with an interval of keys and no mask. A segment's own keys are its causal block and
-have no entry here. ("DualKV", section 3, is the case of one dense and one causal block.)
+- **positions**: a row a position (K and V). A segment of a single span lies right behind the
+  segment that it continues, if that is possible, so a chain of chunks is one block of keys to all
+  that hangs below it. A segment's queries see their ancestors in a few *levels*. A level is one
+  call of a kernel: runs of queries, each with an interval of keys and no mask. A segment's own keys
+  are its causal block and have no entry here. ("DualKV", section 3, is the case of one dense and
+  one causal block.)
+- **spans**: a row a span, however long it is (the state behind its last position). A span reads one
+  row: its parent's. Row 0 is the state before any position, all zero, and the parent of spans
+  without one.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 from megatron_prefix.tree.forest import Place, Segment
-from megatron_prefix.tree.state_layout import NO_STATES, StateMap, state_map
 
 PIECE_KEYS = 1 << 15
 """Most keys of a single run in one level. In one piece a long block would need memory for all its
@@ -66,38 +71,64 @@ def one_interval(intervals: Sequence[tuple[int, int]]) -> slice | None:
     return None
 
 
+class Form(Enum):
+    """What a row of a payload belongs to."""
+
+    POSITIONS = "positions"
+    SPANS = "spans"
+
+
 @dataclass(frozen=True)
-class ArenaMap:
-    """Where K/V lie on one rank, for one model chunk.
+class RowMap:
+    """Rows of one form of payload.
 
     Attributes:
         length: rows of the arena.
         intervals: per segment its rows; None for a wave.
-        levels: per segment what its queries see of their ancestors, root first.
-        seen: per segment the inner segments that its queries see, ascending.
-        lengths: per segment the lengths of its spans on all ranks, padding included.
-        parts: context-parallel ranks, which hold equal parts of the queries.
-        shares: of how many equal parts of K/V the arena holds one.
-        states: where recurrent layers keep theirs.
+        seen: per segment the inner segments whose rows it reads, ascending.
+        zeros: rows at the front that are always zero.
     """
 
     length: int
     intervals: tuple[slice | None, ...]
-    levels: tuple[tuple[Level, ...], ...]
     seen: tuple[tuple[int, ...], ...]
+    zeros: int = 0
+
+
+@dataclass(frozen=True)
+class PayloadMap:
+    """Where payloads lie on one rank, for one model chunk.
+
+    Attributes:
+        positions: rows of payloads with a row a position.
+        spans: rows of payloads with a row a span.
+        levels: per segment what its queries see of their ancestors' positions, root first.
+        parents: per segment and span the row of `spans` that the span begins with.
+        lengths: per segment the lengths of its spans on all ranks, padding included.
+        parts: context-parallel ranks, which hold equal parts of the queries.
+        shares: of how many equal parts of every segment's positions an arena holds one.
+    """
+
+    positions: RowMap
+    spans: RowMap
+    levels: tuple[tuple[Level, ...], ...]
+    parents: tuple[tuple[int, ...], ...]
     lengths: tuple[tuple[int, ...], ...]
     parts: int = 1
     shares: int = 1
-    states: StateMap = NO_STATES
+
+    def rows(self, form: Form) -> RowMap:
+        """Rows of payloads of one form."""
+        return self.positions if form is Form.POSITIONS else self.spans
 
 
-def arena_map(
+def payload_map(
     segments: Sequence[Segment],
     program: Sequence[tuple[str, int]] | None = None,
     parts: int = 1,
     shares: int | None = None,
-) -> ArenaMap:
-    """Plans the arena of one model chunk.
+) -> PayloadMap:
+    """Plans the arenas of one model chunk.
 
     Args:
         segments: the step's, in F-order.
@@ -105,47 +136,91 @@ def arena_map(
             forwards first, so that every segment has rows of its own.
         parts: context-parallel ranks, which hold equal parts of every segment; the queries are
             those of one rank.
-        shares: into how many equal parts K/V are cut, of which the arena has one: `parts` (default)
-            or 1, where every rank has all of them.
+        shares: into how many equal parts positions are cut, of which an arena has one: `parts`
+            (default) or 1, where every rank has all of them.
     """
     shares = parts if shares is None else shares
     if program is None:
         program = [("F", index) for index in range(len(segments))]
-    states = state_map(segments, program)
-    arena = _Arena(segments, shares)
-    for kind, index in program:
-        if segments[index].inner:
-            arena.take(index) if kind == "F" else arena.free(index)
-    intervals = tuple(arena.placed.get(index) for index in range(len(segments)))
-    below = _Levels(segments, intervals, parts, shares)
+    lines = [_line_parent(segments, index) for index in range(len(segments))]
+    sizes = [segment.padded_length // shares for segment in segments]
+    positions = _Allocator(segments, sizes, lines).run(program)
+    below = _Levels(segments, positions.intervals, parts, shares)
     levels = tuple(below.of(index) for index in range(len(segments)))
-    lengths = tuple(tuple(span.padded for span in segment.spans) for segment in segments)
-    seen = tuple(map(tuple, below.seen))
-    return ArenaMap(arena.length, intervals, levels, seen, lengths, parts, shares, states)
+    above = [[span.parent for span in segment.spans] for segment in segments]
+    apart: list[int | None] = [None] * len(segments)
+    counts = [len(segment.spans) for segment in segments]
+    spans = _Allocator(segments, counts, apart, zeros=1).run(program)
+    return PayloadMap(
+        RowMap(positions.length, positions.intervals, tuple(map(tuple, below.seen))),
+        RowMap(spans.length, spans.intervals, tuple(map(_segments_of, above)), spans.zeros),
+        levels,
+        tuple(tuple(_row(spans.placed, place) for place in places) for places in above),
+        tuple(tuple(span.padded for span in segment.spans) for segment in segments),
+        parts, shares,
+    )  # fmt: skip
 
 
-class _Arena:
+def batches(lengths: Sequence[int]) -> list[list[int]]:
+    """Numbers of spans in batches whose lengths differ by less than a factor of two."""
+    order = sorted(range(len(lengths)), key=lambda number: lengths[number].bit_length())
+    groups = itertools.groupby(order, key=lambda number: lengths[number].bit_length())
+    return [[*numbers] for _, numbers in groups]
+
+
+def _segments_of(places: Iterable[Place | None]) -> tuple[int, ...]:
+    return tuple(sorted({place.segment for place in places if place}))
+
+
+def _row(placed: dict[int, slice], place: Place | None) -> int:
+    return placed[place.segment].start + place.number if place else 0
+
+
+class _Allocator:
     """Rows as they are taken and freed in the order of a program.
+
+    Args:
+        segments: the step's.
+        sizes: rows of each.
+        lines: the segment that each continues, behind which it is to lie; None: any place is good.
+        zeros: rows at the front that nobody takes.
 
     Attributes:
         length: rows needed so far.
         placed: the interval of every segment that has been taken.
     """
 
-    def __init__(self, segments: Sequence[Segment], shares: int) -> None:
-        self.sizes = [segment.padded_length // shares for segment in segments]
-        self.above = [_line_parent(segments, index) for index in range(len(segments))]
-        self.line = list(self.sizes)  # rows of the longest line of segments from this one down
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        sizes: Sequence[int],
+        lines: Sequence[int | None],
+        zeros: int = 0,
+    ) -> None:
+        self.segments, self.sizes, self.above, self.zeros = segments, sizes, lines, zeros
+        self.line = list(sizes)  # rows of the longest line of segments from this one down
         for index in reversed(range(len(segments))):
             parent = self.above[index]
             if parent is not None and segments[index].inner:
                 rows = self.sizes[parent] + self.line[index]
                 self.line[parent] = max(self.line[parent], rows)
-        self.length = 0
+        self.length = zeros
         self.placed: dict[int, slice] = {}
         self.reserved: dict[int, slice] = {}  # by the first segment of a line
         self.head: dict[int, int] = {}
         self.used: dict[int, set[int]] = {}  # by head, the segments in its reservation
+
+    @property
+    def intervals(self) -> tuple[slice | None, ...]:
+        """Rows of every segment; None for a wave."""
+        return tuple(self.placed.get(index) for index in range(len(self.segments)))
+
+    def run(self, program: Iterable[tuple[str, int]]) -> _Allocator:
+        """Goes through a program."""
+        for kind, index in program:
+            if self.segments[index].inner:
+                self.take(index) if kind == "F" else self.free(index)
+        return self
 
     def take(self, index: int) -> None:
         """Places a segment behind its parent if there is room, else at the first gap."""
@@ -175,7 +250,7 @@ class _Arena:
         return free and start + size <= self.reserved[head].stop
 
     def _gap(self, size: int) -> int:
-        start = 0
+        start = self.zeros
         for rows in sorted(self.reserved.values(), key=lambda rows: rows.start):
             if rows.start - start >= size:
                 break

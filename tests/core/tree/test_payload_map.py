@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.tree import Forest, Pairs, Place, Segment, Span, TreeOptions, build, kv_layout
-from megatron_prefix.tree.kv_layout import ArenaMap, Level, Run, arena_map
-from megatron_prefix.tree.state_layout import StateMap
+from megatron_prefix.tree import Forest, Pairs, Place, Segment, Span, TreeOptions, build
+from megatron_prefix.tree import payload_map as module
+from megatron_prefix.tree.payload_map import Level, PayloadMap, RowMap, Run, payload_map
 from tests.harness.trees import (
     ancestors,
     flat_rollouts,
@@ -53,7 +53,7 @@ def seen_keys(levels: Sequence[Level], num: int, arena: list[Key | None]) -> lis
 
 
 def check_segment(
-    segments: Sequence[Segment], index: int, found: ArenaMap, arena: list[Key | None], parts: int
+    segments: Sequence[Segment], index: int, found: PayloadMap, arena: list[Key | None], parts: int
 ) -> None:
     """Every query sees the rows of its span's ancestors, root first, and nothing else."""
     spans = segments[index].spans
@@ -64,17 +64,17 @@ def check_segment(
         wanted = [key for place in above for key in keys_of(segments, place, parts)]
         assert all(next(seen) == wanted for _ in range(span.padded // parts))
         read.update(place.segment for place in above)
-    assert found.seen[index] == tuple(sorted(read))
+    assert found.positions.seen[index] == tuple(sorted(read))
 
 
 def check_program(
     segments: Sequence[Segment], program: Sequence[tuple[str, int]], parts: int = 1
-) -> ArenaMap:
+) -> PayloadMap:
     """Runs a program over an arena of named rows."""
-    found = arena_map(segments, program, parts)
-    arena: list[Key | None] = [None] * found.length
+    found = payload_map(segments, program, parts)
+    arena: list[Key | None] = [None] * found.positions.length
     for kind, index in program:
-        rows = found.intervals[index]
+        rows = found.positions.intervals[index]
         assert (rows is not None) == segments[index].inner
         if kind == "F" and rows is not None:
             spans = range(len(segments[index].spans))
@@ -109,10 +109,10 @@ def test_context_parallel_ranks_hold_equal_parts(
         return
     segments = build(*sets, options).segments
     found = check_program(segments, [("F", index) for index in range(len(segments))], parts)
-    assert found == arena_map(segments, parts=parts)
+    assert found == payload_map(segments, parts=parts)
     rows = sum(segment.padded_length for segment in segments if segment.inner) // parts
     # Of a line only the longest end has its rows kept free, and it may come to lie elsewhere.
-    assert rows <= found.length <= 2 * rows
+    assert rows <= found.positions.length <= 2 * rows
 
 
 @given(st.randoms(use_true_random=True), st.integers(1, 9))
@@ -121,9 +121,9 @@ def test_long_blocks_that_all_queries_see_are_cut(rng: random.Random, longest: i
     forest = random_forest(rng)
     program = make_plan(forest).actions_of(0, 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_layout, "PIECE_KEYS", longest)
+        patch.setattr(module, "PIECE_KEYS", longest)
         check_program(forest.segments, program)
-        found = arena_map(forest.segments, program)
+        found = payload_map(forest.segments, program)
     for segment, levels in zip(forest.segments, found.levels, strict=True):
         if len({span.parent for span in segment.spans}) == 1:
             assert all(len(level.runs) == 1 and max(level.keys) <= longest for level in levels)
@@ -140,30 +140,30 @@ def test_chunks_of_a_chain_are_one_level() -> None:
     forest = chained()
     assert [segment.padded_length for segment in forest.segments] == [3, 3, 4, 4, 4] * 2
     program = [("F", index) for index in range(5)] + [("B", index) for index in (3, 4, 2, 1, 0)]
-    found = arena_map(forest.segments[:5], program)
-    assert found.intervals == (slice(0, 3), slice(3, 6), slice(6, 10), None, None)
+    found = payload_map(forest.segments[:5], program)
+    assert found.positions.intervals == (slice(0, 3), slice(3, 6), slice(6, 10), None, None)
     levels = [(), (0, 3, 0, 3), (0, 4, 0, 6), (0, 4, 0, 10), (0, 4, 0, 10)]
     assert found.levels == tuple((Level((Run(*run),)),) if run else () for run in levels)
-    assert found.seen == ((), (0,), (0, 1), (0, 1, 2), (0, 1, 2))
+    assert found.positions.seen == ((), (0,), (0, 1), (0, 1, 2), (0, 1, 2))
 
 
 def test_freed_rows_are_used_again() -> None:
     forest = chained(num_groups=5)
-    found = arena_map(forest.segments, make_plan(forest).actions_of(0, 0))
-    assert found.length == 10
-    assert found.intervals == (slice(0, 3), slice(3, 6), slice(6, 10), None, None) * 5
-    assert arena_map(forest.segments).length == 50
-    ahead = arena_map(forest.segments, make_plan(forest, 2).actions_of(0, 0))
-    assert 10 < ahead.length < 50
+    found = payload_map(forest.segments, make_plan(forest).actions_of(0, 0))
+    assert found.positions.length == 10
+    assert found.positions.intervals == (slice(0, 3), slice(3, 6), slice(6, 10), None, None) * 5
+    assert payload_map(forest.segments).positions.length == 50
+    ahead = payload_map(forest.segments, make_plan(forest, 2).actions_of(0, 0))
+    assert 10 < ahead.positions.length < 50
 
 
 def test_a_chain_stays_one_block_though_another_group_begins_meanwhile() -> None:
     """Rows for a whole line are kept free behind its first segment."""
     segments = chained().segments
     program = [("F", index) for index in (0, 5, 1, 6, 2, 7)]
-    found = arena_map(segments, program)
-    assert found.intervals[0:3] == (slice(0, 3), slice(3, 6), slice(6, 10))
-    assert found.intervals[5:8] == (slice(10, 13), slice(13, 16), slice(16, 20))
+    found = payload_map(segments, program)
+    assert found.positions.intervals[0:3] == (slice(0, 3), slice(3, 6), slice(6, 10))
+    assert found.positions.intervals[5:8] == (slice(10, 13), slice(13, 16), slice(16, 20))
 
 
 def test_a_branch_sees_the_part_of_a_chain_above_it() -> None:
@@ -175,28 +175,27 @@ def test_a_branch_sees_the_part_of_a_chain_above_it() -> None:
     below = [segment(1, 3, inner=True), segment(2, 1, inner=False), segment(1, 1, inner=False)]
     second = [segment(1, 5, inner=True), segment(5, 1, inner=False)]
     found = check_program([*chain, *below, *second], [("F", index) for index in range(7)])
-    assert found.intervals[:3] == (slice(0, 4), slice(4, 6), slice(6, 9))
+    assert found.positions.intervals[:3] == (slice(0, 4), slice(4, 6), slice(6, 9))
     assert found.levels[3] == (Level((Run(0, 1, 0, 9),)),)
     assert found.levels[4] == (Level((Run(0, 1, 0, 6),)),)
     # Both branches cannot lie behind the chain at once.
-    start = found.intervals[5].start
+    start = found.positions.intervals[5].start
     assert found.levels[6] == (Level((Run(0, 1, 0, 6),)), Level((Run(0, 1, start, start + 5),)))
     apart = [*(("F", i) for i in range(5)), ("B", 3), ("B", 2), ("F", 5), ("F", 6)]
     found = check_program([*chain, *below, *second], apart)
-    assert found.intervals[5] == slice(6, 11) and found.length == 11
+    assert found.positions.intervals[5] == slice(6, 11) and found.positions.length == 11
 
 
 def test_a_wave_of_two_trees_has_a_run_for_each() -> None:
     rollouts, groups = flat_rollouts(prefix=5, suffix=2, num=3, num_groups=2)
     forest = build(rollouts, groups, TreeOptions(min_gain=0, segment_tokens=0))
     assert [len(segment.spans) for segment in forest.segments] == [2, 6]
-    found = arena_map(forest.segments)
+    found = payload_map(forest.segments)
     assert found.levels == ((), (Level((Run(0, 6, 0, 5), Run(6, 12, 5, 10))),))
     assert found.levels[1][0].rows == slice(0, 10)
 
 
 def test_nothing_shared_needs_no_rows() -> None:
     forest = build([Pairs(np.arange(5), np.arange(5), np.ones(5, bool))])
-    assert arena_map(forest.segments) == ArenaMap(
-        0, (None,), ((),), ((),), ((5,),), states=StateMap(1, (None,), ((0,),), ((),))
-    )
+    nothing = RowMap(0, (None,), ((),)), RowMap(1, (None,), ((),), 1)
+    assert payload_map(forest.segments) == PayloadMap(*nothing, ((),), ((0,),), ((5,),))
