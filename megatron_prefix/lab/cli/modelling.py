@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import platform
 from typing import Any
 
@@ -12,6 +13,8 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab.cli.arguments import add_host_layers, real, seed
 from megatron_prefix.lab.models.presets import PRESETS, ModelSpec
 from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
+
+logger = logging.getLogger(__name__)
 
 
 def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> None:
@@ -37,8 +40,8 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="change a field of the model, e.g. --set num_layers=2, or --set num_experts=none where"
-        " a model can do without (may be given again)",
+        help="change a field of the model, e.g. --set num_layers=2, or --set num_moe_experts=none"
+        " where a model can do without (may be given again)",
     )
     group.add_argument(
         "--dtype",
@@ -168,8 +171,22 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+RENAMED = {
+    "num_experts": "num_moe_experts",
+    "moe_top_k": "moe_router_topk",
+    "moe_load_balancing": "moe_router_load_balancing_type",
+    "moe_normalize_top_k": "not moe_router_pre_softmax",
+    "moe_shared_width": "moe_shared_expert_intermediate_size",
+    "norm_eps": "layernorm_epsilon",
+    "init_std": "init_method_std",
+    "output_gate": "attention_output_gate",
+    "squared_relu": "not gated_linear_unit",
+}
+"""Fields by the names they had before they got those of Megatron's TransformerConfig."""
+
+
 def overrides_of(settings: list[str]) -> tuple[tuple[str, Any], ...]:
-    """`FIELD=VALUE` texts as values of the fields' types.
+    """`FIELD=VALUE` texts as values of the fields' types; a field's old name is taken and logged.
 
     Raises:
         UserError: no such field, or a value of another type.
@@ -178,13 +195,19 @@ def overrides_of(settings: list[str]) -> tuple[tuple[str, Any], ...]:
     found = []
     for setting in settings:
         name, _, text = setting.partition("=")
-        kind = types.get(name)
+        renamed = RENAMED.get(name, name)
+        field = renamed.removeprefix("not ")
+        kind = types.get(field)
         if kind is None:
             raise UserError(f"--set {setting}: no such field; fields: {', '.join(types)}")
         try:
-            found.append((name, _value(kind, text)))
+            value = _value(kind, text)
         except ValueError:
-            raise UserError(f"--set {setting}: {name} is {kind}; give such a value") from None
+            raise UserError(f"--set {setting}: {field} is {kind}; give such a value") from None
+        value = value if renamed == field else not value
+        if name != field:
+            logger.warning("--set %s is now --set %s=%s", setting, field, value)
+        found.append((field, value))
     return tuple(found)
 
 
