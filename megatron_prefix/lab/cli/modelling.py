@@ -11,6 +11,7 @@ from typing import Any
 from megatron_prefix.config import CP_REDUCE, MEMORY_POLICIES, MOST_MEMORY_GB
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.cli.arguments import add_host_layers, real, seed
+from megatron_prefix.lab.models.old_names import new_name, new_value
 from megatron_prefix.lab.models.presets import PRESETS, ModelSpec
 from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
 
@@ -171,20 +172,6 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-RENAMED = {
-    "num_experts": "num_moe_experts",
-    "moe_top_k": "moe_router_topk",
-    "moe_load_balancing": "moe_router_load_balancing_type",
-    "moe_normalize_top_k": "not moe_router_pre_softmax",
-    "moe_shared_width": "moe_shared_expert_intermediate_size",
-    "norm_eps": "layernorm_epsilon",
-    "init_std": "init_method_std",
-    "output_gate": "attention_output_gate",
-    "squared_relu": "not gated_linear_unit",
-}
-"""Fields by the names they had before they got those of Megatron's TransformerConfig."""
-
-
 def overrides_of(settings: list[str]) -> tuple[tuple[str, Any], ...]:
     """`FIELD=VALUE` texts as values of the fields' types; a field's old name is taken and logged.
 
@@ -195,16 +182,14 @@ def overrides_of(settings: list[str]) -> tuple[tuple[str, Any], ...]:
     found = []
     for setting in settings:
         name, _, text = setting.partition("=")
-        renamed = RENAMED.get(name, name)
-        field = renamed.removeprefix("not ")
+        field = new_name(name)
         kind = types.get(field)
         if kind is None:
             raise UserError(f"--set {setting}: no such field; fields: {', '.join(types)}")
         try:
-            value = _value(kind, text)
+            value = new_value(name, _value(kind, text))
         except ValueError:
             raise UserError(f"--set {setting}: {field} is {kind}; give such a value") from None
-        value = value if renamed == field else not value
         if name != field:
             logger.warning("--set %s is now --set %s=%s", setting, field, value)
         found.append((field, value))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.lab.cli.modelling import RENAMED, overrides_of
+from megatron_prefix.lab.cli.modelling import overrides_of
 from megatron_prefix.lab.models import presets
 
 
@@ -34,12 +32,6 @@ def test_old_names_of_fields_are_taken_and_logged(caplog: pytest.LogCaptureFixtu
     }  # fmt: skip
     assert len(caplog.messages) == 4
     assert "--set squared_relu=true is now --set gated_linear_unit=False" in caplog.messages
-
-
-def test_old_names_lead_to_fields() -> None:
-    fields = {field.name for field in dataclasses.fields(presets.ModelSpec)}
-    assert {name.removeprefix("not ") for name in RENAMED.values()} <= fields
-    assert not RENAMED.keys() & fields
 
 
 @pytest.mark.parametrize(
