@@ -87,7 +87,7 @@ def main() -> None:
         "--groups-per-rank", type=int, default=2, metavar="N", help="of a step (default 2)"
     )
     args = parser.parse_args()
-    cost = CostModel.of_spec(resolve(args.model))
+    cost = CostModel.of_config(resolve(args.model))
     columns = ["set", "trees", "step", "ranks", *METHODS, "tokens / auto", "ms"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for path in args.rollouts:

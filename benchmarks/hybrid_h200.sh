@@ -30,7 +30,7 @@ status=0
 
 model=(--model "${MODEL:-qwen3.5-9b}" --set num_layers=12)
 if [ "${MODEL:-}" = qwen3-next-80b-a3b ]; then
-    model+=(--set "num_experts=${EXPERTS:-none}" --set ffn_hidden_size=5632)
+    model+=(--set "num_moe_experts=${EXPERTS:-none}" --set ffn_hidden_size=5632)
 elif [ -n "${EXPERTS:-}" ]; then
     echo "EXPERTS: only with MODEL=qwen3-next-80b-a3b" >&2
     exit 2

@@ -38,7 +38,7 @@ from tests.harness.one_rank import one_rank
 
 SPEC = resolve(
     "tiny-llama", hidden_size=256, num_attention_heads=4, kv_channels=64, ffn_hidden_size=768,
-    init_std=0.04,
+    init_method_std=0.04,
 ).with_vocab(2048)  # fmt: skip
 CONFIG = PrefixConfig(mode="on")
 REPEATS = 3

@@ -76,7 +76,7 @@ class Setting:
         if self.model:
             return resolve(self.model)
         return resolve(
-            "tiny-llama", num_layers=self.layers, hidden_size=self.hidden, init_std=0.03,
+            "tiny-llama", num_layers=self.layers, hidden_size=self.hidden, init_method_std=0.03,
             kv_channels=self.hidden // 4, ffn_hidden_size=3 * self.hidden, vocab_size=VOCAB,
         )  # fmt: skip
 
@@ -211,7 +211,7 @@ def barrier_links(channels: Any, plan: Plan, *arguments: Any, **options: Any) ->
 
 def fitted_cost(runs: Sequence[Run], spec: ModelSpec) -> Cost:
     """Milliseconds of an action: its FLOPs at one speed and one overhead, by least squares."""
-    flops = replace(CostModel.of_spec(spec), action_tokens=0.0).segment
+    flops = replace(CostModel.of_config(spec), action_tokens=0.0).segment
     lines = {}
     for kind in "FB":
         points = [

@@ -34,7 +34,7 @@ replay() { # NAME, ARGUMENTS of the model
 for shape in ${SHAPES:-dense moe}; do
     case $shape in
     dense) replay dense --model qwen3-0.6b ;;
-    moe) replay moe --model qwen3-30b-a3b --set num_layers=4 --set num_experts=32 --set moe_aux_loss_coeff=0 \
+    moe) replay moe --model qwen3-30b-a3b --set num_layers=4 --set num_moe_experts=32 --set moe_aux_loss_coeff=0 \
         --same-routes ;;
     *)
         echo "SHAPES: $shape is neither dense nor moe" >&2

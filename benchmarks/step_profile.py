@@ -1,7 +1,8 @@
 """Where a step's time goes on a GPU: idle gaps by action, and calls of the host that block.
 
-    python -m benchmarks.step_profile 16384:64:9 --model qwen3-next-80b-a3b --set num_layers=12 \\
-        --set num_experts=none --set ffn_hidden_size=5632 --set vocab_size=32768 --trace step.json
+    python -m benchmarks.step_profile 16384:64:9 --model qwen3-next-80b-a3b --trace step.json \\
+        --set num_layers=12 --set num_moe_experts=none --set ffn_hidden_size=5632 \\
+        --set vocab_size=32768
 
 Both schedules make some steps, and torch's profiler watches the last. An idle gap belongs to
 the action (A, B or C of a segment) in which the host launched what ended it. On the CPU, with

@@ -9,11 +9,12 @@ quantity.) plan/times.py makes seconds of the same counts.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_prefix.plan.layer_mix import LayerMix
+from megatron_prefix.plan.layer_mix import LayerMix, layers_with_experts, pattern_of
 from megatron_prefix.tree import Forest, Segment
 
 
@@ -115,28 +116,21 @@ class CostModel:
         )
 
     @classmethod
-    def of_spec(cls, spec: Any) -> CostModel:
-        """Counts for a ModelSpec; of the experts only those that a token visits count."""
-        routed = (spec.moe_ffn_hidden_size or 0) * spec.moe_top_k + (spec.moe_shared_width or 0)
-        widths = [
-            routed if spec.has_experts(layer) else spec.ffn_hidden_size
-            for layer in range(spec.num_layers)
-            if spec.has_mlp(layer)
-        ]
-        return cls.of_shape(
-            spec.num_layers, spec.hidden_size, spec.num_attention_heads, spec.num_query_groups,
-            spec.kv_channels, sum(widths) / max(1, len(widths)), spec.vocab_size or 0,
-            not spec.squared_relu, LayerMix.of_spec(spec),
-        )  # fmt: skip
+    def of_config(
+        cls, config: Any, vocab_size: int | None = None, pattern: str | None = None
+    ) -> CostModel:
+        """Counts for a Megatron TransformerConfig or a ModelSpec.
 
-    @classmethod
-    def of_config(cls, config: Any, vocab_size: int = 0, pattern: str = "") -> CostModel:
-        """Counts for a Megatron TransformerConfig, which has no vocabulary size.
+        Of the experts those count that a token visits, and shared ones.
 
-        Of the experts those count that a token visits, and shared ones. `pattern`: symbols of a
-        hybrid model's layers.
+        Args:
+            config: the model's.
+            vocab_size: of the output layer (default: the spec's; no TransformerConfig has one).
+            pattern: see `LayerMix.of_config`.
         """
         heads = config.num_attention_heads
+        if vocab_size is None:
+            vocab_size = getattr(config, "vocab_size", None) or 0
         return cls.of_shape(
             config.num_layers, config.hidden_size, heads, config.num_query_groups or heads,
             config.kv_channels, _mean_width(config, pattern), vocab_size,
@@ -170,17 +164,16 @@ class CostModel:
         return self.stock(forest, microbatch_of) / self.prefix(forest)
 
 
-def _mean_width(config: Any, pattern: str = "") -> float:
+def _mean_width(config: Any, pattern: str | None) -> float:
     """Width of the MLP that a token goes through, on average over the MLPs."""
     dense = config.ffn_hidden_size
     if not getattr(config, "num_moe_experts", None):
         return dense
     expert = getattr(config, "moe_ffn_hidden_size", None) or dense
     shared = getattr(config, "moe_shared_expert_intermediate_size", None) or 0
-    frequency = getattr(config, "moe_layer_freq", 1)
-    if isinstance(frequency, int):  # as in megatron/core/models/gpt/gpt_layer_specs.py
-        frequency = [layer % frequency == 0 for layer in range(config.num_layers)]
     routed = expert * config.moe_router_topk + shared
-    if pattern:
-        frequency = [symbol == "E" for symbol in pattern if symbol in "-E"] or [False]
-    return sum(routed if sparse else dense for sparse in frequency) / len(frequency)
+    sparse = layers_with_experts(config, pattern)
+    if pattern := pattern_of(config) if pattern is None else pattern:
+        has_mlp = [symbol in "-E" for symbol in pattern]
+        sparse = list(itertools.compress(sparse, has_mlp)) or [False]
+    return sum(routed if one else dense for one in sparse) / len(sparse)

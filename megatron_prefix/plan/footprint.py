@@ -35,6 +35,54 @@ class OfStates(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Execution:
+    """How a model is computed: by default in bf16, by transformer-engine's fused layers.
+
+    Attributes:
+        itemsize: bytes of a number.
+        num_stages: pipeline size times virtual stages.
+        tp, cp, sequence_parallel: the layout.
+        fused_layers: transformer-engine's layers, else Megatron's local ones.
+        fused_activation, fused_rope, fused_loss: whether these are one kernel each.
+        recompute: "none", "full" or "selective".
+        method, num_layers, modules: Megatron's options of recomputation.
+        keeps_outputs: see `Footprint`.
+    """
+
+    itemsize: int = 2
+    num_stages: int = 1
+    tp: int = 1
+    cp: int = 1
+    sequence_parallel: bool = False
+    fused_layers: bool = True
+    fused_activation: bool = True
+    fused_rope: bool = True
+    fused_loss: bool = True
+    recompute: str = "none"
+    method: str = "uniform"
+    num_layers: int = 1
+    modules: tuple[str, ...] = ("core_attn",)
+    keeps_outputs: bool = True
+
+    @classmethod
+    def of_config(cls, config: Any, recomputes: bool = True) -> Execution:
+        """Of a TransformerConfig; `recomputes`: whether the model follows its
+        `recompute_granularity` "full"."""
+        recompute = config.recompute_granularity or "none"
+        stages = config.virtual_pipeline_model_parallel_size or 1
+        return cls(
+            config.params_dtype.itemsize, stages * config.pipeline_model_parallel_size,
+            config.tensor_model_parallel_size, config.context_parallel_size,
+            bool(config.sequence_parallel), config.transformer_impl == "transformer_engine",
+            bool(config.bias_activation_fusion), bool(config.apply_rope_fusion),
+            bool(config.cross_entropy_loss_fusion),
+            recompute if recomputes or recompute != "full" else "none",
+            config.recompute_method or "", config.recompute_num_layers or 1,
+            tuple(config.recompute_modules or ()), not config.deallocate_pipeline_outputs,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Footprint:
     """Bytes a position on one rank.
 
@@ -90,92 +138,40 @@ class Footprint:
     def of_config(
         cls,
         config: Any,
-        vocab_size: int,
+        vocab_size: int | None = None,
         gathers: bool = False,
         host_layers: int = 0,
-        pattern: str = "",
+        pattern: str | None = None,
         recomputes: bool = True,
+        execution: Execution | None = None,
     ) -> Footprint:
-        """Of a Megatron TransformerConfig.
+        """Of a Megatron TransformerConfig or a ModelSpec.
 
         Args:
             config: the model's.
-            vocab_size: of the whole output layer.
+            vocab_size: of the whole output layer (default: the spec's).
             gathers: whether every context-parallel rank keeps K/V of all.
             host_layers: see PrefixConfig.cache_host_layers.
-            pattern: symbols of a hybrid model's layers.
-            recomputes: whether the model heeds `recompute_granularity` "full".
+            pattern: see `LayerMix.of_config`.
+            recomputes: see `Execution.of_config`.
+            execution: how it is computed, which no spec says (default: as the config says).
         """
-        again = config.recompute_granularity or "none"
-        again = again if recomputes or again != "full" else "none"
-        tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
-        heads = config.num_attention_heads
-        stages = config.pipeline_model_parallel_size * (
-            config.virtual_pipeline_model_parallel_size or 1
-        )
-        experts = config.num_moe_experts or 0
-        num_layers = max(1, config.num_layers // stages)
-        mix = LayerMix.of_config(config, pattern)
-        found = _count(
-            _Dimensions(
-                config.hidden_size, heads, config.num_query_groups or heads, config.kv_channels,
-                config.ffn_hidden_size, vocab_size, config.gated_linear_unit,
-                bool(config.qk_layernorm), experts, config.moe_ffn_hidden_size or 0,
-                config.moe_router_topk if experts else 0,
-            ),
-            _Execution(
-                config.params_dtype.itemsize, tp, bool(config.sequence_parallel),
-                config.transformer_impl == "transformer_engine",
-                bool(config.bias_activation_fusion), bool(config.apply_rope_fusion),
-                bool(config.cross_entropy_loss_fusion),
-                again, config.recompute_method or "", config.recompute_num_layers or 1,
-                tuple(config.recompute_modules or ()),
-            ),
-            num_layers, mix, cp,
-        )  # fmt: skip
-        return replace(
-            found, host_layers=host_layers, mixers=mix.stages(stages),
-            shares=1 if gathers else cp, keeps_outputs=not config.deallocate_pipeline_outputs,
-        )  # fmt: skip
-
-    @classmethod
-    def of_spec(
-        cls,
-        spec: Any,
-        *,
-        num_stages: int = 1,
-        tp: int = 1,
-        cp: int = 1,
-        sequence_parallel: bool = False,
-        recompute: str = "none",
-        itemsize: int = 2,
-        fused: bool = True,
-        host_layers: int = 0,
-    ) -> Footprint:
-        """Of a ModelSpec, as `lab/models/config.py` builds it.
-
-        Args:
-            spec: the model.
-            num_stages: pipeline size times virtual stages.
-            tp, cp, sequence_parallel: the layout.
-            recompute: "none", "full" or "selective".
-            itemsize: bytes of a number.
-            fused: transformer-engine's layers in bf16, else Megatron's local ones, unfused.
-            host_layers: see PrefixConfig.cache_host_layers.
-        """
+        form = execution or Execution.of_config(config, recomputes)
+        heads, experts = config.num_attention_heads, config.num_moe_experts or 0
+        if vocab_size is None:
+            vocab_size = getattr(config, "vocab_size", None) or 0
         shape = _Dimensions(
-            spec.hidden_size, spec.num_attention_heads, spec.num_query_groups, spec.kv_channels,
-            spec.ffn_hidden_size, spec.vocab_size or 0, not spec.squared_relu, spec.qk_layernorm,
-            spec.num_experts or 0, spec.moe_ffn_hidden_size or 0,
-            spec.moe_top_k if spec.is_moe else 0,
+            config.hidden_size, heads, config.num_query_groups or heads, config.kv_channels,
+            config.ffn_hidden_size, vocab_size, config.gated_linear_unit,
+            bool(config.qk_layernorm), experts, config.moe_ffn_hidden_size or 0,
+            config.moe_router_topk if experts else 0,
         )  # fmt: skip
-        form = _Execution(
-            itemsize, tp, sequence_parallel, fused, fused, fused, fused, recompute, "uniform", 1,
-            ("core_attn",),
+        mix = LayerMix.of_config(config, pattern)
+        found = _count(shape, form, max(1, config.num_layers // form.num_stages), mix)
+        return replace(
+            found, host_layers=host_layers, mixers=mix.stages(form.num_stages),
+            shares=1 if gathers else form.cp, keeps_outputs=form.keeps_outputs,
         )  # fmt: skip
-        mix = LayerMix.of_spec(spec)
-        found = _count(shape, form, max(1, spec.num_layers // num_stages), mix, cp)
-        return replace(found, host_layers=host_layers, mixers=mix.stages(num_stages))
 
     def kept(self, policy: str, inner: bool, read: float, first: bool, last: bool) -> float:
         """Bytes a position that stay on the device between a segment's forward and backward.
@@ -234,29 +230,10 @@ class _Dimensions:
     topk: int
 
 
-@dataclass(frozen=True)
-class _Execution:
-    """How it is computed."""
-
-    itemsize: int
-    tp: int
-    sequence_parallel: bool
-    fused_layers: bool
-    fused_activation: bool
-    fused_rope: bool
-    fused_loss: bool
-    recompute: str
-    method: str
-    num_layers: int
-    modules: tuple[str, ...]
-
-
-def _count(
-    shape: _Dimensions, form: _Execution, num_layers: int, mix: LayerMix, parts: int
-) -> Footprint:
-    """Counts numbers a position and multiplies by their bytes; each of `parts` ranks has as many
-    of K/V."""
-    size, tp = form.itemsize, form.tp
+def _count(shape: _Dimensions, form: Execution, num_layers: int, mix: LayerMix) -> Footprint:
+    """Counts numbers a position and multiplies by their bytes; each context-parallel rank has as
+    many of K/V."""
+    size, tp, parts = form.itemsize, form.tp, form.cp
     hidden = shape.hidden / (tp if form.sequence_parallel else 1)
     wide = max(4, size)  # of what is computed in fp32 or wider
     queries = shape.heads * shape.channels / tp
@@ -296,7 +273,7 @@ def _count(
 
 
 def _mixed(
-    mix: LayerMix, form: _Execution, whole: float, mlp: float, norm: float
+    mix: LayerMix, form: Execution, whole: float, mlp: float, norm: float
 ) -> tuple[float, float]:
     """Bytes a position that a layer saves: the mean of a model's layers, and the most.
 
@@ -321,7 +298,7 @@ def _mixed(
     return every / mix.total, most
 
 
-def _of_states(layer: Recurrent, form: _Execution, parts: int) -> OfStates:
+def _of_states(layer: Recurrent, form: Execution, parts: int) -> OfStates:
     """Of one recurrent layer; context-parallel ranks have all positions of a part of the heads."""
     wide, ranks, before = max(4, form.itemsize), form.tp * parts, layer.conv_width - 1
     state, tail = layer.state * wide / ranks, sum(layer.convolved) * before / ranks
@@ -336,7 +313,7 @@ def _of_states(layer: Recurrent, form: _Execution, parts: int) -> OfStates:
 
 
 def _with_output_layer(
-    found: Footprint, shape: _Dimensions, form: _Execution, hidden: float
+    found: Footprint, shape: _Dimensions, form: Execution, hidden: float
 ) -> Footprint:
     """With what follows the last layer; `hidden` numbers a position on this rank."""
     size, wide, logits = form.itemsize, max(4, form.itemsize), shape.vocab / form.tp
@@ -349,7 +326,7 @@ def _with_output_layer(
     )  # fmt: skip
 
 
-def _mlp(shape: _Dimensions, form: _Execution) -> float:
+def _mlp(shape: _Dimensions, form: Execution) -> float:
     """Numbers a position that the MLP saves, without its norm."""
     ffn = shape.expert_ffn if shape.topk else shape.ffn
     inputs = 2 if shape.gated else 1
@@ -361,7 +338,7 @@ def _mlp(shape: _Dimensions, form: _Execution) -> float:
 
 
 def _checkpointed(
-    form: _Execution, given: float, inner: float, wave: float, largest: float, num_layers: int
+    form: Execution, given: float, inner: float, wave: float, largest: float, num_layers: int
 ) -> tuple[float, float, float]:
     """Full recomputation: only the input of one or a few layers is saved, and the rest is there
     while their backward runs, `largest` where it is the layer with most."""
@@ -375,7 +352,7 @@ def _checkpointed(
 
 def _selected(
     shape: _Dimensions,
-    form: _Execution,
+    form: Execution,
     hidden: float,
     norm: float,
     mlp: float,

@@ -29,25 +29,15 @@ class LayerMix:
     ends_with_attention: bool = True
 
     @classmethod
-    def of_spec(cls, spec: Any) -> LayerMix:
-        """Of a ModelSpec."""
-        numbers = range(spec.num_layers)
-        symbols = {"attention": "*", "recurrent": "M"}
-        mixers = "".join(symbols.get(spec.kind(layer), "-") for layer in numbers)
-        return cls(
-            mixers, sum(map(spec.has_mlp, numbers)),
-            () if spec.recurrent is None else (("M", spec.recurrent),), spec.output_gate,
-            mixers.endswith("*") and spec.has_mlp(spec.num_layers - 1),
-        )  # fmt: skip
-
-    @classmethod
-    def of_config(cls, config: Any, pattern: str = "") -> LayerMix:
-        """Of a Megatron TransformerConfig.
+    def of_config(cls, config: Any, pattern: str | None = None) -> LayerMix:
+        """Of a Megatron TransformerConfig, or of a ModelSpec, whose fields have the same names.
 
         Args:
             config: the model's.
-            pattern: symbols of a hybrid model's layers, which no config has.
+            pattern: symbols of a hybrid model's layers (default: `hybrid_override_pattern`, which
+                a spec has and no TransformerConfig).
         """
+        pattern = pattern_of(config) if pattern is None else pattern
         gate = bool(getattr(config, "attention_output_gate", False))
         total = config.num_layers
         if pattern:
@@ -90,6 +80,24 @@ class LayerMix:
         return tuple(self.mixers[a:b] for a, b in itertools.pairwise(ends))
 
 
+def pattern_of(config: Any) -> str:
+    """Symbols of a hybrid model's layers, where a config or spec has them; "" for a GPTModel."""
+    return getattr(config, "hybrid_override_pattern", None) or ""
+
+
+def layers_with_experts(config: Any, pattern: str | None = None) -> list[bool]:
+    """Whether the MLP of each layer is a mixture of experts; see `LayerMix.of_config`."""
+    pattern = pattern_of(config) if pattern is None else pattern
+    if pattern:
+        return [symbol == "E" for symbol in pattern]
+    if not getattr(config, "num_moe_experts", None):
+        return [False] * config.num_layers
+    frequency = getattr(config, "moe_layer_freq", 1)
+    if isinstance(frequency, int):  # as in megatron/core/models/gpt/gpt_layer_specs.py
+        return [layer % frequency == 0 for layer in range(config.num_layers)]
+    return [bool(flag) for flag in frequency]
+
+
 def spread(num_layers: int, num_host: int) -> list[int]:
     """Which of some layers are on the host where `num_host` are: evenly spread, the last always."""
     share = min(num_host, num_layers)
@@ -113,6 +121,6 @@ def _mamba_of(config: Any) -> Mamba:
     """The shape of the Mamba2 layers of a TransformerConfig."""
     heads = getattr(config, "mamba_num_heads", None)
     return Mamba(
-        "M", heads or 2 * config.hidden_size // config.mamba_head_dim, config.mamba_head_dim,
+        heads or 2 * config.hidden_size // config.mamba_head_dim, config.mamba_head_dim,
         config.mamba_state_dim, config.mamba_num_groups,
     )  # fmt: skip

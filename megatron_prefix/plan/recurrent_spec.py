@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
-
-from megatron_prefix.errors import UserError, shown
+from dataclasses import dataclass
 
 CHUNK = 64
 """Positions that the kernels compute at once by matrix products."""
@@ -16,33 +13,17 @@ megatron/core/ssm/mamba_hybrid_layer_allocation.py."""
 
 @dataclass(frozen=True)
 class GatedDelta:
-    """GatedDeltaNet in the place of attention in most layers (Qwen3-Next).
+    """The shape of GatedDeltaNet, which replaces attention in most layers of Qwen3-Next.
 
-    attention_every: every so many layers the last has attention, the others are recurrent.
     key_heads, value_heads: value heads share keys in groups. key_dim, value_dim: width of a head.
     conv_width: positions that the convolution in front of the rule sees.
-    pattern: in a HybridModel one symbol a layer, see `KINDS`; "" for a GPTModel.
     """
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-    attention_every: int = 4
     conv_width: int = 4
-    pattern: str = ""
-
-    def __post_init__(self) -> None:
-        _require_sizes(self)
-        if self.conv_width < 2:
-            raise UserError("gated_delta: conv_width 1 sees no other position; use 2 or more")
-        if self.pattern:
-            _require_symbols(self.pattern, "G*-E")
-        if self.value_heads % self.key_heads:
-            raise UserError(
-                f"gated_delta: key_heads {self.key_heads} must divide value_heads"
-                f" {self.value_heads}"
-            )
 
     @property
     def keys(self) -> int:
@@ -100,38 +81,20 @@ class GatedDelta:
         scan = 3 * self.key_dim * self.value_dim + 2 * CHUNK * (self.key_dim + self.value_dim)
         return hidden * (sum(self.projected) + self.values) + self.value_heads * scan
 
-    def is_recurrent(self, layer: int) -> bool:
-        """Whether a layer (from 0) is GatedDeltaNet."""
-        if self.pattern:
-            return self.pattern[layer] == "G"
-        return (layer + 1) % self.attention_every != 0
-
 
 @dataclass(frozen=True)
 class Mamba:
-    """Layers by symbols: Mamba2, attention, MLP or experts alone in a layer (Nemotron-H).
+    """The shape of Mamba2 (Nemotron-H).
 
-    pattern: one symbol a layer, see `KINDS`.
     heads, head_dim: of Mamba2's values. state_dim: of a head's state. groups: of B and C.
     conv_width: positions that the convolution sees; Megatron has no option for it.
     """
 
-    pattern: str
     heads: int
     head_dim: int
     state_dim: int
     groups: int
     conv_width: int = 4
-
-    def __post_init__(self) -> None:
-        _require_sizes(self)
-        _require_symbols(self.pattern, "M*-E")
-        if self.heads % self.groups:
-            raise UserError(f"mamba: groups {self.groups} must divide heads {self.heads}")
-        if self.conv_width != 4:
-            raise UserError(
-                f"mamba: conv_width {self.conv_width} is not supported: Megatron-Core has 4"
-            )
 
     @property
     def inner(self) -> int:
@@ -175,34 +138,5 @@ class Mamba:
         scan = 2 * self.state + CHUNK * (self.groups * self.state_dim + self.inner)
         return hidden * (sum(self.projected) + self.inner) + scan
 
-    def is_recurrent(self, layer: int) -> bool:
-        """Whether a layer (from 0) is Mamba2."""
-        return self.pattern[layer] == "M"
-
 
 Recurrent = GatedDelta | Mamba
-
-
-def _require_sizes(spec: Any) -> None:
-    for field in fields(spec):
-        value = getattr(spec, field.name)
-        if field.name == "pattern":
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 10**9:
-            raise UserError(
-                f"{type(spec).__name__}: {field.name} {shown(value)} must be a whole number from 1"
-            )
-
-
-def _require_symbols(pattern: str, known: str) -> None:
-    wrong = set(pattern) - set(known)
-    if wrong or not pattern:
-        raise UserError(
-            f"hybrid pattern {shown(pattern)} has {', '.join(sorted(wrong)) or 'no layer'}: use"
-            f" {' '.join(known)} ({', '.join(KINDS[symbol] for symbol in known)})"
-        )
-    if not set(pattern) - set("-E"):
-        raise UserError(
-            f"hybrid pattern {shown(pattern)} has no layer that mixes positions: add one of"
-            f" {' '.join(symbol for symbol in known if symbol not in '-E')}"
-        )

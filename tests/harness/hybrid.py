@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import torch
 
 from megatron_prefix.lab.models.presets import PRESETS
-from megatron_prefix.plan.recurrent_spec import GatedDelta, Mamba
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
@@ -23,37 +21,20 @@ GDN, MAMBA = "tiny-qwen3-next", "tiny-nemotron-h"
 
 def gated_delta(layers: int = 2, every: int = 2) -> dict[str, Any]:
     """Fields of a spec: every so many layers attention, GatedDeltaNet elsewhere."""
-    preset = PRESETS[GDN].recurrent
-    assert isinstance(preset, GatedDelta)
-    return {
-        "num_layers": layers,
-        "recurrent": dataclasses.replace(preset, attention_every=every),
-    }
+    return {"num_layers": layers, "linear_attention_freq": every}
 
 
 def mamba(pattern: str = "M*M-") -> dict[str, Any]:
     """Fields of a spec with layers by symbols."""
-    preset = PRESETS[MAMBA].recurrent
-    assert isinstance(preset, Mamba)
-    return {
-        "num_layers": len(pattern),
-        "recurrent": dataclasses.replace(preset, pattern=pattern),
-    }
+    return {"num_layers": len(pattern), "hybrid_override_pattern": pattern}
 
 
 def mixed(pattern: str) -> dict[str, Any]:
-    """Options of `model_of` with Mamba2 and GatedDeltaNet in one model, which no spec describes."""
-    fields, delta = mamba(pattern.replace("G", "M")), PRESETS[GDN].recurrent
-    assert isinstance(delta, GatedDelta)
-    object.__setattr__(fields["recurrent"], "pattern", pattern)
-    sizes = {
-        "linear_num_key_heads": delta.key_heads,
-        "linear_num_value_heads": delta.value_heads,
-        "linear_key_head_dim": delta.key_dim,
-        "linear_value_head_dim": delta.value_dim,
-    }
+    """Options of `model_of` with Mamba2 and GatedDeltaNet in one model."""
+    sizes = {name: value for name, value in vars(PRESETS[GDN]).items() if "linear_" in name}
     # GatedDeltaNet's convolution takes the MLP's activation, and only SiLU.
-    return {"spec": {**fields, "squared_relu": False}, "config_overrides": sizes}
+    fields = {**sizes, **mamba(pattern), "linear_attention_freq": None, "gated_linear_unit": True}
+    return {"spec": fields}
 
 
 SPECS: dict[str, dict[str, Any]] = {GDN: gated_delta(), MAMBA: mamba()}

@@ -89,7 +89,7 @@ def _spec(draw: random.Random) -> ModelSpec:
         num_query_groups=draw.choice([n for n in (1, 2, 4) if heads % n == 0]),
         kv_channels=draw.choice((8, 16, 32)),
         ffn_hidden_size=draw.choice((16, 64, 256)),
-        init_std=gain / hidden**0.5,
+        init_method_std=gain / hidden**0.5,
         add_qkv_bias=draw.random() < 0.2,
         qk_layernorm=draw.random() < 0.5,
     )

@@ -16,7 +16,6 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab.cli import packages
 from megatron_prefix.lab.cli.report import new_table, print_facts, print_json, print_rich
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
-from megatron_prefix.plan.recurrent_spec import GatedDelta
 
 if TYPE_CHECKING:
     import torch
@@ -235,13 +234,14 @@ def _recurrent(
     Raises:
         UserError: the model needs one of these.
     """
-    layers = spec.recurrent if spec else None
-    delta = isinstance(layers, GatedDelta)
-    sizes = (layers.key_dim, layers.value_dim, layers.value_heads) if delta else ()  # type: ignore[union-attr]
+    symbols = spec.recurrent.keys() if spec else set()
+    sizes: tuple[int, ...] = ()
+    if spec and "G" in symbols:
+        sizes = spec.linear_key_head_dim, spec.linear_value_head_dim, spec.linear_num_value_heads
     found = refusals(device, *sizes)
-    needed = "GatedDeltaNet" if delta else "MambaMixer"
-    if layers is not None and found[needed] is not None:
-        raise UserError(f"the kernels of {needed} do not work here: {found[needed]}")
+    for symbol, needed in (("G", "GatedDeltaNet"), ("M", "MambaMixer")):
+        if symbol in symbols and found[needed] is not None:
+            raise UserError(f"the kernels of {needed} do not work here: {found[needed]}")
     return found
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import platform
 from typing import Any
 
 from megatron_prefix.config import CP_REDUCE, MEMORY_POLICIES, MOST_MEMORY_GB
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.cli.arguments import add_host_layers, real, seed
+from megatron_prefix.lab.models.old_names import new_name, new_value
 from megatron_prefix.lab.models.presets import PRESETS, ModelSpec
 from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
+
+logger = logging.getLogger(__name__)
 
 
 def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> None:
@@ -37,8 +41,8 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="change a field of the model, e.g. --set num_layers=2, or --set num_experts=none where"
-        " a model can do without (may be given again)",
+        help="change a field of the model, e.g. --set num_layers=2, or --set num_moe_experts=none"
+        " where a model can do without (may be given again)",
     )
     group.add_argument(
         "--dtype",
@@ -169,7 +173,7 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def overrides_of(settings: list[str]) -> tuple[tuple[str, Any], ...]:
-    """`FIELD=VALUE` texts as values of the fields' types.
+    """`FIELD=VALUE` texts as values of the fields' types; a field's old name is taken and logged.
 
     Raises:
         UserError: no such field, or a value of another type.
@@ -178,13 +182,17 @@ def overrides_of(settings: list[str]) -> tuple[tuple[str, Any], ...]:
     found = []
     for setting in settings:
         name, _, text = setting.partition("=")
-        kind = types.get(name)
+        field = new_name(name)
+        kind = types.get(field)
         if kind is None:
             raise UserError(f"--set {setting}: no such field; fields: {', '.join(types)}")
         try:
-            found.append((name, _value(kind, text)))
+            value = new_value(name, _value(kind, text))
         except ValueError:
-            raise UserError(f"--set {setting}: {name} is {kind}; give such a value") from None
+            raise UserError(f"--set {setting}: {field} is {kind}; give such a value") from None
+        if name != field:
+            logger.warning("--set %s is now --set %s=%s", setting, field, value)
+        found.append((field, value))
     return tuple(found)
 
 

@@ -29,11 +29,11 @@ from megatron_prefix.lab.view.drawing import timeline_svg
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.chunking import ChunkChooser
 from megatron_prefix.plan.cost import CostModel
-from megatron_prefix.plan.footprint import Footprint
+from megatron_prefix.plan.footprint import Execution, Footprint
 from megatron_prefix.plan.memory_policy import policies
 from megatron_prefix.plan.peak_memory import RankMemory, predict
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
-from megatron_prefix.plan.recurrent_spec import CHUNK, GatedDelta
+from megatron_prefix.plan.recurrent_spec import CHUNK
 from megatron_prefix.plan.simulator import Timeline, simulate
 from megatron_prefix.tree import Forest, TreeOptions, build
 
@@ -209,7 +209,7 @@ def _facts(step: _PlannedStep, result: dict[str, Any]) -> dict[str, str]:
 
 def _sidecar(step: _PlannedStep) -> str:
     """What inner spans leave, with its gradients."""
-    return "K/V and states" if step.model.recurrent is not None else "K/V"
+    return "K/V and states" if step.model.recurrent else "K/V"
 
 
 def _alignment_reasons(step: _PlannedStep) -> list[str]:
@@ -217,7 +217,7 @@ def _alignment_reasons(step: _PlannedStep) -> list[str]:
     own, layout = step.config.align, step.layout.alignment
     reasons = [f"layout {number(layout)}"] if layout > 1 else []
     reasons += [f"--align {number(own)}"] if own > 1 else []
-    if isinstance(step.model.recurrent, GatedDelta) and step.options.boundary % CHUNK:
+    if "G" in step.model.recurrent and step.options.boundary % CHUNK:
         reasons.append(
             f"with --align {CHUNK}, where GatedDeltaNet's kernels cut, a shared prompt is bitwise"
             " the unshared one; else recurrent states round differently"
@@ -236,7 +236,7 @@ def _title(args: argparse.Namespace, step: _PlannedStep) -> str:
 
 def cost_model(spec: ModelSpec) -> CostModel:
     """Forward FLOPs of a model."""
-    return CostModel.of_spec(spec)
+    return CostModel.of_config(spec)
 
 
 def peaks(
@@ -251,10 +251,11 @@ def peaks(
         layout: of the ranks.
         host_layers: see PrefixConfig.cache_host_layers.
     """
-    footprint = Footprint.of_spec(
-        spec, num_stages=plan.num_stages, tp=layout.tp, cp=layout.cp,
-        sequence_parallel=layout.sequence_parallel, host_layers=host_layers,
+    execution = Execution(
+        num_stages=plan.num_stages, tp=layout.tp, cp=layout.cp,
+        sequence_parallel=layout.sequence_parallel,
     )  # fmt: skip
+    footprint = Footprint.of_config(spec, host_layers=host_layers, execution=execution)
     found = {}
     for policy in ("retain", "offload", "recompute"):
         one = replace(plan, policies=policies(plan.segments, policy))

@@ -231,13 +231,13 @@ def _deliver(args: argparse.Namespace, job: Job, result: Any) -> None:
 
 def _print_choices(args: argparse.Namespace, spec: Any) -> None:
     """What routers may have decided otherwise in one run."""
-    if spec.num_experts and not args.same_routes:
+    if spec.num_moe_experts and not args.same_routes:
         print(
             "  Routers chose for themselves: a token that is nearly undecided may have gone to"
             " another expert in one run. Add --same-routes --set moe_aux_loss_coeff=0 to see"
             " rounding alone."
         )
-    elif spec.num_experts and spec.moe_aux_loss_coeff:
+    elif spec.num_moe_experts and spec.moe_aux_loss_coeff:
         print(
             "  Megatron's load-balancing loss counts the experts that routers would choose, also"
             " where they follow routes: add --set moe_aux_loss_coeff=0 to see rounding alone."

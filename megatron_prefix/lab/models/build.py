@@ -206,9 +206,9 @@ def _language_model(recipe: _Recipe, stage: int) -> Any:
         "rotary_base": spec.rotary_base,
         "share_embeddings_and_output_weights": spec.tie_embeddings,
     }
-    if spec.recurrent is not None:
+    if spec.is_hybrid_model or spec.recurrent:
         cpu.load_recurrent_layers()
-    if spec.pattern:
+    if spec.is_hybrid_model:
         from megatron_prefix.lab.models.hybrid import hybrid_model
 
         return hybrid_model(recipe.config, spec, recipe.engine, vp_stage, options)
@@ -239,7 +239,7 @@ def _keep_float64(model: Any, spec: ModelSpec) -> None:
     from megatron_prefix.lab.models.local import keep_float64
 
     for layer in model.decoder.layers:
-        if spec.recurrent is not None or spec.output_gate:
+        if spec.is_hybrid_model or spec.recurrent or spec.attention_output_gate:
             keep_float64(layer)
         elif hasattr(layer.mlp, "router"):
             keep_float64(layer.mlp.router)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import warnings
 from typing import Any
@@ -12,9 +13,13 @@ from packaging.version import Version
 from megatron_prefix.errors import UserError, shown
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.runtime.layout import Layout
-from megatron_prefix.plan.recurrent_spec import GatedDelta, Mamba
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_OF_MODELS = {
+    *("name", "vocab_size", "max_position", "rope", "rotary_base", "rotary_percent"),
+    *("rope_scaling", "tie_embeddings", "hybrid_override_pattern"),
+}
+"""Fields of a spec that no TransformerConfig has: arguments of Megatron's models (build.py)."""
 RECOMPUTE = ("none", "full", "selective")
 
 
@@ -51,17 +56,17 @@ def check_layout(spec: ModelSpec, layout: Layout) -> None:
         raise UserError(f"model {spec.name}: --tp {layout.tp} does not divide the MLP's width")
     if layout.ep > 1 and not spec.is_moe:
         raise UserError(f"model {spec.name} has no experts; leave --ep {layout.ep} out")
-    if spec.is_moe and (spec.num_experts or 0) % layout.ep:
+    if spec.is_moe and (spec.num_moe_experts or 0) % layout.ep:
         raise UserError(
-            f"model {spec.name} has {spec.num_experts} experts, which --ep {layout.ep} does not "
-            "divide; use a smaller --ep"
+            f"model {spec.name} has {spec.num_moe_experts} experts, which --ep {layout.ep} does"
+            " not divide; use a smaller --ep"
         )
     if spec.is_moe and layout.tp > 1 and not layout.sequence_parallel:
         raise UserError(
             f"model {spec.name} has experts and --tp is {layout.tp}: Megatron-Core wants sequence "
             "parallelism then; add --sequence-parallel"
         )
-    if spec.recurrent is not None:
+    if spec.is_hybrid_model or spec.recurrent:
         _check_recurrent(spec, layout)
 
 
@@ -70,25 +75,27 @@ def _check_recurrent(spec: ModelSpec, layout: Layout) -> None:
     import megatron.core
 
     release = Version(Version(megatron.core.__version__).base_version)
-    layers: Any = spec.recurrent
-    is_mamba = isinstance(layers, Mamba)
-    name, heads = ("groups", layers.groups) if is_mamba else ("key heads", layers.key_heads)
-    if spec.pattern and not is_mamba and release < Version("0.17"):
+    delta, pattern = "G" in spec.recurrent, spec.hybrid_override_pattern
+    if "G" in pattern and release < Version("0.17"):
         raise UserError(
             f"model {spec.name}: hybrid models have no GatedDeltaNet (G) before megatron-core 0.17;"
-            f" leave G out of {spec.pattern}"
+            f" leave G out of {pattern}"
         )
-    if heads % layout.tp:
-        raise UserError(
-            f"model {spec.name} has {heads} {name} in its recurrent layers, which --tp {layout.tp}"
-            " does not divide; use a smaller --tp"
-        )
-    if layout.cp > 1 and not is_mamba and release < Version("0.18"):
+    for symbol, heads, name in (
+        ("M", spec.mamba_num_groups, "groups"),
+        ("G", spec.linear_num_key_heads, "key heads"),
+    ):
+        if symbol in spec.recurrent and heads % layout.tp:
+            raise UserError(
+                f"model {spec.name} has {heads} {name} in its recurrent layers, which --tp"
+                f" {layout.tp} does not divide; use a smaller --tp"
+            )
+    if layout.cp > 1 and delta and release < Version("0.18"):
         raise UserError(
             f"model {spec.name}: GatedDeltaNet has no context parallelism before megatron-core"
             f" 0.18; leave --cp {layout.cp} out"
         )
-    if layout.vpp > 1 and spec.pattern and release < Version("0.17"):
+    if layout.vpp > 1 and pattern and release < Version("0.17"):
         raise UserError(
             f"model {spec.name}: hybrid models have no virtual stages before megatron-core 0.17;"
             f" leave --vpp {layout.vpp} out"
@@ -120,9 +127,7 @@ def transformer_config(
 
     check_layout(spec, layout)
     values = {
-        **_shape(spec),
-        **_recurrent(spec),
-        **_experts(spec, dtype),
+        **_fields(spec, dtype),
         **_parallel(layout, dtype),
         **_recompute(recompute),
         **_kernels(spec, dtype, device, transformer_engine),
@@ -147,86 +152,36 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _shape(spec: ModelSpec) -> dict[str, Any]:
+def _fields(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
+    """The spec's own fields, which are Megatron's, and what all its models have in common."""
+    names = {field.name for field in dataclasses.fields(spec)} - _OF_MODELS
+    values = {name: getattr(spec, name) for name in names}
+    if spec.is_moe:
+        if not isinstance(spec.moe_layer_freq, int):
+            values["moe_layer_freq"] = [int(flag) for flag in spec.moe_layer_freq]
+        values["moe_shared_expert_gate"] = spec.moe_shared_expert_intermediate_size is not None
+        values["moe_router_dtype"] = "fp64" if dtype == torch.float64 else "fp32"
+    else:
+        values = {name: value for name, value in values.items() if not name.startswith("moe_")}
+    gated = spec.gated_linear_unit
     return {
-        "num_layers": spec.num_layers,
-        "hidden_size": spec.hidden_size,
-        "num_attention_heads": spec.num_attention_heads,
-        "num_query_groups": spec.num_query_groups,
-        "kv_channels": spec.kv_channels,
-        "ffn_hidden_size": spec.ffn_hidden_size,
+        **values,
+        "is_hybrid_model": spec.is_hybrid_model,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": spec.norm_eps,
-        "qk_layernorm": spec.qk_layernorm,
-        "gated_linear_unit": not spec.squared_relu,
-        "activation_func": _squared_relu if spec.squared_relu else torch.nn.functional.silu,
+        "activation_func": torch.nn.functional.silu if gated else _squared_relu,
         "add_bias_linear": False,
-        "add_qkv_bias": spec.add_qkv_bias,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "init_method": _leave,
         "output_layer_init_method": _leave,
         "embedding_init_method": _leave,
+        # variable_seq_lengths needs the all-to-all dispatcher, even in a dense model.
+        "moe_token_dispatcher_type": "alltoall",
     }
 
 
 def _squared_relu(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.relu(x).square()
-
-
-def _recurrent(spec: ModelSpec) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    if spec.output_gate:
-        values["attention_output_gate"] = True
-    layers = spec.recurrent
-    if spec.pattern:
-        values["is_hybrid_model"] = True
-    elif isinstance(layers, GatedDelta):
-        values.update(
-            experimental_attention_variant="gated_delta_net",
-            linear_attention_freq=layers.attention_every,
-        )
-    if isinstance(layers, GatedDelta):
-        values.update(
-            linear_conv_kernel_dim=layers.conv_width,
-            linear_key_head_dim=layers.key_dim,
-            linear_value_head_dim=layers.value_dim,
-            linear_num_key_heads=layers.key_heads,
-            linear_num_value_heads=layers.value_heads,
-        )
-    elif layers is not None:
-        values.update(
-            mamba_state_dim=layers.state_dim,
-            mamba_head_dim=layers.head_dim,
-            mamba_num_groups=layers.groups,
-            mamba_num_heads=layers.heads,
-        )
-    return values
-
-
-def _experts(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
-    # variable_seq_lengths needs the all-to-all dispatcher, even in a dense model.
-    values: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
-    if spec.is_moe:
-        values.update(
-            num_moe_experts=spec.num_experts,
-            moe_ffn_hidden_size=spec.moe_ffn_hidden_size,
-            moe_router_topk=spec.moe_top_k,
-            # softmax over the chosen experts = softmax over all, scaled to sum to 1
-            moe_router_pre_softmax=not spec.moe_normalize_top_k,
-            moe_router_load_balancing_type=spec.moe_load_balancing,
-            moe_aux_loss_coeff=spec.moe_aux_loss_coeff,
-            moe_z_loss_coeff=spec.moe_z_loss_coeff,
-            moe_router_dtype="fp64" if dtype == torch.float64 else "fp32",
-        )
-        if spec.moe_shared_width:
-            values.update(
-                moe_shared_expert_intermediate_size=spec.moe_shared_width,
-                moe_shared_expert_gate=True,
-            )
-        if spec.moe_layers is not None:
-            values["moe_layer_freq"] = [int(flag) for flag in spec.moe_layers]
-    return values
 
 
 def _parallel(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
@@ -267,7 +222,7 @@ def _kernels(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, transformer_engine: bool
 ) -> dict[str, Any]:
     fused = device.type == "cuda" and dtype == torch.bfloat16
-    has_bias_kernel = fused and not spec.squared_relu
+    has_bias_kernel = fused and spec.gated_linear_unit
     with_te = fused and transformer_engine
     values: dict[str, Any] = {
         "transformer_impl": "transformer_engine" if transformer_engine else "local",

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.presets import ModelSpec, RopeScaling
-from megatron_prefix.plan.recurrent_spec import GatedDelta, Mamba
 
 
 class _Config:
@@ -41,10 +42,10 @@ class _Config:
         return value
 
     def size(self, field: str, default: int | None = None) -> int:
-        """A whole number from 1; without a default the field is required."""
+        """An integer from 1; without a default the field is required."""
         value = self.number(field, default)
         if not isinstance(value, int) or value < 1:
-            raise self.wrong(field, f"is {value!r}, not a whole number from 1; fix the file")
+            raise self.wrong(field, f"is {value!r}, not an integer from 1; fix the file")
         return value
 
     def flag(self, field: str, default: bool = False) -> bool:
@@ -115,7 +116,7 @@ def _dense(config: _Config, **family: Any) -> ModelSpec:
     config.only("mlp_bias", False, "the MLP has no bias")
     if "rotary_percent" not in family:
         config.only("partial_rotary_factor", 1.0, "RoPE turns the whole head")
-    if "recurrent" not in family:
+    if "experimental_attention_variant" not in family:
         _refuse_sliding_window(config)
     base, scaling = _rope(config)
     heads = config.size("num_attention_heads")
@@ -132,8 +133,8 @@ def _dense(config: _Config, **family: Any) -> ModelSpec:
         "rotary_base": float(base),
         "rope_scaling": scaling,
         "tie_embeddings": config.flag("tie_word_embeddings"),
-        "norm_eps": config.number("rms_norm_eps", 1e-6),
-        "init_std": config.number("initializer_range", 0.02),
+        "layernorm_epsilon": config.number("rms_norm_eps", 1e-6),
+        "init_method_std": config.number("initializer_range", 0.02),
     }
     return ModelSpec(**{**values, **family})
 
@@ -145,6 +146,12 @@ def _qwen2(config: _Config) -> ModelSpec:
 def _qwen3(config: _Config, **family: Any) -> ModelSpec:
     family = {"kv_channels": config.size("head_dim", 128), **family}
     return _dense(config, qk_layernorm=True, **family)
+
+
+_LINEAR = [
+    field.name for field in fields(ModelSpec) if re.match("linear_.*_(heads|dim)", field.name)
+]
+"""Fields of GatedDeltaNet with one name in Megatron and in transformers."""
 
 
 def _gated_delta(config: _Config) -> dict[str, Any]:
@@ -166,16 +173,12 @@ def _gated_delta(config: _Config) -> dict[str, Any]:
     return {
         "num_query_groups": config.size("num_key_value_heads"),  # defaults differ by model
         "kv_channels": config.size("head_dim", 256),
-        "output_gate": True,
+        "attention_output_gate": True,
         "rotary_percent": turned,
-        "recurrent": GatedDelta(
-            key_heads=config.size("linear_num_key_heads", 16),
-            value_heads=config.size("linear_num_value_heads", 32),
-            key_dim=config.size("linear_key_head_dim", 128),
-            value_dim=config.size("linear_value_head_dim", 128),
-            attention_every=every,
-            conv_width=config.size("linear_conv_kernel_dim", 4),
-        ),
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": every,
+        # Absent ones have the same defaults there as here.
+        **{name: config.size(name) for name in _LINEAR if config.values.get(name) is not None},
     }
 
 
@@ -183,8 +186,8 @@ def _qwen3_next(config: _Config, **family: Any) -> ModelSpec:
     """Qwen3-Next: shared experts as well."""
     config.only("shared_expert_gate", True, "the shared expert has a gate")
     values = {
-        "moe_shared_width": config.size("shared_expert_intermediate_size", 512),
-        "moe_normalize_top_k": config.flag("norm_topk_prob", True),
+        "moe_shared_expert_intermediate_size": config.size("shared_expert_intermediate_size", 512),
+        "moe_router_pre_softmax": not config.flag("norm_topk_prob", True),
         **_gated_delta(config),
     }
     return _qwen3_moe(config, **{**values, **family})
@@ -200,7 +203,7 @@ def _qwen3_5_moe(config: _Config) -> ModelSpec:
     config.only("decoder_sparse_step", 1, "every layer has experts")
     config.only("mlp_only_layers", [], "every layer has experts")
     width = config.size("moe_intermediate_size")
-    return _qwen3_next(config, moe_normalize_top_k=True, ffn_hidden_size=width)
+    return _qwen3_next(config, moe_router_pre_softmax=False, ffn_hidden_size=width)
 
 
 def _language_model(config: _Config) -> ModelSpec:
@@ -228,7 +231,7 @@ def _pattern(config: _Config) -> str:
         if unknown:
             raise config.wrong("layers_block_type", _no_experts(unknown[0]))
         pattern = "".join(_SYMBOLS[kind] for kind in kinds)
-    if not isinstance(pattern, str):
+    if not isinstance(pattern, str) or not pattern:
         raise config.wrong("hybrid_override_pattern", "is missing; take the model's config.json")
     if set(pattern) - set("M*-"):
         raise config.wrong("hybrid_override_pattern", _no_experts(pattern))
@@ -246,6 +249,7 @@ def _nemotron_h(config: _Config) -> ModelSpec:
     for field in ("rms_norm_eps", "layer_norm_epsilon"):
         config.only(field, 1e-5, "Megatron-Core's MambaMixer has its own norm with 1e-05")
     config.only("time_step_limit", [0.0, math.inf], "Megatron-Core limits no time step")
+    config.only("conv_kernel", 4, "Megatron-Core's convolution has no other width")
     config.only("num_hidden_layers", len(pattern), "the pattern has as many layers")
     return ModelSpec(
         name=config.path.parent.name or config.path.stem,
@@ -259,18 +263,15 @@ def _nemotron_h(config: _Config) -> ModelSpec:
         vocab_size=config.size("vocab_size"),
         max_position=config.size("max_position_embeddings", 4096),
         rope=False,
-        squared_relu=True,
+        gated_linear_unit=False,
         tie_embeddings=config.flag("tie_word_embeddings"),
-        norm_eps=1e-5,
-        init_std=config.number("initializer_range", 0.02),
-        recurrent=Mamba(
-            pattern,
-            heads=config.size("mamba_num_heads", 128),
-            head_dim=config.size("mamba_head_dim", 64),
-            state_dim=config.size("ssm_state_size", 128),
-            groups=config.size("n_groups", 8),
-            conv_width=config.size("conv_kernel", 4),
-        ),
+        layernorm_epsilon=1e-5,
+        init_method_std=config.number("initializer_range", 0.02),
+        hybrid_override_pattern=pattern,
+        mamba_num_heads=config.size("mamba_num_heads", 128),
+        mamba_head_dim=config.size("mamba_head_dim", 64),
+        mamba_state_dim=config.size("ssm_state_size", 128),
+        mamba_num_groups=config.size("n_groups", 8),
     )  # fmt: skip
 
 
@@ -288,15 +289,15 @@ def _qwen3_moe(config: _Config, **family: Any) -> ModelSpec:
         raise config.wrong("mlp_only_layers", f"is {dense!r}, not a list of layer numbers")
     # transformers 5 writes the second name, earlier releases the first.
     experts = "num_local_experts" if "num_local_experts" in config.values else "num_experts"
-    flags = tuple((n + 1) % step == 0 and n not in dense for n in range(layers))
+    flags = tuple(int((n + 1) % step == 0 and n not in dense) for n in range(layers))
     return _qwen3(
         config,
-        num_experts=config.size(experts),
+        num_moe_experts=config.size(experts),
         moe_ffn_hidden_size=config.size("moe_intermediate_size"),
-        moe_top_k=config.size("num_experts_per_tok"),
+        moe_router_topk=config.size("num_experts_per_tok"),
         moe_aux_loss_coeff=float(config.number("router_aux_loss_coef", 0.001)),
-        moe_layers=None if all(flags) else flags,
-        **{"moe_normalize_top_k": config.flag("norm_topk_prob"), **family},
+        moe_layer_freq=1 if all(flags) else flags,
+        **{"moe_router_pre_softmax": not config.flag("norm_topk_prob"), **family},
     )
 
 

@@ -26,6 +26,7 @@ from megatron_prefix.lab.models import hf
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.models.shards import Shards, listed
 from megatron_prefix.lab.models.weights import global_name, tensor_split
+from megatron_prefix.plan.layer_mix import layers_with_experts
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +55,8 @@ _MLP = {
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 # Fields that change no logits, so that a config.json and --model or --set may differ in them.
 _FREE = {
-    "name", "num_layers", "init_std", "max_position", "moe_layers", "moe_load_balancing",
-    "moe_aux_loss_coeff", "moe_z_loss_coeff",
+    "name", "num_layers", "init_method_std", "max_position", "moe_layer_freq",
+    "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff",
 }  # fmt: skip
 
 
@@ -107,10 +108,9 @@ def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def _mlp_shapes(spec: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Of one layer's MLP or of its router and experts."""
-    experts = spec.is_moe and (spec.moe_layers is None or spec.moe_layers[layer])
     owners, width = ["mlp"], spec.ffn_hidden_size
-    if experts:
-        number, width = spec.num_experts or 0, spec.moe_ffn_hidden_size or 0
+    if spec.has_experts(layer):
+        number, width = spec.num_moe_experts or 0, spec.moe_ffn_hidden_size or 0
         owners = [f"mlp.experts.{expert}" for expert in range(number)]
         yield "mlp.gate.weight", (number, spec.hidden_size)
     for owner in owners:
@@ -143,7 +143,7 @@ class HFWeights:
         self.folder, self.spec = Path(folder), spec
         check_folder(folder)
         self.whole = hf.load(self.folder)
-        if self.whole.recurrent is not None:
+        if self.whole.recurrent:
             raise UserError(
                 f"{self.folder}: weights of recurrent layers cannot be read from Hugging Face"
                 " checkpoints; leave --load-hf out, or convert them with Megatron's own tools"
@@ -265,7 +265,7 @@ def _check_same(folder: Path, whole: ModelSpec, spec: ModelSpec) -> None:
             wrong.append(f"{field.name} {other!r} instead of {own!r}")
     if spec.num_layers > whole.num_layers:
         wrong.append(f"num_layers {spec.num_layers} instead of {whole.num_layers}")
-    kinds = [one.moe_layers or (one.is_moe,) * one.num_layers for one in (spec, whole)]
+    kinds = [layers_with_experts(one) for one in (spec, whole)]
     if not wrong and kinds[0] != kinds[1][: spec.num_layers]:
         wrong.append("other layers with experts")
     if wrong:

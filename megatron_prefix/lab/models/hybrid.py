@@ -66,7 +66,7 @@ def hybrid_model(
         from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec as stack
     else:
         stack = _local_stack(config, spec)
-    pattern = spec.pattern
+    pattern = spec.hybrid_override_pattern
     if "hybrid_layer_pattern" not in inspect.signature(StockModel.__init__).parameters:
         return HybridModel(config, stack, hybrid_override_pattern=pattern, **options)
     virtual = config.virtual_pipeline_model_parallel_size or 1
@@ -94,7 +94,7 @@ def _local_stack(config: Any, spec: ModelSpec) -> ModuleSpec:
     attention = "input_layernorm", "self_attention", "self_attn_bda"
     plain, delta = local(None), local(None)
     delta.self_attention = _gated_delta_net()
-    experts = local(spec.num_experts) if spec.is_moe else plain
+    experts = local(spec.num_moe_experts) if spec.is_moe else plain
     mixer = ModuleSpec(
         module=MambaMixer,
         submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),

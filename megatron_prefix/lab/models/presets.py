@@ -1,28 +1,27 @@
-"""The shape of a model, and the named ones. [pure]"""
+"""The shape of a model, and the named ones of presets.toml. [pure]"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_prefix.errors import UserError, shown
-from megatron_prefix.plan.recurrent_spec import GatedDelta, Mamba, Recurrent
+from megatron_prefix.plan.layer_mix import LayerMix, layers_with_experts
+from megatron_prefix.plan.recurrent_spec import KINDS, Recurrent
 
-_SIZES = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "ffn_hidden_size",
-    "max_position",
-)
+if sys.version_info >= (3, 11):
+    import tomllib as toml
+else:
+    import tomli as toml
+
 _MOST_LAYERS, _MOST_SIZE = 10_000, 10**9
-_POSITIVE = ("rotary_base", "norm_eps")
-_FROM_ZERO = ("init_std", "moe_aux_loss_coeff", "moe_z_loss_coeff")
+_POSITIVE = ("rotary_base", "layernorm_epsilon")
+_FROM_ZERO = ("init_method_std", "moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 
 @dataclass(frozen=True)
@@ -51,27 +50,35 @@ class RopeScaling:
 class ModelSpec:
     """A decoder of the Llama, Qwen and Nemotron-H families: RMSNorm, RoPE, GQA, SwiGLU.
 
+    What is a field of Megatron's TransformerConfig has its name, meaning and default (0.16.1), so
+    what reads a config by attribute reads a spec too. The other fields go to Megatron's models:
+
     name: for reports.
     vocab_size: None takes the vocabulary of the rollouts; see `with_vocab`.
+    max_position: the longest sequence. rotary_base, rope_scaling: of RoPE.
+    rope: whether attention turns queries and keys. rotary_percent: the share of a head that turns.
+    tie_embeddings: the output layer is the input embedding.
+    hybrid_override_pattern: of a HybridModel a symbol a layer: M (Mamba2), G (GatedDeltaNet),
+    * (attention), - (MLP) or E (experts); "" for a GPTModel.
+
+    Of Megatron's:
     kv_channels: the width of one attention head.
     ffn_hidden_size: the width of a dense layer's MLP.
+    gated_linear_unit: the MLP is SwiGLU, else relu(x)^2 without a gate (Nemotron-H).
     qk_layernorm: RMSNorm over each query and key head before RoPE (Qwen3).
-    tie_embeddings: the output layer is the input embedding.
     add_qkv_bias: a bias on the query, key and value projections (Qwen2).
-    init_std: standard deviation of randomly initialised weights.
-    rope: whether attention turns queries and keys. rotary_percent: the share of a head that turns.
-    output_gate: attention's output is gated (Qwen3-Next).
-    squared_relu: the MLP is relu(x)^2 without a gate, not SwiGLU (Nemotron-H).
-    recurrent: layers without attention; None where every layer has attention and an MLP.
-
-    Mixture of experts, unused while num_experts is None:
-    moe_ffn_hidden_size: the width of one expert. moe_top_k: experts a token is sent to.
-    moe_normalize_top_k: the chosen experts' probabilities are scaled to sum to 1.
-    moe_load_balancing: Megatron's moe_router_load_balancing_type. moe_aux_loss_coeff,
-    moe_z_loss_coeff: weights of the auxiliary losses.
-    moe_layers: one flag a layer, True where it has experts; None means all of them.
-    moe_shared_width: width of an expert that all tokens go through, behind a gate; None: there is
-    none.
+    attention_output_gate: attention's output is gated (Qwen3-Next).
+    init_method_std: standard deviation of randomly initialised weights.
+    num_moe_experts: None if there are none; other fields of experts are then not used.
+    moe_ffn_hidden_size: the width of one expert. moe_router_topk: experts a token is sent to.
+    moe_router_pre_softmax: softmax over all experts, not over the chosen ones alone.
+    moe_layer_freq: every n-th layer has experts, or a flag a layer.
+    moe_shared_expert_intermediate_size: width of an expert that all tokens go through, behind a
+    gate; None: there is none.
+    experimental_attention_variant: "gated_delta_net" puts GatedDeltaNet (linear_*) instead of
+    attention in all layers but every `linear_attention_freq`-th.
+    linear_num_key_heads, linear_num_value_heads: value heads share keys in groups.
+    mamba_num_heads: None: as many as make twice the hidden size. mamba_num_groups: of B and C.
     """
 
     name: str
@@ -84,67 +91,69 @@ class ModelSpec:
     vocab_size: int | None = None
     max_position: int = 32768
     rotary_base: float = 10000.0
+    rotary_percent: float = 1.0
+    rope: bool = True
     rope_scaling: RopeScaling | None = None
-    qk_layernorm: bool = False
     tie_embeddings: bool = False
-    norm_eps: float = 1e-6
+    hybrid_override_pattern: str = ""
+    layernorm_epsilon: float = 1e-6
+    init_method_std: float = 0.02
+    qk_layernorm: bool = False
     add_qkv_bias: bool = False
-    init_std: float = 0.02
-    num_experts: int | None = None
+    attention_output_gate: bool = False
+    gated_linear_unit: bool = True
+    num_moe_experts: int | None = None
     moe_ffn_hidden_size: int | None = None
-    moe_top_k: int = 2
-    moe_normalize_top_k: bool = True
-    moe_load_balancing: str = "aux_loss"
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_layer_freq: int | tuple[int, ...] = 1
+    moe_router_topk: int = 2
+    moe_router_pre_softmax: bool = False
+    moe_router_load_balancing_type: str = "aux_loss"
     moe_aux_loss_coeff: float = 0.0
     moe_z_loss_coeff: float | None = None
-    moe_layers: tuple[bool, ...] | None = None
-    moe_shared_width: int | None = None
-    rope: bool = True
-    rotary_percent: float = 1.0
-    output_gate: bool = False
-    squared_relu: bool = False
-    recurrent: Recurrent | None = None
+    experimental_attention_variant: str | None = None
+    linear_attention_freq: int | None = None
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    mamba_state_dim: int = 128
+    mamba_head_dim: int = 64
+    mamba_num_groups: int = 8
+    mamba_num_heads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            self._require_size(name, getattr(self, name))
-        if self.num_layers > _MOST_LAYERS:
-            raise UserError(
-                f"model {shown(self.name)}: num_layers {self.num_layers} is more than"
-                f" {_MOST_LAYERS}; give fewer"
-            )
-        if self.vocab_size is not None:
-            self._require_size("vocab_size", self.vocab_size)
+        for field in dataclasses.fields(self):
+            given = getattr(self, field.name) is not None
+            if field.type == "int" or (field.type == "int | None" and given):
+                self._require_size(field.name)
+        self._require(self.num_layers <= _MOST_LAYERS, f"num_layers {self.num_layers} is more than"
+                      f" {_MOST_LAYERS}; give fewer")  # fmt: skip
         self._check_numbers()
-        if self.num_attention_heads % self.num_query_groups:
-            raise UserError(
-                f"model {self.name}: num_query_groups {self.num_query_groups} must divide "
-                f"num_attention_heads {self.num_attention_heads}"
-            )
-        if self.kv_channels % 2:
-            raise UserError(
-                f"model {self.name}: kv_channels {self.kv_channels} must be even, RoPE turns pairs"
-            )
-        if self.num_experts is not None:
-            self._check_experts(self.num_experts)
-        if not 0 < self.rotary_percent <= 1:
-            raise UserError(
-                f"model {shown(self.name)}: rotary_percent {shown(self.rotary_percent)} must be"
-                " above 0 and at most 1"
-            )
-        if self.pattern and len(self.pattern) != self.num_layers:
-            raise UserError(
-                f"model {shown(self.name)}: the hybrid pattern {self.pattern} has"
-                f" {len(self.pattern)} symbols for {self.num_layers} layers; give one a layer"
-            )
+        self._check_divisors("num_query_groups", "num_attention_heads")
+        self._require(self.kv_channels % 2 == 0, f"kv_channels {self.kv_channels} must be even,"
+                      " RoPE turns pairs")  # fmt: skip
+        if self.num_moe_experts is not None:
+            self._check_experts(self.num_moe_experts)
+        self._require(0 < self.rotary_percent <= 1, f"rotary_percent {shown(self.rotary_percent)}"
+                      " must be above 0 and at most 1")  # fmt: skip
+        self._check_recurrent()
 
-    def _require_size(self, name: str, value: Any) -> None:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or not 1 <= value <= _MOST_SIZE:
-            raise UserError(
-                f"model {shown(self.name)}: {name} {shown(value)} must be a whole number from 1 to"
-                f" {_MOST_SIZE}"
-            )
+    def _require(self, fine: bool, problem: str) -> None:
+        if not fine:
+            raise UserError(f"model {shown(self.name)}: {problem}")
+
+    def _require_size(self, name: str) -> None:
+        value = getattr(self, name)
+        self._require(
+            type(value) is int and 1 <= value <= _MOST_SIZE,
+            f"{name} {shown(value)} must be an integer from 1 to {_MOST_SIZE}",
+        )
+
+    def _check_divisors(self, divisor: str, number: str) -> None:
+        few, many = getattr(self, divisor), getattr(self, number)
+        self._require(many % few == 0, f"{divisor} {few} must divide {number} {many}")
 
     def _check_numbers(self) -> None:
         """Refuses NaN, infinities and signs that no weight, coefficient or base can have."""
@@ -153,36 +162,83 @@ class ModelSpec:
             if value is None and name == "moe_z_loss_coeff":
                 continue
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 <= value < math.inf or (name in _POSITIVE and not value):
-                least = "above 0" if name in _POSITIVE else "from 0"
-                raise UserError(
-                    f"model {shown(self.name)}: {name} {shown(value)} must be a finite number"
-                    f" {least}"
-                )
+            fine = number and 0 <= value < math.inf and (name not in _POSITIVE or value > 0)
+            least = "above 0" if name in _POSITIVE else "from 0"
+            self._require(fine, f"{name} {shown(value)} must be a finite number {least}")
 
     def _check_experts(self, num_experts: int) -> None:
-        self._require_size("num_experts", num_experts)
-        self._require_size("moe_ffn_hidden_size", self.moe_ffn_hidden_size)
-        if not 1 <= self.moe_top_k <= num_experts:
-            raise UserError(
-                f"model {self.name}: moe_top_k {self.moe_top_k} must be from 1 to num_experts "
-                f"{num_experts}"
-            )
-        if self.moe_layers is not None and len(self.moe_layers) != self.num_layers:
-            raise UserError(
-                f"model {self.name}: moe_layers has {len(self.moe_layers)} flags for "
-                f"{self.num_layers} layers; give one a layer"
-            )
+        self._require_size("moe_ffn_hidden_size")
+        self._require(
+            1 <= self.moe_router_topk <= num_experts,
+            f"moe_router_topk {self.moe_router_topk} must be from 1 to num_moe_experts"
+            f" {num_experts}",
+        )
+        if isinstance(self.moe_layer_freq, int):
+            self._require_size("moe_layer_freq")
+        else:
+            flags = len(self.moe_layer_freq)
+            self._require(flags == self.num_layers, f"moe_layer_freq has {flags} flags for"
+                          f" {self.num_layers} layers; give one a layer")  # fmt: skip
 
-    @property
-    def pattern(self) -> str:
-        """Symbols of a HybridModel's layers; "" for a GPTModel."""
-        return self.recurrent.pattern if self.recurrent is not None else ""
+    def _check_recurrent(self) -> None:
+        variant, pattern = self.experimental_attention_variant, self.hybrid_override_pattern
+        self._require(
+            variant in (None, "gated_delta_net"),
+            f"experimental_attention_variant {shown(variant)} is not supported; use"
+            " 'gated_delta_net'",
+        )
+        self._require(
+            not (variant and pattern),
+            "experimental_attention_variant and hybrid_override_pattern exclude each other; set the"
+            " first to none and G in the pattern",
+        )
+        if variant:
+            self._require_size("linear_attention_freq")
+        if pattern:
+            self._check_pattern(pattern)
+        if "G" in self.recurrent:
+            self._check_divisors("linear_num_key_heads", "linear_num_value_heads")
+            self._require(self.linear_conv_kernel_dim > 1, "linear_conv_kernel_dim 1 sees no other"
+                          " position; use 2 or more")  # fmt: skip
+        if "M" in self.recurrent and self.mamba_num_heads is not None:
+            self._check_divisors("mamba_num_groups", "mamba_num_heads")
+
+    def _check_pattern(self, pattern: str) -> None:
+        wrong = sorted(set(pattern) - set(KINDS))
+        known = ", ".join(f"{symbol} {kind}" for symbol, kind in KINDS.items())
+        self._require(not wrong, f"hybrid_override_pattern {shown(pattern)} has"
+                      f" {', '.join(wrong)}: use {known}")  # fmt: skip
+        self._require(bool(set(pattern) - set("-E")), f"hybrid_override_pattern {shown(pattern)}"
+                      " has no layer that mixes positions: add one of M G *")  # fmt: skip
+        self._require(
+            len(pattern) == self.num_layers,
+            f"hybrid_override_pattern {shown(pattern)} has {len(pattern)} symbols for"
+            f" {self.num_layers} layers; give one a layer",
+        )
 
     @property
     def is_moe(self) -> bool:
         """Whether any layer has experts."""
-        return self.num_experts is not None
+        return self.num_moe_experts is not None
+
+    @property
+    def is_hybrid_model(self) -> bool:
+        """Whether it is a HybridModel, whose layers are a mixer, an MLP or experts alone."""
+        return self.hybrid_override_pattern != ""
+
+    @functools.cached_property
+    def mix(self) -> LayerMix:
+        """Which layer has attention, a recurrence or neither."""
+        return LayerMix.of_config(self)
+
+    @functools.cached_property
+    def _experts(self) -> list[bool]:
+        return layers_with_experts(self)
+
+    @property
+    def recurrent(self) -> dict[str, Recurrent]:
+        """Shapes of the recurrent layers, by their symbols."""
+        return dict(self.mix.recurrent)
 
     def with_vocab(self, smallest: int) -> ModelSpec:
         """This model for token ids below `smallest`; fills the vocabulary where it is open.
@@ -202,64 +258,53 @@ class ModelSpec:
 
     def first(self, num_layers: int) -> ModelSpec:
         """The model with its first layers only, at most all of them."""
-        num, changes = min(num_layers, self.num_layers), dict[str, Any]()
-        if self.moe_layers is not None:
-            changes["moe_layers"] = self.moe_layers[:num]
-        if self.recurrent is not None:
-            changes["recurrent"] = dataclasses.replace(self.recurrent, pattern=self.pattern[:num])
-        return dataclasses.replace(self, num_layers=num, **changes)
+        num, frequency = min(num_layers, self.num_layers), self.moe_layer_freq
+        return dataclasses.replace(
+            self,
+            num_layers=num,
+            moe_layer_freq=frequency if isinstance(frequency, int) else frequency[:num],
+            hybrid_override_pattern=self.hybrid_override_pattern[:num],
+        )
 
     @property
     def num_different(self) -> int:
         """The fewest first layers among which is one of every kind that the model has."""
         kinds = [
-            (self.kind(layer), self.has_mlp(layer), self.has_experts(layer))
+            (self.mix.mixers[layer], self.has_mlp(layer), self.has_experts(layer))
             for layer in range(self.num_layers)
         ]
         return 1 + max(kinds.index(kind) for kind in kinds)
 
-    def kind(self, layer: int) -> str:
-        """What a layer (from 0) mixes positions with: "attention", "recurrent" or "" (nothing)."""
-        if self.recurrent is None:
-            return "attention"
-        if self.recurrent.is_recurrent(layer):
-            return "recurrent"
-        return "" if self.pattern and self.pattern[layer] in "-E" else "attention"
-
     def has_mlp(self, layer: int) -> bool:
         """Whether a layer has an MLP or experts."""
-        return not self.pattern or self.kind(layer) == ""
+        return not self.is_hybrid_model or self.mix.mixers[layer] == "-"
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's MLP is a mixture of experts."""
-        if self.pattern:
-            return self.pattern[layer] == "E"
-        return self.is_moe and (self.moe_layers is None or self.moe_layers[layer])
+        return self._experts[layer]
 
     def mixer_parameters(self, layer: int) -> int:
         """Parameters of a layer's attention or recurrence, without norms and biases."""
-        kind = self.kind(layer)
-        if kind == "recurrent" and self.recurrent is not None:
-            inner = self.recurrent.projected[0 if isinstance(self.recurrent, Mamba) else 2]
-            wide = sum(self.recurrent.projected) + inner
-            return wide * self.hidden_size + self.recurrent.conv_width * sum(
-                self.recurrent.convolved
-            )
-        heads = (2 if self.output_gate else 1) * self.num_attention_heads
+        symbol = self.mix.mixers[layer]
+        if shape := self.recurrent.get(symbol):
+            wide = sum(shape.projected) + shape.projected[0 if symbol == "M" else 2]
+            return wide * self.hidden_size + shape.conv_width * sum(shape.convolved)
+        heads = (2 if self.attention_output_gate else 1) * self.num_attention_heads
         both = heads + self.num_attention_heads + 2 * self.num_query_groups
-        return self.hidden_size * self.kv_channels * both if kind else 0
+        return self.hidden_size * self.kv_channels * both if symbol == "*" else 0
 
     def layer_parameters(self, layer: int = 0) -> int:
         """Parameters of one decoder layer with all its experts, without norms and biases."""
         mixer = self.mixer_parameters(layer)
         if not self.has_mlp(layer):
             return mixer
-        matrices = 2 if self.squared_relu else 3
+        matrices = 3 if self.gated_linear_unit else 2
         if not self.has_experts(layer):
             return mixer + matrices * self.hidden_size * self.ffn_hidden_size
-        experts, width = self.num_experts or 0, self.moe_ffn_hidden_size or 0
-        shared = matrices * self.moe_shared_width + 1 if self.moe_shared_width else 0
-        return mixer + (experts * (matrices * width + 1) + shared) * self.hidden_size
+        experts, width = self.num_moe_experts or 0, self.moe_ffn_hidden_size or 0
+        shared = self.moe_shared_expert_intermediate_size
+        always = matrices * shared + 1 if shared else 0
+        return mixer + (experts * (matrices * width + 1) + always) * self.hidden_size
 
     def parameters(self) -> int:
         """Parameters of the whole model, without norms and biases; an open vocabulary counts 0."""
@@ -267,191 +312,13 @@ class ModelSpec:
         return tables + sum(self.layer_parameters(layer) for layer in range(self.num_layers))
 
 
-# The tiny ones have larger initial weights than real models, so that a wrong term in attention or
-# gradients is visible. Real shapes: config.json of Meta-Llama-3-8B, Qwen3-0.6B, Qwen3-8B,
-# Qwen3-30B-A3B, Qwen3.5-27B and Qwen3-Next-80B-A3B-Instruct. Of Qwen3.5-9B widths and number of
-# layers are the defaults of transformers' Qwen3_5TextConfig (5.17), positions and rotary base those
-# of Qwen3-Next.
-PRESETS: dict[str, ModelSpec] = {
-    spec.name: spec
-    for spec in (
-        ModelSpec(
-            name="tiny-llama",
-            num_layers=4,
-            hidden_size=64,
-            num_attention_heads=4,
-            num_query_groups=2,
-            kv_channels=16,
-            ffn_hidden_size=128,
-            init_std=0.1,
-        ),
-        ModelSpec(
-            name="tiny-qwen3",
-            num_layers=4,
-            hidden_size=64,
-            num_attention_heads=4,
-            num_query_groups=2,
-            kv_channels=24,
-            ffn_hidden_size=96,
-            rotary_base=1e6,
-            qk_layernorm=True,
-            tie_embeddings=True,
-            init_std=0.1,
-        ),
-        ModelSpec(
-            name="tiny-moe",
-            num_layers=4,
-            hidden_size=64,
-            num_attention_heads=4,
-            num_query_groups=2,
-            kv_channels=16,
-            ffn_hidden_size=128,
-            qk_layernorm=True,
-            init_std=0.1,
-            num_experts=8,
-            moe_ffn_hidden_size=32,
-            moe_top_k=2,
-            moe_aux_loss_coeff=1e-2,
-        ),
-        ModelSpec(
-            name="tiny-qwen3-next",
-            num_layers=4,
-            hidden_size=64,
-            num_attention_heads=4,
-            num_query_groups=2,
-            kv_channels=16,
-            ffn_hidden_size=96,
-            rotary_percent=0.25,
-            qk_layernorm=True,
-            output_gate=True,
-            init_std=0.1,
-            recurrent=GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=8),
-        ),
-        ModelSpec(
-            name="tiny-nemotron-h",
-            num_layers=6,
-            hidden_size=64,
-            num_attention_heads=4,
-            num_query_groups=2,
-            kv_channels=16,
-            ffn_hidden_size=128,
-            rope=False,
-            squared_relu=True,
-            init_std=0.1,
-            recurrent=Mamba("M-M*-M", heads=8, head_dim=16, state_dim=8, groups=2),
-        ),
-        ModelSpec(
-            name="llama3-8b",
-            num_layers=32,
-            hidden_size=4096,
-            num_attention_heads=32,
-            num_query_groups=8,
-            kv_channels=128,
-            ffn_hidden_size=14336,
-            vocab_size=128256,
-            max_position=8192,
-            rotary_base=500000.0,
-            norm_eps=1e-5,
-        ),
-        ModelSpec(
-            name="qwen3-0.6b",
-            num_layers=28,
-            hidden_size=1024,
-            num_attention_heads=16,
-            num_query_groups=8,
-            kv_channels=128,
-            ffn_hidden_size=3072,
-            vocab_size=151936,
-            max_position=40960,
-            rotary_base=1e6,
-            qk_layernorm=True,
-            tie_embeddings=True,
-        ),
-        ModelSpec(
-            name="qwen3-8b",
-            num_layers=36,
-            hidden_size=4096,
-            num_attention_heads=32,
-            num_query_groups=8,
-            kv_channels=128,
-            ffn_hidden_size=12288,
-            vocab_size=151936,
-            max_position=40960,
-            rotary_base=1e6,
-            qk_layernorm=True,
-        ),
-        ModelSpec(
-            name="qwen3-30b-a3b",
-            num_layers=48,
-            hidden_size=2048,
-            num_attention_heads=32,
-            num_query_groups=4,
-            kv_channels=128,
-            ffn_hidden_size=6144,
-            vocab_size=151936,
-            max_position=40960,
-            rotary_base=1e6,
-            qk_layernorm=True,
-            num_experts=128,
-            moe_ffn_hidden_size=768,
-            moe_top_k=8,
-            moe_aux_loss_coeff=1e-3,
-        ),
-        ModelSpec(
-            name="qwen3.5-9b",
-            num_layers=32,
-            hidden_size=4096,
-            num_attention_heads=16,
-            num_query_groups=4,
-            kv_channels=256,
-            ffn_hidden_size=12288,
-            vocab_size=248320,
-            max_position=262144,
-            rotary_base=1e7,
-            rotary_percent=0.25,
-            qk_layernorm=True,
-            output_gate=True,
-            recurrent=GatedDelta(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
-        ),
-        ModelSpec(
-            name="qwen3.5-27b",
-            num_layers=64,
-            hidden_size=5120,
-            num_attention_heads=24,
-            num_query_groups=4,
-            kv_channels=256,
-            ffn_hidden_size=17408,
-            vocab_size=248320,
-            max_position=262144,
-            rotary_base=1e7,
-            rotary_percent=0.25,
-            qk_layernorm=True,
-            output_gate=True,
-            recurrent=GatedDelta(key_heads=16, value_heads=48, key_dim=128, value_dim=128),
-        ),
-        ModelSpec(
-            name="qwen3-next-80b-a3b",
-            num_layers=48,
-            hidden_size=2048,
-            num_attention_heads=16,
-            num_query_groups=2,
-            kv_channels=256,
-            ffn_hidden_size=5120,
-            vocab_size=151936,
-            max_position=262144,
-            rotary_base=1e7,
-            rotary_percent=0.25,
-            qk_layernorm=True,
-            output_gate=True,
-            num_experts=512,
-            moe_ffn_hidden_size=512,
-            moe_top_k=10,
-            moe_aux_loss_coeff=1e-3,
-            moe_shared_width=512,
-            recurrent=GatedDelta(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
-        ),
-    )
-}
+def _presets() -> dict[str, ModelSpec]:
+    text = Path(__file__).with_name("presets.toml").read_text(encoding="utf-8")
+    return {name: ModelSpec(name, **fields) for name, fields in toml.loads(text).items()}
+
+
+PRESETS = _presets()
+"""The models of presets.toml, by name."""
 
 
 def _exists(path: str) -> bool:

@@ -117,11 +117,12 @@ def local_part(
 def _pieces(spec: ModelSpec, whole: str) -> int | Sequence[int]:
     """See `local_part`, of a parameter by its `global_name`."""
     if "linear_fc1.weight" in whole:
-        return 1 if spec.squared_relu else 2
-    if spec.recurrent is not None and whole.endswith("in_proj.weight"):
-        return spec.recurrent.projected
-    if spec.recurrent is not None and ".conv1d" in whole:
-        return spec.recurrent.convolved
+        return 2 if spec.gated_linear_unit else 1
+    recurrent = spec.recurrent.get("M" if ".mixer." in whole else "G")
+    if recurrent is not None and whole.endswith("in_proj.weight"):
+        return recurrent.projected
+    if recurrent is not None and ".conv1d" in whole:
+        return recurrent.convolved
     return 1
 
 
@@ -151,5 +152,5 @@ def fill(model: Any, spec: ModelSpec, seed: int) -> None:
         shape[dim] *= size
         generator = _generator(seed, whole, parameter.device)
         full = torch.empty(shape, dtype=torch.float32, device=parameter.device)
-        _draw(full, whole, spec.init_std, generator)
+        _draw(full, whole, spec.init_method_std, generator)
         parameter.copy_(local_part(full, dim, rank, size, _pieces(spec, whole)))

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.models.old_names import updated
 from megatron_prefix.lab.rl import checkpoint_files
 from megatron_prefix.lab.rl.checkpoint_state import CheckpointError, State, read_state, reason
 from megatron_prefix.lab.rl.run_folder import FOLDER, LATEST, STATE, newest
@@ -212,6 +213,8 @@ def _check(checkpoint: Path, state: State, identity: Identity, num_groups: int) 
     wanted = json.loads(json.dumps(asdict(identity)))
     for name, value in wanted.items():
         found = state.identity.get(name)
+        if name == "model" and isinstance(found, dict):
+            found = updated(found)
         if found == value:
             continue
         if name == "model":

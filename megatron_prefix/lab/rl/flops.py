@@ -28,7 +28,7 @@ def cost_model(spec: ModelSpec) -> CostModel:
     """Forward FLOPs of a model, without any overhead."""
     if spec.vocab_size is None:
         raise UserError(f"model {spec.name} has no vocabulary yet; call with_vocab(size)")
-    return replace(CostModel.of_spec(spec), action_tokens=0.0)
+    return replace(CostModel.of_config(spec), action_tokens=0.0)
 
 
 def peak_flops(dtype: str) -> float | None:

@@ -111,10 +111,12 @@ def place_groups(
     interleaved = stock and layout.vpp > 1
     method = "auto" if config.mode in ("auto", "on") else "tokens"
     side_by_side = layout.ep > 1 and (stock or config.mode != "on")
-    counted_together = spec.moe_load_balancing == "global_aux_loss" and spec.moe_aux_loss_coeff > 0
+    counted_together = (
+        spec.moe_router_load_balancing_type == "global_aux_loss" and spec.moe_aux_loss_coeff > 0
+    )
     if layout.dp > 1 and (interleaved or side_by_side or counted_together):
         method = "equal"
-    placed = place(groups, layout.dp, CostModel.of_spec(spec), options, method)
+    placed = place(groups, layout.dp, CostModel.of_config(spec), options, method)
     first = groups[0].rollouts[0]
     idle = Rollout("idle", "0", first.tokens[:2], prompt_len=1, loss=(), reward=0.0)
     num = sum(len(group.rollouts) for group in placed.ranks[0])

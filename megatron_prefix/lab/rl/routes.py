@@ -40,7 +40,7 @@ def check(spec: ModelSpec, recompute: str) -> None:
         UserError: a model without experts; or one whose routers run again in the backward pass,
             where RouterReplay has the routes of the microbatch whose forward was the last.
     """
-    if spec.num_experts is None:
+    if spec.num_moe_experts is None:
         raise UserError(
             f"--same-routes with --model {spec.name}: it has no experts; leave --same-routes out"
         )
@@ -53,7 +53,7 @@ def check(spec: ModelSpec, recompute: str) -> None:
 
 def shape_of(spec: ModelSpec) -> tuple[int, int]:
     """Layers, and experts of a token."""
-    return spec.num_layers, spec.moe_top_k
+    return spec.num_layers, spec.moe_router_topk
 
 
 # Following ----------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime.layout import Layout
-from megatron_prefix.plan.recurrent_spec import GatedDelta, Mamba
 
 MODELS = {
     "dense": "tiny-qwen3",
@@ -32,16 +31,20 @@ MODELS = {
 RECURRENT = ("gdn", "gdn-moe", "mamba", "hybrid-gdn", "hybrid-moe")
 """Megatron-Core 0.16 does not pack microbatches of these."""
 EXPERTS = {
-    "num_experts": 8,
+    "num_moe_experts": 8,
     "moe_ffn_hidden_size": 32,
-    "moe_shared_width": 32,
+    "moe_shared_expert_intermediate_size": 32,
     "moe_aux_loss_coeff": 1e-2,
 }
 OVERRIDES: dict[str, dict[str, Any]] = {
     "gdn-moe": EXPERTS,
-    "mamba": {"num_layers": 8, "recurrent": Mamba("M-M*M-*M", 8, 16, 8, 2)},
-    "hybrid-gdn": {"num_layers": 8, "recurrent": GatedDelta(2, 4, 8, 8, pattern="G-G*G-*G")},
-    "hybrid-moe": {**EXPERTS, "recurrent": Mamba("MEM*EM", 8, 16, 8, 2)},
+    "mamba": {"num_layers": 8, "hybrid_override_pattern": "M-M*M-*M"},
+    "hybrid-gdn": {
+        "num_layers": 8,
+        "experimental_attention_variant": None,
+        "hybrid_override_pattern": "G-G*G-*G",
+    },
+    "hybrid-moe": {**EXPERTS, "hybrid_override_pattern": "MEM*EM"},
 }
 """Fields of the preset that a model changes."""
 RECOMPUTES = ("none", "full")
@@ -54,16 +57,16 @@ SIXTEEN_BIT = {
     "num_attention_heads": 8,
     "num_query_groups": 2,
     "kv_channels": 64,
-    "init_std": 0.03,
+    "init_method_std": 0.03,
 }
 SIXTEEN_BIT_OF = {
     "dense": {"ffn_hidden_size": 1408},
-    "moe": {"moe_ffn_hidden_size": 256, "moe_top_k": 8},
+    "moe": {"moe_ffn_hidden_size": 256, "moe_router_topk": 8},
     "gdn": {"ffn_hidden_size": 1408},
-    "gdn-moe": {"moe_ffn_hidden_size": 256, "moe_top_k": 8},
+    "gdn-moe": {"moe_ffn_hidden_size": 256, "moe_router_topk": 8},
     "mamba": {"ffn_hidden_size": 1408},
     "hybrid-gdn": {"ffn_hidden_size": 1408},
-    "hybrid-moe": {"moe_ffn_hidden_size": 256, "moe_top_k": 8},
+    "hybrid-moe": {"moe_ffn_hidden_size": 256, "moe_router_topk": 8},
 }
 
 # name: layout, models that can run it. With tensor parallelism Megatron-Core requires sequence

@@ -158,7 +158,10 @@ def one_shares() -> bool:
     layout = Layout(dp=2, cp=2)
     runtime.initialize(layout)
     model = resolve(
-        "tiny-moe", num_layers=2, moe_load_balancing="global_aux_loss", moe_aux_loss_coeff=1.0
+        "tiny-moe",
+        num_layers=2,
+        moe_router_load_balancing_type="global_aux_loss",
+        moe_aux_loss_coeff=1.0,
     ).with_vocab(VOCAB)
     chunks = build_model(model, layout=layout, dtype="float64")
     shape = ((64, 8, 8), (8, 64, 1))[parallel_state.get_data_parallel_rank()]

@@ -38,8 +38,8 @@ from tests.harness.ranks import run_ranks
 VOCAB = 64
 SP = {"sequence_parallel": True}
 AUX = {"moe_aux_loss_coeff": 1.0}
-SEQ = {"moe_load_balancing": "seq_aux_loss", "moe_aux_loss_coeff": 1.0}
-GLOBAL = {"moe_load_balancing": "global_aux_loss", "moe_aux_loss_coeff": 1.0}
+SEQ = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1.0}
+GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1.0}
 Z = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 1.0}
 AUX_Z = {**AUX, "moe_z_loss_coeff": 1.0}
 BIAS = {
@@ -89,8 +89,10 @@ CASES = {
     "expert bias alone": Case({"moe_aux_loss_coeff": 0.0}, config=BIAS, flat=True),
     "shared experts": Case(config={"moe_shared_expert_intermediate_size": 24}),
     "groups of experts": Case(config={"moe_router_num_groups": 4, "moe_router_group_topk": 2}),
-    "softmax before the choice": Case({**AUX_Z, "moe_normalize_top_k": False, "moe_top_k": 3}),
-    "one layer of two is dense": Case({**AUX_Z, "moe_layers": (False, True)}),
+    "softmax before the choice": Case(
+        {**AUX_Z, "moe_router_pre_softmax": True, "moe_router_topk": 3}
+    ),
+    "one layer of two is dense": Case({**AUX_Z, "moe_layer_freq": (False, True)}),
     "all-gather": Case(
         config={"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False}
     ),

@@ -143,7 +143,10 @@ JOBS: dict[str, tuple[Job, Callable[..., Any]]] = {
     "DP2, unlike kinds": (Job(), alone),
     "DP2, experts": (Job("tiny-moe", model=NO_AUX), flat),
     "DP2, global_aux_loss": (
-        Job("tiny-moe", model={"moe_load_balancing": "global_aux_loss", "moe_aux_loss_coeff": 1.0}),
+        Job(
+            "tiny-moe",
+            model={"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1.0},
+        ),
         flat,
     ),
     "CP2": (Job(layout=Layout(cp=2), build=PER_TOKEN), flat),

@@ -118,26 +118,28 @@ def test_experts_of_a_megatron_config(frequency, num_sparse) -> None:
 def test_a_config_counts_as_megatron_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a real TransformerConfig and of the spec that it was made of."""
     monkeypatch.setattr("megatron.core.__version__", "0.17.1")  # older ones have no symbol G
-    delta = replace(resolve("tiny-qwen3-next").recurrent, pattern="GG*-")
+    delta = {"experimental_attention_variant": None, "hybrid_override_pattern": "GG*-"}
     for name, fields in (
         *((name, {}) for name in ("tiny-llama", "tiny-moe", "tiny-qwen3-next", "tiny-nemotron-h")),
-        ("tiny-qwen3-next", {"recurrent": delta}),
+        ("tiny-qwen3-next", delta),
     ):
         spec = resolve(name, **fields).with_vocab(64)
         config = transformer_config(
             spec, Layout(), "float32", torch.device("cpu"), transformer_engine=False
         )
-        assert CostModel.of_config(config, 64, spec.pattern) == CostModel.of_spec(spec)
+        assert CostModel.of_config(config, 64, spec.hybrid_override_pattern) == CostModel.of_config(
+            spec
+        )
 
 
 def test_only_attention_layers_have_pairs() -> None:
     """Qwen3-Next has 12 of them, 16 heads of 256; a pair costs 4 FLOPs a channel."""
-    cost = CostModel.of_spec(resolve("qwen3-next-80b-a3b"))
+    cost = CostModel.of_config(resolve("qwen3-next-80b-a3b"))
     assert cost.attention == 12 * 4 * 16 * 256
     spec = resolve("tiny-nemotron-h")
     mixers = sum(map(spec.mixer_parameters, range(6))) - 3 * 4 * (128 + 2 * 16)  # convolutions
     scans = 3 * (2 * 8 * 16 * 8 + 64 * (2 * 8 + 128))  # a state written and read; chunks of 64
-    assert CostModel.of_spec(spec).linear == 2 * (mixers + scans + 2 * 2 * 64 * 128)
+    assert CostModel.of_config(spec).linear == 2 * (mixers + scans + 2 * 2 * 64 * 128)
 
 
 def test_parameters_of_llama3_8b() -> None:

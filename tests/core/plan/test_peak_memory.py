@@ -14,10 +14,10 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.bench.counted import SavedBytes
 from megatron_prefix.lab.models import build as models_build
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.offload.segment import addresses
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.footprint import Footprint
+from megatron_prefix.plan.footprint import Execution, Footprint
 from megatron_prefix.plan.memory_policy import policies
 from megatron_prefix.plan.peak_memory import RankMemory, predict, table
 from megatron_prefix.plan.planner import make_plan
@@ -167,19 +167,24 @@ def test_layers_on_the_host_are_on_the_device_for_a_visit() -> None:
 
 
 def test_a_stage_counts_its_own_layers() -> None:
-    footprint = Footprint.of_spec(resolve("llama3-8b"), num_stages=2)
+    footprint = footprint_of(resolve("llama3-8b"), num_stages=2)
     rollouts, groups = flat_rollouts(1024, 256, 4, 1)
     plan = make_plan(build(rollouts, groups, TreeOptions(segment_tokens=256)), 2)
     first, last = predict(plan, footprint)
     whole = predict(make_plan(build(rollouts, groups, TreeOptions(segment_tokens=256))),
-                    Footprint.of_spec(resolve("llama3-8b")))[0]  # fmt: skip
+                    footprint_of(resolve("llama3-8b")))[0]  # fmt: skip
     assert first.messages == last.messages > 0 == whole.messages
     assert whole.cache_peak == first.cache_peak + last.cache_peak
 
 
+def footprint_of(spec: ModelSpec, **execution: Any) -> Footprint:
+    """Of a model, computed as said."""
+    return Footprint.of_config(spec, execution=Execution(**execution))
+
+
 def whole(**options: Any) -> Footprint:
     """Of a model whose last layer runs as the others do, also where nobody reads its output."""
-    found = Footprint.of_spec(resolve("llama3-8b"), **options)
+    found = footprint_of(resolve("llama3-8b"), **options)
     return replace(found, unread=found.inner, attention=0.0)
 
 
@@ -262,30 +267,30 @@ def test_what_is_offloaded_may_linger() -> None:
 def test_activations_of_llama3_8b() -> None:
     """Per layer and token: 4 h + (q and the attention's output) + 3 ffn, in bf16, and lse."""
     spec = resolve("llama3-8b")
-    whole = Footprint.of_spec(spec)
+    whole = footprint_of(spec)
     assert whole.inner == 2 * (4 * 4096 + 2 * 32 * 128 + 3 * 14336) + 4 * 32
     assert whole.kv == 2 * whole.kv_grad / 4 == 2 * 2 * 8 * 128
-    halves = Footprint.of_spec(spec, tp=2, sequence_parallel=True)
+    halves = footprint_of(spec, tp=2, sequence_parallel=True)
     assert 2 * halves.inner == whole.inner and 2 * halves.kv == whole.kv
-    assert whole.inner / 2 < Footprint.of_spec(spec, tp=2).inner < whole.inner
-    assert Footprint.of_spec(spec, num_stages=4).num_layers == 8
+    assert whole.inner / 2 < footprint_of(spec, tp=2).inner < whole.inner
+    assert footprint_of(spec, num_stages=4).num_layers == 8
     plan = plan_of(1024, 256, 4, 256)
-    spread = predict(plan, Footprint.of_spec(spec, cp=2))[0]
+    spread = predict(plan, footprint_of(spec, cp=2))[0]
     assert 2 * spread.activations == predict(plan, whole)[0].activations
 
 
 def test_context_parallel_ranks_keep_a_share_of_the_sidecar_or_all() -> None:
     plan = plan_of(1024, 256, 4, 512)
-    shared = Footprint.of_spec(resolve("llama3-8b"), cp=2)
+    shared = footprint_of(resolve("llama3-8b"), cp=2)
     (cut,), (kept,) = predict(plan, shared), predict(plan, replace(shared, shares=1))
     assert kept.cache_peak == 2 * cut.cache_peak > 0
     assert shared.exchanged(backward=True) > shared.exchanged(backward=False) > 0
-    assert Footprint.of_spec(resolve("llama3-8b")).exchanged(backward=True) == 0
+    assert footprint_of(resolve("llama3-8b")).exchanged(backward=True) == 0
 
 
 def test_phase_b_of_the_issue() -> None:
     """Suffix retained, the prefix's saved tensors gone: K/V, gK/gV and one rollout are left."""
-    footprint = Footprint.of_spec(resolve("llama3-8b"))
+    footprint = footprint_of(resolve("llama3-8b"))
     for prompt, response, least in ((2048, 10240, 14), (6144, 6144, 45), (8192, 4096, 60),
                                     (10240, 2048, 75)):  # fmt: skip
         plan = plan_of(prompt, response, 8, 1)
@@ -298,7 +303,7 @@ def test_phase_b_of_the_issue() -> None:
 
 
 def test_the_table_names_what_is_held() -> None:
-    footprint = Footprint.of_spec(resolve("llama3-8b"))
+    footprint = footprint_of(resolve("llama3-8b"))
     plan = plan_of(1024, 256, 4, 256)
     text = table(plan, predict(plan, footprint))
     assert text.splitlines()[1].split()[-2:] == ["2", "(retain)"]
@@ -326,7 +331,7 @@ def test_bundles_that_follow_one_another_share_an_arena() -> None:
     (_, _, _, one, _, _), (prompt, response, num, two, _, num_groups) = PACKED
     assert one > two
     rollouts, groups = flat_rollouts(prompt, response, num, num_groups)
-    footprint = Footprint.of_spec(resolve("tiny-llama").with_vocab(VOCAB))
+    footprint = footprint_of(resolve("tiny-llama").with_vocab(VOCAB))
     rows = {}
     for budget in (one, two):
         options = TreeOptions(segment_tokens=budget, min_gain=0)

@@ -76,7 +76,7 @@ def joined(layout: Layout, device: str, *args: Any) -> runtime.World:
 
 def draw_a_weight(recipe: Any, stage: int) -> None:
     """Stands in for building a part of the model."""
-    torch.empty(1).normal_(0.0, recipe.spec.init_std)
+    torch.empty(1).normal_(0.0, recipe.spec.init_method_std)
     raise Accepted
 
 

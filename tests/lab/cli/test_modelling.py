@@ -10,24 +10,35 @@ from megatron_prefix.lab.models import presets
 
 
 def test_values_have_the_types_of_their_fields() -> None:
-    given = ["num_layers=2", "qk_layernorm=False", "norm_eps=1e-5", "num_experts=None"]
+    given = ["num_layers=2", "qk_layernorm=False", "layernorm_epsilon=1e-5", "num_moe_experts=None"]
     assert overrides_of(given) == (
-        ("num_layers", 2), ("qk_layernorm", False), ("norm_eps", 1e-5), ("num_experts", None),
+        ("num_layers", 2), ("qk_layernorm", False),
+        ("layernorm_epsilon", 1e-5), ("num_moe_experts", None),
     )  # fmt: skip
 
 
 def test_a_model_without_its_experts_has_mlps() -> None:
     whole = presets.resolve("qwen3-next-80b-a3b")
-    spec = presets.resolve("qwen3-next-80b-a3b", **dict(overrides_of(["num_experts=none"])))
+    spec = presets.resolve("qwen3-next-80b-a3b", **dict(overrides_of(["num_moe_experts=none"])))
     assert whole.is_moe and not spec.is_moe
     assert spec.parameters() < whole.parameters() / 10
+
+
+def test_old_names_of_fields_are_taken_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    given = ["num_experts=none", "squared_relu=true", "moe_normalize_top_k=False", "init_std=0.5"]
+    assert dict(overrides_of(given)) == {
+        "num_moe_experts": None, "gated_linear_unit": False, "moe_router_pre_softmax": True,
+        "init_method_std": 0.5,
+    }  # fmt: skip
+    assert len(caplog.messages) == 4
+    assert "--set squared_relu=true is now --set gated_linear_unit=False" in caplog.messages
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
         ("num_layers=none", "num_layers is int; give such a value"),
-        ("num_experts=some", "num_experts is int | None; give such a value"),
+        ("num_moe_experts=some", "num_moe_experts is int | None; give such a value"),
         ("qk_layernorm=yes", "qk_layernorm is bool; give such a value"),
         ("layers=2", "layers=2: no such field; fields: "),
     ],

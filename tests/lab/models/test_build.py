@@ -213,7 +213,7 @@ def config_of(name, **overrides):
 
 
 def test_config_carries_the_spec():
-    config = config_of("tiny-moe", add_qkv_bias=True, moe_layers=(True, False, True, False))
+    config = config_of("tiny-moe", add_qkv_bias=True, moe_layer_freq=(True, False, True, False))
     assert config.moe_layer_freq == [1, 0, 1, 0]
     assert config.add_qkv_bias
     assert not config.add_bias_linear
@@ -224,16 +224,18 @@ def test_config_carries_the_spec():
 
 
 def test_dense_and_expert_layers_may_alternate():
-    moe_layers = (True, False, True, False)
+    moe_layer_freq = (True, False, True, False)
 
     def count():
         runtime.initialize(Layout())
-        spec = resolve("tiny-moe", moe_layers=moe_layers, add_qkv_bias=True).with_vocab(VOCAB)
+        spec = resolve("tiny-moe", moe_layer_freq=moe_layer_freq, add_qkv_bias=True).with_vocab(
+            VOCAB
+        )
         [model] = build_model(spec, wrap_ddp=False)
         forward_backward([model], microbatches(Layout()))
         return [hasattr(layer.mlp, "router") for layer in unwrap(model).decoder.layers]
 
-    assert run_ranks(1, count) == [list(moe_layers)]
+    assert run_ranks(1, count) == [list(moe_layer_freq)]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
@@ -277,8 +279,8 @@ def test_what_cannot_be_built_is_refused(name, layout, options, message):
 def test_what_older_releases_lack_is_refused(pattern, layout, release, message, monkeypatch):
     """Of hybrid models; before ranks begin, so none waits for another."""
     spec = PRESETS["tiny-nemotron-h" if "M" in pattern else "tiny-qwen3-next"]
-    layers = dataclasses.replace(spec.recurrent, pattern=pattern)
-    spec = dataclasses.replace(spec, num_layers=4, recurrent=layers, vocab_size=VOCAB)
+    fields = {"hybrid_override_pattern": pattern, "experimental_attention_variant": None}
+    spec = dataclasses.replace(spec, num_layers=4, vocab_size=VOCAB, **(fields if pattern else {}))
     monkeypatch.setattr("megatron.core.__version__", release)
     with pytest.raises(UserError, match=message):
         build_model(spec, layout=layout)
@@ -291,7 +293,7 @@ def test_a_model_that_no_machine_holds_is_refused():
 
 
 def test_what_megatron_refuses_is_told_in_one_line():
-    spec = resolve("tiny-moe", num_experts=1, moe_top_k=1).with_vocab(VOCAB)
+    spec = resolve("tiny-moe", num_moe_experts=1, moe_router_topk=1).with_vocab(VOCAB)
     with pytest.raises(UserError, match=r"tiny-moe.: Megatron-Core refuses .*topk is 1") as caught:
         build_model(spec)
     assert "\n" not in str(caught.value)

@@ -162,7 +162,7 @@ def test_a_parameter_without_a_tensor_is_an_error(name):
     ("change", "words"),
     [
         ({"rotary_base": 10000.0}, "rotary_base 10000.0 instead of 50.0"),
-        ({"norm_eps": 1e-6}, "norm_eps 1e-06 instead of 0.01"),
+        ({"layernorm_epsilon": 1e-6}, "layernorm_epsilon 1e-06 instead of 0.01"),
         ({"num_layers": 5}, "num_layers 5 instead of 4"),
         ({"qk_layernorm": False, "tie_embeddings": False}, "qk_layernorm False instead of True"),
     ],
@@ -178,8 +178,8 @@ def test_the_first_layers_can_be_taken_alone(made):
 
 def test_layers_with_experts_must_be_the_same_ones(tmp_path):
     hf_checkpoints.make(tmp_path, "moe-unscaled")
-    assert "other layers with experts" in refused(tmp_path, moe_layers=None)
-    HFWeights(tmp_path, resolve(str(tmp_path), num_layers=2, moe_layers=(True, False)))
+    assert "other layers with experts" in refused(tmp_path, moe_layer_freq=1)
+    HFWeights(tmp_path, resolve(str(tmp_path), num_layers=2, moe_layer_freq=(True, False)))
 
 
 # Values -------------------------------------------------------------------------------------------
@@ -229,6 +229,8 @@ def test_fingerprints_tell_checkpoints_apart(copy):
 def test_model_and_weights_must_agree(capsys, made):
     given = ("align", "--rollouts", "none.jsonl", "--load-hf", str(made))
     assert "vocab_size" in failure(capsys, *given, "--model", "tiny-qwen3")
-    assert "norm_eps 0.5 instead of 0.01" in failure(capsys, *given, "--set", "norm_eps=0.5")
+    assert "layernorm_epsilon 0.5 instead of 0.01" in failure(
+        capsys, *given, "--set", "layernorm_epsilon=0.5"
+    )
     absent = str(made / "absent")
     assert "no such folder" in failure(capsys, *given[:3], "--load-hf", absent)

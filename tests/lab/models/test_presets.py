@@ -11,7 +11,6 @@ import pytest
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models import hf
 from megatron_prefix.lab.models.presets import PRESETS, ModelSpec, RopeScaling, resolve
-from megatron_prefix.plan.recurrent_spec import Mamba
 
 LLAMA3 = {
     "architectures": ["LlamaForCausalLM"],
@@ -123,7 +122,7 @@ def test_llama31_rope_scaling_in_both_formats(tmp_path):
 def test_dense_layers_among_experts(tmp_path):
     values = {**QWEN3_MOE, "num_hidden_layers": 6, "mlp_only_layers": [5], "decoder_sparse_step": 2}
     spec = hf.load(write(tmp_path, values))
-    assert spec.moe_layers == (False, True, False, True, False, False)
+    assert spec.moe_layer_freq == (0, 1, 0, 1, 0, 0)
 
 
 def test_head_width_defaults_to_hidden_size_over_heads(tmp_path):
@@ -160,7 +159,7 @@ def test_head_width_defaults_to_hidden_size_over_heads(tmp_path):
         (QWEN3, {"layer_types": ["sliding_attention"]}, ["layer_types", "'sliding_attention'"]),
         (QWEN3_MOE, {"num_experts": None}, ["num_experts", "missing"]),
         (QWEN3_MOE, {"mlp_only_layers": "none"}, ["mlp_only_layers", "'none'"]),
-        (QWEN3_MOE, {"num_experts_per_tok": 200}, ["moe_top_k 200", "128"]),
+        (QWEN3_MOE, {"num_experts_per_tok": 200}, ["moe_router_topk 200", "128"]),
     ],
 )
 def test_what_is_not_supported_is_refused_with_field_and_mend(tmp_path, config, change, words):
@@ -231,8 +230,8 @@ def test_tiny_presets_cover_what_the_families_differ_in():
     assert qwen.tie_embeddings
     assert qwen.kv_channels != qwen.hidden_size // qwen.num_attention_heads
     assert all(spec.num_query_groups < spec.num_attention_heads for spec in PRESETS.values())
-    assert PRESETS["tiny-moe"].num_experts == 8
-    assert PRESETS["tiny-moe"].moe_top_k == 2
+    assert PRESETS["tiny-moe"].num_moe_experts == 8
+    assert PRESETS["tiny-moe"].moe_router_topk == 2
     assert PRESETS["tiny-moe"].moe_aux_loss_coeff > 0
 
 
@@ -244,7 +243,9 @@ def test_sizes_are_whole_numbers_from_one(field, value):
         ModelSpec(**{**values, field: value})
 
 
-@pytest.mark.parametrize("field", ["init_std", "norm_eps", "rotary_base", "moe_z_loss_coeff"])
+@pytest.mark.parametrize(
+    "field", ["init_method_std", "layernorm_epsilon", "rotary_base", "moe_z_loss_coeff"]
+)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, "1", True])
 def test_numbers_are_finite_and_of_one_sign(field, value):
     with pytest.raises(UserError, match=f"tiny-llama.: {field} .*must be a finite number"):
@@ -252,7 +253,7 @@ def test_numbers_are_finite_and_of_one_sign(field, value):
 
 
 def test_a_base_is_above_zero_and_weights_may_be_zero():
-    assert resolve("tiny-llama", init_std=0.0).init_std == 0
+    assert resolve("tiny-llama", init_method_std=0.0).init_method_std == 0
     with pytest.raises(UserError, match=r"rotary_base 0\.0 must be a finite number above 0"):
         resolve("tiny-llama", rotary_base=0.0)
 
@@ -397,14 +398,14 @@ def test_qwen3_5_moe_is_qwen3_next_with_other_sizes(tmp_path) -> None:
     text |= {"model_type": "qwen3_5_moe_text", "num_experts": 256}
     found = hf.load(config_file(tmp_path, {"model_type": "qwen3_5_moe", "text_config": text}))
     next_ = hf.load(config_file(tmp_path, QWEN3_NEXT))
-    assert found == dataclasses.replace(next_, num_experts=256, ffn_hidden_size=512)
+    assert found == dataclasses.replace(next_, num_moe_experts=256, ffn_hidden_size=512)
 
 
 def test_nemotron_h_has_layers_of_three_kinds(tmp_path) -> None:
     found = hf.load(config_file(tmp_path, NEMOTRON_H))
-    assert [found.kind(layer) for layer in range(10)].count("recurrent") == 5
+    assert found.mix.mixers == "M-M-M-M*-M"
     assert [found.has_mlp(layer) for layer in range(10)].count(True) == 4
-    assert not found.rope and found.squared_relu and found.num_layers == 10
+    assert not found.rope and not found.gated_linear_unit and found.num_layers == 10
     kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
     pattern = NEMOTRON_H["hybrid_override_pattern"]
     listed = {**NEMOTRON_H, "layers_block_type": [kinds[one] for one in pattern]}
@@ -416,7 +417,10 @@ def test_nemotron_h_has_layers_of_three_kinds(tmp_path) -> None:
     ("values", "message"),
     [
         ({**QWEN3_NEXT, "layer_types": ["linear_attention"] * 48}, "layer_types are not supported"),
-        ({**QWEN3_NEXT, "linear_num_key_heads": 3}, "key_heads 3 must divide value_heads 32"),
+        (
+            {**QWEN3_NEXT, "linear_num_key_heads": 3},
+            "key_heads 3 must divide linear_num_value_heads 32",
+        ),
         (
             {**NEMOTRON_H, "hybrid_override_pattern": "MEM*"},
             "hybrid_override_pattern 'MEM.' is not",
@@ -427,7 +431,7 @@ def test_nemotron_h_has_layers_of_three_kinds(tmp_path) -> None:
         ({**QWEN3_NEXT, "model_type": "qwen3_5_moe_text", "norm_topk_prob": False}, "norm_topk"),
         ({"model_type": "qwen3_5"}, "text_config is missing"),
         ({"model_type": "qwen3_5_moe", "text_config": {"model_type": "t5"}}, "unknown family"),
-        ({**NEMOTRON_H, "conv_kernel": 3}, "conv_width 3 is not supported"),
+        ({**NEMOTRON_H, "conv_kernel": 3}, "conv_kernel 3 is not supported"),
         ({**NEMOTRON_H, "layer_norm_epsilon": 1e-3}, "layer_norm_epsilon 0.001 is not supported"),
         ({**NEMOTRON_H, "time_step_limit": [0.0, 0.1]}, "time_step_limit .* is not supported"),
         ({**NEMOTRON_H, "num_hidden_layers": 7}, "num_hidden_layers 7 is not .*use 10"),
@@ -436,7 +440,10 @@ def test_nemotron_h_has_layers_of_three_kinds(tmp_path) -> None:
             {**NEMOTRON_H, "hybrid_override_pattern": None, "layers_block_type": [["a"]]},
             "not a list of names",
         ),
-        ({**QWEN3_NEXT, "linear_conv_kernel_dim": 1}, "conv_width 1 sees no other position"),
+        (
+            {**QWEN3_NEXT, "linear_conv_kernel_dim": 1},
+            "linear_conv_kernel_dim 1 sees no other position",
+        ),
         ({**QWEN3_NEXT, "layer_types": 5}, "layer_types is 5, not a list of names"),
         ({**QWEN3_5, "model_type": "qwen3", "layer_types": 5}, "layer_types is 5, not a list"),
         ({**QWEN3_NEXT, "rope_parameters": [1]}, "rope_parameters is .1., not an object"),
@@ -449,6 +456,7 @@ def test_nemotron_h_has_layers_of_three_kinds(tmp_path) -> None:
         ({**NEMOTRON_H, "mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported"),
         ({**NEMOTRON_H, "use_conv_bias": False}, "use_conv_bias False is not supported"),
         ({**NEMOTRON_H, "hybrid_override_pattern": 3}, "hybrid_override_pattern is missing"),
+        ({**NEMOTRON_H, "hybrid_override_pattern": ""}, "hybrid_override_pattern is missing"),
     ],
 )
 def test_other_hybrid_models_are_refused(tmp_path, values, message) -> None:
@@ -462,6 +470,9 @@ def test_other_hybrid_models_are_refused(tmp_path, values, message) -> None:
     [
         ("tiny-nemotron-h", {"num_layers": 8}, "6 symbols for 8 layers"),
         ("tiny-qwen3-next", {"rotary_percent": 0.0}, "rotary_percent 0.0 must be above 0"),
+        ("tiny-qwen3-next", {"hybrid_override_pattern": "GG*-"}, "exclude each other; set the"),
+        ("tiny-qwen3-next", {"linear_attention_freq": None}, "freq None must be an integer from"),
+        ("tiny-llama", {"experimental_attention_variant": "dsa"}, "'dsa' is not supported; use"),
     ],
 )
 def test_hybrid_fields_that_contradict_are_refused(name, fields, message) -> None:
@@ -470,22 +481,20 @@ def test_hybrid_fields_that_contradict_are_refused(name, fields, message) -> Non
 
 
 def test_unknown_symbols_of_a_pattern_are_refused() -> None:
-    mamba, delta = (PRESETS[name].recurrent for name in ("tiny-nemotron-h", "tiny-qwen3-next"))
-    for layers, pattern, message in (
-        (mamba, "M?M", r"'M.M' has .: use M . - E"),
-        (mamba, "", "'' has no layer: use M . - E"),
-        (delta, "GD*+", r"'GD\*.' has \+, D: use G . - E .GatedDeltaNet, attention, MLP, experts."),
+    for pattern, message in (
+        ("M?M", r"'M.M' has .: use M Mamba2, G GatedDeltaNet, "),
+        ("GD*+", r"'GD\*.' has \+, D: use M "),
     ):
-        with pytest.raises(UserError, match=f"hybrid pattern {message}"):
-            dataclasses.replace(layers, pattern=pattern)
+        with pytest.raises(UserError, match=f"hybrid_override_pattern {message}"):
+            resolve("tiny-nemotron-h", hybrid_override_pattern=pattern)
 
 
 def test_first_layers_of_models_whose_layers_differ() -> None:
     """`--set num_layers=N`, and the small model that `bench` aligns."""
     hybrid = resolve("tiny-nemotron-h", num_layers=4)
-    assert isinstance(hybrid.recurrent, Mamba) and hybrid.recurrent.pattern == "M-M*"
-    moe = dataclasses.replace(resolve("tiny-moe"), moe_layers=(False, True, True, True)).first(2)
-    assert moe.moe_layers == (False, True) and moe.num_layers == 2
+    assert hybrid.hybrid_override_pattern == "M-M*"
+    moe = dataclasses.replace(resolve("tiny-moe"), moe_layer_freq=(0, 1, 1, 1)).first(2)
+    assert moe.moe_layer_freq == (0, 1) and moe.num_layers == 2
     assert moe.first(9) == moe
     expected = {"tiny-llama": 1, "tiny-moe": 1, "tiny-nemotron-h": 4, "tiny-qwen3-next": 4}
     assert {name: resolve(name).num_different for name in expected} == expected

@@ -118,7 +118,7 @@ def test_one_rollout_a_microbatch_stays_as_it_is() -> None:
 
 
 def test_a_balance_by_sample_is_refused() -> None:
-    spec = dict(moe_load_balancing="seq_aux_loss", moe_aux_loss_coeff=0.01)
+    spec = dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.01)
     with one_rank():
         chunks = [small_model("tiny-moe", spec=spec)]
     packing.check(chunks, Baseline("rollout"))

@@ -134,7 +134,7 @@ def drawn(run: Trainer, number: int) -> routes.Routes:
     found = {}
     for rollout in groups()[number].rollouts:
         draw = np.random.default_rng(4 + number)
-        scores = draw.random((len(rollout), layers, run.spec.num_experts))
+        scores = draw.random((len(rollout), layers, run.spec.num_moe_experts))
         found[rollout.group, rollout.uid] = scores.argsort(-1)[..., :topk].astype(np.int16)
     return found
 

@@ -81,7 +81,7 @@ def test_ranks_that_must_have_as_many_microbatches_do(text: str) -> None:
 
 
 def test_what_takes_no_packs_is_refused_by_name() -> None:
-    balance = "--set moe_load_balancing=seq_aux_loss --set moe_aux_loss_coeff=0.01"
+    balance = "--set moe_router_load_balancing_type=seq_aux_loss --set moe_aux_loss_coeff=0.01"
     options = f"--groups 1 --max-tokens 64 --model tiny-moe {balance}".split()
     done = command("align", "--rollouts", BUNDLED, *options)
     assert (done.returncode, done.stdout) == (2, "")
