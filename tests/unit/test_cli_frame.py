@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_prefix import __version__
+from megatron_prefix.attention import kernels
 from megatron_prefix.cli import main as frame
 from megatron_prefix.cli import report
 from megatron_prefix.cli.arguments import layout_of
@@ -49,6 +50,15 @@ def test_every_verb_has_help_with_examples_and_json(capsys, verb) -> None:
     assert "examples:" in out
     assert f"  megatron-prefix {verb}" in out
     assert "--json" in out
+
+
+@pytest.mark.parametrize("verb", ["align", "bench", "replay", "train"])
+def test_help_names_every_attention_kernel(capsys, verb) -> None:
+    _, out, _ = run(capsys, verb, "--help")
+    told = " ".join(out.partition("  --kernel NAME")[2].split()).partition(", or auto")[0]
+    names = {kernel.name for kernel in kernels._HERE}
+    assert names == set(kernels.KERNELS)
+    assert told == f"attention kernel: {', '.join(kernels.KERNELS)}, dense+causal"
 
 
 def examples(text: str) -> list[list[str]]:
