@@ -385,7 +385,7 @@ def test_metrics_on_a_full_disk(tmp_path: Path) -> None:
 
 def test_a_run_that_is_refused_in_its_first_step_leaves_nothing(tmp_path: Path) -> None:
     """The plan can run, but is one of other rollouts, and only a step's own segments tell."""
-    plan = str(Path(__file__).parents[2] / "schedules" / "flat-group-pp1.csv")
+    plan = str(Path(__file__).parents[3] / "schedules" / "flat-group-pp1.csv")
     output = str(tmp_path / "new" / "run")
     ((code, err),) = run_ranks(1, lambda: train("--prefix-plan", plan, "--output", output))
     assert (code, err.count("\n")) == (2, 1) and "segment 0 is" in err
