@@ -8,8 +8,9 @@
 process, and writes down the second one: every operation in its order with shapes, strides, dtypes
 and numbers, collectives among them; what the host reads from tensors; bytes of tensors; digests of
 losses, gradients and buffers.  `compare` wants all of it equal, bit by bit, and prints the first
-difference of every config.  On a machine with CUDA only configs of one rank run, and launched
-kernels, peak memory and synchronisations are written down as well.
+difference of every config.  On a machine with CUDA only configs of one rank run, in bfloat16, and
+launched kernels, peak memory and synchronisations are written down as well; not every kernel of
+attention adds up in one order there, so record a checkout twice first, and see what differs.
 
 This file is copied into older checkouts as it is, so it is one file, it builds its models from
 Megatron-Core itself, and of the package it uses little.
@@ -26,6 +27,7 @@ import functools
 import gc
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import itertools
 import json
@@ -144,7 +146,7 @@ def moved(*names: str) -> Any:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            if not name.startswith(f"{error.name}"):
+            if not f"{name}.".startswith(f"{error.name}."):
                 raise  # of something else that it imports
     raise ModuleNotFoundError(f"{PACKAGE} has none of {', '.join(names)}")
 
@@ -152,6 +154,16 @@ def moved(*names: str) -> Any:
 def cpu_platform() -> Any:
     """The module that lets Megatron run on the CPU."""
     return moved("platforms.cpu", "cpu")
+
+
+@functools.cache
+def in_package(path: str) -> str | None:
+    """The path of a source file below the package's folder; None where it is elsewhere."""
+    spec = importlib.util.find_spec(PACKAGE)
+    [folder] = (spec and spec.submodule_search_locations) or [""]
+    with contextlib.suppress(ValueError):
+        return Path(path).relative_to(folder).as_posix()
+    return None
 
 
 # --- models, from Megatron-Core -------------------------------------------------------------------
@@ -655,9 +667,7 @@ def _place() -> str:
     """The innermost line of the package on the stack; empty in a backward that Python began not."""
     frame: Any = sys._getframe(2)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if f"/{PACKAGE}/" in path:
-            inside = path.rpartition(f"/{PACKAGE}/")[2]
+        if (inside := in_package(frame.f_code.co_filename)) is not None:
             return f"{inside}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
@@ -775,7 +785,11 @@ def _on_cuda(zero: Callable[[], None], step: Callable[[], Any]) -> dict[str, int
         step()
         torch.cuda.synchronize()
     on_device = torch.autograd.DeviceType.CUDA
-    events = [one.name for one in profile.events() if one.device_type == on_device]
+    events = [
+        one.name
+        for one in profile.events()
+        if one.device_type == on_device and not getattr(one, "is_user_annotation", False)
+    ]
     found["kernels"] = len(events)
     found |= {f"kernel {name}": num for name, num in collections.Counter(events).items()}
     zero()
@@ -807,6 +821,10 @@ def joined(case: Case, rank: int, folder: str) -> Iterator[torch.device]:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     torch.set_num_threads(1)
+    if device.type == "cuda":  # else sums by atomics differ from one run to the next
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     store = dist.FileStore(f"{folder}/rendezvous", case.world_size)
@@ -852,7 +870,9 @@ def imported() -> None:
     cpu_platform().enable()
     for name in ("models.gpt.gpt_model", "models.gpt.gpt_layer_specs", "distributed"):
         importlib.import_module(f"megatron.core.{name}")
-    importlib.import_module(f"{PACKAGE}.run.schedule")
+    import megatron_prefix
+
+    _ = megatron_prefix.get_forward_backward_func  # imported at first use
 
 
 def runnable(names: Sequence[str]) -> list[str]:
