@@ -824,7 +824,7 @@ def joined(case: Case, rank: int, folder: str) -> Iterator[torch.device]:
     if device.type == "cuda":  # else sums by atomics differ from one run to the next
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     store = dist.FileStore(f"{folder}/rendezvous", case.world_size)
