@@ -11,6 +11,8 @@ from megatron_prefix.tree import TreeOptions
 MODES = ("off", "observe", "auto", "on")
 MEMORY_POLICIES = ("retain", "offload", "recompute", "auto")
 CP_REDUCE = ("auto", "wave", "segment")
+KERNELS = ("math", "flash_cpu", "flash", "cudnn", "fa3", "fa4")
+"""Names of the attention kernels (megatron_prefix/layers/blocks/kernels.py)."""
 MOST_MEMORY_GB = 1e6
 """No machine has as much."""
 

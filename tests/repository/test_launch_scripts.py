@@ -160,15 +160,78 @@ def test_a_folder_that_is_no_environment_is_left_alone(sandbox):
     assert (sandbox.venv / "thesis.txt").read_text(encoding="utf-8") == "mine"
 
 
-@pytest.mark.parametrize("status", [0, 1])
-def test_ci_ends_with_the_closing_line_of_pytest(sandbox, status):
-    closing = "======= 3 passed, 1 skipped in 1.25s ======="
-    script = f"echo '{closing}'; echo 'a late warning' >&2; exit {status}\n"
-    (sandbox.root / "launch" / "test.sh").write_text(script, encoding="utf-8")
-    done = sandbox.run("bash", ".ci/run")
+CLOSING = "======= 3 passed, 1 skipped in 1.25s ======="
+
+
+def ci(sandbox: Sandbox, suite: int, system: int) -> subprocess.CompletedProcess:
+    """.ci/run where both parts end with these codes."""
+    for name, line, status in (
+        ("test.sh", CLOSING, suite),
+        ("test_system_python.sh", CLOSING.replace("3 passed", "2 passed"), system),
+    ):
+        script = f"echo '{line}'; echo 'a late warning' >&2; exit {status}\n"
+        (sandbox.root / "launch" / name).write_text(script, encoding="utf-8")
+    return sandbox.run("bash", ".ci/run")
+
+
+@pytest.mark.parametrize(
+    ("suite", "system", "status"), [(0, 0, 0), (1, 0, 1), (0, 5, 5), (1, 2, 1)]
+)
+def test_ci_fails_with_either_part_and_ends_with_the_closing_line_of_the_suite(
+    sandbox, suite, system, status
+):
+    done = ci(sandbox, suite, system)
     assert done.returncode == status
-    assert done.stdout.splitlines()[-1] == closing
-    assert "a late warning" in done.stdout
+    assert done.stdout.splitlines()[-1] == CLOSING
+    assert done.stdout.count("a late warning") == 2
+
+
+def with_system_python(sandbox: Sandbox, **environment: str) -> subprocess.CompletedProcess:
+    """launch/test_system_python.sh where the system's Python is 3.11.2 and no root may install."""
+    python = sandbox.folder / "system-python"
+    python.write_text(STAND_IN.replace("3.11.7", "3.11.2"), encoding="utf-8")
+    python.chmod(0o755)
+    apt = sandbox.folder / "bin" / "apt-get"
+    apt.parent.mkdir()
+    apt.write_text('#!/bin/sh\necho "apt-get $*" >>"$NOTES"\n', encoding="utf-8")
+    apt.chmod(0o755)
+    environment = {"SYSTEM_PYTHON": str(python), **environment}
+    path = f"{apt.parent}:{os.environ['PATH']}"
+    return sandbox.run("bash", "launch/test_system_python.sh", PATH=path, **environment)
+
+
+def test_another_python_of_the_system_runs_tests_that_are_there(sandbox):
+    done = with_system_python(sandbox)
+    assert done.returncode == 0, done.stderr
+    *_, last = sandbox.asked
+    assert (sandbox.root / ".venv-3.11.2" / "pyvenv.cfg").exists()
+    assert len(sandbox.installs) == 2
+    tests = [word for word in last.split() if word.startswith("tests/")]
+    assert last.startswith("python -m pytest --numprocesses 2")
+    assert len(tests) > 5
+    for test in tests:
+        path, _, name = test.partition("::")
+        assert f"def {name}" in (REPOSITORY / path).read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"SYSTEM_PYTHON": "/no/python3"}, "it is not there"),
+        ({"SYSTEM_PYTHON": "false"}, "it does not run"),
+        ({"FAKE_VERSION": "3.11.7"}, "it is Python 3.11.7, as the suite's"),
+        ({"FAKE_VENV": "missing"}, "it lacks venv (Debian"),
+    ],
+)
+def test_one_line_says_why_the_systems_python_is_left_out(sandbox, environment, reason):
+    done = with_system_python(sandbox, **environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f": {reason}" in done.stdout.splitlines()[-1]
+    assert not any("pytest" in line for line in sandbox.asked)
+    tried = [line.split()[1] for line in sandbox.asked if line.startswith("apt-get")]
+    assert tried == (
+        ["update", "install"] if "FAKE_VENV" in environment and not os.geteuid() else []
+    )
 
 
 def test_scripts_can_be_started():

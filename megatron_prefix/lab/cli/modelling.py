@@ -8,7 +8,7 @@ import logging
 import platform
 from typing import Any
 
-from megatron_prefix.config import CP_REDUCE, MEMORY_POLICIES, MOST_MEMORY_GB
+from megatron_prefix.config import CP_REDUCE, KERNELS, MEMORY_POLICIES, MOST_MEMORY_GB
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.cli.arguments import add_host_layers, real, seed
 from megatron_prefix.lab.models.old_names import new_name, new_value
@@ -97,8 +97,7 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         "--kernel",
         default="auto",
         metavar="NAME",
-        help="attention kernel: math, flash_cpu, flash, cudnn, fa4, dense+causal, or auto"
-        " (default)",
+        help=f"attention kernel: {', '.join(KERNELS)}, dense+causal, or auto (default)",
     )
     group.add_argument(
         "--seed",

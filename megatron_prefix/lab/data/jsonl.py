@@ -70,7 +70,7 @@ def read_rows(path: PathLike) -> Iterator[tuple[int, Row]]:
         text = f"gzip: truncated or corrupt ({error}); copy or write the file again"
         raise user_error(f"{os.fspath(path)}:{number + 1}", text) from None
     except OSError as error:
-        text = f"file: cannot be read ({error.strerror or error}); check path and permissions"
+        text = f"cannot be read ({error.strerror or error}); check path and permissions"
         raise user_error(os.fspath(path), text) from None
     if not found:
         text = "row: the file is empty (0 rows); write at least one rollout a line"
@@ -192,7 +192,7 @@ def write_lines(path: PathLike, lines: Iterable[str]) -> None:
     with replacing(path) as raw:
         count = _write(raw, lines, packed=Path(path).suffix == ".gz")
         if count == 0:
-            raise UserError(f"{path}: file: nothing to write (0 rows); give at least one rollout")
+            raise UserError(f"{path}: nothing to write (0 rows); give at least one rollout")
 
 
 def _write(raw: BinaryIO, lines: Iterable[str], *, packed: bool) -> int:

@@ -8,9 +8,11 @@ Megatron reads it; the others, and `common.pt`, by torch's own that knows tensor
 from __future__ import annotations
 
 import contextlib
+import enum
 import io
 import math
 import os
+import pathlib
 import pickle
 import pickletools
 import re
@@ -26,13 +28,15 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.serialization import _get_layout
 
+from megatron_prefix.errors import shown
 from megatron_prefix.lab.rl.checkpoint_state import CheckpointError, read_json, reading, reason
 
 COMMON, INDEX, BACKEND = "common.pt", ".metadata", "metadata.json"
 _SHARD = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
 _CLASSES = {
-    f"{module.__name__}.{name}"
+    f"{module.__name__}.{name}": getattr(module, name)
     for module, names in (
         (
             metadata,
@@ -41,9 +45,10 @@ _CLASSES = {
         ),
         (filesystem, "_StorageInfo"),
         (planner, "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType"),
+        (pathlib, "PosixPath"),
     )
     for name in names.split()
-} | {"torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath"}
+}
 
 
 def load(wanted: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
@@ -146,15 +151,68 @@ def _in_common(value: Any) -> bool:
     return not isinstance(value, ShardedBase | LocalNonpersistentObject)
 
 
+class _Sealed(type):
+    """A class as an index gets it: what the index holds cannot change it.
+
+    Python's own `getattr` is in the place of `_member` when Megatron reads the index. Both give the
+    same as long as no class is another than here.
+    """
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise pickle.UnpicklingError(f"{cls.__name__}.{name} does not belong into an index")
+
+
+class _Members:
+    """An enum as an index gets it, sealed likewise; it takes a value, as the enum does."""
+
+    def __init__(self, kind: type[enum.Enum]) -> None:
+        self.by_name = dict(kind.__members__)
+        self._kind = kind
+
+    def __call__(self, value: Any) -> enum.Enum:
+        return self._kind(value)
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("a changed enum does not belong into an index")
+
+
+def _member(kind: Any, name: Any) -> enum.Enum:
+    """What `getattr` is in an index: Python 3.11.0 to 3.11.3 write an enum's member as
+    `getattr(enum, name)` (`Enum.__reduce_ex__`).
+
+    Raises:
+        pickle.UnpicklingError: of something else, or anything but a member.
+    """
+    if type(kind) is not _Members:
+        raise pickle.UnpicklingError("builtins.getattr does not belong into an index")
+    if type(name) is not str or name not in kind.by_name:
+        raise pickle.UnpicklingError(f"the member {shown(name)} does not belong into an index")
+    return kind.by_name[name]
+
+
+_KNOWN: dict[str, Any] = {
+    name: _Members(known) if issubclass(known, enum.Enum) else _Sealed(known.__name__, (known,), {})
+    for name, known in _CLASSES.items()
+} | {
+    "torch.Size": torch.Size,
+    "torch.serialization._get_layout": _get_layout,
+    "builtins.getattr": _member,
+}
+
+
 class _IndexUnpickler(pickle.Unpickler):
-    """An unpickler that knows only an index's classes, and the function that finds a layout."""
+    """An unpickler that knows only an index's classes and enums, the function that finds a layout,
+    and `getattr` of an enum's members."""
 
     def find_class(self, module: str, name: str) -> Any:
         """See pickle."""
-        known = f"{module}.{name}" in _CLASSES
-        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong into an index")
+        known = _KNOWN.get(f"{module}.{name}")
+        if known is None and module == "torch":
+            dtype = getattr(torch, name, None)
+            known = dtype if isinstance(dtype, torch.dtype) else None
+        if known is None:
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong into an index")
+        return known
 
 
 class _Entry(NamedTuple):

@@ -1,6 +1,6 @@
 """Chooses the attention kernel: by name, or by trying what works here.
 
-A name is `math`, `flash_cpu`, `flash`, `cudnn`, `fa3` or `fa4` (operators.py), or two of
+A name is one of `KERNELS` in config.py (the classes are in operators.py), or two of
 them: `a+b` takes runs without a mask to `a` and causal runs to `b`. FlashAttention-4 (`fa4`, an
 extra) takes any shape at once, unequal runs in one call, and is fastest where it runs.
 cuDNN is fast on long runs but builds a plan, on the host, for every new shape; FlashAttention-2
@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatron_prefix import config
 from megatron_prefix.device.tolerance import assert_close
 from megatron_prefix.errors import UserError
 from megatron_prefix.layers.blocks.adaptive import AdaptiveKernel
@@ -66,17 +67,13 @@ class CompositeKernel:
         return kernel.backward(dout, q, k, v, out, lse, aux, runs, scale)
 
 
+_HERE: tuple[Kernel, ...] = (
+    MathKernel(), FlashCpuKernel(), FlashKernel(), CudnnKernel(), Fa3Kernel(), Fa4Kernel(),
+)  # fmt: skip
 KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel
-    for kernel in (
-        MathKernel(),
-        FlashCpuKernel(),
-        FlashKernel(),
-        CudnnKernel(),
-        Fa3Kernel(),
-        Fa4Kernel(),
-    )
+    name: next(kernel for kernel in _HERE if kernel.name == name) for name in config.KERNELS
 }
+"""Those that the help names, and no other."""
 PROBE_ROWS = FA4_SHORT + 32
 """Queries of a probe: long enough for every call that has to be compiled."""
 Probe = Callable[[str], "str | None"]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_prefix.lab import runtime
-from tests.core.trainers import worker
+from tests.core.trainers import stand_ins, worker
 from tests.core.trainers.both import Both, Step
 
 LENGTH, VOCAB = 64, 127
@@ -41,6 +41,7 @@ def run_on_cpu() -> None:
         importlib.import_module("triton")
     except ModuleNotFoundError:  # megatron.training imports kernels that it does not use here
         worker.StandIns("megatron.core.transformer.custom_layers.batch_invariant_kernels")
+    stand_ins.where_missing("six")  # core_v0.16.1's tokenizer of BERT, which is only imported
     properties = SimpleNamespace(major=9, minor=0, total_memory=1 << 34, name="cpu")
     for name in "memory_allocated max_memory_allocated memory_reserved max_memory_reserved".split():
         setattr(torch.cuda, name, lambda *a, **k: 0)

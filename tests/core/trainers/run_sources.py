@@ -71,7 +71,14 @@ def commit_of(folder: Path) -> str:
 def run(trainer: Trainer, sources: Path, layout: str) -> str:
     """What the table says of one layout: figures, or why there are none."""
     folders = os.pathsep.join(str(sources / name) for name in trainer.folders)
-    command = [sys.executable, "-W", "ignore", "-m", f"tests.trainers.{trainer.module}", folders]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        f"tests.core.trainers.{trainer.module}",
+        folders,
+    ]
     try:
         done = subprocess.run(
             [*command, layout], capture_output=True, text=True, timeout=TIME_LIMIT_S

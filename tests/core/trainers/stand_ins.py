@@ -24,6 +24,13 @@ def for_megatron() -> None:
         importlib.import_module("triton").__version__ = "3.7.1"  # type: ignore[attr-defined]
 
 
+def where_missing(*names: str) -> None:
+    """Stand-ins for those of the packages that are not installed."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        StandIns(*missing)
+
+
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Lets a trainer import packages that its steps do not use and that need not be installed.
 

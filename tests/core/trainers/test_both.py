@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.core.trainers import run_sources
+from tests.core.trainers import run_sources, stand_ins
 from tests.core.trainers.both import Step, flat, furthest, twice
 from tests.harness import ranks  # noqa: F401  # applies the CPU platform
 
@@ -94,3 +95,13 @@ def test_the_comparison_sees(found: dict[str, list[float]], difference: float) -
 
 def test_a_step_in_which_nothing_was_shared_is_a_problem() -> None:
     assert "nothing was shared" in Step("update", 100, 100, 1e-5, 0.0, 0.0).problem
+
+
+def test_only_a_package_that_is_missing_gets_a_stand_in(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path[:])
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    stand_ins.where_missing("json", "no_such_package")
+    assert importlib.import_module("no_such_package").PY3
+    assert importlib.import_module("json").loads("[1]") == [1]
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("another_such_package")

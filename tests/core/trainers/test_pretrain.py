@@ -22,7 +22,7 @@ from tests.core.trainers import trajectories
 from tests.core.trainers.registry import installed
 from tests.core.trainers.trajectories import distance
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("pretrain_script.py")
 LAYOUTS = ("tp2-pp2-dp2", "tp2-pp2-dp2-packed")
 RUNS = [f"{layout} {mode}" for layout in LAYOUTS for mode in ("stock", "on")] + [

@@ -15,7 +15,7 @@ import pytest
 from tests.core.trainers.both import Step
 from tests.core.trainers.registry import installed
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LAYOUTS = ("1", "tp2-sp", "pp2", "tp2-pp2", "cp2", "pp2-fused")
 
 

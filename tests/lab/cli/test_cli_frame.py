@@ -23,6 +23,7 @@ from megatron_prefix.lab.cli.main import VERBS, main, make_parser
 from megatron_prefix.lab.models import presets
 from megatron_prefix.lab.models.config import check_layout
 from megatron_prefix.lab.runtime import RankError
+from megatron_prefix.layers.blocks import kernels
 from tests.harness.command_line import BUNDLED, command, failure, result, row, run
 
 
@@ -49,6 +50,15 @@ def test_every_verb_has_help_with_examples_and_json(capsys, verb) -> None:
     assert "examples:" in out
     assert f"  megatron-prefix {verb}" in out
     assert "--json" in out
+
+
+@pytest.mark.parametrize("verb", ["align", "bench", "replay", "train"])
+def test_help_names_every_attention_kernel(capsys, verb) -> None:
+    _, out, _ = run(capsys, verb, "--help")
+    told = " ".join(out.partition("  --kernel NAME")[2].split()).partition(", or auto")[0]
+    names = {kernel.name for kernel in kernels._HERE}
+    assert names == set(kernels.KERNELS)
+    assert told == f"attention kernel: {', '.join(kernels.KERNELS)}, dense+causal"
 
 
 def examples(text: str) -> list[list[str]]:

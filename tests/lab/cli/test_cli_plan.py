@@ -261,7 +261,7 @@ def test_groups_of_one_and_copies_are_valid(capsys, tmp_path) -> None:
         (["plan", "x", "--chunk-tokens", "-5"], "argument --chunk-tokens: "),
         (["plan", "x", "--share", "all"], "argument --share: invalid choice: 'all'"),
         (["plan", "x", "--chunk", "5"], "unrecognized arguments: --chunk 5"),
-        (["plan", "/no/such/file"], "megatron-prefix plan: /no/such/file: file: cannot be read"),
+        (["plan", "/no/such/file"], "megatron-prefix plan: /no/such/file: cannot be read"),
         (["plan", BUNDLED, "--vpp", "2"], "--vpp 2 needs --pp of at least 2"),
         (["plan", BUNDLED, "--sequence-parallel"], "--sequence-parallel needs --tp"),
         (["plan", BUNDLED, "--dp", "2"], "--dp 2 (and --ep 1): a plan is of one data-parallel"),

@@ -144,7 +144,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for path, said in ((missing, "No such file"), (tmp_path, "directory")):
         with pytest.raises(UserError, match=said) as caught:
             list(read_rollouts(path))
-        assert str(caught.value).startswith(f"{path}: file: ")
+        assert str(caught.value).startswith(f"{path}: cannot be read (")
     with pytest.raises(UserError, match="no file"):
         list(read_groups([]))
 

@@ -5,6 +5,7 @@ All runs of a kind share a process: starting one takes longer than ten of them.
 
 from __future__ import annotations
 
+import enum
 import io
 import json
 import pickle
@@ -16,7 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import metadata, planner
 
+from megatron_prefix.lab.rl.checkpoint_files import _IndexUnpickler
 from tests.harness import fuzzing
 from tests.harness.ranks import run_ranks
 from tests.lab.rl.test_fuzz_checkpoints import ARGUMENTS, STEP
@@ -123,6 +126,95 @@ def test_code_in_a_checkpoint_does_not_run(good: Path, tmp_path: Path) -> None:
         assert f"{name}: cannot be read" in err and "resume from another checkpoint" in err
     pickle.loads(pickle.dumps(Payload(marker)))  # noqa: S301  # else this proves nothing
     assert marker.exists()
+
+
+# Members of enums, as Python 3.11.0 to 3.11.3 write them ------------------------------------------
+
+CHECKPOINT = "torch.distributed.checkpoint"
+FORMATS = f"c{CHECKPOINT}.metadata\n_MEM_FORMAT_ENCODING\n"
+CHANNELS_LAST = "VTORCH_CHANNELS_LAST\n"
+
+
+def getattr_of(*arguments: str) -> str:
+    """The opcodes of a call of getattr; arguments are opcodes, too."""
+    return f"cbuiltins\ngetattr\n({''.join(arguments)}tR"
+
+
+def read(opcodes: str) -> Any:
+    return _IndexUnpickler(io.BytesIO(f"{opcodes}.".encode())).load()
+
+
+@pytest.mark.parametrize(
+    ("owner", "member"),
+    [
+        (FORMATS, metadata._MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST),
+        (f"c{CHECKPOINT}.planner\nWriteItemType\n", planner.WriteItemType.SHARD),
+    ],
+    ids=["format", "item"],
+)
+def test_members_of_an_indexs_enums_are_read(owner: str, member: enum.Enum) -> None:
+    opcodes = getattr_of(owner, f"V{member.name}\n")
+    assert read(opcodes) is member
+    assert pickle.loads(f"{opcodes}.".encode()) is member  # noqa: S301  # what Python makes of it
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (FORMATS, "V__class__\n"),
+        (FORMATS, "V__members__\n"),
+        (FORMATS, "V_member_map_\n"),
+        (FORMATS, "Vmro\n"),
+        (FORMATS, "Vnothing\n"),
+        (FORMATS, "I1\n"),
+        (FORMATS, "(l"),
+        (getattr_of(FORMATS, CHANNELS_LAST), "V__class__\n"),
+        (getattr_of(FORMATS, CHANNELS_LAST), CHANNELS_LAST),
+        (f"c{CHECKPOINT}.metadata\nMetadata\n", "V__init__\n"),
+        ("ctorch\nSize\n", "Vnumel\n"),
+        ("ctorch.serialization\n_get_layout\n", "V__globals__\n"),
+        ("cbuiltins\ngetattr\n", "V__globals__\n"),
+        ("Vtext\n", "Vformat\n"),
+        # Enums and modules that do not belong into an index.
+        (f"c{CHECKPOINT}.planner\nLoadItemType\n", "VTENSOR\n"),
+        ("cre\nRegexFlag\n", "VASCII\n"),
+        ("cos\npath\n", "Vjoin\n"),
+    ],
+    ids=lambda arguments: " ".join("".join(arguments).split()),
+)
+def test_getattr_reads_nothing_else(arguments: tuple[str, str]) -> None:
+    with pytest.raises(pickle.UnpicklingError, match="does not belong into"):
+        read(getattr_of(*arguments))
+
+
+@pytest.mark.parametrize(
+    "name", ["metadata\nMetadataIndex", "planner\nWriteItemType", "metadata\nMetadata"]
+)
+def test_an_index_cannot_change_its_classes(name: str) -> None:
+    """Else calls could reach Python's own getattr later that have not been seen here."""
+    changed = f"c{CHECKPOINT}.{name}\n(N(dV__call__\ncbuiltins\ngetattr\nstb"
+    with pytest.raises(pickle.UnpicklingError, match="does not belong into"):
+        read(changed)
+
+
+def test_a_checkpoint_of_python_3_11_2_is_resumed(good: Path, tmp_path: Path) -> None:
+    """The index written again with the members that it holds as calls of getattr."""
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            is_member = isinstance(value, enum.Enum)
+            return (getattr, (type(value), value.name)) if is_member else NotImplemented
+
+    def change(run: Path) -> None:
+        path = run / STEP / ".metadata"
+        index = pickle.loads(path.read_bytes())  # noqa: S301  # our own
+        buffer = io.BytesIO()
+        Pickler(buffer).dump(index)
+        assert b"getattr" in buffer.getvalue()
+        path.write_bytes(buffer.getvalue())
+
+    ((code, err, _),) = resumed(good, tmp_path, {"": change}).values()
+    assert (code, err) == (0, "")
 
 
 # Damage -------------------------------------------------------------------------------------------
@@ -293,7 +385,7 @@ def test_metrics_on_a_full_disk(tmp_path: Path) -> None:
 
 def test_a_run_that_is_refused_in_its_first_step_leaves_nothing(tmp_path: Path) -> None:
     """The plan can run, but is one of other rollouts, and only a step's own segments tell."""
-    plan = str(Path(__file__).parents[2] / "schedules" / "flat-group-pp1.csv")
+    plan = str(Path(__file__).parents[3] / "schedules" / "flat-group-pp1.csv")
     output = str(tmp_path / "new" / "run")
     ((code, err),) = run_ranks(1, lambda: train("--prefix-plan", plan, "--output", output))
     assert (code, err.count("\n")) == (2, 1) and "segment 0 is" in err

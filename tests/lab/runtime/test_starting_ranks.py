@@ -19,7 +19,7 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout, RankError, folders
 from tests.harness.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def rank_and_threads(offset):

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# What depends on the interpreter, with the system's own Python, which is often the oldest there is:
+# checkpoints, resuming, starting ranks, packaging, scripts and the command line. In an environment
+# of its own with the same pins (.venv-VERSION). Where that Python is the suite's, or cannot be
+# used, one line says so.
+#   SYSTEM_PYTHON  the interpreter (default: /usr/bin/python3)
+
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+SYSTEM_PYTHON=${SYSTEM_PYTHON:-/usr/bin/python3}
+
+tests=(
+    tests/lab/rl/test_resume.py::test_resume_is_exact
+    tests/lab/rl/test_checkpoint_files.py
+    tests/lab/cli/test_cli_frame.py
+    tests/core/plan/test_files.py
+    tests/repository/test_launch_scripts.py
+    tests/repository/test_packaging.py
+    tests/lab/rl/test_run_folder.py
+    tests/lab/runtime/test_runtime.py
+    # Linters say the same on every Python.
+    --deselect tests/repository/test_packaging.py::test_linters_agree
+)
+
+skip() {
+    say "Nothing is run with $SYSTEM_PYTHON: $*"
+    exit 0
+}
+
+version() { "$1" -c 'import platform; print(platform.python_version())' 2>/dev/null; }
+has_venv() { "$SYSTEM_PYTHON" -c 'import venv, ensurepip' 2>/dev/null; }
+
+install_venv() {
+    [[ $EUID -eq 0 ]] && command -v apt-get >/dev/null || return 0
+    say "Installing python3-venv"
+    { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y python3-venv; } >/dev/null || true
+}
+
+command -v "$SYSTEM_PYTHON" >/dev/null || skip "it is not there"
+system=$(version "$SYSTEM_PYTHON") || skip "it does not run"
+suite=$(version "$VENV/bin/python" || version "$PYTHON") || skip "the suite has no Python to compare with"
+[[ $system != "$suite" ]] || skip "it is Python $system, as the suite's"
+"$SYSTEM_PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    skip "it is Python $system, 3.10 is the oldest"
+has_venv || install_venv
+has_venv || skip "it lacks venv (Debian, Ubuntu: apt-get install python3-venv)"
+
+say "With $SYSTEM_PYTHON, Python $system (the suite's: $suite)"
+export PYTHON=$SYSTEM_PYTHON VENV=$root/.venv-$system
+exec bash "$root/launch/test.sh" --numprocesses 2 --dist loadfile "${tests[@]}"

@@ -1,0 +1,155 @@
+"""`python -m benchmarks.step_trace compare`, and the parts of `record` that need no model."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import step_files, step_trace
+
+LINES = ["aten.mm.default(a)", "view aten.t.default(b)", "aten.add.Tensor(c)", "x/y.py:1 f", ""]
+
+
+def record() -> dict[str, Any]:
+    """Two configs, one of them with two ranks."""
+    rank = {
+        "operations": [0, 1, 2, 0], "places": [3, 4, 3, 4], "host waits": {"aten.nonzero": 2},
+        "bytes": {"peak": 10}, "digests": {"gradient of w": "ab", "gradient of v": "cd"},
+    }  # fmt: skip
+    ranks = {"one": [rank], "two": [copy.deepcopy(rank), copy.deepcopy(rank)]}
+    return {"made by": {"torch": "2"}, "lines": LINES, "configs": ranks}
+
+
+def compared(folder: Path, new: dict[str, Any], *options: str) -> int:
+    """The exit code of the command for the record above and another one."""
+    for name, value in (("old", record()), ("new", new)):
+        (folder / name).write_text(json.dumps(value), encoding="utf-8")
+    return step_trace.main(["compare", str(folder / "old"), str(folder / "new"), *options])
+
+
+def test_equal_records_pass_whatever_the_order_of_their_tables(tmp_path, capsys) -> None:
+    new = record()
+    new["lines"] = [*reversed(LINES)]
+    for rank in (rank for config in new["configs"].values() for rank in config):
+        for key in ("operations", "places"):
+            rank[key] = [len(LINES) - 1 - number for number in rank[key]]
+    assert compared(tmp_path, new) == 0
+    assert capsys.readouterr().out == "the same: 2 configs, 3 ranks, 12 operations, 6 digests\n"
+
+
+def test_other_places_are_no_difference(tmp_path) -> None:
+    new = record()
+    new["configs"]["one"][0]["places"] = [4, 4, 4, 4]
+    assert compared(tmp_path, new) == 0
+
+
+def test_the_first_other_operation_is_shown_with_its_place_and_all_are_counted(
+    tmp_path, capsys
+) -> None:
+    new = record()
+    new["configs"]["two"][1]["operations"] = [0, 1, 0, 2, 2]
+    new["configs"]["two"][1]["places"] = [3, 4, 3, 4, 4]
+    assert compared(tmp_path, new) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "two, rank 1: operation 2 of 4 before, of 5 now",
+        "  after view aten.t.default(b)",
+        "  before aten.add.Tensor(c)  [x/y.py:1 f]",
+        "  now    aten.mm.default(a)  [x/y.py:1 f]",
+        "  counts +1 aten.add.Tensor",
+    ]
+
+
+def test_a_step_that_ends_early_differs(tmp_path, capsys) -> None:
+    new = record()
+    new["configs"]["one"][0]["operations"].pop()
+    new["configs"]["one"][0]["places"].pop()
+    assert compared(tmp_path, new) == 1
+    assert "  now    the end\n  counts -1 aten.mm.default\n" in capsys.readouterr().out
+
+
+def test_views_can_be_left_out(tmp_path) -> None:
+    new = record()
+    rank = new["configs"]["one"][0]
+    rank["operations"], rank["places"] = [0, 2, 1, 1, 0], [4] * 5
+    assert compared(tmp_path, new) == 1
+    assert compared(tmp_path, new, "--ignore-views") == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "told"),
+    [
+        ("digests", "gradient of v", "ce", "digests: gradient of v cd before, ce now"),
+        ("host waits", "aten.item", 1, "host waits: aten.item None before, 1 now"),
+        ("bytes", "peak", 11, "bytes: peak 10 before, 11 now"),
+        ("cuda", "kernels", 7, "cuda: kernels None before, 7 now"),
+    ],
+)
+def test_another_value_is_a_difference(tmp_path, capsys, kind, name, value, told) -> None:
+    new = record()
+    new["configs"]["one"][0].setdefault(kind, {})[name] = value
+    assert compared(tmp_path, new) == 1
+    assert capsys.readouterr().out == f"one, rank 0: {told}\n"
+
+
+def test_a_config_that_is_missing_or_other_versions_are_a_difference(tmp_path, capsys) -> None:
+    new = record()
+    del new["configs"]["one"]
+    new["made by"]["torch"] = "3"
+    assert compared(tmp_path, new) == 1
+    versions, missing = capsys.readouterr().out.splitlines()
+    assert versions == "made by {'torch': '2'} before, by {'torch': '3'} now"
+    assert missing == "one: ranks 1 before, 0 now"
+
+
+def test_operations_are_noted_with_strides_and_bytes_with_their_end() -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    with step_trace.Operations() as found:
+        y = x.t().contiguous()
+        z = y[0]
+        del y
+        bool(z.sum() > 0)
+    assert found.lines[0] == "view aten.t.default(float32[2,3](3,1)) -> float32[3,2](1,3)"
+    assert found.lines[1].startswith("aten.clone.default(float32[3,2](1,3), memory_format=")
+    assert found.lines[1].endswith(" -> float32[3,2](2,1)")
+    assert found.waits == {"aten._local_scalar_dense": 1}
+    assert found.storages.peak >= 24 == found.storages.live
+    del z
+    gc.collect()
+    assert found.storages.live == 0
+
+
+def test_a_digest_has_every_bit_and_the_dtype() -> None:
+    x = torch.tensor([0.0, 1.0])
+    assert step_trace.digest({"a": [x]}) == step_trace.digest({"a": [x.clone()]})
+    for other in (torch.tensor([-0.0, 1.0]), x.double(), x[None]):
+        assert step_trace.digest({"a": [other]}) != step_trace.digest({"a": [x]})
+
+
+def test_modules_are_found_where_they_are_and_an_error_inside_is_told(monkeypatch) -> None:
+    assert step_trace.cpu_platform().__name__.startswith(step_trace.PACKAGE)
+    with pytest.raises(ModuleNotFoundError, match="none of no_such"):
+        step_trace.moved("no_such")
+
+    def broken(name: str) -> Any:
+        raise ModuleNotFoundError("no numpy", name="numpy")
+
+    monkeypatch.setattr(step_trace.importlib, "import_module", broken)
+    with pytest.raises(ModuleNotFoundError, match="no numpy"):
+        step_trace.moved("no_such")
+
+
+def test_functions_of_the_package_are_noted_and_no_others() -> None:
+    import megatron_prefix
+
+    seen: step_files.Seen = set()
+    with step_files.watched(seen):
+        megatron_prefix.PrefixConfig()
+        step_trace.digest(1)
+    assert ("config.py", "__post_init__") in {(path, name) for path, _, name in seen}
+    assert not {name for _, _, name in seen} & {"digest", "__init__"}
