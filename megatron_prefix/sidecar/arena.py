@@ -11,6 +11,8 @@ from megatron_prefix.tree.payload_map import RowMap
 
 Payload = tuple[Tensor, ...]
 """What a layer leaves in some rows, [rows, ...] each: K and V; or a state and a tail."""
+Both = tuple[Tensor, Tensor]
+"""Of keys and of values."""
 Rows = slice | Tensor
 """Consecutive rows, or an index, int64 [n]."""
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.device.transfer import on
-from megatron_prefix.sidecar.arena import Arena, Payload, Rows
+from megatron_prefix.sidecar.arena import Arena, Both, Payload, Rows
 from megatron_prefix.tree.payload_map import Form, PayloadMap, one_interval
 
 if TYPE_CHECKING:
@@ -74,23 +74,21 @@ class OwnKeys:
         sent: takes what the segment's descendants have sent; None if it has none.
     """
 
-    def __init__(self, both: Payload, sent: Callable[[], Payload | None] | None = None) -> None:
+    def __init__(self, both: Both, sent: Callable[[], Both | None] | None = None) -> None:
         self._both, self._sent = both, sent
 
-    def runs(self) -> Payload:
+    def runs(self) -> Both:
         """K and V of this rank's own runs (`cp_layout.own_runs`), run after run."""
         return self._both
 
-    def send(self, gradients: Payload) -> None:
+    def send(self, gradients: Both) -> None:
         """Gives the gradients of `runs` to the keys and values."""
         self._both = gradients
 
-    def take(self) -> Payload:
+    def take(self) -> Both:
         """The gradients of this rank's K and V, those of descendants included; after `send`."""
         mine, sent = self._both, self._sent() if self._sent is not None else None
-        if sent is None:
-            return mine
-        return tuple(theirs + ours for theirs, ours in zip(sent, mine, strict=True))
+        return mine if sent is None else (sent[0] + mine[0], sent[1] + mine[1])
 
 
 class SidecarCache:
@@ -150,7 +148,7 @@ class SidecarCache:
             raise RuntimeError(f"segment {index} is a wave: it leaves nothing here")
         return self._arenas[layer].read((index,), rows)
 
-    def own_keys(self, layer: int, index: int, inner: bool, both: Payload) -> OwnKeys:
+    def own_keys(self, layer: int, index: int, inner: bool, both: Both) -> OwnKeys:
         """A segment's own K and V for one call of its attention, captured if it is inner.
 
         Args:
@@ -162,7 +160,8 @@ class SidecarCache:
         if not inner:
             return OwnKeys(both)
         self.capture(layer, index, both)
-        return OwnKeys(self.own(layer, index), lambda: self.take(layer, index))
+        key, value = self.own(layer, index)
+        return OwnKeys((key, value), lambda: pair(self.take(layer, index)))
 
     def level(self, index: int, number: int) -> LevelReading:
         """A segment's level as a kernel's call needs it; made once a step."""
@@ -272,6 +271,11 @@ class SidecarCache:
             raise RuntimeError(
                 f"layer {layer}, segment {index}: {state.value}, expected {wanted.value}"
             )
+
+
+def pair(payload: Payload | None) -> Both | None:
+    """K and V of a payload of attention."""
+    return None if payload is None else (payload[0], payload[1])
 
 
 def _rows(device: torch.device, intervals: Sequence[tuple[int, int]]) -> Rows:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.device.transfer import on
-from megatron_prefix.sidecar.arena import Payload
+from megatron_prefix.sidecar.arena import Both
 from megatron_prefix.sidecar.cache import OwnKeys
 from megatron_prefix.sidecar.key_sums import key_sums
 from megatron_prefix.tree import cp_layout
@@ -140,20 +140,20 @@ class OwnView(OwnKeys):
         self,
         exchange: Exchange,
         lengths: Lengths,
-        both: Payload,
-        sent: Callable[[], Payload | None] | None = None,
+        both: Both,
+        sent: Callable[[], Both | None] | None = None,
     ) -> None:
         super().__init__(both, sent)
         self._exchange, self._lengths, self._width = exchange, lengths, both[0].shape[-1]
         self._coming: Pending = exchange.gather(*both)
 
-    def runs(self) -> Payload:
+    def runs(self) -> Both:
         """See OwnKeys."""
         (view,) = self._coming.wait()
         rows = self._exchange.table("own", self._lengths, view.device)
         return self._halves(view.index_select(0, rows))
 
-    def send(self, gradients: Payload) -> None:
+    def send(self, gradients: Both) -> None:
         """Starts to send the gradients of `runs` to the ranks that own the keys."""
         device = gradients[0].device
         total = key_sums(
@@ -164,7 +164,7 @@ class OwnView(OwnKeys):
         )
         self._coming = self._exchange.reduce_scatter(total)
 
-    def take(self) -> Payload:
+    def take(self) -> Both:
         """See OwnKeys; in fp32 or wider."""
         (both,) = self._coming.wait()
         self._both = self._halves(both)
@@ -174,5 +174,5 @@ class OwnView(OwnKeys):
         """What the gradients of `send` are added to, in the order of the view; None for nothing."""
         return None
 
-    def _halves(self, both: Tensor) -> Payload:
+    def _halves(self, both: Tensor) -> Both:
         return both[..., : self._width], both[..., self._width :]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_prefix.sidecar.arena import Payload
+from megatron_prefix.sidecar.arena import Both, Payload
 from megatron_prefix.sidecar.cache import OwnKeys, SegmentState, SidecarCache
 from megatron_prefix.sidecar.context_parallel import Exchange, OwnView, Pending
 from megatron_prefix.tree.payload_map import Form, PayloadMap
@@ -37,7 +37,7 @@ class GatheredCache(SidecarCache):
         coming = (t for pending in self._coming.values() for t in pending.tensors)
         return super().num_bytes + sum(t.nbytes for t in coming)
 
-    def own_keys(self, layer: int, index: int, inner: bool, both: Payload) -> OwnView:
+    def own_keys(self, layer: int, index: int, inner: bool, both: Both) -> OwnView:
         """See SidecarCache.own_keys."""
         if not inner:
             return OwnView(self.exchange, self.map.lengths[index], both)
@@ -83,7 +83,7 @@ class GatheredCache(SidecarCache):
         super().clear()
         self._coming.clear()
 
-    def _expect_coming(self, layer: int, index: int, both: Payload) -> None:
+    def _expect_coming(self, layer: int, index: int, both: Sequence[Tensor]) -> None:
         """Starts to gather K and V if that has not begun, and they are not here."""
         if self.state(layer, index) is SegmentState.EMPTY and (layer, index) not in self._coming:
             self._coming[layer, index] = self.exchange.gather(*both)
@@ -92,12 +92,12 @@ class GatheredCache(SidecarCache):
 class _OwnRows(OwnView):
     """The own K/V of an inner segment, which are kept."""
 
-    def __init__(self, cache: GatheredCache, layer: int, index: int, both: Payload) -> None:
+    def __init__(self, cache: GatheredCache, layer: int, index: int, both: Both) -> None:
         OwnKeys.__init__(self, both)
         self._exchange, self._lengths = cache.exchange, cache.map.lengths[index]
         self._cache, self._place, self._width = cache, (layer, index), both[0].shape[-1]
 
-    def runs(self) -> Payload:
+    def runs(self) -> Both:
         """See OwnView."""
         self._cache.capture(*self._place, self._both)
         key, value = self._cache.own(*self._place)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_prefix.sidecar.arena import Payload
-from megatron_prefix.sidecar.cache import LevelReading, Reading, SidecarCache
+from megatron_prefix.sidecar.arena import Both, Payload
+from megatron_prefix.sidecar.cache import LevelReading, Reading, SidecarCache, pair
 from megatron_prefix.sidecar.context_parallel import Exchange, OwnView, Pending
 from megatron_prefix.sidecar.key_sums import beside
 from megatron_prefix.tree.payload_map import Form, PayloadMap
@@ -41,13 +41,14 @@ class ShardedCache(SidecarCache):
         tensors = (t for pending in (*self._views.values(), *sent) for t in pending[1])
         return super().num_bytes + sum(t.nbytes for t in tensors)
 
-    def own_keys(self, layer: int, index: int, inner: bool, both: Payload) -> OwnView:
+    def own_keys(self, layer: int, index: int, inner: bool, both: Both) -> OwnView:
         """See SidecarCache.own_keys."""
         of_all = functools.partial(OwnView, self.exchange, self.map.lengths[index])
         if not inner:
             return of_all(both)
         self.capture(layer, index, both)
-        return of_all(self.own(layer, index), lambda: self.take(layer, index))
+        key, value = self.own(layer, index)
+        return of_all((key, value), lambda: pair(self.take(layer, index)))
 
     def prefetch(self, layer: int, index: int, *, backward: bool = False) -> None:
         """Starts to gather what a layer will read; `layer` may be out of range."""

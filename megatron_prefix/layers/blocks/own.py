@@ -12,7 +12,7 @@ import functools
 from torch import Tensor
 
 from megatron_prefix.layers.blocks.interface import Aux, Kernel, Partial, Runs
-from megatron_prefix.sidecar.arena import Payload, Rows
+from megatron_prefix.sidecar.arena import Both, Rows
 from megatron_prefix.sidecar.cache import OwnKeys
 from megatron_prefix.tree import cp_layout
 
@@ -36,20 +36,18 @@ class OwnAttention:
 
     def forward(self) -> Partial:
         """The block's result."""
-        key, value = self._keys.runs()
-        return self._kernel.forward(self._query, key, value, self._runs, self._scale)
+        return self._kernel.forward(self._query, *self._keys.runs(), self._runs, self._scale)
 
     def backward(self, dout: Tensor, out: Tensor, lse: Tensor, aux: Aux) -> Tensor:
         """The gradient of the queries, from the merged `out` and `lse`; those of keys and values
         are on their way then."""
-        key, value = self._keys.runs()
         query_grad, *gradients = self._kernel.backward(
-            dout, self._query, key, value, out, lse, aux, self._runs, self._scale
+            dout, self._query, *self._keys.runs(), out, lse, aux, self._runs, self._scale
         )
-        self._keys.send(tuple(gradients))
+        self._keys.send((gradients[0], gradients[1]))
         return query_grad
 
-    def gradients(self) -> Payload:
+    def gradients(self) -> Both:
         """Those of this rank's keys and values, descendants' included; after `backward`."""
         return self._keys.take()
 
