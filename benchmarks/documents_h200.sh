@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Shapes that four published documents measured, run with both schedules on one GPU of 141 GB with
-# transformer-engine and flash-attn-4; docs/results.md, "Beside the four documents", says how their
+# transformer-engine and flash-attn-4; docs/results.md, "Published results", says how their
 # conditions differ. About 4 minutes.
 #   bash benchmarks/documents_h200.sh FOLDER [OUTPUT] [ROW...]
 # FOLDER has tau2_mixed.jsonl.gz; OUTPUT (default: runs/documents) gets ROW.json for each row:
