@@ -156,7 +156,7 @@ def test_a_folder_that_is_no_environment_is_left_alone(sandbox):
     (sandbox.venv / "thesis.txt").write_text("mine", encoding="utf-8")
     done = sandbox.run("bash", "launch/test.sh")
     assert done.returncode == 2
-    assert "is no virtual environment; set VENV" in done.stderr
+    assert "is not a virtual environment; set VENV" in done.stderr
     assert (sandbox.venv / "thesis.txt").read_text(encoding="utf-8") == "mine"
 
 
