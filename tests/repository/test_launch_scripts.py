@@ -177,9 +177,7 @@ def ci(sandbox: Sandbox, suite: int, system: int) -> subprocess.CompletedProcess
 @pytest.mark.parametrize(
     ("suite", "system", "status"), [(0, 0, 0), (1, 0, 1), (0, 5, 5), (1, 2, 1)]
 )
-def test_ci_fails_with_either_part_and_ends_with_the_closing_line_of_the_suite(
-    sandbox, suite, system, status
-):
+def test_ci_fails_with_either_part_and_ends_with_pytests_line(sandbox, suite, system, status):
     done = ci(sandbox, suite, system)
     assert done.returncode == status
     assert done.stdout.splitlines()[-1] == CLOSING
