@@ -1,10 +1,10 @@
 """How evenly data-parallel ranks are loaded, by method of placement, on real rollouts.
 
 For every file, kind of tree and number of ranks: the largest load over the mean, in forward FLOPs
-of the rank's trees (the time that the slowest rank takes over what perfect balance would take), and
-in brackets the positions that all ranks compute, over the least of all methods.  Steps of so many
-groups a rank are taken from the file one after the other, and the whole file as one step; figures
-of steps are means.  "tokens / auto" is the largest load by raw tokens over that by "auto".
+of the rank's trees (the time of the slowest rank over that of perfect balance), and in brackets the
+positions that all ranks compute, over the least of all methods.  Steps of a fixed number of groups
+per rank are taken from the file one after the other, then the whole file as one step; figures of
+steps are means.  "tokens / auto" is the largest load by raw tokens over that by "auto".
 
     python benchmarks/balance.py ../shared/data/{tau2_mixed,qmsum_tree}.jsonl.gz
 """

@@ -1,4 +1,4 @@
-"""The naive schedule, to compare with: phase A, B and C of one group after another, with barriers.
+"""The naive schedule, for comparison: phases A, B and C of one group after another, with barriers.
 
 Phase A runs the group's inner segments forward on every stage, phase B its waves, one forward one
 backward, phase C the inner segments backward; every stage waits for all others between phases.
@@ -26,7 +26,7 @@ def phase(plan: Plan, action: Action) -> tuple[int, str]:
 
 @functools.lru_cache(maxsize=4)
 def _groups(segments: tuple[Segment, ...]) -> list[int]:
-    """Per segment its group: what shares a segment is one, the trees of small groups too."""
+    """The group of every segment: trees that share a segment are one group, small ones too."""
     found = trees(segments)
     group_of = list(range(1 + max((number for numbers in found for number in numbers), default=0)))
     for numbers in found:
@@ -38,7 +38,7 @@ def _groups(segments: tuple[Segment, ...]) -> list[int]:
 def barrier_plan(forest: Forest, num_ranks: int) -> Plan:
     """Every rank's actions, phase by phase; the barriers themselves are not in a plan.
 
-    Made for one rollout a wave and losses that wait for one wave each.
+    Assumes one rollout per wave, and losses that wait for one wave each.
     """
     order, groups = backward_order(forest.segments), _groups(forest.segments)
     programs: list[list[Action]] = [[] for _ in range(num_ranks)]
@@ -62,7 +62,7 @@ def _one_forward_one_backward(waves: list[int], ahead: int) -> Iterator[Action]:
 
 
 def simulate_with_barriers(plan: Plan, cost: Cost = token_cost) -> Timeline:
-    """Plays a `barrier_plan`: nothing of a phase begins before all of the one before has ended."""
+    """Plays a `barrier_plan`: no action of a phase begins before the previous phase has ended."""
     free = simulate(plan, cost=cost)  # proves it, and counts its rows
     events: list[list[Event]] = [[] for _ in plan.programs]
     programs = [list(program) for program in plan.programs]
@@ -79,7 +79,7 @@ def simulate_with_barriers(plan: Plan, cost: Cost = token_cost) -> Timeline:
 
 
 def _play(plan: Plan, part: list[list[Action]], cost: Cost, begin: float) -> Iterator[Event]:
-    """One phase: each rank in order, an action when its message is there."""
+    """One phase: each rank in order, an action as soon as its message has arrived."""
     clock = [begin] * plan.num_ranks
     ready: dict[tuple[int, Action], float] = {}
     todo = [list(program) for program in part]

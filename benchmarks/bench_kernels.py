@@ -7,12 +7,12 @@
 A shape is rollouts x prefix tokens x response tokens. For each it times the prefix's own causal
 block, the wave's dense block against the prefix, its causal block and the merge, forward and
 backward, with rollouts of equal and of unequal lengths (same sum). "first" is what the first pass
-over new shapes took beyond the later ones: cuDNN builds an execution plan for each on the host.
-The second table is that cost alone, for lone dense blocks of sizes never used before.
+over new shapes took beyond later ones: cuDNN builds an execution plan for each on the host. The
+second table is that cost alone, for single dense blocks of sizes never used before.
 
-The last table has runs of queries side by side, each with keys of its own: NUMxQUERIESxKEYS, where
-LOW-HIGH spreads lengths evenly, and NUMxLENGTH is causal. Each is timed as one call of the kernel,
-and as a call for every run.
+The last table has runs of queries side by side, each with its own keys: NUMxQUERIESxKEYS, where
+LOW-HIGH spreads lengths evenly; NUMxLENGTH is causal. Each is timed as one call of the kernel, and
+as one call per run.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def measure_runs(
 
 
 def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
-    """One row a measurement; milliseconds with three digits of which the last may be noise."""
+    """One row per measurement; milliseconds with three digits, of which the last may be noise."""
     if not rows:
         return
     table = Table(title=title)

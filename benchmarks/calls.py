@@ -1,4 +1,4 @@
-"""Rewrites a rollout file: one sequence for every call of the model, as agent trainers export them.
+"""Rewrites a rollout file: one sequence per call of the model, as agent trainers export them.
 
 A call's sequence is its rollout up to the end of the call, and only the call is trained, so the
 sequences of a rollout are prefixes of one another.

@@ -2,14 +2,15 @@
 
     TRITON_CACHE_DIR=FOLDER python3 benchmarks/compile_fla.py [--heads 32] [--positions 16448]
 
-Triton compiles for the device that its driver names, and needs none to do so; an autotuner keeps
-what it has chosen beside the kernels. So one driver here only names the device, nothing is
-launched, and of every autotuner's configurations that one is taken which was the fastest on an
-H200 (`FASTEST`, of fla-core 0.4.2 in bfloat16 with triton 3.6.0, and for the convolution a guess).
-The folder serves a GPU with the same triton, fla-core and Python: with one that this script's first
-version had made, the rows of hybrid_h200.sh with an MLP tuned nothing, where tuning had taken 212 s
-(benchmarks/LOG.md). It takes a minute and a half of one core for 8,192 positions. Both schedules
-find the same kernels. Widths are those of Qwen3-Next-80B-A3B without tensor parallelism.
+Triton compiles for the device that its driver names, and needs no such device to do so; an
+autotuner stores its choice next to the kernels. So the driver here only names the device, nothing
+is launched, and of every autotuner's configurations the one is taken that was the fastest on an
+H200 (`FASTEST`, of fla-core 0.4.2 in bfloat16 with triton 3.6.0; for the convolution it is a
+guess). The folder works on a GPU with the same triton, fla-core and Python: with a folder made by
+this script's first version, the rows of hybrid_h200.sh with an MLP tuned nothing, while tuning had
+taken 212 s before (benchmarks/LOG.md). It takes a minute and a half of one core for 8,192
+positions. Both schedules find the same kernels. Widths are those of Qwen3-Next-80B-A3B without
+tensor parallelism.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ H200 = argparse.Namespace(  # as much of Triton's driver as compiling asks for
 
 
 def compile_only() -> None:
-    """From here on kernels are compiled and not launched; call it before fla is imported."""
+    """From now on kernels are compiled but not launched; call it before fla is imported."""
     driver.set_active(H200)
     for name, value in {
         "get_device_name": lambda *_: "NVIDIA H200",
@@ -135,7 +136,7 @@ def _random(*shape: int) -> torch.Tensor:
 
 
 def main() -> None:
-    """Compiles everything, a line for every kind of kernel."""
+    """Compiles everything; prints one line per kind of kernel."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", type=int, default=32, help="value heads of a rank")
     parser.add_argument("--positions", type=int, default=16448, help="most of one microbatch")

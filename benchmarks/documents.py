@@ -1,4 +1,4 @@
-"""Prints what other documents published beside what was measured here, as tables in Markdown.
+"""Prints what other documents published next to what was measured here, as tables in Markdown.
 
     python -m benchmarks.documents FOLDER...
 
@@ -23,8 +23,8 @@ class Wanted(NamedTuple):
     """One row of a table.
 
     Attributes:
-        what: how the row is called.
-        theirs: the figure that was published; "" where there is none.
+        what: what the row is called.
+        theirs: the figure that was published; "" if there is none.
         name: of the row in a result.
         model: `bench --model`.
         log_probs: whether passes without gradients were timed.
@@ -159,7 +159,7 @@ def read(folders: Sequence[str]) -> tuple[list[Row], list[Row]]:
 
 
 def table(wanted: Table, rows: Sequence[Row], missing: list[str]) -> Iterator[str]:
-    """The lines of a table; nothing where none of its rows was measured."""
+    """The lines of a table; nothing if none of its rows was measured."""
     columns = [COLUMNS[name] for name in wanted.columns.split(",")]
     cells = []
     for one in wanted.rows:
@@ -175,7 +175,7 @@ def table(wanted: Table, rows: Sequence[Row], missing: list[str]) -> Iterator[st
 
 
 def attention(peers: Sequence[Row], missing: list[str]) -> Iterator[str]:
-    """DualKV's first table: attention alone, ours beside the fastest dense kernel's copies."""
+    """DualKV's first table: attention alone, ours next to the fastest dense kernel's copies."""
     cells = []
     for shape, (theirs, ratio) in ATTENTION.items():
         times = {row["peer"]: row["total_ms"] for row in peers if row["shape"] == shape}

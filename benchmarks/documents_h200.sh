@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Shapes that four published documents measured, run with both schedules on one GPU of 141 GB with
-# transformer-engine and flash-attn-4; docs/results.md, "Beside the four documents", says how their
+# transformer-engine and flash-attn-4; docs/results.md, "Published results", says how their
 # conditions differ. About 4 minutes.
 #   bash benchmarks/documents_h200.sh FOLDER [OUTPUT] [ROW...]
 # FOLDER has tau2_mixed.jsonl.gz; OUTPUT (default: runs/documents) gets ROW.json for each row:
@@ -11,8 +11,8 @@
 #   moe_step        DualKV table 4: Qwen3-30B-A3B widths, an update
 #   moe_logprob     the same, a pass for log-probs
 #   dta             AReaL-DTA figure 5 and table 3: model calls of agents, and little to share
-#   capacity        schedule-level reuse table 7: its longest step under each policy; a minute, only
-#                   when named
+#   capacity        schedule-level reuse table 7: its longest step under each policy; one minute, runs
+#                   only when named
 # `python -m benchmarks.documents OUTPUT` prints the tables. Exit code 0 when everything was aligned
 # and timed.
 #
@@ -43,7 +43,7 @@ timed=(--align-layers 1 --warm-up-calls 1 --repeats 2)
 cut=(--set "num_layers=${LAYERS:-8}" --set "vocab_size=${VOCAB:-32768}" "${timed[@]}")
 dense=(--model qwen3-8b "${cut[@]}")
 moe=(--model qwen3-30b-a3b "${cut[@]}")
-# Qwen3-1.7B, all of it.
+# The whole of Qwen3-1.7B.
 small=(--model qwen3-8b --set num_layers=28 --set hidden_size=2048 --set num_attention_heads=16
     --set ffn_hidden_size=6144 --set tie_embeddings=true)
 

@@ -1,8 +1,8 @@
 """How often `align` calls right schedules different: python -m benchmarks.false_alarms [--cases N].
 
-Random small models and rollouts in fp64 on one CPU rank (tests/harness/small_cases.py); case n is
-the one of seed FIRST + n.  In every `--break-every`-th case each gradient in turn, down to a
-millionth of the largest, is made 1 + 1e-6 times what it is, which the same judge must notice.
+Random small models and rollouts in fp64 on one CPU rank (tests/harness/small_cases.py); case n has
+seed FIRST + n.  In every `--break-every`-th case each gradient in turn, down to a millionth of the
+largest, is multiplied by 1 + 1e-6, which the same judge must notice.
 Exit code 1 for a false alarm or a break that is not noticed.
 """
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The README's GPU figures: both schedules on the Llama3-8B shape, one rollout a microbatch, aligned
-# first. One GPU of 141 GB.
+# Both schedules on the Llama3-8B shape with cuDNN's attention, one rollout per microbatch, aligned
+# first (docs/results.md has the figures). One GPU of 141 GB.
 #   bash benchmarks/h200.sh [RESULT.json] [ARGUMENTS OF bench]
 set -euo pipefail
 

@@ -2,11 +2,10 @@
 
     python -m benchmarks.host_layers --spans 1 16 256
 
-A wave whose spans have parents of their own, so that both its calls have as many runs as it has
-spans: forward and backward of `segment_attention`, sidecar and merge included. On the CPU kernel
-`fa4` runs with a library that computes nothing, on tensors so small that what is measured is the
-host, in time of this process. With a GPU the kernels are real, and the time is what passes until
-all is launched.
+A wave in which every span has its own parent, so that both its calls have as many runs as it has
+spans: forward and backward of `segment_attention`, including sidecar and merge. On the CPU kernel
+`fa4` runs with a library that computes nothing, on tensors so small that only the host is measured,
+in process time. With a GPU the kernels are real, and the time is that until all is launched.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Idle:
 def wave(spans: int, rows: int, layers: int, device: str, new: int) -> Any:
     """Segment 1, whose spans see one span each of segment 0; and the queries of a layer.
 
-    `new` makes lengths that were not there before: one span in so many is longer by one.
+    Every `new` gives other lengths: one span in every new + 2 is longer by one.
     """
     dtype = torch.bfloat16
     ends = [rows * n // spans for n in range(1, spans)]
@@ -118,7 +117,7 @@ def measured(spans: int, args: argparse.Namespace, device: str) -> float:
 
 
 def main() -> None:
-    """Prints milliseconds a segment and layer, a line a number of spans."""
+    """Prints milliseconds per segment and layer, one line per number of spans."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

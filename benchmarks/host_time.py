@@ -1,10 +1,10 @@
-"""Host time of a step of many short microbatches before its first segment runs, over the stock's.
+"""Host time of a step of many short microbatches before its first segment, and of a stock step.
 
     python -m benchmarks.host_time --microbatches 512 --tokens 1000
 
 The model is tiny, so most of what is measured is the schedule: forward steps that
-are suspended and answered, tokens read, tree, plan, inputs and losses, beside the stock schedule on
-the same microbatches.  Both make three steps before they are timed.
+are suspended and answered, tokens read, tree, plan, inputs and losses, compared with the stock
+schedule on the same microbatches.  Both make three steps before they are timed.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _watched(schedule: Any, executor: Any) -> tuple[Callable[..., Any], list[flo
 
 
 def main() -> None:
-    """Prints milliseconds a microbatch of both schedules, and what ours takes before a segment."""
+    """Prints milliseconds per microbatch of both schedules, and ours before the first segment."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

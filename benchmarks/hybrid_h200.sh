@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # A hybrid model against the FLOP bound: the widths of Qwen3.5 or Qwen3-Next-80B-A3B with 12 layers, 3 of them with
-# attention; aligned in bfloat16 first, beside fp32 by the rule's definition. Long prompts in waves of four rollouts,
+# attention; aligned in bfloat16 first, against fp32 by the rule's definition. Long prompts in waves of four rollouts,
 # prompts in chunks of 2,048, and consecutive steps of real rollouts. One GPU of 141 GB with flash-linear-attention,
 # transformer-engine and flash-attn-4.
 #   bash benchmarks/hybrid_h200.sh OUTPUT [ARGUMENTS of `megatron-prefix bench`]
-# OUTPUT gets a JSON file a row; the tables go to stdout. Exit code 0 when everything was aligned and timed. The first
+# OUTPUT gets one JSON file per row; the tables go to stdout. Exit code 0 when everything was aligned and timed. The first
 # row compiles kernels for some minutes; with TRITON_CACHE_DIR they are kept for the next call. Steps are run once
 # before they are timed, by both schedules: some of fla's kernels are tuned anew every 1,024 positions.
 #
@@ -12,10 +12,10 @@
 #   ROWS      which of waves, chunks and steps to run (default: all)
 #   DATA      folder of the rollout files, for steps (default: ../shared/data)
 #   MODEL     qwen3.5-9b (default), qwen3.5-27b or qwen3-next-80b-a3b
-#   EXPERTS   of Qwen3-Next: how many a layer has (default: none, but an MLP 5,632 wide). With few tokens Megatron's
+#   EXPERTS   of Qwen3-Next: how many per layer (default: none, but an MLP 5,632 wide). With few tokens Megatron's
 #             experts keep the host busier than the GPU.
-#   BASELINE  rollout or packed (default: packed where megatron-core is 0.18 or newer, as GatedDeltaNet needs)
-#   STOCK     the stock schedule's attention, te or fa4 (default: te, for packs fa4)
+#   BASELINE  rollout or packed (default: packed if megatron-core is 0.18 or newer, which GatedDeltaNet needs)
+#   STOCK     the stock schedule's attention, te or fa4 (default: te; fa4 for packs)
 set -uo pipefail
 
 output=$(realpath -m "${1:?OUTPUT folder}")
@@ -25,7 +25,7 @@ data=${DATA:-../shared/data}
 mkdir -p "$output" || exit 2
 baseline=${BASELINE:-$(python3 -W ignore -c 'import megatron.core as m
 print("packed" if tuple(map(int, m.__version__.split(".")[:2])) >= (0, 18) else "rollout")')}
-[ "$baseline" = packed ] || echo "steps are compared with one rollout a microbatch, not with packs" >&2
+[ "$baseline" = packed ] || echo "steps are compared with one rollout per microbatch, not with packs" >&2
 status=0
 
 model=(--model "${MODEL:-qwen3.5-9b}" --set num_layers=12)

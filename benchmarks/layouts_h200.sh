@@ -12,7 +12,7 @@ chosen=("${@:2}")
 [[ ${#chosen[@]} -gt 0 ]] || chosen=(tp cp pp dp ep)
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
-# Four responses a wave, with room for what tensor and context parallelism align them to.
+# Four responses per wave, with room for the alignment of tensor and context parallelism.
 dense=(--model llama3-8b --shapes 10240:2048:8:8256)
 status=0
 for row in "${chosen[@]}"; do

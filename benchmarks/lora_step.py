@@ -1,8 +1,8 @@
-"""What sharing gives where only adapters are trained, beside all weights.
+"""What sharing gives if only adapters are trained, compared with training all weights.
 
     python -m benchmarks.lora_step [PROMPT:RESPONSE:ROLLOUTS ...]
 
-Both schedules on the same microbatches, with adapters beside frozen linear layers
+Both schedules on the same microbatches, with adapters on frozen linear layers
 (tests/harness/lora.py) and without. A frozen weight has no gradient of its own, so a linear layer's
 backward costs one forward instead of two; attention's costs two in either case. The bound is the
 ratio of FLOPs counted so. One process, on the CPU in float32, in seconds of CPU time; gradients are
@@ -62,7 +62,7 @@ def bound(shape: GroupShape, backward: float) -> float:
 
 
 def adapted_chunk(recipe: Any, stage: int, make: Any = build._build_chunk) -> Any:
-    """A chunk with adapters, in the place of `build._build_chunk`."""
+    """A chunk with adapters, instead of `build._build_chunk`."""
     chunk = make(recipe, stage)
     lora.adapt(unwrap(chunk))
     return chunk

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The README's figures of memory on the Llama3-8B shape, one GPU of 141 GB:
-#   peaks     of a step under each policy, beside the stock schedule's, 12,288 tokens a rollout
+# Memory on the Llama3-8B shape, one GPU of 141 GB (docs/results.md has the figures):
+#   peaks     of a step under each policy and with the stock schedule, 12,288 tokens per rollout
 #   cost      time of a step under each policy, 16 rollouts of 10k/2k
-#   short     the same in chunks where a step may use 30 GiB: `auto` beside what fits
+#   short     the same in chunks, with 30 GiB for a step: `auto` and the policies that fit
 #   frontier  a step of two rollouts of 235,520 tokens, 2,048 of them a response
-#   longer    of 360,448 tokens, K/V and gK/gV of half the layers on the host (not run so far)
+#   longer    of 360,448 tokens, K/V and gK/gV of half the layers on the host
 #   bash benchmarks/memory_h200.sh PART [RESULT.json] [ARGUMENTS OF bench memory]
 set -euo pipefail
 
@@ -27,12 +27,12 @@ frontier)
         --kernel "${KERNEL:-cudnn}")
     ;;
 longer)
-    # The fewer chunks, the seldomer K/V of earlier ones come from the host.
+    # With fewer chunks, K/V of earlier ones come from the host less often.
     arguments=(--shapes 358400:2048:2 --ways recompute+full --repeats 0 --chunk-tokens 4096
         --cache-host-layers 16 --kernel "${KERNEL:-cudnn}")
     ;;
 *)
-    echo "say which: peaks, cost, short, frontier or longer" >&2
+    echo "give a part: peaks, cost, short, frontier or longer" >&2
     exit 2
     ;;
 esac

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Do both schedules agree over NCCL? Rows of the alignment matrix that fill this host's GPUs, 2 or 4 of
-# them, in bf16 by the numerics policy and in fp32, one torchrun world a dtype.
+# them, in bf16 by the numerics policy and in fp32, one torchrun world per dtype.
 #   bash benchmarks/nccl_rows.sh [OUTPUT] [ARGUMENTS of `megatron-prefix matrix`]
-# A line a row goes to stderr when the row ends. OUTPUT (default: runs/nccl_rows) gets DTYPE.jsonl with
+# One line per row goes to stderr when the row ends. OUTPUT (default: runs/nccl_rows) gets DTYPE.jsonl with
 # the results so far and, at the end, DTYPE.md. Exit code 0 when all are aligned.
 #
 # Environment variables:
 #   NGPU     GPUs, 2 or 4 (default: those that nvidia-smi lists)
 #   DTYPES   (default: bfloat16 float32)
-#   TOTAL_S  seconds of all rows of a dtype; what is left then does not run (default: 280)
+#   TOTAL_S  seconds for all rows of a dtype; rows that are left then do not run (default: 280)
 set -uo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
@@ -24,7 +24,7 @@ esac
 
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
-# Models change with every row: most of the time would go into compiling their fused operators.
+# Every row has another model: most of the time would go into compiling fused operators.
 export TORCH_COMPILE_DISABLE=${TORCH_COMPILE_DISABLE:-1}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$output" || exit 2

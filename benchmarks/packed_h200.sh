@@ -3,12 +3,12 @@
 # microbatches and the prefix schedule on the same ones, Qwen3-8B widths with few layers, aligned first.
 # One GPU of 141 GB, with transformer-engine and flash-attn-4.
 #   bash benchmarks/packed_h200.sh FOLDER [OUTPUT] [ARGUMENTS of `megatron-prefix bench`]
-# FOLDER has the rollout files SET.jsonl.gz; OUTPUT (default: runs/packed_h200) gets a JSON file a run.
+# FOLDER has the rollout files SET.jsonl.gz; OUTPUT (default: runs/packed_h200) gets one JSON file per run.
 # The tables go to stdout. Exit code 0 when everything was aligned and timed.
 #
 # Environment variables:
 #   LAYERS  (default: 12)
-#   STEPS   timed steps of a set, after one of its own that warms up, of gsm8k two (default: 3)
+#   STEPS   timed steps of a set, after one warm-up step, for gsm8k two (default: 3)
 set -uo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

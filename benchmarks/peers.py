@@ -1,4 +1,4 @@
-"""Attention alone, forward and backward: this package beside other ways to run a group's attention.
+"""Attention alone, forward and backward: this package and other ways to run a group's attention.
 
     python -m benchmarks.peers --json peers.json             # DualKV's shapes, on a GPU
     python -m benchmarks.peers --peers ours,dense-fa4,flex --shapes 28x4096x2048
@@ -8,16 +8,16 @@
 A shape is rollouts x prompt x answer; heads are those of DualKV's table 1. The peers:
 
     ours             the prompt, then waves of --segment-tokens, by layers/blocks/core.py
-    dense-KERNEL     N copies: every rollout whole, some in a call; the fastest one is the baseline
+    dense-KERNEL     N copies: every rollout whole, some per call; the fastest one is the baseline
     flex, flex-fa4   the packed graph by FlexAttention, with its own kernel or its experimental one
     repeated-KERNEL  the prompt once; each answer reads a copy of its K/V, and its own
     grouper-KERNEL   the package prefix-grouper (MIT licence), with this kernel as its attention
 
 KERNEL is a kernel of this package (layers/blocks/operators.py).
-First, on a small shape, ours is compared with the exact formulas in fp64, and others with ours.
-Then each is timed: --warm-up calls, and medians of --repeats. Peaks count inputs, and what a
-forward of the whole group leaves for its backward. Block masks are made before. The exit code is 1
-where a peer differs, or ours could not run; one that cannot run here says why, and others go on.
+First, on a small shape, ours is compared with the exact formulas in fp64, and the others with ours.
+Then each is timed: --warm-up calls, and medians of --repeats. Peaks count inputs and what a forward
+of the whole group leaves for its backward. Block masks are made beforehand. The exit code is 1 if a
+peer differs or ours could not run; a peer that cannot run here says why, and the others go on.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ GIB = float(1 << 30)
 
 @dataclass
 class Row:
-    """One peer at one shape; times are None where it failed, and `reason` says why."""
+    """One peer at one shape; times are None if it failed, and `reason` says why."""
 
     shape: str
     peer: str
@@ -119,7 +119,7 @@ def results_of(peer: Peer) -> Results:
 
 
 def compared(found: Results, expected: Results, inputs: Inputs, device: Device) -> str | None:
-    """Where two results differ by more than the numerics policy allows; None: nowhere."""
+    """Where two results differ by more than the numerics policy allows; None if nowhere."""
     shape, group = inputs.shape, device.heads // device.kv_heads
     terms = max((shape.prefix + shape.rows) * group, device.dim)
     try:
@@ -131,7 +131,7 @@ def compared(found: Results, expected: Results, inputs: Inputs, device: Device) 
 
 
 def checked(device: Device, options: argparse.Namespace) -> dict[str, str | None]:
-    """Per peer what is wrong with it: that it differs, or why it cannot run; None: nothing."""
+    """What is wrong with each peer: it differs, or why it cannot run; None if nothing."""
     inputs = inputs_of(device, options.check_shape)
     exact = results_of(Copies(inputs.double(), KERNELS["math"], options.dense_tokens))
     reasons: dict[str, str | None] = {}
@@ -197,7 +197,7 @@ def measured(
 
 
 def summary(shape: Shape, rows: list[Row]) -> dict[str, Any]:
-    """Ours beside the fastest copies, the FLOP ratio, and FlexAttention, at one shape."""
+    """Ours against the fastest copies, the FLOP ratio, and FlexAttention, at one shape."""
     done = {row.peer: row.total_ms for row in rows if row.total_ms is not None}
     ours, ratio = done.get(OURS), pairs(shape, True) / pairs(shape, False)
 

@@ -110,6 +110,6 @@ def packed_attention(
 
 @functools.cache
 def compiled(mode: str | None) -> Callable[..., Tensor]:
-    """FlexAttention; it fails, and does not run uncompiled, where it cannot be compiled."""
+    """FlexAttention; if it cannot be compiled it fails, and does not run uncompiled."""
     torch._dynamo.config.recompile_limit = _VERSIONS
     return torch.compile(flex_attention, dynamic=False, fullgraph=True, mode=mode)

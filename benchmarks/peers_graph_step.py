@@ -32,7 +32,7 @@ class PackedGraph:
         item: what the forward step gets.
         lengths: of its answers, padding not counted.
         first: positions at the front whose output nobody reads, and which have no fields of the
-            loss; 0: the output layer runs on the prompt, too.
+            loss; 0: the output layer runs on the prompt as well.
     """
 
     item: Microbatch
@@ -107,7 +107,7 @@ def running(model: Any, graph: PackedGraph, attention: PackedAttention) -> Itera
 
 
 def _core_attention(attention: PackedAttention, scale: float) -> Callable[..., Tensor]:
-    """In the place of Megatron's: [positions, 1, heads, dim] to [positions, 1, heads * dim]."""
+    """Replaces Megatron's: [positions, 1, heads, dim] to [positions, 1, heads * dim]."""
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         out = attention(query.squeeze(1), key.squeeze(1), value.squeeze(1), scale)

@@ -1,4 +1,4 @@
-"""A whole step of a model: the prefix schedule beside the packed graph with FlexAttention.
+"""A whole step of a model: the prefix schedule against the packed graph with FlexAttention.
 
     python -m benchmarks.peers_step --json step.json         # on a GPU
     python -m benchmarks.peers_step --device cpu --dtype float64 --model tiny-llama \\
@@ -6,7 +6,7 @@
 
 One group P:R:n, the same weights, losses and gradients in every row:
 
-    prefix            the prefix schedule, one rollout a microbatch
+    prefix            the prefix schedule, one rollout per microbatch
     stock rollout     Megatron's schedule on the same microbatches
     stock packed      Megatron's schedule on packs of --pack-tokens
     graph             Megatron's schedule on one microbatch: the prompt once, and every answer
@@ -15,8 +15,8 @@ One group P:R:n, the same weights, losses and gradients in every row:
 First losses, log-probs and gradients of prefix and graph are compared with the stock schedule's on
 a model with few layers by the numerics policy; in 16 bit errors against fp32 are pooled over draws.
 Then each row is timed: --warm-up calls, and the median of --repeats, the optimizer's step not
-included. The graph's block mask is made before. The exit code is 1 where values differ, or a
-row could not run; the others go on.
+included. The graph's block mask is made beforehand. The exit code is 1 if values differ or a row
+could not run; the others go on.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Step = Callable[[Callable[..., Any]], Any]
 
 @dataclass
 class Row:
-    """One row; times are None where it failed, and `reason` says why."""
+    """One row; times are None if it failed, and `reason` says why."""
 
     name: str
     ms: float | None = None
@@ -82,7 +82,7 @@ class Steps:
 
     Args:
         chunks: the model, wrapped in DDP.
-        items: one microbatch a rollout.
+        items: one microbatch per rollout.
         shared: positions of the prompt that carry no loss, all but its last.
         options: of the command line.
     """
@@ -156,7 +156,7 @@ class Steps:
 
 
 def items_of(shape: GroupShape, chunks: list[Any], seed: int) -> list[Microbatch]:
-    """One microbatch a rollout, of random tokens and advantages, and of old log-probs near the
+    """One microbatch per rollout, of random tokens and advantages, and of old log-probs near the
     model's own."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

@@ -1,4 +1,4 @@
-"""Bubble fractions of the README: simulated, 4 flat groups, a backward counted as two forwards.
+"""Bubble fractions of docs/results.md: simulated, 4 flat groups, a backward counts as two forwards.
 
     python -m benchmarks.pipeline_bubbles
 
@@ -21,7 +21,7 @@ COLUMNS = ("barriers", "prefix whole", "in chunks", "in chunks, running ahead (d
 
 
 def timelines(prompt: int, response: int, rollouts: int, num_ranks: int) -> Iterator[Timeline]:
-    """One a column."""
+    """One per column."""
     whole = flat_groups(prompt, response, rollouts)
     chunked = flat_groups(prompt, response, rollouts, chunk_tokens=response)
     yield simulate_with_barriers(barrier_plan(whole, num_ranks))

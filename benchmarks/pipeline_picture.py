@@ -1,7 +1,8 @@
-"""Draws three schedules of one step under each other: python -m benchmarks.pipeline_picture FILE.
+"""Draws three schedules of one step below each other: python -m benchmarks.pipeline_picture FILE.
 
 Four groups of eight rollouts on four stages, 10,240 prompt tokens and 2,048 of each response, one
-rollout a wave: phases with barriers, the planner's with the prompt whole, and in chunks of a wave.
+rollout per wave: phases with barriers, the planner's with the prompt whole, and in chunks of a
+wave.
 """
 
 from __future__ import annotations

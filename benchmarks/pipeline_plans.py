@@ -1,10 +1,10 @@
 """Three plans of one step, timed on two ranks: python -m benchmarks.pipeline_plans [--json].
 
 A pipeline of two stages runs flat groups by phases with barriers, by the planner's plan with the
-prompts whole, and by the planner's plan with the prompts in chunks. The plans take turns, and
-medians are compared with what the simulator says of them, for which the time of an action is fitted
-to the actions of a measured step of each plan; Megatron-Core's stock schedule on the same rollouts
-is timed once behind them. Exit code 1 when the measured order is not the simulated one.
+prompts whole, and by the planner's plan with the prompts in chunks. The plans take turns, and their
+medians are compared with the simulation, in which the time of an action is fitted to the actions of
+a measured step of each plan. Megatron-Core's stock schedule on the same rollouts is timed once
+after them. Exit code 1 if the measured order is not the simulated one.
 
 On the CPU the stages share the cores, which should be idle. On two GPUs, NCCL:
     python -m benchmarks.pipeline_plans --device cuda --model llama3-8b --prompt 10240 \
@@ -86,7 +86,7 @@ class Setting:
         return list(generate(self.groups, *lengths, self.rollouts, vocab_size=VOCAB))
 
     def configs(self, plan_file: str) -> dict[str, PrefixConfig]:
-        """Of the three plans, one rollout a wave; `plan_file` is the one with barriers."""
+        """Of the three plans, one rollout per wave; `plan_file` is the one with barriers."""
         whole = PrefixConfig(segment_tokens=self.response, min_gain=0)
         return {
             BARRIERS: replace(whole, plan_file=plan_file),
@@ -114,7 +114,7 @@ class Run:
 
 
 def run_rank(setting: Setting, plan_file: str) -> tuple[dict[str, Run], float]:
-    """Runs all plans by turns, and the stock schedule, whose seconds are returned too.
+    """Runs all plans in turn, and the stock schedule, whose seconds are returned too.
 
     Every rank returns the same plans and timelines.
     """

@@ -4,8 +4,8 @@
 
 Host time of one core: median of several runs on rollouts of random tokens. "planned" is everything
 that mode auto does with a step's tokens: the prefilter, the tree, the plan and the prediction;
-"nothing shared" ends after the prefilter. The samples are cut out of the step's columns as
-run/step.py does, which is part of both.
+"nothing shared" ends after the prefilter. The samples are cut out of the step's columns as in
+run/step.py, which is part of both.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def columns(num: int, tokens: int, prompt: int, num_groups: int) -> Columns:
 
 
 def planned(known: Columns, num_ranks: int, chunk_tokens: int) -> bool:
-    """What mode auto does before it knows which schedule runs; whether the prefix schedule does."""
+    """What mode auto does before it chooses a schedule; whether that is the prefix schedule."""
     config = PrefixConfig(mode="auto", chunk_tokens=chunk_tokens)
     planner = StepPlanner(config, COST, 1, num_ranks, 1, None)
     groups = SimpleNamespace(pp=GROUPS, cp=GROUPS)
@@ -76,7 +76,7 @@ def seconds(work: Callable[[], object], repeats: int) -> float:
 
 
 def main() -> None:
-    """Prints one line a case."""
+    """Prints one line per case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5, metavar="N")
     repeats = parser.parse_args().repeats

@@ -17,7 +17,7 @@ LIMIT_S = 60.0
 
 
 def main(number: int) -> int:
-    """Runs them and prints the time; the exit code."""
+    """Runs them and prints the time; returns the exit code."""
     rng = random.Random(0)
     actions, begin, cpu = 0, time.perf_counter(), time.process_time()
     for done in range(number):

@@ -4,10 +4,10 @@
 # drift apart. The shape of Qwen3-0.6B, and Qwen3-30B-A3B with 4 layers of 32 experts. One GPU of 141 GB: three
 # models with their optimizers stay on it, about 35 GiB dense and 75 GiB MoE before activations. The MoE runs
 # follow the routes that the stock run chooses before each step, without load-balancing loss, whose counts are
-# a choice, too.
+# a choice as well.
 #   bash benchmarks/replay_h200.sh OUTPUT [ARGUMENTS of `megatron-prefix replay`]
-# OUTPUT gets a JSON file and a picture of each; the tables go to stdout, a line a step to stderr. Exit code 0
-# when both stayed within twice the noise floor at every step.
+# OUTPUT gets a JSON file and a picture of each; the tables go to stdout, one line per step to stderr. Exit code 0
+# if both stayed within twice the noise floor at every step.
 #
 # A step is one group of rag_musique (16 rollouts) and one of tau_airline (4), cut to 2,048 tokens: about
 # 40,000 positions for the stock schedule, in two updates.

@@ -1,4 +1,4 @@
-"""`megatron-prefix bench` with flash-attn-4 in the stock schedule's attention, too.
+"""`megatron-prefix bench` with flash-attn-4 as the stock schedule's attention as well.
 
     python -m benchmarks.stock_fa4 --shapes 10240:2048:8      # arguments of bench
 
@@ -62,7 +62,7 @@ def with_fa4(chunks: list[Any]) -> Iterator[None]:
 
 
 def stock_with_fa4() -> Callable[..., Any]:
-    """In the place of `stock_schedule` where both schedules are compared."""
+    """Replaces `stock_schedule` where both schedules are compared."""
     stock = stock_schedule()
 
     def schedule(**arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What it costs to suspend a forward step and to go on with it: greenlets beside threads.
+"""What it costs to suspend a forward step and to resume it: greenlets against threads.
 
     python -m benchmarks.suspend_steps --steps 512
 

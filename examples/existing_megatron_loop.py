@@ -2,9 +2,9 @@
 
     python examples/existing_megatron_loop.py
 
-The line is the import of `get_forward_backward_func`. All else is the trainer's own and stays as it
-is: data iterator, forward step, loss, DDP, optimizer. The microbatches are rollouts of one prompt,
-two each; nothing tells the schedule so: it compares their tokens.
+The line is the import of `get_forward_backward_func`. Everything else is the trainer's own and does
+not change: data iterator, forward step, loss, DDP, optimizer. Each microbatch has two rollouts of
+one prompt. The schedule is not told so: it compares their tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from megatron_prefix.lab.platforms import cpu
 
-cpu.enable()  # lets Megatron-Core run without a GPU; with one, leave this line out
+cpu.enable()  # lets Megatron-Core run without a GPU; leave this line out if you have one
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
@@ -74,7 +74,7 @@ def build() -> tuple[DistributedDataParallel, Any]:
 
 
 def batches() -> Iterator[dict[str, torch.Tensor]]:
-    """Microbatches [rollouts, positions] without end: a prompt, and answers that are trained."""
+    """Endless microbatches [rollouts, positions]: a prompt, and answers that are trained."""
     while True:
         prompt = torch.randint(VOCAB, (1, PROMPT)).expand(MICRO_BATCH_SIZE, -1)
         for _ in range(NUM_MICROBATCHES):

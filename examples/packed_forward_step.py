@@ -2,9 +2,9 @@
 
     python examples/packed_forward_step.py
 
-A trainer lays rollouts one behind the other and tells the model with `PackedSeqParams` where each
-begins. Nothing of that changes: the schedule finds what the rollouts of a pack share, and of packs
-beside it, runs that once, and gives the forward step an output as long as its pack.
+A trainer packs rollouts one after the other and tells the model with `PackedSeqParams` where each
+begins. None of that changes: the schedule finds what rollouts share, within a pack and across
+packs, runs that once, and gives the forward step an output as long as its pack.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def forward_step(iterator: Iterator[Pack], model: Any) -> tuple[torch.Tensor, Ca
 
 
 def step(model: Any, batches: list[Pack], schedule: Callable[..., Any]) -> dict[str, torch.Tensor]:
-    """Forward and backward of all packs; the gradient of every parameter by its name."""
+    """Runs forward and backward of all packs; returns the gradient of every parameter by name."""
     model.zero_grad_buffer()
     results = schedule(
         forward_step_func=forward_step,
@@ -90,7 +90,7 @@ def step(model: Any, batches: list[Pack], schedule: Callable[..., Any]) -> dict[
 
 
 def main() -> None:
-    """Compares the gradients of both."""
+    """Compares the gradients of both schedules."""
     runtime.initialize(Layout(), device="cpu")  # selects the CPU before Megatron is imported
     from megatron.core.pipeline_parallel import get_forward_backward_func as megatron_schedule
 

@@ -1,6 +1,6 @@
 """Rollouts -> segment tree -> plan -> simulated timeline. Needs neither torch nor Megatron.
 
-Run it, where the package is installed: python examples/plan_a_step.py [PICTURE.svg]
+Run it with the package installed: python examples/plan_a_step.py [PICTURE.svg]
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def rollouts(seed: int) -> list[Pairs]:
 
 
 def show_tree(forest: Forest) -> None:
-    """One line a segment, indented by the number of spans above its deepest."""
+    """One line per segment, indented by the number of spans above its deepest span."""
     above = {place: number for path in forest.paths for number, place in enumerate(path)}
     for index, segment in enumerate(forest.segments):
         kind = "inner segment" if segment.inner else f"wave of {len(segment.spans)}"

@@ -2,9 +2,10 @@
 
     python examples/prove_parity.py [ROLLOUTS.jsonl.gz]
 
-What `megatron-prefix align` does, from Python: the same weights, the same packed microbatches, one
-AdamW step by either schedule; every loss, log-prob, gradient and parameter is compared. To look at
-your own model, hand `align` your own chunks, wrapped in Megatron's DDP, instead of `build_model`'s.
+Does from Python what `megatron-prefix align` does: one AdamW step with each schedule, from the same
+weights on the same packed microbatches; compares every loss, log-prob, gradient and parameter. To
+test your own model, hand `align` your own chunks, wrapped in Megatron's DDP, instead of
+`build_model`'s.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ NUM_GROUPS, MAX_TOKENS = 2, 128
 
 
 def main() -> None:
-    """Compares, and ends with exit code 1 where the schedules differ."""
+    """Compares both schedules; the exit code is 1 if they differ."""
     path = sys.argv[1] if len(sys.argv) > 1 else BUNDLED
     first = itertools.islice(read_groups(path), NUM_GROUPS)
     groups = [kept for group in first if (kept := shorten(group, MAX_TOKENS)[0]) is not None]

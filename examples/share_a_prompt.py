@@ -1,8 +1,8 @@
 """One step of a Megatron-Core GPTModel by the stock and by the prefix schedule, on the CPU.
 
-What a trainer has to change is the last argument of `step`: the rest is Megatron's own contract.
+A trainer has to change only the last argument of `step`: the rest is Megatron's own contract.
 
-Run it, where the package is installed: python examples/share_a_prompt.py
+Run it with the package installed: python examples/share_a_prompt.py
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Microbatch = dict[str, Any]
 
 
 def microbatches() -> list[Microbatch]:
-    """One group, a rollout a microbatch: the same prompt, six answers, loss on the answers."""
+    """One group, one rollout per microbatch: one prompt, six answers, loss on the answers."""
     prompt = torch.randint(VOCAB, (1, PROMPT))
     found = []
     for _ in range(NUM_ROLLOUTS):
@@ -35,7 +35,7 @@ def microbatches() -> list[Microbatch]:
 
 
 def forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """As any trainer on Megatron-Core has it. A shared prompt only makes the microbatch shorter."""
+    """As in any trainer on Megatron-Core. A shared prompt only makes the microbatch shorter."""
     batch = next(iterator)
     positions = torch.arange(batch["tokens"].shape[1])[None]
     losses = model(batch["tokens"], positions, None, labels=batch["labels"])
@@ -48,7 +48,7 @@ def forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[...,
 
 
 def step(model: Any, batches: list[Microbatch], schedule: Callable[..., Any]) -> dict[str, Any]:
-    """Forward and backward of all microbatches; the gradient of every parameter by its name."""
+    """Runs forward and backward of all microbatches; returns the gradients by parameter name."""
     model.zero_grad_buffer()
     results = schedule(
         forward_step_func=forward_step,
@@ -63,7 +63,7 @@ def step(model: Any, batches: list[Microbatch], schedule: Callable[..., Any]) ->
 
 
 def main() -> None:
-    """Compares the gradients of both."""
+    """Compares the gradients of both schedules."""
     runtime.initialize(Layout(), device="cpu")  # selects the CPU before Megatron is imported
     from megatron.core.pipeline_parallel import get_forward_backward_func as megatron_schedule
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The alignment matrix on the CPU: models without and with experts, every layout of
-# megatron_prefix/lab/verify/matrix.py, flat groups, trees and chunks, without and with recomputation.
+# The alignment matrix on the CPU: models with and without experts, every layout of
+# megatron_prefix/lab/verify/matrix.py, flat groups, trees and chunks, with and without recomputation.
 #   bash launch/align_matrix.sh [ARGUMENTS]
 # Installs what it needs first; environment.sh has the variables that change where and with what.
-# Begun again, it goes on where it stopped. ARGUMENTS are those of `megatron-prefix matrix`.
+# If it was interrupted, the same command continues where it stopped. ARGUMENTS are those of `megatron-prefix matrix`.
 #
 # Environment variables:
-#   OUTPUT  folder of rows.jsonl (a result a line) and matrix.md (default: runs/align_matrix)
+#   OUTPUT  folder of rows.jsonl (one result per line) and matrix.md (default: runs/align_matrix)
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare test

@@ -1,4 +1,4 @@
-# Sourced by the scripts beside it: what they have in common, arguments and no more.
+# Sourced by the scripts in this folder: the arguments that they have in common.
 #
 # Environment variables:
 #   MODEL            file in launch/models (default: llama3-8b)
@@ -7,9 +7,9 @@
 #   OUTPUT           folder of metrics and checkpoints, seen by all nodes (default: runs/MODEL)
 #   STEPS            updates (default: 100)
 #   LR               learning rate (default: 1e-6)
-#   PREFIX_SCHEDULE  off, observe, auto or on (default: auto; of models with experts: on)
-#   NGPU             GPUs of a node (default: 8)
-# Arguments of the script come last, so they win over all of these.
+#   PREFIX_SCHEDULE  off, observe, auto or on (default: auto; on for models with experts)
+#   NGPU             GPUs per node (default: 8)
+# Arguments of the script come last, so they override all of these.
 # shellcheck shell=bash disable=SC2034
 
 set -euo pipefail

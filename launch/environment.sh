@@ -1,11 +1,11 @@
-# Sourced by the scripts beside it: `prepare EXTRAS` makes a virtual environment with the pinned
-# dependencies of the CPU and this package, and puts it in front of PATH. Nothing is done again
-# while setup.cfg and the pins stay as they were.
+# Sourced by the scripts in this folder: `prepare EXTRAS` makes a virtual environment with the pinned
+# dependencies of the CPU and this package, and puts it in front of PATH. Nothing is repeated
+# while setup.cfg and the pins do not change.
 #
 # Environment variables:
 #   PYTHON  interpreter that makes the environment: 3.10 or newer (default: python3)
 #   VENV    folder of the environment (default: .venv in the repository)
-#   PIP_*   pip's own. Where pip would take a CUDA build of torch and none is wanted, set
+#   PIP_*   pip's own. If pip would take a CUDA build of torch and you do not want one, set
 #           PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels.
 # shellcheck shell=bash
 
@@ -40,13 +40,13 @@ make_environment() {
     "$VENV/bin/python" -c '' 2>/dev/null && return
     check_python
     if [[ -e $VENV && ! -e $VENV/pyvenv.cfg ]]; then
-        fail "$VENV exists and is no virtual environment; set VENV to another folder"
+        fail "$VENV exists and is not a virtual environment; set VENV to another folder"
     fi
     say "Making the environment $VENV"
     "$PYTHON" -m venv --clear "$VENV"
 }
 
-# What an environment depends on; its copy in the environment says that the install was finished.
+# What an environment depends on; a copy in the environment means that the install was finished.
 recipe() {
     printf '%s\n' "$root" "$1"
     cat "$root/setup.cfg" "$pins"

@@ -5,7 +5,7 @@
 # Environment variables:
 #   ROLLOUTS  rollout file (default: the bundled one)
 #   MODEL     model preset, or a Hugging Face config.json (default: tiny-llama, widened until
-#             computation and not overhead takes the time)
+#             most of the time is computation, not overhead)
 #   STEPS     number of updates (default: 4)
 #   OUTPUT    folder for metrics and the picture of the plan (default: runs/quickstart)
 # Arguments are passed on to `megatron-prefix train`.
@@ -13,7 +13,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare train,plot
 
-# One thread: several of them wait for one another wherever something else runs too.
+# One thread: several would wait for one another if anything else runs.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 output=${OUTPUT:-runs/quickstart}
 model=(--model "${MODEL:-tiny-llama}")

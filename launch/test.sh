@@ -9,6 +9,6 @@ prepare test
 # Tests start several ranks on a few cores: one thread each.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 cd "$root"
-# Many tests wait, for processes to start or for a time to pass: meanwhile others run.
+# Many tests wait for processes to start or for time to pass; meanwhile others run.
 if [[ $# -eq 0 ]]; then set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder; fi
 exec python -m pytest "$@"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What depends on the interpreter, with the system's own Python, which is often the oldest there is:
-# checkpoints, resuming, starting ranks, packaging, scripts and the command line. In an environment
-# of its own with the same pins (.venv-VERSION). Where that Python is the suite's, or cannot be
-# used, one line says so.
+# checkpoints, resuming, starting ranks, packaging, scripts and the command line. It makes its own
+# environment with the same pins (.venv-VERSION). If that Python is the suite's or cannot be used, one
+# line says so.
 #   SYSTEM_PYTHON  the interpreter (default: /usr/bin/python3)
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -38,7 +38,7 @@ install_venv() {
 command -v "$SYSTEM_PYTHON" >/dev/null || skip "it is not there"
 system=$(version "$SYSTEM_PYTHON") || skip "it does not run"
 suite=$(version "$VENV/bin/python" || version "$PYTHON") || skip "the suite has no Python to compare with"
-[[ $system != "$suite" ]] || skip "it is Python $system, as the suite's"
+[[ $system != "$suite" ]] || skip "it is Python $system, like the suite's"
 "$SYSTEM_PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     skip "it is Python $system, 3.10 is the oldest"
 has_venv || install_venv

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The part of the suite that depends on Megatron-Core, with one release of it after the other:
+# The part of the suite that depends on Megatron-Core, with one release after the other:
 #   PYTHON=python3.12 bash launch/test_versions.sh [VERSION...]
-# Says a line a release, and what pytest wrote is in VENV/megatron-core-VERSION.log. A release that
-# this Python cannot install is said and not run (from 0.17 on they need 3.12). The exit code is 0
-# when every release that ran has passed, and one has.
+# Prints one line per release; pytest's output is in VENV/megatron-core-VERSION.log. A release that this
+# Python cannot install is reported and skipped (from 0.17 on they need 3.12). The exit code is 0 if at
+# least one release ran and all that ran have passed.
 #
-# Environment variables, beside those of environment.sh:
+# Environment variables, besides those of environment.sh:
 #   VENV   folder of the environment, in which releases take turns (default: .venv-versions)
 #   TESTS  what pytest runs (default: platform, models, both schedules in several layouts, routers,
 #          hybrid models)
@@ -23,10 +23,10 @@ read -r -d '' -a tests <<<"${TESTS:-$tests}" || true
 versions=("$@")
 [[ $# -gt 0 ]] || versions=(0.16.1 0.17.1 0.18.1 0.19.2)
 
-# Since 0.18 Megatron-Core imports it, and CPU builds of torch come without.
+# Since 0.18 Megatron-Core imports triton, which CPU builds of torch do not include.
 triton=$(grep -E '^triton==' "$pins")
 
-# run VERSION: the line about it; the status is pytest's, 100 where the release is not for here.
+# run VERSION: prints its line; the status is pytest's, or 100 if the release cannot be installed here.
 run() {
     local log=$VENV/megatron-core-$1.log
     if ! python -m pip install --quiet --no-deps "megatron-core==$1" "$triton" &>"$log"; then

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO updates on several nodes; run it on each of them, with its number:
+# GRPO updates on several nodes; run it on each node, with that node's number:
 #   NODE_RANK=0 NNODES=2 MASTER_ADDR=node0 MODEL=qwen3-30b-a3b bash launch/train_multinode.sh [ARGUMENTS]
 # arguments.sh and nodes.sh have the environment variables; ARGUMENTS are those of
 # `megatron-prefix train`.

@@ -129,7 +129,7 @@ def test_nothing_imports_a_command() -> None:
     assert _importing(r"^megatron_prefix\b.*\.__main__\b") == []
 
 
-def test_one_file_asks_megatron_for_its_schedule_and_one_takes_its_place() -> None:
+def test_one_file_asks_for_megatrons_schedule_one_replaces_it() -> None:
     """Anything else would get the prefix schedule where `auto` has turned it on."""
     assert _importing(STOCK) == ["megatron/stock.py"]
     finders = [path for path, source in _sources(PACKAGE) if "sys.meta_path" in source]

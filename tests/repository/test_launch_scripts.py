@@ -156,7 +156,7 @@ def test_a_folder_that_is_no_environment_is_left_alone(sandbox):
     (sandbox.venv / "thesis.txt").write_text("mine", encoding="utf-8")
     done = sandbox.run("bash", "launch/test.sh")
     assert done.returncode == 2
-    assert "is no virtual environment; set VENV" in done.stderr
+    assert "is not a virtual environment; set VENV" in done.stderr
     assert (sandbox.venv / "thesis.txt").read_text(encoding="utf-8") == "mine"
 
 
@@ -177,9 +177,7 @@ def ci(sandbox: Sandbox, suite: int, system: int) -> subprocess.CompletedProcess
 @pytest.mark.parametrize(
     ("suite", "system", "status"), [(0, 0, 0), (1, 0, 1), (0, 5, 5), (1, 2, 1)]
 )
-def test_ci_fails_with_either_part_and_ends_with_the_closing_line_of_the_suite(
-    sandbox, suite, system, status
-):
+def test_ci_fails_with_either_part_and_ends_with_pytests_line(sandbox, suite, system, status):
     done = ci(sandbox, suite, system)
     assert done.returncode == status
     assert done.stdout.splitlines()[-1] == CLOSING

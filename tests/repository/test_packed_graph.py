@@ -78,7 +78,7 @@ def test_a_row_that_cannot_run_says_why_and_others_go_on(tmp_path, monkeypatch) 
     assert graph["reason"] == "cannot run: RuntimeError: no such kernel" and prefix["ms"] > 0
 
 
-def test_a_packed_graph_has_the_prompt_once_and_its_last_token_in_every_answer() -> None:
+def test_a_packed_graph_has_one_prompt_and_its_last_token_each() -> None:
     items = [item(1, 5, 3), item(2, 6, 3)]
     whole = packed_graph(items, 3)
     assert whole.first == 0 and whole.lengths == (2, 3)

@@ -49,9 +49,7 @@ def test_other_places_are_no_difference(tmp_path) -> None:
     assert compared(tmp_path, new) == 0
 
 
-def test_the_first_other_operation_is_shown_with_its_place_and_all_are_counted(
-    tmp_path, capsys
-) -> None:
+def test_the_first_difference_is_shown_and_all_are_counted(tmp_path, capsys) -> None:
     new = record()
     new["configs"]["two"][1]["operations"] = [0, 1, 0, 2, 2]
     new["configs"]["two"][1]["places"] = [3, 4, 3, 4, 4]
@@ -97,7 +95,7 @@ def test_another_value_is_a_difference(tmp_path, capsys, kind, name, value, told
     assert capsys.readouterr().out == f"one, rank 0: {told}\n"
 
 
-def test_a_config_that_is_missing_or_other_versions_are_a_difference(tmp_path, capsys) -> None:
+def test_missing_configs_and_other_versions_are_differences(tmp_path, capsys) -> None:
     new = record()
     del new["configs"]["one"]
     new["made by"]["torch"] = "3"
@@ -107,7 +105,7 @@ def test_a_config_that_is_missing_or_other_versions_are_a_difference(tmp_path, c
     assert missing == "one: ranks 1 before, 0 now"
 
 
-def test_operations_are_noted_with_strides_and_bytes_with_their_end() -> None:
+def test_operations_have_strides_and_bytes_are_freed() -> None:
     x = torch.arange(6.0).reshape(2, 3)
     with step_trace.Operations() as found:
         y = x.t().contiguous()
@@ -131,7 +129,7 @@ def test_a_digest_has_every_bit_and_the_dtype() -> None:
         assert step_trace.digest({"a": [other]}) != step_trace.digest({"a": [x]})
 
 
-def test_modules_are_found_where_they_are_and_an_error_inside_is_told(monkeypatch) -> None:
+def test_modules_are_found_and_an_error_inside_is_reported(monkeypatch) -> None:
     assert step_trace.cpu_platform().__name__.startswith(step_trace.PACKAGE)
     with pytest.raises(ModuleNotFoundError, match="none of no_such"):
         step_trace.moved("no_such")

@@ -58,7 +58,7 @@ def test_the_first_steps_are_measured_and_one_in_fifty(monkeypatch) -> None:
     assert math.isclose(sorted(ratios)[2], 1.0, rel_tol=0.5)
 
 
-def test_passes_without_gradients_and_other_modes_are_not_measured() -> None:
+def test_other_modes_and_passes_without_grad_are_not_measured() -> None:
     model = small_model()
     for mode, forward_only in (("auto", True), ("on", False), ("observe", False)):
         schedule = schedule_with(mode=mode, min_speedup=0.01)

@@ -137,7 +137,7 @@ def test_a_step_is_that_of_one_rank_with_everything(name: str) -> None:
     assert worst(CASES[name]) <= 1.0
 
 
-def test_the_all_gather_of_tokens_is_refused_with_segments_of_several_lengths() -> None:
+def test_token_all_gather_is_refused_with_unequal_segments() -> None:
     data = [items(sizes, seed) for seed, sizes in enumerate(((4,), (1, 2)))]
 
     def on_rank() -> None:

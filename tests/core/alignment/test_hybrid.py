@@ -154,7 +154,7 @@ def test_gated_delta_net_beside_mamba(families: Any, options: str) -> None:
 
 
 @pytest.mark.parametrize("name", [GDN, MAMBA])
-def test_names_of_parameters_and_the_stock_schedule_are_unchanged(
+def test_parameter_names_and_stock_schedule_are_unchanged(
     families: dict[str, Family], name: str
 ) -> None:
     model, twin, _ = families[name]
@@ -281,7 +281,7 @@ def test_options_that_change_between_steps_are_refused(
     assert hybrid.worst(model, families[name].expected) <= EXACT
 
 
-def test_a_layer_that_goes_around_the_replaced_kernels_is_an_error(
+def test_a_layer_that_bypasses_the_replaced_kernels_fails(
     families: dict[str, Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a release might under an option that is not refused yet."""

@@ -223,7 +223,7 @@ def unlike_ranks(layout: Layout) -> tuple[str, str]:
     return reasons[0], reasons[1]
 
 
-def test_data_parallel_ranks_agree_where_the_order_of_reductions_shows() -> None:
+def test_data_parallel_ranks_agree_if_reduction_order_shows() -> None:
     """Interleaved chunks with overlapped reductions: stock on one rank, ours on another, aborts."""
     layout = Layout(pp=2, vpp=2, dp=2)
     found = run_ranks(layout.world_size, unlike_ranks, layout)

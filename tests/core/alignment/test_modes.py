@@ -35,7 +35,7 @@ def test_mode_off_is_megatrons_schedule() -> None:
     assert schedule.report is None and installed(model) is None
 
 
-def test_mode_observe_runs_megatrons_schedule_and_says_what_sharing_would_save() -> None:
+def test_mode_observe_runs_stock_and_says_what_would_be_saved() -> None:
     model, twin = small_model(), small_model()
     schedule = schedule_with(mode="observe")
     assert_bitwise(run(schedule, model), run(stock_schedule(), twin))

@@ -192,7 +192,7 @@ def test_routes_of_another_model_are_refused(model) -> None:
         run(model, fewer)
 
 
-def test_without_an_action_routers_choose_and_nothing_is_left_behind(model) -> None:
+def test_without_an_action_routers_choose_and_leave_nothing(model) -> None:
     routers = versions.routers(model)
 
     def gradients(made: list[Microbatch]) -> dict[str, torch.Tensor]:
@@ -212,7 +212,7 @@ def test_without_an_action_routers_choose_and_nothing_is_left_behind(model) -> N
         assert_close(followed[name], free[name], 200)
 
 
-def test_routes_are_not_looked_at_where_routers_cannot_follow_them(model, monkeypatch) -> None:
+def test_routes_are_ignored_if_routers_cannot_follow_them(model, monkeypatch) -> None:
     name = "prefix_sharing/unshared_by_routes"
     report = run(model, items()).report
     assert of_report(report)[name] == report.forest.unshared_by_routes > 0

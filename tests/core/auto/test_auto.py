@@ -48,7 +48,7 @@ def module(monkeypatch: pytest.MonkeyPatch, **members: object) -> types.ModuleTy
 # References ---------------------------------------------------------------------------------------
 
 
-def test_references_from_before_and_after_are_swapped_and_restored(monkeypatch) -> None:
+def test_earlier_and_later_references_are_swapped_and_restored(monkeypatch) -> None:
     trainer = module(monkeypatch, schedule_of=KEPT[0], other=len)
     monkeypatch.setitem(sys.modules, "somebodys_nothing", None)
     auto.on(PrefixConfig())
@@ -289,7 +289,7 @@ def test_a_bad_file_is_one_line(text: str, message: str, tmp_path: Path) -> None
     assert "\n" not in str(caught.value)
 
 
-def test_a_bad_variable_ends_a_trainer_that_swallows_errors_of_plugins() -> None:
+def test_a_bad_variable_ends_a_trainer_that_hides_plugin_errors() -> None:
     code = "try:\n    import megatron_prefix.auto.on_import\nexcept Exception:\n    pass\n"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=REPOSITORY, env={"MEGATRON_PREFIX_MODE": "maybe"},

@@ -26,7 +26,7 @@ def test_tolerance_follows_dtype_and_length() -> None:
         assert torch.finfo(dtype).eps < tolerance(dtype, 1) < tolerance(dtype, 10_000) < 0.05
 
 
-def test_a_long_sum_of_rounded_terms_fits_and_a_wrong_term_does_not() -> None:
+def test_a_rounded_long_sum_fits_and_a_wrong_term_does_not() -> None:
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         x = torch.randn(64, 4096, generator=generator, dtype=torch.float64).to(dtype)
@@ -39,7 +39,7 @@ def test_a_long_sum_of_rounded_terms_fits_and_a_wrong_term_does_not() -> None:
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.02, 0.17])
-def test_chance_does_not_exceed_the_error_ratio_and_twice_the_error_does(spread: float) -> None:
+def test_chance_stays_below_the_ratio_and_twice_the_error_not(spread: float) -> None:
     generator = torch.Generator().manual_seed(0)
     draws = (1.02 * torch.exp(spread * torch.randn(500, DRAWS, generator=generator))).tolist()
     outside = [sum(ratios) / DRAWS > error_ratio(ratios) for ratios in draws]

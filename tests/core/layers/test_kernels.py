@@ -245,7 +245,7 @@ def test_runs_are_equal_by_value() -> None:
     assert len({Runs.own((2, 3)), Runs.own((2, 3)), Runs.dense(5, 5)}) == 2
 
 
-def test_layouts_that_differ_in_more_than_single_positions_are_copied() -> None:
+def test_layouts_that_differ_beyond_single_positions_are_copied() -> None:
     x = torch.randn(1, 4, 6, 8)
     same = operators._laid_out(x, (777, 48, 8, 1))
     assert same.data_ptr() == x.data_ptr() and same.stride() == (777, 48, 8, 1)

@@ -128,7 +128,7 @@ def test_a_wrong_rule_is_refused_when_a_model_is_installed(monkeypatch: pytest.M
         assert asked == ([("cuda", 64, 32, 4)] if found else [])
 
 
-def test_a_module_that_was_imported_without_kernels_gets_all_of_them(
+def test_a_module_imported_without_kernels_gets_them_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where the import of flash-linear-attention fails Megatron leaves names undefined."""

@@ -339,7 +339,7 @@ def test_many_trees(name: str, recompute: bool, kernel: str, dtype: torch.dtype)
     assert cache.keys == ways(forest) and slice in cache.queries
 
 
-def test_queries_are_taken_by_an_index_where_some_between_see_nothing() -> None:
+def test_queries_are_indexed_if_some_between_see_nothing() -> None:
     taken = set()
     for forest in PACKED.values():
         cache = Watched(planned(forest), [Form.POSITIONS] * NUM_LAYERS)

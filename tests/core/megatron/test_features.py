@@ -339,7 +339,7 @@ def test_the_global_loss_is_told_from_other_losses() -> None:
     assert not versions.has_global_loss(SimpleNamespace())
 
 
-def test_the_global_losses_log_is_not_averaged_over_ranks_in_any_release() -> None:
+def test_the_global_losses_log_is_never_averaged_over_ranks() -> None:
     def router(attach):
         return SimpleNamespace(attach_and_log_load_balancing_loss=attach)
 

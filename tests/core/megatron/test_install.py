@@ -219,7 +219,7 @@ def test_a_failed_install_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> Non
     assert_same_objects(state_of(model), before)
 
 
-def test_megatrons_schedule_on_an_installed_model_is_the_same_bit_for_bit() -> None:
+def test_megatrons_schedule_is_bitwise_equal_on_a_hooked_model() -> None:
     model, twin = small_model(), small_model()
     install(model, "math")
     assert_bitwise(stock(model), stock(twin))
@@ -277,7 +277,7 @@ def test_wrapped_models(wrap_ddp: bool, dtype: torch.dtype) -> None:
 # --- Transformer engine ---------------------------------------------------------------------------
 
 
-def test_transformer_engine_is_told_that_no_backward_is_the_first() -> None:
+def test_transformer_engine_hears_that_no_backward_is_first() -> None:
     class Layer(nn.Module):
         is_first_microbatch = True
 

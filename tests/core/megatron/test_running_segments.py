@@ -44,7 +44,7 @@ def test_what_runs_is_taken_back_after_an_exception() -> None:
     assert model(*[torch.arange(4)[None]] * 2, None).shape == (1, 4, 128)
 
 
-def test_a_segment_without_loss_stops_in_front_of_the_output_layer() -> None:
+def test_a_segment_without_loss_stops_before_the_output_layer() -> None:
     model = small_model()
     hooks = install(model, "math")
     hooks.prepare(3)

@@ -268,7 +268,7 @@ def hooks(model: Any) -> Iterator[install.Hooks]:
     install.uninstall(model)
 
 
-def test_the_expert_bias_counts_a_segment_once_where_it_is_computed_again(hooks, monkeypatch):
+def test_the_expert_bias_counts_a_recomputed_segment_once(hooks, monkeypatch):
     router = hooks.routers[0]
     monkeypatch.setattr(router, "enable_expert_bias", True)
     monkeypatch.setattr(router, "local_tokens_per_expert", torch.zeros(4))
@@ -308,7 +308,7 @@ def test_no_auxiliary_loss_in_eval_mode(hooks, monkeypatch):
         ("moe_router_load_balancing_type", "expert_choice", "not known here"),
     ],
 )
-def test_routers_that_cannot_be_accounted_for_are_refused_by_name(
+def test_routers_without_exact_accounting_are_refused_by_name(
     model, option, value, words, monkeypatch
 ):
     monkeypatch.setattr(model.config, option, value, raising=False)

@@ -120,7 +120,7 @@ def test_early_prefetch_takes_all_that_the_plan_has_room_for(transfers: Recorded
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_without_room_prefetch_waits_and_tensors_come_when_asked_for(
+def test_without_room_prefetch_waits_and_tensors_come_on_demand(
     transfers: Recorded, early: bool
 ) -> None:
     x = torch.randn(5, requires_grad=True)
@@ -158,7 +158,7 @@ def test_parameters_and_views_of_them_stay() -> None:
     assert weight.grad is not None
 
 
-def test_a_tensor_that_two_layers_save_is_stored_once_and_stays_till_the_last_use() -> None:
+def test_a_tensor_saved_twice_is_stored_once_until_its_last_use() -> None:
     transfers = Recorded()
     _owner, segment = segment_of(transfers)
     x = torch.randn(5, requires_grad=True)
@@ -250,7 +250,7 @@ def test_transitions_are_checked(transfers: Recorded) -> None:
 # --- The staging pool -----------------------------------------------------------------------------
 
 
-def test_the_pool_has_room_in_the_second_step_for_what_the_first_needed(
+def test_the_pool_keeps_the_first_steps_room_for_the_second(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(pools.SLAB_BYTES, False, 4096)

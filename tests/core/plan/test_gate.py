@@ -123,7 +123,7 @@ def test_what_may_be_shared_is_weighed_against_all_positions() -> None:
     assert not without_sharing(PrefixConfig(mode="auto", min_speedup=1.05), rollouts, 1)
 
 
-def test_outputs_that_nobody_reads_count_in_a_step_without_sharing() -> None:
+def test_unread_outputs_count_in_a_step_without_sharing() -> None:
     """An output layer of a third of the FLOPs, on a quarter of the positions: 4/3 times as fast."""
     draw = np.random.default_rng(0)
     rollouts = []

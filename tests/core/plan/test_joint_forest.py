@@ -145,7 +145,7 @@ def test_plans_made_apart_hang_together() -> None:
     assert play_together(apart, ready_after) < sum(map(len, apart[0].programs))
 
 
-def test_a_wave_is_over_before_the_next_though_another_rank_has_fewer() -> None:
+def test_a_wave_ends_before_the_next_if_another_rank_has_fewer() -> None:
     forests = [build(*flat_rollouts(1024, 4096, num, 2)) for num in (3, 6)]
     found = joint_forest(forests, [range(6), range(12)])
     joint = make_plan(found.union, microbatches=found.union_microbatch_of)

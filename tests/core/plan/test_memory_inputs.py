@@ -35,7 +35,7 @@ def groups(num: int, seed: int) -> Forest:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_pipelines_side_by_side_are_predicted_with_all_their_spans(place: int) -> None:
+def test_parallel_pipelines_are_predicted_with_all_spans(place: int) -> None:
     """Recurrent layers keep a state a span: of as many as the rank with most has."""
     forests = [groups(30, 0), groups(24, 1)]
     microbatches = [list(range(len(forest.num_positions))) for forest in forests]

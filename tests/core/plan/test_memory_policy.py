@@ -84,7 +84,7 @@ def test_only_as_many_segments_give_way_as_must() -> None:
     assert 0 < counts[0] < counts[1] < counts[2] < 10
 
 
-def test_one_whole_prefix_that_does_not_fit_when_recomputed_is_offloaded() -> None:
+def test_a_prefix_too_large_to_recompute_is_offloaded() -> None:
     """Recomputed as a whole it is as large as ever; offloaded a few layers come at a time."""
     plan = plan_of(prompt=40960, response=1024, num=4)
     lean = policies(plan.segments, "recompute")

@@ -279,7 +279,7 @@ def test_activations_of_llama3_8b() -> None:
     assert 2 * spread.activations == predict(plan, whole)[0].activations
 
 
-def test_context_parallel_ranks_keep_a_share_of_the_sidecar_or_all() -> None:
+def test_cp_ranks_keep_a_share_of_the_sidecar_or_all_of_it() -> None:
     plan = plan_of(1024, 256, 4, 512)
     shared = footprint_of(resolve("llama3-8b"), cp=2)
     (cut,), (kept,) = predict(plan, shared), predict(plan, replace(shared, shares=1))

@@ -145,7 +145,7 @@ def test_a_plan_runs_with_the_policies_of_its_file(tmp_path) -> None:
     assert planned("offload") == ("offload", *["retain"] * 3) * 2
 
 
-def test_the_forest_of_a_plan_is_the_step_but_for_what_is_trained(tmp_path) -> None:
+def test_the_forest_of_a_plan_is_the_step_except_trained(tmp_path) -> None:
     step = forest(chunk_tokens=3)
     plan = read_plan(saved(tmp_path, make_plan(step, 2)))
     found = forest_of(plan)

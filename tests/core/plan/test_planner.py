@@ -44,7 +44,7 @@ def test_b_order_puts_children_before_parents(forest) -> None:
 
 @given(st.one_of(forests, st.builds(random_forest, st.randoms(use_true_random=True))))
 @settings(max_examples=100)
-def test_b_order_takes_waves_in_f_order_and_inner_segments_as_soon_as_it_can(forest) -> None:
+def test_b_order_has_waves_in_f_order_and_inner_ones_early(forest) -> None:
     segments, order = forest.segments, backward_order(forest.segments)
     waves = [index for index in order if not segments[index].inner]
     assert waves == sorted(waves)

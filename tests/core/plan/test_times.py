@@ -82,7 +82,7 @@ def test_recomputed_segments_run_forward_twice() -> None:
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_pipelines_side_by_side_share_the_positions_and_not_the_actions(ordered) -> None:
+def test_parallel_pipelines_share_positions_but_not_actions(ordered) -> None:
     """Two equal pipelines take as long as one of them."""
     forest = replace(groups(), ordered=ordered)
     owners = [sample // 2 for sample in range(12)]

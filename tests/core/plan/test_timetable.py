@@ -150,7 +150,7 @@ def test_orders_of_their_own_would_make_them_wait_in_a_circle(monkeypatch) -> No
 
 
 @pytest.mark.parametrize(("num_ranks", "num_chunks"), [(2, 1), (4, 1), (3, 2), (2, 3)])
-def test_messages_leave_behind_their_action_and_come_before_they_are_used(num_ranks, num_chunks):
+def test_messages_leave_after_their_action_and_arrive_before_use(num_ranks, num_chunks):
     forest = build(*flat_rollouts(64, 16, 4, 2), TreeOptions(segment_tokens=16))
     plan = make_plan(forest, num_ranks, num_chunks=num_chunks)
     place: dict[Any, int] = {}

@@ -151,7 +151,7 @@ def test_the_loss_mask_comes_before_the_callback() -> None:
 
 
 @pytest.mark.parametrize("name", ["input_ids", "position_ids", "labels", "loss_mask"])
-def test_tensors_that_are_overwritten_after_the_call_are_an_error(name: str) -> None:
+def test_tensors_overwritten_after_the_call_are_an_error(name: str) -> None:
     """A static buffer holds the last microbatch when all forward steps have run."""
     given = {n: torch.tensor([[1, 2, 3]]) for n in ("input_ids", "position_ids", "labels")}
     given["loss_mask"] = torch.ones(1, 3)
@@ -170,7 +170,7 @@ def test_columns_of_another_size_are_refused() -> None:
         columns_of([call(tokens, None, None)], lambda one: torch.ones(1))
 
 
-def test_without_gradients_only_the_callback_leaves_out_positions() -> None:
+def test_without_gradients_only_the_callback_omits_positions() -> None:
     tokens, mask = torch.tensor([[1, 2, 3]]), torch.tensor([[0, 0, 1]])
     calls = [call(tokens, None, None, loss_mask=mask)]
     free = read_columns(calls, 1, Callbacks(), forward_only=True)
@@ -191,7 +191,7 @@ def test_contiguous_slices_of_context_parallelism_are_refused() -> None:
             check_positions(known(positions, 4), rank, 2, used=False)
 
 
-def test_positions_that_a_learned_embedding_reads_must_count_from_zero() -> None:
+def test_learned_embeddings_need_positions_that_start_at_zero() -> None:
     check_positions(known([0, 1, 2, 0, 1], 3, 2), 0, 1, used=True)
     check_positions(known([7, 8, 9], 3), 0, 1, used=False)
     with pytest.raises(CannotShare, match="do not count from 0"):

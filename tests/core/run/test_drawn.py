@@ -42,7 +42,7 @@ def heeded(
     return found
 
 
-def test_a_position_is_trained_where_it_predicts_a_token_of_the_mask_or_is_the_last() -> None:
+def test_trained_positions_predict_a_masked_token_or_are_last() -> None:
     found = nemo_rl.samples(nemo())
     assert found is not None and [flags.int().tolist() for _, flags in found] == FLAGS
     assert [ids.tolist() for ids, _ in found] == [IDS[0].tolist(), IDS[1, :4].tolist()]

@@ -25,7 +25,7 @@ from tests.core.plan.test_planner import flat_forest
 from tests.harness.trees import random_forest, with_programs
 
 
-def test_an_ordered_segment_waits_for_all_microbatches_before_its_own() -> None:
+def test_an_ordered_segment_waits_for_earlier_microbatches() -> None:
     forest = flat_forest()  # 0 (inner), leaves 1 2; 3 (inner), leaves 4 5
     assert (
         loss_ready_after(replace(forest, ordered=True))

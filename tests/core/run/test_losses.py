@@ -187,7 +187,7 @@ def two(first: int, trained: Sequence[int], **fields: Any) -> Job:
     return Job(rollouts, [0, 0], [0, 1], TreeOptions(min_gain=0), loss, **fields)
 
 
-def test_the_trainer_sees_its_whole_microbatch_zero_in_front_of_the_loss() -> None:
+def test_the_trainer_sees_its_microbatch_with_zeros_before_loss() -> None:
     job = two(6, [7, 8])
     job.run()
     assert [uid for uid, _ in job.seen] == [0, 1]
@@ -202,7 +202,7 @@ def test_loss_in_a_shared_segment_computes_that_segment() -> None:
     assert [bool((output != 0).all()) for _, output in job.seen] == [True, True]
 
 
-def test_a_segment_without_loss_between_two_with_loss_keeps_its_place() -> None:
+def test_a_lossless_segment_between_two_others_keeps_its_place() -> None:
     """The first four positions carry loss for one sample, the next four for none."""
     tokens = np.array([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
     other = np.array([1, 2, 3, 4, 50, 51, 52, 53, 54, 55])
@@ -226,7 +226,7 @@ def of_three(segment_tokens: int) -> Job:
 
 
 @pytest.mark.parametrize(("segment_tokens", "called"), [(2, [0, 2, 1]), (0, [0, 1, 2])])
-def test_the_store_is_in_the_order_of_microbatches_and_not_of_segments(
+def test_the_store_is_in_microbatch_order_not_segment_order(
     segment_tokens: int, called: list[int]
 ) -> None:
     job = of_three(segment_tokens)
@@ -237,7 +237,7 @@ def test_the_store_is_in_the_order_of_microbatches_and_not_of_segments(
 
 
 @pytest.mark.parametrize("segment_tokens", [2, 0])
-def test_without_gradients_losses_are_called_in_the_trainers_order(segment_tokens: int) -> None:
+def test_without_gradients_losses_keep_the_trainers_order(segment_tokens: int) -> None:
     """Who collects results call by call would get them permuted."""
     job = of_three(segment_tokens)
     job.forward()
@@ -319,7 +319,7 @@ def named(output: Any, batch: dict[str, Any]) -> Any:
     return output["nll"].sum(), torch.tensor(1, dtype=torch.int32), {}
 
 
-def test_a_first_segment_of_one_position_does_not_fix_the_order_of_dimensions() -> None:
+def test_one_position_does_not_fix_the_order_of_dimensions() -> None:
     def shape(output: Tensor) -> Tensor:
         return output.t()[..., None]  # [positions, 1, 1]
 
@@ -331,7 +331,7 @@ def test_a_first_segment_of_one_position_does_not_fix_the_order_of_dimensions() 
 
 
 @pytest.mark.parametrize("looks", [1.0, 1e-9, 0.0])
-def test_a_gradient_of_positions_that_nobody_computed_is_an_error(looks: float) -> None:
+def test_a_gradient_of_uncomputed_positions_is_an_error(looks: float) -> None:
     """However small."""
 
     def loss(output: Tensor, batch: dict[str, Any]) -> Any:

@@ -79,7 +79,7 @@ def look(mode: str, together: bool, num_steps: int) -> tuple[list[int], Scattere
 
 
 @pytest.mark.parametrize("mode", ["observe", "auto", "on"])
-def test_ranks_exchange_once_in_fifty_steps_and_never_where_it_is_on(mode: str) -> None:
+def test_ranks_exchange_every_fifty_steps_but_never_if_on(mode: str) -> None:
     ranks = run_ranks(4, look, mode, False, 51 if mode == "observe" else 2)
     wanted = {"observe": [0, 50], "auto": [0], "on": []}[mode]
     assert [exchanges for exchanges, _ in ranks] == [wanted, wanted, [], []], "first stages"
@@ -109,7 +109,7 @@ def test_the_log_names_the_trainers_option(monkeypatch, caplog) -> None:
     assert information.levelno == logging.INFO
 
 
-def test_groups_without_an_agreement_over_data_parallel_ranks_do_not_exchange() -> None:
+def test_without_a_common_dp_group_nothing_is_exchanged() -> None:
     watch = scattered.Watch()
     watch.look(None, LackingDataGroups(), forward_only=False)  # type: ignore[arg-type]
     assert watch.found is None

@@ -360,7 +360,7 @@ def _path_to(made: sidecar.Step, place: tuple[int, int] | None) -> list[tuple[in
     return path
 
 
-def test_rows_of_a_finished_segment_are_used_again_with_gradients_of_zero() -> None:
+def test_rows_of_a_finished_segment_are_reused_with_zero_grads() -> None:
     made = sidecar.tree()
     planned = made.planned()
     third, branch = planned.positions.intervals[2], planned.positions.intervals[3]

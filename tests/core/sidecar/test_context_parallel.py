@@ -142,7 +142,7 @@ def test_ranks_compute_together_what_one_does(
 # Rows and microbatches ----------------------------------------------------------------------------
 
 
-def test_outputs_are_whole_on_every_rank_and_their_gradients_are_added_up() -> None:
+def test_every_rank_has_whole_outputs_and_gradients_are_summed() -> None:
     lengths = (8, 12)
     whole, grads = random(1, 20, 3), [random(1, 20, 3, seed=rank) for rank in (1, 2)]
 
@@ -213,7 +213,7 @@ def test_samples_that_are_not_cut_into_two_chunks_are_refused() -> None:
      ("auto", 152 * "t", [3, 9, 9, 9, 9, 1], 50 * "n" + 100 * "y" + 2 * "n"),
      ("segment", "tft", [], "yyy"), ("wave", "tft", [], "nnn")],
 )  # fmt: skip
-def test_every_rank_keeps_all_where_the_least_room_of_some_training_steps_allows(
+def test_every_rank_keeps_all_if_the_least_room_allows_it(
     reduce: str, steps: str, free: list[float], gathers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The predicted peak is 5; passes without gradients (f) ask nobody."""

@@ -193,7 +193,7 @@ class Counting(HostTransfers):
         return super().fill(pairs, stored)
 
 
-def test_only_what_a_segment_sees_is_loaded_and_neighbours_in_one_copy() -> None:
+def test_only_visible_rows_are_loaded_neighbours_in_one_copy() -> None:
     made, transfers = STEPS["packed trees"](), Counting()
     cache, _ = hosted(transfers, LAYERS, made)
     for index in (0, 1, 2):

@@ -58,7 +58,7 @@ def test_a_rank_holds_its_own_rows_or_all(reduce: str) -> None:
     play(2, part)
 
 
-def test_what_every_rank_keeps_is_in_order_and_read_without_an_exchange() -> None:
+def test_what_every_rank_keeps_is_ordered_and_read_locally() -> None:
     def part(rank: PlayedRank) -> None:
         cache = filled(rank, "segment")
         for layer in range(NUM_LAYERS):

@@ -157,7 +157,7 @@ def test_freed_rows_are_used_again() -> None:
     assert 10 < ahead.positions.length < 50
 
 
-def test_a_chain_stays_one_block_though_another_group_begins_meanwhile() -> None:
+def test_a_chain_stays_one_block_while_another_group_begins() -> None:
     """Rows for a whole line are kept free behind its first segment."""
     segments = chained().segments
     program = [("F", index) for index in (0, 5, 1, 6, 2, 7)]

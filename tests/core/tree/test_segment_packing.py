@@ -93,7 +93,7 @@ def test_segments_keep_the_budget_unless_they_are_a_single_span(sets, options) -
 
 @given(rollout_sets(), tree_options())
 @settings(max_examples=100)
-def test_without_a_budget_there_is_a_segment_a_level_and_one_wave(sets, options) -> None:
+def test_without_a_budget_one_segment_per_level_and_one_wave(sets, options) -> None:
     options = TreeOptions(**{**vars(options), "segment_tokens": 0})
     forest = build(*sets, options)
     segments = forest.segments
@@ -241,7 +241,7 @@ def two_prompts_in_turn(num_groups: int) -> list[Pairs]:
     return found
 
 
-def test_what_is_scattered_over_microbatches_does_not_hold_all_leaves() -> None:
+def test_groups_over_many_microbatches_do_not_hold_all_leaves() -> None:
     """Two prompts alternate, and a microbatch has a group of each: depth first the second prompt's
     groups would come after all of the first one's, and no loss before."""
     rollouts = two_prompts_in_turn(100)

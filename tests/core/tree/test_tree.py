@@ -41,7 +41,7 @@ def test_a_flat_group_is_one_inner_segment_and_a_wave() -> None:
     assert [span.parent for span in forest.segments[1].spans] == [Place(0, 0)] * 3
 
 
-def test_small_trees_share_segments_and_their_spans_know_their_parents() -> None:
+def test_small_trees_share_segments_and_spans_know_their_parents() -> None:
     """Two flat groups, one of them with two levels, and a rollout that shares nothing."""
     rows = [[0] * 4 + [a] * 2 for a in (1, 2)]
     rows += [[3] * 3 + [4] * 2 + [a] * 2 for a in (5, 6)] + [[3] * 3 + [7], [8] * 5]
@@ -62,7 +62,7 @@ def test_small_trees_share_segments_and_their_spans_know_their_parents() -> None
     assert forest.paths[3] == (Place(0, 1), Place(1, 0), Place(2, 5))
 
 
-def test_the_last_prompt_token_falls_into_the_branches_by_its_label() -> None:
+def test_the_last_prompt_token_joins_branches_by_its_label() -> None:
     prompt = [5, 6, 7]
     rollouts = [
         as_pairs([*prompt, *answer[:-1]], [*prompt[1:], *answer], [False, False, True, True])

@@ -92,7 +92,7 @@ def test_routes_that_no_model_can_follow_are_refused() -> None:
 
 @given(rollout_sets(), tree_options())
 @settings(max_examples=100)
-def test_boundaries_are_aligned_and_inner_segments_are_not_padded(sets, options) -> None:
+def test_boundaries_are_aligned_and_inner_segments_unpadded(sets, options) -> None:
     forest = build(*sets, options)
     assert forest.align == options.align
     read = {span.parent for segment in forest.segments for span in segment.spans}
@@ -141,7 +141,7 @@ def test_scored_segments_reach_a_trained_position(sets, options) -> None:
 
 @given(rollout_sets(), tree_options())
 @settings(max_examples=150)
-def test_loss_in_leaves_shares_trained_positions_with_copies_only(sets, options) -> None:
+def test_loss_in_leaves_shares_trained_positions_of_copies(sets, options) -> None:
     rollouts, groups = sets
     options = TreeOptions(**{**vars(options), "loss_in_leaves": True})
     forest = build(rollouts, groups, options)

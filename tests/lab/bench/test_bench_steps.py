@@ -112,7 +112,7 @@ def test_steps_that_fall_back_execute_every_token(chunks) -> None:
     assert timing.plan_bound == 1 < timing.bound
 
 
-def test_the_bound_counts_attention_pairs_and_everything_that_can_be_shared() -> None:
+def test_the_bound_counts_pairs_and_all_that_can_be_shared() -> None:
     """A prompt of 24 tokens, three responses of 8: 23 positions are shared, the last prompt token
     predicts tokens of its own, and only those 8 of each rollout need the output layer."""
     [group] = GroupShape(24, 8, 3).groups(1, 64, 1)

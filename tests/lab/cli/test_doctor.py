@@ -181,7 +181,7 @@ def test_what_is_needed_and_what_is_optional():
     }
 
 
-def test_trainers_that_are_installed_are_listed_with_what_was_tried(monkeypatch, capsys):
+def test_installed_trainers_are_listed_with_tried_versions(monkeypatch, capsys):
     monkeypatch.setattr(packages, "version", {"verl": "1.0"}.get)
     found = doctor._trainers()
     assert found.keys() == {"verl"}

@@ -174,7 +174,7 @@ def test_gradients_that_are_all_zero_are_refused() -> None:
 # The policy ---------------------------------------------------------------------------------------
 
 
-def test_a_gradient_that_vanishes_beside_the_others_may_be_rounding() -> None:
+def test_a_comparatively_tiny_gradient_may_be_rounding() -> None:
     """Both ways; yet not larger than rounding errors of a hundredth of the largest."""
     limit = conditions().limit
     expected = a_trace()

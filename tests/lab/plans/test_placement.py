@@ -134,7 +134,7 @@ def replaced(one: Rollout, group: str, uid: str) -> Rollout:
 
 
 @given(steps(), st.integers(1, 4), st.sampled_from(["whole", "cut"]))
-def test_no_other_partition_of_the_order_has_a_smaller_largest_load(groups, num_ranks, method):
+def test_no_other_partition_has_a_smaller_largest_load(groups, num_ranks, method):
     leaves = placement._Leaves(groups, COST, TreeOptions(share="batch"))
     single = [range(i, i + 1) for i in range(len(leaves.order))]
     units = leaves.groups if method == "whole" else single
@@ -160,7 +160,7 @@ def test_neighbours_in_the_tree_stay_together():
     ]
 
 
-def test_a_group_too_large_for_a_rank_is_cut_and_both_parts_pay_for_the_prompt():
+def test_a_cut_group_pays_for_its_prompt_in_both_parts():
     large, small = flat("large", 40, [100] * 8), flat("small", 40, [50])
     placed = place([large, small], 2, COST, TreeOptions(min_gain=0))
     assert placed.method == "cut"

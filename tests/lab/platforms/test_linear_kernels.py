@@ -94,7 +94,7 @@ def test_the_norm_is_of_groups() -> None:
     torch.testing.assert_close(found, torch.ones_like(found))
 
 
-def test_stand_ins_are_gone_after_the_import_and_an_import_without_them_is_refused(
+def test_stand_ins_last_for_the_import_which_needs_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import sys

@@ -348,7 +348,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(good: Path, tmp_path: Path) -> N
     assert (run / "checkpoints" / "latest").read_text("utf-8") == "step-000002\n"
 
 
-def test_places_that_cannot_be_written_are_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_unwritable_places_are_refused_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name, part in (("a", "metrics.jsonl"), ("b", "tensorboard"), ("c", "checkpoints")):
         (tmp_path / name).mkdir()

@@ -153,9 +153,7 @@ def test_weights_and_biases_gets_the_same_rows(tmp_path) -> None:
 
 
 @pytest.mark.usefixtures("wandb")
-def test_weights_and_biases_that_cannot_begin_is_one_line_and_leaves_nothing(
-    tmp_path, capsys
-) -> None:
+def test_wandb_that_cannot_start_is_one_line_and_leaves_nothing(tmp_path, capsys) -> None:
     options = ["--set", "num_layers=1", "--groups", "1", "--max-tokens", "80", "--steps", "1"]
     folder = tmp_path / "run"
     line = failure(
@@ -174,7 +172,7 @@ def test_what_is_wrong_with_its_settings_is_said(tmp_path) -> None:
 
 
 @pytest.mark.usefixtures("wandb")
-def test_a_run_whose_first_step_is_refused_leaves_nothing_of_weights_and_biases(tmp_path) -> None:
+def test_a_refused_first_step_leaves_nothing_in_wandb(tmp_path) -> None:
     for earlier in (False, True):
         if earlier:  # files of the run that is resumed stay
             (tmp_path / "wandb").mkdir()

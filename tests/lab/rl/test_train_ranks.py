@@ -71,7 +71,7 @@ def test_ranks_with_different_numbers_of_rollouts_share_experts(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("fields", [{"mode": "auto"}, {"mode": "off"}, {"compare": True}])
-def test_megatrons_schedule_wants_equal_groups_where_experts_are_shared(
+def test_stock_needs_equal_groups_where_experts_are_shared(
     tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     with pytest.raises(UserError, match=r"--ep 2: .* they have 4 to 8; use --prefix-schedule on"):

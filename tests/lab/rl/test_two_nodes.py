@@ -152,7 +152,7 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 # Tests --------------------------------------------------------------------------------------------
 
 
-def test_a_cut_ends_both_nodes_in_time_with_the_name_of_the_other(cut: Cut) -> None:
+def test_a_cut_network_ends_both_nodes_and_names_the_other(cut: Cut) -> None:
     for mine, other, done in zip("ab", "ba", cut.ended, strict=True):
         assert done.code == 1, done.err[-3000:]
         assert "trainer.step()" in done.err, "it was in the middle of a step"

@@ -136,7 +136,7 @@ def alive(pid):
         return False
 
 
-def test_a_set_that_takes_too_long_is_ended_and_tells_where_it_was(tmp_path):
+def test_a_set_that_takes_too_long_ends_and_says_where(tmp_path):
     with pytest.raises(RankError) as caught:
         run_ranks(2, sleep_and_tell, tmp_path, timeout_s=1.5)
     first, *lines, last = str(caught.value).splitlines()

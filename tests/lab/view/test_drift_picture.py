@@ -46,15 +46,13 @@ def test_twice_the_floor_is_the_limit_of_every_step() -> None:
 
 
 @pytest.mark.parametrize(("drift", "floor"), [(math.nan, 1e-9), (1e-9, math.nan), (1e-9, 0.0)])
-def test_what_is_not_a_number_fails_and_so_does_a_floor_of_nothing(
-    drift: float, floor: float
-) -> None:
+def test_nan_fails_and_so_does_a_floor_of_zero(drift: float, floor: float) -> None:
     result = judged([step(), step(2, drift, floor), step(3)])
     assert not result.passed and len(result.failures) == 3
     assert "1 of 3 steps" in result.failures[0] and "step 2" in result.failures[0]
 
 
-def test_a_step_without_any_difference_is_no_failure_and_a_replay_without_any_is() -> None:
+def test_a_replay_without_differences_fails_but_not_one_step() -> None:
     equal = step(drift=0.0, floor=0.0)
     assert judged([equal, step(2)]).passed
     (failed,) = judged([equal, replace(equal, number=2)]).failures
