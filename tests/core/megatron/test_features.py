@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import CannotShare, Refusal, UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import install
@@ -155,6 +155,17 @@ def test_options_are_looked_at_in_every_step(model: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(unwrap(model).config, "fp8", "hybrid")
     with pytest.raises(UserError, match="with fp8: train in bf16"):
         steps.call(schedule, Contract().step, model, steps.group(0, 2))
+
+
+@pytest.mark.parametrize("refusal", features.OTHER_STEPS, ids=lambda one: one.name)
+def test_steps_with_other_arguments_are_never_called(
+    refusal: Refusal, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unwrap(model).config, refusal.name, 1)
+    calls: list[Any] = []
+    with pytest.raises(CannotShare, match=f"^{refusal.name}: ") as caught:
+        steps.call(PrefixSchedule(PrefixConfig(mode="on")), calls.append, model, steps.group(0, 2))
+    assert caught.value.refusal is refusal and not calls
 
 
 def test_multimodal_positions_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
