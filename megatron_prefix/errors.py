@@ -1,6 +1,73 @@
-"""Errors that mean "the user can fix this", and a step that failed on another rank."""
+"""Errors that mean "the user can fix this", what is refused, and a step that failed elsewhere."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+GAP = "…"
+"""Stands for a value in the name of a refusal."""
+WRONG, NOT_YET = "wrong", "not yet"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Something that the prefix schedule cannot run: a line of refusals/table.py.
+
+    Attributes:
+        name: what it is, as a message begins; `GAP` for each value that a message puts in.
+        where: where it is met; see `GROUPS` in refusals/table.py.
+        kind: `WRONG` if the schedule can never be right with it, `NOT_YET` if it could be made so.
+        fix: what to do, and why.
+        is_on: of an option: whether a TransformerConfig has it on.
+        ends: whether mode "auto" raises it, too, since it shows when the stock schedule can no
+            longer take the step or could not run it either.
+    """
+
+    name: str
+    where: str
+    kind: str
+    fix: str
+    is_on: Callable[[Any], bool] | None = field(default=None, compare=False)
+    ends: bool = False
+
+    def given(self, *values: object) -> Reason:
+        """This refusal with values in the gaps of its name, and then of its fix.
+
+        Raises:
+            ValueError: other than one value for each gap.
+        """
+        first, *parts = f"{self.name}: {self.fix}".split(GAP)
+        pairs = zip(values, parts, strict=True)
+        return Reason(self, first + "".join(f"{value}{part}" for value, part in pairs))
+
+
+class Reason(NamedTuple):
+    """A refusal and what it was met with.
+
+    Attributes:
+        refusal: the line of the table.
+        text: one line: what is in the way, and the fix.
+    """
+
+    refusal: Refusal
+    text: str
+
+    def error(self, before: str = "") -> UserError:
+        """What to raise: a `CannotShare` unless the refusal ends a step in mode "auto", too.
+
+        Args:
+            before: of the message.
+        """
+        error = (UserError if self.refusal.ends else CannotShare)(before + self.text)
+        error.refusal = self.refusal
+        return error
+
+
+def refused(refusal: Refusal, *values: object) -> UserError:
+    """The error that says a refusal; see `Refusal.given` and `Reason.error`."""
+    return refusal.given(*values).error()
 
 
 def shown(value: object, limit: int = 48) -> str:
@@ -14,7 +81,12 @@ class UserError(ValueError):
 
     The message is one line that names what is wrong (file, row and field for data; the option for
     usage) and how to fix it. The command line prints it on stderr and exits with code 2.
+
+    Attributes:
+        refusal: what the prefix schedule cannot run; None if the message is about something else.
     """
+
+    refusal: Refusal | None = None
 
 
 class StepOutOfMemory(UserError):
@@ -29,7 +101,7 @@ class StepOutOfMemory(UserError):
 class CannotShare(UserError):
     """A step that the stock schedule can run and the prefix schedule cannot.
 
-    Mode "auto" falls back; mode "on" raises it.
+    Mode "auto" falls back; mode "on" raises it. `Reason.error` makes it.
     """
 
 

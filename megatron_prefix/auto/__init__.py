@@ -16,7 +16,7 @@ from megatron_prefix import __version__, trainers
 from megatron_prefix.auto.settings import described, read_config
 from megatron_prefix.auto.swap import Swap
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import Refusal
 from megatron_prefix.trainers.trainer import Trainer, version_of
 
 __all__ = ["init", "off", "on"]
@@ -59,13 +59,13 @@ def init(*_: Any) -> None:
 def _replacement(stock: Any, *, config: PrefixConfig) -> Any:
     """What takes the place of `stock`, Megatron's function."""
     # Why the trainer gets `stock`, and where its masks are; at the first call: then it is imported.
-    found: list[tuple[str, Any]] = []
+    found: list[tuple[Refusal | None, Any]] = []
 
     @functools.wraps(stock)
     def get_forward_backward_func(*args: Any, **options: Any) -> Any:
         if not found:
             trainer = trainers.running()
-            refusal = trainer.refusal() if trainer and config.mode != "off" else ""
+            refusal = trainer.refusal() if trainer and config.mode != "off" else None
             _tell(config, trainer, refusal)
             masks = trainer.samples if trainer and config.trainer_masks else None
             found.append((refusal, masks))
@@ -80,27 +80,27 @@ def _replacement(stock: Any, *, config: PrefixConfig) -> Any:
     return get_forward_backward_func
 
 
-def _tell(config: PrefixConfig, trainer: Trainer | None, refusal: str) -> None:
+def _tell(config: PrefixConfig, trainer: Trainer | None, refusal: Refusal | None) -> None:
     """Logs on the first rank what was found and what is on.
 
     As a warning: nobody has written into the trainer that it runs another schedule.
 
     Raises:
-        UserError: the trainer is set to what the schedule cannot run, in mode "on"; on every rank.
+        CannotShare: the trainer is set to what the schedule cannot run, in mode "on"; on all ranks.
     """
     import torch
 
     named = trainer.described() if trainer else "a loop of its own"
     if refusal and config.mode == "on":
-        raise UserError(f"the prefix schedule cannot run {named} with {refusal}")
+        raise refusal.given().error(f"the prefix schedule cannot run {named} with ")
     if torch.distributed.is_initialized():
         rank = torch.distributed.get_rank()
     else:
         rank = int(os.environ.get("RANK", 0))
     if rank == 0:
-        what = f"stock schedule in every step: {refusal}" if refusal else described(config)
+        stock = f"stock schedule in every step: {refusal.given().text}" if refusal else ""
         logger.warning(
             "megatron_prefix %s in %s (megatron-core %s, torch %s): %s",
             __version__, named, version_of("megatron.core", "megatron-core"),
-            torch.__version__, what,
+            torch.__version__, stock or described(config),
         )  # fmt: skip

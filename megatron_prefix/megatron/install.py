@@ -32,7 +32,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import refused
 from megatron_prefix.layers.blocks.core import SegmentContext, segment_attention
 from megatron_prefix.layers.blocks.kernels import Kernel, choose
 from megatron_prefix.layers.blocks.merge import prepare
@@ -44,6 +44,7 @@ from megatron_prefix.megatron.cross_entropy import without_waiting
 from megatron_prefix.moe import versions
 from megatron_prefix.moe.overrides import overrides
 from megatron_prefix.moe.replay import Replay
+from megatron_prefix.refusals.table import ROTARY_TABLES
 
 logger = logging.getLogger(__name__)
 _INSTALLED = "_megatron_prefix_hooks"
@@ -199,10 +200,7 @@ class Hooks:
         if self._rope is not None:
             given = kwargs.get("rotary_pos_emb")
             if not isinstance(given, Tensor) or given.shape[1:] != self._rope.shape[1:]:
-                raise UserError(
-                    f"the model gives its layers rotary_pos_emb {_described(given)}, and its"
-                    " rotary_pos_emb makes one table for all: use the stock schedule"
-                )
+                raise refused(ROTARY_TABLES, _described(given))
             kwargs["rotary_pos_emb"] = self._rope.index_select(0, self.current.positions)
         return args, kwargs
 

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import refused
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.moe.tokens import Closing, LogicalTokens
 from megatron_prefix.moe.versions import global_loss_is_whole, sample_losses_weigh_batch
+from megatron_prefix.refusals.table import UNEVEN_SAMPLES
 
 LOGGED_AS = {
     "aux_loss": "load_balancing_loss",
@@ -78,10 +79,7 @@ class RouterLedger:
         self._layers: dict[int, _Layer] = {}
         by_sample = any(r.get_aux_loss_coeff("seq_aux_loss") for r in routers.values())
         if by_sample and not tokens.has_even_samples:
-            raise UserError(
-                "seq_aux_loss with samples of several lengths in one microbatch: pad them to one"
-                " length, or use aux_loss"
-            )
+            raise refused(UNEVEN_SAMPLES)
 
     def spans(self, layer: int, index: int, num_tokens: int) -> Tensor:
         """Spans of those tokens of a segment that this rank's router sees, int64 [num_tokens]."""

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import UserError, refused
+from megatron_prefix.refusals.table import RECORDS_ROUTES, UNKNOWN_ROUTES
 from megatron_prefix.tree import Forest, Pairs, cp_layout
 
 
@@ -127,16 +128,9 @@ def forward_action(routers: Iterable[Any], routed: bool) -> Any:
     """
     actions = _actions(routers)
     if any(action.name == "RECORD" for action in actions):
-        raise UserError(
-            "RouterReplay records routes, and segments run in another order than microbatches: run"
-            " this pass with the stock schedule (mode off)"
-        )
+        raise refused(RECORDS_ROUTES)
     if actions and not routed:
-        raise UserError(
-            f"RouterReplay's action is {actions[0].name}, and the step's routes are not known:"
-            " give get_forward_backward_func the callback `routes`; `set_replay_data` has those of"
-            " one stage's layers only"
-        )
+        raise refused(UNKNOWN_ROUTES, actions[0].name)
     # The trainer's own enum: some trainers bring their own RouterReplay.
     return type(actions[0]).REPLAY_FORWARD if actions else None
 

@@ -88,24 +88,24 @@ def agree(
         found = int(worst)
     if found == _FINE:
         return None
-    reason = _first_reason(problem if level == found else None, groups)
+    reason: Any = _first_reason(problem if level == found else None, groups)
     if found == _CANNOT_SHARE:
-        return problem if isinstance(problem, CannotShare) else CannotShare(reason)
+        return problem if isinstance(problem, CannotShare) else reason
     if problem is not None and level == _FAILED:
         raise problem
     raise StepFailed(f"the step ends on all ranks: {reason}")
 
 
-def _first_reason(problem: BaseException | None, groups: Sequence[Any]) -> str:
-    """The message of a rank that has one, on all ranks; only after something went wrong."""
-    mine = ""
-    if problem is not None:
-        mine = str(problem)
-        if not isinstance(problem, CannotShare):
-            rank = dist.get_rank() if groups else 0
-            mine = f"rank {rank}: {type(problem).__name__}: {problem}"
+def _first_reason(problem: BaseException | None, groups: Sequence[Any]) -> CannotShare | str:
+    """What a rank that has a problem says of it, on all ranks; only after something went wrong."""
+    mine: CannotShare | str = ""
+    if isinstance(problem, CannotShare):
+        mine = problem  # with its refusal
+    elif problem is not None:
+        rank = dist.get_rank() if groups else 0
+        mine = f"rank {rank}: {type(problem).__name__}: {problem}"
     for group in groups:
         heard: list[Any] = [None] * group.size()
         dist.all_gather_object(heard, mine, group=group)
-        mine = next((text for text in heard if text), "")
+        mine = next((said for said in heard if said), "")
     return mine

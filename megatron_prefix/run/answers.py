@@ -23,7 +23,8 @@ from torch.utils import (
 )
 
 from megatron_prefix.device.transfer import on
-from megatron_prefix.errors import CannotShare
+from megatron_prefix.errors import refused
+from megatron_prefix.refusals.table import DIFFERENT_OUTPUTS, FLAT_ROWS, OTHER_OUTPUT, OTHER_SHAPE
 from megatron_prefix.run.inputs import ReadRows
 from megatron_prefix.run.step import Step
 from megatron_prefix.sidecar.arena import Rows
@@ -156,10 +157,7 @@ class StageAnswers:
                 found.append(whole)
                 continue
             if dim == FLAT:
-                raise CannotShare(
-                    f"the model returns [positions] for {len(rollouts)} rows, whose order in it is"
-                    " not known: return [batch, positions], or pack the samples"
-                )
+                raise refused(FLAT_ROWS, len(rollouts))
             if self._packed[microbatch]:
                 found.append(whole.unsqueeze(1 - dim))
                 continue
@@ -174,10 +172,7 @@ class StageAnswers:
         if self._structure is None:
             self._structure, self._dims, self._plain = structure, dims, plain
         elif structure != self._structure or plain != self._plain:
-            raise CannotShare(
-                f"outputs of the model differ from segment to segment in {structure}: what is not"
-                " per position must be the same for all"
-            )
+            raise refused(DIFFERENT_OUTPUTS, structure)
         elif num > 1:  # of one position either dimension could be the one
             self._dims = dims
 
@@ -323,10 +318,7 @@ def _position_dim(leaf: Any, num: int) -> int | None:
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return None
     if not isinstance(leaf, Tensor):
-        raise CannotShare(
-            f"the model returns a {type(leaf).__name__}, in which the prefix schedule finds no"
-            " tensors: return a tensor, a dict, a tuple, or register it with torch.utils.pytree"
-        )
+        raise refused(OTHER_OUTPUT, type(leaf).__name__)
     shape = leaf.shape
     if shape == (num,):  # verl's fused kernels
         return FLAT
@@ -334,8 +326,4 @@ def _position_dim(leaf: Any, num: int) -> int | None:
         return 1
     if len(shape) > 1 and shape[0] == num and shape[1] == 1:
         return 0
-    raise CannotShare(
-        f"the model returns a tensor of shape {list(shape)} for {num} positions: the prefix"
-        " schedule puts together what is per position, [batch, positions, ...], [positions, batch,"
-        " ...] or [positions]"
-    )
+    raise refused(OTHER_SHAPE, list(shape), num)

@@ -19,18 +19,32 @@ from torch.utils import (
     _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
 )
 
-from megatron_prefix.errors import CannotShare, UserError
+from megatron_prefix.errors import refused
+from megatron_prefix.refusals.table import (
+    DECODER_INPUT,
+    DIFFERENT_ARGUMENTS,
+    INFERENCE_CONTEXT,
+    INFERENCE_PARAMS,
+    NO_MASK,
+    NO_POSITION,
+    NOT_CAUSAL,
+    OTHER_PACKING,
+    OTHER_TENSORS,
+    OVERWRITTEN,
+    PADDING_MASK,
+    SOME_HAVE,
+)
 
 PER_POSITION = ("input_ids", "position_ids", "labels", "loss_mask")
 """Arguments of the model that have a value for every position."""
 
 REFUSED = {
-    "decoder_input": "embeddings that the trainer makes are not supported: give input_ids",
-    "inference_context": "an inference context is for generation",
-    "inference_params": "an inference context is for generation",
-    "padding_mask": "it keeps padding out of the routers' losses: leave it out (verl's and"
-    " Megatron's dynamic context parallelism set it)",
+    "decoder_input": DECODER_INPUT,
+    "inference_context": INFERENCE_CONTEXT,
+    "inference_params": INFERENCE_PARAMS,
+    "padding_mask": PADDING_MASK,
 }
+"""Arguments of the model that cannot be given."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +70,7 @@ class ModelCall:
             UserError: nothing can be made of such a step any more.
         """
         if self.versions != _versions(self.arguments):
-            raise UserError(
-                f"the tokens, labels or masks of microbatch {self.microbatch} were overwritten"
-                " after its model call: all forward steps run before the first segment, so give"
-                " every microbatch tensors of its own (no static buffers), or use mode off"
-            )
+            raise refused(OVERWRITTEN, self.microbatch)
 
     def without_tensors(self) -> ModelCall:
         """The call with True in the place of every tensor and packing."""
@@ -125,30 +135,21 @@ def check(calls: Sequence[ModelCall], *, needs_masks: bool = False) -> None:
         CannotShare: naming the argument, and the fix.
     """
     for call in calls:
-        for name, why in REFUSED.items():
+        for name, refusal in REFUSED.items():
             if call[name] is not None:
-                raise CannotShare(f"the forward step gives the model {name}: {why}")
+                raise refused(refusal)
         for name, value in call.others.items():
             if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
-                raise CannotShare(
-                    f"the forward step gives the model {name}, which has tensors: only"
-                    f" {', '.join(PER_POSITION)} can be cut into segments"
-                )
+                raise refused(OTHER_TENSORS, name)
     for name in ("labels", "loss_mask"):
         if len({call[name] is None for call in calls}) > 1:
-            raise CannotShare(f"some model calls of the step have {name} and some have none")
+            raise refused(SOME_HAVE, name)
     for call in calls[1:]:
         if call.others != calls[0].others:
-            raise CannotShare(
-                f"model calls of one step differ in {', '.join({*call.others, *calls[0].others})}:"
-                " give all microbatches the same"
-            )
+            raise refused(DIFFERENT_ARGUMENTS, ", ".join({*call.others, *calls[0].others}))
     masks = [call["attention_mask"] for call in calls]
     if needs_masks and any(mask is None for mask in masks):
-        raise CannotShare(
-            "a model call has no attention_mask, and the layers' attn_mask_type is arbitrary: give"
-            " a causal one, or build the model with attn_mask_type causal"
-        )
+        raise refused(NO_MASK)
     _check_masks(masks)
 
 
@@ -164,10 +165,7 @@ def _check_masks(masks: Sequence[Tensor | None]) -> None:
         causal = torch.ones_like(mask[(0,) * (mask.dim() - 2)]).triu(1)
         wrong.append((mask != causal).any())
     if wrong and bool(torch.stack(wrong).any()):
-        raise CannotShare(
-            "the attention_mask of a model call is not causal: leave out --reset-attention-mask"
-            " and padding masks, and pack samples with packed_seq_params"
-        )
+        raise refused(NOT_CAUSAL)
 
 
 def layouts(calls: Sequence[ModelCall], cp_size: int) -> list[CallLayout] | None:
@@ -196,7 +194,7 @@ def layouts(calls: Sequence[ModelCall], cp_size: int) -> list[CallLayout] | None
             lengths.append(over)  # what is over the last sample runs through the model as well
         found.append(CallLayout(tuple(lengths), True))
     if any(min(layout.lengths, default=0) < 1 for layout in found):
-        raise CannotShare("a model call has no position: leave empty microbatches out")
+        raise refused(NO_POSITION)
     return found
 
 
@@ -225,8 +223,6 @@ def _cumulated(packing: Any) -> Tensor | None:
     if packing is None:
         return None
     if getattr(packing, "qkv_format", "thd") != "thd":
-        raise CannotShare(
-            f"packed_seq_params has qkv_format {packing.qkv_format!r}: give 'thd', or no packing"
-        )
+        raise refused(OTHER_PACKING, repr(packing.qkv_format))
     padded = getattr(packing, "cu_seqlens_q_padded", None)
     return packing.cu_seqlens_q if padded is None else padded

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from megatron_prefix.errors import CannotShare, UserError
+from megatron_prefix.errors import UserError, refused
 from megatron_prefix.megatron.install import intercepted, language_model
 from megatron_prefix.moe import versions
+from megatron_prefix.refusals.table import DIFFERENT_AUTOCAST, FP8_AROUND, TRAINING_MODE, TWO_CALLS
 from megatron_prefix.run import calls, states, suspend
 from megatron_prefix.run.drawn import Drawn
 from megatron_prefix.run.kept import Kept
@@ -121,20 +122,12 @@ class Capture:
                 another mode.
         """
         if suspend.quantises():
-            raise CannotShare(
-                "transformer-engine's fp8 autocast is on around the schedule: leave it out: scaling"
-                " factors depend on what shares a tensor"
-            )
+            raise refused(FP8_AROUND)
         steps = list(itertools.chain(*self.steps))
         if len({step.called.autocast for step in steps}) > 1:
-            raise CannotShare(
-                "model calls of one step run under different autocast settings: give all the same"
-            )
+            raise refused(DIFFERENT_AUTOCAST)
         if any(step.changes_training for step in steps):
-            raise CannotShare(
-                "the forward step calls model.train() or model.eval() around its model call: call"
-                " it before the schedule"
-            )
+            raise refused(TRAINING_MODE)
 
     def forget_arguments(self) -> None:
         """Drops the tensors of all calls, once they are read."""
@@ -170,10 +163,7 @@ def _intercepting(model: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
         if step is None or step.model is not model or step.goes_on_itself:
             return stock(*args, **kwargs)
         if step.call is not None:
-            raise UserError(
-                "the forward step calls the model twice: the prefix schedule takes one microbatch"
-                " from one call; use mode off for such steps"
-            )
+            raise refused(TWO_CALLS)
         call = calls.bound(signature, args, kwargs, step.number)
         return step.pause(call, lambda: stock(*args, **kwargs))
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import refused
 from megatron_prefix.plan.joint_forest import JointForest, joint_forest
+from megatron_prefix.refusals.table import ALLGATHERED_TOKENS, DIFFERENT_PROGRAMS
 from megatron_prefix.tree import Forest
 
 
@@ -59,10 +60,7 @@ def check(unplanned: Sequence[Any] | None, group: Any) -> None:
     dist.all_gather_object(found, [str(action) for action in unplanned], group=group)
     if any(other != found[0] for other in found):
         sizes = ", ".join(str(len(other)) for other in found)
-        raise UserError(
-            f"the ranks of an expert-parallel group have programs of {sizes} actions that differ:"
-            " give the stock schedule equally many microbatches on each, and no plan file"
-        )
+        raise refused(DIFFERENT_PROGRAMS, sizes)
 
 
 def check_dispatcher(config: Any, joint: JointForest) -> None:
@@ -72,7 +70,4 @@ def check_dispatcher(config: Any, joint: JointForest) -> None:
         UserError: segments side by side differ in length; on every rank that has one of them.
     """
     if config.moe_token_dispatcher_type == "allgather" and not joint.even:
-        raise UserError(
-            "moe_token_dispatcher_type allgather, and segments of several lengths on the ranks that"
-            " share experts: use alltoall"
-        )
+        raise refused(ALLGATHERED_TOKENS)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import UserError, refused
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.joint_forest import JointForest
+from megatron_prefix.refusals.table import UNEVEN_MICROBATCHES
 
 
 def check_counts(num_microbatches: int, group: Any, device: torch.device) -> None:
@@ -33,10 +34,7 @@ def check_counts(num_microbatches: int, group: Any, device: torch.device) -> Non
     dist.all_reduce(mine, op=dist.ReduceOp.MIN, group=group)
     fewest, most = mine.tolist()
     if fewest != -most:
-        raise UserError(
-            f"global_aux_loss, and data-parallel ranks with {fewest} to {-most} microbatches: give"
-            " all equally many, or use aux_loss"
-        )
+        raise refused(UNEVEN_MICROBATCHES, fewest, -most)
 
 
 def progress(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[tuple[int, int]]:

@@ -22,7 +22,8 @@ from torch.utils import (
     _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
 )
 
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import refused
+from megatron_prefix.refusals.table import STRAY_GRADIENT
 from megatron_prefix.run.answers import StageAnswers
 from megatron_prefix.run.inputs import ReadRows
 from megatron_prefix.run.step import Step
@@ -160,12 +161,7 @@ class Losses:
         """
         sizes = [*self._strays, *self.answers.strays()]
         if sizes and bool(torch.stack(sizes).amax() != 0):
-            raise UserError(
-                "a gradient reaches positions without loss, which were not computed: the loss"
-                " looks at positions that the call's loss_mask, or the callback `trained`, says"
-                " carry none; correct it, or leave both out (a trainer's own mask:"
-                " MEGATRON_PREFIX_TRAINER_MASKS=false)"
-            )
+            raise refused(STRAY_GRADIENT)
 
     def _send_again(self, microbatch: int, gradients: list[Tensor | None]) -> None:
         """Sends the gradients of a loss that was called in an attempt before."""

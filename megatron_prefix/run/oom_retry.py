@@ -25,7 +25,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.errors import StepOutOfMemory, UserError
+from megatron_prefix.errors import StepOutOfMemory
 from megatron_prefix.megatron.features import offload_refusal
 from megatron_prefix.megatron.mixers import pattern_of, recomputes
 from megatron_prefix.moe import versions
@@ -193,7 +193,7 @@ class MemoryControl:
             return None
         refused = [refusal for refusal in map(offload_refusal, models) if refusal]
         if offloads and refused:
-            raise UserError(refused[0])
+            raise refused[0].error()
         if self._offloader is None:
             transfers = transfers_of(device_of(models), self._config.memory_budget)
             self._offloader = Offloader(transfers)

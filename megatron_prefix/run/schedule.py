@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.errors import CannotShare, UserError
+from megatron_prefix.errors import UserError, refused
 from megatron_prefix.megatron import features, modules
 from megatron_prefix.megatron.install import installed, language_model
 from megatron_prefix.megatron.stock import stock_schedule
@@ -28,6 +28,7 @@ from megatron_prefix.plan.gate import Decision, decide, unshared, without_sharin
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.step_planner import Judge, StepPlanner
 from megatron_prefix.plan.times import Shape, predict
+from megatron_prefix.refusals.table import HOST_LAYERS_CP, NO_TOKENS
 from megatron_prefix.run import calls, channels, expert_sync, global_aux_sync, gradients
 from megatron_prefix.run import routers as router
 from megatron_prefix.run.agreement import agree, all_agree, companions, share_together
@@ -136,21 +137,16 @@ class PrefixSchedule:
 
     def _calls_otherwise(self, models: list[Any]) -> bool:
         """Whether the stock schedule gives forward steps more than an iterator and a model."""
-        config = get_model_config(models[0])
-        names = "num_microbatches_with_partial_activation_checkpoints", *features.OWN_PLAN
-        found = [name for name in names if getattr(config, name, None)]
-        if found:
-            self._refused(CannotShare(f"{found[0]}: turn it off: it changes forward steps"))
-        return bool(found)
+        reason = features.other_steps(get_model_config(models[0]))
+        if reason is not None:
+            self._refused(reason.error())
+        return reason is not None
 
     def _groups(self, given: ProcessGroupCollection | None) -> ProcessGroupCollection:
         """The process groups, which the configuration has to suit."""
         groups = given or gradients.default_groups()
         if self.config.cache_host_layers and groups.cp.size() > 1:
-            raise UserError(
-                "cache_host_layers is for whole sequences: context-parallel ranks exchange K/V and"
-                " gK/gV from device memory; set it to 0"
-            )
+            raise refused(HOST_LAYERS_CP)
         return groups
 
     def _prepared(
@@ -259,7 +255,7 @@ class PrefixSchedule:
             asked = capture.calls(0)
             first = read(asked)
             if first is None or first.tokens is None:
-                raise CannotShare("model calls of the first pipeline stage have no input_ids")
+                raise refused(NO_TOKENS)
             inner = language_model(models[0])
             learned = getattr(inner, "position_embedding_type", "") == "learned_absolute"
             check_positions(first, cp.rank(), cp.size(), used=learned)
@@ -269,7 +265,7 @@ class PrefixSchedule:
             last = read(capture.calls(-1))
         return first, last, routes
 
-    def _refused(self, reason: CannotShare) -> None:
+    def _refused(self, reason: UserError) -> None:
         """Counts a fallback for a step whose calls cannot be answered; mode "on" raises."""
         if self.config.mode == "on":
             raise reason
@@ -442,13 +438,10 @@ def _check_features(model: Any) -> None:
     """Refuses a model chunk that cannot run in segments. Modules are looked at until it has hooks;
     options in every step, since Megatron reads some of them in every forward."""
     inner, hooks = language_model(model), installed(model)
-    try:
-        if hooks is not None:
-            features.check_options(inner.config, hooks.mixers)
-        else:
-            features.check(inner, model)
-    except UserError as error:
-        raise CannotShare(str(error)) from None
+    if hooks is not None:
+        features.check_options(inner.config, hooks.mixers)
+    else:
+        features.check(inner, model)
 
 
 def _alignment(config: Any) -> int:

@@ -22,7 +22,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_prefix.device.transfer import to_host
-from megatron_prefix.errors import CannotShare
+from megatron_prefix.errors import refused
+from megatron_prefix.refusals.table import (
+    COLUMN_LENGTH,
+    CONTIGUOUS,
+    NO_POSITION_IDS,
+    NO_TREE,
+    NUMBER_OF_ROUTES,
+    ODD_SLICES,
+    OTHER_POSITIONS,
+    SOME_ROUTES,
+    STAGES_DIFFER,
+)
 from megatron_prefix.run.calls import CallLayout, ModelCall, layouts
 from megatron_prefix.run.drawn import Samples, trained_positions
 from megatron_prefix.tree import Forest, Pairs, cp_layout
@@ -142,7 +153,7 @@ def read_columns(
     for name, column in columns.items():
         for value, num in zip(column, lengths, strict=True):
             if value is not None and not value.is_nested and value.numel() != num:
-                raise CannotShare(f"{name} of a model call has {value.numel()} of {num} positions")
+                raise refused(COLUMN_LENGTH, name, value.numel(), num)
     positions = [call["position_ids"] for call in calls]
     return Columns(found, *_on_host([*columns.values(), positions], lengths))
 
@@ -194,7 +205,7 @@ def read_step(
     pp, cp = groups.pp, groups.cp
     samples: list[Pairs] | None = None
     numbers: Numbers = np.zeros(0, np.int64)
-    problem: BaseException = CannotShare("the first pipeline stage cannot build the step's tree")
+    problem: BaseException = refused(NO_TREE)
     known = _tell_first(last, first, pp, device)
     try:
         if first is not None and known is not None:
@@ -276,7 +287,7 @@ def _samples(
     lengths = [length for layout in known.layouts for length in layout.lengths]
     num, size = sum(lengths), group.size()
     if any(c is not None and len(c) != num for c in (known.labels, known.trained)):
-        raise CannotShare("the last stage's labels have not as many positions as the tokens")
+        raise refused(STAGES_DIFFER)
     tokens = np.zeros(num, np.int64) if known.tokens is None else known.tokens
     trained = np.ones(num, np.int64) if known.trained is None else known.trained
     labels = tokens if known.labels is None else known.labels
@@ -303,10 +314,10 @@ def _split_routes(routes: Sequence[Tensor | None], lengths: Sequence[int]) -> li
     if not given:
         return []
     if len(given) < len(routes):
-        raise CannotShare("some microbatches have routes and some have none: give all or none")
+        raise refused(SOME_ROUTES)
     whole = np.concatenate(given)
     if len(whole) != sum(lengths):
-        raise CannotShare(f"{len(whole)} routes for {sum(lengths)} positions: give one each")
+        raise refused(NUMBER_OF_ROUTES, len(whole), sum(lengths))
     return np.split(whole, np.cumsum(lengths)[:-1])
 
 
@@ -316,11 +327,7 @@ def _gathered(
     """Columns [columns, positions] and routes of whole samples from every rank's slices."""
     size = group.size()
     if any(length % 2 for length in lengths):
-        raise CannotShare(
-            f"a sample has {next(n for n in lengths if n % 2)} positions on a context-parallel"
-            f" rank, which are not two chunks: pad samples to a multiple of {2 * size} and give"
-            " every rank its slice of the zig-zag"
-        )
+        raise refused(ODD_SLICES, next(n for n in lengths if n % 2), 2 * size)
     # `order` counts along each rank's slices of all samples, one rank behind the other.
     whole = [length * size for length in lengths]
     order = cp_layout.order(whole, size)
@@ -355,24 +362,15 @@ def check_positions(known: Columns | None, rank: int, size: int, *, used: bool) 
         return
     if known.positions is None:
         if used:
-            raise CannotShare(
-                "the model learns positions, and a model call's position_ids are not one for every"
-                " position: give them in the shape of input_ids"
-            )
+            raise refused(NO_POSITION_IDS)
         return
     lengths = [length for layout in known.layouts for length in layout.lengths]
     parts = np.split(known.positions, np.cumsum(lengths)[:-1])
     for length, found in zip(lengths, parts, strict=True):
         if size > 1 and length > 1 and np.array_equal(found, np.arange(length) + rank * length):
-            raise CannotShare(
-                "context-parallel ranks hold contiguous parts of a sample: give every rank its"
-                " chunks of Megatron's zig-zag (slime: leave out --allgather-cp)"
-            )
+            raise refused(CONTIGUOUS)
         if used and not np.array_equal(found, cp_layout.positions(length * size, rank, size)):
-            raise CannotShare(
-                "position_ids of a sample do not count from 0, and the model learns positions:"
-                " pack samples without padding in front"
-            )
+            raise refused(OTHER_POSITIONS)
 
 
 def _broadcast(numbers: Numbers, group: Any, source: int, device: torch.device) -> Numbers:

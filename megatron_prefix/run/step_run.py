@@ -14,12 +14,13 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from torch import Tensor
 
-from megatron_prefix.errors import CannotShare
+from megatron_prefix.errors import refused
 from megatron_prefix.megatron.install import Hooks, install, language_model
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import free_bytes
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.joint_forest import JointForest
+from megatron_prefix.refusals.table import CHANGED_OUTPUT
 from megatron_prefix.run import channels, gradients
 from megatron_prefix.run import routers as router
 from megatron_prefix.run.calls import ModelCall
@@ -131,10 +132,7 @@ class StepRun:
                 hidden = self._zeros(config, microbatch)
                 output, _ = suspended.resume(functools.partial(_same, hidden))
                 if output is not hidden or hidden._version:
-                    raise CannotShare(
-                        "the forward step changes what the model returns on a stage that has no"
-                        " loss: let it change the last stage's output only"
-                    )
+                    raise refused(CHANGED_OUTPUT)
 
     def _zeros(self, config: Any, microbatch: int) -> Tensor:
         """Hidden states of one of the trainer's microbatches on this rank, all zero."""

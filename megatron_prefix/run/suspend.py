@@ -22,7 +22,8 @@ import torch
 from torch.overrides import _get_current_function_mode_stack  # what a `with` has pushed
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import refused
+from megatron_prefix.refusals.table import FP8_INSIDE, NO_CALL, TORCH_MODES
 
 DEVICE_TYPES = ("cpu", "cuda")
 _QUANTISING = ("quantization", "fp8")  # modules of transformer-engine, new and old name
@@ -165,10 +166,7 @@ class SuspendedStep:
         """
         self._switch(self._greenlet.switch)
         if self._greenlet.dead:
-            raise UserError(
-                "the forward step has not called the model: the prefix schedule takes microbatches"
-                " from that call; return the model's output for every microbatch"
-            )
+            raise refused(NO_CALL)
 
     def pause(self, call: Any, stock: Callable[[], Any]) -> Any:
         """Suspends the step, which runs now; what it is resumed with, called, is the result.
@@ -179,16 +177,9 @@ class SuspendedStep:
         """
         self.call, self._stock, self._called = call, stock, Settings.now()
         if quantises() and not self._quantised:
-            raise UserError(
-                "the forward step calls the model inside transformer-engine's fp8 autocast: leave"
-                " it out, or use mode off: scaling factors depend on what shares a tensor"
-            )
+            raise refused(FP8_INSIDE)
         if _fixed() != self._before:
-            raise UserError(
-                "the forward step calls the model inside a torch function or dispatch mode,"
-                " inference_mode or saved_tensors_hooks, which cannot be suspended: enter it before"
-                " the schedule is called"
-            )
+            raise refused(TORCH_MODES)
         return self._greenlet.parent.switch()()
 
     def resume(self, answer: Callable[[], Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_prefix.refusals.table import TREE_TRAINING
 from megatron_prefix.trainers.trainer import Trainer
 
 TRAINER = Trainer(
@@ -12,5 +13,5 @@ TRAINER = Trainer(
     on="`import megatron_prefix.auto.on_import` in a module that its workers import",
     loss="all: its mask stays in the loss",
     together="the group_size that its train controller splits by",
-    refused=(("tree training", "it has an attention of its own, and shares already"),),
+    refused=(TREE_TRAINING,),
 )

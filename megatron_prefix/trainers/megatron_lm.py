@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from megatron_prefix.errors import Refusal
+from megatron_prefix.refusals.table import DISTILLATION, LEGACY_MODELS, OWN_CP_LOOP, RESET_MASK
 from megatron_prefix.trainers.trainer import Trainer
 
 
@@ -17,13 +19,13 @@ def arguments() -> Any:
         return None
 
 
-def _refusal() -> str:
+def _refusal() -> Refusal | None:
     args = arguments()
     if getattr(args, "export_kd_teacher_load", None):
-        return "--export-kd-teacher-load: its loss reads hidden states of both models: leave it out"
+        return DISTILLATION
     if getattr(args, "use_legacy_models", False):
-        return "--use-legacy-models: leave it out: only Megatron-Core's models run in segments"
-    return ""
+        return LEGACY_MODELS
+    return None
 
 
 TRAINER = Trainer(
@@ -35,11 +37,6 @@ TRAINER = Trainer(
     loss="loss_mask of the model call",
     together="nothing: samples are dealt out in the order of the data set; a row that packs a whole"
     " group (--sft, --dataloader-inter-document-masking) keeps it together",
-    refused=(
-        ("--reset-attention-mask", "its mask is not causal: pack documents instead"),
-        ("--export-kd-teacher-load", "its loss reads hidden states of both models"),
-        ("--use-legacy-models", "only Megatron-Core's models run in segments"),
-        ("--hybrid-context-parallel", "it brings its own loop"),
-    ),
+    refused=(RESET_MASK, DISTILLATION, LEGACY_MODELS, OWN_CP_LOOP),
     refusal=_refusal,
 )

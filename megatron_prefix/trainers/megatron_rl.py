@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_prefix.refusals.table import PACKED_BINS_CP
 from megatron_prefix.trainers.megatron_lm import arguments
 from megatron_prefix.trainers.trainer import Trainer
 
@@ -15,7 +16,7 @@ TRAINER = Trainer(
     " too, once each",
     together="--grpo-prompts-per-step a multiple of the data-parallel size (rollouts are cut into"
     " equal parts in their order), and no --rl-use-sequence-packing, which sorts by length",
-    refused=(("--context-parallel-size with packed bins", "train_rl.py has none itself"),),
+    refused=(PACKED_BINS_CP,),
     # megatron.training imports the module in every script.
     is_used=lambda: bool(getattr(arguments(), "perform_rl_step", False)),
 )

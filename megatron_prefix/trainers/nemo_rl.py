@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_prefix.refusals.table import MULTIMODAL, NEMO_MTP
 from megatron_prefix.trainers.trainer import Trainer
 
 
@@ -42,9 +43,6 @@ TRAINER = Trainer(
     together="policy.sequence_packing.enabled=false and policy.dynamic_batching.enabled=false, and"
     " whole groups a rank: grpo.num_prompts_per_step a multiple of the data-parallel size; either"
     " of the two deals out by length",
-    refused=(
-        ("multimodal data", "embeddings that the trainer makes are not supported"),
-        ("policy.megatron_cfg.mtp_num_layers", "multi-token prediction is refused"),
-    ),
+    refused=(MULTIMODAL, NEMO_MTP),
     samples=samples,
 )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_prefix.refusals.table import SHIFTED_MASK
 from megatron_prefix.trainers.trainer import Trainer
-
-_MASK = "the loss_mask of its model calls"
-_WHY = "it is over tokens, not over the positions that predict them: shift it by one"
 
 TRAINER = Trainer(
     name="ROLL",
@@ -16,7 +14,7 @@ TRAINER = Trainer(
     " megatron_prefix.auto.on_import`; its strategy asks for the schedule once, at its start",
     loss="loss_mask of the model call, which leaves out the position of the first answer token",
     together="nothing: batch_balance deals out by length",
-    refused=((_MASK, _WHY),),
+    refused=(SHIFTED_MASK,),
     # A gradient would reach positions that nobody computes: losses.py finds that at a step's end.
-    refusal=lambda: f"{_MASK}: {_WHY}",
+    refusal=lambda: SHIFTED_MASK,
 )

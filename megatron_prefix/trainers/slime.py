@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_prefix.refusals.table import ALLGATHER_CP
 from megatron_prefix.trainers.trainer import Trainer
 
 TRAINER = Trainer(
@@ -13,7 +14,5 @@ TRAINER = Trainer(
     loss="loss_mask of the model call",
     together="--micro-batch-size of a whole group (--n-samples-per-prompt) and no"
     " --use-dynamic-batch-size; with it samples are packed by length and packs dealt out",
-    refused=(
-        ("--allgather-cp", "each rank holds one contiguous part of a sample: leave it out"),
-    ),
-)  # fmt: skip
+    refused=(ALLGATHER_CP,),
+)

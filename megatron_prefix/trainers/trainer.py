@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_prefix.errors import Refusal
+
 
 def version_of(module: str, package: str) -> str:
     """The version of an imported module, or of its package if it has one; "" where none says."""
@@ -34,12 +36,12 @@ class Trainer:
         on: what turns the schedule on without a change of its code.
         loss: which positions of a model call count as trained.
         together: what keeps the rollouts of a group on one data-parallel rank.
-        refused: (option, why and what then), beside what the model itself is refused for.
+        refused: options, besides what the model itself is refused for.
         samples: where a microbatch has its trained positions (`Samples` in run/drawn.py); None:
             nowhere, or not so that it could be heeded safely.
         is_used: whether it runs where `module` is imported.
-        refusal: one line for what this process is set to and cannot be right; "" for nothing. The
-            model and its calls are looked at elsewhere (megatron/features.py, run/calls.py).
+        refusal: of what this process is set to and cannot be right; None for nothing. The model
+            and its calls are looked at elsewhere (megatron/features.py, run/calls.py).
     """
 
     name: str
@@ -49,10 +51,10 @@ class Trainer:
     on: str
     loss: str
     together: str
-    refused: tuple[tuple[str, str], ...] = ()
+    refused: tuple[Refusal, ...] = ()
     samples: Callable[[Any], Any] | None = None
     is_used: Callable[[], bool] = lambda: True
-    refusal: Callable[[], str] = lambda: ""
+    refusal: Callable[[], Refusal | None] = lambda: None
 
     def is_running(self) -> bool:
         """Whether this process is one of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_prefix.refusals.table import DYNAMIC_CP, FUSED_SP
 from megatron_prefix.trainers.trainer import Trainer
 
 TRAINER = Trainer(
@@ -14,9 +15,5 @@ TRAINER = Trainer(
     " once each",
     together="actor_rollout_ref.actor.use_prefix_grouper=True with trainer.use_v1=False; the V1"
     " trainer of 0.9.1, its default, always deals out by length",
-    refused=(
-        ("use_fused_kernels with sequence parallelism", "it returns a part of the hidden states:"
-         " turn one of them off"),
-        ("dynamic_context_parallel", "it passes a padding_mask"),
-    ),
-)  # fmt: skip
+    refused=(FUSED_SP, DYNAMIC_CP),
+)

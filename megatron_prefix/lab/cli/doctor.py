@@ -16,13 +16,14 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab.cli import packages
 from megatron_prefix.lab.cli.report import new_table, print_facts, print_json, print_rich
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
+from megatron_prefix.refusals.table import GROUPS, TABLE
 
 if TYPE_CHECKING:
     import torch
 
 HELP = """\
-Versions, devices, the attention kernels that work here, the Megatron features that the prefix
-schedule refuses, and optional packages that are missing. Exits with 0 when the prefix schedule can
+Versions, devices, the attention kernels that work here, all that the prefix schedule refuses, and
+optional packages that are missing. Exits with 0 when the prefix schedule can
 run here, with 1 when it cannot."""
 EPILOG = """\
 examples:
@@ -37,6 +38,7 @@ HEAD_DIM = 128  # of the kernels' probe when no model is named
 GROUP = 2  # query heads a K/V head, likewise
 RECURRENT = ("fla-core", "mamba-ssm", "causal-conv1d", "triton")  # kernels of recurrent layers
 GIB = 1 << 30
+MODEL = ("config", "module", "wrapper")  # what a model is refused for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,8 +72,9 @@ def examine(device: str | None = None, model: str | None = None) -> dict[str, An
     and name None or why it does not work; chosen, the kernel that "auto" takes by dtype; why, the
     same with the reason; recurrent, by Megatron's recurrent module None or why its kernels do not
     work; stock_packs, what is wrong with transformer-engine's attention of packs, which stock steps
-    run, or None; refused_features, what to do about each; extras, by name the missing packages and
-    the command; model, its name and the features in its way, or None.
+    run, or None; refused_features, what to do about each that a model can have; refusals, the whole
+    table: name, where, fix and kind ("wrong" or "not yet") of each; extras, by name the missing
+    packages and the command; model, its name and the features in its way, or None.
 
     Args:
         device: "cpu" or "cuda"; None: "cuda" where torch sees a GPU.
@@ -95,7 +98,11 @@ def examine(device: str | None = None, model: str | None = None) -> dict[str, An
         "why": {},
         "recurrent": {},
         "stock_packs": None,
-        "refused_features": {},
+        "refused_features": {one.name: one.fix for one in TABLE if one.where in MODEL},
+        "refusals": [
+            {"name": one.name, "where": one.where, "fix": one.fix, "kind": one.kind}
+            for one in TABLE
+        ],
         "extras": extras,
         "model": None,
     }
@@ -188,7 +195,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _what_runs(device: str, spec: ModelSpec | None) -> dict[str, Any]:
-    """Kernels, refused features and the model, after the platform has been selected.
+    """Kernels and the model, after the platform has been selected.
 
     Raises:
         UserError: the device, the version of Megatron-Core, or every kernel is in the way.
@@ -201,7 +208,7 @@ def _what_runs(device: str, spec: ModelSpec | None) -> dict[str, Any]:
     from megatron_prefix.lab.platforms import stock_packs
     from megatron_prefix.layers.blocks import kernels
     from megatron_prefix.layers.recurrent import probe
-    from megatron_prefix.megatron import features, mixers, modules
+    from megatron_prefix.megatron import features
 
     features.check_version()
     width = spec.kv_channels if spec else HEAD_DIM
@@ -219,9 +226,6 @@ def _what_runs(device: str, spec: ModelSpec | None) -> dict[str, Any]:
         "why": why,
         "recurrent": _recurrent(probe.refusals, device, spec),
         "stock_packs": stock_packs.refusal(heads, kv_heads, width) if device == "cuda" else None,
-        "refused_features": {name: fix for name, _, fix in features.REFUSED}
-        | modules.REFUSED
-        | mixers.REFUSED,
         "model": _check_model(spec, torch.device(device)) if spec else None,
     }
 
@@ -253,7 +257,7 @@ def _check_model(spec: ModelSpec, device: torch.device) -> dict[str, Any]:
     from megatron_prefix.megatron import features
 
     config = transformer_config(spec, Layout(), torch.float32, device, transformer_engine=False)
-    refused = features.refusals(config)
+    refused = [reason.text for reason in features.refusals(config)]
     return {"name": spec.name, "parameters": spec.parameters(), "refused": refused}
 
 
@@ -283,11 +287,12 @@ def _print(report: Mapping[str, Any]) -> None:
     if report["stock_packs"]:
         fix = "use another attention in stock steps, such as flash-attn"
         print_facts("packs", {"transformer-engine": f"{report['stock_packs']}; {fix}"})
-    _print_table(
-        "features that the prefix schedule refuses",
-        ["Megatron's option", "what to do"],
-        report["refused_features"].items(),
-    )
+    for where, title in GROUPS.items():
+        _print_table(
+            f"refused: {title} ({where})",
+            ["", "what to do", ""],
+            [(x["name"], x["fix"], x["kind"]) for x in report["refusals"] if x["where"] == where],
+        )
     _print_table(
         f"missing, and optional: pip install '{packages.DISTRIBUTION}[EXTRA]'",
         ["extra", "packages"],

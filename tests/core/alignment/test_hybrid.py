@@ -22,7 +22,7 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.layers import gdn
 from megatron_prefix.layers.recurrent import moves, states
 from megatron_prefix.layers.recurrent.spans import Spans
-from megatron_prefix.megatron import mixers
+from megatron_prefix.megatron import mixers, modules
 from megatron_prefix.megatron.install import install, installed, language_model
 from megatron_prefix.run import schedule
 from megatron_prefix.run.oom_retry import MemoryControl
@@ -236,8 +236,8 @@ def _another_mixer(model: Any) -> tuple[Any, str, Any]:
         (GDN, _gdn_of_context_parallel, "GatedDeltaNet with context parallelism: install megatron"),
         (MAMBA, _other_path, "use_mamba_mem_eff_path off: turn it on"),
         (MAMBA, _unknown_symbols, r"hybrid layers \+, D: use M G . - E"),
-        (GDN, _another_forward, "layer 0's GatedDeltaNet: use Megatron's own"),
-        (MAMBA, _another_mixer, "layer 0's Identity: use Megatron's own"),
+        (GDN, _another_forward, "layer 0's mixer GatedDeltaNet: use Megatron's own"),
+        (MAMBA, _another_mixer, "layer 0's mixer Identity: use Megatron's own"),
     ],
 )
 def test_refused_by_name(
@@ -249,7 +249,7 @@ def test_refused_by_name(
 ) -> None:
     model = unwrap(hybrid.model_of(name, wrap_ddp=False))
     if change is _gdn_of_context_parallel:
-        monkeypatch.setattr(mixers.megatron.core, "__version__", "0.17.1")
+        monkeypatch.setattr(modules.megatron.core, "__version__", "0.17.1")
     monkeypatch.setattr(*change(model), raising=False)
     with pytest.raises(UserError, match=message) as caught:
         install(model)
@@ -286,7 +286,7 @@ def test_a_layer_that_bypasses_the_replaced_kernels_fails(
 ) -> None:
     """As a release might under an option that is not refused yet."""
     model, _, expected = families[GDN]
-    monkeypatch.setattr(mixers, "option_refusals", lambda *_: ())
+    monkeypatch.setattr(modules, "option_refusals", lambda *_: ())
     monkeypatch.setattr(*_deterministic(unwrap(model)))
     for fields in ({}, {"min_gain": 10**6}):
         with pytest.raises(RuntimeError, match="without the replaced kernels"):

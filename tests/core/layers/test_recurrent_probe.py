@@ -14,7 +14,8 @@ from torch import Tensor
 from megatron_prefix.lab.platforms import cpu
 from megatron_prefix.layers.recurrent import probe
 from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule
-from megatron_prefix.megatron import mixers
+from megatron_prefix.megatron import modules
+from megatron_prefix.refusals.table import DELTA_KERNEL
 from tests.harness import ranks  # noqa: F401  # applies the CPU platform
 
 
@@ -105,7 +106,8 @@ def test_a_wrong_rule_is_refused_when_a_model_is_installed(monkeypatch: pytest.M
     cpu.load_recurrent_layers()
     kind = sys.modules["megatron.core.ssm.gated_delta_net"].GatedDeltaNet
     layer = SimpleNamespace(self_attention=kind.__new__(kind))
-    for device, found in (("cuda", ["GatedDeltaNet's kernel: wrong output"]), ("cpu", [])):
+    wrong = DELTA_KERNEL.given("wrong output")
+    for device, found in (("cuda", [wrong]), ("cpu", [])):
         model = SimpleNamespace(
             config=SimpleNamespace(
                 linear_key_head_dim=64,
@@ -124,7 +126,7 @@ def test_a_wrong_rule_is_refused_when_a_model_is_installed(monkeypatch: pytest.M
             return {"GatedDeltaNet": "wrong output"}
 
         monkeypatch.setattr(probe, "refusals", refusals)
-        assert mixers.refusals(model) == found
+        assert [*modules._mixer_refusals(model)] == found
         assert asked == ([("cuda", 64, 32, 4)] if found else [])
 
 

@@ -19,11 +19,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import CannotShare, Refusal, UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import install
 from megatron_prefix.moe import versions
+from megatron_prefix.refusals import table
+from megatron_prefix.refusals.table import OPTIONS
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
@@ -45,6 +47,7 @@ VALUES: dict[str, Any] = {
     "overlap_moe_expert_parallel_comm": True,
     "delay_wgrad_compute": True,
     "hybrid_context_parallel": True,
+    "num_microbatches_with_partial_activation_checkpoints": 1,
     "fine_grained_activation_offloading": True,
     "cpu_offloading": True,
     "enable_cuda_graph": True,
@@ -67,7 +70,7 @@ BALANCING = {
     "moe_router_load_balancing_type global_aux_loss": ["aux_loss", "global_aux_loss"],
     "moe_router_load_balancing_type of another name": "something_new",
 }
-NAMES = [name for name, _, _ in features.REFUSED]
+NAMES = [one.name for one in OPTIONS]
 LATER = {"moe_expert_rank_capacity_factor", "moe_router_force_biased", "moe_paged_stash"}
 """Options that megatron-core 0.16.1 does not have yet."""
 
@@ -97,7 +100,7 @@ def test_refused_at_install_with_its_name_and_a_mend(
     if experts:
         monkeypatch.setattr(config, "num_moe_experts", 4)
     monkeypatch.setattr(config, attribute, value, raising=False)
-    _, _, fix = next(line for line in features.REFUSED if line[0] == name)
+    fix = next(one.fix for one in OPTIONS if one.name == name)
     with pytest.raises(UserError) as refused:
         install(model)
     assert str(refused.value) == f"the prefix schedule cannot run this model with {name}: {fix}"
@@ -126,7 +129,8 @@ def test_options_of_experts_do_no_harm_without_experts(name: str) -> None:
 def test_all_refusals_are_found() -> None:
     config = SimpleNamespace(hidden_dropout=0.1, fp8="e4m3", window_size=None)
     found = features.refusals(config)
-    assert [line.split(":")[0] for line in found] == ["hidden_dropout", "fp8"]
+    assert [one.refusal for one in found] == [table.HIDDEN_DROPOUT, table.FP8]
+    assert found[1].text == "fp8: train in bf16: scaling factors depend on what shares a tensor"
 
 
 @pytest.mark.parametrize("share", ["on", "auto"])
@@ -153,9 +157,20 @@ def test_options_are_looked_at_in_every_step(model: Any, monkeypatch: pytest.Mon
         steps.call(schedule, Contract().step, model, steps.group(0, 2))
 
 
+@pytest.mark.parametrize("refusal", features.OTHER_STEPS, ids=lambda one: one.name)
+def test_steps_with_other_arguments_are_never_called(
+    refusal: Refusal, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unwrap(model).config, refusal.name, 1)
+    calls: list[Any] = []
+    with pytest.raises(CannotShare, match=f"^{refusal.name}: ") as caught:
+        steps.call(PrefixSchedule(PrefixConfig(mode="on")), calls.append, model, steps.group(0, 2))
+    assert caught.value.refusal is refusal and not calls
+
+
 def test_multimodal_positions_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unwrap(model), "position_embedding_type", "mrope")
-    with pytest.raises(UserError, match="mrope: use the stock schedule"):
+    with pytest.raises(UserError, match="multimodal rope: use the stock schedule"):
         install(model)
 
 
@@ -164,7 +179,7 @@ def test_a_layer_without_core_attention_is_refused(
 ) -> None:
     children = unwrap(model).decoder.layers[1]._modules  # pytest does not put a module back
     monkeypatch.setitem(children, "self_attention", nn.Identity())
-    with pytest.raises(UserError, match="layer 1's Identity: use Megatron's own attention"):
+    with pytest.raises(UserError, match="layer 1's mixer Identity: use Megatron's own attention"):
         install(model)
 
 
@@ -193,7 +208,8 @@ class OwnPositions(SelfAttention):
     ("place", "name", "value", "message"),
     [
         ("rotary_pos_emb", "__class__", TwoBases, "rotary embedding TwoBases: use Megatron's"),
-        ("decoder.layers.1.self_attention", "__class__", OwnPositions, "1's OwnPositions, which"),
+        ("decoder.layers.1.self_attention", "__class__", OwnPositions,
+         "layer 1's attention OwnPositions, which has"),
         ("decoder.layers.1.self_attention.core_attention", "__class__", Capped, "attention Capped"),
         ("decoder.layers.0.self_attention", "attn_mask_type", AttnMaskType.no_mask, "type no_mask"),
         ("decoder.layers.0.self_attention.core_attention", "attn_mask_type", AttnMaskType.padding,
@@ -246,7 +262,7 @@ def test_with_any_masks_allowed_calls_need_a_causal_one(masked: bool, model: Any
 def test_dropout_of_an_adapter_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     children = unwrap(model).decoder.layers[1].mlp._modules
     monkeypatch.setitem(children, "adapter", nn.Dropout(0.1))
-    with pytest.raises(UserError, match=r"layers\.1\.mlp\.adapter, dropout of 0\.1: set it to 0"):
+    with pytest.raises(UserError, match=r"dropout of 0\.1 in .*\.1\.mlp\.adapter: set it to 0"):
         install(model)
     monkeypatch.setitem(children, "adapter", nn.Dropout(0.0))
     features.check(unwrap(model), model)
@@ -275,10 +291,10 @@ class TorchFullyShardedDataParallel(nn.Module):
 
 
 def test_fully_sharded_parameters_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="TorchFullyShardedDataParallel: use Distributed"):
+    with pytest.raises(UserError, match="by TorchFullyShardedDataParallel: use Distributed"):
         install(TorchFullyShardedDataParallel(unwrap(model)))
     monkeypatch.setattr(model.ddp_config, "use_megatron_fsdp", True)
-    with pytest.raises(UserError, match="DistributedDataParallel: use Distributed"):
+    with pytest.raises(UserError, match="sharded by DistributedDataParallel: use Distributed"):
         install(model)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_prefix.errors import CannotShare, StepFailed
+from megatron_prefix.errors import CannotShare, StepFailed, refused
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.refusals.table import NOT_CAUSAL
 from megatron_prefix.run.agreement import agree, companions
 from megatron_prefix.run.gradients import default_groups
 from tests.harness.ranks import run_ranks
@@ -32,7 +33,8 @@ def said(problems: dict[int, BaseException], layout: Layout = LAYOUT) -> Any:
     try:
         groups = companions(default_groups())
         found = agree(problems.get(torch.distributed.get_rank()), groups, CPU)
-        return None if found is None else ("falls back", str(found))
+        refusal = () if found is None or found.refusal is None else (found.refusal,)
+        return None if found is None else ("falls back", str(found), *refusal)
     except (StepFailed, KeyError) as error:
         return type(error).__name__, str(error)
     finally:
@@ -45,6 +47,11 @@ def test_all_ranks_go_on_where_none_has_a_problem() -> None:
 
 def test_one_that_cannot_share_takes_all_with_it() -> None:
     assert run_ranks(4, said, {2: CannotShare("a mask")}) == [("falls back", "a mask")] * 4
+
+
+def test_all_ranks_hear_of_the_refusal_itself() -> None:
+    found = run_ranks(2, said, {1: refused(NOT_CAUSAL)}, Layout(pp=2))
+    assert found == [("falls back", NOT_CAUSAL.given().text, NOT_CAUSAL)] * 2
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(cp=2), Layout(dp=2, ep=2), Layout(pp=2)])

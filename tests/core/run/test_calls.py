@@ -79,9 +79,9 @@ RESET[..., 2:, :2] = True
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"decoder_input": torch.zeros(4, 1, 8)}, "decoder_input: embeddings"),
-        ({"padding_mask": torch.zeros(1, 4)}, "padding_mask: it keeps padding out"),
-        ({"inference_context": object()}, "inference_context: an inference context is for"),
+        ({"decoder_input": torch.zeros(4, 1, 8)}, "decoder_input: give input_ids"),
+        ({"padding_mask": torch.zeros(1, 4)}, "padding_mask: leave it out"),
+        ({"inference_context": object()}, "inference_context: leave it out"),
         ({"inference_params": object()}, "inference_params"),
         ({"attention_mask": RESET}, "attention_mask of a model call is not causal"),
         ({"attention_mask": torch.zeros(1, 1, 1, 4, dtype=torch.bool)}, "not causal"),

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from megatron_prefix.errors import CannotShare, UserError
+from megatron_prefix.errors import UserError
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.losses import LossContract, Losses
@@ -293,14 +293,14 @@ def test_outputs_may_be_trees_in_either_order_of_dimensions() -> None:
 )
 def test_an_output_that_is_not_per_position_is_refused(value: Any, message: str) -> None:
     job = two(6, [0, 0], shape=lambda output: (output, value))
-    with pytest.raises(CannotShare, match=message):
+    with pytest.raises(UserError, match=message):
         job.run()
 
 
 def test_an_output_without_a_batch_is_refused_for_several_rows() -> None:
     rollouts = [Pairs(np.arange(n, n + 5), np.arange(5), np.ones(5, bool)) for n in range(2)]
     job = Job(rollouts, [0, 0], [0, 0], TreeOptions(min_gain=0), squared, shape=lambda o: o[0])
-    with pytest.raises(CannotShare, match="for 2 rows, whose order"):
+    with pytest.raises(UserError, match="for 2 rows, whose order"):
         job.run()
 
 
@@ -308,7 +308,7 @@ def test_plain_values_of_an_output_are_the_same_for_all_segments() -> None:
     def shape(output: Tensor) -> Any:
         return {"nll": output, "total": float(output.detach().nansum()), "name": "x"}
 
-    with pytest.raises(CannotShare, match="must be the same for all"):
+    with pytest.raises(UserError, match="must be the same for all"):
         two(6, [0, 0], shape=shape).forward()
     job = two(6, [0, 0], shape=lambda output: {"nll": output, "name": "x"}, loss=named)
     job.forward()

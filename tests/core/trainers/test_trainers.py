@@ -81,7 +81,7 @@ def test_before_the_command_line_is_parsed_nothing_is_refused(monkeypatch) -> No
         raise AssertionError("args is not initialized.")
 
     imported(monkeypatch, "megatron.training.global_vars", get_args=get_args)
-    assert trainers.megatron_lm.TRAINER.refusal() == ""
+    assert trainers.megatron_lm.TRAINER.refusal() is None
 
 
 def test_roll_is_refused_for_its_mask(monkeypatch) -> None:
@@ -104,8 +104,8 @@ def test_every_trainer_has_its_page(trainer: Trainer) -> None:
     text = " ".join(page.read_text(encoding="utf-8").replace("`", "").split())
     for said in (trainer.on, trainer.loss, trainer.together):
         assert said.replace("`", "") in text
-    for option, why in trainer.refused:
-        assert f"| {option} | {why} |" in text
+    for one in trainer.refused:
+        assert f"| {one.name} | {one.fix} |" in text
     for version in trainer.tried:
         assert version in text
     assert trainer.tried or "not run" in text

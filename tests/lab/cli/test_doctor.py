@@ -9,10 +9,12 @@ import sys
 
 import pytest
 
+from megatron_prefix.errors import NOT_YET, Refusal
 from megatron_prefix.lab.cli import doctor, packages
 from megatron_prefix.layers.blocks import kernels
 from megatron_prefix.layers.blocks.kernels import KERNELS
-from megatron_prefix.megatron import features, mixers, modules
+from megatron_prefix.megatron import features
+from megatron_prefix.refusals.table import GROUPS, TABLE
 from tests.harness.data import REPOSITORY
 
 REQUIREMENTS = [
@@ -85,13 +87,20 @@ def test_a_model_is_checked_with_its_own_heads(monkeypatch):
 
 def test_every_refused_feature_is_listed_with_what_to_do(report):
     listed = report["refused_features"]
-    options = {name for name, _, _ in features.REFUSED}
-    assert listed.keys() == {*options, *modules.REFUSED, *mixers.REFUSED}
-    assert len(listed) > 30
+    assert listed.keys() == {one.name for one in TABLE if one.where in doctor.MODEL}
+    assert len(listed) > 40
     assert listed["hidden_dropout"].startswith("set it to 0")
     assert listed["fp8"].startswith("train in bf16")
     assert listed["overlap_moe_expert_parallel_comm"].startswith("turn it off")
-    assert all(len(fix.split()) > 3 for fix in listed.values())
+    assert listed["layer …'s router …"] == "use Megatron's TopKRouter"
+
+
+def test_the_whole_table_of_refusals_is_listed(report):
+    assert [line["name"] for line in report["refusals"]] == [one.name for one in TABLE]
+    (found,) = [line for line in report["refusals"] if line["name"] == "hidden_dropout"]
+    fix = report["refused_features"]["hidden_dropout"]
+    assert found == {"name": "hidden_dropout", "where": "config", "fix": fix, "kind": "wrong"}
+    assert {line["kind"] for line in report["refusals"]} == {"wrong", "not yet"}
 
 
 def test_the_model_is_checked(report):
@@ -104,8 +113,11 @@ def test_for_people():
     done = doctored("--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("on cpu: ready")
+    words = " ".join(done.stdout.split())
     for name in ("megatron-core", "flash_cpu, the fastest here", "hidden_dropout"):
-        assert name in done.stdout
+        assert name in words
+    for title in GROUPS.values():
+        assert f"refused: {title}" in words
 
 
 def test_a_device_that_is_not_there_is_a_problem():
@@ -123,8 +135,10 @@ def test_a_device_that_is_not_there_is_a_problem():
 
 
 def test_a_model_that_the_schedule_refuses(monkeypatch):
-    refused = (("num_layers", lambda config: config.num_layers == 4, "use another"),)
-    monkeypatch.setattr(features, "REFUSED", refused)
+    line = Refusal(
+        "num_layers", "config", NOT_YET, "use another", lambda config: config.num_layers == 4
+    )
+    monkeypatch.setattr(features, "OPTIONS", (line,))
     told = doctor.examine("cpu", "tiny-llama")
     assert not told["ok"]
     assert told["problems"] == ["tiny-llama has num_layers: use another"]
@@ -192,7 +206,7 @@ def test_installed_trainers_are_listed_with_tried_versions(monkeypatch, capsys):
 
 EMPTY = {
     "ok": True, "problems": [], "device": "cpu", "versions": {}, "devices": [], "kernels": {},
-    "chosen": {}, "why": {}, "recurrent": {}, "stock_packs": None, "refused_features": {},
+    "chosen": {}, "why": {}, "recurrent": {}, "stock_packs": None, "refusals": [],
     "extras": {}, "model": None,
 }  # fmt: skip
 

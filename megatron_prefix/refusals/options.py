@@ -1,0 +1,52 @@
+"""[pure] When an option of Megatron's TransformerConfig is on.
+
+Each is a partial of a function, so that a refusal can be sent to another rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+Test = Callable[[str, Any], bool]
+"""(name of the option, config) -> whether it is in the way."""
+
+
+def on(name: str, config: Any) -> bool:
+    """Set to something that is not false, zero or empty."""
+    return bool(getattr(config, name, None))
+
+
+def with_experts(name: str, config: Any) -> bool:
+    """On in a model with experts."""
+    return on("num_moe_experts", config) and on(name, config)
+
+
+def other_than(usual: str) -> Test:
+    """Set to something other than `usual`."""
+    return partial(_other_than, usual)
+
+
+def equal_to(value: str) -> Test:
+    """Set to `value`."""
+    return partial(_equal_to, value)
+
+
+def balances(*kinds: str, others: bool = False) -> Test:
+    """One of these load-balancing types in a model with experts; with `others`, any but these."""
+    return partial(_balances, kinds, others)
+
+
+def _other_than(usual: str, name: str, config: Any) -> bool:
+    return getattr(config, name, usual) not in (usual, None)
+
+
+def _equal_to(value: str, name: str, config: Any) -> bool:
+    return bool(getattr(config, name, None) == value)
+
+
+def _balances(kinds: tuple[str, ...], others: bool, name: str, config: Any) -> bool:
+    given = getattr(config, name, "none")
+    given = [given] if isinstance(given, str) else given
+    return on("num_moe_experts", config) and any((kind in kinds) != others for kind in given)

@@ -1,0 +1,201 @@
+"""[pure] Every refusal of the prefix schedule: its name, when it is in the way, and what to do.
+
+A place that refuses raises `refused(NAME, values for its gaps)` (errors.py). What is `WRONG` can
+never be right: a token's result depends on the other tokens that are computed with it, on chance,
+or on tokens that follow. What is `NOT_YET` could be supported.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from megatron_prefix.errors import NOT_YET, WRONG, Refusal
+from megatron_prefix.refusals.options import (
+    Test,
+    balances,
+    equal_to,
+    on,
+    other_than,
+    with_experts,
+)
+
+GROUPS = {
+    "config": "options of Megatron's TransformerConfig",
+    "module": "layers and other modules of the model",
+    "wrapper": "wrappers of the model",
+    "call": "how a forward step calls the model",
+    "mask": "attention masks, loss masks and positions of a call",
+    "setting": "what is on around the schedule or a call, and our own settings",
+    "output": "what the model returns, and losses",
+    "routes": "routers that follow given routes",
+    "ranks": "ranks that have to do the same side by side",
+    **dict.fromkeys(
+        ("Megatron-LM", "Megatron-RL", "verl", "slime", "NeMo-RL", "AReaL", "ROLL"),
+        "options of that trainer",
+    ),
+}
+"""Values of `Refusal.where`, in the order in which they are listed."""
+
+
+def _option(
+    name: str, kind: str, fix: str, test: Test = on, attribute: str | None = None
+) -> Refusal:
+    """An option of TransformerConfig, which may be called otherwise than its attribute."""
+    return Refusal(name, "config", kind, fix, partial(test, attribute or name))
+
+
+# One refusal a line, however long.
+# fmt: off
+# --- config ---------------------------------------------------------------------------------------
+
+_DROPS = "set it to 0: copies of a prompt would drop different values"
+_SCALES = "scaling factors depend on what shares a tensor"
+_ROOM = "leave it out: copies of a prompt token would have room or not"
+_CHANCE = "leave it out: copies of a prompt token would draw different experts"
+_BALANCE = "use aux_loss, seq_aux_loss or global_aux_loss: "
+_COUPLED = _BALANCE + "every token's experts depend on the others"
+_OWN_PLAN = "turn it off: it needs Megatron's own schedule plan"
+_LARGEST = "it reads the largest score of every attention call"
+_LENGTHS = "segments differ in length"
+_BALANCING = "moe_router_load_balancing_type"
+_KNOWN = "none aux_loss seq_aux_loss global_aux_loss sinkhorn quantile_balancing".split()
+
+HIDDEN_DROPOUT = _option("hidden_dropout", WRONG, _DROPS)
+ATTENTION_DROPOUT = _option("attention_dropout", WRONG, _DROPS)
+FP8 = _option("fp8", WRONG, f"train in bf16: {_SCALES}")
+FP4 = _option("fp4", WRONG, f"train in bf16: {_SCALES}")
+QUANT_RECIPE = _option("quant_recipe", WRONG, f"leave it out: {_SCALES}")
+MTP = _option("mtp_num_layers", NOT_YET, "turn multi-token prediction off: its last prompt inputs are response tokens")
+MLA = _option("multi_latent_attention", NOT_YET, "use the stock schedule: rotary positions are set inside MLA layers")
+WINDOW = _option("window_size", NOT_YET, "use the stock schedule: a sliding window is not a dense block")
+SINKS = _option("softmax_type", NOT_YET, "use the stock schedule: sinks are not wired up yet", other_than("vanilla"))
+QK_CLIP = _option("qk_clip", NOT_YET, f"use the stock schedule: {_LARGEST}")
+LARGEST_LOGIT = _option("log_max_attention_logit", NOT_YET, f"turn it off: {_LARGEST}")
+OVERLAPPED_EXPERTS = _option("overlap_moe_expert_parallel_comm", NOT_YET, _OWN_PLAN)
+DELAYED_WGRAD = _option("delay_wgrad_compute", NOT_YET, _OWN_PLAN)
+PARTIAL_CHECKPOINTS = _option("num_microbatches_with_partial_activation_checkpoints", NOT_YET, "leave it out: it changes the arguments of forward steps")
+HYBRID_CP = _option("hybrid_context_parallel", NOT_YET, "turn it off: it brings its own loop")
+ACTIVATION_OFFLOADING = _option("fine_grained_activation_offloading", NOT_YET, "turn it off: it asserts the stock order of backward passes")
+CPU_OFFLOADING = _option("cpu_offloading", NOT_YET, "turn it off: it assumes the stock order of backward passes")
+CUDA_GRAPH = _option("enable_cuda_graph", NOT_YET, f"turn it off: {_LENGTHS}")
+CUDA_GRAPH_IMPL = _option("cuda_graph_impl", NOT_YET, f"set it to 'none': {_LENGTHS}", other_than("none"))
+FLASH_DECODE = _option("flash_decode", WRONG, "turn it off: it is for generation, and goes around core attention")
+FUSED_ROPE = _option("fused_single_qkv_rope", NOT_YET, "turn it off: it applies one rotary table to a whole row")
+CAPACITY = _option("moe_expert_capacity_factor", WRONG, _ROOM, with_experts)
+RANK_CAPACITY = _option("moe_expert_rank_capacity_factor", WRONG, _ROOM, with_experts)
+PADDED_CAPACITY = _option("moe_pad_expert_input_to_capacity", WRONG, _ROOM, with_experts)
+TOKEN_DROPPING = _option("moe_token_dropping", WRONG, "leave it out: copies of a prompt token would be dropped or not", with_experts)
+JITTER = _option("moe_input_jitter_eps", WRONG, "leave it out: copies of a prompt token would draw different noise", with_experts)
+RANDOM_EXPERTS = _option("moe_router_force_load_balancing", WRONG, _CHANCE, with_experts)
+BIASED_EXPERTS = _option("moe_router_force_biased", WRONG, _CHANCE, with_experts)
+SINKHORN = _option(f"{_BALANCING} sinkhorn", WRONG, _COUPLED, balances("sinkhorn"), _BALANCING)
+QUANTILES = _option(f"{_BALANCING} quantile_balancing", WRONG, _COUPLED, balances("quantile_balancing"), _BALANCING)
+OTHER_BALANCING = _option(f"{_BALANCING} of another name", NOT_YET, f"{_BALANCE}it is not known here", balances(*_KNOWN, others=True), _BALANCING)
+PAGED_STASH = _option("moe_paged_stash", NOT_YET, "turn it off: it assumes the stock order of backward passes", with_experts)
+MROPE = _option("multimodal rope", NOT_YET, "use the stock schedule: positions have three components", equal_to("mrope"), "position_embedding_type")
+
+# --- modules --------------------------------------------------------------------------------------
+
+OLD_MEGATRON = Refusal("megatron-core … is too old", "module", NOT_YET, "install … or newer")
+OWN_FORWARD = Refusal("layer …'s attention …, which has a forward of its own", "module", NOT_YET, "use Megatron's SelfAttention, or the stock schedule")
+OTHER_CORE = Refusal("layer …'s core attention …", "module", NOT_YET, "use Megatron's DotProductAttention or TEDotProductAttention, or the stock schedule")
+MASK_TYPE = Refusal("layer …'s attn_mask_type …", "module", WRONG, "use causal attention, or the stock schedule")
+OTHER_ROTARY = Refusal("rotary embedding …", "module", NOT_YET, "use Megatron's RotaryEmbedding or YarnRotaryEmbedding, or the stock schedule")
+ROTARY_TABLES = Refusal("the model gives its layers rotary_pos_emb …, and its rotary_pos_emb makes one table for all", "module", NOT_YET, "use the stock schedule", ends=True)
+DROPOUT = Refusal("dropout of … in …", "module", WRONG, _DROPS)
+OTHER_ROUTER = Refusal("layer …'s router …", "module", NOT_YET, "use Megatron's TopKRouter")
+OTHER_MIXER = Refusal("layer …'s mixer …", "module", NOT_YET, "use Megatron's own attention, GatedDeltaNet or MambaMixer, or the stock schedule")
+OTHER_SYMBOLS = Refusal("hybrid layers …", "module", NOT_YET, "use M G * - E")
+DETERMINISTIC = Refusal("deterministic_mode with recurrent layers", "module", NOT_YET, "turn it off: its recurrences take no states")
+MAMBA_PATH = Refusal("use_mamba_mem_eff_path off", "module", NOT_YET, "turn it on: the other path takes no initial states")
+DELTA_CP = Refusal("GatedDeltaNet with context parallelism", "module", NOT_YET, "install megatron-core 0.18 or newer")
+DELTA_KERNEL = Refusal("GatedDeltaNet's kernel does not work here (…)", "module", NOT_YET, "see `megatron-prefix doctor`, or use the stock schedule")
+
+# --- wrappers -------------------------------------------------------------------------------------
+
+FULLY_SHARDED = Refusal("parameters sharded by …", "wrapper", NOT_YET, "use DistributedDataParallel without FSDP, which reduces at every backward")
+DDP_DELAYED_WGRAD = Refusal("delay_wgrad_compute of DDP", "wrapper", NOT_YET, _OWN_PLAN)
+OFFLOAD_OVERLAP = Refusal("memory policy offload with gradient_accumulation_fusion and overlap_grad_reduce", "wrapper", NOT_YET, "turn overlap_grad_reduce off, or use recompute", ends=True)
+
+# --- calls ----------------------------------------------------------------------------------------
+
+DECODER_INPUT = Refusal("a model call with decoder_input", "call", NOT_YET, "give input_ids: embeddings that the trainer makes are not supported")
+INFERENCE_CONTEXT = Refusal("a model call with inference_context", "call", WRONG, "leave it out: it is for generation")
+INFERENCE_PARAMS = Refusal("a model call with inference_params", "call", WRONG, "leave it out: it is for generation")
+PADDING_MASK = Refusal("a model call with padding_mask", "call", NOT_YET, "leave it out (verl's and Megatron's dynamic context parallelism set it): it keeps padding out of the routers' losses")
+OTHER_TENSORS = Refusal("a model call with …, which has tensors", "call", NOT_YET, "leave it out: only input_ids, position_ids, labels and loss_mask can be cut into segments")
+SOME_HAVE = Refusal("some model calls of the step have … and some have none", "call", NOT_YET, "give it to all or to none")
+DIFFERENT_ARGUMENTS = Refusal("model calls of one step differ in …", "call", NOT_YET, "give all microbatches the same")
+NO_POSITION = Refusal("a model call has no position", "call", NOT_YET, "leave empty microbatches out")
+NO_TOKENS = Refusal("model calls of the first pipeline stage have no input_ids", "call", NOT_YET, "give them the tokens")
+OTHER_PACKING = Refusal("packed_seq_params has qkv_format …", "call", NOT_YET, "give 'thd', or no packing")
+COLUMN_LENGTH = Refusal("… of a model call has … of … positions", "call", NOT_YET, "give one for every position of input_ids")
+STAGES_DIFFER = Refusal("the last stage's labels have not as many positions as the tokens", "call", NOT_YET, "call the model on every stage with the same samples")
+NO_TREE = Refusal("the first pipeline stage cannot build the step's tree", "call", NOT_YET, "its own message says why")
+NO_CALL = Refusal("the forward step has not called the model", "call", NOT_YET, "return the model's output for every microbatch: microbatches are taken from that call", ends=True)
+TWO_CALLS = Refusal("the forward step calls the model twice", "call", NOT_YET, "use mode off for such steps: one microbatch is taken from one call", ends=True)
+OVERWRITTEN = Refusal("the tokens, labels or masks of microbatch … were overwritten after its model call", "call", NOT_YET, "give every microbatch tensors of its own (no static buffers), or use mode off: all forward steps run before the first segment", ends=True)
+
+# --- masks ----------------------------------------------------------------------------------------
+
+NOT_CAUSAL = Refusal("the attention_mask of a model call is not causal", "mask", WRONG, "leave out --reset-attention-mask and padding masks, and pack samples with packed_seq_params")
+NO_MASK = Refusal("a model call has no attention_mask, and the layers' attn_mask_type is arbitrary", "mask", WRONG, "give a causal one, or build the model with attn_mask_type causal")
+ODD_SLICES = Refusal("a sample has … positions on a context-parallel rank, which are not two chunks", "mask", NOT_YET, "pad samples to a multiple of …, twice the context-parallel size, and give every rank its slice of the zig-zag")
+CONTIGUOUS = Refusal("context-parallel ranks hold contiguous parts of a sample", "mask", NOT_YET, "give every rank its chunks of Megatron's zig-zag (slime: leave out --allgather-cp)")
+NO_POSITION_IDS = Refusal("the model learns positions, and a model call's position_ids are not one for every position", "mask", NOT_YET, "give them in the shape of input_ids")
+OTHER_POSITIONS = Refusal("position_ids of a sample do not count from 0, and the model learns positions", "mask", NOT_YET, "pack samples without padding in front")
+STRAY_GRADIENT = Refusal("a gradient reaches positions without loss, which were not computed", "mask", WRONG, "the loss looks at positions that the call's loss_mask, or the callback `trained`, says carry none; correct it, or leave both out (a trainer's own mask: MEGATRON_PREFIX_TRAINER_MASKS=false)", ends=True)
+
+# --- settings -------------------------------------------------------------------------------------
+
+FP8_AROUND = Refusal("transformer-engine's fp8 autocast is on around the schedule", "setting", WRONG, f"leave it out: {_SCALES}")
+FP8_INSIDE = Refusal("the forward step calls the model inside transformer-engine's fp8 autocast", "setting", WRONG, f"leave it out, or use mode off: {_SCALES}", ends=True)
+TORCH_MODES = Refusal("the forward step calls the model inside a torch function or dispatch mode, inference_mode or saved_tensors_hooks, which cannot be suspended", "setting", NOT_YET, "enter it before the schedule is called", ends=True)
+DIFFERENT_AUTOCAST = Refusal("model calls of one step run under different autocast settings", "setting", NOT_YET, "give all the same")
+TRAINING_MODE = Refusal("the forward step calls model.train() or model.eval() around its model call", "setting", NOT_YET, "call it before the schedule")
+HOST_LAYERS_CP = Refusal("cache_host_layers is for whole sequences, and there are context-parallel ranks", "setting", NOT_YET, "set it to 0: they exchange K/V and gK/gV from device memory", ends=True)
+
+# --- outputs --------------------------------------------------------------------------------------
+
+OTHER_OUTPUT = Refusal("the model returns a …, in which the prefix schedule finds no tensors", "output", NOT_YET, "return a tensor, a dict, a tuple, or register it with torch.utils.pytree", ends=True)
+OTHER_SHAPE = Refusal("the model returns a tensor of shape … for … positions", "output", NOT_YET, "return what is per position: [batch, positions, ...], [positions, batch, ...] or [positions]", ends=True)
+FLAT_ROWS = Refusal("the model returns [positions] for … rows, whose order in it is not known", "output", NOT_YET, "return [batch, positions], or pack the samples", ends=True)
+DIFFERENT_OUTPUTS = Refusal("outputs of the model differ from segment to segment in …", "output", NOT_YET, "return what is per position: everything else must be the same for all", ends=True)
+CHANGED_OUTPUT = Refusal("the forward step changes what the model returns on a stage that has no loss", "output", NOT_YET, "let it change the last stage's output only", ends=True)
+
+# --- routes ---------------------------------------------------------------------------------------
+
+SOME_ROUTES = Refusal("some microbatches have routes and some have none", "routes", NOT_YET, "give all or none")
+NUMBER_OF_ROUTES = Refusal("… routes for … positions", "routes", NOT_YET, "give one each")
+RECORDS_ROUTES = Refusal("RouterReplay records routes, and segments run in another order than microbatches", "routes", NOT_YET, "run this pass with the stock schedule (mode off)", ends=True)
+UNKNOWN_ROUTES = Refusal("RouterReplay's action is …, and the step's routes are not known", "routes", NOT_YET, "give get_forward_backward_func the callback `routes`; `set_replay_data` has those of one stage's layers only", ends=True)
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+DIFFERENT_PROGRAMS = Refusal("the ranks of an expert-parallel group have programs of … actions that differ", "ranks", NOT_YET, "give the stock schedule equally many microbatches on each, and no plan file", ends=True)
+ALLGATHERED_TOKENS = Refusal("moe_token_dispatcher_type allgather, and segments of several lengths on the ranks that share experts", "ranks", NOT_YET, "use alltoall", ends=True)
+UNEVEN_MICROBATCHES = Refusal("global_aux_loss, and data-parallel ranks with … to … microbatches", "ranks", WRONG, "give all equally many, or use aux_loss", ends=True)
+UNEVEN_SAMPLES = Refusal("seq_aux_loss with samples of several lengths in one microbatch", "ranks", NOT_YET, "pad them to one length, or use aux_loss", ends=True)
+
+# --- trainers -------------------------------------------------------------------------------------
+
+RESET_MASK = Refusal("--reset-attention-mask", "Megatron-LM", NOT_YET, "its mask is not causal: pack documents instead")
+DISTILLATION = Refusal("--export-kd-teacher-load", "Megatron-LM", NOT_YET, "leave it out: its loss reads hidden states of both models")
+LEGACY_MODELS = Refusal("--use-legacy-models", "Megatron-LM", NOT_YET, "leave it out: only Megatron-Core's models run in segments")
+OWN_CP_LOOP = Refusal("--hybrid-context-parallel", "Megatron-LM", NOT_YET, "it brings its own loop")
+PACKED_BINS_CP = Refusal("--context-parallel-size with packed bins", "Megatron-RL", NOT_YET, "train_rl.py has none itself")
+FUSED_SP = Refusal("use_fused_kernels with sequence parallelism", "verl", NOT_YET, "it returns a part of the hidden states: turn one of them off")
+DYNAMIC_CP = Refusal("dynamic_context_parallel", "verl", NOT_YET, "it passes a padding_mask")
+ALLGATHER_CP = Refusal("--allgather-cp", "slime", NOT_YET, "each rank holds one contiguous part of a sample: leave it out")
+MULTIMODAL = Refusal("multimodal data", "NeMo-RL", NOT_YET, "embeddings that the trainer makes are not supported")
+NEMO_MTP = Refusal("policy.megatron_cfg.mtp_num_layers", "NeMo-RL", NOT_YET, "multi-token prediction is refused")
+TREE_TRAINING = Refusal("tree training", "AReaL", NOT_YET, "it has an attention of its own, and shares already")
+SHIFTED_MASK = Refusal("the loss_mask of its model calls", "ROLL", NOT_YET, "it is over tokens, not over the positions that predict them: shift it by one")
+
+# fmt: on
+TABLE: tuple[Refusal, ...] = tuple(
+    value for value in list(globals().values()) if isinstance(value, Refusal)
+)
+"""All of the above, in their order."""
+OPTIONS: tuple[Refusal, ...] = tuple(one for one in TABLE if one.is_on is not None)
+"""Those that a TransformerConfig alone shows."""
