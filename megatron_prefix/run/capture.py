@@ -20,9 +20,9 @@ import torch
 from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.megatron.install import intercepted, language_model
 from megatron_prefix.moe import versions
-from megatron_prefix.run import calls, states, suspend
-from megatron_prefix.run.drawn import Drawn
-from megatron_prefix.run.kept import Kept
+from megatron_prefix.run import calls, forward_step_state, suspend
+from megatron_prefix.run.loss_variables import LossVariables
+from megatron_prefix.run.samples import RecordingIterator
 from megatron_prefix.run.suspend import SuspendedStep
 
 
@@ -54,16 +54,16 @@ class Capture:
         many = isinstance(data_iterator, list)
         given = data_iterator if many else [data_iterator]
         if keeps_drawn:
-            given = [Drawn(one) if hasattr(one, "__next__") else one for one in given]
+            given = [RecordingIterator(one) if hasattr(one, "__next__") else one for one in given]
         self._iterators = given if many else given * len(models)
         self._inner = [language_model(model) for model in models]
         self.steps: list[list[SuspendedStep]] = [[] for _ in models]
-        self._stack, self._kept = contextlib.ExitStack(), Kept(forward_step)
+        self._stack, self._kept = contextlib.ExitStack(), LossVariables(forward_step)
         self._left = [deque[SuspendedStep]() for _ in models]
 
     def __enter__(self) -> Capture:
         with contextlib.ExitStack() as stack:
-            self._forks = stack.enter_context(states.watched_forks())
+            self._forks = stack.enter_context(forward_step_state.watched_forks())
             for model in self._models:
                 stack.enter_context(intercepted(model, _intercepting))
             self._stack = stack.pop_all()
@@ -87,12 +87,12 @@ class Capture:
         Raises:
             UserError: the data ends early, or a forward step does not call the model.
         """
-        environment = states.environment()
+        environment = forward_step_state.environment()
         for chunk, model in enumerate(self._inner):
             swaps = (
-                states.training_modes(model),
+                forward_step_state.training_modes(model),
                 environment,
-                states.replayed_routes([*versions.routers(model).values()]),
+                forward_step_state.replayed_routes([*versions.routers(model).values()]),
                 self._forks,
                 self._kept.swap,
             )
@@ -105,7 +105,7 @@ class Capture:
                     raise UserError(
                         f"the data iterator ended after {number} of {self._num} microbatches"
                     ) from None
-                if isinstance(iterator := self._iterators[chunk], Drawn):
+                if isinstance(iterator := self._iterators[chunk], RecordingIterator):
                     step.call = replace(step.call, drawn=iterator.taken())
             self._left[chunk] = deque(self.steps[chunk])
 

@@ -30,15 +30,15 @@ from megatron_prefix.plan.step_planner import Judge, StepPlanner
 from megatron_prefix.plan.times import Shape, predict
 from megatron_prefix.run import calls, channels, expert_sync, global_aux_sync, gradients
 from megatron_prefix.run import routers as router
+from megatron_prefix.run.across_ranks import Watch
 from megatron_prefix.run.agreement import agree, all_agree, companions, share_together
 from megatron_prefix.run.calls import ModelCall
 from megatron_prefix.run.capture import Capture
 from megatron_prefix.run.cost_meter import CostMeter, frozen_share, key_of, prior_of
-from megatron_prefix.run.drawn import Samples
 from megatron_prefix.run.losses import LossContract
 from megatron_prefix.run.oom_retry import MemoryControl, cost_of, device_of
 from megatron_prefix.run.report import StepReport
-from megatron_prefix.run.scattered import Watch
+from megatron_prefix.run.samples import Samples
 from megatron_prefix.run.step import (
     Callbacks,
     Columns,
@@ -64,7 +64,7 @@ class PrefixSchedule:
         report: what the last step did; None before the first.
         measures: times every action of the next steps (`report.stopwatch`); costs a barrier a step.
         watch: runs around the computation of every action, in the place of `measures`.
-        scattered: what groups on several data-parallel ranks could share, and do.
+        across_ranks: what groups on several data-parallel ranks could share, and do.
     """
 
     config: PrefixConfig = field(default_factory=PrefixConfig)
@@ -72,7 +72,7 @@ class PrefixSchedule:
     report: StepReport | None = None
     measures: bool = False
     watch: Callable[[Action], contextlib.AbstractContextManager] | None = None
-    scattered: Watch = field(default_factory=Watch, init=False)
+    across_ranks: Watch = field(default_factory=Watch, init=False)
     _planners: dict[Any, StepPlanner] = field(default_factory=dict, init=False, repr=False)
     _meters: dict[Any, CostMeter] = field(default_factory=dict, init=False, repr=False)
     _memory: MemoryControl = field(init=False, repr=False)
@@ -191,7 +191,7 @@ class PrefixSchedule:
             self._refused(reason)
             return None
         if self.config.mode != "on":
-            self.scattered.look(step, groups, forward_only=forward_only)  # type: ignore[arg-type]
+            self.across_ranks.look(step, groups, forward_only=forward_only)  # type: ignore[arg-type]
         if step.unshared:  # type: ignore[union-attr]
             self._unshared(step, models, groups, forward_only)  # type: ignore[arg-type]
             return None

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_prefix.device.transfer import to_host
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.run.calls import CallLayout, ModelCall, layouts
-from megatron_prefix.run.drawn import Samples, trained_positions
+from megatron_prefix.run.samples import Samples, trained_positions
 from megatron_prefix.tree import Forest, Pairs, cp_layout
 from megatron_prefix.tree.forest import check_routes
 
@@ -50,7 +50,7 @@ class Callbacks:
         routes: (model call) -> int like input_ids and [layers, topk] more: the experts that every
             layer of the model sends a token to; asked on the first stage where routers replay.
             `drawn` of the call is what its forward step drew from the data iterator.
-        samples: where a microbatch has its trained positions, see run/drawn.py; for steps with
+        samples: where a microbatch has its trained positions, see run/samples.py; for steps with
             gradients whose calls have no loss_mask, where `trained` is None.
     """
 

@@ -110,7 +110,7 @@ Swap = Callable[[Any, bool], Any]
 """Exchanges a step's own state of something for the present one: (state, entering) -> state.
 
 Called whenever the step is entered or left, with what it returned the last time, at first with
-None; see states.py.
+None; see forward_step_state.py.
 """
 
 

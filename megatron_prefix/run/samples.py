@@ -25,13 +25,13 @@ Samples = Callable[[Any], Sequence[tuple[Tensor, Tensor]] | None]
 and which positions carry loss, bool [positions]: whole sequences, no padding. None: not known."""
 
 
-class Drawn:
+class RecordingIterator:
     """A data iterator that remembers what `next` drew from it since `taken`."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator, self._items = iterator, list[Any]()
 
-    def __iter__(self) -> Drawn:
+    def __iter__(self) -> RecordingIterator:
         return self
 
     def __next__(self) -> Any:

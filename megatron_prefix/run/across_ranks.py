@@ -37,7 +37,7 @@ Beginnings = Sequence[Sequence[bytes]]
 """Per sample the digests of its first tokens, up to each of `_lengths` that it reaches."""
 
 
-class Scattered(NamedTuple):
+class SharingAcrossRanks(NamedTuple):
     """Tokens of a step on all data-parallel ranks.
 
     Attributes:
@@ -91,7 +91,7 @@ def saved(samples: Beginnings) -> int:
     return found
 
 
-def exchange(samples: Sequence[Pairs], groups: Any) -> Scattered:
+def exchange(samples: Sequence[Pairs], groups: Any) -> SharingAcrossRanks:
     """All ranks of `groups.dp_cp` call this; those of a context-parallel group have one sample."""
     mine: tuple[int, list[list[bytes]]] = (0, [])
     if groups.cp.rank() == 0:
@@ -101,7 +101,7 @@ def exchange(samples: Sequence[Pairs], groups: Any) -> Scattered:
         heard = [None] * groups.dp_cp.size()
         dist.all_gather_object(heard, mine, group=groups.dp_cp)
     everything = [sample for _, ranks in heard for sample in ranks]
-    return Scattered(
+    return SharingAcrossRanks(
         tokens=sum(num for num, _ in heard),
         shareable=saved(everything),
         shared=sum(saved(ranks) for _, ranks in heard),
@@ -113,11 +113,11 @@ class Watch:
     """Counts steps, and looks at some of them.
 
     Attributes:
-        found: of the last step that was looked at; None on pipeline stages behind the first.
+        last: of the last step that was looked at; None on pipeline stages behind the first.
     """
 
     def __init__(self) -> None:
-        self.found: Scattered | None = None
+        self.last: SharingAcrossRanks | None = None
         self._num_steps = 0
 
     def look(self, step: Step, groups: Any, *, forward_only: bool) -> None:
@@ -129,12 +129,12 @@ class Watch:
             return
         if getattr(groups, "dp_cp", None) is None:
             return
-        self.found = exchange(step.samples or (), groups)
+        self.last = exchange(step.samples or (), groups)
         if groups.dp_cp.rank() == 0 and groups.tp.rank() == 0:
-            tell(self.found)
+            tell(self.last)
 
 
-def tell(found: Scattered) -> None:
+def tell(found: SharingAcrossRanks) -> None:
     """Logs what was found, as a warning where much could be shared and is not."""
     missed = found.shareable - found.shared
     line = (

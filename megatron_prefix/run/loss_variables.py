@@ -34,7 +34,7 @@ Changes = list[tuple[Bindings, Any, Any]]
 """(place, name, value)"""
 
 
-class Kept:
+class LossVariables:
     """The bindings of a schedule call's forward steps; `swap` is one for `SuspendedStep`.
 
     Args:

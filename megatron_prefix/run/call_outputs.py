@@ -36,7 +36,7 @@ CHECKED_ROWS = 1024
 """Rows of logits of which gradients are looked at together: each time these are copied."""
 
 
-class StageAnswers:
+class CallOutputs:
     """Outputs of segments, and the answers that they make for the trainer's model calls.
 
     Args:
