@@ -12,17 +12,17 @@ data-parallel ranks, and no exchange.
 
 from __future__ import annotations
 
-import hashlib
+import bisect
 import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch.distributed as dist
 
 from megatron_prefix import trainers
 from megatron_prefix.run.step import Step
 from megatron_prefix.tree import Pairs
+from megatron_prefix.tree.beginnings import digests, least_saved
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +32,6 @@ SHORTEST, GROWTH, LONGEST = 32, 1.25, 1 << 20
 """Lengths at which samples are compared, in tokens."""
 WORTH_TELLING = 0.05
 """Part of a step's tokens that could be shared and are not."""
-
-Beginnings = Sequence[Sequence[bytes]]
-"""Per sample the digests of its first tokens, up to each of `_lengths` that it reaches."""
 
 
 class SharingAcrossRanks(NamedTuple):
@@ -54,41 +51,19 @@ class SharingAcrossRanks(NamedTuple):
 
 
 def _lengths() -> list[int]:
-    found = [SHORTEST]
-    while found[-1] < LONGEST:
-        found.append(int(found[-1] * GROWTH))
-    return found
+    lengths = [SHORTEST]
+    while lengths[-1] < LONGEST:
+        lengths.append(int(lengths[-1] * GROWTH))
+    return lengths
 
 
 LENGTHS = _lengths()
 
 
 def beginnings(samples: Sequence[Pairs]) -> list[list[bytes]]:
-    """Digests of every sample's first tokens."""
-    found = []
-    for sample in samples:
-        tokens = np.asarray(sample.inputs, np.int64)
-        digest, start, mine = hashlib.blake2b(digest_size=8), 0, []
-        for length in LENGTHS:
-            if length > len(tokens):
-                break
-            digest.update(tokens[start:length].tobytes())
-            mine.append(digest.copy().digest())
-            start = length
-        found.append(mine)
-    return found
-
-
-def saved(samples: Beginnings) -> int:
-    """Tokens that samples on one rank need not run again, at least."""
-    found, before = 0, 0
-    for level, length in enumerate(LENGTHS):
-        reach = [sample[level] for sample in samples if len(sample) > level]
-        if len(reach) < 2:
-            break
-        found += (length - before) * (len(reach) - len(set(reach)))
-        before = length
-    return found
+    """Digests of every sample's first positions, up to each of `LENGTHS` that it reaches."""
+    reached = (LENGTHS[: bisect.bisect(LENGTHS, len(sample))] for sample in samples)
+    return [[*digests(*both)] for both in zip(samples, reached, strict=True)]
 
 
 def exchange(samples: Sequence[Pairs], groups: Any) -> SharingAcrossRanks:
@@ -103,8 +78,8 @@ def exchange(samples: Sequence[Pairs], groups: Any) -> SharingAcrossRanks:
     everything = [sample for _, ranks in heard for sample in ranks]
     return SharingAcrossRanks(
         tokens=sum(num for num, _ in heard),
-        shareable=saved(everything),
-        shared=sum(saved(ranks) for _, ranks in heard),
+        shareable=least_saved(everything, LENGTHS),
+        shared=sum(least_saved(ranks, LENGTHS) for _, ranks in heard),
         num_ranks=len(heard) // groups.cp.size(),
     )
 

@@ -16,9 +16,10 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.run import across_ranks
-from megatron_prefix.run.across_ranks import SharingAcrossRanks, beginnings, saved, tell
+from megatron_prefix.run.across_ranks import LENGTHS, SharingAcrossRanks, beginnings, tell
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs, TreeOptions, build
+from megatron_prefix.tree.beginnings import least_saved
 from tests.harness import steps
 from tests.harness.one_rank import small_model
 from tests.harness.ranks import run_ranks
@@ -48,10 +49,10 @@ def test_the_estimate_is_at_most_a_quarter_below_the_tree(prompt: int) -> None:
     rollouts = [rollout(group, number, prompt) for group in range(3) for number in range(4)]
     forest = build(rollouts, [0] * 12, TreeOptions(min_gain=0))
     truth = forest.raw_tokens - forest.executed_tokens
-    found = saved(beginnings(rollouts))
+    found = least_saved(beginnings(rollouts), LENGTHS)
     assert found <= truth
     assert prompt < across_ranks.SHORTEST or found >= truth / across_ranks.GROWTH - 12
-    assert saved(beginnings(rollouts[::4])) == 0
+    assert least_saved(beginnings(rollouts[::4]), LENGTHS) == 0
 
 
 def look(mode: str, together: bool, num_steps: int) -> tuple[list[int], SharingAcrossRanks | None]:
