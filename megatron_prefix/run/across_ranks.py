@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megatron_prefix import trainers
+from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.step import Step
 from megatron_prefix.tree import Pairs
 from megatron_prefix.tree.beginnings import digests, least_saved
@@ -95,32 +96,30 @@ class Watch:
         self.last: SharingAcrossRanks | None = None
         self._num_steps = 0
 
-    def look(self, step: Step, groups: Any, *, forward_only: bool) -> None:
+    def look(self, step: Step, rank: Rank, *, forward_only: bool) -> None:
         """All ranks call this for a step that they have agreed to go on with."""
         if forward_only:
             return
         self._num_steps += 1
-        if self._num_steps % EVERY != 1 or groups.pp.rank() > 0:
+        if self._num_steps % EVERY != 1 or not rank.is_first or rank.given_data_ranks is None:
             return
-        if getattr(groups, "dp_cp", None) is None:
-            return
-        self.last = exchange(step.samples or (), groups)
-        if groups.dp_cp.rank() == 0 and groups.tp.rank() == 0:
+        self.last = exchange(step.samples or (), rank.groups)
+        if rank.given_data_ranks.rank() == 0 and rank.groups.tp.rank() == 0:
             tell(self.last)
 
 
-def tell(found: SharingAcrossRanks) -> None:
-    """Logs what was found, as a warning where much could be shared and is not."""
-    missed = found.shareable - found.shared
+def tell(sharing: SharingAcrossRanks) -> None:
+    """Logs it, as a warning where much could be shared and is not."""
+    missed = sharing.shareable - sharing.shared
     line = (
-        f"of {found.tokens} tokens of this step at least {found.shareable} are shareable,"
-        f" {found.shared} on the ranks where they are"
+        f"of {sharing.tokens} tokens of this step at least {sharing.shareable} are shareable,"
+        f" {sharing.shared} on the ranks where they are"
     )
-    if missed <= WORTH_TELLING * found.tokens:
+    if missed <= WORTH_TELLING * sharing.tokens:
         logger.info(line)
         return
     trainer = trainers.running()
     how = f"; what keeps them together in {trainer.name}: {trainer.together}" if trainer else ""
     logger.warning(
-        "%s: groups are scattered over %d data-parallel ranks%s", line, found.num_ranks, how
+        "%s: groups are scattered over %d data-parallel ranks%s", line, sharing.num_ranks, how
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -80,6 +80,34 @@ class ModelCall:
         own = {*PER_POSITION, *REFUSED, "attention_mask", "packed_seq_params"}
         found = {n: v for n, v in self.arguments.items() if n not in own}
         return {n: v for n, v in found.items() if v is not None and v != {}}
+
+
+Samples = Callable[[Any], Sequence[tuple[Tensor, Tensor]] | None]
+"""(what was drawn) -> of every sample, in the order of the model call, its tokens, int [positions],
+and which positions carry loss, bool [positions]: whole sequences, no padding. None: not known."""
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What a trainer may say of its microbatches that its model calls do not.
+
+    Attributes:
+        trained: (model call) -> bool or float like the call's input_ids on this rank, which
+            positions carry loss; where the call has no loss_mask and this is None, all count.
+        routes: (model call) -> int like input_ids and [layers, topk] more: the experts that every
+            layer of the model sends a token to; asked on the first stage where routers replay.
+            `drawn` of the call is what its forward step drew from the data iterator.
+        samples: where a microbatch has its trained positions, see `Samples`; for steps with
+            gradients whose calls have no loss_mask, where `trained` is None.
+    """
+
+    trained: Callable[[ModelCall], Tensor | None] | None = None
+    routes: Callable[[ModelCall], Tensor | None] | None = None
+    samples: Samples | None = None
+
+    def needs_drawn(self, forward_only: bool) -> bool:
+        """Whether model calls must keep what was drawn for them: `ModelCall.drawn`."""
+        return self.routes is not None or (self.samples is not None and not forward_only)
 
 
 def bound(

@@ -9,20 +9,17 @@ positions count.  A loss that looks at others is an error at the step's end (`Lo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_prefix.run.calls import CallLayout, ModelCall
+from megatron_prefix.run.calls import CallLayout, ModelCall, Samples
 from megatron_prefix.tree import cp_layout
 
 logger = logging.getLogger(__name__)
-Samples = Callable[[Any], Sequence[tuple[Tensor, Tensor]] | None]
-"""(what was drawn) -> of every sample, in the order of the model call, its tokens, int [positions],
-and which positions carry loss, bool [positions]: whole sequences, no padding. None: not known."""
 
 
 class RecordingIterator:

@@ -30,7 +30,7 @@ def digests(rollout: Pairs, lengths: Iterable[int]) -> Iterator[bytes]:
     digest, start = hashlib.blake2b(digest_size=8), 0
     for length in lengths:
         for column in (rollout.inputs, rollout.labels):
-            digest.update(np.ascontiguousarray(column[start:length], np.int64))
+            digest.update(np.ascontiguousarray(column[start:length], np.int64).data)
         yield digest.digest()
         start = length
 

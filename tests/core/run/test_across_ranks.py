@@ -17,6 +17,7 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.run import across_ranks
 from megatron_prefix.run.across_ranks import LENGTHS, SharingAcrossRanks, beginnings, tell
+from megatron_prefix.run.rank import Rank, default_groups
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs, TreeOptions, build
 from megatron_prefix.tree.beginnings import least_saved
@@ -61,7 +62,7 @@ def look(mode: str, together: bool, num_steps: int) -> tuple[list[int], SharingA
     runtime.initialize(layout)
     model = small_model(dtype=torch.float32, layout=layout)
     schedule = PrefixSchedule(PrefixConfig(mode=mode, min_gain=0, kernel="math"))
-    rank = torch.distributed.get_rank(schedule._groups(None).dp_cp)
+    rank = torch.distributed.get_rank(default_groups().dp_cp)
     exchanges: list[int] = []
     stock = across_ranks.exchange
 
@@ -112,12 +113,13 @@ def test_the_log_names_the_trainers_option(monkeypatch, caplog) -> None:
 
 def test_groups_without_an_agreement_over_data_parallel_ranks_do_not_exchange() -> None:
     watch = across_ranks.Watch()
-    watch.look(None, LackingDataGroups(), forward_only=False)  # type: ignore[arg-type]
+    rank = Rank([], LackingDataGroups(), [], None, torch.device("cpu"))  # type: ignore[arg-type]
+    watch.look(None, rank, forward_only=False)  # type: ignore[arg-type]
     assert watch.last is None
 
 
 class LackingDataGroups:
-    """As a trainer may give them: see `agreement.companions`."""
+    """As a trainer may give them: see `Rank.companions`."""
 
     class pp:  # noqa: N801
         """The first stage."""

@@ -10,8 +10,8 @@ import torch
 from megatron_prefix.errors import CannotShare, StepFailed
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.run.agreement import agree, companions
-from megatron_prefix.run.gradients import default_groups
+from megatron_prefix.run.agreement import agree
+from megatron_prefix.run.rank import Rank, default_groups
 from tests.harness.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def said(problems: dict[int, BaseException], layout: Layout = LAYOUT) -> Any:
     """What a rank hears when some have a problem."""
     runtime.initialize(layout)
     try:
-        groups = companions(default_groups())
+        groups = Rank([], default_groups(), [], None, CPU).companions
         found = agree(problems.get(torch.distributed.get_rank()), groups, CPU)
         return None if found is None else ("falls back", str(found))
     except (StepFailed, KeyError) as error:

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
-from megatron_prefix.run.calls import CallLayout, ModelCall
+from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall
 from megatron_prefix.run.samples import RecordingIterator, trained_positions
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.run.step import Callbacks
 from megatron_prefix.trainers import nemo_rl
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
