@@ -95,17 +95,17 @@ def _read_file(path: str) -> dict[str, Any]:
     """Settings of a TOML file; its keys are the variables' names in lower case, without prefix."""
     try:
         with open(path, "rb") as file:
-            found = toml.load(file)
+            values = toml.load(file)
     except OSError as error:
         raise UserError(f"{FILE}: {path} cannot be read ({error.strerror})") from None
     except (toml.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is no TOML: {' '.join(str(error).split())}") from None
-    for name, value in found.items():
+    for name, value in values.items():
         if name not in FIELDS:
             raise UserError(f"{path}: {name} is no setting; known are {', '.join(FIELDS)}")
         if type(value) not in _types(name):
             raise UserError(f"{path}: {name} is {shown(value)}: give {_wanted(name)}")
-    return found
+    return values
 
 
 def _types(name: str) -> list[type]:

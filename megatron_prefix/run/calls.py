@@ -78,8 +78,8 @@ class ModelCall:
     def others(self) -> dict[str, Any]:
         """Arguments that are about no position and go along with every segment."""
         own = {*PER_POSITION, *REFUSED, "attention_mask", "packed_seq_params"}
-        found = {n: v for n, v in self.arguments.items() if n not in own}
-        return {n: v for n, v in found.items() if v is not None and v != {}}
+        others = {n: v for n, v in self.arguments.items() if n not in own}
+        return {n: v for n, v in others.items() if v is not None and v != {}}
 
 
 Samples = Callable[[Any], Sequence[tuple[Tensor, Tensor]] | None]
@@ -114,11 +114,11 @@ def bound(
     signature: inspect.Signature, args: tuple, kwargs: dict[str, Any], microbatch: int
 ) -> ModelCall:
     """A call of a language model, its arguments by the names of the signature."""
-    found = dict(signature.bind(*args, **kwargs).arguments)
+    named = dict(signature.bind(*args, **kwargs).arguments)
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
-            found.update(found.pop(parameter.name, {}))
-    return ModelCall(microbatch, found, _versions(found))
+            named.update(named.pop(parameter.name, {}))
+    return ModelCall(microbatch, named, _versions(named))
 
 
 def _versions(arguments: Mapping[str, Any]) -> tuple[int, ...]:
@@ -209,23 +209,23 @@ def layouts(calls: Sequence[ModelCall], cp_size: int) -> list[CallLayout] | None
         CannotShare: a form of packing that is not known, or samples of no position.
     """
     ends = _sample_ends([call["packed_seq_params"] for call in calls])
-    found = []
+    places = []
     for call, cumulated in zip(calls, ends, strict=True):
         shape = _shape(call)
         if cumulated is None or (shape is not None and shape[0] > 1):
             if shape is None:
                 return None
             # Megatron-RL gives `packed_seq_params` of rows that are not packed, too.
-            found.append(CallLayout((shape[1],) * shape[0], False))
+            places.append(CallLayout((shape[1],) * shape[0], False))
             continue
         pairs = itertools.pairwise(cumulated)
         lengths = [(end - start) // cp_size for start, end in pairs if end > start]
         if shape is not None and (over := shape[1] - sum(lengths)):
             lengths.append(over)  # what is over the last sample runs through the model as well
-        found.append(CallLayout(tuple(lengths), True))
-    if any(min(layout.lengths, default=0) < 1 for layout in found):
+        places.append(CallLayout(tuple(lengths), True))
+    if any(min(layout.lengths, default=0) < 1 for layout in places):
         raise CannotShare("a model call has no position: leave empty microbatches out")
-    return found
+    return places
 
 
 def _shape(call: ModelCall) -> torch.Size | None:

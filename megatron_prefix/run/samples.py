@@ -62,11 +62,11 @@ def trained_positions(
         size: their number.
     """
     pairs = zip(calls, layouts, strict=True)
-    found = [_of_call(call, layout, samples, rank, size) for call, layout in pairs]
-    if all(one is not None for one in found):
-        return found
+    masks = [_of_call(call, layout, samples, rank, size) for call, layout in pairs]
+    if all(one is not None for one in masks):
+        return masks
     logger.debug("masks of the microbatches do not fit the model calls: all positions count")
-    return [None] * len(found)
+    return [None] * len(masks)
 
 
 def _of_call(

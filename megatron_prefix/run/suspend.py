@@ -90,8 +90,8 @@ class Settings(NamedTuple):
 
 def quantises() -> bool:
     """Whether transformer-engine's autocast to fp8 or fp4 is on: one for the whole process."""
-    found = (sys.modules.get(f"transformer_engine.pytorch.{name}") for name in _QUANTISING)
-    managers = (getattr(module, "FP8GlobalStateManager", None) for module in found)
+    modules = (sys.modules.get(f"transformer_engine.pytorch.{name}") for name in _QUANTISING)
+    managers = (getattr(module, "FP8GlobalStateManager", None) for module in modules)
     return any(manager is not None and manager.is_fp8_enabled() for manager in managers)
 
 
