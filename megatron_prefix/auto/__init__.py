@@ -1,6 +1,6 @@
 """[pure] The prefix schedule in a trainer whose code stays as it is.
 
-`on()` puts it in the place of Megatron's `get_forward_backward_func`, configured by variables or a
+`on()` replaces Megatron's `get_forward_backward_func` by it, configured by variables or a
 TOML file (settings.py); `off()` takes it away. Importing this package does neither; importing
 `megatron_prefix.auto.on_import` turns it on.
 """

@@ -1,4 +1,4 @@
-"""The last stage's answers to the trainer's model calls, made of the outputs of segments.
+"""Outputs of segments, put together as the outputs of the trainer's model calls.
 
 The outputs of scored segments are detached leaves. Along its samples' paths a microbatch's outputs
 are put together in the layout of its model call; positions that carry no loss are zero. What losses
@@ -37,14 +37,14 @@ CHECKED_ROWS = 1024
 
 
 class CallOutputs:
-    """Outputs of segments, and the answers that they make for the trainer's model calls.
+    """Outputs of segments on the last stage, and of the trainer's model calls.
 
     Args:
         step: the step's segments and microbatches.
         exchange: between context-parallel ranks; None where there is one.
 
     Attributes:
-        guards: zeros in the place of positions that nobody computed; what reaches them is their
+        guards: zeros for positions that nobody computed; what reaches them is their
             `grad`.
     """
 

@@ -63,7 +63,7 @@ class ModelCall:
             )
 
     def without_tensors(self) -> ModelCall:
-        """The call with True in the place of every tensor and packing."""
+        """The call with True for every tensor and packing."""
         plain = {
             name: True if isinstance(value, Tensor) or name == "packed_seq_params" else value
             for name, value in self.arguments.items()

@@ -104,7 +104,7 @@ class Rewind:
         self._losses = {name: values.clone() for name, values in self._logged().items()}
         self._has_gradients = any(parameter.grad is not None for parameter in self._parameters)
         # Looked at only when memory has run out; until then it is one pass over the gradients,
-        # beside what the host sends to the device while it plans.
+        # besides what the host sends to the device while it plans.
         device = rank.device
         self._side = _side_stream(device) if device.type == "cuda" else None
         if self._side is not None:

@@ -55,7 +55,7 @@ class PrefixSchedule:
         callbacks: what the trainer says of its microbatches that its model calls do not.
         report: what the last step did; None before the first.
         measures: times every action of the next steps (`report.stopwatch`); costs a barrier a step.
-        watch: runs around the computation of every action, in the place of `measures`.
+        watch: runs around the computation of every action, instead of `measures`.
         across_ranks: what groups on several data-parallel ranks could share, and do.
         memory: device memory of its steps.
         planning: plans that it knows, and times that it has measured.
