@@ -49,8 +49,8 @@ from megatron_prefix.lab.rl import loss, packing, passes, snapshot
 from megatron_prefix.lab.rl.baseline import PACK_TOKENS, Baseline
 from megatron_prefix.lab.rl.job import ModelOptions
 from megatron_prefix.lab.verify import align
+from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.run.step import Callbacks
 
 PREFIX, STOCK, PACKED = "prefix", "stock rollout", "stock packed"
 GRAPH, ANSWERS = "graph", "graph, answers"

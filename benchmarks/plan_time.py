@@ -26,13 +26,14 @@ from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.plan.times import Shape, TimeModel, predict
 from megatron_prefix.run.calls import CallLayout
-from megatron_prefix.run.step import Columns, read_step
+from megatron_prefix.run.read_calls import CallTokens, ReadCalls
+from megatron_prefix.run.step import read_step
 
 COST = CostModel.of_shape(36, 4096, 32, 8, 128, 12288, 151936)  # Qwen3-8B
 GROUPS = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
 
-def columns(num: int, tokens: int, prompt: int, num_groups: int) -> Columns:
+def columns(num: int, tokens: int, prompt: int, num_groups: int) -> CallTokens:
     """One rollout a microbatch; rollouts of a group begin with one prompt."""
     draw = np.random.default_rng(1)
     table = draw.integers(0, 150_000, (num, tokens + 1))
@@ -42,16 +43,16 @@ def columns(num: int, tokens: int, prompt: int, num_groups: int) -> Columns:
     trained = np.broadcast_to(np.arange(tokens) >= prompt - 1, (num, tokens)).astype(np.int64)
     layouts = [CallLayout((tokens,), True)] * num
     inputs, labels = table[:, :-1].reshape(-1), table[:, 1:].reshape(-1)
-    return Columns(layouts, inputs, labels, trained.reshape(-1), None)
+    return CallTokens(layouts, inputs, labels, trained.reshape(-1), None)
 
 
-def planned(known: Columns, num_ranks: int, chunk_tokens: int) -> bool:
+def planned(known: CallTokens, num_ranks: int, chunk_tokens: int) -> bool:
     """What mode auto does before it chooses a schedule; whether that is the prefix schedule."""
     config = PrefixConfig(mode="auto", chunk_tokens=chunk_tokens)
     planner = StepPlanner(config, COST, 1, num_ranks, 1, None)
     groups = SimpleNamespace(pp=GROUPS, cp=GROUPS)
     found = read_step(
-        known, None, (), groups,
+        ReadCalls(known, None), groups,
         lambda samples, microbatches: planner.build(samples, [0] * len(samples), microbatches),
         torch.device("cpu"), lambda samples: without_sharing(config, samples, 1),
     )  # fmt: skip

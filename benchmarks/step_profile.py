@@ -32,8 +32,8 @@ from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify.align import made, stock_schedule
 from megatron_prefix.run import executor
+from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.run.step import Callbacks
 
 BLOCKING = ("Synchronize", "cudaMalloc", "cudaFree", "HostAlloc", "cudaMemcpyAsync")
 GAPS = 12

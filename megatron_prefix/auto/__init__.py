@@ -1,6 +1,6 @@
 """[pure] The prefix schedule in a trainer whose code stays as it is.
 
-`on()` puts it in the place of Megatron's `get_forward_backward_func`, configured by variables or a
+`on()` replaces Megatron's `get_forward_backward_func` by it, configured by variables or a
 TOML file (settings.py); `off()` takes it away. Importing this package does neither; importing
 `megatron_prefix.auto.on_import` turns it on.
 """
@@ -59,17 +59,17 @@ def init(*_: Any) -> None:
 def _replacement(stock: Any, *, config: PrefixConfig) -> Any:
     """What takes the place of `stock`, Megatron's function."""
     # Why the trainer gets `stock`, and where its masks are; at the first call: then it is imported.
-    found: list[tuple[Refusal | None, Any]] = []
+    known: list[tuple[Refusal | None, Any]] = []
 
     @functools.wraps(stock)
     def get_forward_backward_func(*args: Any, **options: Any) -> Any:
-        if not found:
+        if not known:
             trainer = trainers.running()
             refusal = trainer.refusal() if trainer and config.mode != "off" else None
             _tell(config, trainer, refusal)
             masks = trainer.samples if trainer and config.trainer_masks else None
-            found.append((refusal, masks))
-        (refusal, masks), *_ = found
+            known.append((refusal, masks))
+        (refusal, masks), *_ = known
         if config.mode == "off" or refusal:
             return stock(*args, **options)
         from megatron_prefix.run.schedule import get_forward_backward_func as ours

@@ -70,7 +70,7 @@ def read_config(
         if key in known and text:
             given[known[key]] = key, _parsed(known[key], text, key)
         elif key.startswith(PREFIX) and key not in (*known, *_OTHERS):
-            raise UserError(f"{key} is no setting; known are {', '.join([*known, FILE])}")
+            raise UserError(f"{key} is not a setting; known are {', '.join([*known, FILE])}")
     for name, text in (flags or {}).items():
         given[name] = flag(name), _parsed(name, text, flag(name))
     for name, (where, value) in given.items():
@@ -95,17 +95,17 @@ def _read_file(path: str) -> dict[str, Any]:
     """Settings of a TOML file; its keys are the variables' names in lower case, without prefix."""
     try:
         with open(path, "rb") as file:
-            found = toml.load(file)
+            values = toml.load(file)
     except OSError as error:
         raise UserError(f"{FILE}: {path} cannot be read ({error.strerror})") from None
     except (toml.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is no TOML: {' '.join(str(error).split())}") from None
-    for name, value in found.items():
+        raise UserError(f"{path} is not valid TOML: {' '.join(str(error).split())}") from None
+    for name, value in values.items():
         if name not in FIELDS:
-            raise UserError(f"{path}: {name} is no setting; known are {', '.join(FIELDS)}")
+            raise UserError(f"{path}: {name} is not a setting; known are {', '.join(FIELDS)}")
         if type(value) not in _types(name):
             raise UserError(f"{path}: {name} is {shown(value)}: give {_wanted(name)}")
-    return found
+    return values
 
 
 def _types(name: str) -> list[type]:
@@ -121,7 +121,7 @@ def _wanted(name: str) -> str:
     types = _types(name)
     if bool in types:
         return "true or false"
-    words = "a whole number" if int in types and float not in types else "a number"
+    words = "an integer" if int in types and float not in types else "a number"
     if str not in types:
         return words
     return f"{words} or 'auto'" if int in types else "text"

@@ -1,4 +1,4 @@
-"""[pure] The only file that puts something in the place of Megatron's get_forward_backward_func.
+"""[pure] The only file that replaces Megatron's get_forward_backward_func.
 
 Where Megatron's schedules are imported already, every module that has the function gets another in
 its place; where they are not, they get it when they are, and whoever imports it from them later
@@ -21,7 +21,7 @@ NAME = "get_forward_backward_func"
 
 
 class Swap(importlib.abc.MetaPathFinder):
-    """Puts `made(stock)` in the place of Megatron's function until `end`.
+    """Replaces Megatron's function by `made(stock)` until `end`.
 
     Args:
         made: gets Megatron's function and returns what takes its place.
@@ -86,7 +86,7 @@ class Swap(importlib.abc.MetaPathFinder):
 
 
 def _exchange(old: Any, new: Any) -> None:
-    """Puts `new` in the place of `old` in all modules; getattr would wake lazy imports."""
+    """Replaces `old` by `new` in all modules; getattr would wake lazy imports."""
     for module in list(sys.modules.values()):
         try:
             members = object.__getattribute__(module, "__dict__")

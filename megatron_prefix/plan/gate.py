@@ -10,7 +10,7 @@ import numpy as np
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.plan.times import Prediction
 from megatron_prefix.tree import Pairs
-from megatron_prefix.tree.prefilter import most_saved
+from megatron_prefix.tree.beginnings import most_saved
 
 DOUBT = 1.5
 """A schedule that was never timed gets a step to itself where the prediction is this close."""

@@ -41,6 +41,14 @@ class JointForest:
     lengths: tuple[tuple[int, ...], ...]
     spans: tuple[int, ...]
 
+    @classmethod
+    def alone(cls, forest: Forest, microbatch_of: Sequence[int]) -> JointForest:
+        """A forest that runs together with no other: its own union."""
+        owners, segments = tuple(microbatch_of), forest.segments
+        lengths = tuple((segment.padded_length,) for segment in segments)
+        spans = tuple(len(segment.spans) for segment in segments)
+        return cls(forest, owners, forest, owners, lengths, spans)
+
     @property
     def even(self) -> bool:
         """Whether segments that run together are equally long on all ranks."""
@@ -50,7 +58,7 @@ class JointForest:
 def joint_forest(
     forests: Sequence[Forest], microbatches_of: Sequence[Sequence[int]], place: int = 0
 ) -> JointForest:
-    """Merges forests; a forest alone is its own union.
+    """Merges forests.
 
     Args:
         forests: one a pipeline.

@@ -1,4 +1,9 @@
-"""Ranks that end or fall back together: what one of them cannot do, none does."""
+"""What ranks tell one another about a step before it runs, so that none waits for ever.
+
+They end or fall back together: what one of them cannot do, none does. Those that share experts tell
+one another their segments, so that each computes the same joint plan (plan/joint_forest.py), and
+refuse programs that differ.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_prefix.errors import CannotShare, StepFailed
+from megatron_prefix.errors import CannotShare, StepFailed, refused
 from megatron_prefix.plan.gate import Decision
+from megatron_prefix.plan.joint_forest import JointForest, joint_forest
+from megatron_prefix.refusals.table import ALLGATHERED_TOKENS, DIFFERENT_PROGRAMS
+from megatron_prefix.tree import Forest
 
 _FINE, _CANNOT_SHARE, _FAILED = range(3)
-
-
-def companions(groups: Any) -> list[Any]:
-    """Process groups whose grid holds all ranks that take part in a step."""
-    data = getattr(groups, "dp_cp", None) or groups.cp  # a trainer's collection may lack the first
-    return [group for group in (groups.tp, groups.pp, data) if group.size() > 1]
 
 
 def share_together(decision: Decision, group: Any, device: torch.device, why: str) -> Decision:
@@ -26,7 +28,7 @@ def share_together(decision: Decision, group: Any, device: torch.device, why: st
 
     Args:
         decision: this rank's; every rank of the group calls this.
-        group: a process group.
+        group: a process group of several ranks.
         device: where its tensors live.
         why: why the ranks cannot differ, for the reason of those that give in.
     """
@@ -39,8 +41,8 @@ def share_together(decision: Decision, group: Any, device: torch.device, why: st
 
 
 def all_agree(mine: bool, group: Any, device: torch.device) -> bool:
-    """Whether something holds on all ranks of a group; None or one rank: on this one."""
-    if group is None or group.size() == 1:
+    """Whether something holds on all ranks of a group; None: on this one."""
+    if group is None:
         return mine
     flag = torch.tensor([int(mine)], device=device)
     dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
@@ -52,7 +54,7 @@ def first_says(value: Any, groups: Sequence[Any]) -> Any:
 
     Args:
         value: of this rank; it can be pickled.
-        groups: see `companions`.
+        groups: see `Rank.companions`.
     """
     for group in groups:
         heard: list[Any] = [None] * group.size()
@@ -68,7 +70,7 @@ def agree(
 
     Args:
         problem: of this rank.
-        groups: see `companions`; after the last of a grid's groups every rank has heard of all.
+        groups: see `Rank.companions`; after the last of them every rank has heard of all.
         device: where their tensors live.
 
     Returns:
@@ -80,16 +82,16 @@ def agree(
     level = _FINE if problem is None else _FAILED
     if isinstance(problem, CannotShare):
         level = _CANNOT_SHARE
-    found = level
+    highest = level
     if groups:  # a tensor from the host waits for all that the device has to do
         worst = torch.tensor([level], device=device)
         for group in groups:
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
-        found = int(worst)
-    if found == _FINE:
+        highest = int(worst)
+    if highest == _FINE:
         return None
-    reason: Any = _first_reason(problem if level == found else None, groups)
-    if found == _CANNOT_SHARE:
+    reason: Any = _first_reason(problem if level == highest else None, groups)
+    if highest == _CANNOT_SHARE:
         return problem if isinstance(problem, CannotShare) else reason
     if problem is not None and level == _FAILED:
         raise problem
@@ -109,3 +111,49 @@ def _first_reason(problem: BaseException | None, groups: Sequence[Any]) -> Canno
         dist.all_gather_object(heard, mine, group=group)
         mine = next((said for said in heard if said), "")
     return mine
+
+
+def meet(forest: Forest, microbatch_of: Sequence[int], group: Any) -> JointForest:
+    """Tells the ranks of a group one another's segments; every rank of the group calls this.
+
+    Args:
+        forest: this rank's segments.
+        microbatch_of: the trainer's microbatch of each of its rollouts.
+        group: the process group whose ranks meet in every action; None: nobody meets.
+    """
+    if group is None:
+        return JointForest.alone(forest, microbatch_of)
+    numbers: list[Any] = [None] * group.size()
+    dist.all_gather_object(numbers, (tuple(microbatch_of), forest.to_ints()), group=group)
+    forests = [Forest.from_ints(ints) for _, ints in numbers]
+    forests[group.rank()] = forest
+    return joint_forest(forests, [owners for owners, _ in numbers], group.rank())
+
+
+def check_programs(unplanned: Sequence[Any] | None, group: Any) -> None:
+    """Refuses a step in which ranks of a group would wait for ever.
+
+    Args:
+        unplanned: this rank's actions where a joint plan did not make them; None where one did.
+        group: see `meet`; every rank of it calls this.
+
+    Raises:
+        UserError: the ranks would not run the same side by side; on every rank of the group.
+    """
+    if unplanned is None or group is None:
+        return
+    programs: list[Any] = [None] * group.size()
+    dist.all_gather_object(programs, [str(action) for action in unplanned], group=group)
+    if any(program != programs[0] for program in programs):
+        sizes = ", ".join(str(len(program)) for program in programs)
+        raise refused(DIFFERENT_PROGRAMS, sizes)
+
+
+def check_dispatcher(config: Any, joint: JointForest) -> None:
+    """Refuses what would hang: the all-gather of tokens wants equally many on every rank.
+
+    Raises:
+        UserError: segments side by side differ in length; on every rank that has one of them.
+    """
+    if config.moe_token_dispatcher_type == "allgather" and not joint.even:
+        raise refused(ALLGATHERED_TOKENS)

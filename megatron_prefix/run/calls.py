@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -73,7 +73,7 @@ class ModelCall:
             raise refused(OVERWRITTEN, self.microbatch)
 
     def without_tensors(self) -> ModelCall:
-        """The call with True in the place of every tensor and packing."""
+        """The call with True for every tensor and packing."""
         plain = {
             name: True if isinstance(value, Tensor) or name == "packed_seq_params" else value
             for name, value in self.arguments.items()
@@ -88,19 +88,47 @@ class ModelCall:
     def others(self) -> dict[str, Any]:
         """Arguments that are about no position and go along with every segment."""
         own = {*PER_POSITION, *REFUSED, "attention_mask", "packed_seq_params"}
-        found = {n: v for n, v in self.arguments.items() if n not in own}
-        return {n: v for n, v in found.items() if v is not None and v != {}}
+        others = {n: v for n, v in self.arguments.items() if n not in own}
+        return {n: v for n, v in others.items() if v is not None and v != {}}
+
+
+Samples = Callable[[Any], Sequence[tuple[Tensor, Tensor]] | None]
+"""(what was drawn) -> of every sample, in the order of the model call, its tokens, int [positions],
+and which positions carry loss, bool [positions]: whole sequences, no padding. None: not known."""
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What a trainer may say of its microbatches that its model calls do not.
+
+    Attributes:
+        trained: (model call) -> bool or float like the call's input_ids on this rank, which
+            positions carry loss; where the call has no loss_mask and this is None, all count.
+        routes: (model call) -> int like input_ids and [layers, topk] more: the experts that every
+            layer of the model sends a token to; asked on the first stage where routers replay.
+            `drawn` of the call is what its forward step drew from the data iterator.
+        samples: where a microbatch has its trained positions, see `Samples`; for steps with
+            gradients whose calls have no loss_mask, where `trained` is None.
+    """
+
+    trained: Callable[[ModelCall], Tensor | None] | None = None
+    routes: Callable[[ModelCall], Tensor | None] | None = None
+    samples: Samples | None = None
+
+    def needs_drawn(self, forward_only: bool) -> bool:
+        """Whether model calls must keep what was drawn for them: `ModelCall.drawn`."""
+        return self.routes is not None or (self.samples is not None and not forward_only)
 
 
 def bound(
     signature: inspect.Signature, args: tuple, kwargs: dict[str, Any], microbatch: int
 ) -> ModelCall:
     """A call of a language model, its arguments by the names of the signature."""
-    found = dict(signature.bind(*args, **kwargs).arguments)
+    named = dict(signature.bind(*args, **kwargs).arguments)
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
-            found.update(found.pop(parameter.name, {}))
-    return ModelCall(microbatch, found, _versions(found))
+            named.update(named.pop(parameter.name, {}))
+    return ModelCall(microbatch, named, _versions(named))
 
 
 def _versions(arguments: Mapping[str, Any]) -> tuple[int, ...]:
@@ -179,23 +207,23 @@ def layouts(calls: Sequence[ModelCall], cp_size: int) -> list[CallLayout] | None
         CannotShare: a form of packing that is not known, or samples of no position.
     """
     ends = _sample_ends([call["packed_seq_params"] for call in calls])
-    found = []
+    places = []
     for call, cumulated in zip(calls, ends, strict=True):
         shape = _shape(call)
         if cumulated is None or (shape is not None and shape[0] > 1):
             if shape is None:
                 return None
             # Megatron-RL gives `packed_seq_params` of rows that are not packed, too.
-            found.append(CallLayout((shape[1],) * shape[0], False))
+            places.append(CallLayout((shape[1],) * shape[0], False))
             continue
         pairs = itertools.pairwise(cumulated)
         lengths = [(end - start) // cp_size for start, end in pairs if end > start]
         if shape is not None and (over := shape[1] - sum(lengths)):
             lengths.append(over)  # what is over the last sample runs through the model as well
-        found.append(CallLayout(tuple(lengths), True))
-    if any(min(layout.lengths, default=0) < 1 for layout in found):
+        places.append(CallLayout(tuple(lengths), True))
+    if any(min(layout.lengths, default=0) < 1 for layout in places):
         raise refused(NO_POSITION)
-    return found
+    return places
 
 
 def _shape(call: ModelCall) -> torch.Size | None:

@@ -11,19 +11,20 @@ import contextlib
 import inspect
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megatron_prefix.errors import UserError, refused
-from megatron_prefix.megatron.install import intercepted, language_model
+from megatron_prefix.megatron.install import intercepted
 from megatron_prefix.moe import versions
 from megatron_prefix.refusals.table import DIFFERENT_AUTOCAST, FP8_AROUND, TRAINING_MODE, TWO_CALLS
-from megatron_prefix.run import calls, states, suspend
-from megatron_prefix.run.drawn import Drawn
-from megatron_prefix.run.kept import Kept
+from megatron_prefix.run import calls, forward_step_state, suspend
+from megatron_prefix.run.loss_variables import LossVariables
+from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.samples import RecordingIterator
 from megatron_prefix.run.suspend import SuspendedStep
 
 
@@ -33,7 +34,7 @@ class Capture:
     Args:
         forward_step: the trainer's `forward_step_func`.
         data_iterator: the trainer's, one or a list of one a model chunk; it may be anything.
-        models: the rank's model chunks, wrapped or not.
+        rank: with the model chunks that they call.
         num_microbatches: of the trainer on this rank.
         keeps_drawn: whether model calls keep what their forward step drew; iterators that have no
             `__next__` stay as they are.
@@ -46,26 +47,25 @@ class Capture:
         self,
         forward_step: Callable[..., Any],
         data_iterator: Any,
-        models: Sequence[Any],
+        rank: Rank,
         num_microbatches: int,
         keeps_drawn: bool = False,
     ) -> None:
-        self._forward_step, self._models = forward_step, models
+        self._forward_step, self._rank = forward_step, rank
         self._num = num_microbatches
         many = isinstance(data_iterator, list)
         given = data_iterator if many else [data_iterator]
         if keeps_drawn:
-            given = [Drawn(one) if hasattr(one, "__next__") else one for one in given]
-        self._iterators = given if many else given * len(models)
-        self._inner = [language_model(model) for model in models]
-        self.steps: list[list[SuspendedStep]] = [[] for _ in models]
-        self._stack, self._kept = contextlib.ExitStack(), Kept(forward_step)
-        self._left = [deque[SuspendedStep]() for _ in models]
+            given = [RecordingIterator(one) if hasattr(one, "__next__") else one for one in given]
+        self._iterators = given if many else given * len(rank.models)
+        self.steps: list[list[SuspendedStep]] = [[] for _ in rank.models]
+        self._stack, self._loss_variables = contextlib.ExitStack(), LossVariables(forward_step)
+        self._left = [deque[SuspendedStep]() for _ in rank.models]
 
     def __enter__(self) -> Capture:
         with contextlib.ExitStack() as stack:
-            self._forks = stack.enter_context(states.watched_forks())
-            for model in self._models:
+            self._forks = stack.enter_context(forward_step_state.watched_forks())
+            for model in self._rank.models:
                 stack.enter_context(intercepted(model, _intercepting))
             self._stack = stack.pop_all()
         return self
@@ -73,7 +73,7 @@ class Capture:
     def __exit__(self, *_: object) -> None:
         with self._stack:
             self.close()
-            self._kept.end()
+            self._loss_variables.end()
 
     def close(self) -> None:
         """Ends every forward step that is still suspended, the last one first."""
@@ -88,17 +88,19 @@ class Capture:
         Raises:
             UserError: the data ends early, or a forward step does not call the model.
         """
-        environment = states.environment()
-        for chunk, model in enumerate(self._inner):
-            swaps = (
-                states.training_modes(model),
+        environment = forward_step_state.environment()
+        for chunk, model in enumerate(self._rank.language_models):
+            swaps = [
+                forward_step_state.training_modes(model),
                 environment,
-                states.replayed_routes([*versions.routers(model).values()]),
                 self._forks,
-                self._kept.swap,
-            )
+                self._loss_variables.swap,
+            ]
+            if self._rank.has_experts:
+                routers = [*versions.routers(model).values()]
+                swaps.append(forward_step_state.replayed_routes(routers))
             for number in range(self._num):
-                step = SuspendedStep(self._function(chunk), model, swaps, number)
+                step = SuspendedStep(self._function(chunk), model, tuple(swaps), number)
                 self.steps[chunk].append(step)
                 try:
                     step.start()
@@ -106,7 +108,7 @@ class Capture:
                     raise UserError(
                         f"the data iterator ended after {number} of {self._num} microbatches"
                     ) from None
-                if isinstance(iterator := self._iterators[chunk], Drawn):
+                if isinstance(iterator := self._iterators[chunk], RecordingIterator):
                     step.call = replace(step.call, drawn=iterator.taken())
             self._left[chunk] = deque(self.steps[chunk])
 
@@ -136,12 +138,12 @@ class Capture:
 
     def stock_step(self, _: Any, model: Any) -> Any:
         """A `forward_step_func` for the stock schedule: the suspended steps go on, in order."""
-        chunk = next(i for i, one in enumerate(self._models) if one is model)
+        chunk = next(i for i, one in enumerate(self._rank.models) if one is model)
         return self._left[chunk].popleft().run_model()
 
     def _function(self, chunk: int) -> Callable[[], Any]:
-        model, iterator = self._models[chunk], self._iterators[chunk]
-        config = self._inner[chunk].config
+        model, iterator = self._rank.models[chunk], self._iterators[chunk]
+        config = self._rank.language_models[chunk].config
 
         def function() -> Any:
             # As in megatron/core/pipeline_parallel/schedules.py, forward_step.

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from megatron_prefix import __version__
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
-from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.cost_file import read_costs, write_costs
 from megatron_prefix.plan.cost_fit import KEPT, Evidence, StepTime, together
 from megatron_prefix.plan.files import check_writable
 from megatron_prefix.plan.gate import Decision, other_way
-from megatron_prefix.plan.times import FLOPS_PER_SECOND, Shape, TimeModel, action_row
+from megatron_prefix.plan.times import FLOPS_PER_SECOND, TimeModel, action_row
 from megatron_prefix.run.agreement import first_says
+from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.report import StepReport
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class CostMeter:
         config: what the user set.
         key: names model, layout, device and versions; see `key_of`.
         prior: the time model before anything is measured.
-        groups: see `agreement.companions`.
+        groups: ranks that have one time model: `Rank.companions`.
         device: of the model.
 
     Raises:
@@ -62,24 +62,26 @@ class CostMeter:
         self.due = False
 
     def _loaded(self) -> Evidence:
-        found: Evidence | str = Evidence()
+        read: Evidence | str = Evidence()
         path = self._config.cost_file or ""
         try:
-            found = read_costs(path).get(self._key, Evidence())
+            read = read_costs(path).get(self._key, Evidence())
             check_writable(path, makes_folders=True)
         except UserError as error:
-            found = str(error)
-        found = first_says(found, self._groups)
-        if isinstance(found, str):
-            raise UserError(found)
-        return found
+            read = str(error)
+        read = first_says(read, self._groups)
+        if isinstance(read, str):
+            raise UserError(read)
+        return read
 
     def begin(self, forward_only: bool) -> None:
         """Counts a step; all ranks call this for every step, and measure the same ones (`due`)."""
-        self._num_steps += not forward_only
+        self.due = False
+        if forward_only or self._config.mode != "auto":
+            return
+        self._num_steps += 1
         first = self._num_steps in FIRST and not self._knows_both
-        often = self._num_steps % EVERY == 0
-        self.due = self._config.mode == "auto" and not forward_only and (first or often)
+        self.due = first or self._num_steps % EVERY == 0
 
     @property
     def _knows_both(self) -> bool:
@@ -150,38 +152,20 @@ class CostMeter:
             torch.cuda.synchronize(self._device)
 
 
-def prior_of(cost: CostModel, shape: Shape, device: torch.device, frozen: float) -> TimeModel:
-    """The time model of a device on which nothing was measured; `frozen`: see `frozen_share`."""
-    rate = FLOPS_PER_SECOND.get(device.type, FLOPS_PER_SECOND["cuda"])
-    return TimeModel.of_flops(cost, shape, rate, frozen)
+def prior_of(rank: Rank) -> TimeModel:
+    """The time model of a rank on whose device nothing was measured."""
+    rate = FLOPS_PER_SECOND.get(rank.device.type, FLOPS_PER_SECOND["cuda"])
+    return TimeModel.of_flops(rank.cost, rank.shape, rate, rank.frozen_share)
 
 
-def frozen_share(models: Sequence[torch.nn.Module]) -> float:
-    """Share of a rank's weights of matrix products that are not trained, 0 to 1."""
-    weights = [
-        weight
-        for model in models
-        for name, weight in model.named_parameters()
-        if weight.dim() > 1 and "embedding" not in name
-    ]
-    total = sum(weight.numel() for weight in weights)
-    frozen = sum(weight.numel() for weight in weights if not weight.requires_grad)
-    return frozen / total if total else 0.0
-
-
-def key_of(
-    cost: CostModel, shape: Shape, config: Any, kernel: str, device: torch.device, frozen: float
-) -> str:
+def key_of(rank: Rank, kernel: str) -> str:
     """Names what measurements are good for: another model, layout, device or version has its own.
 
     Args:
-        cost: of the model.
-        shape: how it is spread.
-        config: Megatron's, of the model.
+        rank: with the model.
         kernel: see PrefixConfig.
-        device: of the model.
-        frozen: see `frozen_share`.
     """
+    cost, shape, config, device = rank.cost, rank.shape, rank.config, rank.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     versions = [f"megatron_prefix {__version__}", f"torch {torch.__version__}"]
     for package in _KERNELS:
@@ -196,7 +180,7 @@ def key_of(
         f"{shape.num_layers} layers, {cost.linear:.6g} + {cost.head:.6g} FLOPs a position,"
         f" {cost.attention:.6g} a pair, {config.params_dtype}"
     )
-    if frozen:
-        model += f", {frozen:.2f} of the weights frozen"
+    if rank.frozen_share:
+        model += f", {rank.frozen_share:.2f} of the weights frozen"
     recompute = f"recompute {config.recompute_granularity or 'none'}"
     return "; ".join([model, layout, recompute, name, f"kernel {kernel}", ", ".join(versions)])

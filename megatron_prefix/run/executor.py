@@ -190,7 +190,7 @@ class Executor:
         ):
             if scored:
                 stage.losses.backward(index)  # type: ignore[union-attr]
-                torch.autograd.backward(*stage.losses.answers.gradients(index, output))  # type: ignore[union-attr]
+                torch.autograd.backward(*stage.losses.outputs.gradients(index, output))  # type: ignore[union-attr]
             elif freed:
                 custom_backward(output, gradient)
             else:

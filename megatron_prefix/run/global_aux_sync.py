@@ -57,16 +57,16 @@ def progress(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[tuple[
     for microbatches in through:
         for microbatch in microbatches:
             left[microbatch] += plan.num_chunks
-    found, done = [], 0
+    steps, done = [], 0
     for action in plan.programs[rank]:
         backward = action.kind == "B"
-        found.append((done, 1 + max(through[action.segment], default=-1) if backward else 0))
+        steps.append((done, 1 + max(through[action.segment], default=-1) if backward else 0))
         if not backward:
             for microbatch in through[action.segment]:
                 left[microbatch] -= 1
             while done < len(left) and not left[done]:
                 done += 1
-    return found
+    return steps
 
 
 def prove(plan: Plan, joint: JointForest, rank: int) -> None:

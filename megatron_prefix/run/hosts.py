@@ -69,10 +69,10 @@ def told(rank: int, error: RuntimeError) -> str | None:
 def _elsewhere(host: str) -> str:
     """The ranks on other hosts, by host."""
     others = [number for number, its in enumerate(_hosts) if its != host]
-    found = [
+    by_host = [
         f"{', '.join(map(str, ranks))} on {name}"
         for name, ranks in itertools.groupby(others, key=_hosts.__getitem__)
     ]
-    if len(found) > MOST_HOSTS:
-        found[MOST_HOSTS:] = [f"{len(found) - MOST_HOSTS} more hosts"]
-    return f"other hosts have {'; '.join(found)}" if found else f"all are on {host}"
+    if len(by_host) > MOST_HOSTS:
+        by_host[MOST_HOSTS:] = [f"{len(by_host) - MOST_HOSTS} more hosts"]
+    return f"other hosts have {'; '.join(by_host)}" if by_host else f"all are on {host}"

@@ -91,18 +91,18 @@ class SegmentInputs:
     def _read_rows(
         self, flags: np.ndarray, device: torch.device, sequence_ranks: int
     ) -> list[ReadRows | None]:
-        found: list[np.ndarray] = []
+        by_segment: list[np.ndarray] = []
         for start, end in itertools.pairwise(self._offsets):
             num = min(max(int(flags[start:end].sum()), 2), end - start)
             num += -num % sequence_ranks
             # A stable order: those that are read, then others to make up the number.
-            found.append(np.sort(np.argsort(-flags[start:end], kind="stable")[:num]))
-        whole = on(device, np.concatenate([np.zeros(0, np.int64), *found]))
-        parts = whole.split([len(rows) for rows in found])
+            by_segment.append(np.sort(np.argsort(-flags[start:end], kind="stable")[:num]))
+        whole = on(device, np.concatenate([np.zeros(0, np.int64), *by_segment]))
+        parts = whole.split([len(rows) for rows in by_segment])
         lengths = np.diff(self._offsets)
         return [
             None if len(here) == length else ReadRows(there, here)
-            for there, here, length in zip(parts, found, lengths, strict=True)
+            for there, here, length in zip(parts, by_segment, lengths, strict=True)
         ]
 
 

@@ -1,10 +1,10 @@
 """Losses on the last stage: the trainer's own, one call a microbatch of its own.
 
-When the last segment of a microbatch has been through, the suspended forward step goes on with its
-answer (run/answers.py), to its own loss.  Its backward leaves in every segment's output a sum of
-what all microbatches send it, and with that the segment's own backward starts: the same
-superposition as for gK/gV, applied to the outputs ("Schedule-Level Shared-Prefix Reuse for LLM RL
-Training", appendix A.5, the direct adjoints of prefix tokens).
+When the last segment of a microbatch has been through, the suspended forward step goes on with the
+output of its model call (run/call_outputs.py), to its own loss.  Its backward leaves in every
+segment's output a sum of what all microbatches send it, and with that the segment's own backward
+starts: the same superposition as for gK/gV, applied to the outputs ("Schedule-Level Shared-Prefix
+Reuse for LLM RL Training", appendix A.5, the direct adjoints of prefix tokens).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils import (
 
 from megatron_prefix.errors import refused
 from megatron_prefix.refusals.table import STRAY_GRADIENT
-from megatron_prefix.run.answers import StageAnswers
+from megatron_prefix.run.call_outputs import CallOutputs
 from megatron_prefix.run.inputs import ReadRows
 from megatron_prefix.run.step import Step
 from megatron_prefix.run.suspend import SuspendedStep
@@ -88,8 +88,8 @@ class Losses:
     ) -> None:
         self._contract, self._model, self._steps = contract, model, steps
         self._forest, self._microbatch_of = step.forest, step.microbatch_of
-        self._new_answers = functools.partial(StageAnswers, step, exchange)
-        self.answers = self._new_answers()
+        self._new_outputs = functools.partial(CallOutputs, step, exchange)
+        self.outputs = self._new_outputs()
         self._strays: list[Tensor] = []
         self.num_tokens: int | Tensor = 0
         self._small, self._inside = True, False
@@ -117,9 +117,9 @@ class Losses:
     def take(
         self, index: int, output: Any, rows: ReadRows | None = None, *, differentiable: bool
     ) -> None:
-        """Takes a segment's output, see StageAnswers; scores the microbatches whose turn it is."""
+        """Takes a segment's output, see CallOutputs; scores the microbatches whose turn it is."""
         if self._forest.segments[index].scored:
-            self.answers.take(index, output, rows, differentiable=differentiable)
+            self.outputs.take(index, output, rows, differentiable=differentiable)
         self._taken = index
         while self._left and self._ready_after[first := min(self._left)] <= index:
             self._score(first)
@@ -142,8 +142,8 @@ class Losses:
             torch.autograd.backward(list(self._losses.values()))
             self._losses.clear()
         self._again = dict(self._sent)
-        self._strays += self.answers.strays()
-        self.answers, self._taken = self._new_answers(), -1
+        self._strays += self.outputs.strays()
+        self.outputs, self._taken = self._new_outputs(), -1
         self._released.clear()
 
     @property
@@ -159,19 +159,19 @@ class Losses:
         Raises:
             UserError: with the fix.
         """
-        sizes = [*self._strays, *self.answers.strays()]
+        sizes = [*self._strays, *self.outputs.strays()]
         if sizes and bool(torch.stack(sizes).amax() != 0):
             raise refused(STRAY_GRADIENT)
 
     def _send_again(self, microbatch: int, gradients: list[Tensor | None]) -> None:
         """Sends the gradients of a loss that was called in an attempt before."""
-        tensors = _with_graph(self.answers.answer(microbatch, self._rollouts[microbatch]))
+        tensors = _with_graph(self.outputs.answer(microbatch, self._rollouts[microbatch]))
         pairs = [p for p in zip(tensors, gradients, strict=True) if p[1] is not None]
         torch.autograd.backward([t for t, _ in pairs], [gradient for _, gradient in pairs])
 
     def _answer(self, microbatch: int) -> Any:
         """A microbatch's answer; the gradients that reach it are kept where they are small."""
-        answer = self.answers.answer(microbatch, self._rollouts[microbatch])
+        answer = self.outputs.answer(microbatch, self._rollouts[microbatch])
         tensors = _with_graph(answer)
         if any(tensor.dim() > 2 for tensor in tensors):  # logits
             self._small = False
@@ -196,7 +196,7 @@ class Losses:
 
     def _drop(self) -> None:
         for index in [i for i in self._released if not self._left.intersection(self._through[i])]:
-            self.answers.drop(index)
+            self.outputs.drop(index)
             self._released.remove(index)
 
     def _microbatches(self, index: int) -> list[int]:

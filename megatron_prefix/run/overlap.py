@@ -20,35 +20,28 @@ from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from megatron_prefix.run.rank import Rank, overlaps
+
 _UNKNOWN = -1  # got no gradient in a backward that could have given it one
 
 _known: WeakKeyDictionary[Any, dict[Hashable, list[int]]] = WeakKeyDictionary()
 """By model chunk and kind of its last backward: gradients that each parameter gets in it."""
 
 
-def overlaps(model: Any) -> bool:
-    """Whether Megatron's DDP is to reduce a model chunk's gradients during backwards."""
-    return bool(getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False))
-
-
 class Reductions:
     """The reductions of one step, of bucket groups that overlap with backwards.
 
     Args:
-        models: the rank's model chunks.
-        config: their configuration.
-        pipeline_rank: of this rank.
+        rank: whose gradients they are.
         force_all_reduce: see Megatron's schedules.
 
     Raises:
         RuntimeError: reductions of another step are under way.
     """
 
-    def __init__(
-        self, models: list[Any], config: Any, pipeline_rank: int, force_all_reduce: bool | None
-    ) -> None:
-        self._models, self._force_all_reduce = models, force_all_reduce
-        self._queue = _in_order(models)
+    def __init__(self, rank: Rank, force_all_reduce: bool | None) -> None:
+        self._models, self._force_all_reduce = rank.models, force_all_reduce
+        self._queue, config = _in_order(rank.models), rank.config
         if any(group.grad_reduce_handle is not None for group in self._queue):
             raise RuntimeError(
                 "gradients of a step before this one are still being reduced: that step failed, or"
@@ -62,7 +55,7 @@ class Reductions:
             # The output layer's gradient is computed after the last backward.
             and not getattr(config, "defer_embedding_wgrad_compute", False)
             # As in Megatron's schedules: with grad_sync_func only the first stage runs ahead.
-            and (pipeline_rank == 0 or config.grad_sync_func is None)
+            and (rank.is_first or config.grad_sync_func is None)
         )
         self._started = 0
         self._pending: dict[Any, float] = dict.fromkeys(self._queue, math.inf)
@@ -88,7 +81,7 @@ class Reductions:
             yield
             return
         model = self._models[chunk]
-        found = [0] * len(model.grad_accs)
+        counts = [0] * len(model.grad_accs)
         known = _known.setdefault(model, {})
         expected = known.get(kind)
         if expected is not None:
@@ -96,7 +89,7 @@ class Reductions:
             self._advance()
         handles = [
             node.register_hook(
-                functools.partial(self._arrived, model, node, place, found, expected)
+                functools.partial(self._arrived, model, node, place, counts, expected)
             )
             for place, node in enumerate(model.grad_accs)
         ]
@@ -106,17 +99,17 @@ class Reductions:
             for handle in handles:
                 handle.remove()
         if expected is None:
-            absent = unread() if 0 in found else ()
+            absent = unread() if 0 in counts else ()
             parameters = (node.variable for node in model.grad_accs)
             known[kind] = [
                 # A frozen weight may be thawed: it is waited for.
                 count or (0 if one in absent and one.requires_grad else _UNKNOWN)
-                for count, one in zip(found, parameters, strict=True)
+                for count, one in zip(counts, parameters, strict=True)
             ]
         else:
             known[kind] = [
                 max(old, count) if count else old
-                for old, count in zip(expected, found, strict=True)
+                for old, count in zip(expected, counts, strict=True)
             ]
 
     def start_rest(self) -> None:
@@ -162,20 +155,20 @@ class Reductions:
         model: Any,
         node: Any,
         place: int,
-        found: list[int],
+        counts: list[int],
         expected: list[int] | None,
         *_: Any,
     ) -> None:
         """A parameter has got a gradient, and DDP's own hook has added it up."""
-        found[place] += 1
+        counts[place] += 1
         if expected is None:
             return
         group = model.param_to_bucket_group[node.variable]
-        if found[place] == expected[place]:
+        if counts[place] == expected[place]:
             self._pending[group] -= 1
             if not self._pending[group]:
                 self._advance()
-        elif found[place] > max(expected[place], 0) and group in self._queue[: self._started]:
+        elif counts[place] > max(expected[place], 0) and group in self._queue[: self._started]:
             # Raised by `check`: other ranks wait for the rest of the step's reductions.
             self._late = node.variable
 
@@ -189,8 +182,8 @@ class Reductions:
 
 
 def _groups(model: Any) -> list[Any]:
-    found: list[Any] = model.bucket_groups + model.expert_parallel_bucket_groups
-    return found
+    groups: list[Any] = model.bucket_groups + model.expert_parallel_bucket_groups
+    return groups
 
 
 def _in_order(models: list[Any]) -> list[Any]:
@@ -198,12 +191,12 @@ def _in_order(models: list[Any]) -> list[Any]:
 
     Backwards end with the first chunk and there with the first layer.
     """
-    found: list[Any] = []
+    queue: list[Any] = []
     for model in reversed(models):
         if overlaps(model):
             places = {node.variable: place for place, node in enumerate(model.grad_accs)}
-            found += sorted(_groups(model), key=functools.partial(_from_the_end, places))
-    return found
+            queue += sorted(_groups(model), key=functools.partial(_from_the_end, places))
+    return queue
 
 
 def _from_the_end(places: dict[Any, int], group: Any) -> int:

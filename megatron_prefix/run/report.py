@@ -23,9 +23,9 @@ class StepReport:
     Attributes:
         forest: the step's segments.
         decision: which schedule ran and why.
-        fallback_count: steps so far in which the stock schedule ran although sharing was wanted.
         plan: what the prefix schedule runs or would have run.
         joint: the same actions on the segments of all pipelines that run side by side.
+        fallback_count: steps so far in which the stock schedule ran although sharing was wanted.
         prediction: both schedules' times; None where none was made.
         times: what it was made from.
         stopwatch: times of this rank's actions, in a step that was measured.
@@ -38,9 +38,9 @@ class StepReport:
 
     forest: Forest
     decision: Decision
-    fallback_count: int
     plan: Plan
     joint: Plan
+    fallback_count: int = 0
     prediction: Prediction | None = None
     times: TimeModel | None = None
     stopwatch: Stopwatch | None = None
@@ -73,11 +73,11 @@ class StepReport:
         """
         if self.stopwatch is None or not self.decision.share:
             return {}
-        found = dict.fromkeys("ABC", 0.0)
+        spent = dict.fromkeys("ABC", 0.0)
         for action, seconds in self.stopwatch.seconds().items():
-            found[_phase(self.plan, action)] += seconds
+            spent[_phase(self.plan, action)] += seconds
         whole = self.stopwatch.span() if makespan is None else makespan
-        return {**found, "wait": max(0.0, whole - sum(found.values()))}
+        return {**spent, "wait": max(0.0, whole - sum(spent.values()))}
 
     @property
     def bubble_fraction(self) -> float:

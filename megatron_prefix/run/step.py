@@ -1,41 +1,31 @@
-"""A step's model calls become a forest that every pipeline stage knows.
+"""A step: the trainer's samples as a forest of segments, which every pipeline stage knows.
 
-The first stage's calls have the tokens, the last stage's the labels and the loss mask, and those in
-the middle may have nothing.  So labels go from the last stage to the first, which builds the
-forest, and the forest goes to all.
-
-With context parallelism every rank's call has its own slice of each sample (its chunks of the
-zig-zag, as get_batch_on_this_cp_rank of megatron/core/utils.py makes them).  The tree is over whole
-samples, the same on all ranks of the group, so they gather tokens, labels and loss flags once.
+Labels go from the last stage to the first, which builds the forest, once, and tells it to the
+others; a stage that is alone tells nobody.  The tree is over whole samples, so context-parallel
+ranks gather tokens, labels and loss flags once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_prefix.device.transfer import to_host
 from megatron_prefix.errors import refused
 from megatron_prefix.refusals.table import (
-    COLUMN_LENGTH,
-    CONTIGUOUS,
-    NO_POSITION_IDS,
     NO_TREE,
     NUMBER_OF_ROUTES,
     ODD_SLICES,
-    OTHER_POSITIONS,
     SOME_ROUTES,
     STAGES_DIFFER,
 )
-from megatron_prefix.run.calls import CallLayout, ModelCall, layouts
-from megatron_prefix.run.drawn import Samples, trained_positions
+from megatron_prefix.run.read_calls import CallTokens, Numbers, ReadCalls
 from megatron_prefix.tree import Forest, Pairs, cp_layout
 from megatron_prefix.tree.forest import check_routes
 
@@ -47,31 +37,6 @@ Builder = Callable[[Sequence[Pairs], Sequence[int]], Forest]
 
 Prefilter = Callable[[Sequence[Pairs] | None], bool]
 """Whether nobody has to build a tree for these samples; all ranks of the first stage ask."""
-
-Numbers = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """What a trainer may say of its microbatches that its model calls do not.
-
-    Attributes:
-        trained: (model call) -> bool or float like the call's input_ids on this rank, which
-            positions carry loss; where the call has no loss_mask and this is None, all count.
-        routes: (model call) -> int like input_ids and [layers, topk] more: the experts that every
-            layer of the model sends a token to; asked on the first stage where routers replay.
-            `drawn` of the call is what its forward step drew from the data iterator.
-        samples: where a microbatch has its trained positions, see run/drawn.py; for steps with
-            gradients whose calls have no loss_mask, where `trained` is None.
-    """
-
-    trained: Callable[[ModelCall], Tensor | None] | None = None
-    routes: Callable[[ModelCall], Tensor | None] | None = None
-    samples: Samples | None = None
-
-    def needs_drawn(self, forward_only: bool) -> bool:
-        """Whether model calls must keep what was drawn for them: `ModelCall.drawn`."""
-        return self.routes is not None or (self.samples is not None and not forward_only)
 
 
 @dataclass(frozen=True)
@@ -99,90 +64,31 @@ class Step:
         """The trainer's microbatches of the step."""
         return len(self.packed)
 
+    def with_fillers(self, forest: Forest) -> Step:
+        """The step with the segments that run beside those of other pipelines."""
+        return self if forest is self.forest else replace(self, forest=forest)
 
-class Columns(NamedTuple):
-    """What the calls of one model chunk say of their positions on this rank.
+    def to_ints(self) -> Numbers:
+        """The step as numbers, to tell the other stages; `from_ints` reads them."""
+        owners = np.array(self.microbatch_of, np.int64)
+        counts = np.bincount(owners, minlength=self.num_microbatches)
+        flags = self.routed + 2 * self.unshared
+        numbers = [flags, len(self.packed), *self.packed, *counts, *self.forest.to_ints()]
+        return np.array(numbers, np.int64)
 
-    Attributes:
-        layouts: of every call.
-        tokens: int64 [positions] of all calls one behind the other; None where none are given.
-        labels: likewise.
-        trained: whether a position carries loss, 0 or 1, likewise.
-        positions: `position_ids`, likewise; looked at only to refuse some.
-    """
-
-    layouts: list[CallLayout]
-    tokens: Numbers | None
-    labels: Numbers | None
-    trained: Numbers | None
-    positions: Numbers | None
-
-
-def read_columns(
-    calls: Sequence[ModelCall],
-    cp_size: int,
-    callbacks: Callbacks,
-    *,
-    forward_only: bool = False,
-    cp_rank: int = 0,
-) -> Columns | None:
-    """Tokens, labels and loss flags of a chunk's calls, on the host; None where they say nothing.
-
-    Without gradients nothing tells whether somebody looks at a position that the calls' loss_mask
-    leaves out, so only the callback may leave out any.
-
-    Raises:
-        CannotShare: see `calls.layouts`; a column of another size.
-    """
-    if not calls:  # a data-parallel rank without microbatches
-        nothing = np.zeros(0, np.int64)
-        return Columns([], nothing, nothing, nothing, None)
-    found = layouts(calls, cp_size)
-    if found is None:
-        return None
-    for call in calls:
-        call.check_unchanged()
-    masks = [None if forward_only else call["loss_mask"] for call in calls]
-    if callbacks.trained is not None and all(mask is None for mask in masks):
-        masks = [callbacks.trained(call) for call in calls]
-    elif callbacks.samples is not None and not forward_only and all(m is None for m in masks):
-        masks = trained_positions(calls, found, callbacks.samples, cp_rank, cp_size)
-    columns = {name: [call[name] for call in calls] for name in ("input_ids", "labels")}
-    columns["trained positions"] = [None if mask is None else mask != 0 for mask in masks]
-    lengths = _num_positions(found)
-    for name, column in columns.items():
-        for value, num in zip(column, lengths, strict=True):
-            if value is not None and not value.is_nested and value.numel() != num:
-                raise refused(COLUMN_LENGTH, name, value.numel(), num)
-    positions = [call["position_ids"] for call in calls]
-    return Columns(found, *_on_host([*columns.values(), positions], lengths))
-
-
-def _num_positions(found: Sequence[CallLayout]) -> list[int]:
-    return [sum(layout.lengths) for layout in found]
-
-
-def _on_host(
-    columns: Sequence[Sequence[Tensor | None]], lengths: Sequence[int]
-) -> list[Numbers | None]:
-    """Every column as one array; all of them come in one copy, for which the host waits once."""
-    usable = [
-        all(v is not None and not v.is_nested and v.numel() == n for v, n in zip(c, lengths))  # noqa: B905
-        for c in columns
-    ]
-    values = [v for column, use in zip(columns, usable, strict=True) if use for v in column]
-    if not values:
-        return [None] * len(columns)
-    device = values[0].device  # type: ignore[union-attr]
-    flat = [v.detach().reshape(-1).to(device, torch.int64) for v in values]  # type: ignore[union-attr]
-    table = iter(to_host(torch.cat(flat)).reshape(sum(usable), -1))
-    return [next(table) if use else None for use in usable]
+    @classmethod
+    def from_ints(cls, numbers: Numbers, samples: Sequence[Pairs] | None) -> Step:
+        """See `to_ints`; samples are what this stage knows of them."""
+        flags, num = numbers[:2].tolist()
+        packed, counts = numbers[2 : 2 + num].astype(bool), numbers[2 + num : 2 + 2 * num]
+        forest = Forest.from_ints(numbers[2 + 2 * num :].tolist())
+        microbatch_of = tuple(np.repeat(np.arange(num), counts).tolist())
+        routed, unshared = bool(flags & 1), bool(flags & 2)
+        return cls(forest, microbatch_of, tuple(packed.tolist()), samples, routed, unshared)
 
 
 def read_step(
-    first: Columns | None,
-    last: Columns | None,
-    routes: Sequence[Tensor | None],
+    calls: ReadCalls,
     groups: Any,
     build: Builder,
     device: torch.device,
@@ -191,9 +97,7 @@ def read_step(
     """Builds the forest on the first stage and tells it to every stage; all of them call this.
 
     Args:
-        first: of the first stage's calls, on that stage.
-        last: of the last stage's calls, on that stage.
-        routes: of the first stage's calls where routers follow them, [positions, layers, topk].
+        calls: what this rank's model calls say.
         groups: process groups of the pipeline and of context parallelism.
         build: makes segments of samples.
         device: where the process groups' tensors live.
@@ -204,33 +108,29 @@ def read_step(
     """
     pp, cp = groups.pp, groups.cp
     samples: list[Pairs] | None = None
-    numbers: Numbers = np.zeros(0, np.int64)
+    step: Step | None = None
     problem: BaseException = refused(NO_TREE)
-    known = _tell_first(last, first, pp, device)
+    known = _tell_first(calls.last, calls.first, pp, device)
     try:
-        if first is not None and known is not None:
-            samples = _samples(known, routes, cp, device)
-        elif last is not None:
-            samples = _samples(last, (), cp, device)
+        if calls.first is not None and known is not None:
+            samples = _samples(known, calls.routes, cp, device)
+        elif calls.last is not None:
+            samples = _samples(calls.last, (), cp, device)
     except Exception as error:  # noqa: BLE001  # the other stages wait for this one's message
         problem = error
-    if first is not None:
+    if calls.first is not None:
         unshared = prefilter(samples)
         try:
             if known is not None and samples is not None:
-                numbers = _message(known, samples, _not_built if unshared else build, unshared)
+                step = _built(known, samples, _not_built if unshared else build, unshared)
         except Exception as error:  # noqa: BLE001  # likewise
             problem = error
-    numbers = _broadcast(numbers, pp, 0, device)
-    if not len(numbers):
-        return problem
-    flags, num = numbers[:2].tolist()
-    packed, counts = numbers[2 : 2 + num].astype(bool), numbers[2 + num : 2 + 2 * num]
-    forest = Forest.from_ints(numbers[2 + 2 * num :].tolist())
-    microbatch_of = tuple(np.repeat(np.arange(num), counts).tolist())
-    return Step(
-        forest, microbatch_of, tuple(packed.tolist()), samples, bool(flags & 1), bool(flags & 2)
-    )
+    if pp.size() == 1:
+        return step or problem
+    numbers = _broadcast(np.zeros(0, np.int64) if step is None else step.to_ints(), pp, 0, device)
+    if step is not None or not len(numbers):
+        return step or problem
+    return Step.from_ints(numbers, samples)
 
 
 def _not_built(samples: Sequence[Pairs], _: Sequence[int]) -> Forest:
@@ -238,20 +138,21 @@ def _not_built(samples: Sequence[Pairs], _: Sequence[int]) -> Forest:
     return Forest((), tuple(map(len, samples)), (0,) * len(samples))
 
 
-def _message(known: Columns, samples: Sequence[Pairs], build: Builder, unshared: bool) -> Numbers:
-    """What the first stage tells the others."""
-    packed = [int(layout.packed) for layout in known.layouts]
+def _built(known: CallTokens, samples: Sequence[Pairs], build: Builder, unshared: bool) -> Step:
+    """The first stage's step."""
     counts = [len(layout.lengths) for layout in known.layouts]
-    forest = build(samples, np.repeat(np.arange(len(counts)), counts).tolist())
-    if known.labels is None:  # the answers are logits of all positions
+    microbatch_of = np.repeat(np.arange(len(counts)), counts).tolist()
+    forest = build(samples, microbatch_of)
+    if known.labels is None:  # outputs are logits of all positions
         forest = forest.all_read()
-    flags = any(sample.routes is not None for sample in samples) + 2 * unshared
-    return np.array([flags, len(packed), *packed, *counts, *forest.to_ints()], np.int64)
+    packed = tuple(layout.packed for layout in known.layouts)
+    routed = any(sample.routes is not None for sample in samples)
+    return Step(forest, tuple(microbatch_of), packed, samples, routed, unshared)
 
 
 def _tell_first(
-    last: Columns | None, first: Columns | None, group: Any, device: torch.device
-) -> Columns | None:
+    last: CallTokens | None, first: CallTokens | None, group: Any, device: torch.device
+) -> CallTokens | None:
     """The first stage's columns, with labels and loss flags of the last where that has some."""
     if group.size() == 1:
         return _merged(first, last)
@@ -270,7 +171,7 @@ def _tell_first(
     return _merged(first, first._replace(labels=labels, trained=trained))
 
 
-def _merged(first: Columns | None, last: Columns | None) -> Columns | None:
+def _merged(first: CallTokens | None, last: CallTokens | None) -> CallTokens | None:
     """The first chunk's columns, and what only the last has."""
     if first is None or last is None:
         return first
@@ -281,7 +182,7 @@ def _merged(first: Columns | None, last: Columns | None) -> Columns | None:
 
 
 def _samples(
-    known: Columns, routes: Sequence[Tensor | None], group: Any, device: torch.device
+    known: CallTokens, routes: Sequence[Tensor | None], group: Any, device: torch.device
 ) -> list[Pairs]:
     """Whole samples from the slices of the context-parallel ranks."""
     lengths = [length for layout in known.layouts for length in layout.lengths]
@@ -296,16 +197,16 @@ def _samples(
     if size > 1:
         table, paths = _gathered(table, paths, lengths, group, device)
         lengths = [length * size for length in lengths]
-    found = []
+    samples = []
     parts = np.split(table, np.cumsum(lengths)[:-1], axis=1) if lengths else []
     for index, part in enumerate(parts):
         inputs, after, flags = part
         if known.labels is None:
             # Whatever follows a token may be its label; no other sample has the last one's.
             after = np.append(inputs[1:], -2 - index)
-        found.append(Pairs(inputs, after, flags != 0, paths[index] if paths else None))
-    check_routes(found)
-    return found
+        samples.append(Pairs(inputs, after, flags != 0, paths[index] if paths else None))
+    check_routes(samples)
+    return samples
 
 
 def _split_routes(routes: Sequence[Tensor | None], lengths: Sequence[int]) -> list[Numbers]:
@@ -346,49 +247,20 @@ def _all_gather(mine: np.ndarray, group: Any, device: torch.device) -> np.ndarra
     return views.cpu().numpy()
 
 
-def check_positions(known: Columns | None, rank: int, size: int, *, used: bool) -> None:
-    """Refuses position ids that the positions of segments do not have.
-
-    Args:
-        known: of the first stage's calls.
-        rank: place in the context-parallel group.
-        size: of that group.
-        used: whether the model looks at them: a learned embedding does, rotary positions do not.
-
-    Raises:
-        CannotShare: they count otherwise, or each rank holds one contiguous part of a sample.
-    """
-    if known is None or not (used or size > 1):
-        return
-    if known.positions is None:
-        if used:
-            raise refused(NO_POSITION_IDS)
-        return
-    lengths = [length for layout in known.layouts for length in layout.lengths]
-    parts = np.split(known.positions, np.cumsum(lengths)[:-1])
-    for length, found in zip(lengths, parts, strict=True):
-        if size > 1 and length > 1 and np.array_equal(found, np.arange(length) + rank * length):
-            raise refused(CONTIGUOUS)
-        if used and not np.array_equal(found, cp_layout.positions(length * size, rank, size)):
-            raise refused(OTHER_POSITIONS)
-
-
 def _broadcast(numbers: Numbers, group: Any, source: int, device: torch.device) -> Numbers:
     """One stage's numbers on every stage: in one message, and a second for what is over."""
-    if group.size() == 1:
-        return numbers
     rank = dist.get_process_group_ranks(group)[source]
     first = np.zeros(MESSAGE_NUMBERS, np.int64)
     first[0], sent = len(numbers), min(len(numbers), MESSAGE_NUMBERS - 1)
     first[1 : 1 + sent] = numbers[:sent]
     message = torch.from_numpy(first).to(device)
     dist.broadcast(message, rank, group=group)
-    count, found = int(message[0]), message.cpu().numpy()[1:]
+    count, begin = int(message[0]), message.cpu().numpy()[1:]
     if count < MESSAGE_NUMBERS:
-        return found[:count]
-    over = np.zeros(count - len(found), np.int64)
+        return begin[:count]
+    over = np.zeros(count - len(begin), np.int64)
     if group.rank() == source:
-        over[:] = numbers[len(found) :]
+        over[:] = numbers[len(begin) :]
     rest = torch.from_numpy(over).to(device)
     dist.broadcast(rest, rank, group=group)
-    return np.concatenate([found, rest.cpu().numpy()])
+    return np.concatenate([begin, rest.cpu().numpy()])

@@ -15,22 +15,27 @@ from megatron.core.pipeline_parallel.schedules import (
 from torch import Tensor
 
 from megatron_prefix.errors import refused
-from megatron_prefix.megatron.install import Hooks, install, language_model
+from megatron_prefix.megatron.install import Hooks, install
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import free_bytes
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import CHANGED_OUTPUT
-from megatron_prefix.run import channels, gradients
-from megatron_prefix.run import routers as router
+from megatron_prefix.run import gradients, routers
 from megatron_prefix.run.calls import ModelCall
 from megatron_prefix.run.capture import Capture
 from megatron_prefix.run.executor import Executor, Stage
 from megatron_prefix.run.inputs import ModelArguments, SegmentInputs
 from megatron_prefix.run.losses import LossContract, Losses
-from megatron_prefix.run.messages import Links, message_dtype, message_shape
-from megatron_prefix.run.oom_retry import device_of
+from megatron_prefix.run.messages import (
+    Links,
+    channels_of,
+    closing_on_failure,
+    message_dtype,
+    message_shape,
+)
 from megatron_prefix.run.overlap import Reductions
+from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.step import Step
 from megatron_prefix.run.suspend import Settings
 from megatron_prefix.run.timing import Stopwatch
@@ -48,11 +53,10 @@ class StepRun:
     Args:
         schedule: whose step it is; its `report` has the plan and is completed here.
         capture: the trainer's suspended forward steps.
-        models: the rank's model chunks.
+        rank: with the model chunks.
         step: its segments and microbatches.
         joint: the segments among those of ranks that share experts.
         contract: how losses are made.
-        groups: process groups.
         forward_only: see Megatron's schedules.
         measures: time every action.
     """
@@ -61,51 +65,43 @@ class StepRun:
         self,
         schedule: Any,
         capture: Capture,
-        models: list[Any],
+        rank: Rank,
         step: Step,
         joint: JointForest,
         contract: LossContract,
-        groups: Any,
         forward_only: bool,
         measures: bool = False,
     ) -> None:
         self._measures = measures
-        self._schedule, self._capture, self._models = schedule, capture, models
-        self._step, self._joint, self._contract = step, joint, contract
-        self._groups, self._forward_only = groups, forward_only
-        self._config, self._memory = schedule.config, schedule._memory
+        self._schedule, self._capture, self._rank = schedule, capture, rank
+        self._step, self._joint, self._contract = step.with_fillers(joint.forest), joint, contract
+        self._forward_only = forward_only
+        self._config, self._memory = schedule.config, schedule.memory
         self._report = schedule.report
-        self._device, self._rank = device_of(models), groups.pp.rank()
         self._losses: Losses | None = None
         self._force_all_reduce: bool | None = False
         self._reductions: Reductions | None = None
 
     def __call__(self, force_all_reduce: bool | None) -> list[Any]:
         """Runs the step; returns Megatron's `forward_data_store`."""
-        report, models, groups = self._report, self._models, self._groups
+        report, rank = self._report, self._rank
         self._force_all_reduce = force_all_reduce
-        config, is_last = self._contract.config, self._rank == groups.pp.size() - 1
-        report.stopwatch = Stopwatch(groups.pp, self._device) if self._measures else None
-        if self._device.type == "cuda":
-            report.base_bytes = torch.cuda.memory_allocated(self._device)
-            report.room_bytes = free_bytes(self._device, self._config.memory_budget)
-        self._memory.settle(report.plan, self._joint, models, groups, self._forward_only)
+        report.stopwatch = Stopwatch(rank.groups.pp, rank.device) if self._measures else None
+        if rank.device.type == "cuda":
+            report.base_bytes = torch.cuda.memory_allocated(rank.device)
+            report.room_bytes = free_bytes(rank.device, self._config.memory_budget)
+        self._memory.settle(report.plan, self._joint, rank, self._forward_only)
         if self._config.memory == "auto" and not self._forward_only:
-            report.plan = self._memory.chosen(report.plan, self._joint, models, groups)
-        with _timed(config), channels.closing_on_failure(groups.pp):
-            self._answer_other_stages()
-            embedding, plan = self._memory.run(
-                self._attempt, report.plan, models, groups, self._forward_only,
-                self._why_final,
-            )  # fmt: skip
+            report.plan = self._memory.chosen(report.plan, self._joint, rank)
+        with _timed(rank.config), closing_on_failure(rank.groups.pp):
+            self._resume_other_stages()
+            embedding, plan = self._memory.run(self._attempt, report.plan, rank, self._why_final)
             report.retried, report.plan = plan is not report.plan, plan
-            if self._reductions is not None:
-                report.memory = self._memory.predicted(plan, models, self._rank)
-                finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
+            if not self._forward_only:
+                report.memory = self._memory.predicted(plan, rank)
+                finish_embedding_wgrad_compute(rank.config, embedding, rank.is_last, rank.groups.tp)
                 num_tokens = self._losses.num_tokens if self._losses is not None else 0
-                gradients.finish(
-                    models, config, num_tokens, groups, force_all_reduce, self._reductions
-                )
+                gradients.finish(rank, num_tokens, force_all_reduce, self._reductions)
             if self._losses is not None:
                 self._losses.check()  # waits for the device, so after what others wait for
         return self._losses.forward_data_store if self._losses is not None else []
@@ -118,16 +114,16 @@ class StepRun:
             return "it was in the trainer's loss, or the loss looks at logits"
         return ""
 
-    def _answer_other_stages(self) -> None:
+    def _resume_other_stages(self) -> None:
         """Lets forward steps of chunks without losses go on: their loss function is not called.
 
         The stock schedule sends what such a forward step returns to the next stage.  Segments are
         sent by the executor, so the answer is made of zeros and only has to come back as it is.
         """
         for chunk, steps in enumerate(self._capture.steps):
-            if self._report.plan.stage(self._rank, chunk) == self._report.plan.num_stages - 1:
+            if self._report.plan.stage(self._rank.stage, chunk) == self._report.plan.num_stages - 1:
                 continue
-            config = language_model(self._models[chunk]).config
+            config = self._rank.language_models[chunk].config
             for microbatch, suspended in enumerate(steps):
                 hidden = self._zeros(config, microbatch)
                 output, _ = suspended.resume(functools.partial(_same, hidden))
@@ -136,7 +132,7 @@ class StepRun:
 
     def _zeros(self, config: Any, microbatch: int) -> Tensor:
         """Hidden states of one of the trainer's microbatches on this rank, all zero."""
-        forest, groups = self._step.forest, self._groups
+        forest, groups = self._step.forest, self._rank.groups
         owners = self._step.microbatch_of
         lengths = [
             forest.num_positions[sample] for sample, m in enumerate(owners) if m == microbatch
@@ -145,35 +141,36 @@ class StepRun:
         packed = self._step.packed[microbatch]
         num, batch = (sum(lengths), 1) if packed else (lengths[0], len(lengths))
         shape = num // parts, batch, config.hidden_size
-        return torch.zeros(shape, dtype=message_dtype(config), device=self._device)
+        return torch.zeros(shape, dtype=message_dtype(config), device=self._rank.device)
 
     def _attempt(self, plan: Plan) -> Any:
         """Runs a plan on this rank, but for what follows its last backward."""
-        models, groups, step, report = self._models, self._groups, self._step, self._report
-        config, forward_only = self._contract.config, self._forward_only
-        offloader = self._memory.offloader(plan, models, self._rank, forward_only)
+        rank, report, forward_only = self._rank, self._report, self._forward_only
+        config, cp = rank.config, rank.groups.cp
+        offloader = self._memory.offloader(plan, rank, forward_only)
         inputs = SegmentInputs(
-            step.forest, step.samples, self._device, groups.cp.rank(), groups.cp.size(),
-            groups.tp.size() if config.sequence_parallel else 1,
+            self._step.forest, self._step.samples, rank.device, cp.rank(), cp.size(),
+            rank.groups.tp.size() if config.sequence_parallel else 1,
         )  # fmt: skip
         stages = self._stages(plan, inputs, offloader)
-        router.begin(stages, step, self._contract, groups, self._device, forward_only)
+        if rank.has_experts:
+            routers.begin(stages, self._step, self._contract, rank, forward_only)
         if report.stopwatch is not None:
             report.stopwatch.forget()
         links = Links(
-            channels.channels_of(groups.pp, self._device), report.joint,
-            message_shape(config, plan), message_dtype(config), self._device, not forward_only,
+            channels_of(rank.groups.pp, rank.device), report.joint,
+            message_shape(config, plan), message_dtype(config), rank.device, not forward_only,
         )  # fmt: skip
-        if not forward_only:
-            self._reductions = Reductions(models, config, self._rank, self._force_all_reduce)
+        if rank.overlaps and not forward_only:
+            self._reductions = Reductions(rank, self._force_all_reduce)
         executor = Executor(
             plan, stages, inputs, links, forward_only,
             self._schedule.watch or (report.stopwatch.timing if report.stopwatch else None),
             offloader, self._reductions,
         )  # fmt: skip
-        embedding = clear_embedding_activation_buffer(config, models, stages[-1].is_last)
-        with contextlib.nullcontext() if forward_only else gradients.no_sync(models, config):
-            executor.run(self._rank)
+        embedding = clear_embedding_activation_buffer(config, rank.models, stages[-1].is_last)
+        with contextlib.nullcontext() if forward_only else gradients.no_sync(rank):
+            executor.run(rank.stage)
         report.cache_bytes = sum(stage.cache.peak_bytes for stage in stages)
         return embedding
 
@@ -181,11 +178,11 @@ class StepRun:
         self, plan: Plan, inputs: SegmentInputs, offloader: Offloader | None
     ) -> list[Stage]:
         """The rank's model chunks with hooks and sidecars; the last stage's has the losses."""
-        groups = self._groups
-        exchange = Exchange(groups.cp) if groups.cp.size() > 1 else None
+        cp = self._rank.groups.cp
+        exchange = Exchange(cp) if cp.size() > 1 else None
         stages = []
-        for chunk, model in enumerate(self._models):
-            hooks, number = install(model, self._config.kernel), plan.stage(self._rank, chunk)
+        for chunk, model in enumerate(self._rank.models):
+            hooks, number = install(model, self._config.kernel), plan.stage(self._rank.stage, chunk)
             steps = self._capture.steps[chunk]
             call = steps[0].call if steps else ModelCall(0, {})
             called = steps[0].called if steps else Settings.now()
@@ -211,7 +208,7 @@ class StepRun:
         offloader: Offloader | None,
     ) -> SidecarCache:
         """The sidecar of one model chunk on this rank."""
-        actions, parts = plan.actions_of(self._rank, chunk), self._groups.cp.size()
+        actions, parts = plan.actions_of(self._rank.stage, chunk), self._rank.groups.cp.size()
         gathers = self._memory.gathers
         planned = payload_map(plan.segments, actions, parts, 1 if gathers else parts)
         forms = [

@@ -91,8 +91,8 @@ class Settings(NamedTuple):
 
 def quantises() -> bool:
     """Whether transformer-engine's autocast to fp8 or fp4 is on: one for the whole process."""
-    found = (sys.modules.get(f"transformer_engine.pytorch.{name}") for name in _QUANTISING)
-    managers = (getattr(module, "FP8GlobalStateManager", None) for module in found)
+    modules = (sys.modules.get(f"transformer_engine.pytorch.{name}") for name in _QUANTISING)
+    managers = (getattr(module, "FP8GlobalStateManager", None) for module in modules)
     return any(manager is not None and manager.is_fp8_enabled() for manager in managers)
 
 
@@ -111,7 +111,7 @@ Swap = Callable[[Any, bool], Any]
 """Exchanges a step's own state of something for the present one: (state, entering) -> state.
 
 Called whenever the step is entered or left, with what it returned the last time, at first with
-None; see states.py.
+None; see forward_step_state.py.
 """
 
 

@@ -48,10 +48,10 @@ class Stopwatch:
         """What this rank's actions took, parts of an action added up; waits for the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        found: dict[Action, float] = {}
+        spent: dict[Action, float] = {}
         for action, begin, end in self._marks:
-            found[action] = found.get(action, 0.0) + (self._ms(end) - self._ms(begin)) / 1e3
-        return found
+            spent[action] = spent.get(action, 0.0) + (self._ms(end) - self._ms(begin)) / 1e3
+        return spent
 
     def span(self) -> float:
         """Seconds from the begin of this rank's first action to the end of its last; waits for the

@@ -37,7 +37,7 @@ class Trainer:
         loss: which positions of a model call count as trained.
         together: what keeps the rollouts of a group on one data-parallel rank.
         refused: options, besides what the model itself is refused for.
-        samples: where a microbatch has its trained positions (`Samples` in run/drawn.py); None:
+        samples: where a microbatch has its trained positions (`Samples` in run/samples.py); None:
             nowhere, or not so that it could be heeded safely.
         is_used: whether it runs where `module` is imported.
         refusal: of what this process is set to and cannot be right; None for nothing. The model

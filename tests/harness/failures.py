@@ -176,7 +176,7 @@ PLACES: dict[str, tuple[Inject, int]] = {
     "the backward of the loss": (in_loss(backward=True), 4),
     "the trainer's forward step": (before_call(Contract, "step"), 4),
     "the trainer's forward step after its model call": (before_call(Contract, "loss_func"), 4),
-    "reading model calls": (before_call(schedules, "read_columns"), 1),
+    "reading model calls": (before_call(schedules, "read_calls"), 1),
     "building the tree": (before_call(schedules, "read_step"), 1),
     "finalize_model_grads": (before_call(config_of, "finalize_model_grads_func"), 1),
 }

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_prefix.lab import numerics
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.run.step import Callbacks
+from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.tree import Pairs
 
 Microbatch = dict[str, Any]

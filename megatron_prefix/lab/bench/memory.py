@@ -33,7 +33,9 @@ from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.memory_policy import policies
 from megatron_prefix.plan.peak_memory import RankMemory
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.run.oom_retry import MemoryControl, free_memory
+from megatron_prefix.run.memory_control import MemoryControl
+from megatron_prefix.run.oom_retry import free_memory
+from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs, TreeOptions, build
 
@@ -161,7 +163,7 @@ def _filled(row: Row, schedule: Any, results: Sequence[_Peaks], base: float) -> 
         row = replace(
             row, predicted_gib=memory.peak / GIB, predicted_wave_gib=memory.wave_peak / GIB
         )
-    offloader = schedule._memory._offloader if report is not None else None
+    offloader = schedule.memory._offloader if report is not None else None
     return replace(
         row,
         peak_gib=(max(result.peak for result in results) - base) / GIB,
@@ -257,7 +259,7 @@ def recomputing(chunks: list[Any], recompute: str) -> Iterator[None]:
 
 def predicted(shape: GroupShape, way: Way, chunks: list[Any], config: PrefixConfig) -> RankMemory:
     """Predicted memory of a shape (memory "auto": as if all were retained)."""
-    return MemoryControl(config).predicted(_plan(shape, way, config), chunks, 0)
+    return MemoryControl(config).predicted(_plan(shape, way, config), Rank.of(chunks))
 
 
 def _plan(shape: GroupShape, way: Way, config: PrefixConfig) -> Plan:

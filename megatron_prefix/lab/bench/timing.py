@@ -15,7 +15,7 @@ from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.rl.flops import cost_model, peak_flops
-from megatron_prefix.run.schedule import StepReport
+from megatron_prefix.run.report import StepReport
 from megatron_prefix.tree import build
 
 GIB = float(1 << 30)

@@ -30,8 +30,9 @@ from megatron_prefix.lab.rl.settings import TrainSettings
 from megatron_prefix.lab.rl.updates import Update, Updater, now
 from megatron_prefix.lab.runtime.groups import World
 from megatron_prefix.lab.runtime.layout import Layout
-from megatron_prefix.run.schedule import PrefixSchedule, StepReport
-from megatron_prefix.run.step import Callbacks
+from megatron_prefix.run.calls import Callbacks
+from megatron_prefix.run.report import StepReport
+from megatron_prefix.run.schedule import PrefixSchedule
 
 logger = logging.getLogger(__name__)
 

@@ -34,9 +34,9 @@ from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.lab.verify.observed import take_auxiliary
 from megatron_prefix.megatron.install import install
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.run.overlap import overlaps
+from megatron_prefix.run.calls import Callbacks
+from megatron_prefix.run.rank import overlaps
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.run.step import Callbacks
 
 LR = 1e-3
 ADAM_EPS = 1e-8

@@ -28,7 +28,7 @@ from megatron_prefix.lab.rl import passes
 from megatron_prefix.lab.rl.batches import on_cp_rank
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
-from megatron_prefix.run import oom_retry
+from megatron_prefix.run.memory_control import MemoryControl
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs, TreeOptions, build, cp_layout, trees
 from tests.harness import steps
@@ -191,7 +191,7 @@ def decisions(budgets: list[float]) -> list[list[Any]]:
     groups = list(generate(1, *shape, vocab_size=VOCAB, uneven=True))
     items = align.on_this_cp_rank(align.microbatches(groups, 7, layout.alignment))
     found: list[list[Any]] = []
-    chosen = oom_retry.MemoryControl.chosen
+    chosen = MemoryControl.chosen
 
     def heard(control: Any, plan: Any, *more: Any) -> Any:
         found.append([None] * 4)
@@ -199,7 +199,7 @@ def decisions(budgets: list[float]) -> list[list[Any]]:
         torch.distributed.all_gather_object(found[-1], (control.gathers, policies))
         raise Decided
 
-    oom_retry.MemoryControl.chosen = heard  # type: ignore[method-assign, assignment]
+    MemoryControl.chosen = heard  # type: ignore[method-assign, assignment]
     for budget in budgets:
         config = PrefixConfig(
             min_gain=0, chunk_tokens=64, segment_tokens=256, memory="auto", memory_budget_gb=budget

@@ -26,7 +26,7 @@ def _rank() -> Iterator[None]:
 
 
 def meter_of(schedule: PrefixSchedule) -> cost_meter.CostMeter:
-    (meter,) = schedule._meters.values()
+    (meter,) = schedule.planning.meters.values()
     return meter
 
 

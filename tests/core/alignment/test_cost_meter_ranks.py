@@ -76,7 +76,7 @@ def learned(layout: Layout, path: str, unequal: bool = False) -> tuple[Any, Any,
         run(schedule, chunks, data)
         assert schedule.report is not None
         shares.append(schedule.report.decision.share)
-    (meter,) = schedule._meters.values()
+    (meter,) = schedule.planning.meters.values()
     runtime.shutdown()
     return meter._prior, meter.times, shares
 
@@ -111,7 +111,7 @@ def begun(layout: Layout, path: str) -> Any:
     config = PrefixConfig(mode="observe", kernel="math", cost_file=path + "x" * bool(rank))
     schedule, chunks = PrefixSchedule(config), model_of(layout)
     run(schedule, chunks, items(4, 0))
-    (meter,) = schedule._meters.values()
+    (meter,) = schedule.planning.meters.values()
     runtime.shutdown()
     return meter.times
 
@@ -148,7 +148,7 @@ def test_a_bad_file_ends_all_ranks(tmp_path: Path) -> None:
 def test_no_tree_is_built_only_where_no_rank_shares(layout: Layout, with_prompt) -> None:
     def on_rank() -> tuple[int, bool, str]:
         runtime.initialize(layout)
-        from megatron_prefix.run.gradients import default_groups
+        from megatron_prefix.run.rank import default_groups
 
         group = default_groups().dp_cp.rank()
         # A limit that no prediction reaches, and the prefilter's bound does.

@@ -22,9 +22,8 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout, RankError
 from megatron_prefix.lab.runtime.groups import RENDEZVOUS
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.run.channels import channels_of
 from megatron_prefix.run.executor import Executor
-from megatron_prefix.run.messages import Links
+from megatron_prefix.run.messages import Links, channels_of
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Segment, Span
 from tests.harness.data import BUNDLED, REPOSITORY

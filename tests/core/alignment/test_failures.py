@@ -150,7 +150,7 @@ def test_a_failed_step_leaves_nothing(
         assert raised(error, run, schedule, model) == "injected"
         assert_clean(hooks, model, watch)
     assert num_tensors() == before
-    assert schedule._memory._offloader is None or not schedule._memory._offloader.pool.used_bytes
+    assert schedule.memory._offloader is None or not schedule.memory._offloader.pool.used_bytes
     assert_same(run(schedule, model), fresh[recompute])
     assert_clean(hooks, model, watch)
 

@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
+from megatron_prefix.config import MEMORY_POLICIES
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.platforms.exact import by_definition
@@ -25,7 +25,7 @@ from megatron_prefix.layers.recurrent.spans import Spans
 from megatron_prefix.megatron import mixers, modules
 from megatron_prefix.megatron.install import install, installed, language_model
 from megatron_prefix.run import schedule
-from megatron_prefix.run.oom_retry import MemoryControl
+from megatron_prefix.run.rank import Rank
 from megatron_prefix.sidecar.arena import Arena
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Pairs, TreeOptions, payload_map
@@ -124,7 +124,7 @@ def test_full_recomputation_is_predicted_where_it_happens(
             if type(module).__name__ in mixers.RECURRENT:
                 module.register_forward_pre_hook(count)
         assert hybrid.worst(model, families[name].expected) <= EXACT
-        waves.append(MemoryControl(PrefixConfig()).footprint([model]).wave)
+        waves.append(Rank.of([model]).footprint(False, 0).wave)
     assert calls[1] == (2 if mixers.recomputes(language_model(model)) else 1) * calls[0]
     assert (waves[1] < waves[0]) == (calls[1] > calls[0])
 
@@ -184,7 +184,7 @@ def test_a_step_without_memory_is_made_again(
     ours = schedule_with(chunk_tokens=16, memory="offload", cache_host_layers=9)
     assert max(hybrid.errors(model, expected, ours).values()) <= EXACT
     assert ours.report is not None and ours.report.retried and len(calls) > 4
-    offloader = ours._memory._offloader
+    offloader = ours.memory._offloader
     assert offloader is not None and offloader.counts.stored > offloader.pool.used_bytes == 0
 
 

@@ -155,7 +155,7 @@ class Watch:
         # (On CUDA a thread of torch's drops it at once.)
         torch.zeros((), requires_grad=True).backward()
         assert saved.peak > saved.now == 0
-        offloader = schedule._memory._offloader
+        offloader = schedule.memory._offloader
         assert offloader is None or offloader.counts.stored > offloader.pool.used_bytes == 0
 
 

@@ -21,7 +21,7 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.rl import loss, passes
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
-from megatron_prefix.run import cost_meter
+from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import lora, steps
 from tests.harness.ranks import run_ranks
@@ -86,8 +86,8 @@ def compare(case: Case) -> None:
         assert any(terms.values())
         for one in found:
             steps.assert_gradients(one, steps.Reference(stock, terms), 1000)
-        (meter,) = ours._meters.values()
-        frozen = cost_meter.frozen_share(chunks)
+        (meter,) = ours.planning.meters.values()
+        frozen = Rank.of(chunks).frozen_share
         assert 0.8 < frozen < 1 and "of the weights frozen" in meter._key
         # A frozen weight has no gradient: its backward is one product, and not two.
         forward, backward = meter.times.coefficients[0], meter.times.coefficients[5]

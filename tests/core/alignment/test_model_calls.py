@@ -18,7 +18,7 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics import assert_close, tolerance
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan import step_planner
-from megatron_prefix.run import oom_retry
+from megatron_prefix.run import memory_control
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.calls import ROWS, VOCAB, Form, Trainer, run_step
 from tests.harness.ranks import run_ranks
@@ -240,7 +240,7 @@ def with_unequal_memory(layout: Layout) -> list[int]:
     config = PrefixConfig(**{**vars(CONFIG), "chunk_tokens": 0, "segment_tokens": "auto"})
     room = 10**5 if torch.distributed.get_rank() else 10**9
     with (
-        mock.patch.object(oom_retry, "free_bytes", return_value=room),
+        mock.patch.object(memory_control, "free_bytes", return_value=room),
         mock.patch.object(step_planner, "SEGMENT_TOKENS", (16, 32, 64, 128, 256)),
     ):
         schedule = PrefixSchedule(config)

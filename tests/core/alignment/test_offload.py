@@ -122,6 +122,6 @@ def test_a_segment_is_loaded_in_the_backward_before_its_own(
     assert early == {program[program.index(prompt) - 1] for prompt in prompts}
     assert all(action.startswith("B") for action in early)
     # Two prompts are on the host at once, one after the other or together: as the plan says.
-    offloader = schedule._memory._offloader
+    offloader = schedule.memory._offloader
     staged = schedule.report.memory.staged
     assert 0.9 <= offloader.counts.stored / len(prompts) / staged <= 1.1

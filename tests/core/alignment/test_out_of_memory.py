@@ -14,7 +14,7 @@ import torch
 from megatron_prefix.errors import StepOutOfMemory
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.moe import versions
-from megatron_prefix.run import oom_retry
+from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.failures import CONFIG, PLACES, Countdown, assert_same, items, raised, run
@@ -156,9 +156,8 @@ def test_a_rank_that_others_wait_for_does_not_go_back_alone(
     model = small_model()
     schedule = PrefixSchedule(CONFIG)
     run(schedule, model)
-    stock = oom_retry._companions
     others = [SimpleNamespace(size=lambda: 2)]
-    monkeypatch.setattr(oom_retry, "_companions", lambda *args: stock(*args) + others)
+    monkeypatch.setattr(Rank, "waiting", others)
     out_of_memory(monkeypatch, model, "a dense block", 11)
     assert "not tried again: other ranks wait in this step" in raised(
         StepOutOfMemory, run, schedule, model

@@ -27,6 +27,7 @@ from megatron_prefix.lab.rl.job import place_groups
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.run import overlap
+from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.ranks import run_ranks
 from tests.harness.reductions import Watch, Watched
@@ -439,8 +440,8 @@ def test_hooks_cost_little() -> None:
         spec = resolve("tiny-qwen3", num_layers=33, hidden_size=16).with_vocab(VOCAB)
         (chunk,) = build_model(spec, layout=Layout(dp=2), overlap_grad_reduce=True)
         assert len(chunk.grad_accs) > 250
-        config = unwrap(chunk).config
-        reductions = overlap.Reductions([chunk], config, 0, False)
+        rank = Rank.of([chunk])
+        reductions = overlap.Reductions(rank, False)
         with reductions.during(0, "kind", tuple):
             sum(p.sum() for p in chunk.parameters()).backward()
         spent = []
@@ -452,7 +453,7 @@ def test_hooks_cost_little() -> None:
             begin = time.process_time()
             total.backward(retain_graph=True)
             middle = time.process_time()
-            reductions = overlap.Reductions([chunk], config, 0, False)
+            reductions = overlap.Reductions(rank, False)
             with reductions.during(0, "kind", tuple):
                 total.backward()
             spent.append(time.process_time() - middle - (middle - begin))

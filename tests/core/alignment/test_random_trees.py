@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.run import schedule
-from megatron_prefix.run.step import Callbacks
+from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.tree import Pairs, TreeOptions
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model

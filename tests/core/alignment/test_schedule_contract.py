@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.run import gradients
+from megatron_prefix.run.rank import default_groups
 from megatron_prefix.run.schedule import PrefixSchedule, get_forward_backward_func
 from tests.harness import steps
 from tests.harness.one_group import assert_aligned, assert_bitwise, items, run, schedule_with
@@ -39,7 +39,7 @@ def test_every_keyword_of_megatrons_schedules_is_taken() -> None:
         first_val_step=None,
         adjust_tensor_shapes_fn=None,
         p2p_communicator=None,
-        pg_collection=gradients.default_groups(),
+        pg_collection=default_groups(),
         force_all_reduce=False,
     )
     model = small_model()
@@ -149,7 +149,7 @@ def test_gradients_are_finished_once(per_token: bool, force: bool) -> None:
     config, calls = unwrap(model).config, []
     contract = Contract(per_token=per_token)
     contract.configure(model)
-    groups = gradients.default_groups()
+    groups = default_groups()
 
     def finish(models: Any, num_tokens: Tensor | None, **options: Any) -> None:
         calls.append((models, num_tokens, options))

@@ -245,14 +245,17 @@ def test_a_flag_wins_over_a_variable_and_that_over_the_file(tmp_path: Path) -> N
     ("environ", "message"),
     [
         ({"MODE": "maybe"}, "MEGATRON_PREFIX_MODE: mode is 'maybe': give one of off, observe"),
-        ({"MIN_GAIN": "few"}, "MEGATRON_PREFIX_MIN_GAIN is 'few': give a whole number"),
+        ({"MIN_GAIN": "few"}, "MEGATRON_PREFIX_MIN_GAIN is 'few': give an integer"),
         ({"MIN_GAIN": "-1"}, "MEGATRON_PREFIX_MIN_GAIN: min_gain is -1"),
         ({"SEGMENT_TOKENS": "4k"}, "MEGATRON_PREFIX_SEGMENT_TOKENS: segment_tokens is '4k'"),
         ({"MIN_SPEEDUP": "fast"}, "MEGATRON_PREFIX_MIN_SPEEDUP is 'fast': give a number"),
         ({"LOSS_IN_LEAVES": "yes"}, "MEGATRON_PREFIX_LOSS_IN_LEAVES is 'yes': give true or false"),
         ({"PLAN": "no-such.csv"}, "MEGATRON_PREFIX_PLAN: no-such.csv: "),
-        ({"SEGMENT_TOKEN": "4096"}, "MEGATRON_PREFIX_SEGMENT_TOKEN is no setting; known are MEGA"),
-        ({"SHARE": "batch"}, "MEGATRON_PREFIX_SHARE is no setting"),
+        (
+            {"SEGMENT_TOKEN": "4096"},
+            "MEGATRON_PREFIX_SEGMENT_TOKEN is not a setting; known are M",
+        ),
+        ({"SHARE": "batch"}, "MEGATRON_PREFIX_SHARE is not a setting"),
         ({"CONFIG": "no-such.toml"}, "MEGATRON_PREFIX_CONFIG: no-such.toml cannot be read"),
     ],
 )
@@ -266,17 +269,17 @@ def test_a_bad_variable_is_one_line(environ: dict[str, str], message: str) -> No
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("mode = ", "is no TOML: "),
-        ("\xff", "is no TOML: "),
+        ("mode = ", "is not valid TOML: "),
+        ("\xff", "is not valid TOML: "),
         ("mode = 'maybe'", "mode: mode is 'maybe': give one of"),
-        ("min_gain = '4'", "min_gain is '4': give a whole number"),
-        ("min_gain = true", "min_gain is True: give a whole number"),
-        ("chunk_tokens = 1.5", "chunk_tokens is 1.5: give a whole number or 'auto'"),
+        ("min_gain = '4'", "min_gain is '4': give an integer"),
+        ("min_gain = true", "min_gain is True: give an integer"),
+        ("chunk_tokens = 1.5", "chunk_tokens is 1.5: give an integer or 'auto'"),
         ("min_speedup = 'x'", "min_speedup is 'x': give a number"),
         ("loss_in_leaves = 1", "loss_in_leaves is 1: give true or false"),
         ("kernel = 1", "kernel is 1: give text"),
-        ("plan_file = 'x'", "plan_file is no setting; known are mode, "),
-        ("[verl]\nmode = 'on'", "verl is no setting"),
+        ("plan_file = 'x'", "plan_file is not a setting; known are mode, "),
+        ("[verl]\nmode = 'on'", "verl is not a setting"),
     ],
 )
 def test_a_bad_file_is_one_line(text: str, message: str, tmp_path: Path) -> None:

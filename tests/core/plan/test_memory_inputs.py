@@ -15,7 +15,8 @@ from megatron_prefix.plan.footprint import Execution, Footprint
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.peak_memory import predict
 from megatron_prefix.plan.planner import best_plan
-from megatron_prefix.run.oom_retry import _longest, _modules
+from megatron_prefix.run.memory_control import _longest
+from megatron_prefix.run.oom_retry import _modules
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.errors import CannotShare, UserError
-from megatron_prefix.run.calls import CallLayout, ModelCall, bound, check, layouts
-from megatron_prefix.run.step import Callbacks, Columns, check_positions, read_columns
+from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall, bound, check, layouts
+from megatron_prefix.run.read_calls import CallTokens, check_positions, read_tokens
 from tests.harness import ranks  # noqa: F401  # applies the CPU platform
 
 
@@ -118,8 +118,8 @@ def test_other_packings_are_refused() -> None:
         layouts([call(torch.zeros(1, 0), None, None)], 1)
 
 
-def columns_of(calls: list[ModelCall], trained: Any = None) -> Columns:
-    found = read_columns(calls, 1, Callbacks(trained))
+def columns_of(calls: list[ModelCall], trained: Any = None) -> CallTokens:
+    found = read_tokens(calls, 1, Callbacks(trained))
     assert found is not None
     return found
 
@@ -173,15 +173,15 @@ def test_columns_of_another_size_are_refused() -> None:
 def test_without_gradients_only_the_callback_omits_positions() -> None:
     tokens, mask = torch.tensor([[1, 2, 3]]), torch.tensor([[0, 0, 1]])
     calls = [call(tokens, None, None, loss_mask=mask)]
-    free = read_columns(calls, 1, Callbacks(), forward_only=True)
-    told = read_columns(calls, 1, Callbacks(lambda one: one["loss_mask"]), forward_only=True)
+    free = read_tokens(calls, 1, Callbacks(), forward_only=True)
+    told = read_tokens(calls, 1, Callbacks(lambda one: one["loss_mask"]), forward_only=True)
     assert free is not None and free.trained is None
     assert told is not None and told.trained is not None and told.trained.tolist() == [0, 0, 1]
 
 
-def known(positions: list[int], *lengths: int) -> Columns:
+def known(positions: list[int], *lengths: int) -> CallTokens:
     column = np.array(positions)
-    return Columns([CallLayout(lengths, True)], column, None, None, column)
+    return CallTokens([CallLayout(lengths, True)], column, None, None, column)
 
 
 def test_contiguous_slices_of_context_parallelism_are_refused() -> None:

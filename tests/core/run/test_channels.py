@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from megatron_prefix.run.channels import colour
+from megatron_prefix.run.messages import colour
 
 
 @pytest.mark.parametrize("size", range(2, 17))

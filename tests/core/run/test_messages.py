@@ -11,8 +11,7 @@ from megatron.core import parallel_state
 
 from megatron_prefix.lab import runtime
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.run.channels import channels_of
-from megatron_prefix.run.messages import Links
+from megatron_prefix.run.messages import Links, channels_of
 from megatron_prefix.tree import Forest
 from tests.harness.ranks import run_ranks
 from tests.harness.trees import random_forest

@@ -78,7 +78,7 @@ def test_the_scripts_traceback_passes_through(script: str) -> None:
         (["--lr", "1", "train.py"], "give a script before --lr"),
         (["no-such-script.py"], "no-such-script.py: no such file"),
         ([__file__, "--prefix-schedule", "maybe"], "--prefix-schedule: mode is 'maybe': give one"),
-        ([__file__, "--prefix-min-gain=few"], "--prefix-min-gain is 'few': give a whole number"),
+        ([__file__, "--prefix-min-gain=few"], "--prefix-min-gain is 'few': give an integer"),
         ([__file__, "--prefix-plan", "no-such.csv"], "--prefix-plan: no-such.csv: "),
         ([__file__, "--prefix-plan"], "argument --prefix-plan: expected one argument"),
     ],

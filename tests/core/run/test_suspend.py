@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
-from megatron_prefix.run import states, suspend
+from megatron_prefix.run import forward_step_state, suspend
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.run.suspend import Settings, SuspendedStep
 from tests.harness import steps
@@ -203,7 +203,7 @@ def test_the_models_mode_is_put_back_and_set_again() -> None:
         seen.append(any(module.training for module in model.modules()))
         model.train()
 
-    step = suspended(function, states.training_modes(model))
+    step = suspended(function, forward_step_state.training_modes(model))
     assert step.changes_training and all(module.training for module in model.modules())
     step.resume(lambda: None)
     assert seen == [False] and all(module.training for module in model.modules())
@@ -230,7 +230,7 @@ def test_forks_of_the_random_tracker_nest() -> None:
         after = torch.rand(3)
     torch.manual_seed(3)
     tracker.set_states(states_before)
-    with states.watched_forks() as forks:
+    with forward_step_state.watched_forks() as forks:
         step = suspended(function, forks)
         outside = torch.get_rng_state()
         found = step.resume(lambda: None)
@@ -254,7 +254,7 @@ def test_a_fork_inside_a_fork_goes_on_drawing() -> None:
     saved = {name: state.clone() for name, state in tracker.get_states().items()}
     plain = draws()
     tracker.set_states(saved)
-    with states.watched_forks():
+    with forward_step_state.watched_forks():
         assert all(torch.equal(a, b) for a, b in zip(draws(), plain, strict=True))
 
 
@@ -268,7 +268,7 @@ def test_variables_of_the_environment_are_each_steps_own(monkeypatch) -> None:
         os.environ["STAGE"] = "outside"
         return found
 
-    steps = [suspended(function, states.environment()) for _ in range(2)]
+    steps = [suspended(function, forward_step_state.environment()) for _ in range(2)]
     assert os.environ["STAGE"] == "outside"
     assert [step.run_model() for step in steps] == ["inside", "inside"]
     assert os.environ["STAGE"] == "outside"
@@ -285,7 +285,7 @@ class _Router:
 
 def test_routes_to_follow_are_each_steps_own() -> None:
     router = _Router()
-    swap = states.replayed_routes([router])
+    swap = forward_step_state.replayed_routes([router])
 
     def function(number: int) -> Any:
         router.router_replay.target = number

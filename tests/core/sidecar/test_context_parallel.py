@@ -20,11 +20,12 @@ from megatron_prefix.layers.blocks.interface import Kernel, Runs
 from megatron_prefix.layers.blocks.kernels import KERNELS, CompositeKernel
 from megatron_prefix.layers.blocks.own import OwnAttention, own_runs
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.run import oom_retry
+from megatron_prefix.run import memory_control
 from megatron_prefix.run.calls import CallLayout
 from megatron_prefix.run.inputs import SegmentInputs
-from megatron_prefix.run.oom_retry import MemoryControl
-from megatron_prefix.run.step import Columns, read_step
+from megatron_prefix.run.memory_control import MemoryControl
+from megatron_prefix.run.read_calls import CallTokens, ReadCalls
+from megatron_prefix.run.step import read_step
 from megatron_prefix.sidecar.context_parallel import OwnView
 from megatron_prefix.sidecar.gathered import GatheredCache
 from megatron_prefix.tree import cp_layout
@@ -196,10 +197,10 @@ class Alone:
 
 def test_samples_that_are_not_cut_into_two_chunks_are_refused() -> None:
     column = np.arange(3)
-    known = Columns([CallLayout((3,), True)], column, column, None, None)
+    known = CallTokens([CallLayout((3,), True)], column, column, None, None)
     groups = SimpleNamespace(pp=Alone(), cp=Alone(2))
     build_nothing: Any = None
-    found = read_step(known, None, [], groups, build_nothing, torch.device("cpu"))
+    found = read_step(ReadCalls(known, None), groups, build_nothing, torch.device("cpu"))
     assert isinstance(found, CannotShare)
     assert "a sample has 3 positions on a context-parallel rank" in str(found)
     assert "multiple of 4" in str(found)
@@ -219,24 +220,23 @@ def test_every_rank_keeps_all_if_the_least_room_allows_it(
     """The predicted peak is 5; passes without gradients (f) ask nobody."""
     control = MemoryControl(PrefixConfig(cp_reduce=reduce))
     rooms = iter(free)
-    monkeypatch.setattr(control, "_least_of", lambda groups, models: next(rooms))
-    monkeypatch.setattr(control, "footprint", lambda models, gathers: gathers)
+    monkeypatch.setattr(control, "_least_of", lambda groups, rank: next(rooms))
+    monkeypatch.setattr(control, "_footprint", lambda rank, gathers: gathers)
     peaks = {True: 5.0, False: 1.0}
     monkeypatch.setattr(
-        oom_retry, "predict", lambda plan, kept: [SimpleNamespace(peak=peaks[kept])]
+        memory_control, "predict", lambda plan, kept: [SimpleNamespace(peak=peaks[kept])]
     )
-    monkeypatch.setattr(oom_retry, "_together", lambda groups: [])
     forest_of_one = forest()
     joint: Any = SimpleNamespace(lengths=[(1,)], forest=forest_of_one)
     plan = make_plan(forest_of_one)
-    groups: Any = SimpleNamespace(cp=Alone(2))
+    rank: Any = SimpleNamespace(groups=SimpleNamespace(cp=Alone(2)), same_schedule=[])
     found = ""
     for kind in steps:
-        control.settle(plan, joint, [], groups, kind == "f")
+        control.settle(plan, joint, rank, kind == "f")
         found += "y" if control.gathers else "n"
     assert found == gathers
-    groups.cp = Alone()
-    control.settle(plan, joint, [], groups, False)
+    rank.groups.cp = Alone()
+    control.settle(plan, joint, rank, False)
     assert not control.gathers
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_prefix.tree import Pairs, TreeOptions, build, prefilter
-from megatron_prefix.tree.prefilter import most_saved
+from megatron_prefix.tree import Pairs, TreeOptions, beginnings, build
+from megatron_prefix.tree.beginnings import most_saved
 from tests.harness.trees import flat_rollouts, rollout_sets, tree_options, with_routes
 
 
@@ -20,7 +20,7 @@ from tests.harness.trees import flat_rollouts, rollout_sets, tree_options, with_
 @settings(max_examples=100)
 def test_no_tree_saves_more(look, sets, options) -> None:
     forest = build(*sets, options)
-    with mock.patch.object(prefilter, "LONGEST_LOOK", look):
+    with mock.patch.object(beginnings, "LONGEST_LOOK", look):
         assert forest.raw_tokens - forest.executed_tokens <= most_saved(sets[0], options)
 
 

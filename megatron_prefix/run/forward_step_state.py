@@ -78,27 +78,27 @@ def watched_forks() -> Iterator[Swap]:
     suspended step the generator gets back what its outermost fork found, and the forks end with
     what the generator has by then.
     """
-    tracker, found = megatron_random.get_cuda_rng_tracker(), []  # type: ignore[var-annotated]
+    tracker, forks = megatron_random.get_cuda_rng_tracker(), []  # type: ignore[var-annotated]
     stock, before = tracker.fork, vars(tracker).get("fork")
 
     @contextlib.contextmanager
     def fork(*args: Any, **kwargs: Any) -> Iterator[None]:
-        found.append((_state(tracker), _name(tracker)))
-        before = found[-1]
+        forks.append((_state(tracker), _name(tracker)))
+        before = forks[-1]
         try:
             with stock(*args, **kwargs):
                 yield
         finally:
-            outside = found.pop()
+            outside = forks.pop()
             if outside is not before:  # it was suspended inside
                 _set(tracker, *outside)
 
     def swap(wanted: list[Any] | None, entering: bool) -> list[Any] | None:
-        inside = [*found, (_state(tracker), _name(tracker))] if found else None
-        outside = found[0] if found else None
-        found.clear()
+        inside = [*forks, (_state(tracker), _name(tracker))] if forks else None
+        outside = forks[0] if forks else None
+        forks.clear()
         if wanted:
-            found[:] = [(_state(tracker), _name(tracker)), *wanted[1:-1]]
+            forks[:] = [(_state(tracker), _name(tracker)), *wanted[1:-1]]
             outside = wanted[-1]
         if outside is not None:
             _set(tracker, *outside)

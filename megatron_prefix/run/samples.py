@@ -1,7 +1,7 @@
 """Trained positions of model calls that have no loss_mask, from the microbatches themselves.
 
 Some trainers keep the mask for their loss in what the forward step draws from its data iterator;
-where it is, their files in megatron_prefix/trainers/ say.  It is only heeded where the tokens there
+where it is, their files in megatron_prefix/trainers/ say.  It is used only where the tokens there
 are those of the model call, position by position: else, and in passes without gradients, all
 positions count.  A loss that looks at others is an error at the step's end (`Losses.check`).
 """
@@ -9,29 +9,26 @@ positions count.  A loss that looks at others is an error at the step's end (`Lo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_prefix.run.calls import CallLayout, ModelCall
+from megatron_prefix.run.calls import CallLayout, ModelCall, Samples
 from megatron_prefix.tree import cp_layout
 
 logger = logging.getLogger(__name__)
-Samples = Callable[[Any], Sequence[tuple[Tensor, Tensor]] | None]
-"""(what was drawn) -> of every sample, in the order of the model call, its tokens, int [positions],
-and which positions carry loss, bool [positions]: whole sequences, no padding. None: not known."""
 
 
-class Drawn:
+class RecordingIterator:
     """A data iterator that remembers what `next` drew from it since `taken`."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator, self._items = iterator, list[Any]()
 
-    def __iter__(self) -> Drawn:
+    def __iter__(self) -> RecordingIterator:
         return self
 
     def __next__(self) -> Any:
@@ -65,11 +62,11 @@ def trained_positions(
         size: their number.
     """
     pairs = zip(calls, layouts, strict=True)
-    found = [_of_call(call, layout, samples, rank, size) for call, layout in pairs]
-    if all(one is not None for one in found):
-        return found
+    masks = [_of_call(call, layout, samples, rank, size) for call, layout in pairs]
+    if all(one is not None for one in masks):
+        return masks
     logger.debug("masks of the microbatches do not fit the model calls: all positions count")
-    return [None] * len(found)
+    return [None] * len(masks)
 
 
 def _of_call(

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
-from megatron_prefix.run.calls import CallLayout, ModelCall
-from megatron_prefix.run.drawn import Drawn, trained_positions
+from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall
+from megatron_prefix.run.samples import RecordingIterator, trained_positions
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.run.step import Callbacks
 from megatron_prefix.trainers import nemo_rl
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
@@ -89,7 +88,7 @@ def test_one_call_without_a_mask_is_enough() -> None:
 
 
 def test_what_was_drawn_is_known_if_it_is_one_thing() -> None:
-    drawn = Drawn(iter(range(5)))
+    drawn = RecordingIterator(iter(range(5)))
     assert drawn.taken() is None
     assert next(drawn) == 0 and drawn.taken() == 0 and drawn.taken() is None
     assert list(itertools.islice(drawn, 2)) == [1, 2] and drawn.taken() is None

@@ -34,7 +34,7 @@ Changes = list[tuple[Bindings, Any, Any]]
 """(place, name, value)"""
 
 
-class Kept:
+class LossVariables:
     """The bindings of a schedule call's forward steps; `swap` is one for `SuspendedStep`.
 
     Args:
@@ -65,16 +65,16 @@ class Kept:
         )
 
     def _changed(self, before: list[dict[Any, Any]]) -> Changes:
-        found = [
+        changes = [
             (place, name, value)
             for place, old in zip(self._places, before, strict=True)
             if not _same(place, old)
             for name, value in place.items()
             if old.get(name, _MISSING) is not value
         ]
-        for place, name, value in found:
+        for place, name, value in changes:
             self._last[id(place), name] = place, value
-        return found
+        return changes
 
     def _bind(self, changes: Iterable[tuple[Bindings, Any, Any]]) -> None:
         for place, name, value in changes:
@@ -176,14 +176,14 @@ def _places_of(value: Any) -> Iterator[Bindings]:
             yield _Cells(value)
             yield _Globals({*_names(value.__code__)}, value.__globals__)
         return
-    found = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-    if not isinstance(found, dict) or len(found) > MOST_NAMES:
+    members = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    if not isinstance(members, dict) or len(members) > MOST_NAMES:
         return
     # What derives from torch's is a model, which is no state of a step.
     is_library = _package(kind) in _LIBRARIES or "torch" in map(_package, kind.__mro__)
     is_plain = isinstance(value, dict) or kind.__name__ in _NAMESPACES
     if is_plain or not (is_library or isinstance(value, type | types.ModuleType)):
-        yield found
+        yield members
 
 
 def _package(value: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 
-from megatron_prefix.run.kept import Kept
+from megatron_prefix.run.loss_variables import LossVariables
 from tests.harness import steps
 from tests.harness.one_group import items, run, schedule_with
 from tests.harness.one_rank import one_rank, small_model
@@ -101,7 +101,7 @@ def test_losses_see_what_their_own_step_has_kept(made: Callable[[], Any], mode: 
 def test_afterwards_the_last_steps_bindings_stay() -> None:
     """Also where another step went on last, but not where a loss has bound something else."""
     place = {"number": 0, "batch": "", "freed": ""}
-    both = Kept(functools.partial(lambda state: state, place))
+    both = LossVariables(functools.partial(lambda state: state, place))
     states = []
     for number in range(3):
         before = both.swap(None, True)

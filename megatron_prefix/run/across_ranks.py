@@ -12,17 +12,18 @@ data-parallel ranks, and no exchange.
 
 from __future__ import annotations
 
-import hashlib
+import bisect
 import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch.distributed as dist
 
 from megatron_prefix import trainers
+from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.step import Step
 from megatron_prefix.tree import Pairs
+from megatron_prefix.tree.beginnings import digests, least_saved
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +34,8 @@ SHORTEST, GROWTH, LONGEST = 32, 1.25, 1 << 20
 WORTH_TELLING = 0.05
 """Part of a step's tokens that could be shared and are not."""
 
-Beginnings = Sequence[Sequence[bytes]]
-"""Per sample the digests of its first tokens, up to each of `_lengths` that it reaches."""
 
-
-class Scattered(NamedTuple):
+class SharingAcrossRanks(NamedTuple):
     """Tokens of a step on all data-parallel ranks.
 
     Attributes:
@@ -54,44 +52,22 @@ class Scattered(NamedTuple):
 
 
 def _lengths() -> list[int]:
-    found = [SHORTEST]
-    while found[-1] < LONGEST:
-        found.append(int(found[-1] * GROWTH))
-    return found
+    lengths = [SHORTEST]
+    while lengths[-1] < LONGEST:
+        lengths.append(int(lengths[-1] * GROWTH))
+    return lengths
 
 
 LENGTHS = _lengths()
 
 
 def beginnings(samples: Sequence[Pairs]) -> list[list[bytes]]:
-    """Digests of every sample's first tokens."""
-    found = []
-    for sample in samples:
-        tokens = np.asarray(sample.inputs, np.int64)
-        digest, start, mine = hashlib.blake2b(digest_size=8), 0, []
-        for length in LENGTHS:
-            if length > len(tokens):
-                break
-            digest.update(tokens[start:length].tobytes())
-            mine.append(digest.copy().digest())
-            start = length
-        found.append(mine)
-    return found
+    """Digests of every sample's first positions, up to each of `LENGTHS` that it reaches."""
+    reached = (LENGTHS[: bisect.bisect(LENGTHS, len(sample))] for sample in samples)
+    return [[*digests(*both)] for both in zip(samples, reached, strict=True)]
 
 
-def saved(samples: Beginnings) -> int:
-    """Tokens that samples on one rank need not run again, at least."""
-    found, before = 0, 0
-    for level, length in enumerate(LENGTHS):
-        reach = [sample[level] for sample in samples if len(sample) > level]
-        if len(reach) < 2:
-            break
-        found += (length - before) * (len(reach) - len(set(reach)))
-        before = length
-    return found
-
-
-def exchange(samples: Sequence[Pairs], groups: Any) -> Scattered:
+def exchange(samples: Sequence[Pairs], groups: Any) -> SharingAcrossRanks:
     """All ranks of `groups.dp_cp` call this; those of a context-parallel group have one sample."""
     mine: tuple[int, list[list[bytes]]] = (0, [])
     if groups.cp.rank() == 0:
@@ -101,10 +77,10 @@ def exchange(samples: Sequence[Pairs], groups: Any) -> Scattered:
         heard = [None] * groups.dp_cp.size()
         dist.all_gather_object(heard, mine, group=groups.dp_cp)
     everything = [sample for _, ranks in heard for sample in ranks]
-    return Scattered(
+    return SharingAcrossRanks(
         tokens=sum(num for num, _ in heard),
-        shareable=saved(everything),
-        shared=sum(saved(ranks) for _, ranks in heard),
+        shareable=least_saved(everything, LENGTHS),
+        shared=sum(least_saved(ranks, LENGTHS) for _, ranks in heard),
         num_ranks=len(heard) // groups.cp.size(),
     )
 
@@ -113,39 +89,37 @@ class Watch:
     """Counts steps, and looks at some of them.
 
     Attributes:
-        found: of the last step that was looked at; None on pipeline stages behind the first.
+        last: of the last step that was looked at; None on pipeline stages behind the first.
     """
 
     def __init__(self) -> None:
-        self.found: Scattered | None = None
+        self.last: SharingAcrossRanks | None = None
         self._num_steps = 0
 
-    def look(self, step: Step, groups: Any, *, forward_only: bool) -> None:
+    def look(self, step: Step, rank: Rank, *, forward_only: bool) -> None:
         """All ranks call this for a step that they have agreed to go on with."""
         if forward_only:
             return
         self._num_steps += 1
-        if self._num_steps % EVERY != 1 or groups.pp.rank() > 0:
+        if self._num_steps % EVERY != 1 or not rank.is_first or rank.given_data_ranks is None:
             return
-        if getattr(groups, "dp_cp", None) is None:
-            return
-        self.found = exchange(step.samples or (), groups)
-        if groups.dp_cp.rank() == 0 and groups.tp.rank() == 0:
-            tell(self.found)
+        self.last = exchange(step.samples or (), rank.groups)
+        if rank.given_data_ranks.rank() == 0 and rank.groups.tp.rank() == 0:
+            tell(self.last)
 
 
-def tell(found: Scattered) -> None:
-    """Logs what was found, as a warning where much could be shared and is not."""
-    missed = found.shareable - found.shared
+def tell(sharing: SharingAcrossRanks) -> None:
+    """Logs it, as a warning where much could be shared and is not."""
+    missed = sharing.shareable - sharing.shared
     line = (
-        f"of {found.tokens} tokens of this step at least {found.shareable} are shareable,"
-        f" {found.shared} on the ranks where they are"
+        f"of {sharing.tokens} tokens of this step at least {sharing.shareable} are shareable,"
+        f" {sharing.shared} on the ranks where they are"
     )
-    if missed <= WORTH_TELLING * found.tokens:
+    if missed <= WORTH_TELLING * sharing.tokens:
         logger.info(line)
         return
     trainer = trainers.running()
     how = f"; what keeps them together in {trainer.name}: {trainer.together}" if trainer else ""
     logger.warning(
-        "%s: groups are scattered over %d data-parallel ranks%s", line, found.num_ranks, how
+        "%s: groups are scattered over %d data-parallel ranks%s", line, sharing.num_ranks, how
     )

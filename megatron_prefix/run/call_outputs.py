@@ -1,4 +1,4 @@
-"""The last stage's answers to the trainer's model calls, made of the outputs of segments.
+"""Outputs of segments, put together as the outputs of the trainer's model calls.
 
 The outputs of scored segments are detached leaves. Along its samples' paths a microbatch's outputs
 are put together in the layout of its model call; positions that carry no loss are zero. What losses
@@ -37,15 +37,15 @@ CHECKED_ROWS = 1024
 """Rows of logits of which gradients are looked at together: each time these are copied."""
 
 
-class StageAnswers:
-    """Outputs of segments, and the answers that they make for the trainer's model calls.
+class CallOutputs:
+    """Outputs of segments on the last stage, and of the trainer's model calls.
 
     Args:
         step: the step's segments and microbatches.
         exchange: between context-parallel ranks; None where there is one.
 
     Attributes:
-        guards: zeros in the place of positions that nobody computed; what reaches them is their
+        guards: zeros for positions that nobody computed; what reaches them is their
             `grad`.
     """
 
@@ -78,10 +78,10 @@ class StageAnswers:
         leaves, structure = pytree.tree_flatten(output)
         self._remember(leaves, structure, num if rows is None else len(rows.here))
         self._rows[index] = rows
-        found = []
+        taken = []
         for leaf, dim in zip(leaves, self._dims, strict=True):
             if dim is None:
-                found.append(leaf)
+                taken.append(leaf)
                 continue
             mine = leaf.detach() if dim == FLAT else leaf.detach().squeeze(1 - dim)
             if rows is not None and self._is_whole(mine):
@@ -89,12 +89,12 @@ class StageAnswers:
             if self._exchange is not None:
                 mine = self._exchange.whole(mine[None], lengths)[0]
             # A forward that will run again has no graph yet, so the leaf cannot ask for one.
-            found.append(mine.requires_grad_(differentiable and leaf.is_floating_point()))
-        self._leaves[index] = found
+            taken.append(mine.requires_grad_(differentiable and leaf.is_floating_point()))
+        self._leaves[index] = taken
         kept = None if rows is None or self._exchange is not None else rows.here
         self._spans[index] = [
             [] if dim is None or leaf.dim() == 1 else _by_span(leaf, spans, kept)
-            for leaf, dim in zip(found, self._dims, strict=True)
+            for leaf, dim in zip(taken, self._dims, strict=True)
         ]
 
     def _is_whole(self, tensor: Tensor) -> bool:
@@ -123,9 +123,9 @@ class StageAnswers:
         rows = self._rows[index]
         if rows is None or not self._is_whole(gradient):
             return gradient
-        found = gradient.index_select(0, rows.there)
+        read = gradient.index_select(0, rows.there)
         self._strays.append(_size(gradient.index_fill_(0, rows.there, 0.0)))
-        return found
+        return read
 
     def strays(self) -> list[Tensor]:
         """Sizes of the gradients that have reached positions which nobody computed."""
@@ -146,24 +146,24 @@ class StageAnswers:
         if self._structure is None:
             raise RuntimeError("no segment has an output")
         lengths = tuple(self._forest.num_positions[rollout] for rollout in rollouts)
-        found = []
+        outputs = []
         plain = iter(self._plain)
         for number, dim in enumerate(self._dims):
             if dim is None:
-                found.append(next(plain))
+                outputs.append(next(plain))
                 continue
             whole = self._on_this_rank(self._joined(rollouts, number), lengths)
             if dim == FLAT and (self._packed[microbatch] or len(rollouts) == 1):
-                found.append(whole)
+                outputs.append(whole)
                 continue
             if dim == FLAT:
                 raise refused(FLAT_ROWS, len(rollouts))
             if self._packed[microbatch]:
-                found.append(whole.unsqueeze(1 - dim))
+                outputs.append(whole.unsqueeze(1 - dim))
                 continue
             rows = whole.unflatten(0, (len(rollouts), -1))
-            found.append(rows if dim else rows.transpose(0, 1).contiguous())
-        return pytree.tree_unflatten(found, self._structure)
+            outputs.append(rows if dim else rows.transpose(0, 1).contiguous())
+        return pytree.tree_unflatten(outputs, self._structure)
 
     def _remember(self, leaves: list[Any], structure: Any, num: int) -> None:
         """Which dimension of every tensor is per position: the same for all segments."""
@@ -236,8 +236,8 @@ class StageAnswers:
         *places_of, others = index.split([*map(len, targets), len(missing)])
         rows = [_as_interval(*both) for both in zip(targets, places_of, strict=True)]
         guard = self._guard(like, min(1, len(missing)))
-        found: Tensor = _Assembled.apply(guard, rows, others, offset, *pieces)
-        return found
+        logits: Tensor = _Assembled.apply(guard, rows, others, offset, *pieces)
+        return logits
 
     def _guard(self, like: Tensor, length: int) -> Tensor:
         """Zeros, [length], for positions that nobody computed: `Losses.check` reads their grad."""
@@ -265,13 +265,13 @@ def _by_span(leaf: Tensor, spans: Sequence[Span], rows: np.ndarray | None) -> li
     ends = np.cumsum([span.padded for span in spans])
     rows = np.arange(ends[-1]) if rows is None else rows
     counts = np.diff(np.searchsorted(rows, ends), prepend=0)
-    found = []
+    pieces = []
     parts = zip(leaf.split(counts.tolist()), np.split(rows, np.cumsum(counts)[:-1]), strict=True)
     for span, end, (logits, held) in zip(spans, ends, parts, strict=True):
         local = held - (end - span.padded)
         num = int(np.searchsorted(local, span.length))  # padding is nobody's
-        found.append(_Piece(logits[:num], local[:num]))
-    return found
+        pieces.append(_Piece(logits[:num], local[:num]))
+    return pieces
 
 
 def _as_interval(rows: np.ndarray, there: Tensor) -> Rows:

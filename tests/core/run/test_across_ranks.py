@@ -15,10 +15,12 @@ from megatron_prefix import trainers
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.run import scattered
-from megatron_prefix.run.scattered import Scattered, beginnings, saved, tell
+from megatron_prefix.run import across_ranks
+from megatron_prefix.run.across_ranks import LENGTHS, SharingAcrossRanks, beginnings, tell
+from megatron_prefix.run.rank import Rank, default_groups
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs, TreeOptions, build
+from megatron_prefix.tree.beginnings import least_saved
 from tests.harness import steps
 from tests.harness.one_rank import small_model
 from tests.harness.ranks import run_ranks
@@ -39,7 +41,7 @@ def rollout(group: int, number: int, prompt: int = PROMPT) -> Pairs:
 def test_one_of_the_context_parallel_ranks_speaks_for_all(rank: int) -> None:
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2, rank=lambda: rank), dp_cp=alone)
-    found = scattered.exchange([rollout(0, 0), rollout(0, 1)], groups)
+    found = across_ranks.exchange([rollout(0, 0), rollout(0, 1)], groups)
     assert (found.tokens, found.shared > 0) == ((158, True) if rank == 0 else (0, False))
 
 
@@ -48,34 +50,34 @@ def test_the_estimate_is_at_most_a_quarter_below_the_tree(prompt: int) -> None:
     rollouts = [rollout(group, number, prompt) for group in range(3) for number in range(4)]
     forest = build(rollouts, [0] * 12, TreeOptions(min_gain=0))
     truth = forest.raw_tokens - forest.executed_tokens
-    found = saved(beginnings(rollouts))
+    found = least_saved(beginnings(rollouts), LENGTHS)
     assert found <= truth
-    assert prompt < scattered.SHORTEST or found >= truth / scattered.GROWTH - 12
-    assert saved(beginnings(rollouts[::4])) == 0
+    assert prompt < across_ranks.SHORTEST or found >= truth / across_ranks.GROWTH - 12
+    assert least_saved(beginnings(rollouts[::4]), LENGTHS) == 0
 
 
-def look(mode: str, together: bool, num_steps: int) -> tuple[list[int], Scattered | None]:
+def look(mode: str, together: bool, num_steps: int) -> tuple[list[int], SharingAcrossRanks | None]:
     """Steps in which this rank took part in an exchange, and what the last one found."""
     layout = Layout(dp=2, pp=2)
     runtime.initialize(layout)
     model = small_model(dtype=torch.float32, layout=layout)
     schedule = PrefixSchedule(PrefixConfig(mode=mode, min_gain=0, kernel="math"))
-    rank = torch.distributed.get_rank(schedule._groups(None).dp_cp)
+    rank = torch.distributed.get_rank(default_groups().dp_cp)
     exchanges: list[int] = []
-    stock = scattered.exchange
+    stock = across_ranks.exchange
 
-    def counted(*args: Any) -> Scattered:
-        exchanges.append(schedule.scattered._num_steps - 1)
+    def counted(*args: Any) -> SharingAcrossRanks:
+        exchanges.append(schedule.across_ranks._num_steps - 1)
         return stock(*args)
 
-    scattered.exchange = counted  # type: ignore[assignment]  # the rank's own process
+    across_ranks.exchange = counted  # type: ignore[assignment]  # the rank's own process
     for _ in range(num_steps):
         groups = [(rank, 0), (rank, 1)] if together else [(0, rank), (1, rank)]
         items = [microbatch([rollout(*one)], 0, n) for n, one in enumerate(groups)]
         steps.zero_gradients(model)
         steps.call(schedule, Contract().step, model, items, forward_only=True)
         steps.call(schedule, Contract().step, model, items)
-    return exchanges, schedule.scattered.found
+    return exchanges, schedule.across_ranks.last
 
 
 @pytest.mark.parametrize("mode", ["observe", "auto", "on"])
@@ -99,8 +101,8 @@ def test_groups_that_are_together_are_counted_where_they_are() -> None:
 def test_the_log_names_the_trainers_option(monkeypatch, caplog) -> None:
     monkeypatch.setitem(sys.modules, "verl", object())
     with caplog.at_level(logging.INFO):
-        tell(Scattered(1000, 600, 100, 4))
-        tell(Scattered(1000, 600, 590, 4))
+        tell(SharingAcrossRanks(1000, 600, 100, 4))
+        tell(SharingAcrossRanks(1000, 600, 590, 4))
     warning, information = caplog.records
     assert warning.levelno == logging.WARNING
     assert "600 are shareable, 100 on the ranks where they are" in warning.getMessage()
@@ -110,13 +112,14 @@ def test_the_log_names_the_trainers_option(monkeypatch, caplog) -> None:
 
 
 def test_without_a_common_dp_group_nothing_is_exchanged() -> None:
-    watch = scattered.Watch()
-    watch.look(None, LackingDataGroups(), forward_only=False)  # type: ignore[arg-type]
-    assert watch.found is None
+    watch = across_ranks.Watch()
+    rank = Rank([], LackingDataGroups(), [], None, torch.device("cpu"))  # type: ignore[arg-type]
+    watch.look(None, rank, forward_only=False)  # type: ignore[arg-type]
+    assert watch.last is None
 
 
 class LackingDataGroups:
-    """As a trainer may give them: see `agreement.companions`."""
+    """As a trainer may give them: see `Rank.companions`."""
 
     class pp:  # noqa: N801
         """The first stage."""

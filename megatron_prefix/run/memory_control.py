@@ -1,0 +1,219 @@
+"""Device memory of one schedule: what a step keeps, and where, so that it fits."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import StepOutOfMemory
+from megatron_prefix.megatron.features import offload_refusal
+from megatron_prefix.offload import rates
+from megatron_prefix.offload.segment import Offloader
+from megatron_prefix.offload.transfers import free_bytes, transfers_of
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.footprint import Footprint
+from megatron_prefix.plan.joint_forest import JointForest
+from megatron_prefix.plan.memory_policy import Rates, automatic, leaner
+from megatron_prefix.plan.peak_memory import RankMemory, predict, table
+from megatron_prefix.run import oom_retry
+from megatron_prefix.run.oom_retry import Result, Rewind
+from megatron_prefix.run.rank import Rank
+from megatron_prefix.tree import Place, Segment, Span
+
+STEPS_ASKED, STEPS_BETWEEN = 3, 50
+"""Training steps, first of all and later on, in which all ranks say how much memory is free. The
+optimizer's state is there from the second one on; other things may come later."""
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryControl:
+    """Device memory of one schedule.
+
+    Args:
+        config: what the user set.
+
+    Attributes:
+        gathers: whether every context-parallel rank keeps K/V of all, in the step that runs.
+    """
+
+    def __init__(self, config: PrefixConfig) -> None:
+        self._config, self.gathers = config, False
+        self._offloader: Offloader | None = None
+        self._free: list[float] = []
+        self._settled = 0
+        self._before: Rewind | None = None
+
+    def begin(self, rank: Rank, forward_only: bool) -> None:
+        """Notes how a step begins, where it could be made again; before the host plans, so that
+        the device looks at the gradients meanwhile."""
+        leaner_left = not forward_only and self._config.memory != "recompute"
+        self._before = Rewind(rank) if leaner_left and not rank.waiting else None
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """A step, after which nothing that `begin` noted is left."""
+        try:
+            yield
+        finally:
+            self._before = None
+
+    def settle(self, plan: Plan, joint: JointForest, rank: Rank, forward_only: bool) -> None:
+        """Decides where K/V are with context parallelism, alike on all ranks that make this step
+        together: those of the pipeline and those that share experts; all of them call this.
+
+        What is free is asked in a few training steps only, as to ask means to wait for the device;
+        until one has been made, every rank keeps its own K/V.
+
+        Args:
+            plan: of the step, before `chosen`.
+            joint: its segments among those of ranks that share experts.
+            rank: that runs it.
+            forward_only: whether the step has no gradients.
+        """
+        several, wanted = rank.groups.cp.size() > 1, self._config.cp_reduce
+        self.gathers = several and wanted == "segment"
+        if not several or wanted != "auto":
+            return
+        if not forward_only:
+            if self._settled < STEPS_ASKED or self._settled % STEPS_BETWEEN == 0:
+                self._free = [*self._free, self._least_of(rank.same_schedule, rank)][-STEPS_ASKED:]
+            self._settled += 1
+        if self._free:
+            longest = replace(plan, segments=_longest(joint))
+            peaks = predict(longest, self._footprint(rank, gathers=True))
+            self.gathers = max(one.peak for one in peaks) <= min(self._free)
+
+    def chosen(self, plan: Plan, joint: JointForest, rank: Rank) -> Plan:
+        """The plan with policies that fit, by memory "auto"; all ranks that meet call this.
+
+        Args:
+            plan: of the step.
+            joint: its segments among those of ranks that share experts.
+            rank: that runs it.
+        """
+        measured = rates.measured(rank.device, rank.config.params_dtype)
+        free = free_bytes(rank.device, self._config.memory_budget)
+        numbers = _least([free, measured.flops, measured.link], rank.waiting, rank.device)
+        free, flops, link = map(_rounded, numbers)
+        policies = automatic(
+            replace(plan, segments=_longest(joint)), self._footprint(rank), rank.cost,
+            Rates(flops, link), free, not any(map(offload_refusal, rank.models)),
+        )  # fmt: skip
+        return replace(plan, policies=policies)
+
+    def _footprint(self, rank: Rank, gathers: bool | None = None) -> Footprint:
+        """Bytes per row of the model on a rank, in the step that runs unless `gathers` is given."""
+        gathers = self.gathers if gathers is None else gathers
+        return rank.footprint(gathers, self._config.cache_host_layers)
+
+    def least_free(self, rank: Rank) -> float:
+        """Free bytes of the rank with the least; all ranks that meet call this, and agree."""
+        return self._least_of(rank.waiting, rank)
+
+    def _least_of(self, groups: Sequence[Any], rank: Rank) -> float:
+        free = [float(free_bytes(rank.device, self._config.memory_budget))]
+        return _rounded(_least(free, groups, rank.device)[0])
+
+    def fits(self, plan: Plan, rank: Rank, free: float) -> bool:
+        """Whether a plan is predicted to fit in so many bytes on every rank.
+
+        With memory "auto" inner segments may be recomputed.
+        """
+        lean = leaner(plan) if self._config.memory == "auto" else None
+        # Before it is known whether a rank keeps K/V of all: only where the user says so.
+        footprint = self._footprint(rank, gathers=self._config.cp_reduce == "segment")
+        return max(one.peak for one in predict(lean or plan, footprint)) <= free
+
+    def predicted(self, plan: Plan, rank: Rank) -> RankMemory:
+        """What a rank is predicted to hold."""
+        return predict(plan, self._footprint(rank))[rank.stage]
+
+    def offloader(self, plan: Plan, rank: Rank, forward_only: bool) -> Offloader | None:
+        """What takes tensors to the host in a step that begins; None where all stay.
+
+        Raises:
+            UserError: the model cannot run with "offload".
+        """
+        offloads = "offload" in plan.policies and not forward_only
+        if not (offloads or self._config.cache_host_layers):
+            return None
+        reasons = [reason for reason in map(offload_refusal, rank.models) if reason]
+        if offloads and reasons:
+            raise reasons[0].error()
+        if self._offloader is None:
+            transfers = transfers_of(rank.device, self._config.memory_budget)
+            self._offloader = Offloader(transfers)
+        predicted = self.predicted(plan, rank)
+        staged = predicted.staged if offloads else 0.0
+        self._offloader.begin_step(predicted.peak, staged + predicted.cache_staged)
+        return self._offloader
+
+    def run(
+        self,
+        attempt: Callable[[Plan], Result],
+        plan: Plan,
+        rank: Rank,
+        why_final: Callable[[], str] = str,
+    ) -> tuple[Result, Plan]:
+        """Makes a step, a second time where memory runs out and it can be; see `oom_retry.run`."""
+        before, self._before = self._before, None
+        return oom_retry.run(
+            attempt, plan, before, is_alone=not rank.waiting, why_final=why_final,
+            failure=lambda reason, tried: self._failure(reason, tried, rank),
+        )  # fmt: skip
+
+    def _failure(self, reason: str, plan: Plan, rank: Rank) -> StepOutOfMemory:
+        rows = table(plan, predict(plan, self._footprint(rank)))
+        keeps = "cp_reduce 'wave', " if self.gathers else ""
+        logger.error("predicted besides weights and gradients, GiB:\n%s", rows)
+        return StepOutOfMemory(
+            f"{reason}. Give {keeps}fewer segment_tokens, chunk_tokens, Megatron's"
+            f" recompute_granularity, or more ranks\n{rows}"
+        )
+
+
+def _least(numbers: list[float], groups: Sequence[Any], device: torch.device) -> list[float]:
+    """The smallest of each number over ranks that meet; every rank of the groups calls this."""
+    if not groups:
+        return numbers
+    values = torch.tensor(numbers, dtype=torch.float64, device=device)
+    for group in groups:  # of a grid: after the last one it is the smallest of all of them
+        dist.all_reduce(values, dist.ReduceOp.MIN, group=group)
+    return values.tolist()
+
+
+def _rounded(number: float) -> float:
+    """Down to six binary digits, so that choices do not change with every byte."""
+    if number <= 0:
+        return 0.0
+    mantissa, exponent = math.frexp(number)
+    return math.ldexp(math.floor(mantissa * 64) / 64, exponent)
+
+
+def _longest(joint: JointForest) -> tuple[Segment, ...]:
+    """As long as on the rank that has most rows, place by place, in as many spans as on the rank
+    that has most, all of them below the last parent."""
+    if len(joint.lengths[0]) == 1:
+        return joint.forest.segments
+    segments, align = [], max(1, joint.forest.align)
+    places = zip(joint.union.segments, joint.lengths, joint.spans, strict=True)
+    for segment, lengths, most in places:
+        num, parents = max(lengths), segment.parents
+        parent = Place(parents[-1], 0) if parents else None
+        others = max(0, min(most, num // align) - 1)  # a span is not shorter than the alignment
+        spans = tuple(
+            Span(0, length, length, segment.spans[0].rollouts, parent)
+            for length in (num - others * align, *[align] * others)
+        )
+        trained = min(num, segment.num_read)
+        segments.append(segment._replace(spans=spans, trained=trained))
+    return tuple(segments)

@@ -1,0 +1,176 @@
+"""Deciding: the segments of a step, its plan, and which schedule runs it.
+
+What is decided is the same on all ranks that must agree; where it takes more than one to know, they
+ask one another (run/agreement.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.gate import Decision, decide, unshared, without_sharing
+from megatron_prefix.plan.joint_forest import JointForest
+from megatron_prefix.plan.step_planner import Judge, StepPlanner
+from megatron_prefix.plan.times import predict
+from megatron_prefix.run import agreement, global_aux_sync
+from megatron_prefix.run.cost_meter import CostMeter, key_of, prior_of
+from megatron_prefix.run.memory_control import MemoryControl
+from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.report import StepReport
+from megatron_prefix.run.step import Step
+from megatron_prefix.tree import Forest, Pairs
+
+logger = logging.getLogger(__name__)
+
+
+class Planning:
+    """What one schedule decides with: plans that it knows, and times that it has measured.
+
+    Args:
+        config: what the user set.
+        memory: says what fits.
+
+    Attributes:
+        meters: times, by model and layout.
+    """
+
+    def __init__(self, config: PrefixConfig, memory: MemoryControl) -> None:
+        self._config, self._memory = config, memory
+        self._planners: dict[Any, StepPlanner] = {}
+        self.meters: dict[Any, CostMeter] = {}
+
+    def planner(self, rank: Rank) -> StepPlanner:
+        """The planner of a rank's pipeline, which remembers its plans."""
+        turn = rank.config.microbatch_group_size_per_vp_stage
+        key = rank.cost, rank.alignment, rank.num_stages, len(rank.models), turn
+        if key not in self._planners:
+            self._planners[key] = StepPlanner(self._config, *key)
+        return self._planners[key]
+
+    def meter(self, rank: Rank) -> CostMeter:
+        """What is known of a model's times; all ranks ask together the first time."""
+        key = rank.cost, rank.shape
+        if key not in self.meters:
+            everyone = list(rank.companions)
+            if rank.experts is not None and rank.given_data_ranks is None:
+                everyone.append(rank.experts)
+            name = key_of(rank, self._config.kernel)
+            self.meters[key] = CostMeter(self._config, name, prior_of(rank), everyone, rank.device)
+        return self.meters[key]
+
+    def shares_nothing(self, samples: Sequence[Pairs] | None, rank: Rank) -> bool:
+        """Whether a step is without sharing, for which no tree is built; all ranks of a first
+        stage that share experts ask, and all of their steps must be such."""
+        if self._config.mode != "auto":
+            return False
+        head = rank.cost.head / (rank.cost.linear + rank.cost.head)
+        mine = samples is not None and without_sharing(self._config, samples, rank.alignment, head)
+        return agreement.all_agree(mine, rank.experts, rank.device)
+
+    def build(
+        self,
+        samples: Sequence[Pairs],
+        microbatch_of: Sequence[int],
+        rank: Rank,
+        judge: Judge | None,
+        *,
+        forward_only: bool,
+    ) -> Forest:
+        """The segments of a step; see `StepPlanner.build`."""
+        forest = self.planner(rank).build(samples, [0] * len(samples), microbatch_of, judge)
+        ordered = rank.has_global_loss and not forward_only
+        return replace(forest, ordered=True) if ordered else forest
+
+    def judge(self, rank: Rank, *, forward_only: bool) -> Judge | None:
+        """Says of plans whether they fit in memory, and how long they take; all ranks call this,
+        and their answers are the same. None where there is no choice."""
+        if self._config.segment_tokens != "auto":
+            return None
+        free, times = self._memory.least_free(rank), self.meter(rank).times
+
+        def judged(forest: Forest, microbatch_of: Sequence[int], plan: Plan) -> tuple[bool, float]:
+            predicted = predict(times, forest, microbatch_of, plan, forward_only=forward_only)
+            return self._memory.fits(plan, rank, free), predicted.prefix_seconds
+
+        return judged
+
+    def decided(
+        self, step: Step, rank: Rank, *, forward_only: bool
+    ) -> tuple[StepReport, JointForest]:
+        """Which schedule runs a step, and by which plan; all ranks that meet call this.
+
+        Raises:
+            UserError: ranks that meet would not run the same, or would wait for ever.
+        """
+        if step.unshared:
+            joint = JointForest.alone(step.forest, step.microbatch_of)
+            plan = union = Plan((), ((),) * rank.num_stages, len(rank.models))
+            report = StepReport(step.forest, unshared(self._config), plan, union)
+        else:
+            joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
+            report = self._predicted(step, joint, rank, forward_only=forward_only)
+        ordered = rank.has_global_loss and not forward_only
+        report.decision = self._together(
+            report.decision, step, rank, ordered=ordered, forward_only=forward_only
+        )
+        if ordered and not step.unshared:
+            global_aux_sync.prove(report.plan, joint, rank.stage)
+        agreement.check_programs(self._unplanned(report, step, rank), rank.experts)
+        if report.decision.share:
+            agreement.check_dispatcher(rank.config, joint)
+        return report, joint
+
+    def _predicted(
+        self, step: Step, joint: JointForest, rank: Rank, *, forward_only: bool
+    ) -> StepReport:
+        """This rank's decision, and what it rests on."""
+        plan, meter = self.planner(rank).plan(joint), self.meter(rank)
+        union = plan
+        if joint.union is not joint.forest:
+            union = replace(plan, segments=joint.union.segments)
+        prediction = predict(
+            meter.times, joint.union, joint.union_microbatch_of, union, forward_only=forward_only,
+            num_pipelines=1 if rank.experts is None else rank.experts.size(),
+        )  # fmt: skip
+        decision = decide(self._config, prediction)
+        if meter.due and self._may_try(plan, rank):
+            decision = meter.chosen(decision)
+        return StepReport(
+            step.forest, decision, plan, union, prediction=prediction, times=meter.times
+        )
+
+    def _may_try(self, plan: Plan, rank: Rank) -> bool:
+        """Whether either schedule can run the step, to time it; the same on all ranks.
+
+        Ranks that share experts need equally many microbatches for one schedule and may need
+        segments of equal lengths for the other, so nothing is tried there.
+        """
+        return self._memory.fits(plan, rank, self._memory.least_free(rank)) and not rank.experts
+
+    def _together(
+        self, decision: Decision, step: Step, rank: Rank, *, ordered: bool, forward_only: bool
+    ) -> Decision:
+        """The decision of all data-parallel ranks where they need one."""
+        if ordered:
+            global_aux_sync.check_counts(step.num_microbatches, rank.groups.dp_cp, rank.device)
+            why = "global_aux_loss needs one schedule"
+            return agreement.share_together(decision, rank.groups.dp_cp, rank.device, why)
+        # Buckets that are reduced during the backward are reduced in the order in which the stock
+        # schedule's backward completes them, and ours is a fixed one (run/overlap.py): the two
+        # differ for chunks that are interleaved, and where neighbouring weights of a layer fill a
+        # bucket each.
+        if self._config.mode == "auto" and not forward_only and rank.overlaps:
+            why = "overlap_grad_reduce needs one schedule"
+            return agreement.share_together(decision, rank.data_ranks, rank.device, why)
+        return decision
+
+    def _unplanned(self, report: StepReport, step: Step, rank: Rank) -> Sequence[Any] | None:
+        """Actions of a rank that were not planned together with those of other pipelines."""
+        if not report.decision.share:
+            return range(step.num_microbatches)
+        return report.plan.programs[rank.stage] if self._config.plan_file else None

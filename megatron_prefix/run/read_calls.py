@@ -1,0 +1,199 @@
+"""What a step's model calls say on this rank: tokens, labels and loss flags, on the host.
+
+The first stage's calls have the tokens, the last stage's the labels and the loss mask, and those in
+the middle may have nothing.  With context parallelism every rank's call has its own slice of each
+sample (its chunks of the zig-zag, as get_batch_on_this_cp_rank of megatron/core/utils.py makes
+them).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_prefix.device.transfer import to_host
+from megatron_prefix.errors import refused
+from megatron_prefix.megatron import features, modules
+from megatron_prefix.megatron.install import installed
+from megatron_prefix.moe.versions import replays_routes
+from megatron_prefix.refusals.table import (
+    COLUMN_LENGTH,
+    CONTIGUOUS,
+    NO_POSITION_IDS,
+    NO_TOKENS,
+    OTHER_POSITIONS,
+)
+from megatron_prefix.run import calls as model_calls
+from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall, layouts
+from megatron_prefix.run.capture import Capture
+from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.samples import trained_positions
+from megatron_prefix.tree import cp_layout
+
+Numbers = NDArray[np.int64]
+
+
+class CallTokens(NamedTuple):
+    """What the calls of one model chunk say of their positions on this rank.
+
+    Attributes:
+        layouts: of every call.
+        tokens: int64 [positions] of all calls one behind the other; None where none are given.
+        labels: likewise.
+        trained: whether a position carries loss, 0 or 1, likewise.
+        positions: `position_ids`, likewise; looked at only to refuse some.
+    """
+
+    layouts: list[CallLayout]
+    tokens: Numbers | None
+    labels: Numbers | None
+    trained: Numbers | None
+    positions: Numbers | None
+
+
+class ReadCalls(NamedTuple):
+    """What this rank's model calls say of a step.
+
+    Attributes:
+        first: of the first stage's calls, on that stage.
+        last: of the last stage's calls, on that stage, where they are not the first's.
+        routes: of the first stage's calls where routers follow them, [positions, layers, topk].
+    """
+
+    first: CallTokens | None
+    last: CallTokens | None
+    routes: Sequence[Tensor | None] = ()
+
+
+def read_calls(
+    capture: Capture, rank: Rank, callbacks: Callbacks, *, forward_only: bool
+) -> ReadCalls:
+    """Reads the model calls that forward steps are suspended in; the host waits for the device.
+
+    Raises:
+        CannotShare: the model or its calls cannot be run in segments.
+    """
+    for chunk, model in enumerate(rank.models):
+        inner = rank.language_models[chunk]
+        _check_features(inner, model)
+        model_calls.check(capture.calls(chunk), needs_masks=modules.needs_masks(inner))
+    capture.check_settings()
+    first = last = None
+    routes: list[Tensor | None] = []
+    cp = rank.groups.cp
+    read = functools.partial(
+        read_tokens, cp_size=cp.size(), callbacks=callbacks, forward_only=forward_only,
+        cp_rank=cp.rank(),
+    )  # fmt: skip
+    if rank.is_first:
+        calls = capture.calls(0)
+        first = read(calls)
+        if first is None or first.tokens is None:
+            raise refused(NO_TOKENS)
+        embedding = getattr(rank.language_models[0], "position_embedding_type", "")
+        check_positions(first, cp.rank(), cp.size(), used=embedding == "learned_absolute")
+        if callbacks.routes is not None and rank.has_experts and replays_routes(rank.config):
+            routes = [callbacks.routes(call) for call in calls]
+    if rank.is_last and not (rank.is_first and len(rank.models) == 1):
+        last = read(capture.calls(-1))
+    return ReadCalls(first, last, routes)
+
+
+def _check_features(inner: Any, model: Any) -> None:
+    """Refuses a model chunk that cannot run in segments. Modules are looked at until it has hooks;
+    options in every step, since Megatron reads some of them in every forward."""
+    hooks = installed(model)
+    if hooks is not None:
+        features.check_options(inner.config, hooks.mixers)
+    else:
+        features.check(inner, model)
+
+
+def read_tokens(
+    calls: Sequence[ModelCall],
+    cp_size: int,
+    callbacks: Callbacks,
+    *,
+    forward_only: bool = False,
+    cp_rank: int = 0,
+) -> CallTokens | None:
+    """Tokens, labels and loss flags of a chunk's calls, on the host; None where they say nothing.
+
+    Without gradients nothing tells whether somebody looks at a position that the calls' loss_mask
+    leaves out, so only the callback may leave out any.
+
+    Raises:
+        CannotShare: see `calls.layouts`; a column of another size.
+    """
+    if not calls:  # a data-parallel rank without microbatches
+        nothing = np.zeros(0, np.int64)
+        return CallTokens([], nothing, nothing, nothing, None)
+    where = layouts(calls, cp_size)
+    if where is None:
+        return None
+    for call in calls:
+        call.check_unchanged()
+    masks = [None if forward_only else call["loss_mask"] for call in calls]
+    if callbacks.trained is not None and all(mask is None for mask in masks):
+        masks = [callbacks.trained(call) for call in calls]
+    elif callbacks.samples is not None and not forward_only and all(m is None for m in masks):
+        masks = trained_positions(calls, where, callbacks.samples, cp_rank, cp_size)
+    columns = {name: [call[name] for call in calls] for name in ("input_ids", "labels")}
+    columns["trained positions"] = [None if mask is None else mask != 0 for mask in masks]
+    lengths = [sum(layout.lengths) for layout in where]
+    for name, column in columns.items():
+        for value, num in zip(column, lengths, strict=True):
+            if value is not None and not value.is_nested and value.numel() != num:
+                raise refused(COLUMN_LENGTH, name, value.numel(), num)
+    positions = [call["position_ids"] for call in calls]
+    return CallTokens(where, *_on_host([*columns.values(), positions], lengths))
+
+
+def _on_host(
+    columns: Sequence[Sequence[Tensor | None]], lengths: Sequence[int]
+) -> list[Numbers | None]:
+    """Every column as one array; all of them come in one copy, for which the host waits once."""
+    usable = [
+        all(v is not None and not v.is_nested and v.numel() == n for v, n in zip(c, lengths))  # noqa: B905
+        for c in columns
+    ]
+    values = [v for column, use in zip(columns, usable, strict=True) if use for v in column]
+    if not values:
+        return [None] * len(columns)
+    device = values[0].device  # type: ignore[union-attr]
+    flat = [v.detach().reshape(-1).to(device, torch.int64) for v in values]  # type: ignore[union-attr]
+    table = iter(to_host(torch.cat(flat)).reshape(sum(usable), -1))
+    return [next(table) if use else None for use in usable]
+
+
+def check_positions(known: CallTokens | None, rank: int, size: int, *, used: bool) -> None:
+    """Refuses position ids that the positions of segments do not have.
+
+    Args:
+        known: of the first stage's calls.
+        rank: place in the context-parallel group.
+        size: of that group.
+        used: whether the model looks at them: a learned embedding does, rotary positions do not.
+
+    Raises:
+        CannotShare: they count otherwise, or each rank holds one contiguous part of a sample.
+    """
+    if known is None or not (used or size > 1):
+        return
+    if known.positions is None:
+        if used:
+            raise refused(NO_POSITION_IDS)
+        return
+    lengths = [length for layout in known.layouts for length in layout.lengths]
+    parts = np.split(known.positions, np.cumsum(lengths)[:-1])
+    for length, part in zip(lengths, parts, strict=True):
+        if size > 1 and length > 1 and np.array_equal(part, np.arange(length) + rank * length):
+            raise refused(CONTIGUOUS)
+        if used and not np.array_equal(part, cp_layout.positions(length * size, rank, size)):
+            raise refused(OTHER_POSITIONS)

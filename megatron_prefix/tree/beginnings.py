@@ -1,0 +1,119 @@
+"""What rollouts share, by their first positions alone.  Pure: numpy only.
+
+A tree reads every position of every rollout. Digests of how rollouts begin, at growing lengths, say
+less and cost less: an upper bound of what the tree of a step saves (`most_saved`), and a lower
+bound where rollouts are on several ranks (`least_saved`), which need to send no token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from megatron_prefix.tree.forest import Pairs, TreeOptions
+
+LONGEST_LOOK = 512
+"""Rollouts that agree on so many positions may agree on all."""
+
+
+def digests(rollout: Pairs, lengths: Iterable[int]) -> Iterator[bytes]:
+    """Digests of a rollout's first positions, one a length; of all of them where it is shorter.
+
+    Rollouts that agree have equal ones; those that do not differ but for one in 2^64.
+
+    Args:
+        rollout: its routes are not looked at.
+        lengths: ascending; each is computed when it is asked for.
+    """
+    digest, start = hashlib.blake2b(digest_size=8), 0
+    for length in lengths:
+        for column in (rollout.inputs, rollout.labels):
+            digest.update(np.ascontiguousarray(column[start:length], np.int64).data)
+        yield digest.digest()
+        start = length
+
+
+def most_saved(rollouts: Sequence[Pairs], options: TreeOptions) -> int:
+    """An upper bound of the positions that the tree of a step saves; 0: there is no tree.
+
+    Rollouts are compared at doubling lengths, and one that begins like no other is not looked at
+    again. A tree of n rollouts joins them in n - 1 places, and each saves the positions up to
+    there. Those that agree on `length` positions but not on twice as many are joined in between. A
+    span that saves less than `min_gain` is dissolved, so what is joined there saves what it did
+    above.
+
+    Args:
+        rollouts: of the step; their routes are not looked at, which can only take sharing away.
+        options: of the tree.
+    """
+    length = options.boundary
+    lengths = [length]
+    while 2 * lengths[-1] <= max(LONGEST_LOOK, length):
+        lengths.append(2 * lengths[-1])
+    starts = [digests(rollout, lengths) for rollout in rollouts]
+    classes, _, saved = _split(rollouts, starts, range(len(rollouts)), length)
+    todo = [(members, 0) for members in classes]  # and the bound of spans above
+    while todo:
+        is_last, lower = length == lengths[-1], []
+        for members, above in todo:
+            if is_last:
+                sizes = [len(rollouts[member]) for member in members]
+                saved += sum(sizes) - max(sizes)
+                continue
+            end = 2 * length - options.boundary
+            if (len(members) - 1) * end < options.min_gain:
+                end = above
+            parts, num_different, copies = _split(rollouts, starts, members, 2 * length)
+            saved += copies + (num_different - 1) * end
+            lower += [(part, end) for part in parts]
+        todo, length = lower, 2 * length
+    return saved
+
+
+def _split(
+    rollouts: Sequence[Pairs],
+    starts: Sequence[Iterator[bytes]],
+    members: Sequence[int],
+    length: int,
+) -> tuple[list[list[int]], int, int]:
+    """Those that agree on their first positions.
+
+    Args:
+        rollouts: of the step.
+        starts: their `digests`; the next ones are of `length`.
+        members: some of them.
+        length: positions to compare; shorter rollouts agree only with equal ones.
+
+    Returns:
+        Classes of two and more; the number of all classes; positions that copies of shorter
+        rollouts save.
+    """
+    by_digest: dict[bytes, list[int]] = {}
+    for member in members:
+        by_digest.setdefault(next(starts[member]), []).append(member)
+    saved, classes = 0, []
+    for alike in by_digest.values():
+        if len(alike) > 1 and len(rollouts[alike[0]]) < length:
+            saved += (len(alike) - 1) * len(rollouts[alike[0]])
+        elif len(alike) > 1:
+            classes.append(alike)
+    return classes, len(by_digest), saved
+
+
+def least_saved(rollouts: Sequence[Sequence[bytes]], lengths: Sequence[int]) -> int:
+    """A lower bound of the positions that rollouts on one rank need not compute again.
+
+    Args:
+        rollouts: the `digests` of each at those of `lengths` that it has.
+        lengths: ascending.
+    """
+    saved, before = 0, 0
+    for level, length in enumerate(lengths):
+        reach = [rollout[level] for rollout in rollouts if len(rollout) > level]
+        if len(reach) < 2:
+            break
+        saved += (length - before) * (len(reach) - len(set(reach)))
+        before = length
+    return saved
