@@ -38,7 +38,7 @@ install_venv() {
 command -v "$SYSTEM_PYTHON" >/dev/null || skip "it is not there"
 system=$(version "$SYSTEM_PYTHON") || skip "it does not run"
 suite=$(version "$VENV/bin/python" || version "$PYTHON") || skip "the suite has no Python to compare with"
-[[ $system != "$suite" ]] || skip "it is Python $system, like the suite's"
+[[ $system != "$suite" ]] || skip "it is Python $system, as the suite's"
 "$SYSTEM_PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     skip "it is Python $system, 3.10 is the oldest"
 has_venv || install_venv
