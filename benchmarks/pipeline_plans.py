@@ -234,9 +234,7 @@ def compare(setting: Setting) -> dict[str, Any]:
     from megatron_prefix.lab import platforms, runtime
 
     platforms.select(setting.device)
-    whole = build(
-        *pairs_of_groups(setting.made()), setting.configs("")[WHOLE].tree_options(align=1)
-    )
+    whole = build(*pairs_of_groups(setting.made()), setting.configs("")[WHOLE].tree_options(1))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "barriers.csv"
         path.write_text(barrier_plan(whole, LAYOUT.pp).to_csv(), encoding="utf-8")

@@ -40,14 +40,12 @@ class PrefixConfig:
         min_gain: a shared span that saves fewer positions is dissolved, and an inner segment that
             saves fewer than SEGMENT_GAIN times as many and less than a 16th of the step; 0
             dissolves nothing.
-        align: spans begin at multiples of it, beside those that the layout needs. With 64 the
+        align: spans begin at multiples of it, besides those that the layout needs. With 64 the
             kernels of GatedDeltaNet cut a sequence where they do anyway, and a chain of spans is
             bitwise the whole; else it differs by rounding.
         loss_in_leaves: never share a position at or after a first trained one.
-        trainer_masks: in a trainer whose model calls have no loss_mask, heed the mask of its
+        trainer_masks: in a trainer whose model calls have no loss_mask, follow the mask of its
             microbatches, where its file in megatron_prefix/trainers/ says where that is.
-        share: what `plan` and the placement on data-parallel ranks compare: "batch", all rollouts
-            of a step, as a step does; "group": only those of one group.
         kernel: name of the attention kernel, or "auto" (megatron_prefix/layers/blocks/kernels.py).
         memory: what an inner segment keeps between its forward and its backward. "retain": its
             saved tensors; "offload": the same, on the host; "recompute": its K/V and its input, and
@@ -79,7 +77,6 @@ class PrefixConfig:
     align: int = 1
     loss_in_leaves: bool = False
     trainer_masks: bool = True
-    share: str = "batch"
     kernel: str = "auto"
     memory: str = "retain"
     memory_budget_gb: float = 0.0
@@ -96,8 +93,8 @@ class PrefixConfig:
             if isinstance(value, str) and value != "auto":
                 raise UserError(f"{name} is {value!r}: give a number or 'auto'")
         if not isinstance(self.align, int) or self.align < 1:
-            raise UserError(f"align is {self.align!r}: give a whole number from 1")
-        self.tree_options(align=1)
+            raise UserError(f"align is {self.align!r}: give an integer from 1")
+        self.tree_options(1)
         for name, value, known in (
             ("mode", self.mode, MODES),
             ("memory", self.memory, MEMORY_POLICIES),
@@ -118,17 +115,18 @@ class PrefixConfig:
 
     @property
     def memory_budget(self) -> float | None:
-        """`memory_budget_gb` in bytes; None where there is no such limit."""
+        """`memory_budget_gb` in bytes; None if there is no such limit."""
         return self.memory_budget_gb * (1 << 30) or None
 
-    def tree_options(self, align: int) -> TreeOptions:
-        """Options of trees in a layout with this alignment; "auto" lengths are chosen later."""
+    def tree_options(self, multiple: int) -> TreeOptions:
+        """Options of trees in a layout that pads spans to a multiple of this; "auto" lengths are
+        chosen later. All rollouts of a step are compared."""
         chunk = 0 if isinstance(self.chunk_tokens, str) else self.chunk_tokens
         segment = (
             SEGMENT_TOKENS[-1] if isinstance(self.segment_tokens, str) else self.segment_tokens
         )
-        chunk = max(chunk, math.lcm(align, self.align)) if chunk > 0 else chunk
+        chunk = max(chunk, math.lcm(multiple, self.align)) if chunk > 0 else chunk
         return TreeOptions(
-            align, chunk, segment, self.min_gain, SEGMENT_GAIN * self.min_gain,
-            self.loss_in_leaves, self.share, self.align,
+            multiple, chunk, segment, self.min_gain, SEGMENT_GAIN * self.min_gain,
+            self.loss_in_leaves, "batch", self.align,
         )  # fmt: skip

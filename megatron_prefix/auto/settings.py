@@ -27,11 +27,8 @@ FILE = PREFIX + "CONFIG"
 _OTHERS = (FILE, PREFIX + "DATA", PREFIX + "RENDEZVOUS")
 """Variables that are no fields: the last two are for tests and for ranks that the verbs start."""
 
-# `share` is for placement and `plan`: a step compares all its samples.
-_RENAMED = {"plan_file": "plan", "share": ""}
-FIELDS = {
-    name: field for field in fields(PrefixConfig) if (name := _RENAMED.get(field.name, field.name))
-}
+_RENAMED = {"plan_file": "plan"}
+FIELDS = {_RENAMED.get(field.name, field.name): field for field in fields(PrefixConfig)}
 """Name of a setting -> field of PrefixConfig."""
 DEFAULT_MODE = "auto"
 """Not PrefixConfig's: who turns the schedule on for a whole trainer wants steps that it cannot

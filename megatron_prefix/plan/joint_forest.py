@@ -75,7 +75,7 @@ def joint_forest(
             tuple(_union(filled)),
             tuple(number for forest in forests for number in forest.num_positions),
             tuple(number for forest in forests for number in forest.first_trained),
-            forests[place].align,
+            forests[place].multiple,
             ordered,
         ),
         tuple(_numbered(microbatches_of, ordered)),
@@ -111,7 +111,7 @@ def _side_by_side(forests: Sequence[Forest]) -> list[_Node]:
 
 def _filled(forest: Forest, nodes: Sequence[_Node], place: int) -> Forest:
     """One of the forests, with fillers where it has no segment."""
-    filler = Segment((Span(0, 0, forest.align, ()),), inner=False, scored=False, trained=0)
+    filler = Segment((Span(0, 0, forest.multiple, ()),), inner=False, scored=False, trained=0)
     new: dict[int, int] = {}
     segments = []
     for number, node in enumerate(nodes):

@@ -85,7 +85,7 @@ class StepPlanner:
             return self._built(rollouts, groups, microbatch_of, self._options)
         found: list[tuple[bool, float, Forest]] = []
         for number in self._segments:
-            options = replace(self._options, segment_tokens=max(number, self._options.align))
+            options = replace(self._options, segment_tokens=max(number, self._options.multiple))
             forest = self._built(rollouts, groups, microbatch_of, options)
             plan = self._best(forest, microbatches=tuple(microbatch_of))
             plan = replace(plan, policies=policies(forest.segments, self._memory))

@@ -204,7 +204,7 @@ def _longest(joint: JointForest) -> tuple[Segment, ...]:
     that has most, all of them below the last parent."""
     if len(joint.lengths[0]) == 1:
         return joint.forest.segments
-    segments, align = [], max(1, joint.forest.align)
+    segments, align = [], max(1, joint.forest.multiple)
     places = zip(joint.union.segments, joint.lengths, joint.spans, strict=True)
     for segment, lengths, most in places:
         num, parents = max(lengths), segment.parents

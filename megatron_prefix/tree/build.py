@@ -75,7 +75,7 @@ class Tries:
         segments = pack(roots, first, options, microbatch_of)
         return Forest(
             tuple(segment._replace(trained=self._trained(segment)) for segment in segments),
-            self.num_positions, first, options.align, unshared_by_routes=self.unshared_by_routes,
+            self.num_positions, first, options.multiple, unshared_by_routes=self.unshared_by_routes,
         )  # fmt: skip
 
     def _trained(self, segment: Segment) -> int:

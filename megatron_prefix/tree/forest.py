@@ -90,7 +90,7 @@ class TreeOptions:
     """How rollouts become spans, and spans segments.
 
     Attributes:
-        align: spans are padded to multiples of it (1, or tp when sequence-parallel, times 2*cp).
+        multiple: spans are padded to multiples of it (1, or tp when sequence-parallel, times 2*cp).
         chunk_tokens: longest span; longer ones become a chain of chunks. 0: no limit.
         segment_tokens: most positions in a segment; a single span may exceed it. 0: no limit.
         min_gain: a shared span that saves fewer positions than this is dissolved into its
@@ -103,7 +103,7 @@ class TreeOptions:
         cut: spans begin at multiples of it, too. Nothing is padded to it.
     """
 
-    align: int = 1
+    multiple: int = 1
     chunk_tokens: int = 0
     segment_tokens: int = 8192
     min_gain: int = 64
@@ -116,7 +116,7 @@ class TreeOptions:
         for name in ("chunk_tokens", "segment_tokens", "min_gain", "segment_gain"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}: give 0 (no limit) or more")
-        for name in ("align", "cut"):
+        for name in ("multiple", "cut"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: give 1 or more")
         if 0 < self.chunk_tokens < self.boundary:
@@ -130,7 +130,7 @@ class TreeOptions:
     @property
     def boundary(self) -> int:
         """Spans begin at multiples of it."""
-        return math.lcm(self.align, self.cut)
+        return math.lcm(self.multiple, self.cut)
 
     def rounded(self, position: int) -> int:
         """The last position up to this one at which a span may begin."""
@@ -235,7 +235,7 @@ class Forest:
         segments: in F-order.
         num_positions: positions of each rollout.
         first_trained: first trained position of each rollout.
-        align: the alignment the segments were made for.
+        multiple: what their spans are padded to.
         ordered: whether a microbatch's losses need all microbatches before it (global_aux_loss).
         unshared_by_routes: positions computed again because routes differ.
     """
@@ -243,7 +243,7 @@ class Forest:
     segments: tuple[Segment, ...]
     num_positions: tuple[int, ...]
     first_trained: tuple[int, ...]
-    align: int = 1
+    multiple: int = 1
     ordered: bool = False
     unshared_by_routes: int = 0
 
@@ -288,8 +288,8 @@ class Forest:
 
     def to_ints(self) -> list[int]:
         """The forest as numbers, to send to ranks that read no data; `from_ints` reads them."""
-        numbers = [self.align, int(self.ordered), self.unshared_by_routes, len(self.num_positions)]
-        numbers += [*self.num_positions, *self.first_trained]
+        numbers = [self.multiple, int(self.ordered), self.unshared_by_routes]
+        numbers += [len(self.num_positions), *self.num_positions, *self.first_trained]
         for segment in self.segments:
             known = -1 if segment.trained is None else segment.trained
             numbers += [segment.inner + 2 * segment.scored, known, len(segment.spans)]

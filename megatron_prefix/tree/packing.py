@@ -93,7 +93,7 @@ class _Packing:
         microbatch_of: Sequence[int] | None,
     ) -> None:
         self.scattered = _scattered(roots, microbatch_of)
-        self.first, self.align = first_trained, options.align
+        self.first, self.multiple = first_trained, options.multiple
         self.budget = options.segment_tokens
         self.rows: dict[int, int] = {}
         self.places: dict[int, Place] = {}
@@ -102,7 +102,7 @@ class _Packing:
         self.inner: list[Sequence[Node]] = []
         for node in reversed(list(preorder(roots))):
             below = sum(self.rows[id(child)] for child in node.children)
-            self.rows[id(node)] = node.padded(self.align) + below
+            self.rows[id(node)] = node.padded(self.multiple) + below
             self.parents.update((id(child), node) for child in node.children)
 
     def run(self, roots: Sequence[Node]) -> None:
@@ -114,7 +114,7 @@ class _Packing:
                 self._add(nodes, inner=True)
             elif len(nodes) == 1 and nodes[0].children and not self._fits(nodes[0], above):
                 self._add(nodes, inner=True)
-                above += nodes[0].padded(self.align)
+                above += nodes[0].padded(self.multiple)
                 todo.extend(reversed(self._split(nodes[0].children, above)))
             else:
                 self._add_bundle(nodes)
@@ -138,7 +138,7 @@ class _Packing:
             rows = self.rows[id(node)]
             if id(node) in self.scattered:
                 found.append(([node], above))
-                above += node.padded(self.align)
+                above += node.padded(self.multiple)
                 room = -1
             elif not self._fits(node, above) and node.children:
                 found.append(([node], above))
@@ -193,13 +193,13 @@ class _Packing:
 
     def _filled(self, nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
         """Nodes in order as the fewest segments of about equal length."""
-        lengths = [node.padded(self.align) for node in nodes]
+        lengths = [node.padded(self.multiple) for node in nodes]
         yield from (nodes[start:stop] for start, stop in even_parts(lengths, self.budget))
 
     def _add(self, nodes: Sequence[Node], *, inner: bool) -> None:
         for number, node in enumerate(nodes):
             self.places[id(node)] = Place(len(self.segments), number)
-        spans = tuple(node.span(self.align, self._above(node)) for node in nodes)
+        spans = tuple(node.span(self.multiple, self._above(node)) for node in nodes)
         scored = any(self.first[m] < span.end for span in spans for m in span.rollouts)
         self.segments.append(Segment(spans, inner, scored))
         if inner:

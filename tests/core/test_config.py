@@ -36,9 +36,8 @@ def test_defaults_are_valid_and_those_of_the_tree() -> None:
         ({"chunk_tokens": -1}, "chunk_tokens is -1"),
         ({"segment_tokens": -1}, "segment_tokens is -1"),
         ({"min_gain": -1}, "min_gain is -1"),
-        ({"align": 0}, "align is 0: give a whole number from 1"),
-        ({"align": 1.5}, "align is 1.5: give a whole number from 1"),
-        ({"share": "world"}, "share is 'world'"),
+        ({"align": 0}, "align is 0: give an integer from 1"),
+        ({"align": 1.5}, "align is 1.5: give an integer from 1"),
     ],
 )
 def test_values_that_mean_nothing_are_refused(fields, message) -> None:
@@ -49,9 +48,7 @@ def test_values_that_mean_nothing_are_refused(fields, message) -> None:
 
 
 def test_the_tree_gets_what_the_user_set() -> None:
-    config = PrefixConfig(
-        chunk_tokens=512, segment_tokens=99, min_gain=7, loss_in_leaves=True, share="batch"
-    )
+    config = PrefixConfig(chunk_tokens=512, segment_tokens=99, min_gain=7, loss_in_leaves=True)
     assert config.tree_options(8) == TreeOptions(8, 512, 99, 7, 32 * 7, True, "batch")
     assert PrefixConfig(min_gain=0).tree_options(1).segment_gain == 0  # everything is shared
     assert PrefixConfig(align=64).tree_options(24).boundary == 192
@@ -69,7 +66,7 @@ def test_a_configuration_cannot_be_changed() -> None:
 
 ANSWERS = {
     "mode": "auto", "chunk_tokens": 512, "segment_tokens": 99, "min_gain": 7, "align": 64,
-    "loss_in_leaves": True, "share": "batch", "kernel": "math", "memory": "offload",
+    "loss_in_leaves": True, "kernel": "math", "memory": "offload",
     "memory_budget_gb": 3.0, "cache_host_layers": 2, "cp_reduce": "segment", "run_ahead": 1,
 }  # fmt: skip
 

@@ -77,7 +77,7 @@ def _built(rng: random.Random) -> Forest:
             groups.append(group)
     align = rng.choice((1, 1, 2, 4))
     options = TreeOptions(
-        align=align,
+        multiple=align,
         chunk_tokens=rng.choice((0, 8, 16, 32)),
         segment_tokens=rng.choice((0, 4, 16, 64, 300)),
         min_gain=rng.choice((0, 20)),

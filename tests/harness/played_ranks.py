@@ -109,5 +109,5 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 def forest(align: int = 4) -> Forest:
     """A prompt in a chain of two chunks, and two waves of two rollouts."""
     rollouts, groups = flat_rollouts(16, 8, 4, 1)
-    options = TreeOptions(align=align, chunk_tokens=8, segment_tokens=16, min_gain=0)
+    options = TreeOptions(multiple=align, chunk_tokens=8, segment_tokens=16, min_gain=0)
     return build(rollouts, groups, options)

@@ -69,7 +69,6 @@ def small_case(seed: int) -> SmallCase:
         segment_tokens=draw.choice((0, 1, 16, 4096)),
         min_gain=draw.choice((0, 0, 4)),
         loss_in_leaves=draw.random() < 0.2,
-        share=draw.choice(("group", "group", "batch")),
         kernel="math",
         memory=draw.choice(("retain", "retain", "recompute")),
     )

@@ -95,7 +95,7 @@ def tree_options(draw: Any) -> TreeOptions:
     align, cut = draw(st.sampled_from([1, 1, 2, 3, 4, 8, 16])), draw(st.sampled_from([1, 1, 3, 4]))
     begin = math.lcm(align, cut)
     return TreeOptions(
-        align=align,
+        multiple=align,
         cut=cut,
         chunk_tokens=draw(st.sampled_from([0, 0, begin, begin + 1, 3 * begin, 64])),
         segment_tokens=draw(st.sampled_from([0, 1, 8, 20, 64])),
@@ -196,7 +196,7 @@ def random_trees(rng: random.Random, depth: int = 3) -> tuple[list[Node], list[i
 def forest_of_nodes(roots: Sequence[Node], first: Sequence[int], options: TreeOptions) -> Forest:
     """The forest that trees are packed into."""
     lengths = _lengths(roots, len(first))
-    return Forest(pack(roots, first, options), lengths, tuple(first), options.align)
+    return Forest(pack(roots, first, options), lengths, tuple(first), options.multiple)
 
 
 def _lengths(roots: Sequence[Node], num: int) -> tuple[int, ...]:

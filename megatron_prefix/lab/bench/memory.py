@@ -270,7 +270,7 @@ def _plan(shape: GroupShape, way: Way, config: PrefixConfig) -> Plan:
         inputs = np.concatenate([prompt, np.full(shape.response - 1, rollout + 1)])
         labels = np.append(inputs[1:], 0)
         rollouts.append(Pairs(inputs, labels, np.arange(tokens - 1) >= shape.prompt - 1))
-    options = config.tree_options(align=1)
+    options = config.tree_options(1)
     if way.policy == STOCK:
         options = TreeOptions(min_gain=shape.rollouts * tokens, segment_tokens=1)
     forest = build(rollouts, [0] * shape.rollouts, options)

@@ -136,7 +136,7 @@ def flop_bound(spec: ModelSpec, config: PrefixConfig, steps: Sequence[Sequence[G
     """FLOPs of the stock schedule over those of one that shares all it may share."""
     cost, options = (
         cost_model(spec),
-        replace(config.tree_options(1), min_gain=0, segment_gain=0, share="batch"),
+        replace(config.tree_options(1), min_gain=0, segment_gain=0),
     )
     forests = [build(*pairs_of_groups(groups), options).all_read() for groups in steps]
     return sum(map(cost.stock, forests)) / sum(map(cost.prefix, forests))

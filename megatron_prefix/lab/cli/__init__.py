@@ -1,1 +1,1 @@
-"""The command line: one file a verb (`HELP`, `EPILOG`, `add_arguments`, `run`); see main.py."""
+"""The command line: one file per verb (`HELP`, `EPILOG`, `add_arguments`, `run`); see main.py."""

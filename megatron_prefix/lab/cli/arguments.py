@@ -27,7 +27,7 @@ MOST = 10**9
 
 
 def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:
-    """An argparse type: a whole number from `least` to `most`."""
+    """An argparse type: an integer from `least` to `most`."""
 
     def parse(text: str) -> int:
         try:
@@ -36,7 +36,7 @@ def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:
             value = least - 1
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(
-                f"{shown(text)} is no whole number from {least} to {most}"
+                f"{shown(text)} is not an integer from {least} to {most}"
             )
         return value
 
@@ -53,7 +53,7 @@ def real(least: float = 0.0, most: float = MOST) -> Callable[[str], float]:
             value = math.nan
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(
-                f"{shown(text)} is no number from {least:g} to {most:g}"
+                f"{shown(text)} is not a number from {least:g} to {most:g}"
             )
         return value
 
@@ -71,7 +71,7 @@ def _length(text: str) -> int | str:
         return whole(0)(text)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"{shown(text)} is neither 'auto' nor a whole number from 0 to {MOST}"
+            f"{shown(text)} is neither 'auto' nor an integer from 0 to {MOST}"
         ) from None
 
 
@@ -191,7 +191,7 @@ def add_lengths(parser: argparse.ArgumentParser) -> None:
         type=whole(),
         default=_DEFAULTS.align,
         metavar="N",
-        help="spans begin at multiples of N, beside those that the layout needs; with 64 no"
+        help="spans begin at multiples of N, besides those that the layout needs; with 64 no"
         f" rounding of GatedDeltaNet depends on where (default {_DEFAULTS.align})",
     )
     group.add_argument(
@@ -215,9 +215,9 @@ def _add_what_pays(group: Any) -> None:
     group.add_argument(
         "--share",
         choices=("group", "batch"),
-        default=_DEFAULTS.share,
+        default="batch",
         help="what is compared to find what rollouts share: a step compares all of its rollouts"
-        f" (default {_DEFAULTS.share})",
+        " (default batch)",
     )
 
 

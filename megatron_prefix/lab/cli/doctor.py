@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 def examine(device: str | None = None, model: str | None = None) -> dict[str, Any]:
     """Everything that `doctor` reports; the keys of its --json.
 
-    Keys: ok; problems, one line each; device, the one that was checked; versions, None where
+    Keys: ok; problems, one line each; device, the one that was checked; versions, None if
     something is absent; trainers that are installed, by name their version, the versions that were
     tried, what turns the schedule on, and what keeps groups together; devices; kernels, by dtype
     and name None or why it does not work; chosen, the kernel that "auto" takes by dtype; why, the

@@ -117,19 +117,22 @@ def _layout(args: argparse.Namespace) -> Layout:
     return layout
 
 
+def _options(args: argparse.Namespace, config: PrefixConfig, layout: Layout) -> TreeOptions:
+    return replace(config.tree_options(layout.alignment), share=args.share)
+
+
 def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
     model = resolve(args.model)
-    align = layout.alignment
     config = arguments.config_of(args, chunk_tokens=0)
     groups, dropped = load_groups(args)
     rollouts, numbers = pairs_of_groups(groups)
     chunk_tokens = args.chunk_tokens
     if chunk_tokens == "auto":
-        options = config.tree_options(align)
+        options = _options(args, config, layout)
         chooser = ChunkChooser(layout.pp, num_chunks=layout.vpp, run_ahead=config.run_ahead)
         chunk_tokens = chooser.choose(rollouts, numbers, options)
     config = arguments.config_of(args, chunk_tokens=chunk_tokens)
-    options = config.tree_options(align)
+    options = _options(args, config, layout)
     forest = build(rollouts, numbers, options)
     plan = best_plan(forest, layout.pp, num_chunks=layout.vpp, run_ahead=config.run_ahead)
     timeline = simulate(plan, ready_after=loss_ready_after(forest))
@@ -201,7 +204,7 @@ def _facts(step: _PlannedStep, result: dict[str, Any]) -> dict[str, str]:
         f"of which {_sidecar(step)}": f"{result['sidecar_bytes'] / 2**30:.1f}",
     }
     if step.config.cache_host_layers:
-        facts["beside it on the host"] = f"{result['sidecar_host_bytes'] / 2**30:.1f}"
+        facts["besides it on the host"] = f"{result['sidecar_host_bytes'] / 2**30:.1f}"
     if step.dropped:
         facts["dropped, no trained token left"] = number(step.dropped)
     return facts

@@ -28,7 +28,7 @@ from megatron_prefix.lab.cli.training import add_training, settings_of
 
 STEPS = 100
 HELP = """\
-Trains three times from the same weights on the same rollouts, three runs beside each other that do
+Trains three times from the same weights on the same rollouts, three runs side by side that do
 not touch: the stock schedule; the stock schedule in another reduction order (microbatches and their
 rollouts backwards, torch's attention instead of the layers'), which is the noise floor; the prefix
 schedule. After every step their parameters are compared (in 16 bit the optimizer's fp32

@@ -33,7 +33,7 @@ def print_json(result: Mapping[str, Any]) -> None:
 
 
 def finite(value: Any) -> Any:
-    """The value with null in the place of every NaN and infinity, which JSON lacks."""
+    """The value with null instead of every NaN and infinity, which JSON lacks."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -35,9 +35,9 @@ _HELP = {
     "chunk_tokens": ("N|auto", "cut longer spans into chunks of at most N; 0: never"),
     "segment_tokens": ("N|auto", "most positions that one forward runs; 0: no limit"),
     "min_gain": ("N", "dissolve shared spans that save fewer positions"),
-    "align": ("N", "spans begin at multiples of N, beside those that the layout needs"),
+    "align": ("N", "spans begin at multiples of N, besides those that the layout needs"),
     "loss_in_leaves": ("true|false", "share no trained token"),
-    "trainer_masks": ("true|false", "heed the masks of a trainer's microbatches"),
+    "trainer_masks": ("true|false", "follow the masks of a trainer's microbatches"),
     "kernel": ("NAME", "attention kernel, or auto"),
     "memory": ("{" + ",".join(MEMORY_POLICIES) + "}", "what inner segments keep"),
     "memory_budget_gb": ("X", "GiB that a step may use; 0: what is free"),
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog=PROG,
         usage=f"{PROG} [--prefix-...] SCRIPT [ARGUMENTS]",
-        description="Run a training script with the prefix schedule in the place of Megatron's.",
+        description="Run a training script with the prefix schedule instead of Megatron's.",
         epilog=_EPILOG,
     )
     group = parser.add_argument_group("flags, anywhere on the line")

@@ -1,6 +1,6 @@
 """Megatron-Core GPT models by name or by a Hugging Face config.json.
 
-presets: ModelSpec and the named models. old_names: fields as they were called before. hf:
+presets: ModelSpec and the named models. old_names: its fields as they were called before. hf:
 config.json -> ModelSpec. config: ModelSpec -> TransformerConfig. weights: the same random weights
 in every layout. hf_weights: those of a Hugging Face checkpoint. shards: slices of safetensors
 files. build: model chunks and optimizer. logprobs: log-probabilities over a vocabulary split by

@@ -56,7 +56,7 @@ class _Config:
         return value
 
     def names(self, field: str) -> list[str] | None:
-        """A list of names; None where there is none."""
+        """A list of names; None if there is none."""
         value = self.values.get(field)
         if value is None:
             return None

@@ -128,7 +128,7 @@ def localize(submodules: Any, config: Any) -> None:
 
 
 def use_sdpa(model: Any) -> None:
-    """Puts `SdpaAttention` in the place of every core attention of a model."""
+    """Puts `SdpaAttention` instead of every core attention of a model."""
     for module in [module for module in model.modules() if hasattr(module, "core_attention")]:
         module.core_attention = SdpaAttention(
             module.config, module.layer_number, module.attn_mask_type, module.attention_type,
@@ -146,7 +146,7 @@ def _lengths(packed_seq_params: Any) -> list[int]:
 def _hidden(length: int, rank: int, size: int, device: torch.device) -> torch.Tensor | None:
     """Which keys of a sample the queries of one rank do not see, bool [1, 1, queries, keys].
 
-    None where the rank has the whole sample: the stock module's own mask.
+    None if the rank has the whole sample: the stock module's own mask.
     """
     if size == 1:
         return None

@@ -74,7 +74,7 @@ class Shards:
         return values
 
     def _index(self) -> dict[str, str] | None:
-        """Which file holds each tensor; None without an index."""
+        """Which file holds each tensor; None if there is no index."""
         path = self.folder / INDEX
         if not path.is_file():
             return None
@@ -84,7 +84,9 @@ class Shards:
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             fine = False
         if not fine or not found:
-            raise UserError(f"{path} is no index of safetensors files; download the folder again")
+            raise UserError(
+                f"{path} is not an index of safetensors files; download the folder again"
+            )
         return dict(found)
 
     def _check_files(self) -> None:

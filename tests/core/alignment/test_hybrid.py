@@ -539,10 +539,8 @@ def test_random_forests(
     model, twin, _ = families[name]
     fields = {n: getattr(options, n) for n in ("chunk_tokens", "segment_tokens", "min_gain")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "_alignment", lambda config: options.align)
-        ours = schedule_with(
-            memory=memory, share=options.share, cache_host_layers=host_layers, **fields
-        )
+        patch.setattr(schedule, "_alignment", lambda config: options.multiple)
+        ours = schedule_with(memory=memory, cache_host_layers=host_layers, **fields)
         steps.zero_gradients(model)
         logs = steps.call(ours, Contract().step, model, items)
         wanted = steps.plain(twin, Contract(), items)

@@ -78,7 +78,6 @@ CASES = {
     "aux_loss": Case(AUX),
     "aux_loss, flat groups": Case(AUX, flat=True),
     "aux_loss, one rollout a wave": Case(AUX, prefix=PrefixConfig(min_gain=0, segment_tokens=1)),
-    "aux_loss, all groups in one tree": Case(AUX, prefix=PrefixConfig(min_gain=0, share="batch")),
     "seq_aux_loss": Case(SEQ),
     "global_aux_loss": Case(GLOBAL),
     "global_aux_loss, full recompute": Case(GLOBAL, prefix=CHUNKED, recompute="full"),

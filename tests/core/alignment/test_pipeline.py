@@ -91,7 +91,7 @@ def test_segments_of_several_trees_are_among_the_cases(
     shape: str, budget: int | None, align: int
 ) -> None:
     """Prompts, turns of agents with loss, and waves, beside those of other groups."""
-    options = replace(SHAPES[shape].options, align=align)
+    options = replace(SHAPES[shape].options, multiple=align)
     options = replace(options, segment_tokens=budget or options.segment_tokens)
     forest = build(*pairs_of_groups(rollouts_of(shape)[0]), options)
     together = [len({*numbers}) for numbers in trees(forest.segments)]

@@ -177,13 +177,12 @@ def check(
 )
 def test_random_trees(models, name, items, contract, options: TreeOptions):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "_alignment", lambda config: options.align)
+        patch.setattr(schedule, "_alignment", lambda config: options.multiple)
         config = PrefixConfig(
             chunk_tokens=options.chunk_tokens,
             segment_tokens=options.segment_tokens,
             min_gain=options.min_gain,
             loss_in_leaves=options.loss_in_leaves,
-            share=options.share,
             kernel="math",
         )
         prefix = schedule.PrefixSchedule(config, steps.routes_of(items))

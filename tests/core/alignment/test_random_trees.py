@@ -88,13 +88,12 @@ def schedule_with(
     cache_host_layers: int = 0,
 ) -> schedule.PrefixSchedule:
     """The prefix schedule on trees made with `options`, whatever the layout asks for."""
-    monkeypatch.setattr(schedule, "_alignment", lambda config: options.align)
+    monkeypatch.setattr(schedule, "_alignment", lambda config: options.multiple)
     config = PrefixConfig(
         chunk_tokens=options.chunk_tokens,
         segment_tokens=options.segment_tokens,
         min_gain=options.min_gain,
         loss_in_leaves=options.loss_in_leaves,
-        share=options.share,
         kernel="math",
         memory=memory,
         memory_budget_gb=memory_budget_gb,
@@ -232,7 +231,7 @@ def as_items(groups: Sequence[Sequence[Sequence[Pairs]]]) -> list[Microbatch]:
     "options",
     [
         TreeOptions(min_gain=0),
-        TreeOptions(min_gain=0, align=4, share="batch", segment_tokens=1),
+        TreeOptions(min_gain=0, multiple=4, share="batch", segment_tokens=1),
         TreeOptions(min_gain=0, chunk_tokens=5, loss_in_leaves=True, segment_tokens=0),
         TreeOptions(min_gain=10**6),
     ],

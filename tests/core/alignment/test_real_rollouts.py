@@ -88,7 +88,7 @@ def test_recompute_in_fp64(recompute: str, chunk_tokens: int, memory: str) -> No
         (PrefixConfig(min_gain=0, kernel="math"), "none"),
         (PrefixConfig(min_gain=0, kernel="flash_cpu"), "none"),
         (PrefixConfig(min_gain=0, kernel="flash_cpu", chunk_tokens=64), "full"),
-        (PrefixConfig(min_gain=0, kernel="math", share="batch"), "selective"),
+        (PrefixConfig(min_gain=0, kernel="math"), "selective"),
         (PrefixConfig(min_gain=64, loss_in_leaves=True), "none"),
     ],
     ids=[

@@ -220,7 +220,7 @@ TREES = {
     "three levels": forest_of([(0, 90), (70, 20), (40, 50), (60, 5), (20, 30), (40, 9)]),
     "chunks": forest_of([(0, 120), (100, 20), (100, 9)], TreeOptions(min_gain=0, chunk_tokens=13)),
     "chunks and levels": forest_of(
-        [(0, 90), (70, 20), (40, 50), (60, 5)], TreeOptions(min_gain=0, chunk_tokens=16, align=8)
+        [(0, 90), (70, 20), (40, 50), (60, 5)], TreeOptions(min_gain=0, chunk_tokens=16, multiple=8)
     ),
     "one rollout": forest_of([(0, 50)]),
     "small waves": forest_of(
@@ -237,13 +237,13 @@ MANY = [
 ]  # fmt: skip
 PACKED = {
     "a segment a level": forest_of(MANY),
-    "aligned": forest_of(MANY, TreeOptions(min_gain=0, align=4)),
+    "aligned": forest_of(MANY, TreeOptions(min_gain=0, multiple=4)),
     "several bundles": forest_of(
-        [*MANY, *MANY, *MANY], TreeOptions(min_gain=0, align=4, segment_tokens=64)
+        [*MANY, *MANY, *MANY], TreeOptions(min_gain=0, multiple=4, segment_tokens=64)
     ),
     "large and small": forest_of(
         [(0, 180), (150, 30), (160, 9), (90, 40), (100, 7), *MANY],
-        TreeOptions(min_gain=0, align=4, segment_tokens=40, chunk_tokens=24),
+        TreeOptions(min_gain=0, multiple=4, segment_tokens=40, chunk_tokens=24),
     ),
 }
 by_every_kernel = pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_many_trees_with_arenas_on_the_host(name: str, num_host: int) -> None:
     assert offloader.pool.used_bytes == 0
 
 
-@pytest.mark.parametrize("name", [name for name, forest in PACKED.items() if forest.align == 4])
+@pytest.mark.parametrize("name", [name for name, forest in PACKED.items() if forest.multiple == 4])
 @pytest.mark.parametrize("reduce", ["wave", "segment"])
 def test_many_trees_on_two_context_parallel_ranks(name: str, reduce: str) -> None:
     forest, heads = PACKED[name], Heads()

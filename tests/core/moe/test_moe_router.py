@@ -38,7 +38,7 @@ def small_forest(align: int = 1) -> Forest:
             [0, 1, 2, 3, 4, 5, 6, 7, 1, 1, 30, 31],
         )
     ]
-    return build(rollouts, options=TreeOptions(align=align, min_gain=0))
+    return build(rollouts, options=TreeOptions(multiple=align, min_gain=0))
 
 
 @settings(max_examples=200)

@@ -111,7 +111,7 @@ def test_align_is_kept() -> None:
     """Where a shorter chunk would be chosen without it, and chunks pay all the same."""
     rollouts, groups = flat_rollouts(3000, 300, 4, 2)
     chosen = [
-        ChunkChooser(4).choose(rollouts, groups, TreeOptions(align=align, segment_tokens=1000))
+        ChunkChooser(4).choose(rollouts, groups, TreeOptions(multiple=align, segment_tokens=1000))
         for align in (1, 1000)
     ]
     assert 0 < chosen[0] < 1000 <= chosen[1]

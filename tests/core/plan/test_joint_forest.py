@@ -111,7 +111,7 @@ def test_every_forest_is_in_the_union_and_fillers_are_padding(rng, num) -> None:
         assert found.microbatch_of == tuple(microbatch_of)
         for index, segment in enumerate(filled.segments):
             if index not in real:
-                assert segment.padded_length == forest.align and not segment.parents
+                assert segment.padded_length == forest.multiple and not segment.parents
                 assert not (segment.inner or segment.scored)
         assert Forest.from_ints(filled.to_ints()) == filled
     assert found.union.raw_tokens == sum(forest.raw_tokens for forest in forests)

@@ -108,7 +108,7 @@ def test_an_empty_plan_takes_no_time() -> None:
 
 
 def test_padding_costs_and_another_cost_may_be_given() -> None:
-    forest = flat_forest(prefix=4, suffix=3, align=4, segment_tokens=0)
+    forest = flat_forest(prefix=4, suffix=3, multiple=4, segment_tokens=0)
     assert [s.padded_length for s in forest.segments] == [4, 8]
     assert simulate(ruled_plan(forest)).makespan == 3 * 12
     timeline = simulate(ruled_plan(forest), cost=lambda segment, kind: 1.5, unit="ms")

@@ -41,7 +41,7 @@ def test_every_segment_reads_its_rollouts(
 def test_padding_has_legal_tokens_and_goes_on_counting() -> None:
     rollouts = [Pairs(np.array([5, 6, 7]), np.array([6, 7, 8]), np.ones(3, bool))] * 2
     rollouts[1] = Pairs(np.array([5]), np.array([9]), np.ones(1, bool))
-    forest = build(rollouts, None, TreeOptions(align=4, min_gain=0))
+    forest = build(rollouts, None, TreeOptions(multiple=4, min_gain=0))
     inputs = SegmentInputs(forest, rollouts, CPU)
     assert inputs[0].tolist() == [
         [5, 6, 7, 0, 5, 0, 0, 0],

@@ -40,7 +40,7 @@ def test_nothing_is_shared_where_nobody_begins_alike(align, min_gain) -> None:
     rollouts, _ = flat_rollouts(40, 10, 1, 20)
     for number, rollout in enumerate(rollouts):
         rollout.inputs[0] = number
-    assert most_saved(rollouts, TreeOptions(align=align, min_gain=min_gain, share="batch")) == 0
+    assert most_saved(rollouts, TreeOptions(multiple=align, min_gain=min_gain, share="batch")) == 0
 
 
 def test_a_common_first_token_is_little() -> None:
@@ -64,7 +64,7 @@ def test_few_copies_of_a_short_prompt_are_dissolved(num) -> None:
 
 def test_equal_rollouts_are_shared_however_short() -> None:
     pair = Pairs(np.array([1]), np.array([2]), np.array([True]))
-    options = TreeOptions(align=8, min_gain=64, share="batch")
+    options = TreeOptions(multiple=8, min_gain=64, share="batch")
     assert (
         most_saved([pair] * 3, options) == 2 == 3 - build([pair] * 3, None, options).executed_tokens
     )

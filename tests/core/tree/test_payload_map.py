@@ -105,7 +105,7 @@ def test_live_rows_never_overlap_and_queries_see_their_ancestors(
 def test_context_parallel_ranks_hold_equal_parts(
     parts: int, sets: tuple[list[Pairs], list[int]], options: TreeOptions
 ) -> None:
-    if options.align % parts:
+    if options.multiple % parts:
         return
     segments = build(*sets, options).segments
     found = check_program(segments, [("F", index) for index in range(len(segments))], parts)

@@ -76,11 +76,11 @@ def test_the_last_prompt_token_joins_branches_by_its_label() -> None:
 
 def test_boundaries_round_toward_the_root() -> None:
     rollouts, groups = flat_rollouts(prefix=10, suffix=3, num=2, num_groups=1)
-    assert shape(build(rollouts, groups, exact(align=4))) == [
+    assert shape(build(rollouts, groups, exact(multiple=4))) == [
         ((), [(0, 8, (0, 1))]),
         ((0,), [(8, 5, (0,)), (8, 5, (1,))]),
     ]
-    wave = build(rollouts, groups, exact(align=4)).segments[1]
+    wave = build(rollouts, groups, exact(multiple=4)).segments[1]
     assert [span.padded for span in wave.spans] == [8, 8]
     assert wave.padded_length == 16
 
@@ -163,7 +163,7 @@ def test_groups_share_only_when_asked() -> None:
 
 def test_a_rollout_of_one_position() -> None:
     single = as_pairs([3], [4], [True])
-    assert shape(build([single], None, exact(align=8, chunk_tokens=8))) == [((), [(0, 1, (0,))])]
+    assert shape(build([single], None, exact(multiple=8, chunk_tokens=8))) == [((), [(0, 1, (0,))])]
 
 
 def test_no_rollouts_make_no_segments() -> None:
@@ -174,13 +174,13 @@ def test_no_rollouts_make_no_segments() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"align": 0}, "align is 0"),
+        ({"multiple": 0}, "multiple is 0"),
         ({"chunk_tokens": -1}, "chunk_tokens is -1"),
         ({"segment_tokens": -2}, "segment_tokens is -2"),
         ({"min_gain": -3}, "min_gain is -3"),
         ({"cut": 0}, "cut is 0"),
-        ({"align": 8, "chunk_tokens": 4}, "chunk_tokens 4 is below the alignment 8"),
-        ({"align": 4, "cut": 6, "chunk_tokens": 8}, "below the alignment 12"),
+        ({"multiple": 8, "chunk_tokens": 4}, "chunk_tokens 4 is below the alignment 8"),
+        ({"multiple": 4, "cut": 6, "chunk_tokens": 8}, "below the alignment 12"),
         ({"share": "all"}, "share is 'all'"),
     ],
 )
@@ -245,7 +245,7 @@ def caterpillar(num: int, length: int) -> list[Pairs]:
     return rollouts
 
 
-@pytest.mark.parametrize("options", [exact(), TreeOptions(align=8, chunk_tokens=512)])
+@pytest.mark.parametrize("options", [exact(), TreeOptions(multiple=8, chunk_tokens=512)])
 @pytest.mark.parametrize("kind", ["flat", "caterpillar", "own"])
 def test_a_thousand_rollouts_of_ten_thousand_tokens_take_seconds(kind, options) -> None:
     """The bound is the issue's; what it takes on one core is a tenth of it."""
@@ -280,6 +280,6 @@ def test_padding_is_counted_in_rows_and_not_in_tokens(lengths) -> None:
         as_pairs([i] * n, [i] * n, [True] * n)
         for i, n in zip(itertools.count(), lengths, strict=False)
     ]
-    forest = build(rollouts, None, exact(align=4))
+    forest = build(rollouts, None, exact(multiple=4))
     assert forest.executed_tokens == sum(lengths)
     assert sum(s.padded_length for s in forest.segments) == sum(-(-n // 4) * 4 for n in lengths)

@@ -94,13 +94,13 @@ def test_routes_that_no_model_can_follow_are_refused() -> None:
 @settings(max_examples=100)
 def test_boundaries_are_aligned_and_inner_segments_unpadded(sets, options) -> None:
     forest = build(*sets, options)
-    assert forest.align == options.align
+    assert forest.multiple == options.multiple
     read = {span.parent for segment in forest.segments for span in segment.spans}
     for index, segment in enumerate(forest.segments):
         for span in segment.spans:
             assert span.start % options.boundary == 0
-            assert span.padded % options.align == 0
-            assert 0 <= span.padded - span.length < options.align
+            assert span.padded % options.multiple == 0
+            assert 0 <= span.padded - span.length < options.multiple
         if segment.inner:
             assert all(span.padded == span.length for span in segment.spans)
         for number in range(len(segment.spans)):
@@ -159,7 +159,7 @@ def test_loss_in_leaves_shares_trained_positions_of_copies(sets, options) -> Non
 @settings(max_examples=150)
 def test_executed_tokens_are_those_of_the_trie(sets, align, share) -> None:
     rollouts, groups = sets
-    forest = build(rollouts, groups, exact(align=align, share=share))
+    forest = build(rollouts, groups, exact(multiple=align, share=share))
     apart = trees_of(rollouts, groups, share)
     assert forest.executed_tokens == sum(trie_size(tree, align) for tree in apart)
     assert forest.raw_tokens == sum(map(len, rollouts))
@@ -176,8 +176,8 @@ def test_cutting_chunks_and_waves_changes_no_sharing(sets, options) -> None:
 @settings(max_examples=100)
 def test_dissolving_leaves_only_segments_that_save_enough(sets, min_gain, align) -> None:
     rollouts, groups = sets
-    forest = build(rollouts, groups, exact(min_gain=min_gain, align=align))
-    least = build(rollouts, groups, exact(align=align)).executed_tokens
+    forest = build(rollouts, groups, exact(min_gain=min_gain, multiple=align))
+    least = build(rollouts, groups, exact(multiple=align)).executed_tokens
     # Copies share their leaf whatever the gain; nothing else may fall back to more than that.
     most = sum(len({(r.inputs.tobytes(), r.labels.tobytes()) for r in tree} and tree) and sum(
         len(one) for one in {(r.inputs.tobytes(), r.labels.tobytes()): r for r in tree}.values()

@@ -95,7 +95,7 @@ def test_folders_without_usable_files_are_refused(copy, tmp_path):
     (save() / "model.safetensors").write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00{}")
     assert "cannot be read as safetensors" in refused(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{}", encoding="utf-8")
-    assert "is no index of safetensors files" in refused(tmp_path)
+    assert "is not an index of safetensors files" in refused(tmp_path)
     with pytest.raises(UserError, match="no such folder"):
         HFWeights(tmp_path / "absent", resolve("tiny-llama"))
 

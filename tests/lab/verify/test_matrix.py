@@ -68,7 +68,7 @@ def test_every_rank_has_rollouts_and_something_to_share(shape):
         assert num % layout.dp == 0
         assert num // layout.dp >= 4
         assert num // layout.dp % layout.pp == 0, "Megatron's interleaved schedule wants that"
-    options = SHAPES[shape].config("float64").tree_options(align=8)  # the most that any row needs
+    options = SHAPES[shape].config("float64").tree_options(8)  # the most that any row needs
     assert isinstance(options, TreeOptions)
     assert max(layout.alignment for layout, _ in LAYOUTS.values()) == 8
 
