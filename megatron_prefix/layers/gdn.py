@@ -9,23 +9,58 @@ gives wrong gradients for sequences under three positions.)
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
+import megatron.core
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from packaging.version import Version
 from torch import Tensor
 
+from megatron_prefix.errors import Reason
+from megatron_prefix.layers.kind import Kind, Override, Running, Slot, recurrent_module
+from megatron_prefix.layers.recurrent import probe
 from megatron_prefix.layers.recurrent.moves import overwritten
 from megatron_prefix.layers.recurrent.rebound import rebound
 from megatron_prefix.layers.recurrent.states import LayerStates
+from megatron_prefix.refusals.table import DELTA_CP, DELTA_KERNEL, DETERMINISTIC
+from megatron_prefix.tree.payload_map import Form
 
-if TYPE_CHECKING:
-    from megatron_prefix.layers.blocks.core import SegmentContext
 
-Running = Callable[[], "SegmentContext | None"]
-Override = tuple[Any, str, Callable[..., Any]]
-"""An object, the name of its method, and what takes its place."""
+class GatedDeltaNet(Kind):
+    """A span leaves the state behind its last position, and the convolution's last inputs."""
+
+    name, symbol, slot, form = "GatedDeltaNet", "G", Slot.MIXER, Form.SPANS
+
+    def module_of(self, layer: Any) -> Any | None:
+        """See Kind."""
+        return recurrent_module(layer, "GatedDeltaNet", "forward")
+
+    def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
+        """See Kind; on a GPU the rule is tried, once a process."""
+        config = model.config
+        release = Version(Version(megatron.core.__version__).base_version)
+        if config.context_parallel_size > 1 and release < Version("0.18"):
+            yield DELTA_CP.given()
+        if next(model.parameters()).device.type != "cuda":
+            return
+        ranks = config.tensor_model_parallel_size * config.context_parallel_size
+        why = probe.refusals(
+            "cuda", config.linear_key_head_dim, config.linear_value_head_dim,
+            config.linear_num_value_heads // ranks,
+        )[self.name]  # fmt: skip
+        if why:
+            yield DELTA_KERNEL.given(why)
+
+    def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
+        """See Kind."""
+        if getattr(config, "deterministic_mode", False):
+            yield DETERMINISTIC.given()
+
+    def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
+        """See Kind."""
+        return GatedDeltaLayer(module, number, running).overrides()
 
 
 class GatedDeltaLayer:
@@ -34,7 +69,7 @@ class GatedDeltaLayer:
     Args:
         module: Megatron's.
         layer: its number in the sidecar.
-        running: the segment that runs.
+        running: says which segment runs.
     """
 
     def __init__(self, module: Any, layer: int, running: Running) -> None:
@@ -63,7 +98,7 @@ class GatedDeltaLayer:
         return found
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        context = self._running()
+        context = self._running.current
         if context is None:
             return self._stock(*args, **kwargs)
         if getattr(self._module, "cp_size", 1) > 1:
@@ -116,7 +151,7 @@ class GatedDeltaLayer:
             before: positions that the convolution looks back.
             stock: the convolution of [rows, positions, channels].
         """
-        context = self._running()
+        context = self._running.current
         if context is None:
             raise RuntimeError("a segment ended inside a recurrent layer")
         states = self._states = LayerStates(context, self._layer, x, before)

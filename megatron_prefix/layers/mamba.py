@@ -7,17 +7,20 @@ state as it is; so does what pads a shorter row behind its end, where the state 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_prefix.layers.gdn import Override, Running
+from megatron_prefix.errors import Reason
+from megatron_prefix.layers.kind import Kind, Override, Running, Slot, recurrent_module
 from megatron_prefix.layers.recurrent.moves import from_batches, permuted, to_batches
 from megatron_prefix.layers.recurrent.rebound import rebound
 from megatron_prefix.layers.recurrent.states import LayerStates
+from megatron_prefix.refusals.table import DETERMINISTIC, MAMBA_PATH
+from megatron_prefix.tree.payload_map import Form
 
 if TYPE_CHECKING:
     from megatron_prefix.layers.blocks.core import SegmentContext
@@ -26,13 +29,34 @@ NO_STEP = -1e4
 """A time step's input that is zero behind softplus, whatever its bias."""
 
 
+class Mamba2(Kind):
+    """A span leaves the state behind its last position, and the convolution's last inputs."""
+
+    name, symbol, slot, form = "Mamba2", "M", Slot.MIXER, Form.SPANS
+
+    def module_of(self, layer: Any) -> Any | None:
+        """See Kind."""
+        return recurrent_module(layer, "MambaMixer", "_ssm_training")
+
+    def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
+        """See Kind."""
+        if getattr(config, "deterministic_mode", False):
+            yield DETERMINISTIC.given()
+        if not module.use_mem_eff_path:
+            yield MAMBA_PATH.given()
+
+    def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
+        """See Kind."""
+        return MambaLayer(module, number, running).overrides()
+
+
 class MambaLayer:
     """One MambaMixer.
 
     Args:
         module: Megatron's.
         layer: its number in the sidecar.
-        running: the segment that runs.
+        running: says which segment runs.
     """
 
     def __init__(self, module: Any, layer: int, running: Running) -> None:
@@ -60,7 +84,7 @@ class MambaLayer:
 
     def _choosing(self, stock: Any, within: Callable[..., Any]) -> Callable[..., Any]:
         def method(*args: Any, **kwargs: Any) -> Any:
-            return (stock if self._running() is None else within)(*args, **kwargs)
+            return (stock if self._running.current is None else within)(*args, **kwargs)
 
         return method
 
@@ -74,7 +98,7 @@ class MambaLayer:
         return permuted(x, *reversed(self._context().spans.dealt(size)))
 
     def _context(self) -> SegmentContext:
-        context = self._running()
+        context = self._running.current
         if context is None:
             raise RuntimeError("a segment ended inside a recurrent layer")
         return context

@@ -7,15 +7,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import megatron.core
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from packaging.version import Version
 
 from megatron_prefix.errors import Reason, refused
+from megatron_prefix.layers import table
+from megatron_prefix.layers.kind import Part
 from megatron_prefix.megatron import modules
-from megatron_prefix.megatron.mixers import Mixer
-from megatron_prefix.moe.versions import routers
 from megatron_prefix.refusals.table import (
     DDP_DELAYED_WGRAD,
     DELAYED_WGRAD,
@@ -24,7 +23,6 @@ from megatron_prefix.refusals.table import (
     OFFLOAD_OVERLAP,
     OLD_MEGATRON,
     OPTIONS,
-    OTHER_ROUTER,
     OVERLAPPED_EXPERTS,
     PARTIAL_CHECKPOINTS,
 )
@@ -111,23 +109,20 @@ def check(model: Any, wrapped: Any = None) -> None:
     if getattr(model, "position_embedding_type", "rope") == "mrope":
         found.append(MROPE.given())
     found += modules.refusals(model)
-    for number, router in routers(model).items():
-        if not isinstance(router, TopKRouter):
-            found.append(OTHER_ROUTER.given(number, type(router).__name__))
     _refuse(found)
 
 
-def check_options(config: Any, found: Iterable[Mixer]) -> None:
+def check_options(config: Any, known: Iterable[Part]) -> None:
     """Refuses options that may have changed since `check`.
 
     Args:
         config: the language model's TransformerConfig.
-        found: what its layers mix positions with.
+        known: what leaves a payload in its layers.
 
     Raises:
         CannotShare: as of `check`.
     """
-    _refuse([*refusals(config), *modules.option_refusals(found, config)])
+    _refuse([*refusals(config), *table.option_refusals(known, config)])
 
 
 def _refuse(found: list[Reason]) -> None:

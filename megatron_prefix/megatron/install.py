@@ -6,7 +6,7 @@ Hooks on a built model; none replaces a module or changes a checkpoint key:
 2. the *instance's* `core_attention.forward` runs the segment's blocks; from there on the last layer
 runs on the positions whose output is read (`linear_proj`, `self_attn_bda`, `mlp`);
 3. the *instance's* methods of a recurrent layer begin spans with their parents' states;
-4. the *instances'* methods of routers count every rollout of a token (moe/overrides.py);
+4. the *instances'* methods of routers count every rollout of a token (layers/experts.py);
 5. the *instance's* `forward` of the decoder lets an offloaded segment take what it saves, and a
 hook on every layer says where one ends;
 6. the *instance's* `compute_language_model_loss` does not wait for the device (cross_entropy.py);
@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,22 +32,21 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from megatron_prefix.errors import refused
-from megatron_prefix.layers.blocks.core import SegmentContext, segment_attention
+from megatron_prefix.layers import table
+from megatron_prefix.layers.blocks.core import SegmentContext
 from megatron_prefix.layers.blocks.kernels import Kernel, choose
 from megatron_prefix.layers.blocks.merge import prepare
-from megatron_prefix.layers.blocks.unread import keys_only, picked, skipped
-from megatron_prefix.layers.gdn import GatedDeltaLayer
-from megatron_prefix.layers.mamba import MambaLayer
-from megatron_prefix.megatron import features, mixers
+from megatron_prefix.layers.blocks.unread import picked, skipped
+from megatron_prefix.layers.kind import Part, Slot
+from megatron_prefix.megatron import features
 from megatron_prefix.megatron.cross_entropy import without_waiting
 from megatron_prefix.moe import versions
-from megatron_prefix.moe.overrides import overrides
 from megatron_prefix.moe.replay import Replay
 from megatron_prefix.refusals.table import ROTARY_TABLES
+from megatron_prefix.tree.payload_map import Form
 
 logger = logging.getLogger(__name__)
 _INSTALLED = "_megatron_prefix_hooks"
-_RECURRENT: dict[str, Any] = {"GatedDeltaNet": GatedDeltaLayer, "MambaMixer": MambaLayer}
 
 
 class Hooks:
@@ -56,9 +54,9 @@ class Hooks:
 
     Attributes:
         model: the language model, without its wrappers.
-        mixers: its layers with attention or a recurrence, in the order in which they run; the
-            sidecar has their numbers.
-        recurrent: numbers of the recurrent ones.
+        parts: what leaves a payload in its layers, in the order in which it runs; the sidecar has
+            their numbers.
+        forms: of these payloads.
         routers: its mixture-of-experts routers by layer.
         kernel: runs the attention blocks.
         keys_only: the layer of which a segment without loss needs K and V only: the last one of the
@@ -70,16 +68,15 @@ class Hooks:
     def __init__(self, model: nn.Module, kernel: str = "auto") -> None:
         self.model = language_model(model)
         features.check(self.model, model)
-        self.mixers = [mixer for mixer in mixers.mixers(self.model) if mixer.kind]
-        numbered = enumerate(self.mixers)
-        self.recurrent = {layer for layer, mixer in numbered if mixer.kind in mixers.RECURRENT}
+        self.parts = table.payload_parts(self.model)
+        self.forms = [part.kind.form for part in self.parts if part.kind and part.kind.form]
         self.routers: dict[int, Any] = versions.routers(self.model)
         config = self.model.config
         self._sequence_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         # A stage for the loss only has no layer.
         last = next(reversed(self.model.decoder.layers), None)
         ends_early = self.model.post_process and last is not None and _can_end_early(last)
-        self.keys_only = len(self.mixers) - 1 if ends_early else None
+        self.keys_only = len(self.parts) - 1 if ends_early else None
         self.use(kernel)
         self.current: SegmentContext | None = None
         self.replay: Replay | None = None
@@ -98,26 +95,22 @@ class Hooks:
         self._override(decoder, "forward", self._saving(decoder.forward))
         for one in decoder.layers:
             self._undo.append(one.register_forward_hook(self._layer_done).remove)
-        for layer, (kind, module) in enumerate(self.mixers):
-            if layer in self.recurrent:
-                hooked = _RECURRENT[kind](module, layer, lambda: self.current)
-                for one in hooked.overrides():
-                    self._override(*one)
-            else:
-                core = module.core_attention
-                self._override(core, "forward", self._attention(layer, module))
+        self._override_parts(self.parts)
         if self.keys_only is not None:
             last = decoder.layers[-1]
             projection = last.self_attention.linear_proj
             self._override(projection, "forward", self._projecting(projection))
             self._override(last, "self_attn_bda", self._adding(last.self_attn_bda))
             self._override(last.mlp, "forward", self._skipping(last.mlp, 1))
-        for layer, router in self.routers.items():
-            for name, method in overrides(router, layer, self).items():
-                self._override(router, name, method)
+        self._override_parts(table.parts(self.model, Slot.MLP))
         self._override_loss()
         setattr(self.model, _INSTALLED, self)
         self._undo.append(lambda: delattr(self.model, _INSTALLED))
+
+    def _override_parts(self, parts: Sequence[Part]) -> None:
+        for number, (kind, module) in enumerate(parts):
+            for one in kind.overrides(module, number, self) if kind is not None else ():
+                self._override(*one)
 
     def _override_loss(self) -> None:
         stock = getattr(self.model, "compute_language_model_loss", None)
@@ -134,7 +127,7 @@ class Hooks:
     def use(self, kernel: str) -> None:
         """Chooses the kernel by name; see megatron_prefix/layers/blocks/kernels.py."""
         self._kernel_name = kernel
-        num_layers = len(self.mixers) - len(self.recurrent)
+        num_layers = self.forms.count(Form.POSITIONS)
         self.kernel = _choose_kernel(kernel, self.model, num_layers)
 
     def unread(self) -> set[nn.Parameter]:
@@ -218,24 +211,6 @@ class Hooks:
     def _layer_done(self, *_: Any) -> None:
         if self.current is not None and self.current.offload is not None:
             self.current.offload.layer_done()
-
-    def _attention(self, layer: int, attention: Any) -> Callable[..., Tensor]:
-        core = attention.core_attention
-        stock, scale = core.forward, _softmax_scale(attention, core)
-        norms = attention.config.qk_layernorm
-
-        def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if self.current is None:
-                return stock(query, key, value, *args, **kwargs)
-            if layer == self.current.keys_only:
-                return keys_only(query, key, value, self.current, layer)
-            if not (self.current.inner or norms):
-                # A wave saves its values; a view would keep the whole projection in memory. With
-                # norms of queries and keys the projection is kept anyway.
-                value = value.contiguous()
-            return segment_attention(query, key, value, self.current, layer, scale, self.kernel)
-
-        return forward
 
     def _projecting(self, module: Any) -> Callable[..., Any]:
         """The last layer's output projection, of the positions that are read."""
@@ -362,21 +337,6 @@ def _can_end_early(layer: Any) -> bool:
     modules = modules and not isinstance(mlp, IdentityOp)  # in a hybrid model it is another layer
     plain = callable(add) and not isinstance(add, nn.Module)  # a module cannot be overridden
     return modules and plain and not hasattr(mlp, "router")
-
-
-def _softmax_scale(attention: Any, core: Any) -> float:
-    """The stock core attention's scale: its own, the layer's, the config's, or 1/sqrt(dim).
-
-    With apply_query_key_layer_scaling Megatron's own core attention divides by the layer's number
-    before the product and multiplies after it (megatron/core/transformer/dot_product_attention.py).
-    """
-    config = attention.config
-    for owner in (core, attention, config):
-        scale = getattr(owner, "softmax_scale", None)
-        if isinstance(scale, int | float):
-            softmax = getattr(core, "scale_mask_softmax", None)
-            return scale * (getattr(softmax, "scale", None) or 1.0)
-    return 1.0 / math.sqrt(config.kv_channels)
 
 
 def _described(rotary: Any) -> str:

@@ -15,8 +15,8 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from megatron_prefix.megatron.decoder import pattern_of, recomputes
 from megatron_prefix.megatron.install import language_model
-from megatron_prefix.megatron.mixers import pattern_of, recomputes
 from megatron_prefix.moe.versions import has_global_loss
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.footprint import Footprint

@@ -110,7 +110,7 @@ def _check_features(inner: Any, model: Any) -> None:
     options in every step, since Megatron reads some of them in every forward."""
     hooks = installed(model)
     if hooks is not None:
-        features.check_options(inner.config, hooks.mixers)
+        features.check_options(inner.config, hooks.parts)
     else:
         features.check(inner, model)
 

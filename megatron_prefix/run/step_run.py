@@ -44,7 +44,7 @@ from megatron_prefix.sidecar.context_parallel import Exchange
 from megatron_prefix.sidecar.gathered import GatheredCache
 from megatron_prefix.sidecar.host_arena import HostLayers
 from megatron_prefix.sidecar.sharded import ShardedCache
-from megatron_prefix.tree.payload_map import Form, payload_map
+from megatron_prefix.tree.payload_map import payload_map
 
 
 class StepRun:
@@ -211,10 +211,7 @@ class StepRun:
         actions, parts = plan.actions_of(self._rank.stage, chunk), self._rank.groups.cp.size()
         gathers = self._memory.gathers
         planned = payload_map(plan.segments, actions, parts, 1 if gathers else parts)
-        forms = [
-            Form.SPANS if layer in hooks.recurrent else Form.POSITIONS
-            for layer in range(len(hooks.mixers))
-        ]
+        forms = hooks.forms
         if exchange is None:
             share = self._config.cache_host_layers
             host = HostLayers(offloader, len(forms), share) if offloader and share else None

@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch.overrides import TorchFunctionMode
 
-from megatron_prefix.megatron import modules
+from megatron_prefix.layers import attention as segments
 from megatron_prefix.tree import cp_layout
 
 
@@ -94,7 +94,7 @@ class LocalAttention(DotProductAttention):
 
 
 # Its rule is that of Megatron's own: segments may take its place.
-modules.CORES.add(f"{LocalAttention.__module__}.{LocalAttention.__qualname__}")
+segments.CORES.add(f"{LocalAttention.__module__}.{LocalAttention.__qualname__}")
 
 
 class SdpaAttention(LocalAttention):

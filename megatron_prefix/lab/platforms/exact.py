@@ -11,8 +11,8 @@ from typing import Any
 from megatron_prefix.lab.platforms import linear_kernels as kernels
 from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule
 from megatron_prefix.layers.recurrent.rebound import rebound
+from megatron_prefix.layers.table import payload_parts
 from megatron_prefix.megatron.install import language_model
-from megatron_prefix.megatron.mixers import mixers
 
 
 def by_definition(model: Any) -> None:
@@ -21,12 +21,12 @@ def by_definition(model: Any) -> None:
     Instances are changed, and only they: the model is for stock schedules.
     """
     rule = chunk_gated_delta_rule
-    for kind, module in mixers(language_model(model)):
-        if kind == "MambaMixer":
+    for _, module in payload_parts(language_model(model)):
+        if hasattr(module, "_ssm_training"):
             scan = kernels.mamba_split_conv1d_scan_combined
             stock = module._ssm_training
             module._ssm_training = rebound(stock, mamba_split_conv1d_scan_combined=scan)
         elif hasattr(module, "gated_delta_rule"):  # since 0.18
             module.gated_delta_rule = rule
-        elif kind == "GatedDeltaNet":
+        elif hasattr(module, "conv1d"):
             module.forward = rebound(module.forward, chunk_gated_delta_rule=rule)

@@ -19,10 +19,10 @@ from megatron_prefix.lab.platforms.exact import by_definition
 from megatron_prefix.lab.rl import job, packing
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.layers import gdn
+from megatron_prefix.layers import gdn, table
 from megatron_prefix.layers.recurrent import moves, states
 from megatron_prefix.layers.recurrent.spans import Spans
-from megatron_prefix.megatron import mixers, modules
+from megatron_prefix.megatron import decoder
 from megatron_prefix.megatron.install import install, installed, language_model
 from megatron_prefix.run import schedule
 from megatron_prefix.run.rank import Rank
@@ -38,6 +38,8 @@ from tests.harness.trees import rollout_sets, tree_options
 
 RELEASE = Version(megatron.core.__version__)
 EXACT = 1e-9
+KERNELS_OF = {"GatedDeltaNet": "forward", "MambaMixer": "_ssm_training"}
+"""Megatron's recurrent modules, and the method that calls their kernels."""
 """The issue's limit in fp64; found are 1e-14 and less."""
 
 
@@ -121,11 +123,11 @@ def test_full_recomputation_is_predicted_where_it_happens(
             calls[-1] += 1
 
         for module in model.modules():
-            if type(module).__name__ in mixers.RECURRENT:
+            if type(module).__name__ in KERNELS_OF:
                 module.register_forward_pre_hook(count)
         assert hybrid.worst(model, families[name].expected) <= EXACT
         waves.append(Rank.of([model]).footprint(False, 0).wave)
-    assert calls[1] == (2 if mixers.recomputes(language_model(model)) else 1) * calls[0]
+    assert calls[1] == (2 if decoder.recomputes(language_model(model)) else 1) * calls[0]
     assert (waves[1] < waves[0]) == (calls[1] > calls[0])
 
 
@@ -249,7 +251,7 @@ def test_refused_by_name(
 ) -> None:
     model = unwrap(hybrid.model_of(name, wrap_ddp=False))
     if change is _gdn_of_context_parallel:
-        monkeypatch.setattr(modules.megatron.core, "__version__", "0.17.1")
+        monkeypatch.setattr(gdn.megatron.core, "__version__", "0.17.1")
     monkeypatch.setattr(*change(model), raising=False)
     with pytest.raises(UserError, match=message) as caught:
         install(model)
@@ -286,7 +288,7 @@ def test_a_layer_that_bypasses_the_replaced_kernels_fails(
 ) -> None:
     """As a release might under an option that is not refused yet."""
     model, _, expected = families[GDN]
-    monkeypatch.setattr(modules, "option_refusals", lambda *_: ())
+    monkeypatch.setattr(table, "option_refusals", lambda *_: ())
     monkeypatch.setattr(*_deterministic(unwrap(model)))
     for fields in ({}, {"min_gain": 10**6}):
         with pytest.raises(RuntimeError, match="without the replaced kernels"):
@@ -483,13 +485,14 @@ def test_the_reference_of_a_job_has_the_definition(
 
 def _take_kernels(model: Any, patch: pytest.MonkeyPatch) -> None:
     """From the recurrent layers of a model, wherever Megatron's release keeps them."""
-    for mixer in mixers.mixers(language_model(model)):
-        if mixer.kind not in mixers.RECURRENT:
+    for _, module in table.payload_parts(language_model(model)):
+        method = KERNELS_OF.get(type(module).__name__)
+        if method is None:
             continue
-        if hasattr(mixer.module, "gated_delta_rule"):
-            patch.setattr(mixer.module, "gated_delta_rule", None)
+        if hasattr(module, "gated_delta_rule"):
+            patch.setattr(module, "gated_delta_rule", None)
             continue
-        names = getattr(type(mixer.module), mixers.RECURRENT[mixer.kind]).__globals__
+        names = getattr(type(module), method).__globals__
         for kernel in {"chunk_gated_delta_rule", "mamba_split_conv1d_scan_combined"} & {*names}:
             patch.setitem(names, kernel, None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -141,7 +142,7 @@ def layer_of(states: LayerStates) -> Any:
     from megatron_prefix.layers.gdn import GatedDeltaLayer
 
     layer = GatedDeltaLayer.__new__(GatedDeltaLayer)
-    layer._layer, layer._running = 0, lambda: cast(Any, states._context)
+    layer._layer, layer._running = 0, cast(Any, SimpleNamespace(current=states._context))
     layer._by_channels = mock.Mock(wraps=linear_kernels.causal_conv1d_fn)
     layer._by_positions = mock.Mock(wraps=linear_kernels.causal_conv1d)
     return layer

@@ -126,7 +126,7 @@ def test_a_wrong_rule_is_refused_when_a_model_is_installed(monkeypatch: pytest.M
             return {"GatedDeltaNet": "wrong output"}
 
         monkeypatch.setattr(probe, "refusals", refusals)
-        assert [*modules._mixer_refusals(model)] == found
+        assert [*modules._layer_refusals(model)] == found
         assert asked == ([("cuda", 64, 32, 4)] if found else [])
 
 

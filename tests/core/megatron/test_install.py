@@ -18,9 +18,10 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.layers.attention import Attention
 from megatron_prefix.layers.blocks.kernels import KERNELS
 from megatron_prefix.megatron import install as installing
-from megatron_prefix.megatron.install import Hooks, install, uninstall
+from megatron_prefix.megatron.install import install, uninstall
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.calls import ROWS, Trainer, run_step
@@ -213,7 +214,7 @@ def test_a_failed_install_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> Non
     model = small_model()
     before = state_of(model)
     with monkeypatch.context() as patch:
-        patch.setattr(Hooks, "_attention", lambda *args: 1 / 0)
+        patch.setattr(Attention, "overrides", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             install(model)
     assert_same_objects(state_of(model), before)

@@ -1,20 +1,49 @@
-"""The methods that megatron/install.py gives to a router."""
+"""Experts: their routers count every rollout that a token of a segment stands for.
+
+That sum is a payload, too: a span of it goes to the ledger of the step (moe/ledger.py), not to the
+span's children.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_prefix.errors import Reason
+from megatron_prefix.layers.kind import Kind, Override, Running, Slot
 from megatron_prefix.moe.ledger import RouterLedger
+from megatron_prefix.refusals.table import OTHER_ROUTER
 
 
-def overrides(router: Any, layer: int, hooks: Any) -> dict[str, Callable[..., Any]]:
+class Experts(Kind):
+    """Megatron's mixture of experts, whose router is a TopKRouter."""
+
+    name, symbol, slot = "experts", "E", Slot.MLP
+
+    def module_of(self, layer: Any) -> Any | None:
+        """See Kind."""
+        module = getattr(layer, "mlp", None)
+        return module if hasattr(module, "router") else None
+
+    def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
+        """See Kind."""
+        if not isinstance(module.router, TopKRouter):
+            yield OTHER_ROUTER.given(number, type(module.router).__name__)
+
+    def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
+        """See Kind."""
+        methods = _in_segments(module.router, number, running)
+        return [(module.router, name, method) for name, method in methods.items()]
+
+
+def _in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[..., Any]]:
     # long: six short functions over the same three names
     """New methods of one router, by name. Outside of segments they behave as Megatron's.
 

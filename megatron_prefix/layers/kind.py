@@ -1,0 +1,136 @@
+"""What a kind of layer says of itself: one file of this folder, and one line of table.py.
+
+A kind fills a slot of Megatron's layers: it mixes positions, or it works on each of them. It says
+which of Megatron's modules it is, what of that module is refused, what a span leaves for its
+children in it (its payload), and which methods of the module a segment needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+from megatron_prefix.errors import Reason
+from megatron_prefix.layers.blocks.interface import Kernel
+from megatron_prefix.tree.payload_map import Form
+
+if TYPE_CHECKING:
+    from megatron_prefix.layers.blocks.core import SegmentContext
+    from megatron_prefix.moe.replay import Replay
+
+Override = tuple[Any, str, Callable[..., Any]]
+"""An object, the name of its method, and what takes its place."""
+
+
+class Slot(Enum):
+    """A place in one of Megatron's layers."""
+
+    MIXER = "mixer"
+    MLP = "mlp"
+
+
+class Running(Protocol):
+    """What the hooks of a model chunk know of the step that runs.
+
+    Attributes:
+        current: the segment that runs, or None.
+        kernel: runs attention's blocks.
+        replay: makes the routers follow routes in this step; None if they choose themselves.
+    """
+
+    current: SegmentContext | None
+    kernel: Kernel
+    replay: Replay | None
+
+
+class Kind:
+    """A kind of layer.
+
+    Attributes:
+        name: for messages.
+        symbol: in the pattern of a hybrid model, as in Megatron's
+            megatron/core/ssm/mamba_hybrid_layer_allocation.py.
+        slot: what it fills.
+        form: rows of its payload; None if it leaves nothing.
+        columns: what must agree for a position to be shared, besides input, label and routes:
+            names of columns of `Pairs`. (Multi-token prediction will need the next input.)
+        needs_rows: whether positions without loss are read behind the last layer, too. (Multi-token
+            prediction has a loss of its own.)
+    """
+
+    name: ClassVar[str]
+    symbol: ClassVar[str]
+    slot: ClassVar[Slot]
+    form: ClassVar[Form | None] = None
+    columns: ClassVar[tuple[str, ...]] = ()
+    needs_rows: ClassVar[bool] = False
+
+    def module_of(self, layer: Any) -> Any | None:
+        """Megatron's module of this kind in one of Megatron's layers; None if it has none.
+
+        Modules are told by name: importing them would need their kernels.
+        """
+        raise NotImplementedError
+
+    def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
+        """What is refused of a module, for good; looked at before the first step.
+
+        Args:
+            number: of its layer in the model chunk.
+            module: Megatron's.
+            model: the language model that it is in.
+        """
+        yield from ()
+
+    def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
+        """What is refused of options that Megatron reads in every forward; so in every step."""
+        yield from ()
+
+    def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
+        """Methods of instances, and what takes their place; outside of segments they are as before.
+
+        Args:
+            module: Megatron's.
+            number: of the layer in the sidecar if the kind leaves a payload, else in the model
+                chunk.
+            running: says which segment runs.
+        """
+        return ()
+
+
+class Part(NamedTuple):
+    """What fills a slot of a layer.
+
+    Attributes:
+        kind: its kind; None: nothing.
+        module: Megatron's.
+    """
+
+    kind: Kind | None
+    module: Any = None
+
+
+def recurrent_module(layer: Any, name: str, method: str) -> Any | None:
+    """A layer's recurrent module of Megatron's class `name`, if `method` is that class's own.
+
+    Another method, of a subclass or of the instance, may call other kernels.
+    """
+    # A mixer: MambaLayer, also of Megatron's other recurrent layers in hybrid models.
+    module = getattr(layer, "mixer", None) or getattr(layer, "self_attention", None)
+    for base in type(module).__mro__:
+        if base.__name__ == name and base.__module__.startswith("megatron.core.ssm."):
+            own = getattr(type(module), method) is vars(base)[method] and method not in vars(module)
+            return module if own else None
+    return None
+
+
+def owner(module: Any, method: str) -> str:
+    """The full name of the class that defines a method of a module; "" if none does, or if the
+    instance has another."""
+    if method in vars(module):
+        return ""
+    for base in type(module).__mro__:
+        if method in vars(base):
+            return f"{base.__module__}.{base.__qualname__}"
+    return ""

@@ -1,0 +1,70 @@
+"""The kinds of layers, and what fills the slots of a model's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from megatron_prefix.errors import Reason
+from megatron_prefix.layers.attention import Attention
+from megatron_prefix.layers.experts import Experts
+from megatron_prefix.layers.gdn import GatedDeltaNet
+from megatron_prefix.layers.kind import Kind, Part, Slot
+from megatron_prefix.layers.mamba import Mamba2
+from megatron_prefix.layers.mlp import MLP
+from megatron_prefix.refusals.table import OTHER_MIXER
+
+KINDS: tuple[Kind, ...] = (
+    Attention(),
+    GatedDeltaNet(),
+    Mamba2(),
+    Experts(),
+    MLP(),
+)
+"""In a slot the first that knows the module has it."""
+SYMBOLS = frozenset(kind.symbol for kind in KINDS)
+
+
+def part_of(layer: Any, slot: Slot) -> Part | None:
+    """What fills a slot of one of Megatron's layers; None if that is not known."""
+    for kind in KINDS:
+        if kind.slot is slot and (module := kind.module_of(layer)) is not None:
+            return Part(kind, module)
+    return Part(None) if slot is Slot.MLP or _has_no_mixer(layer) else None
+
+
+def parts(model: Any, slot: Slot) -> list[Part]:
+    """Of all layers of a language model; what is not known counts as nothing."""
+    return [part_of(layer, slot) or Part(None) for layer in model.decoder.layers]
+
+
+def payload_parts(model: Any) -> list[Part]:
+    """What leaves a payload, in the order in which it runs: the sidecar has their numbers."""
+    return [part for part in parts(model, Slot.MIXER) if part.kind and part.kind.form]
+
+
+def refusals(model: Any) -> Iterator[Reason]:
+    """What is refused of a language model's layers, for good."""
+    for number, layer in enumerate(model.decoder.layers):
+        for slot in Slot:
+            part = part_of(layer, slot)
+            if part is None:
+                module = getattr(layer, "mixer", None) or getattr(layer, "self_attention", layer)
+                yield OTHER_MIXER.given(number, type(module).__name__)
+            elif part.kind is not None:
+                yield from part.kind.refusals(number, part.module, model)
+
+
+def option_refusals(known: Iterable[Part], config: Any) -> Iterator[Reason]:
+    """What is refused of options that may have changed since."""
+    for kind, module in known:
+        if kind is not None:
+            yield from kind.option_refusals(module, config)
+
+
+def _has_no_mixer(layer: Any) -> bool:
+    """Whether a layer is an MLP alone, as in hybrid models."""
+    if hasattr(layer, "mixer"):
+        return False
+    attention = getattr(layer, "self_attention", None)
+    return (attention is None or type(attention).__name__ == "IdentityOp") and hasattr(layer, "mlp")
