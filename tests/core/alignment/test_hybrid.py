@@ -24,7 +24,6 @@ from megatron_prefix.layers.recurrent import moves, states
 from megatron_prefix.layers.recurrent.spans import Spans
 from megatron_prefix.megatron import mixers
 from megatron_prefix.megatron.install import install, installed, language_model
-from megatron_prefix.run import schedule
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.sidecar import states as sidecar
 from megatron_prefix.tree import Pairs, TreeOptions, state_layout
@@ -537,7 +536,7 @@ def test_random_forests(
     model, twin, _ = families[name]
     fields = {n: getattr(options, n) for n in ("chunk_tokens", "segment_tokens", "min_gain")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "_alignment", lambda config: options.align)
+        patch.setattr(Rank, "alignment", options.align)
         ours = schedule_with(
             memory=memory, share=options.share, cache_host_layers=host_layers, **fields
         )
