@@ -2,8 +2,8 @@
 
     python -m benchmarks.alternate OLD NEW --rounds 12 -- python -m benchmarks.host_time
 
-Runs a command in both folders, in an order that changes from round to round, and reads lines of its
-output that end in `NAME: NUMBER ms ...`. For every name it prints both medians, the median of the
+Runs a command in both folders, in an order that changes from round to round, and reads lines
+`NAME: NUMBER ms ...` of its output, or the rows of what `megatron-prefix bench --json` prints. For every name it prints both medians, the median of the
 rounds' ratios (new over old), and the bounds between which that median is with 95 % confidence: by
 the order statistics of the ratios, which assume nothing about how times spread. Exit code 1 if an
 upper bound is above --most.
@@ -12,6 +12,7 @@ upper bound is above --most.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
@@ -32,7 +33,10 @@ def times(folder: Path, command: Sequence[str]) -> dict[str, float]:
         sys.exit(
             f"{folder}: {' '.join(command)} ends with {done.returncode}:\n{done.stderr[-2000:]}"
         )
-    return {name: float(number) for name, number in LINE.findall(done.stdout)}
+    if not done.stdout.startswith("{"):
+        return {name: float(number) for name, number in LINE.findall(done.stdout)}
+    rows = json.loads(done.stdout)["rows"]
+    return {f"{s} {row['name']}": row[f"{s}_ms"] for row in rows for s in ("stock", "prefix")}
 
 
 def bounds(ratios: Sequence[float]) -> tuple[float, float]:
