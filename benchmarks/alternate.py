@@ -3,10 +3,10 @@
     python -m benchmarks.alternate OLD NEW --rounds 12 -- python -m benchmarks.host_time
 
 Runs a command in both folders, in an order that changes from round to round, and reads lines
-`NAME: NUMBER ms ...` of its output, or the rows of what `megatron-prefix bench --json` prints. For every name it prints both medians, the median of the
-rounds' ratios (new over old), and the bounds between which that median is with 95 % confidence: by
-the order statistics of the ratios, which assume nothing about how times spread. Exit code 1 if an
-upper bound is above --most.
+`NAME: NUMBER ms ...` of its output, or the rows of what `megatron-prefix bench --json` prints. For
+every name it prints both medians, the median of the rounds' ratios (new over old), and the bounds
+between which that median is with 95 % confidence: by the order statistics of the ratios, which
+assume nothing about how times spread. Exit code 1 if an upper bound is above --most.
 """
 
 from __future__ import annotations
