@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.tree import TreeOptions
@@ -13,6 +14,13 @@ MEMORY_POLICIES = ("retain", "offload", "recompute", "auto")
 CP_REDUCE = ("auto", "wave", "segment")
 KERNELS = ("math", "flash_cpu", "flash", "cudnn", "fa3", "fa4")
 """Names of the attention kernels (megatron_prefix/layers/blocks/kernels.py)."""
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "mode": MODES,
+    "memory": MEMORY_POLICIES,
+    "cp_reduce": CP_REDUCE,
+    "run_ahead": (1, 2),
+}
+"""What a field of PrefixConfig may be, where that is a list."""
 MOST_MEMORY_GB = 1e6
 """No machine has as much."""
 
@@ -95,12 +103,8 @@ class PrefixConfig:
         if not isinstance(self.align, int) or self.align < 1:
             raise UserError(f"align is {self.align!r}: give an integer from 1")
         self.tree_options(1)
-        for name, value, known in (
-            ("mode", self.mode, MODES),
-            ("memory", self.memory, MEMORY_POLICIES),
-            ("cp_reduce", self.cp_reduce, CP_REDUCE),
-            ("run_ahead", self.run_ahead, (1, 2)),
-        ):
+        for name, known in CHOICES.items():
+            value = getattr(self, name)
             if value not in known:
                 raise UserError(f"{name} is {value!r}: give one of {', '.join(map(str, known))}")
         if not 0 <= self.memory_budget_gb <= MOST_MEMORY_GB:

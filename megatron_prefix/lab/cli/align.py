@@ -10,10 +10,10 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab.cli import report
 from megatron_prefix.lab.cli.arguments import (
     add_baseline,
+    add_config,
     add_layout,
     add_lengths,
     add_messages,
-    add_plan,
     add_rollouts,
     baseline_of,
     config_of,
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, model="tiny-llama", dtype="float64")
     add_layout(parser)
     add_lengths(parser)
-    add_plan(parser)
+    add_config(parser.add_argument_group("plan"), "plan_file")
     add_baseline(parser)
     add_messages(parser)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix.config import CHOICES, KERNELS, MOST_MEMORY_GB, PrefixConfig
 from megatron_prefix.errors import shown
 from megatron_prefix.lab.rl.baseline import BASELINES, PACK_TOKENS, Baseline
 from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
@@ -17,7 +17,6 @@ from megatron_prefix.plan.cost_file import read_costs
 from megatron_prefix.plan.files import check_writable
 from megatron_prefix.plan.planfile import PlanFile
 
-_DEFAULTS = PrefixConfig()
 _OPTIONS = {"mode": "prefix_schedule", "plan_file": "prefix_plan"}
 """Fields of PrefixConfig whose options have other names."""
 
@@ -118,18 +117,15 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     """`--tp --pp --vpp --cp --ep --dp --sequence-parallel`; see `layout_of`."""
     group = parser.add_argument_group("parallel layout")
     for name, text in (
-        ("tp", "tensor parallel size"),
-        ("pp", "pipeline parallel size"),
-        ("vpp", "model chunks a pipeline stage holds"),
-        ("cp", "context parallel size"),
-        ("ep", "expert parallel size"),
+        ("tp", "tensor parallel size (default 1)"),
+        ("pp", "pipeline parallel size (default 1)"),
+        ("vpp", "model chunks a pipeline stage holds (default 1)"),
+        ("cp", "context parallel size (default 1)"),
+        ("ep", "expert parallel size (default 1)"),
+        ("dp", "data parallel size (default: fills the world)"),
     ):
-        group.add_argument(
-            f"--{name}", type=whole(), default=1, metavar="N", help=f"{text} (default 1)"
-        )
-    group.add_argument(
-        "--dp", type=whole(), metavar="N", help="data parallel size (default: fills the world)"
-    )
+        default = None if name == "dp" else 1
+        group.add_argument(f"--{name}", type=whole(), default=default, metavar="N", help=text)
     group.add_argument(
         "--sequence-parallel", action="store_true", help="Megatron's sequence parallelism over tp"
     )
@@ -153,65 +149,70 @@ def layout_of(args: argparse.Namespace, world_size: int | None = None) -> Layout
     Raises:
         UserError: sizes that contradict.
     """
-    return Layout.fill(
-        world_size=world_size,
-        dp=args.dp,
-        tp=args.tp,
-        pp=args.pp,
-        vpp=args.vpp,
-        cp=args.cp,
-        ep=args.ep,
-        sequence_parallel=args.sequence_parallel,
-    )
+    sizes = {field.name: getattr(args, field.name) for field in fields(Layout)}
+    return Layout.fill(world_size=world_size, **sizes)
+
+
+# Fields of PrefixConfig ---------------------------------------------------------------------------
+
+_TEXTS = {
+    "chunk_tokens": "cut longer spans into chunks of at most N; 0: never; auto: the length with the"
+    " shortest simulated step (default {})",
+    "segment_tokens": "most positions that one forward runs, of one tree or of many; 0: no limit;"
+    " auto: by step, what is fastest and fits in free memory (default {})",
+    "min_gain": "dissolve a shared span that saves fewer positions, and an inner segment that saves"
+    " fewer than 32 times as many and less than a 16th of the step; 0 dissolves nothing"
+    " (default {})",
+    "align": "spans begin at multiples of N, besides those that the layout needs; with 64 no"
+    " rounding of GatedDeltaNet depends on where (default {})",
+    "loss_in_leaves": "share no trained token (for losses over whole sequences)",
+    "run_ahead": "forwards a pipeline stage runs ahead of the next: 1 needs less memory, 2 waits"
+    " less (default {})",
+    "plan_file": "run this plan (a file of `plan --csv`) instead of the planner's; it must fit the"
+    " rollouts, the lengths and the layout",
+    "cost_file": "keep what mode auto measures of this model, layout and device, for the next run",
+    "memory": "what an inner segment keeps until its backward. retain (default): its saved tensors;"
+    " offload: the same on the host; recompute: only K/V and its input, and its forward runs"
+    " again; auto: the cheapest that fits, by step and segment",
+    "memory_budget_gb": "GiB of device memory that a step may use, for --memory auto and offload"
+    " (default 0: what is free)",
+    "cache_host_layers": "layers whose K/V, or recurrent states, and their gradients are in host"
+    " memory while other layers run, for prompts whose K/V do not fit (default {})",
+    "cp_reduce": "with --cp: gather K/V and send gK/gV back for every wave, or once a segment,"
+    " which sends less, while every rank keeps K/V of all; auto (default): segment where it fits",
+    "kernel": f"attention kernel: {', '.join(KERNELS)}, dense+causal, or auto (default)",
+}
+_OLD_FLAGS = {"segment_tokens": ["--wave-tokens"]}
+
+
+def add_config(group: Any, *names: str) -> None:
+    """Options of a parser, or of a group of one, for fields of PrefixConfig; see `config_of`."""
+    for name in names:
+        field = PrefixConfig.__dataclass_fields__[name]
+        kinds: dict[str, dict[str, Any]] = {
+            "bool": {"action": "store_true"},
+            "int": {"type": whole(1 if name == "align" else 0), "metavar": "N"},
+            "int | str": {"type": _length, "metavar": "N|auto|0"},
+            "float": {"type": real(0, MOST_MEMORY_GB), "metavar": "X"},
+            "str": {"metavar": "NAME"},
+            "str | None": {"metavar": "FILE"},
+        }
+        kind = kinds[str(field.type)]
+        if name in CHOICES:
+            kind = {"type": type(field.default), "choices": CHOICES[name]}
+        group.add_argument(
+            "--" + _OPTIONS.get(name, name).replace("_", "-"),
+            *_OLD_FLAGS.get(name, ()),
+            default=field.default,
+            help=_TEXTS[name].format(field.default),
+            **kind,
+        )
 
 
 def add_lengths(parser: argparse.ArgumentParser) -> None:
     """Options of tree and plan: `--chunk-tokens --segment-tokens --min-gain --share ...`."""
     group = parser.add_argument_group("lengths, in tokens")
-    group.add_argument(
-        "--chunk-tokens",
-        type=_length,
-        default=_DEFAULTS.chunk_tokens,
-        metavar="N|auto|0",
-        help="cut longer spans into chunks of at most N; 0: never; auto: the length with the"
-        f" shortest simulated step (default {_DEFAULTS.chunk_tokens})",
-    )
-    group.add_argument(
-        "--segment-tokens",
-        "--wave-tokens",
-        type=_length,
-        default=_DEFAULTS.segment_tokens,
-        metavar="N|auto|0",
-        help="most positions that one forward runs, of one tree or of many; 0: no limit; auto: by"
-        f" step, what is fastest and fits in free memory (default {_DEFAULTS.segment_tokens})",
-    )
-    _add_what_pays(group)
-    group.add_argument(
-        "--align",
-        type=whole(),
-        default=_DEFAULTS.align,
-        metavar="N",
-        help="spans begin at multiples of N, besides those that the layout needs; with 64 no"
-        f" rounding of GatedDeltaNet depends on where (default {_DEFAULTS.align})",
-    )
-    group.add_argument(
-        "--loss-in-leaves",
-        action="store_true",
-        help="share no trained token (for losses over whole sequences)",
-    )
-    _add_run_ahead(group)
-
-
-def _add_what_pays(group: Any) -> None:
-    group.add_argument(
-        "--min-gain",
-        type=whole(0),
-        default=_DEFAULTS.min_gain,
-        metavar="N",
-        help="dissolve a shared span that saves fewer positions, and an inner segment that saves"
-        " fewer than 32 times as many and less than a 16th of the step; 0 dissolves nothing"
-        f" (default {_DEFAULTS.min_gain})",
-    )
+    add_config(group, "chunk_tokens", "segment_tokens", "min_gain")
     group.add_argument(
         "--share",
         choices=("group", "batch"),
@@ -219,17 +220,7 @@ def _add_what_pays(group: Any) -> None:
         help="what is compared to find what rollouts share: a step compares all of its rollouts"
         " (default batch)",
     )
-
-
-def _add_run_ahead(group: Any) -> None:
-    group.add_argument(
-        "--run-ahead",
-        type=int,
-        choices=(1, 2),
-        default=_DEFAULTS.run_ahead,
-        help="forwards a pipeline stage runs ahead of the next: 1 needs less memory, 2 waits less"
-        f" (default {_DEFAULTS.run_ahead})",
-    )
+    add_config(group, "align", "loss_in_leaves", "run_ahead")
     # The old name of the option, for existing scripts.
     group.add_argument(
         "--extra", dest="run_ahead", type=int, choices=(1, 2), help=argparse.SUPPRESS
@@ -259,29 +250,6 @@ def add_baseline(parser: argparse.ArgumentParser) -> None:
 def baseline_of(args: argparse.Namespace) -> Baseline:
     """The baseline that `add_baseline` read."""
     return Baseline(args.baseline, args.pack_tokens)
-
-
-def add_plan(parser: argparse.ArgumentParser) -> None:
-    """`--prefix-plan`."""
-    group = parser.add_argument_group("plan")
-    group.add_argument(
-        "--prefix-plan",
-        metavar="FILE",
-        help="run this plan (a file of `plan --csv`) instead of the planner's; it must fit the"
-        " rollouts, the lengths and the layout",
-    )
-
-
-def add_host_layers(parser: Any) -> None:
-    """`--cache-host-layers`, to a parser or a group of one."""
-    parser.add_argument(
-        "--cache-host-layers",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="layers whose K/V, or recurrent states, and their gradients are in host memory while"
-        " other layers run, for prompts whose K/V do not fit (default 0)",
-    )
 
 
 def config_of(args: argparse.Namespace, **more: Any) -> PrefixConfig:

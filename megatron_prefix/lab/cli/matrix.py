@@ -15,6 +15,7 @@ from typing import Any
 from megatron_prefix.errors import UserError, shown
 from megatron_prefix.lab.cli import report
 from megatron_prefix.lab.cli.arguments import add_messages, whole
+from megatron_prefix.lab.cli.modelling import add_device
 from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
 from megatron_prefix.lab.verify import matrix
 from megatron_prefix.lab.verify.matrix import Result, Row
@@ -55,18 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allow-refused", action="store_true", help="exit code 0 although rows were refused"
     )
-    group.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu)")
-    group.add_argument(
-        "--dtype",
-        choices=("float64", "float32", "bfloat16"),
-        help="(default: float64 on the CPU, bfloat16 on a GPU)",
-    )
-    group.add_argument(
-        "--layer-spec",
-        choices=("auto", "local", "te"),
-        default="auto",
-        help="transformer-engine's layers or Megatron's own (auto: te on a GPU in bfloat16)",
-    )
+    add_device(group, None, "(default: float64 on the CPU, bfloat16 on a GPU)")
     group.add_argument(
         "--timeout",
         type=whole(1, 10**6),

@@ -8,9 +8,8 @@ import logging
 import platform
 from typing import Any
 
-from megatron_prefix.config import CP_REDUCE, KERNELS, MEMORY_POLICIES, MOST_MEMORY_GB
 from megatron_prefix.errors import UserError
-from megatron_prefix.lab.cli.arguments import add_host_layers, real, seed
+from megatron_prefix.lab.cli.arguments import add_config, seed
 from megatron_prefix.lab.models.old_names import new_name, new_value
 from megatron_prefix.lab.models.presets import PRESETS, ModelSpec
 from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
@@ -44,19 +43,7 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         help="change a field of the model, e.g. --set num_layers=2, or --set num_moe_experts=none"
         " where a model can do without (may be given again)",
     )
-    group.add_argument(
-        "--dtype",
-        choices=("float64", "float32", "bfloat16"),
-        default=dtype,
-        help=f"of weights and activations (default {dtype})",
-    )
-    group.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu)")
-    group.add_argument(
-        "--layer-spec",
-        choices=("auto", "local", "te"),
-        default="auto",
-        help="transformer-engine's layers or Megatron's own (auto: te on a GPU in bfloat16)",
-    )
+    add_device(group, dtype, f"of weights and activations (default {dtype})")
     group.add_argument(
         "--recompute",
         choices=("none", "full", "selective"),
@@ -69,42 +56,26 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         help="reduce gradients over data- and context-parallel ranks in buckets, while the last"
         " backward runs, as Megatron's option of that name; both schedules",
     )
-    group.add_argument(
-        "--memory",
-        choices=MEMORY_POLICIES,
-        default="retain",
-        help="what an inner segment keeps until its backward. retain (default): its saved tensors;"
-        " offload: the same on the host; recompute: only K/V and its input, and its forward runs"
-        " again; auto: the cheapest that fits, by step and segment",
-    )
-    group.add_argument(
-        "--memory-budget-gb",
-        type=real(0, MOST_MEMORY_GB),
-        default=0.0,
-        metavar="X",
-        help="GiB of device memory that a step may use, for --memory auto and offload (default 0:"
-        " what is free)",
-    )
-    add_host_layers(group)
-    group.add_argument(
-        "--cp-reduce",
-        choices=CP_REDUCE,
-        default="auto",
-        help="with --cp: gather K/V and send gK/gV back for every wave, or once a segment, which"
-        " sends less, while every rank keeps K/V of all; auto (default): segment where it fits",
-    )
-    group.add_argument(
-        "--kernel",
-        default="auto",
-        metavar="NAME",
-        help=f"attention kernel: {', '.join(KERNELS)}, dense+causal, or auto (default)",
-    )
+    add_config(group, "memory", "memory_budget_gb", "cache_host_layers", "cp_reduce", "kernel")
     group.add_argument(
         "--seed",
         type=seed,
         default=1234,
         metavar="N",
         help="of weights and random draws (default 1234)",
+    )
+
+
+def add_device(group: Any, dtype: str | None, dtype_help: str) -> None:
+    """`--dtype --device --layer-spec`."""
+    dtypes = ("float64", "float32", "bfloat16")
+    group.add_argument("--dtype", choices=dtypes, default=dtype, help=dtype_help)
+    group.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu)")
+    group.add_argument(
+        "--layer-spec",
+        choices=("auto", "local", "te"),
+        default="auto",
+        help="transformer-engine's layers or Megatron's own (auto: te on a GPU in bfloat16)",
     )
 
 

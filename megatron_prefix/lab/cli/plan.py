@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="model of the predicted speedup: a preset, or a Hugging Face config.json"
         " (default llama3-8b)",
     )
-    arguments.add_host_layers(parser)
+    arguments.add_config(parser, "cache_host_layers")
     parser.add_argument("--csv", metavar="FILE", help="write the plan; - is stdout")
     parser.add_argument("--svg", metavar="FILE", help="draw the simulated timeline")
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.cli import report
 from megatron_prefix.lab.cli.arguments import (
+    add_config,
     add_layout,
     add_lengths,
     add_messages,
-    add_plan,
     add_rollouts,
     layout_of,
 )
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, model="tiny-llama", dtype="float32")
     add_layout(parser)
     add_lengths(parser)
-    add_plan(parser)
+    add_config(parser.add_argument_group("plan"), "plan_file")
     add_messages(parser)
 
 

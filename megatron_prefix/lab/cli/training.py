@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from typing import Any
 
-from megatron_prefix.lab.cli.arguments import config_of, real, whole
+from megatron_prefix.config import MODES
+from megatron_prefix.lab.cli.arguments import add_config, config_of, real, whole
 
 GROUPS_PER_STEP = 4
 """The default; more if ranks and minibatches need more, fewer if there are fewer groups."""
@@ -52,16 +54,12 @@ def add_schedule(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("schedule")
     group.add_argument(
         "--prefix-schedule",
-        choices=("off", "observe", "auto", "on"),
+        choices=MODES,
         default="on",
         help="off: Megatron's; observe: Megatron's, and metrics say what sharing would give; auto:"
         " share where it pays; on: always (default)",
     )
-    group.add_argument(
-        "--cost-file",
-        metavar="FILE",
-        help="keep what mode auto measures of this model, layout and device, for the next run",
-    )
+    add_config(group, "cost_file")
     group.add_argument(
         "--compare", action="store_true", help="run Megatron's schedule too, time and compare both"
     )
@@ -115,21 +113,18 @@ def settings_of(args: argparse.Namespace, groups_per_step: int) -> Any:
     from megatron_prefix.lab.rl.loss import GrpoConfig
     from megatron_prefix.lab.rl.settings import TrainSettings
 
+    # Options that have their fields' names, but for --baseline, which is a name of one.
+    names = {field.name for field in fields(TrainSettings)} - {"baseline"}
+    same = {name: value for name, value in vars(args).items() if name in names}
     default_clip = 0.0 if args.dtype == "float64" else 1.0
     return TrainSettings(
-        groups_per_step=groups_per_step,
-        ppo_epochs=args.ppo_epochs,
-        num_minibatches=args.minibatches,
-        lr=args.lr,
-        warmup_steps=args.warmup_steps,
-        weight_decay=args.weight_decay,
-        adam_eps=args.adam_eps,
-        clip_grad=default_clip if args.clip_grad is None else args.clip_grad,
-        loss_mean=args.loss_mean,
-        divide_by_std=not args.no_std,
-        grpo=GrpoConfig(args.clip_low, args.clip_high, args.kl_coeff),
-        prefix=config_of(args),
-        compare=args.compare,
-        max_skipped=args.max_skipped,
-        distributed_optimizer=args.distributed_optimizer,
+        **{
+            **same,
+            "groups_per_step": groups_per_step,
+            "num_minibatches": args.minibatches,
+            "clip_grad": default_clip if args.clip_grad is None else args.clip_grad,
+            "divide_by_std": not args.no_std,
+            "grpo": GrpoConfig(args.clip_low, args.clip_high, args.kl_coeff),
+            "prefix": config_of(args),
+        }
     )
