@@ -24,7 +24,6 @@ from megatron_prefix.layers.recurrent import moves, states
 from megatron_prefix.layers.recurrent.spans import Spans
 from megatron_prefix.megatron import mixers, modules
 from megatron_prefix.megatron.install import install, installed, language_model
-from megatron_prefix.run import schedule
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.sidecar.arena import Arena
 from megatron_prefix.sidecar.cache import SidecarCache
@@ -539,7 +538,7 @@ def test_random_forests(
     model, twin, _ = families[name]
     fields = {n: getattr(options, n) for n in ("chunk_tokens", "segment_tokens", "min_gain")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "_alignment", lambda config: options.multiple)
+        patch.setattr(Rank, "alignment", options.multiple)
         ours = schedule_with(memory=memory, cache_host_layers=host_layers, **fields)
         steps.zero_gradients(model)
         logs = steps.call(ours, Contract().step, model, items)

@@ -21,6 +21,7 @@ from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.verify.observed import take_auxiliary
 from megatron_prefix.moe import versions
 from megatron_prefix.run import schedule
+from megatron_prefix.run.rank import Rank
 from megatron_prefix.tree import TreeOptions
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
@@ -177,7 +178,7 @@ def check(
 )
 def test_random_trees(models, name, items, contract, options: TreeOptions):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "_alignment", lambda config: options.multiple)
+        patch.setattr(Rank, "alignment", options.multiple)
         config = PrefixConfig(
             chunk_tokens=options.chunk_tokens,
             segment_tokens=options.segment_tokens,

@@ -18,6 +18,7 @@ from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.run import schedule
 from megatron_prefix.run.calls import Callbacks
+from megatron_prefix.run.rank import Rank
 from megatron_prefix.tree import Pairs, TreeOptions
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
@@ -88,7 +89,7 @@ def schedule_with(
     cache_host_layers: int = 0,
 ) -> schedule.PrefixSchedule:
     """The prefix schedule on trees made with `options`, whatever the layout asks for."""
-    monkeypatch.setattr(schedule, "_alignment", lambda config: options.multiple)
+    monkeypatch.setattr(Rank, "alignment", options.multiple)
     config = PrefixConfig(
         chunk_tokens=options.chunk_tokens,
         segment_tokens=options.segment_tokens,
