@@ -72,6 +72,9 @@ def main() -> None:
     for number in range(args.rounds):
         order = ["old", "new"] if number % 2 else ["new", "old"]
         rounds.append({which: times(folders[which], args.command) for which in order})
+        old, new = rounds[-1]["old"], rounds[-1]["new"]
+        told = (f"{name} {new[name] / old[name]:.4f}" for name in old)
+        print(f"round {number + 1}: {', '.join(told)}", file=sys.stderr, flush=True)
     worst = 0.0
     for name in rounds[0]["old"]:
         pairs = [(one["old"][name], one["new"][name]) for one in rounds]

@@ -180,7 +180,7 @@ def test_nothing_is_left(name: str, place: str, way: str, monkeypatch: pytest.Mo
     try:
         watch = Watch(monkeypatch)
         with monkeypatch.context() as patch:
-            failures.before_call(SidecarCache, place)(patch, model, Countdown(Fault, 2))
+            failures.before_call(SidecarCache, place)(patch, model, Countdown(Fault, 5))
             assert raised(Fault, run) == "injected"
             watch.check(ours, saved)
         found = run()
