@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> None:
     """Of the model, how it is built, and what its segments keep."""
+    # long: a list of options, each with its help
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",

@@ -39,7 +39,7 @@ CASES = {
         "memory recompute": Case("uneven-groups", prefix={"memory": "recompute"}, overrides=FREED),
         "sidecar on the host": Case("chunked-prefix", prefix={"cache_host_layers": 1}),
         "chunks auto": Case("chunked-prefix", prefix={"chunk_tokens": "auto"}),
-        "one tree": Case("several-groups", prefix={"share": "batch"}),
+        "one tree": Case("several-groups"),
         "equal lengths": Case("several-groups", overrides={"variable_seq_lengths": False}),
         "per token": Case("two-level-tree", contract=Contract(per_token=True)),
         "scaled": Case("uneven-groups", contract=Contract(scale=8.0)),
