@@ -53,18 +53,12 @@ class Kind:
             megatron/core/ssm/mamba_hybrid_layer_allocation.py.
         slot: what it fills.
         form: rows of its payload; None if it leaves nothing.
-        columns: what must agree for a position to be shared, besides input, label and routes:
-            names of columns of `Pairs`. (Multi-token prediction will need the next input.)
-        needs_rows: whether positions without loss are read behind the last layer, too. (Multi-token
-            prediction has a loss of its own.)
     """
 
     name: ClassVar[str]
     symbol: ClassVar[str]
     slot: ClassVar[Slot]
     form: ClassVar[Form | None] = None
-    columns: ClassVar[tuple[str, ...]] = ()
-    needs_rows: ClassVar[bool] = False
 
     def module_of(self, layer: Any) -> Any | None:
         """Megatron's module of this kind in one of Megatron's layers; None if it has none.
