@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import logging
 import multiprocessing
 import os
@@ -132,8 +133,9 @@ def run_ranks(
     with _terminable(), folders.new_folder() as folder:
         ranks: list[_Rank] = []
         try:
-            for rank in range(world_size):
-                ranks.append(_start(fn, args, rank, world_size, folder, start_method, threads))
+            with _kept_from_collection():
+                for rank in range(world_size):
+                    ranks.append(_start(fn, args, rank, world_size, folder, start_method, threads))
             results = _collect(ranks, timeout_s)
         except BaseException:
             _end(ranks, at_once=True)
@@ -146,6 +148,19 @@ def _refuse_inherited_group() -> None:
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         raise RuntimeError("this process is a rank itself; call runtime.shutdown() first")
+
+
+@contextlib.contextmanager
+def _kept_from_collection() -> Iterator[None]:
+    """Processes that are forked inside never collect what this one had made until then.
+
+    Its garbage may hold a process group, whose destructor waits for threads that no child has.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextlib.contextmanager

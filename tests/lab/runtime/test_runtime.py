@@ -1,5 +1,8 @@
 """Layouts, and joining the ranks of a job."""
 
+import gc
+import os
+
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -186,3 +189,25 @@ def test_leaving_a_job_leaves_no_group() -> None:
     assert groups()
     runtime.shutdown()
     assert not groups()
+
+
+def test_ranks_do_not_collect_what_was_there_before() -> None:
+    """Else one would destroy a group that this process left, and wait for threads it has not."""
+
+    class Left:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            collected.append(os.getpid())
+
+    def collect() -> list[int]:
+        gc.collect()
+        return collected
+
+    collected: list[int] = []
+    Left()
+    assert run_ranks(2, collect) == [[], []]
+    assert not gc.get_freeze_count()
+    gc.collect()
+    assert collected == [os.getpid()]
