@@ -53,11 +53,9 @@ def bound(shape: GroupShape, backward: float) -> float:
     forest = build_forest(
         *pairs_of_groups(shape.groups(1, 2048, 1)), CONFIG.tree_options(1)
     ).all_read()
-    cost = flops.cost_model(SPEC)
-    linear, attention = 1 + backward, 3
-    counted = CostModel(
-        linear * cost.linear, linear * cost.head, attention * cost.attention, action_tokens=0.0
-    )
+    linear, head, pair, *_ = flops.cost_model(SPEC).forward
+    passes = 1 + backward
+    counted = CostModel.of_flops(passes * linear, passes * head, 3 * pair, action_tokens=0.0)
     return counted.speedup(forest)
 
 

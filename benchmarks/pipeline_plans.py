@@ -211,7 +211,8 @@ def barrier_links(channels: Any, plan: Plan, *arguments: Any, **options: Any) ->
 
 def fitted_cost(runs: Sequence[Run], spec: ModelSpec) -> Cost:
     """Milliseconds of an action: its FLOPs at one speed and one overhead, by least squares."""
-    flops = replace(CostModel.of_config(spec), action_tokens=0.0).segment
+    unit = CostModel.of_config(spec).forward
+    flops = CostModel.of_flops(*unit[:3], action_tokens=0.0).segment
     lines = {}
     for kind in "FB":
         points = [

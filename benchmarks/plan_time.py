@@ -23,8 +23,8 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.gate import decide, without_sharing
 from megatron_prefix.plan.joint_forest import joint_forest
+from megatron_prefix.plan.prediction import predict
 from megatron_prefix.plan.step_planner import StepPlanner
-from megatron_prefix.plan.times import Shape, TimeModel, predict
 from megatron_prefix.run.calls import CallLayout
 from megatron_prefix.run.read_calls import CallTokens, ReadCalls
 from megatron_prefix.run.step import read_step
@@ -62,8 +62,9 @@ def planned(known: CallTokens, num_ranks: int, chunk_tokens: int) -> bool:
         return False
     joint = joint_forest([found.forest], [found.microbatch_of])
     plan = planner.plan(joint)
-    times = TimeModel.of_flops(COST, Shape(36, num_ranks), 4e14)
-    return decide(config, predict(times, joint.union, joint.union_microbatch_of, plan)).share
+    times = COST.in_seconds(4e14, 36, num_ranks)
+    found = predict(times, joint.union, joint.union_microbatch_of, plan)
+    return decide(config, found.speedup).share
 
 
 def seconds(work: Callable[[], object], repeats: int) -> float:

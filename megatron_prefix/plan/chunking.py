@@ -8,8 +8,8 @@ from typing import Any
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
-from megatron_prefix.plan.simulator import Cost, simulate, token_cost
-from megatron_prefix.tree import Forest, Pairs, Segment, TreeOptions, Tries, find_shared
+from megatron_prefix.plan.simulator import Cost, simulate
+from megatron_prefix.tree import Forest, Pairs, TreeOptions, Tries, find_shared
 
 _SHARES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 _LEAST = 128  # shorter chunks cost more overhead than they save
@@ -17,10 +17,8 @@ _MOST_ROLLOUTS = 64  # only the first groups of a step are tried, up to so many 
 _FINALISTS = 3  # lengths tried with the slower planner, best_plan
 _MOST_KNOWN = 64  # answers that are remembered
 
-
-def action_cost(segment: Segment, kind: str) -> float:
-    """Tokens plus an overhead an action; without it the shortest chunks always look best."""
-    return token_cost(segment, kind) + CostModel.action_tokens * (1 if kind == "F" else 2)
+TOKENS = CostModel.of_flops(1.0, 0.0, 0.0)
+"""A token costs 1, and an action some more; without that the shortest chunks always look best."""
 
 
 class ChunkChooser:
@@ -45,7 +43,7 @@ class ChunkChooser:
         num_chunks: int = 1,
         run_ahead: int = 2,
         group_size: int | None = None,
-        cost: Cost = action_cost,
+        cost: Cost = TOKENS.segment,
     ) -> None:
         self._num_ranks, self._cost = num_ranks, cost
         self._options: dict[str, Any] = dict(

@@ -1,21 +1,30 @@
-"""What a step computes with and without sharing, counted.  Pure.
+"""What a step computes, and what that costs in FLOPs or in seconds.  Pure.
 
-Costs are FLOPs of matrix products: a linear part a position, the output layer a scored position,
-attention a visible (query, key) pair, and for kernel launches an overhead an action, expressed in
-positions. A backward costs two forwards, so only forwards are counted. ("Schedule-Level
-Shared-Prefix Reuse for LLM RL Training", section 3.2; "AReaL-DTA", section 4, balances the same
-quantity.) plan/times.py makes seconds of the same counts.
+Work has five features: positions, scored positions, visible (query, key) pairs, actions and
+attention calls. A model has a price for each, forward and backward. In FLOPs these are of matrix
+products, and a backward costs two forwards ("Schedule-Level Shared-Prefix Reuse for LLM RL
+Training", section 3.2; "AReaL-DTA", section 4, balances the same quantity). In seconds they are of
+one rank: guessed from FLOPs until actions have been measured (plan/cost_fit.py).
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.layer_mix import LayerMix, layers_with_experts, pattern_of
 from megatron_prefix.tree import Forest, Segment
+
+ACTION_SECONDS, CALL_SECONDS = 3e-4, 5e-5
+"""A layer's forward beyond its FLOPs, and an attention call's: launches of kernels."""
 
 
 class Work(NamedTuple):
@@ -40,12 +49,8 @@ def segment_work(segment: Segment) -> Work:
     """The forward of one segment."""
     positions = segment.padded_length
     pairs = sum(causal_pairs(span.start, span.padded) for span in segment.spans)
-    return Work(positions, segment.num_read, pairs, 1, num_attention_calls(segment))
-
-
-def num_attention_calls(segment: Segment) -> int:
-    """Attention calls of a layer: one for the spans' own keys, one for those of their ancestors."""
-    return 1 + any(span.start > 0 for span in segment.spans)
+    calls = 1 + any(span.start > 0 for span in segment.spans)  # own keys, and those of ancestors
+    return Work(positions, segment.num_read, pairs, 1, calls)
 
 
 def stock_work(forest: Forest, microbatch_of: Sequence[int] | None = None) -> Work:
@@ -67,21 +72,56 @@ def causal_pairs(start: int, length: int) -> float:
     return length * (start + (length + 1) / 2)
 
 
+NUM_FEATURES = 2 * len(Work._fields)
+Features = NDArray[np.float64]
+"""Work of forwards, then of backwards: float64 [NUM_FEATURES]."""
+
+
+def features(work: Work, kinds: str) -> Features:
+    """Of the forward of some work ("F"), of its backward ("B") or of both ("FB")."""
+    forward, backward = (work if kind in kinds else Work() for kind in "FB")
+    return np.array((*forward, *backward), np.float64)
+
+
+def action_features(plan: Plan, action: Action, rank: int) -> Features:
+    """What one action of a rank computes; a backward may run its forward again.
+
+    Only the last stage has the output layer. A model chunk has its share of a rank's layers.
+    """
+    share, is_last = 1 / plan.num_chunks, plan.stage(rank, action.chunk) == plan.num_stages - 1
+    again = action.kind == "B" and plan.policy(action.segment) == "recompute"
+    work = features(segment_work(plan.segments[action.segment]), "FB" if again else action.kind)
+    return work * (2 * (share, is_last, share, 1, share))
+
+
 @dataclass(frozen=True)
 class CostModel:
-    """Forward FLOPs of one model.
+    """What work costs: FLOPs of a whole model, or seconds of one rank.
 
     Attributes:
-        linear: FLOPs per position in all layers' matrix products.
-        head: FLOPs per position in the output layer.
-        attention: FLOPs per (query, key) pair in all layers.
-        action_tokens: overhead of one action, in positions of linear work.
+        prices: of a unit of each feature, of forwards and then of backwards.
+        stock_factor: measured time of whole steps with the stock schedule over what prices say.
+        prefix_factor: the same with the prefix schedule.
     """
 
-    linear: float
-    head: float
-    attention: float
-    action_tokens: float = 32.0
+    prices: tuple[float, ...]
+    stock_factor: float = 1.0
+    prefix_factor: float = 1.0
+
+    @classmethod
+    def of_flops(
+        cls, linear: float, head: float, attention: float, action_tokens: float = 32.0
+    ) -> CostModel:
+        """FLOPs of matrix products, and for kernel launches an overhead an action.
+
+        Args:
+            linear: FLOPs of a position's forward in all layers.
+            head: of a position's in the output layer.
+            attention: of a (query, key) pair's in all layers.
+            action_tokens: overhead of one action, in positions of linear work.
+        """
+        forward = Work(linear, head, attention, action_tokens * linear)
+        return cls((*forward, *(2 * price for price in forward)))
 
     @classmethod
     def of_shape(
@@ -109,7 +149,7 @@ class CostModel:
         mlp = hidden_size * ffn_hidden_size * (3 if gated else 2)
         scans = mix.recurrence(lambda layer: layer.products(hidden_size))
         products = mix.attention * projections + mix.mlps * mlp + scans
-        return cls(
+        return cls.of_flops(
             linear=2.0 * products,
             head=2.0 * hidden_size * vocab_size,
             attention=4.0 * mix.attention * num_heads * head_dim,
@@ -137,28 +177,68 @@ class CostModel:
             config.gated_linear_unit, LayerMix.of_config(config, pattern),
         )  # fmt: skip
 
-    def flops(self, work: Work) -> float:
-        """Forward FLOPs of some work, overheads included."""
-        return (
-            self.linear * (work.positions + self.action_tokens * work.actions)
-            + self.head * work.scored
-            + self.attention * work.pairs
-        )
+    def in_seconds(
+        self,
+        flops_per_second: float,
+        num_layers: int,
+        num_ranks: int = 1,
+        num_chunks: int = 1,
+        frozen: float = 0.0,
+    ) -> CostModel:
+        """Seconds of one rank, guessed from FLOPs: one rate for all, and launches of kernels.
+
+        Args:
+            flops_per_second: of all ranks that share the work of a layer.
+            num_layers: of the whole model.
+            num_ranks: pipeline size.
+            num_chunks: model chunks a rank.
+            frozen: share of the weights that are not trained, 0 to 1: they have no gradient to
+                compute, so sharing saves less beside attention and overheads.
+        """
+        flop, layers, unit = 1 / flops_per_second, num_layers / num_ranks, self.forward
+        forward = Work(
+            unit.positions * flop / num_ranks, unit.scored * flop, unit.pairs * flop / num_ranks,
+            ACTION_SECONDS * layers / num_chunks, CALL_SECONDS * layers,
+        )  # fmt: skip
+        backwards = (2 - frozen, 2 - frozen, 2, 2, 2)
+        return CostModel((*forward, *(n * one for n, one in zip(backwards, forward, strict=True))))
+
+    @property
+    def forward(self) -> Work:
+        """Prices of forwards."""
+        return Work(*self.prices[: len(Work._fields)])
+
+    @cached_property
+    def _vector(self) -> Features:
+        return np.array(self.prices)
+
+    def of(self, features: Features) -> float:
+        """Cost of forwards and backwards, without the factors of whole steps."""
+        return float(features @ self._vector)
+
+    def of_work(self, work: Work, kind: str = "F") -> float:
+        """Cost of one forward, or of its backward ("B"); as fast as Python can."""
+        prices = self.prices if kind == "F" else self.prices[len(work) :]
+        return sum(map(operator.mul, work, prices))
+
+    def action(self, plan: Plan, action: Action, rank: int) -> float:
+        """Cost of one action of a rank; see `action_features`."""
+        return self.of(action_features(plan, action, rank))
+
+    def segment(self, segment: Segment, kind: str = "F") -> float:
+        """Cost of one segment's forward, or of its backward ("B")."""
+        return self.of_work(segment_work(segment), kind)
 
     def stock(self, forest: Forest, microbatch_of: Sequence[int] | None = None) -> float:
-        """Forward FLOPs of the stock schedule; see `stock_work`."""
-        return self.flops(stock_work(forest, microbatch_of))
-
-    def segment(self, segment: Segment) -> float:
-        """Forward FLOPs of one segment."""
-        return self.flops(segment_work(segment))
+        """Cost of the stock schedule's forwards; see `stock_work`."""
+        return self.of_work(stock_work(forest, microbatch_of))
 
     def prefix(self, forest: Forest) -> float:
-        """Forward FLOPs of the prefix schedule."""
+        """Cost of the prefix schedule's forwards."""
         return sum(map(self.segment, forest.segments))
 
     def speedup(self, forest: Forest, microbatch_of: Sequence[int] | None = None) -> float:
-        """FLOPs of the stock schedule over those of the prefix schedule."""
+        """Cost of the stock schedule over that of the prefix schedule."""
         if not forest.segments:
             return 1.0
         return self.stock(forest, microbatch_of) / self.prefix(forest)

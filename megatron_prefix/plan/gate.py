@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.plan.times import Prediction
 from megatron_prefix.tree import Pairs
 from megatron_prefix.tree.beginnings import most_saved
 
@@ -33,13 +32,15 @@ class Decision:
     predicted_speedup: float
 
 
-def decide(config: PrefixConfig, prediction: Prediction) -> Decision:
-    """Whether a step shares: mode "on" always, "auto" where it pays, "observe" and "off" never."""
-    speedup = prediction.speedup
-    if config.mode == "on":
-        return Decision(True, "mode on", False, speedup)
-    if config.mode in ("off", "observe"):
-        return Decision(False, f"mode {config.mode}", False, speedup)
+def decide(config: PrefixConfig, speedup: float) -> Decision:
+    """Whether a step shares: mode "on" always, "auto" where it pays, "observe" and "off" never.
+
+    Args:
+        config: of the schedule.
+        speedup: predicted.
+    """
+    if config.mode != "auto":
+        return Decision(config.mode == "on", f"mode {config.mode}", False, speedup)
     if speedup >= config.min_speedup:
         return Decision(True, f"predicted speedup {speedup:.2f}", False, speedup)
     reason = f"predicted speedup {speedup:.2f} is below min_speedup {config.min_speedup:.2f}"

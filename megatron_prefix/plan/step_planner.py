@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from megatron_prefix.config import SEGMENT_TOKENS, PrefixConfig
 from megatron_prefix.plan.actions import Plan
@@ -18,8 +19,7 @@ from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.memory_policy import policies
 from megatron_prefix.plan.planfile import PlanFile
 from megatron_prefix.plan.planner import best_plan
-from megatron_prefix.plan.simulator import Cost
-from megatron_prefix.tree import Forest, Pairs, Segment, TreeOptions, build
+from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 
 Judge = Callable[[Forest, Sequence[int], Plan], tuple[bool, float]]
 """(segments, microbatch of each rollout, plan) -> (whether it fits in memory, seconds)"""
@@ -54,17 +54,14 @@ class StepPlanner:
         self._segments = SEGMENT_TOKENS if config.segment_tokens == "auto" else ()
         self._file = PlanFile(config.plan_file, config.memory) if config.plan_file else None
         self._chooser: ChunkChooser | None = None
+        pipeline: dict[str, Any] = dict(
+            num_chunks=num_chunks, run_ahead=config.run_ahead, group_size=group_size
+        )
         if config.chunk_tokens == "auto":
-            self._chooser = ChunkChooser(
-                num_ranks, num_chunks=num_chunks, run_ahead=config.run_ahead, group_size=group_size,
-                cost=_in_tokens(cost),
-            )  # fmt: skip
+            self._chooser = ChunkChooser(num_ranks, cost=cost.segment, **pipeline)
         self._best = functools.lru_cache(maxsize=8)(
-            functools.partial(
-                best_plan, num_ranks=num_ranks, num_chunks=num_chunks, run_ahead=config.run_ahead,
-                group_size=group_size,
-            )
-        )  # fmt: skip
+            functools.partial(best_plan, num_ranks=num_ranks, **pipeline)
+        )
 
     def build(
         self,
@@ -123,12 +120,3 @@ class StepPlanner:
         else:
             plan = self._best(joint.union, microbatches=joint.union_microbatch_of)
         return replace(plan, segments=joint.forest.segments, policies=kept)
-
-
-def _in_tokens(model: CostModel) -> Cost:
-    """The model's cost of a segment, in positions of linear work; a backward is two forwards."""
-
-    def cost(segment: Segment, kind: str) -> float:
-        return model.segment(segment) / model.linear * (1 if kind == "F" else 2)
-
-    return cost

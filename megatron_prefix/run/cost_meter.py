@@ -11,7 +11,7 @@ import contextlib
 import importlib.metadata
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,11 +20,11 @@ import torch.distributed as dist
 from megatron_prefix import __version__
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
+from megatron_prefix.plan.cost import action_features
 from megatron_prefix.plan.cost_file import read_costs, write_costs
 from megatron_prefix.plan.cost_fit import KEPT, Evidence, StepTime, together
 from megatron_prefix.plan.files import check_writable
 from megatron_prefix.plan.gate import Decision, other_way
-from megatron_prefix.plan.times import FLOPS_PER_SECOND, TimeModel, action_row
 from megatron_prefix.run.agreement import first_says
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.report import StepReport
@@ -33,30 +33,33 @@ logger = logging.getLogger(__name__)
 
 FIRST, EVERY = (2, 3, 4, 5), 50
 """Steps with gradients that are measured: these, and every so many."""
+FLOPS_PER_SECOND = {"cuda": 4e14, "cpu": 5e10}
+"""By torch's type of device, until actions have been measured."""
 _KERNELS = ("flash-attn", "flash-attn-4", "nvidia-cudnn-frontend", "transformer-engine")
 
 
 class CostMeter:
-    """The time model of one model in one layout; all ranks make theirs together.
+    """What work of one model takes in one layout; all ranks make theirs together.
 
     Args:
         config: what the user set.
-        key: names model, layout, device and versions; see `key_of`.
-        prior: the time model before anything is measured.
-        groups: ranks that have one time model: `Rank.companions`.
-        device: of the model.
+        rank: with the model.
 
     Raises:
         UserError: the user's file cannot be read or written; on every rank.
     """
 
-    def __init__(
-        self, config: PrefixConfig, key: str, prior: TimeModel, groups: Sequence[Any], device: Any
-    ) -> None:
-        self._config, self._key, self._prior = config, key, prior
-        self._groups, self._device = groups, device
+    def __init__(self, config: PrefixConfig, rank: Rank) -> None:
+        self._config, self._key, self._device = config, key_of(rank, config.kernel), rank.device
+        self._prior = rank.cost.in_seconds(
+            FLOPS_PER_SECOND.get(rank.device.type, FLOPS_PER_SECOND["cuda"]) * rank.parts,
+            rank.config.num_layers, rank.num_stages, len(rank.models), rank.frozen_share,
+        )  # fmt: skip
+        self._groups = list(rank.companions)
+        if rank.experts is not None and rank.given_data_ranks is None:
+            self._groups.append(rank.experts)
         self._measured = self._loaded() if config.cost_file else Evidence()
-        self.times = first_says(self._measured.times(prior), groups)
+        self.times = first_says(self._measured.times(self._prior), self._groups)
         self._num_steps = 0
         self._ran: set[bool] = set()
         self.due = False
@@ -85,7 +88,7 @@ class CostMeter:
 
     @property
     def _knows_both(self) -> bool:
-        return self._measured.measured(True) and self._measured.measured(False)
+        return bool(self._measured.measured(True) and self._measured.measured(False))
 
     def chosen(self, decision: Decision) -> Decision:
         """The decision, or the other schedule where that was never timed and could be faster.
@@ -104,31 +107,27 @@ class CostMeter:
             report: of the step, with decision and prediction.
             rank: place in the pipeline.
         """
-        if not self.due:
-            yield
-            self._ran.add(report.decision.share)
-            return
         self._wait()
         begin = time.perf_counter()
         yield
         self._wait()
-        self._learn(report, rank, time.perf_counter() - begin)
+        if self.due:
+            self._learn(report, rank, time.perf_counter() - begin)
+        self._ran.add(report.decision.share)
 
     def _learn(self, report: StepReport, rank: int, seconds: float) -> None:
-        """Fits the time model to what all ranks have measured in a step."""
+        """Fits prices to what all ranks have measured in a step."""
         mine, share = Evidence(), report.decision.share
         if report.stopwatch is not None and share and not report.retried:
             timed = report.stopwatch.seconds()
-            rows = [action_row(report.plan, action, rank) for action in timed]
-            mine = Evidence.of_actions(rows, list(timed.values()), self._prior)
+            work = [action_features(report.plan, action, rank) for action in timed]
+            mine = Evidence.of_actions(work, list(timed.values()), self._prior)
         if report.prediction is not None and share in self._ran and not report.retried:
-            predicted = report.prediction
-            row = predicted.prefix_row if share else predicted.stock_row
-            if row.any():
-                mine = mine.and_also(
-                    Evidence(steps=(StepTime(share, tuple(row.tolist()), seconds),))
-                )
-        self._ran.add(share)
+            both = report.prediction
+            whole = both.prefix_features if share else both.stock_features
+            if whole.any():
+                step = StepTime(share, tuple(whole.tolist()), seconds)
+                mine = mine.and_also(Evidence(steps=(step,)))
         for group in self._groups:
             heard: list[Any] = [None] * group.size()
             dist.all_gather_object(heard, mine, group=group)
@@ -148,14 +147,8 @@ class CostMeter:
             logger.warning("measured costs are not kept: %s", error)
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
+        if self.due and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def prior_of(rank: Rank) -> TimeModel:
-    """The time model of a rank on whose device nothing was measured."""
-    rate = FLOPS_PER_SECOND.get(rank.device.type, FLOPS_PER_SECOND["cuda"])
-    return TimeModel.of_flops(rank.cost, rank.shape, rate, rank.frozen_share)
 
 
 def key_of(rank: Rank, kernel: str) -> str:
@@ -165,20 +158,20 @@ def key_of(rank: Rank, kernel: str) -> str:
         rank: with the model.
         kernel: see PrefixConfig.
     """
-    cost, shape, config, device = rank.cost, rank.shape, rank.config, rank.device
+    config, device, unit = rank.config, rank.device, rank.cost.forward
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     versions = [f"megatron_prefix {__version__}", f"torch {torch.__version__}"]
     for package in _KERNELS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{package} {importlib.metadata.version(package)}")
     layout = (
-        f"pp {shape.num_ranks} vpp {shape.num_chunks} tp {config.tensor_model_parallel_size}"
+        f"pp {rank.num_stages} vpp {len(rank.models)} tp {config.tensor_model_parallel_size}"
         f" cp {config.context_parallel_size} ep {config.expert_model_parallel_size}"
         f" sp {int(bool(config.sequence_parallel))}"
     )
     model = (
-        f"{shape.num_layers} layers, {cost.linear:.6g} + {cost.head:.6g} FLOPs a position,"
-        f" {cost.attention:.6g} a pair, {config.params_dtype}"
+        f"{config.num_layers} layers, {unit.positions:.6g} + {unit.scored:.6g} FLOPs a position,"
+        f" {unit.pairs:.6g} a pair, {config.params_dtype}"
     )
     if rank.frozen_share:
         model += f", {rank.frozen_share:.2f} of the weights frozen"

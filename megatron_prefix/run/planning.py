@@ -15,10 +15,10 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.gate import Decision, decide, unshared, without_sharing
 from megatron_prefix.plan.joint_forest import JointForest
+from megatron_prefix.plan.prediction import predict
 from megatron_prefix.plan.step_planner import Judge, StepPlanner
-from megatron_prefix.plan.times import predict
 from megatron_prefix.run import agreement, global_aux_sync
-from megatron_prefix.run.cost_meter import CostMeter, key_of, prior_of
+from megatron_prefix.run.cost_meter import CostMeter
 from megatron_prefix.run.memory_control import MemoryControl
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.report import StepReport
@@ -54,13 +54,10 @@ class Planning:
 
     def meter(self, rank: Rank) -> CostMeter:
         """What is known of a model's times; all ranks ask together the first time."""
-        key = rank.cost, rank.shape
+        layers = rank.config.num_layers
+        key = rank.cost, layers, rank.num_stages, len(rank.models), rank.parts
         if key not in self.meters:
-            everyone = list(rank.companions)
-            if rank.experts is not None and rank.given_data_ranks is None:
-                everyone.append(rank.experts)
-            name = key_of(rank, self._config.kernel)
-            self.meters[key] = CostMeter(self._config, name, prior_of(rank), everyone, rank.device)
+            self.meters[key] = CostMeter(self._config, rank)
         return self.meters[key]
 
     def shares_nothing(self, samples: Sequence[Pairs] | None, rank: Rank) -> bool:
@@ -68,7 +65,8 @@ class Planning:
         stage that share experts ask, and all of their steps must be such."""
         if self._config.mode != "auto":
             return False
-        head = rank.cost.head / (rank.cost.linear + rank.cost.head)
+        unit = rank.cost.forward
+        head = unit.scored / (unit.positions + unit.scored)
         mine = samples is not None and without_sharing(self._config, samples, rank.alignment, head)
         return agreement.all_agree(mine, rank.experts, rank.device)
 
@@ -137,7 +135,7 @@ class Planning:
             meter.times, joint.union, joint.union_microbatch_of, union, forward_only=forward_only,
             num_pipelines=1 if rank.experts is None else rank.experts.size(),
         )  # fmt: skip
-        decision = decide(self._config, prediction)
+        decision = decide(self._config, prediction.speedup)
         if meter.due and self._may_try(plan, rank):
             decision = meter.chosen(decision)
         return StepReport(

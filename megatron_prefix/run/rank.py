@@ -20,7 +20,6 @@ from megatron_prefix.megatron.install import language_model
 from megatron_prefix.moe.versions import has_global_loss
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.footprint import Footprint
-from megatron_prefix.plan.times import Shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,10 +159,9 @@ class Rank:
         return CostModel.of_config(self.config, self.vocab_size, self.pattern)
 
     @functools.cached_property
-    def shape(self) -> Shape:
-        """How the model is spread over ranks."""
-        parts = self.groups.tp.size() * self.groups.cp.size()
-        return Shape(self.config.num_layers, self.num_stages, len(self.models), parts)
+    def parts(self) -> int:
+        """Ranks that share the work of every layer: tensor and context parallelism."""
+        return self.groups.tp.size() * self.groups.cp.size()
 
     def footprint(self, gathers: bool, host_layers: int) -> Footprint:
         """Bytes per row of the model on this rank.

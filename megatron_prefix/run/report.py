@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.peak_memory import RankMemory
+from megatron_prefix.plan.prediction import Prediction
 from megatron_prefix.plan.simulator import simulate
-from megatron_prefix.plan.times import Prediction, TimeModel, action_seconds
 from megatron_prefix.run.timing import Stopwatch
 from megatron_prefix.tree import Forest
 
@@ -42,7 +43,7 @@ class StepReport:
     joint: Plan
     fallback_count: int = 0
     prediction: Prediction | None = None
-    times: TimeModel | None = None
+    times: CostModel | None = None
     stopwatch: Stopwatch | None = None
     memory: RankMemory | None = None
     base_bytes: int = 0
@@ -92,6 +93,6 @@ def _phase(plan: Plan, action: Action) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def _bubble_fraction(plan: Plan, times: TimeModel | None) -> float:
-    action_time = action_seconds(times, plan) if times is not None else None
+def _bubble_fraction(plan: Plan, times: CostModel | None) -> float:
+    action_time = functools.partial(times.action, plan) if times is not None else None
     return simulate(plan, action_time=action_time).bubble_fraction

@@ -162,7 +162,7 @@ def _result(step: _PlannedStep) -> dict[str, Any]:
         "max_depth": forest.max_depth,
         "prefix_ratio_p50": float(np.percentile(ratios, 50)),
         "prefix_ratio_p95": float(np.percentile(ratios, 95)),
-        "predicted_speedup": cost_model(step.model).speedup(forest),
+        "predicted_speedup": CostModel.of_config(step.model).speedup(forest),
         "align": step.options.boundary,
         "align_reasons": _alignment_reasons(step),
         "chunk_tokens": step.options.chunk_tokens,
@@ -232,14 +232,6 @@ def _title(args: argparse.Namespace, step: _PlannedStep) -> str:
     names = ", ".join(path.rpartition("/")[2] for path in args.rollouts)
     groups, stages = len(step.groups), step.plan.num_stages
     return f"{names}: {counted(groups, 'group')}, {counted(stages, 'stage')}"
-
-
-# Costs of a model ---------------------------------------------------------------------------------
-
-
-def cost_model(spec: ModelSpec) -> CostModel:
-    """Forward FLOPs of a model."""
-    return CostModel.of_config(spec)
 
 
 def peaks(

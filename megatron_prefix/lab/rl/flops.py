@@ -8,7 +8,6 @@ with Pathways", appendix B).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ def cost_model(spec: ModelSpec) -> CostModel:
     """Forward FLOPs of a model, without any overhead."""
     if spec.vocab_size is None:
         raise UserError(f"model {spec.name} has no vocabulary yet; call with_vocab(size)")
-    return replace(CostModel.of_config(spec), action_tokens=0.0)
+    return CostModel.of_flops(*CostModel.of_config(spec).forward[:3], action_tokens=0.0)
 
 
 def peak_flops(dtype: str) -> float | None:
@@ -56,7 +55,7 @@ def of_microbatches(cost: CostModel, items: Sequence[Mapping[str, Any]], cp_size
     ]
     positions = sum(lengths)
     pairs = sum(causal_pairs(0, length) for length in lengths)
-    return 3 * cost.flops(Work(positions, positions, pairs))
+    return 3 * cost.of_work(Work(positions, positions, pairs))
 
 
 def of_report(cost: CostModel, report: StepReport) -> float:

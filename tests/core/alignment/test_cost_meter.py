@@ -48,7 +48,7 @@ def test_the_first_steps_are_measured_and_one_in_fifty(monkeypatch) -> None:
     assert all(share for share, _ in found)
     meter = meter_of(schedule)
     guess, times = meter._prior, meter.times
-    assert times.coefficients != guess.coefficients
+    assert times.prices != guess.prices
     report = schedule.report
     assert report is not None and report.stopwatch is None and report.prediction is not None
     # Steps of one shape: the fit says what they took, whatever the machine.
@@ -82,14 +82,14 @@ def test_a_close_prediction_times_both_schedules() -> None:
     meter._measured = meter._measured.and_also(_shared_step(schedule))  # it was timed before
     found = ran(schedule, model, 2)
     assert [share for share, _ in found] == [False, False], "the first run warms up"
-    assert meter._knows_both and meter.times.stock != meter.times.prefix
+    assert meter._knows_both and meter.times.stock_factor != meter.times.prefix_factor
 
 
 def _shared_step(schedule: PrefixSchedule) -> Any:
     assert schedule.report is not None and schedule.report.prediction is not None
     predicted = schedule.report.prediction
-    row = tuple(predicted.prefix_row.tolist())
-    step = cost_meter.StepTime(True, row, predicted.prefix_seconds)
+    work = tuple(predicted.prefix_features.tolist())
+    step = cost_meter.StepTime(True, work, predicted.prefix_seconds)
     return cost_meter.Evidence(steps=(step,))
 
 
@@ -99,7 +99,7 @@ def test_auto_learns_that_sharing_is_slow() -> None:
     assert ran(schedule, model, 2) == [(True, False), (True, True)]
     meter, report = meter_of(schedule), schedule.report
     assert report is not None and report.prediction is not None
-    stock = cost_meter.StepTime(False, tuple(report.prediction.stock_row.tolist()), 1e-7)
+    stock = cost_meter.StepTime(False, tuple(report.prediction.stock_features.tolist()), 1e-7)
     meter._measured = meter._measured.and_also(cost_meter.Evidence(steps=(stock,)))
     meter.times = meter._measured.times(meter._prior)
     assert ran(schedule, model, 1) == [(False, False)]

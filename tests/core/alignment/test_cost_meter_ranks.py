@@ -96,7 +96,7 @@ def test_all_ranks_know_the_same(layout: Layout, tmp_path: Path) -> None:
     path = str(tmp_path / "costs.json")
     first, *others = run_ranks(layout.world_size, learned, layout, path)
     prior, times, shares = first
-    assert times.coefficients != prior.coefficients and shares == [True] * 6
+    assert times.prices != prior.prices and shares == [True] * 6
     assert all(found == first for found in others)
     (measured,) = read_costs(path).values()
     assert measured.times(prior) == times and measured.measured(True)

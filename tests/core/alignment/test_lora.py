@@ -90,7 +90,7 @@ def compare(case: Case) -> None:
         frozen = Rank.of(chunks).frozen_share
         assert 0.8 < frozen < 1 and "of the weights frozen" in meter._key
         # A frozen weight has no gradient: its backward is one product, and not two.
-        forward, backward = meter.times.coefficients[0], meter.times.coefficients[5]
+        forward, backward = meter.times.prices[0], meter.times.prices[5]
         assert backward == pytest.approx((2 - frozen) * forward, rel=0.05)  # the first rank's
         forest = ours.report.forest
         assert forest.executed_tokens < 0.6 * forest.raw_tokens

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_prefix.plan import chunking
-from megatron_prefix.plan.chunking import ChunkChooser, action_cost
+from megatron_prefix.plan.chunking import TOKENS, ChunkChooser
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.plan.simulator import Cost, simulate, token_cost
 from megatron_prefix.tree import Pairs, TreeOptions, find_shared
@@ -38,7 +38,7 @@ def test_auto_is_within_five_percent_of_a_sweep(p, r, n, stages, wave, chunks) -
     def makespan(plan, cost: Cost) -> float:
         return simulate(plan, cost=cost).makespan
 
-    for cost in (token_cost, action_cost):
+    for cost in (token_cost, TOKENS.segment):
         best = min(makespan(plan, cost) for plan in plans.values())
         assert makespan(found, cost) <= 1.05 * best
         assert makespan(found, cost) <= makespan(plans[0], cost)
@@ -64,7 +64,7 @@ def test_auto_is_within_five_percent_on_uneven_trees(seed) -> None:
 
     def makespan(chunk_tokens: int) -> float:
         plan = best_plan(shared.forest(chunk_tokens), stages, num_chunks=chunks)
-        return simulate(plan, cost=action_cost).makespan
+        return simulate(plan, cost=TOKENS.segment).makespan
 
     best = min(map(makespan, range(0, max(map(len, rollouts)), 256)))
     chosen = ChunkChooser(stages, num_chunks=chunks).choose(rollouts, groups, options)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 
-from megatron_prefix.lab.cli.plan import cost_model
 from megatron_prefix.lab.models.config import transformer_config
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
@@ -18,7 +16,7 @@ from megatron_prefix.plan.cost import CostModel, Work, segment_work, stock_work
 from megatron_prefix.tree import Forest, Pairs, build
 from tests.harness.trees import flat_forest, rollout_sets, tree_options
 
-COST = CostModel(linear=1000.0, head=70.0, attention=3.0, action_tokens=2.0)
+COST = CostModel.of_flops(linear=1000.0, head=70.0, attention=3.0, action_tokens=2.0)
 
 
 def counted(forest: Forest, rollouts: Sequence[Pairs]) -> tuple[float, float]:
@@ -81,9 +79,9 @@ def test_flops_of_a_shape_are_those_of_its_matrices() -> None:
     for gated, mlp in ((True, 3), (False, 2)):
         cost = CostModel.of_shape(**shape, gated=gated)
         weights = sum(a * b for a, b in [*matrices, *[(hidden, ffn)] * mlp])
-        assert cost.linear == 2 * layers * weights
-        assert cost.head == 2 * hidden * vocab
-        assert cost.attention == layers * 4 * (2 * 2 + 2 * 2)  # q @ k and p @ v, per head
+        assert cost.forward.positions == 2 * layers * weights
+        assert cost.forward.scored == 2 * hidden * vocab
+        assert cost.forward.pairs == layers * 4 * (2 * 2 + 2 * 2)  # q @ k and p @ v, per head
 
 
 def test_a_megatron_config_counts_like_its_shape() -> None:
@@ -91,9 +89,9 @@ def test_a_megatron_config_counts_like_its_shape() -> None:
         num_layers=3, hidden_size=8, num_attention_heads=4, num_query_groups=None, kv_channels=2,
         ffn_hidden_size=20, gated_linear_unit=False,
     )  # fmt: skip
-    wanted = CostModel.of_shape(3, 8, 4, 4, 2, 20, 0, gated=False)
-    assert CostModel.of_config(config) == wanted
-    assert CostModel.of_config(config, 50) == replace(wanted, head=2.0 * 8 * 50)
+    for vocab, known in ((0, None), (50, 50)):
+        wanted = CostModel.of_shape(3, 8, 4, 4, 2, 20, vocab, gated=False)
+        assert CostModel.of_config(config, known) == wanted
 
 
 @pytest.mark.parametrize(
@@ -108,11 +106,11 @@ def test_experts_of_a_megatron_config(frequency, num_sparse) -> None:
     )  # fmt: skip
     attention = 8 * 2 * (2 * 4 + 2 * 2)
     mlps = num_sparse * (2 * 6 + 10) + (4 - num_sparse) * 20
-    assert CostModel.of_config(config).linear == pytest.approx(2 * (4 * attention + 3 * 8 * mlps))
+    wanted = 2 * (4 * attention + 3 * 8 * mlps)
+    assert CostModel.of_config(config).forward.positions == pytest.approx(wanted)
     config.moe_shared_expert_intermediate_size = None
-    less = 2 * 3 * 8 * num_sparse * 10
-    wanted = 2 * (4 * attention + 3 * 8 * mlps) - less
-    assert CostModel.of_config(config).linear == pytest.approx(wanted)
+    wanted -= 2 * 3 * 8 * num_sparse * 10
+    assert CostModel.of_config(config).forward.positions == pytest.approx(wanted)
 
 
 def test_a_config_counts_as_megatron_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,20 +133,20 @@ def test_a_config_counts_as_megatron_makes_it(monkeypatch: pytest.MonkeyPatch) -
 def test_only_attention_layers_have_pairs() -> None:
     """Qwen3-Next has 12 of them, 16 heads of 256; a pair costs 4 FLOPs a channel."""
     cost = CostModel.of_config(resolve("qwen3-next-80b-a3b"))
-    assert cost.attention == 12 * 4 * 16 * 256
+    assert cost.forward.pairs == 12 * 4 * 16 * 256
     spec = resolve("tiny-nemotron-h")
     mixers = sum(map(spec.mixer_parameters, range(6))) - 3 * 4 * (128 + 2 * 16)  # convolutions
     scans = 3 * (2 * 8 * 16 * 8 + 64 * (2 * 8 + 128))  # a state written and read; chunks of 64
-    assert CostModel.of_config(spec).linear == 2 * (mixers + scans + 2 * 2 * 64 * 128)
+    assert CostModel.of_config(spec).forward.positions == 2 * (mixers + scans + 2 * 2 * 64 * 128)
 
 
 def test_parameters_of_llama3_8b() -> None:
     """The model's matrices, its input embedding aside, twice: 7.5 G weights."""
-    cost = cost_model(resolve("llama3-8b"))
-    assert (cost.linear + cost.head) / 2 == pytest.approx(7.5e9, rel=0.01)
+    cost = CostModel.of_config(resolve("llama3-8b"))
+    assert (cost.forward.positions + cost.forward.scored) / 2 == pytest.approx(7.5e9, rel=0.01)
 
 
 def test_experts_count_where_a_token_goes() -> None:
     """Qwen3-30B-A3B computes with 3.3 G of its weights, of which 0.3 G are the input embedding."""
-    cost = cost_model(resolve("qwen3-30b-a3b"))
-    assert (cost.linear + cost.head) / 2 == pytest.approx(3.0e9, rel=0.03)
+    cost = CostModel.of_config(resolve("qwen3-30b-a3b"))
+    assert (cost.forward.positions + cost.forward.scored) / 2 == pytest.approx(3.0e9, rel=0.03)

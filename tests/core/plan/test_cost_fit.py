@@ -1,28 +1,25 @@
-"""Coefficients from measurements: known ones come back, and strange ones do no harm."""
+"""Prices from measurements: known ones come back, and strange ones do no harm."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from megatron_prefix.plan.cost import CostModel, Work
+from megatron_prefix.plan.cost import CostModel, Features, Work, features
 from megatron_prefix.plan.cost_fit import Evidence, StepTime, together
-from megatron_prefix.plan.times import Shape, TimeModel, row
 
 COST = CostModel.of_shape(12, 4096, 32, 8, 128, 12288, 151936)
-PRIOR = TimeModel.of_flops(COST, Shape(12), 4e14)
+PRIOR = COST.in_seconds(4e14, 12)
 # Slower than the guess, with a dearer backward, slow attention and high overheads.
-TRUTH = TimeModel(
-    tuple(
-        c * f
-        for c, f in zip(PRIOR.coefficients, (1.5, 1.2, 4, 3, 2, 1.8, 1.3, 3, 5, 2), strict=True)
-    )
+TRUTH = CostModel(
+    tuple(c * f for c, f in zip(PRIOR.prices, (1.5, 1.2, 4, 3, 2, 1.8, 1.3, 3, 5, 2), strict=True))
 )
 
 
-def actions(seed: int, num: int = 60) -> list[np.ndarray]:
+def actions(seed: int, num: int = 60) -> list[Features]:
     """Segments of many sizes: inner ones without loss, and waves below them."""
     draw, found = np.random.default_rng(seed), []
     for _ in range(num):
@@ -30,27 +27,27 @@ def actions(seed: int, num: int = 60) -> list[np.ndarray]:
         inner = draw.random() < 0.3
         pairs = positions * (start + positions / draw.integers(2, 20))
         work = Work(positions, 0 if inner else positions, pairs, 1, 1 + (start > 0))
-        found += [row(work, "F"), row(work, "B")]
+        found += [features(work, "F"), features(work, "B")]
     return found
 
 
-def measured(rows: list[np.ndarray], noise: float = 0.0, seed: int = 0) -> list[float]:
+def measured(rows: list[Features], noise: float = 0.0, seed: int = 0) -> list[float]:
     factors = np.exp(noise * np.random.default_rng(seed).standard_normal(len(rows)))
-    return [TRUTH.seconds(one) * f for one, f in zip(rows, factors, strict=True)]
+    return [TRUTH.of(one) * f for one, f in zip(rows, factors, strict=True)]
 
 
-def error(times: TimeModel, rows: list[np.ndarray]) -> float:
-    return max(abs(times.seconds(one) / TRUTH.seconds(one) - 1) for one in rows)
+def error(times: CostModel, rows: list[Features]) -> float:
+    return max(abs(times.of(one) / TRUTH.of(one) - 1) for one in rows)
 
 
-def assert_known(times: TimeModel) -> None:
+def assert_known(times: CostModel) -> None:
     """Attention calls are a hundredth of the time here, and mostly come with an action."""
-    for place, (found, true) in enumerate(zip(times.coefficients, TRUTH.coefficients, strict=True)):
+    for place, (found, true) in enumerate(zip(times.prices, TRUTH.prices, strict=True)):
         assert found == pytest.approx(true, rel=0.2 if place in (4, 9) else 0.03), place
     assert error(times, actions(1)) < 0.01
 
 
-def test_known_coefficients_come_back() -> None:
+def test_known_prices_come_back() -> None:
     rows = actions(0)
     times = Evidence.of_actions(rows, measured(rows), PRIOR).times(PRIOR)
     assert_known(times)
@@ -63,32 +60,32 @@ def test_noise_and_first_calls_of_kernels() -> None:
     seconds = [t + 1.0 * (number % 10 == 3) for number, t in enumerate(seconds)]
     times = Evidence.of_actions(rows, seconds, PRIOR).times(PRIOR)
     fresh = actions(1)
-    total = sum(map(times.seconds, fresh)) / sum(map(TRUTH.seconds, fresh))
+    total = sum(map(times.of, fresh)) / sum(map(TRUTH.of, fresh))
     assert total == pytest.approx(1, abs=0.04)
-    assert np.median([abs(times.seconds(r) / TRUTH.seconds(r) - 1) for r in fresh]) < 0.06
+    assert np.median([abs(times.of(r) / TRUTH.of(r) - 1) for r in fresh]) < 0.06
 
 
-def test_actions_of_one_size_move_all_coefficients_together() -> None:
+def test_actions_of_one_size_move_all_prices_together() -> None:
     """Features in one proportion say one thing: a factor for all."""
     work = Work(2048, 2048, 2048 * 1025, 1, 1)
-    rows = [row(work, kinds) for kinds in "FB" * 20]
-    times = Evidence.of_actions(rows, [3 * PRIOR.seconds(one) for one in rows], PRIOR).times(PRIOR)
-    assert times.coefficients == pytest.approx([3 * c for c in PRIOR.coefficients], rel=1e-6)
+    rows = [features(work, kinds) for kinds in "FB" * 20]
+    times = Evidence.of_actions(rows, [3 * PRIOR.of(one) for one in rows], PRIOR).times(PRIOR)
+    assert times.prices == pytest.approx([3 * c for c in PRIOR.prices], rel=1e-6)
 
 
-def test_no_coefficient_is_negative() -> None:
+def test_no_price_is_negative() -> None:
     rows = actions(0)
     draw = np.random.default_rng(3)
     seconds = draw.uniform(0.001, 0.1, len(rows)).tolist()  # says nothing
     times = Evidence.of_actions(rows, seconds, PRIOR).times(PRIOR)
-    assert min(times.coefficients) >= 0 and np.isfinite(times.coefficients).all()
+    assert min(times.prices) >= 0 and np.isfinite(times.prices).all()
 
 
-def test_a_coefficient_that_is_not_counted_stays_zero() -> None:
-    prior = TimeModel.of_flops(CostModel(COST.linear, 0.0, COST.attention), Shape(12), 4e14)
+def test_a_price_that_is_not_counted_stays_zero() -> None:
+    prior = replace(PRIOR, prices=tuple(np.array(PRIOR.prices) * ([1, 0, 1, 1, 1] * 2)))
     rows = actions(0)
     times = Evidence.of_actions(rows, measured(rows), prior).times(prior)
-    assert times.coefficients[1] == times.coefficients[6] == 0
+    assert times.prices[1] == times.prices[6] == 0
 
 
 @pytest.mark.parametrize("num", [0, 3])
@@ -113,16 +110,22 @@ def test_ranks_and_steps_add_up() -> None:
 
 
 def step(share: bool, factor: float) -> Evidence:
-    one = row(Work(8000, 8000, 1e7, 2, 2), "FB")
-    return Evidence(steps=(StepTime(share, tuple(one.tolist()), factor * PRIOR.seconds(one)),))
+    one = features(Work(8000, 8000, 1e7, 2, 2), "FB")
+    return Evidence(steps=(StepTime(share, tuple(one.tolist()), factor * PRIOR.of(one)),))
+
+
+def factors(known: Evidence) -> tuple[float, float]:
+    """Of the stock schedule and of the prefix schedule."""
+    times = known.times(PRIOR)
+    return times.stock_factor, times.prefix_factor
 
 
 def test_factors_of_both_schedules() -> None:
     known = step(True, 2.0)
-    assert (known.times(PRIOR).stock, known.times(PRIOR).prefix) == pytest.approx((2, 2))
+    assert factors(known) == pytest.approx((2, 2))
     for factor in (5.0, 1.5, 1.4):  # the median: one slow step does not count
         known = known.and_also(step(False, factor))
-    assert (known.times(PRIOR).stock, known.times(PRIOR).prefix) == pytest.approx((1.5, 2))
+    assert factors(known) == pytest.approx((1.5, 2))
     assert known.measured(True) and known.measured(False) and not step(True, 1).measured(False)
 
 
@@ -131,12 +134,12 @@ def test_old_steps_are_forgotten() -> None:
     for _ in range(20):
         known = known.and_also(step(True, 1.0))
     assert len(known.steps) == 6
-    assert known.times(PRIOR).stock == pytest.approx(9)
+    assert factors(known)[0] == pytest.approx(9)
 
 
 def test_the_rank_for_which_nobody_waited_counts() -> None:
     found = together([step(True, 3.0), step(True, 1.1), step(False, 2.0), Evidence()], PRIOR)
-    assert (found.times(PRIOR).prefix, found.times(PRIOR).stock) == pytest.approx((1.1, 2.0))
+    assert factors(found) == pytest.approx((2.0, 1.1))
 
 
 # Kept ---------------------------------------------------------------------------------------------

@@ -11,13 +11,9 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.gate import Decision, decide, other_way, unshared, without_sharing
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.plan.times import Prediction, Shape, TimeModel, predict
+from megatron_prefix.plan.prediction import predict
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 from tests.harness.trees import flat_rollouts
-
-
-def prediction(speedup: float) -> Prediction:
-    return Prediction(np.ones(10), np.ones(10), speedup, 1.0)
 
 
 def forest_of(num: int, prefix: int = 400) -> Forest:
@@ -25,37 +21,35 @@ def forest_of(num: int, prefix: int = 400) -> Forest:
     return build(rollouts, groups, TreeOptions())
 
 
-def decided(config: PrefixConfig, forest: Forest, times: TimeModel, microbatch_of) -> Decision:
+def decided(config: PrefixConfig, forest: Forest, times: CostModel, microbatch_of) -> Decision:
     plan = make_plan(forest, microbatches=microbatch_of)
-    return decide(config, predict(times, forest, microbatch_of, plan))
+    return decide(config, predict(times, forest, microbatch_of, plan).speedup)
 
 
 @pytest.mark.parametrize(("mode", "share"), [("on", True), ("off", False), ("observe", False)])
 def test_modes_that_do_not_ask(mode, share) -> None:
-    decision = decide(PrefixConfig(mode=mode), prediction(0.5))
+    decision = decide(PrefixConfig(mode=mode), 0.5)
     assert decision == Decision(share, f"mode {mode}", False, 0.5)
 
 
 @pytest.mark.parametrize(("speedup", "share"), [(1.05, True), (1.0499, False), (9.0, True)])
 def test_auto_falls_back_exactly_where_the_speedup_is_too_small(speedup, share) -> None:
-    decision = decide(PrefixConfig(mode="auto"), prediction(speedup))
+    decision = decide(PrefixConfig(mode="auto"), speedup)
     assert (decision.share, decision.fallback) == (share, not share)
     assert ("below min_speedup 1.05" in decision.reason) == (not share)
-    assert decide(PrefixConfig(mode="auto", min_speedup=0.01), prediction(speedup)).share
+    assert decide(PrefixConfig(mode="auto", min_speedup=0.01), speedup).share
 
 
 def test_the_baseline_is_the_trainers_packing() -> None:
     """Small groups: many segments beat single rollouts, and lose to a few full microbatches."""
-    times = TimeModel.of_flops(CostModel.of_shape(12, 4096, 32, 8, 128, 12288, 0), Shape(12), 4e14)
+    times = CostModel.of_shape(12, 4096, 32, 8, 128, 12288, 0).in_seconds(4e14, 12)
     rollouts, groups = flat_rollouts(100, 30, 4, 60)
     forest = build(rollouts, groups, TreeOptions())
     config = PrefixConfig(mode="auto", min_speedup=1.0)
     assert decided(config, forest, times, range(240)).share
     packed = [rollout // 120 for rollout in range(240)]
     assert decided(config, forest, times, packed).share == (len(forest.segments) < 10)
-    slow = replace(times, coefficients=tuple(
-        c * (500 if place in (3, 8) else 1) for place, c in enumerate(times.coefficients)
-    ))  # fmt: skip
+    slow = replace(times, prices=tuple(np.array(times.prices) * ([1, 1, 1, 500, 1] * 2)))
     assert not decided(config, forest, slow, [0] * 240).share
 
 
@@ -63,12 +57,11 @@ def test_vocabulary_and_experts_decide() -> None:
     """Prompts have no loss: a large output layer is work that sharing saves; experts are work that
     a dense count of their layers would not see."""
     forest = forest_of(2, prefix=150)
-    shape, config = Shape(2), PrefixConfig(mode="auto")
+    config = PrefixConfig(mode="auto")
 
     def speedup(vocab_size: int, width: float) -> float:
         cost = CostModel.of_shape(2, 256, 4, 4, 64, width, vocab_size)
-        times = TimeModel.of_flops(cost, shape, 5e10)
-        return decided(config, forest, times, [0, 0]).predicted_speedup
+        return decided(config, forest, cost.in_seconds(5e10, 2), [0, 0]).predicted_speedup
 
     plain = speedup(0, 64)
     assert speedup(150_000, 64) > 1.1 * plain
@@ -76,7 +69,7 @@ def test_vocabulary_and_experts_decide() -> None:
     limit = PrefixConfig(mode="auto", min_speedup=1.05 * plain)
     for vocab_size, share in ((0, False), (150_000, True)):
         cost = CostModel.of_shape(2, 256, 4, 4, 64, 64, vocab_size)
-        assert decided(limit, forest, TimeModel.of_flops(cost, shape, 5e10), [0, 0]).share == share
+        assert decided(limit, forest, cost.in_seconds(5e10, 2), [0, 0]).share == share
 
 
 # The schedule that was never timed ----------------------------------------------------------------
@@ -87,14 +80,14 @@ def test_vocabulary_and_experts_decide() -> None:
 )
 def test_a_close_prediction_times_the_other_schedule(speedup, turns) -> None:
     config = PrefixConfig(mode="auto")
-    decision = decide(config, prediction(speedup))
+    decision = decide(config, speedup)
     other = other_way(config, decision)
     assert (other.share != decision.share) == turns
     if turns:
         assert other.fallback == (not other.share)
         assert other.reason.endswith(f"times the {'prefix' if other.share else 'stock'} schedule")
     on = PrefixConfig(mode="on")
-    assert other_way(on, decide(on, prediction(speedup))).share
+    assert other_way(on, decide(on, speedup)).share
 
 
 # The prefilter ------------------------------------------------------------------------------------

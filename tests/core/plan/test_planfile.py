@@ -19,7 +19,7 @@ from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.tree import Forest, TreeOptions, build
 from tests.harness.trees import cells, flat_rollouts, with_programs
 
-COST = CostModel(linear=1e6, head=0.0, attention=10.0, action_tokens=4.0)
+COST = CostModel.of_flops(linear=1e6, head=0.0, attention=10.0, action_tokens=4.0)
 
 
 def forest(prefix=8, suffix=4, num=3, num_groups=2, **options) -> Forest:
@@ -177,7 +177,7 @@ def test_chunks_are_chosen_by_the_cost_of_the_model() -> None:
     config = PrefixConfig(chunk_tokens="auto", segment_tokens=512)
     num = {}
     for action_tokens in (1.0, 4000.0):
-        cost = CostModel(1e6, 0.0, 1.0, action_tokens)
+        cost = CostModel.of_flops(1e6, 0.0, 1.0, action_tokens)
         planner = StepPlanner(config, cost, 1, 4, 1, None)
         num[action_tokens] = len(planner.build(rollouts, groups, each(16)).segments)
     assert num[1.0] > num[4000.0] >= 2 + 16

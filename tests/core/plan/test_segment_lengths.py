@@ -15,7 +15,7 @@ from megatron_prefix.tree import Forest
 from tests.harness.command_line import failure
 from tests.harness.trees import flat_rollouts
 
-COST = CostModel(1.0, 1.0, 0.0)
+COST = CostModel.of_flops(1.0, 1.0, 0.0)
 
 
 def chosen(room: int, per_action: float) -> int:

@@ -20,8 +20,8 @@ from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.tree import TreeOptions
 from tests.harness import data
 
-COST = CostModel(linear=1000.0, head=80.0, attention=1.0, action_tokens=4.0)
-TRIE = CostModel(linear=1000.0, head=0.0, attention=1.0, action_tokens=0.0)
+COST = CostModel.of_flops(linear=1000.0, head=80.0, attention=1.0, action_tokens=4.0)
+TRIE = CostModel.of_flops(linear=1000.0, head=0.0, attention=1.0, action_tokens=0.0)
 """Without overhead and head a tree's cost is that of its trie, whatever its segments are."""
 
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.cost import CostModel, Work, segment_work
+from megatron_prefix.plan.cost import CostModel, Work, action_features, features, segment_work
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import make_plan
+from megatron_prefix.plan.prediction import predict
 from megatron_prefix.plan.simulator import simulate
-from megatron_prefix.plan.times import Shape, TimeModel, action_row, predict, row
 from megatron_prefix.tree import Forest
 from tests.harness.trees import flat_forest
 
-COST = CostModel(linear=1000.0, head=70.0, attention=3.0)
-UNIT = TimeModel((1.0, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0))
+COST = CostModel.of_flops(linear=1000.0, head=70.0, attention=3.0)
+UNIT = CostModel((1.0, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0))
 """A second a position, twice that backward: the simulator's own cost."""
 
 
@@ -25,31 +25,30 @@ def groups(num_groups: int = 3) -> Forest:
     return flat_forest(prefix=40, suffix=10, num=4, num_groups=num_groups)
 
 
-def predicted(times: TimeModel, forest: Forest, microbatch_of=None, ranks=1, chunks=1, **options):
+def predicted(times: CostModel, forest: Forest, microbatch_of=None, ranks=1, chunks=1, **options):
     owners = range(len(forest.num_positions)) if microbatch_of is None else microbatch_of
     plan = make_plan(forest, ranks, num_chunks=chunks, microbatches=owners)
     return predict(times, forest, owners, plan, **options)
 
 
 def test_flops_make_the_first_guess() -> None:
-    shape = Shape(num_layers=12, num_ranks=2, num_chunks=3, parts=4)
-    times = TimeModel.of_flops(COST, shape, 100.0)
-    forward, backward = times.coefficients[:5], times.coefficients[5:]
+    times = COST.in_seconds(400.0, num_layers=12, num_ranks=2, num_chunks=3)
+    forward, backward = times.forward, times.prices[5:]
     assert forward[:3] == pytest.approx((1000 / 800, 70 / 400, 3 / 800))
     assert forward[3] == pytest.approx(6 * 3e-4 / 3) and forward[4] == pytest.approx(6 * 5e-5)
     assert backward == tuple(2 * seconds for seconds in forward)
-    frozen = TimeModel.of_flops(COST, shape, 100.0, frozen=0.75).coefficients
+    frozen = COST.in_seconds(400.0, 12, 2, 3, frozen=0.75).prices
     assert frozen[:5] == forward and frozen[7:] == backward[2:]
     assert frozen[5:7] == pytest.approx((1.25 * forward[0], 1.25 * forward[1]))
 
 
 def test_a_step_on_one_rank_is_the_sum_of_its_actions() -> None:
-    forest, times = groups(), TimeModel.of_flops(COST, Shape(2), 1e6)
+    forest, times = groups(), COST.in_seconds(1e6, 2)
     found = predicted(times, forest, [0] * 12)
-    actions = [row(segment_work(s), "FB") for s in forest.segments]
-    assert found.prefix_seconds == pytest.approx(sum(map(times.seconds, actions)))
+    actions = [features(segment_work(s), "FB") for s in forest.segments]
+    assert found.prefix_seconds == pytest.approx(sum(map(times.of, actions)))
     stock = Work(600, 600, 12 * 50 * 51 / 2, 1, 1)
-    assert found.stock_seconds == pytest.approx(times.seconds(row(stock, "FB")))
+    assert found.stock_seconds == pytest.approx(times.of(features(stock, "FB")))
     assert found.speedup == pytest.approx(found.stock_seconds / found.prefix_seconds)
     forwards = predicted(times, forest, [0] * 12, forward_only=True)
     assert 3 * forwards.prefix_seconds == pytest.approx(found.prefix_seconds)
@@ -57,9 +56,9 @@ def test_a_step_on_one_rank_is_the_sum_of_its_actions() -> None:
 
 
 def test_factors_of_whole_steps() -> None:
-    found = predicted(replace(UNIT, stock=2.0, prefix=3.0), groups())
+    found = predicted(replace(UNIT, stock_factor=2.0, prefix_factor=3.0), groups())
     assert (found.stock_seconds, found.prefix_seconds) == (2 * 3 * 600, 3 * 3 * 240)
-    assert found.stock_row[0] == 600  # what is measured is compared without them
+    assert found.stock_features[0] == 600  # what is measured is compared without them
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, 1), (4, 1), (2, 2)])
@@ -88,7 +87,7 @@ def test_parallel_pipelines_share_positions_but_not_actions(ordered) -> None:
     owners = [sample // 2 for sample in range(12)]
     joint = joint_forest([forest, forest], [owners, owners])
     plan = make_plan(joint.union, microbatches=joint.union_microbatch_of)
-    times = TimeModel.of_flops(COST, Shape(2), 1e6)
+    times = COST.in_seconds(1e6, 2)
     both = predict(times, joint.union, joint.union_microbatch_of, plan, num_pipelines=2)
     one = predicted(times, forest, owners)
     assert both.stock_seconds == pytest.approx(one.stock_seconds)
@@ -100,16 +99,16 @@ def test_a_step_of_nothing() -> None:
     assert predict(UNIT, empty, (), Plan((), ((),), 1)).speedup == 1.0
 
 
-def test_rows_of_actions() -> None:
+def test_features_of_actions() -> None:
     """A model chunk has its share of the layers, the last one all of the output layer."""
     forest = groups(1)
     plan = make_plan(forest, 2, num_chunks=2)
     wave = len(forest.segments) - 1
     work = np.array(segment_work(forest.segments[wave]))
     half = work * (0.5, 0, 0.5, 1, 0.5)
-    assert action_row(plan, Action("F", wave, 1), 0).tolist() == [*half, *[0] * 5]
+    assert action_features(plan, Action("F", wave, 1), 0).tolist() == [*half, *[0] * 5]
     last = work * (0.5, 1, 0.5, 1, 0.5)
-    assert action_row(plan, Action("B", wave, 1), 1).tolist() == [*[0] * 5, *last]
+    assert action_features(plan, Action("B", wave, 1), 1).tolist() == [*[0] * 5, *last]
     plan = replace(plan, policies=("recompute",) * len(forest.segments))
-    assert action_row(plan, Action("B", wave, 1), 1).tolist() == [*last, *last]
-    assert action_row(plan, Action("F", wave, 1), 1).tolist() == [*last, *[0] * 5]
+    assert action_features(plan, Action("B", wave, 1), 1).tolist() == [*last, *last]
+    assert action_features(plan, Action("F", wave, 1), 1).tolist() == [*last, *[0] * 5]
