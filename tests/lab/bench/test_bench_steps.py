@@ -116,10 +116,10 @@ def test_the_bound_counts_pairs_and_all_that_can_be_shared() -> None:
     """A prompt of 24 tokens, three responses of 8: 23 positions are shared, the last prompt token
     predicts tokens of its own, and only those 8 of each rollout need the output layer."""
     [group] = GroupShape(24, 8, 3).groups(1, 64, 1)
-    cost = cost_model(SPEC)
-    stock = 3 * (31 * (cost.linear + cost.head) + cost.attention * 31 * 32 / 2)
-    shared = 23 * cost.linear + cost.attention * 23 * 24 / 2
-    own = 3 * (8 * (cost.linear + cost.head) + cost.attention * (8 * 23 + 8 * 9 / 2))
+    linear, head, attention, *_ = cost_model(SPEC).forward
+    stock = 3 * (31 * (linear + head) + attention * 31 * 32 / 2)
+    shared = 23 * linear + attention * 23 * 24 / 2
+    own = 3 * (8 * (linear + head) + attention * (8 * 23 + 8 * 9 / 2))
     bound = flop_bound(SPEC, PrefixConfig(min_gain=10**6), [[group]] * 2)
     assert bound == pytest.approx(stock / (shared + own), rel=1e-12)
 

@@ -205,7 +205,8 @@ def test_flops_of_packs_are_those_of_their_rollouts() -> None:
     pack = {"tokens": torch.zeros(1, 12), "cu_seqlens": torch.tensor([0, 5, 12])}
     assert flops.of_microbatches(cost, rows, 1) == flops.of_microbatches(cost, [pack], 1)
     positions, pairs = 12, 15 + 28
-    by_hand = (cost.linear + cost.head) * positions + cost.attention * pairs
+    linear, head, attention, *_ = cost.forward
+    by_hand = (linear + head) * positions + attention * pairs
     assert flops.of_microbatches(cost, rows, 1) == pytest.approx(3 * by_hand)
     slices = [{"tokens": torch.zeros(1, 6)}]
     whole = [{"tokens": torch.zeros(1, 12)}]
