@@ -95,7 +95,7 @@ def kernel_of(device: str) -> Iterator[Kernel]:
         yield choose("auto", device, torch.bfloat16, DIM, group=HEADS // KV_HEADS)
         return
     library = Idle()
-    with mock.patch.object(operators, "_fa4", return_value=library):
+    with mock.patch.object(operators, "flash_attn_4", return_value=library):
         yield KERNELS["fa4"]
 
 

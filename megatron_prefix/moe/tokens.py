@@ -76,7 +76,7 @@ class LogicalTokens:
         for rollout, microbatch in enumerate(microbatch_of):
             self._members[microbatch].append(rollout)
         self._closings: dict[tuple[int, ...], Closing] = {}
-        columns = [c for segment in forest.segments for c in _columns(segment.spans, rank, size)]
+        columns = [c for segment in forest.segments for c in columns_of(segment.spans, rank, size)]
         table = on(device, np.concatenate([np.zeros(0, np.int64), *columns]))
         pieces = iter(table.split([len(column) for column in columns]))
         fours = zip(pieces, pieces, pieces, pieces, strict=True)
@@ -128,7 +128,7 @@ class LogicalTokens:
         return numbers
 
 
-def _columns(spans: Sequence[Span], rank: int, size: int) -> list[np.ndarray]:
+def columns_of(spans: Sequence[Span], rank: int, size: int) -> list[np.ndarray]:
     """The first four fields of SegmentTokens."""
     numbers, copies = np.arange(len(spans)), [len(span.rollouts) for span in spans]
     lengths = [n for span in spans for n in (span.length, span.padded - span.length)]

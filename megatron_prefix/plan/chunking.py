@@ -15,7 +15,8 @@ _SHARES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 _LEAST = 128  # shorter chunks cost more overhead than they save
 _MOST_ROLLOUTS = 64  # only the first groups of a step are tried, up to so many rollouts
 _FINALISTS = 3  # lengths tried with the slower planner, best_plan
-_MOST_KNOWN = 64  # answers that are remembered
+MOST_KNOWN = 64
+"""Answers that are remembered."""
 
 TOKENS = CostModel.of_flops(1.0, 0.0, 0.0)
 """A token costs 1, and an action some more; without that the shortest chunks always look best."""
@@ -69,14 +70,14 @@ class ChunkChooser:
         if self._num_ranks == 1 or not rollouts:
             return 0
         groups = [0] * len(rollouts) if groups is None else groups
-        kept = _first_groups(groups)
+        kept = first_groups(groups)
         microbatch_of = range(len(rollouts)) if microbatches is None else microbatches
         names: dict[int, int] = {}  # microbatches, renumbered from 0
         numbers = tuple(names.setdefault(microbatch_of[rollout], len(names)) for rollout in kept)
         shared = find_shared([rollouts[r] for r in kept], [groups[r] for r in kept], options)
         whole = shared.forest(0, numbers)
         if (whole, numbers) not in self._known:
-            if len(self._known) == _MOST_KNOWN:
+            if len(self._known) == MOST_KNOWN:
                 self._known.clear()
             lengths = {0, *_lengths(whole, options)}
             self._known[whole, numbers] = self._best(shared, lengths, numbers)
@@ -97,7 +98,7 @@ class ChunkChooser:
         return min(tried(best_plan, chunk_tokens) for *_, chunk_tokens in first[:_FINALISTS])[2]
 
 
-def _first_groups(groups: Sequence[int]) -> list[int]:
+def first_groups(groups: Sequence[int]) -> list[int]:
     """Rollouts of the first groups: at most `_MOST_ROLLOUTS`, at least one group."""
     taken: set[int] = set()
     count = 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +63,14 @@ CASES = {
 }
 NARROW = Case((21, 5), (9, 9, 4), dim=24, dim_v=16)
 WIDE = Case((21,), (7, 7), dim=8, dim_v=32)
+
+
+def on_cuda(x: Tensor) -> Any:
+    """What kernels ask of a tensor before they take it, as if it were on CUDA."""
+    return SimpleNamespace(
+        device=torch.device("cuda"), dtype=x.dtype, shape=x.shape,
+        stride=x.stride, data_ptr=lambda: 0,
+    )  # fmt: skip
 
 
 def make(

@@ -95,7 +95,7 @@ def build_model(
     exact = dtype == torch.float64 if exact_loss is None else exact_loss
     source = None if load_hf is None else HFWeights(load_hf, spec)
     recipe = _Recipe(spec, layout, config, device, engine, seed, exact, source, sdpa)
-    chunks = [_build_chunk(recipe, stage) for stage in range(layout.vpp)]
+    chunks = [build_chunk(recipe, stage) for stage in range(layout.vpp)]
     if wrap_ddp:
         options = {
             "use_distributed_optimizer": use_distributed_optimizer,
@@ -161,7 +161,7 @@ def _use_transformer_engine(layer_spec: str, dtype: torch.dtype, device: torch.d
     return layer_spec == "te"
 
 
-def _build_chunk(recipe: _Recipe, stage: int) -> Any:
+def build_chunk(recipe: _Recipe, stage: int) -> Any:
     """One chunk of this rank, with weights, in its dtype."""
     from megatron.core.tensor_parallel import (
         set_defaults_if_not_set_tensor_model_parallel_attributes,

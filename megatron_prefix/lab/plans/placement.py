@@ -115,11 +115,11 @@ def place(
         raise UserError(
             f"{len(groups)} groups to place, but not as many names: name each differently"
         )
-    leaves = _Leaves(groups, cost, options)
+    leaves = Leaves(groups, cost, options)
     if method == "auto":
         method, parts = _best(leaves, num_ranks)
     else:
-        parts = _parts(leaves, num_ranks, method)
+        parts = partition(leaves, num_ranks, method)
     ranks = [_as_groups(groups, [leaves.order[leaf] for leaf in part]) for part in parts]
     ranks += [()] * (num_ranks - len(ranks))
     return Placement(tuple(ranks), method, cost, options)
@@ -145,7 +145,7 @@ class _Leaf(NamedTuple):
 Part = Sequence[int]  # numbers of leaves, ascending
 
 
-class _Leaves:
+class Leaves:
     """The rollouts of a step in depth-first order, and the cost of any part of them on one rank."""
 
     def __init__(self, groups: Sequence[Group], cost: CostModel, options: TreeOptions) -> None:
@@ -216,18 +216,19 @@ def _as_groups(groups: Sequence[Group], leaves: Sequence[_Leaf]) -> tuple[Group,
 # Methods ------------------------------------------------------------------------------------------
 
 
-def _best(leaves: _Leaves, num_ranks: int) -> tuple[str, list[Part]]:
+def _best(leaves: Leaves, num_ranks: int) -> tuple[str, list[Part]]:
     """See "auto" of `place`."""
     tried = []
     for method in ("whole", "greedy", "cut"):
-        parts = _parts(leaves, num_ranks, method)
+        parts = partition(leaves, num_ranks, method)
         tried.append((max(map(leaves.load, parts), default=0.0), method, parts))
     best = min(tried[:2], key=lambda one: one[0])
     cut = tried[2]
     return (cut if cut[0] < (1 - MIN_GAIN_OF_CUT) * best[0] else best)[1:]
 
 
-def _parts(leaves: _Leaves, num_ranks: int, method: str) -> list[Part]:
+def partition(leaves: Leaves, num_ranks: int, method: str) -> list[Part]:
+    """The leaves of every rank that gets any, by one of the methods of `place` but "auto"."""
     if method in ("whole", "cut"):
         single = [range(leaf, leaf + 1) for leaf in range(len(leaves.order))]
         return _ordered(leaves, leaves.groups if method == "whole" else single, num_ranks)
@@ -239,7 +240,7 @@ def _parts(leaves: _Leaves, num_ranks: int, method: str) -> list[Part]:
     return _greedy(leaves.groups, raw, num_ranks)
 
 
-def _ordered(leaves: _Leaves, units: Sequence[range], num_ranks: int) -> list[Part]:
+def _ordered(leaves: Leaves, units: Sequence[range], num_ranks: int) -> list[Part]:
     """Consecutive units a rank, with the smallest possible largest load."""
     if not units:
         return []
@@ -289,7 +290,7 @@ def _greedy(units: Sequence[Part], costs: Sequence[float], num_ranks: int) -> li
     return [sorted(part) for part in parts]
 
 
-def _equal(leaves: _Leaves, num_ranks: int) -> list[Part]:
+def _equal(leaves: Leaves, num_ranks: int) -> list[Part]:
     num = len(leaves.order)
     if num % num_ranks:
         raise UserError(

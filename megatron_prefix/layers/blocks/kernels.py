@@ -192,11 +192,11 @@ def _probe(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     width_v = head_dim if head_dim_v is None else head_dim_v
-    return lambda name: _probed(name, device, dtype, head_dim, width_v, group)
+    return lambda name: probed(name, device, dtype, head_dim, width_v, group)
 
 
 @functools.cache
-def _probed(
+def probed(
     name: str,
     device: torch.device,
     dtype: torch.dtype,

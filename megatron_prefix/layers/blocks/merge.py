@@ -51,7 +51,7 @@ def merge(parts: Sequence[Partial]) -> Merged:
         raise ValueError(f"parts of different shapes: {sorted(map(str, shapes))}")
     if len(parts) == 1:
         return parts[0].out, parts[0].lse
-    combine, dtype = _implementation(outs[0].device.type), outs[0].dtype
+    combine, dtype = implementation(outs[0].device.type), outs[0].dtype
     while len(outs) > MOST_PARTS:
         out, lse = combine(outs[:MOST_PARTS], lses[:MOST_PARTS], lses[0].dtype)
         outs, lses = [out, *outs[MOST_PARTS:]], [lse, *lses[MOST_PARTS:]]
@@ -88,7 +88,7 @@ def prepare(device: torch.device, dtype: torch.dtype, heads: int, width: int) ->
     On CUDA only; elsewhere nothing is compiled. It takes a second or two, and nothing when it is
     called again: Triton keeps what it has compiled, on disk, too.
     """
-    combine, wide = _implementation(device.type), accumulator_dtype(dtype)
+    combine, wide = implementation(device.type), accumulator_dtype(dtype)
     if combine is formula:
         return
     begin = time.perf_counter()
@@ -105,7 +105,7 @@ def prepare(device: torch.device, dtype: torch.dtype, heads: int, width: int) ->
 
 
 @functools.cache
-def _implementation(device_type: str) -> Merge:
+def implementation(device_type: str) -> Merge:
     """`formula` on the CPU; on CUDA one pass in Triton, or `formula` where Triton does not work."""
     if not has_triton(device_type):
         return formula

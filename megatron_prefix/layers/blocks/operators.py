@@ -324,7 +324,7 @@ class Fa4Kernel(_Varlen):
     ) -> tuple[Tensor, Tensor, Aux]:
         """See `Batched.attend`; with ``lengths`` of runs the tensors have no leading dimension."""
         _say_that_it_compiles(q.dtype, q.shape[-1], v.shape[-1], q.shape[-2] // k.shape[-2])
-        out, lse, *_ = _fa4()._flash_attn_fwd(
+        out, lse, *_ = flash_attn_4()._flash_attn_fwd(
             q, k, v, softmax_scale=scale, causal=causal, return_lse=True, **lengths
         )
         return out, lse, ()
@@ -334,7 +334,7 @@ class Fa4Kernel(_Varlen):
     ) -> Gradients:
         """See `Batched.attend_backward`; ``lengths`` as in `attend`."""
         dout, q, k, v, out, lse = saved
-        dq, dk, dv = _fa4()._flash_attn_bwd(
+        dq, dk, dv = flash_attn_4()._flash_attn_bwd(
             q, k, v, out, dout, lse.contiguous(), softmax_scale=scale, causal=causal, **lengths
         )
         return dq, dk, dv
@@ -364,7 +364,7 @@ class Fa3Kernel(_Aligned, _Varlen):
     ) -> tuple[Tensor, Tensor, Aux]:
         """See `Batched.attend`."""
         # One split: of several, each may be merged in another order.
-        out, lse, *_ = _fa3().fwd(
+        out, lse, *_ = flash_attn_3().fwd(
             q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1, **lengths
         )
         return out, lse, ()
@@ -376,7 +376,7 @@ class Fa3Kernel(_Aligned, _Varlen):
         dout, q, k, v, out, lse = saved
         gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
         into = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-        _fa3().bwd(
+        flash_attn_3().bwd(
             dout, q, k, v, out, lse.contiguous(), **into, softmax_scale=scale, is_causal=causal,
             **lengths,
         )  # fmt: skip
@@ -427,7 +427,7 @@ def _needs_fa4(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         # flash_attn.cute.interface, _validate_head_dims
         return f"takes head widths up to 128, (192, 128) and (256, 256) on Blackwell, got {widths}"
     try:
-        _fa4()
+        flash_attn_4()
     except ImportError as error:
         why = str(error).strip().splitlines()[0]
         return f"needs flash-attn-4: pip install 'megatron_prefix[fa4]' ({why})"
@@ -435,7 +435,7 @@ def _needs_fa4(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 @functools.cache
-def _fa4() -> Any:
+def flash_attn_4() -> Any:
     """The module of flash-attn-4 whose functions return and take a log-sum-exp.
 
     Imported at the first use: it loads a compiler. It is told to keep what it compiles on disk,
@@ -473,7 +473,7 @@ def _fa4_folder() -> str | None:
 
 
 @functools.cache
-def _fa3() -> Any:
+def flash_attn_3() -> Any:
     """FlashAttention-3's operators; raises ImportError without the package."""
     importlib.import_module("flash_attn_3._C")  # registers them
     return torch.ops.flash_attn_3
@@ -485,7 +485,7 @@ def _needs_fa3(q: Tensor) -> str | None:
     if major != 9:
         return f"runs on Hopper (capability 9.x), got {major}.{minor}"
     try:
-        _fa3()
+        flash_attn_3()
     except ImportError as error:
         why = str(error).strip().splitlines()[0]
         return f"needs FlashAttention-3: build the folder hopper of its repository ({why})"

@@ -100,7 +100,7 @@ class _Enter(torch.autograd.Function):
         context, layer = ctx.place
         context.enter(layer, backward=True)
         numbers, rows = context.spans.runs
-        sums = (_summed(gradient, numbers) for gradient in gradients)
+        sums = (summed(gradient, numbers) for gradient in gradients)
         context.cache.add(layer, context.index, Reading(rows), tuple(sums))
         context.leave(layer, backward=True)
         return None, None, None
@@ -130,7 +130,7 @@ class _Leave(torch.autograd.Function):
         return gradient, state, tail, None, None
 
 
-def _summed(gradient: Tensor, numbers: int | Tensor) -> Tensor:
+def summed(gradient: Tensor, numbers: int | Tensor) -> Tensor:
     """Sums of neighbours, in fp32 or wider and always in one order: [runs, ...]; runs of one as
     they are."""
     if isinstance(numbers, int):

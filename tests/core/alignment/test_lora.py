@@ -21,6 +21,7 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.rl import loss, passes
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
+from megatron_prefix.run.cost_meter import key_of
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import lora, steps
@@ -57,7 +58,7 @@ CASES = {
 
 
 def compare(case: Case) -> None:
-    make = build._build_chunk
+    make = build.build_chunk
 
     def adapted(recipe: Any, stage: int) -> Any:
         chunk = make(recipe, stage)
@@ -70,7 +71,7 @@ def compare(case: Case) -> None:
         # The reference keeps everything: with all layers recomputed, and an input without gradient
         # before them, Megatron's backward does not enter them, and adapters get zeros.
         keeping = {**case.build, "recompute": "none"}
-        with mock.patch.object(build, "_build_chunk", adapted):
+        with mock.patch.object(build, "build_chunk", adapted):
             reference, chunks = (
                 build_model(spec, layout=case.layout, dtype="float64", **options)
                 for options in (keeping, case.build)
@@ -87,8 +88,9 @@ def compare(case: Case) -> None:
         for one in found:
             steps.assert_gradients(one, steps.Reference(stock, terms), 1000)
         (meter,) = ours.planning.meters.values()
-        frozen = Rank.of(chunks).frozen_share
-        assert 0.8 < frozen < 1 and "of the weights frozen" in meter._key
+        rank = Rank.of(chunks)
+        frozen = rank.frozen_share
+        assert 0.8 < frozen < 1 and "of the weights frozen" in key_of(rank, "math")
         # A frozen weight has no gradient: its backward is one product, and not two.
         forward, backward = meter.times.prices[0], meter.times.prices[5]
         assert backward == pytest.approx((2 - frozen) * forward, rel=0.05)  # the first rank's

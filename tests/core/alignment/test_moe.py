@@ -242,22 +242,22 @@ def by_itself(self: RouterLedger, layer: int, microbatches: tuple[int, ...]) -> 
 
 
 STOCK_ENTER = GroupCounts.enter
-STOCK_COLUMNS, STOCK_CLOSING = tokens._columns, tokens.LogicalTokens.closing
+STOCK_COLUMNS, STOCK_CLOSING = tokens.columns_of, tokens.LogicalTokens.closing
 MISTAKES = {
-    "aux_loss of rows": ("aux_loss", "tokens._columns", once),
-    "seq_aux_loss of rows": ("seq_aux_loss", "tokens._columns", once),
-    "global_aux_loss of rows": ("global_aux_loss", "tokens._columns", once),
+    "aux_loss of rows": ("aux_loss", "tokens.columns_of", once),
+    "seq_aux_loss of rows": ("seq_aux_loss", "tokens.columns_of", once),
+    "global_aux_loss of rows": ("global_aux_loss", "tokens.columns_of", once),
     "global_aux_loss of a rank": (
         "DP2, global_aux_loss",
         "group_counts.GroupCounts.enter",
         alone,
     ),
     "global_aux_loss, unordered": ("global_aux_loss", "ledger.RouterLedger._averages", by_itself),
-    "z-loss of rows": ("z-loss", "tokens._columns", once),
-    "rows on two ranks": ("TP2, per-token loss", "tokens._columns", once),
-    "bias of rows": ("expert bias alone", "tokens._columns", once),
-    "recomputed rows": ("full recompute, per-token loss", "tokens._columns", once),
-    "rows of a pipeline": ("PP2", "tokens._columns", once),
+    "z-loss of rows": ("z-loss", "tokens.columns_of", once),
+    "rows on two ranks": ("TP2, per-token loss", "tokens.columns_of", once),
+    "bias of rows": ("expert bias alone", "tokens.columns_of", once),
+    "recomputed rows": ("full recompute, per-token loss", "tokens.columns_of", once),
+    "rows of a pipeline": ("PP2", "tokens.columns_of", once),
     "waves for microbatches": ("aux_loss, flat groups", "tokens.LogicalTokens.closing", together),
 }
 

@@ -12,7 +12,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.layers.blocks import operators
 from megatron_prefix.layers.blocks.interface import Runs, batches
 from megatron_prefix.layers.blocks.kernels import KERNELS
-from tests.harness.attention_cases import CASES, LAYOUTS, Case, check
+from tests.harness.attention_cases import CASES, LAYOUTS, Case, check, on_cuda
 
 FA3, MATH = KERNELS["fa3"], KERNELS["math"]
 NAMES = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -23,6 +23,7 @@ class StandIn:
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, bool]] = []
+        self.starts: list[list[Tensor]] = []
 
     def fwd(
         self, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, is_causal: bool,
@@ -63,6 +64,7 @@ class StandIn:
             return Runs((q.shape[1],) * len(q), (k.shape[1],) * len(k), causal)
         assert set(lengths) == set(NAMES)
         starts = [lengths[name] for name in NAMES[:2]]
+        self.starts.append(starts)
         assert all(x.dtype == torch.int32 and x.is_contiguous() for x in starts)
         queries, keys = (tuple(x.diff().tolist()) for x in starts)
         assert (max(queries), max(keys)) == (lengths["max_seqlen_q"], lengths["max_seqlen_k"])
@@ -72,7 +74,7 @@ class StandIn:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     found = StandIn()
-    monkeypatch.setattr(operators, "_fa3", lambda: found)
+    monkeypatch.setattr(operators, "flash_attn_3", lambda: found)
     return found
 
 
@@ -98,6 +100,19 @@ def test_equal_runs_are_dense_and_others_one_call(library: StandIn) -> None:
         assert library.calls == [(kind, runs.causal)] * 2
 
 
+def test_starts_of_runs_are_made_once(library: StandIn) -> None:
+    """In a segment's first layer, for all others."""
+    x = torch.randn(8, 2, 16, dtype=torch.bfloat16)
+    for keys in (8, 9):
+        for _ in range(2):
+            runs = Runs.own((3, 1, 4)) if keys == 8 else Runs((3, 5), (2, 7))
+            k = torch.randn(keys, 2, 16, dtype=torch.bfloat16)
+            FA3.forward(x, k, k, runs, 0.25)
+    one, again, other, _ = library.starts
+    assert one[0] is one[1] is again[0] is again[1] and one[0].tolist() == [0, 3, 4, 8]
+    assert [starts.tolist() for starts in other] == [[0, 3, 8], [0, 2, 9]]
+
+
 def test_a_misaligned_tensor_is_refused_in_either_call(library: StandIn) -> None:
     rows = torch.zeros(17 * 4 * 16 + 1, dtype=torch.bfloat16)[1:].view(17, 4, 16)
     for runs in (Runs.own((17,)), Runs.own((8, 9))):
@@ -107,8 +122,7 @@ def test_a_misaligned_tensor_is_refused_in_either_call(library: StandIn) -> None
 
 
 def test_what_it_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "_needs_cuda_16bit", lambda *_: None)
-    q = torch.zeros(4, 2, 16, dtype=torch.bfloat16)
+    q = on_cuda(torch.zeros(4, 2, 16, dtype=torch.bfloat16))
     for capability, words in (((8, 0), "runs on Hopper"), ((9, 0), "build the folder hopper")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
         assert words in (FA3.refusal(q, q, q) or "")

@@ -17,10 +17,10 @@ from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.layers.blocks import kernels, operators
 from megatron_prefix.layers.blocks.interface import Runs, batches
 from megatron_prefix.layers.blocks.kernels import KERNELS, choose, why
-from tests.harness.attention_cases import CASES, LAYOUTS, NARROW, Case, check, make
+from tests.harness.attention_cases import CASES, LAYOUTS, NARROW, Case, check, make, on_cuda
 
 MATH, FA4 = KERNELS["math"], KERNELS["fa4"]
-REAL_FA4 = operators._fa4
+REAL_FA4 = operators.flash_attn_4
 LONG = {
     "one long run": Case((300,), (270,), heads=2, kv_heads=1),
     "a long run below a short one": Case((40,), (270,), heads=2, kv_heads=1),
@@ -82,7 +82,7 @@ class StandIn:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     found = StandIn()
-    monkeypatch.setattr(operators, "_fa4", lambda: found)
+    monkeypatch.setattr(operators, "flash_attn_4", lambda: found)
     return found
 
 
@@ -145,11 +145,9 @@ def test_a_slice_of_a_cache_is_not_copied(library: StandIn) -> None:
 
 
 def test_what_compiles_is_said_once(library: StandIn, caplog: pytest.LogCaptureFixture) -> None:
-    operators._say_that_it_compiles.cache_clear()
     with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            check(FA4, CASES["equal rollouts"], torch.bfloat16)
-            check(FA4, CASES["one K/V head"], torch.bfloat16)
+        for name in ("equal rollouts", "one K/V head", "equal rollouts", "one K/V head"):
+            check(FA4, replace(CASES[name], dim=88, dim_v=88), torch.bfloat16)
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2 and "2 query heads" in told[0] and "6 query heads" in told[1]
 
@@ -173,11 +171,12 @@ def test_what_it_compiles_is_kept_on_disk(
             monkeypatch.delenv(name)
         REAL_FA4.__wrapped__()
         assert imported.pop() == wanted
-    for enabled, words in ((True, "results are kept in a/folder"), (False, "once a process")):
-        operators._say_that_it_compiles.cache_clear()
+    for enabled, width, words in (
+        (True, 104, "results are kept in a/folder"), (False, 120, "once a process"),
+    ):  # fmt: skip
         found.CUTE_DSL_CACHE_ENABLED = enabled
         with caplog.at_level(logging.WARNING):
-            operators._say_that_it_compiles(torch.bfloat16, 128, 128, 4)
+            check(FA4, Case((), (3,), dim=width, dim_v=width), torch.bfloat16)
         assert words in caplog.records[-1].getMessage()
 
 
@@ -189,8 +188,8 @@ def refusal(
     group: int = 2,
 ) -> str | None:  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    q, k, v = torch.empty(4, 2 * group, width), torch.empty(4, 2, width), torch.empty(4, 2, width_v)
-    return operators._needs_fa4(q, k, v)
+    shapes = (2 * group, width), (2, width), (2, width_v)
+    return FA4.refusal(*(on_cuda(torch.empty(4, *one, dtype=torch.bfloat16)) for one in shapes))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +219,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}\nand more")
 
     monkeypatch.setattr(operators.importlib, "import_module", missing)
-    operators._fa4.cache_clear()
+    monkeypatch.setattr(operators, "flash_attn_4", REAL_FA4.__wrapped__)
     found = refusal(monkeypatch, (9, 0), 128, 128) or ""
     assert "pip install 'megatron_prefix[fa4]'" in found and "flash_attn.cute" in found
     assert "\n" not in found
@@ -239,7 +238,7 @@ def reasons(monkeypatch: pytest.MonkeyPatch) -> tuple[Reasons, list[str]]:
         asked.append(name)
         return found[name]
 
-    monkeypatch.setattr(kernels, "_probed", probed)
+    monkeypatch.setattr(kernels, "probed", probed)
     return found, asked
 
 

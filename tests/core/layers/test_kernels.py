@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -101,17 +102,21 @@ def test_math_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_math_bounds_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest tensor of scores stays within the bound for a row that would not fit."""
     seen: list[int] = []
-    stock = math._scores
+    for name in ("logsumexp", "exp_"):  # of scores, forward and backward
+        stock = getattr(torch, name)
 
-    def spy(*args: object) -> Tensor:
-        scores = stock(*args)  # type: ignore[arg-type]
-        seen.append(scores.numel())
-        return scores
+        def spy(x: Tensor, *rest: Any, stock: Any = stock, **more: Any) -> Tensor:
+            seen.append(x.numel())
+            return stock(x, *rest, **more)
 
+        monkeypatch.setattr(torch, name, spy)
     monkeypatch.setattr(math, "MAX_SCORES", 4096)
-    monkeypatch.setattr(math, "_scores", spy)
-    check(KERNELS["math"], Case((), (64,)), torch.float64)
-    assert len(seen) > 2 and max(seen) <= 4096
+    tensors, runs = make(Case((), (64,)), torch.float64), Runs.own((64,))
+    rows = (tensors.q, tensors.keys[0], tensors.values[0])
+    part = KERNELS["math"].forward(*rows, runs, 0.25)
+    forward = len(seen)
+    KERNELS["math"].backward(tensors.dout, *rows, *part, runs, 0.25)
+    assert len(seen) == 2 * forward > 4 and max(seen) <= 4096
 
 
 def test_no_keys_count_for_nothing() -> None:
@@ -229,17 +234,6 @@ def test_cuda_calls_fit_the_operators_of_this_torch(case: Case, name: str) -> No
         assert got[key].dtype == (torch.float32 if key == "lse" else torch.bfloat16), key
 
 
-def test_starts_of_runs_are_made_once() -> None:
-    runs, device = Runs.own((3, 1, 4)), torch.device("cpu")
-    found = operators._varlen(runs, device)
-    starts, key_starts, *longest = found
-    assert starts.dtype == torch.int32 and starts.tolist() == [0, 3, 4, 8]
-    assert key_starts is starts and longest == [4, 4]
-    assert operators._varlen(Runs.own((3, 1, 4)), device) is found
-    other = operators._varlen(Runs((3, 5), (2, 7)), device)
-    assert [x.tolist() for x in other[:2]] == [[0, 3, 8], [0, 2, 9]] and other[2:] == (5, 7)
-
-
 def test_runs_are_equal_by_value() -> None:
     assert Runs.own((2, 3)) == Runs((2, 3), (2, 3), True) != Runs((2, 3), (2, 3))
     assert len({Runs.own((2, 3)), Runs.own((2, 3)), Runs.dense(5, 5)}) == 2
@@ -324,7 +318,7 @@ def test_probing_refuses_a_broken_kernel(
     kernel: Kernel, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(KERNELS, "flash_cpu", kernel)
-    monkeypatch.setattr(kernels, "_probed", functools.cache(kernels._probed.__wrapped__))
+    monkeypatch.setattr(kernels, "probed", functools.cache(kernels.probed.__wrapped__))
     found = available("cpu", torch.float32, 16)["flash_cpu"]
     assert found is not None and reason in found and "\n" not in found
     assert choose("auto", "cpu", torch.float32, 16).name == "math"
@@ -352,6 +346,13 @@ def _reached(*args: object, **kwargs: object) -> None:
     raise _Reached
 
 
+class _Operators:
+    """Stands in for torch's."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _reached
+
+
 @pytest.mark.parametrize("name", ["flash", "cudnn"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
@@ -362,7 +363,7 @@ def test_every_call_is_guarded_against_misaligned_tensors(
     kernel = KERNELS[name]
     for method in ("attend", "attend_backward"):
         monkeypatch.setattr(kernel, method, _reached)
-    monkeypatch.setattr(operators, "_varlen", _reached)
+    monkeypatch.setattr(operators, "aten", _Operators())
     x = torch.zeros(9, 2, 8, dtype=torch.bfloat16)
     tensors = ["dout", "q", "k", "v", "out"] if backward else ["q", "k", "v"]
     aux = ((),) * len(batches(runs, 9, 9))
@@ -384,7 +385,7 @@ def test_every_call_is_guarded_against_misaligned_tensors(
 
 def test_probing_leaves_the_random_state_alone() -> None:
     before = torch.get_rng_state()
-    kernels._probed.__wrapped__("flash_cpu", torch.device("cpu"), torch.float32, 16, 16)
+    kernels.probed.__wrapped__("flash_cpu", torch.device("cpu"), torch.float32, 16, 16)
     assert torch.equal(before, torch.get_rng_state())
 
 

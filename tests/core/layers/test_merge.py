@@ -119,7 +119,7 @@ def test_any_number_of_parts_is_merged_in_few_kinds_of_calls(
         calls.append((len(outs), outs[0].dtype, dtype))
         return formula(outs, lses, dtype)
 
-    monkeypatch.setattr(merging, "_implementation", lambda _: counted)
+    monkeypatch.setattr(merging, "implementation", lambda _: counted)
     for num in (2, 9, 4, 8, 3, 5, 12, 6, 7):
         parts = [random_part(i, torch.bfloat16) for i in range(num)]
         out, lse = merge(parts)
@@ -138,7 +138,7 @@ def test_every_kind_of_call_is_made_before_the_first_step(monkeypatch: pytest.Mo
         calls.add((*(out.dtype for out in outs), lses[0].dtype, dtype))
         return formula(outs, lses, dtype)
 
-    monkeypatch.setattr(merging, "_implementation", lambda _: noted)
+    monkeypatch.setattr(merging, "implementation", lambda _: noted)
     for dtype, kinds in ((torch.bfloat16, 6), (torch.float32, 2), (torch.float64, 2)):
         calls.clear()
         prepare(torch.device("cpu"), dtype, HEADS, DIM)
@@ -150,4 +150,4 @@ def test_every_kind_of_call_is_made_before_the_first_step(monkeypatch: pytest.Mo
 
 
 def test_nothing_is_compiled_on_the_cpu() -> None:
-    assert merging._implementation("cpu") is formula
+    assert merging.implementation("cpu") is formula

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_prefix.lab.platforms import cpu, linear_kernels
+from megatron_prefix.lab.platforms import cpu
+from megatron_prefix.lab.platforms.linear_kernels import causal_conv1d, causal_conv1d_fn
 from megatron_prefix.layers.recurrent import moves
+from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule  # noqa: F401  # its module has it
 from megatron_prefix.layers.recurrent.spans import Spans
 from megatron_prefix.layers.recurrent.states import LayerStates
 
@@ -34,9 +36,12 @@ def spans_of(lengths: list[int]) -> Spans:
     return Spans(lengths, [0] * len(lengths), torch.device("cpu"))
 
 
+def segment_of(lengths: list[int], inner: bool) -> Any:
+    return mock.Mock(spans=spans_of(lengths), inner=inner, backward=False)
+
+
 def states_of(lengths: list[int], inner: bool) -> LayerStates:
-    context = mock.Mock(spans=spans_of(lengths), inner=inner, backward=False)
-    return LayerStates(cast(Any, context), 0, torch.zeros(1), BEFORE)
+    return LayerStates(segment_of(lengths, inner), 0, torch.zeros(1), BEFORE)
 
 
 @contextmanager
@@ -62,21 +67,31 @@ def written(size: int) -> Iterator[list[str]]:
         yield found
 
 
-def everything(states: LayerStates, x: Tensor) -> Tensor:
-    """Something of everything that comes from `x` at the beginnings and ends of spans."""
-    row, edges = states.edges(x)
-    return sum(
-        (part.sin() * random(*part.shape, seed=n).detach()).sum()
-        for n, part in enumerate((row, edges, states._left))
-        if part is not None
-    )  # type: ignore[return-value]
-
-
 @INNER
 @LENGTHS
 def test_gradients_of_beginnings_and_ends(lengths: list[int], inner: bool) -> None:
-    x = random(sum(lengths), WIDTH)
-    assert torch.autograd.gradcheck(lambda given: everything(states_of(lengths, inner), given), x)
+    def edges(x: Tensor) -> tuple[Tensor, ...]:
+        found = states_of(lengths, inner).edges(x)
+        return tuple(part for part in found if part is not None)
+
+    assert torch.autograd.gradcheck(edges, random(sum(lengths), WIDTH))
+
+
+@LENGTHS
+def test_a_span_leaves_its_last_inputs(lengths: list[int]) -> None:
+    """Zeros before them where it is short; and they get the gradient that its children send."""
+    segment, x = segment_of(lengths, inner=True), random(sum(lengths), WIDTH)
+    states = LayerStates(segment, 0, torch.zeros(1), BEFORE)
+    row, _ = states.edges(x)
+    state, sent = torch.zeros(1), random(len(lengths), BEFORE, WIDTH, seed=2).detach()
+    segment.cache.take.return_value = state, sent
+    states.leave(row * 0.0, state).sum().backward()
+    twin = x.detach().requires_grad_()
+    tails = [F.pad(part, (0, 0, BEFORE, 0))[-BEFORE:] for part in twin.split(lengths)]
+    (_, _, (_, tail)), _ = segment.cache.capture.call_args
+    assert torch.equal(tail, torch.stack(tails))
+    torch.stack(tails).backward(sent)
+    assert torch.equal(x.grad, twin.grad)
 
 
 @LENGTHS
@@ -136,16 +151,29 @@ def test_beginnings_and_ends_write_nothing_as_large_as_the_row(
     assert not found
 
 
-def layer_of(states: LayerStates) -> Any:
-    """A GatedDeltaNet's layer with kernels of our own, as far as its convolution goes."""
+class Mixer:
+    """The part of a GatedDeltaNet that calls a convolution, by the global names of its module."""
+
+    def __init__(self, positions_first: bool) -> None:
+        self.positions_first = positions_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.positions_first:
+            return causal_conv1d(x.mT, WEIGHT, None, activation="silu")[0].mT
+        return causal_conv1d_fn(x, WEIGHT, None, activation="silu")
+
+
+def convolution_of(
+    lengths: list[int], inner: bool, positions_first: bool = False
+) -> Callable[[Tensor], Tensor]:
+    """The convolution of a GatedDeltaNet's layer, in a segment with spans of these lengths."""
     cpu.load_recurrent_layers()
     from megatron_prefix.layers.gdn import GatedDeltaLayer
 
-    layer = GatedDeltaLayer.__new__(GatedDeltaLayer)
-    layer._layer, layer._running = 0, cast(Any, SimpleNamespace(current=states._context))
-    layer._by_channels = mock.Mock(wraps=linear_kernels.causal_conv1d_fn)
-    layer._by_positions = mock.Mock(wraps=linear_kernels.causal_conv1d)
-    return layer
+    running = SimpleNamespace(current=segment_of(lengths, inner))
+    ((_, name, forward),) = GatedDeltaLayer(Mixer(positions_first), 0, running).overrides()
+    assert name == "forward"
+    return forward
 
 
 WEIGHT = random(WIDTH, BEFORE + 1, seed=2).detach()
@@ -153,19 +181,22 @@ WEIGHT = random(WIDTH, BEFORE + 1, seed=2).detach()
 
 @INNER
 @LENGTHS
-def test_a_span_is_convolved_as_if_it_were_alone(lengths: list[int], inner: bool) -> None:
-    layer = layer_of(states_of(lengths, inner))
+def test_a_span_is_convolved_as_if_it_were_alone(
+    lengths: list[int], inner: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = random(1, WIDTH, sum(lengths))
     parts = x.split(lengths, 2)
-    wanted = [linear_kernels.causal_conv1d_fn(part, WEIGHT, activation="silu") for part in parts]
-    found = layer._convolve_channels(x, WEIGHT, None, "silu")
-    torch.testing.assert_close(found, torch.cat(wanted, 2))
-    again, _ = layer._convolve_positions(x.mT, WEIGHT, None, "silu")
-    torch.testing.assert_close(again.mT, torch.cat(wanted, 2))
-    calls = 1 if len(lengths) == 1 else 2  # a lone root is right as it is
-    assert layer._by_channels.call_count == layer._by_positions.call_count == calls
-    layer._by_channels = None  # without the package causal-conv1d
-    torch.testing.assert_close(layer._convolve_channels(x, WEIGHT, None, "silu"), found)
+    wanted = torch.cat([causal_conv1d_fn(part, WEIGHT, activation="silu") for part in parts], 2)
+    for positions_first, kernel in enumerate((causal_conv1d_fn, causal_conv1d)):
+        calls = mock.Mock(wraps=kernel)
+        monkeypatch.setitem(globals(), kernel.__name__, calls)
+        found = convolution_of(lengths, inner, bool(positions_first))(x)
+        torch.testing.assert_close(found, wanted)
+        # A lone root is right as it is.
+        assert calls.call_count == (1 if len(lengths) == 1 else 2)
+    # Without the package causal-conv1d.
+    monkeypatch.setitem(globals(), "causal_conv1d_fn", None)
+    torch.testing.assert_close(convolution_of(lengths, inner)(x), wanted)
 
 
 @INNER
@@ -175,16 +206,15 @@ def test_a_convolution_writes_no_more_than_the_stock_one(
 ) -> None:
     """But for a copy of the gradient of what was overwritten, which is Megatron's."""
     x = random(1, WIDTH, sum(lengths))
-    layer = layer_of(states_of(lengths, inner))
 
-    def writes(convolve: Callable[..., Tensor]) -> list[str]:
+    def writes(convolve: Callable[[Tensor], Tensor]) -> list[str]:
         with written(x.numel()) as found:
-            y = convolve(x, WEIGHT, None, activation="silu")
+            y = convolve(x)
             torch.autograd.grad(y, x, torch.ones_like(y))
         return found
 
-    stock = writes(linear_kernels.causal_conv1d_fn)
-    found = writes(layer._convolve_channels)
+    stock = writes(Mixer(positions_first=False).forward)
+    found = writes(convolution_of(lengths, inner))
     for name in stock:
         found.remove(name)
     assert [name.partition(".")[0] for name in found] == more

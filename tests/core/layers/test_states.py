@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -90,12 +90,13 @@ def test_gradients_are_summed_in_fp32_and_taken_once() -> None:
 
 @pytest.mark.parametrize("kernels", [torch.float32, torch.bfloat16])
 def test_final_states_are_kept_in_fp32_and_tails_as_they_are(kernels: torch.dtype) -> None:
-    kept: list[torch.Tensor] = []
-    cache = SimpleNamespace(capture=lambda layer, index, payload: kept.extend(payload))
-    context = SimpleNamespace(cache=cache, index=0)
+    spans = Spans((3, 4), (0, 0), torch.device("cpu"))
+    segment = mock.Mock(spans=spans, inner=True, backward=False)
     state = torch.full((2, 3), 1 + 2**-12).to(kernels)
-    out, tail = torch.ones(2, 3, 4, dtype=torch.bfloat16).unbind(0)
-    states._Leave.apply(out, state, tail, context, 0)
+    layer = states.LayerStates(segment, 0, state, before=3)
+    row, _ = layer.edges(torch.ones(7, 4, dtype=torch.bfloat16))
+    layer.leave(row, state)
+    (_, _, kept), _ = segment.cache.capture.call_args
     assert [one.dtype for one in kept] == [torch.float32, torch.bfloat16]
     assert torch.equal(kept[0], state.float())
 
@@ -149,6 +150,6 @@ def test_gradients_of_neighbours_are_summed_in_fp32() -> None:
     """In bf16 what is small beside the sum would be lost: 256 and eight halves."""
     sent = torch.full((10, 3), 0.5, dtype=torch.bfloat16)
     sent[0] = 256.0
-    found = states._summed(sent, torch.tensor([9, 1]))
+    found = states.summed(sent, torch.tensor([9, 1]))
     assert found.dtype == torch.float32
     assert found.tolist() == [[260.0] * 3, [0.5] * 3]

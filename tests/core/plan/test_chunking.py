@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -86,25 +87,29 @@ def test_the_first_groups_stand_for_a_large_step() -> None:
     microbatch_of = [1000 + rollout // 2 for rollout in range(len(many))]
     chosen = ChunkChooser(4).choose(many, all_groups, options, microbatch_of)
     assert chosen == ChunkChooser(4).choose(few, some, options, microbatch_of) > 0
-    assert chunking._first_groups([5] * 100 + [6]) == list(range(100))
-    assert chunking._first_groups([0, 1] * 32 + [2]) == list(range(64))
+    assert chunking.first_groups([5] * 100 + [6]) == list(range(100))
+    assert chunking.first_groups([0, 1] * 32 + [2]) == list(range(64))
 
 
 def test_a_shape_is_searched_once(monkeypatch) -> None:
-    searched = []
-    search = ChunkChooser._best
-    monkeypatch.setattr(ChunkChooser, "_best", lambda *args: searched.append(None) or search(*args))
+    planned = mock.Mock(wraps=chunking.best_plan)
+    monkeypatch.setattr(chunking, "best_plan", planned)
     chooser = ChunkChooser(4)
-    rollouts, groups = flat_rollouts(1024, 256, 4, 2)
-    answers = {chooser.choose(rollouts, groups, TreeOptions()) for _ in range(3)}
-    assert (len(answers), len(searched)) == (1, 1)
-    chooser.choose(rollouts, groups, TreeOptions(), [r // 2 for r in range(len(rollouts))])
-    chooser.choose(*flat_rollouts(1024, 128, 4, 2), TreeOptions())
-    assert len(searched) == 3
-    monkeypatch.setattr(chunking, "_MOST_KNOWN", 3)
-    fourth = *flat_rollouts(1024, 64, 4, 2), TreeOptions()
-    assert chooser.choose(*fourth) == ChunkChooser(4).choose(*fourth) > 0
-    assert len(chooser._known) == 1 and len(searched) == 5
+
+    def chosen(*step) -> tuple[int, bool]:
+        """The answer, and whether it was searched."""
+        planned.reset_mock()
+        return chooser.choose(*step), planned.called
+
+    steps = [(*flat_rollouts(1024, prompt, 4, 2), TreeOptions()) for prompt in (256, 128, 64)]
+    first, again, third = (chosen(*steps[0]) for _ in range(3))
+    assert first[1] and again == third == (first[0], False)
+    others = [r // 2 for r in range(len(steps[0][0]))]
+    assert chosen(*steps[0], others)[1] and chosen(*steps[1])[1]
+    assert not chosen(*steps[0])[1]
+    monkeypatch.setattr(chunking, "MOST_KNOWN", 3)
+    assert chosen(*steps[2]) == (ChunkChooser(4).choose(*steps[2]), True)
+    assert chosen(*steps[0]) == first, "forgotten with the others"
 
 
 def test_align_is_kept() -> None:

@@ -104,14 +104,14 @@ def test_saved_bytes_are_those_that_were_predicted(name: str, recompute: str) ->
 def test_of_adapters_rather_too_much_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frozen linear layers save no input; what adapters save (here at a sixteenth of the width) is
     less."""
-    make = models_build._build_chunk
+    make = models_build.build_chunk
 
     def adapted(recipe: Any, stage: int) -> Any:
         chunk = make(recipe, stage)
         lora.adapt(unwrap(chunk))
         return chunk
 
-    monkeypatch.setattr(models_build, "_build_chunk", adapted)
+    monkeypatch.setattr(models_build, "build_chunk", adapted)
     model = small_model(vocab=VOCAB, spec=dict(num_layers=3), dtype=torch.float32)
     for memory in ("retain", "recompute"):
         saved, cache, predicted = counted(model, SHAPES[0], memory)

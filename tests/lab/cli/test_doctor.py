@@ -71,13 +71,13 @@ def test_the_kernel_is_explained(report):
 def test_a_model_is_checked_with_its_own_heads(monkeypatch):
     """A kernel compiles for a width and a number of query heads a K/V head."""
     asked = set()
-    probed = kernels._probed
+    probed = kernels.probed
 
     def noted(*args):
         asked.add(args[3:])
         return probed(*args)
 
-    monkeypatch.setattr(kernels, "_probed", noted)
+    monkeypatch.setattr(kernels, "probed", noted)
     assert doctor.examine("cpu", "qwen3-8b")["ok"]
     assert asked == {(128, 128, 4)}
     asked.clear()

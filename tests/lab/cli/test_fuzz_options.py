@@ -90,7 +90,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runtime, "initialize", joined)
     monkeypatch.setattr(LAUNCH, "run_ranks", lambda fn, num, args, **options: fn(*args))
-    monkeypatch.setattr(build, "_build_chunk", draw_a_weight)
+    monkeypatch.setattr(build, "build_chunk", draw_a_weight)
     monkeypatch.setattr(matrix, "align_row", stop)
     monkeypatch.setattr(report, "write_rollouts", one_group)
     monkeypatch.setattr(generate, "_MOST_TOKENS", 10**5)

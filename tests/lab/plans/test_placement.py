@@ -105,9 +105,9 @@ def test_the_same_arguments_give_the_same_placement(groups, num_ranks, method):
 @given(steps(), st.integers(1, 4))
 def test_a_load_is_the_cost_of_the_trees(groups, num_ranks):
     """What the search adds up rollout by rollout is what the planner's trees cost."""
-    leaves = placement._Leaves(groups, TRIE, TreeOptions(min_gain=0))
+    leaves = placement.Leaves(groups, TRIE, TreeOptions(min_gain=0))
     placed = place(groups, num_ranks, TRIE, TreeOptions(min_gain=0), "cut")
-    parts = placement._parts(leaves, num_ranks, "cut")
+    parts = placement.partition(leaves, num_ranks, "cut")
     found = [leaves.load(part) for part in parts] + [0.0] * (num_ranks - len(parts))
     assert found == pytest.approx(placed.costs)
     # And of leaves that are no neighbours, over groups that share.
@@ -115,7 +115,7 @@ def test_a_load_is_the_cost_of_the_trees(groups, num_ranks):
     rows = [replaced(one, "all", str(i)) for i, one in enumerate(rollouts(groups))]
     if rows:
         one = [Group("all", tuple(rows))]
-        leaves = placement._Leaves(one, TRIE, options)
+        leaves = placement.Leaves(one, TRIE, options)
         every_other = range(0, len(rows), 2)
         chosen = tuple(rows[leaves.order[i].rollout] for i in every_other)
         wanted = place([Group("all", chosen)], 1, TRIE, options).costs[0]
@@ -135,7 +135,7 @@ def replaced(one: Rollout, group: str, uid: str) -> Rollout:
 
 @given(steps(), st.integers(1, 4), st.sampled_from(["whole", "cut"]))
 def test_no_other_partition_has_a_smaller_largest_load(groups, num_ranks, method):
-    leaves = placement._Leaves(groups, COST, TreeOptions(share="batch"))
+    leaves = placement.Leaves(groups, COST, TreeOptions(share="batch"))
     single = [range(i, i + 1) for i in range(len(leaves.order))]
     units = leaves.groups if method == "whole" else single
     if not units or len(units) > 10:
@@ -144,7 +144,7 @@ def test_no_other_partition_has_a_smaller_largest_load(groups, num_ranks, method
         max(leaves.load(range(units[run[0]].start, units[run[-1]].stop)) for run in runs)
         for runs in partitions(len(units), num_ranks)
     )
-    found = max(map(leaves.load, placement._parts(leaves, num_ranks, method)))
+    found = max(map(leaves.load, placement.partition(leaves, num_ranks, method)))
     assert found == pytest.approx(best)
 
 
