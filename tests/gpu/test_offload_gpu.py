@@ -40,7 +40,7 @@ def test_the_same_gradients_with_and_without_room(limit: float | None) -> None:
             assert torch.equal(x.grad, expected_gradient(x))
         assert owner.pool.used_bytes == 0
         assert (owner.counts.prefetched == 0) == (limit is not None)
-    assert all(slab.memory.is_pinned() for slab in owner.pool._slabs) and owner.pool._slabs
+    assert owner.pool.num_bytes and owner.pool.take(1).tensor.is_pinned()
 
 
 def test_memory_is_given_back_when_the_copies_have_ended() -> None:

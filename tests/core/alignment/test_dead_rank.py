@@ -22,9 +22,10 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout, RankError
 from megatron_prefix.lab.runtime.groups import RENDEZVOUS
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.run.executor import Executor
+from megatron_prefix.run.inputs import ModelArguments
 from megatron_prefix.run.messages import Links, channels_of
 from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Segment, Span
 from tests.harness.data import BUNDLED, REPOSITORY
 from tests.harness.pipelines import Case, build_chunks, microbatches, rollouts_of, run_step
@@ -35,19 +36,21 @@ DEAD = 1
 SOON_S = 60.0  # of a loaded machine; gloo knows at once that a connection has closed
 
 
-def die_in_the_third_action(self: Executor, action: Action, stage: Any) -> None:
-    """Stands in for the handler of forwards on the rank that dies."""
-    if action.segment == 2:
+def die_in_the_third_segment(self: ModelArguments, model: Any, index: int) -> Any:
+    """Stands in for the model's call on the rank that dies."""
+    if index == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    self._stock_forward(action, stage)  # type: ignore[attr-defined]
+    return stock_call(self, model, index)
+
+
+stock_call = ModelArguments.call
 
 
 def step_until_death(layout: Layout) -> None:
     """A rank's part: one of them is killed in its third forward."""
     runtime.initialize(layout)
     if dist.get_rank() == DEAD:
-        Executor._stock_forward = Executor._forward  # type: ignore[attr-defined]
-        Executor._forward = die_in_the_third_action  # type: ignore[method-assign]
+        ModelArguments.call = die_in_the_third_segment  # type: ignore[method-assign]
     case = Case("several-groups")
     groups, vocab = rollouts_of(case.shape)
     chunks, items = build_chunks(case, layout, vocab), microbatches(groups)
@@ -95,7 +98,7 @@ def run_out_of_memory(layout: Layout) -> str:
     """A rank's part: memory runs out on one of them, and what each of them says of it."""
     runtime.initialize(layout)
     if dist.get_rank() == DEAD:
-        Executor._backward = no_memory  # type: ignore[method-assign]
+        SidecarCache.take = no_memory  # type: ignore[method-assign]
     case = Case("several-groups")
     groups, vocab = rollouts_of(case.shape)
     chunks, items = build_chunks(case, layout, vocab), microbatches(groups)
@@ -106,8 +109,8 @@ def run_out_of_memory(layout: Layout) -> str:
     return "nothing"
 
 
-def no_memory(self: Executor, action: Action, stage: Any) -> None:
-    """Stands in for the handler of backwards."""
+def no_memory(self: SidecarCache, layer: int, index: int) -> Any:
+    """Stands in for what a backward takes from the sidecar."""
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
 
 

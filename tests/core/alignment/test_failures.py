@@ -21,9 +21,8 @@ from megatron_prefix.megatron.install import Hooks, install
 from megatron_prefix.run import suspend
 from megatron_prefix.run.inputs import ModelArguments
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.sidecar import cache as cache_module
-from megatron_prefix.sidecar.arena import Arena
 from tests.harness import steps
+from tests.harness.arenas import Storages, offloaders, watch_arenas
 from tests.harness.failures import CONFIG, PLACES, Countdown, Fault, assert_same, items, raised, run
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract, Microbatch
@@ -42,14 +41,12 @@ def _rank() -> Iterator[None]:
 class Watch:
     """What a step made that must not outlive it."""
 
-    buffers: list[weakref.ref[Tensor]]
+    arenas: Storages
     outputs: list[weakref.ref[Tensor]]
 
     def alive(self) -> tuple[int, int]:
         """Numbers of K/V tensors and of outputs that are still there."""
-        references = (self.buffers, self.outputs)
-        buffers, outputs = (sum(ref() is not None for ref in refs) for refs in references)
-        return buffers, outputs
+        return self.arenas.num_alive, sum(ref() is not None for ref in self.outputs)
 
 
 def num_tensors() -> int:
@@ -60,7 +57,7 @@ def num_tensors() -> int:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    found = Watch([], [])
+    found = Watch(Storages(), [])
     stock = ModelArguments.call
 
     def call(self: ModelArguments, model: Any, index: int) -> Any:
@@ -68,12 +65,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
         found.outputs.append(weakref.ref(output))
         return output
 
-    class WatchedArena(Arena):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            found.buffers.extend(map(weakref.ref, self._values))
-
-    monkeypatch.setattr(cache_module, "Arena", WatchedArena)
+    watch_arenas(monkeypatch, found.arenas.add)
     monkeypatch.setattr(ModelArguments, "call", call)
     return found
 
@@ -107,7 +99,7 @@ def test_a_step_that_succeeds_leaves_nothing(recompute: str, memory: str, watch:
     model = small_model(recompute=recompute)
     run(PrefixSchedule(replace(CONFIG, memory=memory)), model)
     # K and V of two layers, in an arena a tree: one tree is done when the other begins.
-    assert len(watch.buffers) == 2 * 2 * 2 and len(watch.outputs) >= 12
+    assert len(watch.arenas.seen) == 2 * 2 * 2 and len(watch.outputs) >= 12
     assert_clean(install(model), model, watch)
 
 
@@ -141,16 +133,19 @@ def test_a_failed_step_leaves_nothing(
     inject, after = PLACES[place]
     model = small_model(recompute=recompute)
     schedule = PrefixSchedule(replace(CONFIG, memory=memory))
-    run(schedule, model)
-    if memory == "offload":
-        run(schedule, model)  # with the staging pool that the first step has asked for
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        offloading = offloaders(monkeypatch)
+        run(schedule, model)
+        if memory == "offload":
+            run(schedule, model)  # with the staging pool that the first step has asked for
     hooks, before = install(model), num_tensors()
     with pytest.MonkeyPatch.context() as monkeypatch:
         inject(monkeypatch, model, Countdown(error, after))
         assert raised(error, run, schedule, model) == "injected"
         assert_clean(hooks, model, watch)
     assert num_tensors() == before
-    assert schedule.memory._offloader is None or not schedule.memory._offloader.pool.used_bytes
+    assert len(offloading) == (memory == "offload")
+    assert not any(one.pool.used_bytes for one in offloading)
     assert_same(run(schedule, model), fresh[recompute])
     assert_clean(hooks, model, watch)
 
@@ -179,7 +174,8 @@ def test_timers_can_start_again_after_a_failure(fresh: dict[str, Any]) -> None:
             raised(Fault, run, schedule, model)
     assert_same(run(schedule, model), fresh["none"])
     for name in ("forward-backward", "forward-compute"):
-        assert timers(name).active_time() > 0 and not timers(name)._started
+        assert timers(name).active_time() > 0
+        timers(name).start()  # which raises where it runs
 
 
 # --- Losses and data that are not as they should be -----------------------------------------------

@@ -20,7 +20,7 @@ from megatron_prefix.lab.rl import job, packing
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.layers import gdn, table
-from megatron_prefix.layers.recurrent import moves, states
+from megatron_prefix.layers.recurrent import states
 from megatron_prefix.layers.recurrent.spans import Spans
 from megatron_prefix.megatron import decoder
 from megatron_prefix.megatron.install import install, installed, language_model
@@ -29,6 +29,7 @@ from megatron_prefix.sidecar.arena import Arena
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Pairs, TreeOptions, payload_map
 from tests.harness import hybrid, steps
+from tests.harness.arenas import offloaders
 from tests.harness.hybrid import GDN, MAMBA
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
@@ -182,11 +183,12 @@ def test_a_step_without_memory_is_made_again(
         return sent
 
     of_states(monkeypatch, "take", once)
+    offloading = offloaders(monkeypatch)
     ours = schedule_with(chunk_tokens=16, memory="offload", cache_host_layers=9)
     assert max(hybrid.errors(model, expected, ours).values()) <= EXACT
     assert ours.report is not None and ours.report.retried and len(calls) > 4
-    offloader = ours.memory._offloader
-    assert offloader is not None and offloader.counts.stored > offloader.pool.used_bytes == 0
+    (offloader,) = offloading
+    assert offloader.counts.stored > offloader.pool.used_bytes == 0
 
 
 @pytest.mark.parametrize("name", [GDN, MAMBA])
@@ -355,13 +357,11 @@ def _last_child_only(patch: pytest.MonkeyPatch) -> None:
     stock = Arena.add
 
     def add(self: Any, seen: Any, rows: Any, gradients: Any) -> None:
-        if not self.rows.zeros:  # of attention
-            return stock(self, seen, rows, gradients)
-        if self._sums is None:
-            self._sums = self._make(self._values, sums=True)
-        for total, part in zip(self._sums, gradients, strict=True):
-            total.index_copy_(0, rows, part.to(total.dtype))
-        return None
+        if self.rows.zeros:  # not of attention
+            for index in seen:
+                for total in self.sent(index) or ():
+                    total.zero_()
+        stock(self, seen, rows, gradients)
 
     patch.setattr(Arena, "add", add)
 
@@ -372,21 +372,21 @@ def _one_of_many_spans(patch: pytest.MonkeyPatch) -> None:
             return gradient[numbers - 1 :: numbers]
         return gradient[numbers.cumsum(0) - 1]
 
-    patch.setattr(states, "_summed", last)
+    patch.setattr(states, "summed", last)
 
 
 def _another_parent(patch: pytest.MonkeyPatch) -> None:
-    row_of = payload_map._row
-    patch.setattr(payload_map, "_row", lambda *a: max(1, row - 1) if (row := row_of(*a)) else 0)
+    made = Spans.__init__
+
+    def wrong(self: Spans, lengths: Any, parents: Any, device: Any) -> None:
+        made(self, lengths, [max(1, row - 1) if row else 0 for row in parents], device)
+
+    patch.setattr(Spans, "__init__", wrong)
 
 
 def _short_tail_not_moved(patch: pytest.MonkeyPatch) -> None:
-    find = Spans._find_edges
-
-    def wrong(self: Spans, before: int) -> Any:
-        return find(self, before)._replace(tail=None)
-
-    patch.setattr(Spans, "_find_edges", wrong)
+    edges = Spans.edges
+    patch.setattr(Spans, "edges", lambda self, before: edges(self, before)._replace(tail=None))
 
 
 def _sums_of_rows_before(patch: pytest.MonkeyPatch) -> None:
@@ -395,11 +395,11 @@ def _sums_of_rows_before(patch: pytest.MonkeyPatch) -> None:
     stock = Arena.write
 
     def write(self: Any, index: int, payload: Any) -> None:
-        if not self.rows.zeros:  # of attention
-            return stock(self, index, payload)
-        for whole, part in zip(self._values, payload, strict=True):
-            whole[self.rows.intervals[index]].copy_(part)
-        return None
+        totals = (self.sent(index) or ()) if self.rows.zeros else ()  # not of attention
+        before = [total.clone() for total in totals]
+        stock(self, index, payload)
+        for total, sent in zip(totals, before, strict=True):
+            total.copy_(sent)
 
     patch.setattr(Arena, "write", write)
 
@@ -417,10 +417,12 @@ def _edges_not_computed_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def _gradients_of_what_is_overwritten(patch: pytest.MonkeyPatch) -> None:
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None, gradient[0].index_select(0, ctx.places)
+    def wrong(y: torch.Tensor, places: torch.Tensor, again: torch.Tensor) -> torch.Tensor:
+        change = torch.zeros_like(y)
+        change[0] = change[0].index_copy(0, places, again - y[0, places].detach())
+        return y + change
 
-    patch.setattr(moves._Overwritten, "backward", backward)
+    patch.setattr(gdn, "overwritten", wrong)
 
 
 BREAKS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...], dict[str, Any]]] = {

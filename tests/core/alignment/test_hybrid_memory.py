@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,11 +16,10 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.megatron.install import install, language_model
 from megatron_prefix.offload.segment import addresses
-from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.sidecar.arena import Arena
-from megatron_prefix.sidecar.cache import SidecarCache
+from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
 from megatron_prefix.tree import Pairs
 from tests.harness import failures, hybrid, saving_kernels, steps
+from tests.harness.arenas import Storages, offloaders, watch_arenas
 from tests.harness.failures import Countdown, Fault, raised
 from tests.harness.hybrid import GDN, MAMBA
 from tests.harness.one_group import schedule_with
@@ -125,38 +123,38 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Watch:
-    """The memory of a step's arenas, and the sidecars."""
+    """The memory of a step's arenas, the sidecars, and what takes tensors to the host."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.buffers: list[weakref.ref[Tensor]] = []
-        self.caches: list[Any] = []
-        make, made = Arena._make, SidecarCache.__init__
-
-        def remembered(arena: Any, *args: Any, **kwargs: Any) -> Any:
-            found = make(arena, *args, **kwargs)
-            self.buffers += map(weakref.ref, found)
-            return found
+        self.arenas = Storages()
+        self.caches: list[SidecarCache] = []
+        made = SidecarCache.__init__
 
         def known(cache: Any, *args: Any) -> None:
             self.caches.append(cache)
             made(cache, *args)
 
-        patch.setattr(Arena, "_make", remembered)
+        watch_arenas(patch, self.arenas.add, self.arenas.add)
+        self.offloaders = offloaders(patch)
         patch.setattr(SidecarCache, "__init__", known)
 
-    def check(self, schedule: PrefixSchedule, saved: SavedBytes) -> None:
+    def check(self, saved: SavedBytes) -> None:
         """Nothing is left, without the help of the garbage collector."""
-        assert self.buffers and not any(ref() is not None for ref in self.buffers)
+        assert self.arenas.seen and not self.arenas.num_alive
         for cache in self.caches:
             assert cache.peak_bytes > cache.num_bytes == 0
-            assert not cache._arenas and not cache._states and not any(cache._live)
-            assert cache._host is None or not cache._host._leaving
+            states = {
+                cache.state(layer, index)
+                for layer in range(len(cache.forms))
+                for index in range(len(cache.map.parents))
+            }
+            assert states == {SegmentState.EMPTY}
         # What was ready to run when a backward failed is in this thread's queue until the next one.
         # (On CUDA a thread of torch's drops it at once.)
         torch.zeros((), requires_grad=True).backward()
         assert saved.peak > saved.now == 0
-        offloader = schedule.memory._offloader
-        assert offloader is None or offloader.counts.stored > offloader.pool.used_bytes == 0
+        for offloader in self.offloaders:
+            assert offloader.counts.stored > offloader.pool.used_bytes == 0
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -182,9 +180,10 @@ def test_nothing_is_left(name: str, place: str, way: str, monkeypatch: pytest.Mo
         with monkeypatch.context() as patch:
             failures.before_call(SidecarCache, place)(patch, model, Countdown(Fault, 5))
             assert raised(Fault, run) == "injected"
-            watch.check(ours, saved)
+            watch.check(saved)
         found = run()
-        watch.check(ours, saved)
+        watch.check(saved)
     finally:
         gc.enable()
+    assert bool(watch.offloaders) == ("host" in way)
     assert all(torch.equal(found[one], wanted) for one, wanted in expected.items())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from megatron_prefix.lab.cli.matrix import align_row
 from megatron_prefix.lab.verify.matrix import Row
+from megatron_prefix.plan.actions import Plan
 from megatron_prefix.run import executor
 from tests.harness import ranks  # noqa: F401  # ranks are forked from here
 
@@ -39,13 +43,12 @@ def test_row(name: str) -> None:
 def test_a_row_can_be_different(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last action of every rank, the backward of a root, is left out."""
 
-    def shorter(self: executor.Executor, rank: int) -> None:
-        program = self._plan.programs[rank][:-1]
-        monkeypatch.setitem(self._plan.__dict__, "programs", (program,))
-        run(self, rank)
+    def shorter(self: executor.Executor, plan: Plan, *rest: Any, **more: Any) -> None:
+        programs = tuple(program[:-1] for program in plan.programs)
+        made(self, replace(plan, programs=programs), *rest, **more)
 
-    run = executor.Executor.run
-    monkeypatch.setattr(executor.Executor, "run", shorter)
+    made = executor.Executor.__init__
+    monkeypatch.setattr(executor.Executor, "__init__", shorter)
     verdict = align_row(Row("dense", "DP2", "flat", "none"), timeout_s=60)
     assert not verdict.passed
     assert any("gradient of" in failure for failure in verdict.failures)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.data.generate import generate
@@ -16,10 +16,9 @@ from megatron_prefix.lab.verify import align
 from megatron_prefix.offload.segment import OffloadedSegment, addresses
 from megatron_prefix.offload.transfers import HostTransfers
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.run import executor
+from megatron_prefix.run.messages import Links
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.sidecar import cache as cache_module
-from megatron_prefix.sidecar.arena import Arena
+from tests.harness.arenas import offloaders, watch_arenas
 from tests.harness.failures import CONFIG, run
 from tests.harness.one_rank import one_rank, small_model
 
@@ -39,11 +38,9 @@ def test_neither_weights_nor_cached_keys_and_nothing_twice(
     stored: list[int] = []
     num_layers: dict[int, int] = {}
 
-    class WatchedArena(Arena):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            held.extend(self._values)
-            cached.update(addresses(*self._values))
+    def seen(payload: Tensor) -> None:
+        held.append(payload)
+        cached.update(addresses(payload))
 
     def store(self: HostTransfers, pairs: Any) -> None:
         for device, host in pairs:
@@ -54,11 +51,12 @@ def test_neither_weights_nor_cached_keys_and_nothing_twice(
     done = OffloadedSegment.layer_done
 
     def layer_done(self: OffloadedSegment) -> None:
+        before = len(stored)
         done(self)
-        num_layers[id(self)] = len(self._layers)
+        num_layers[id(self)] = num_layers.get(id(self), 0) + (len(stored) > before)
         held.append(self)
 
-    monkeypatch.setattr(cache_module, "Arena", WatchedArena)
+    watch_arenas(monkeypatch, seen)
     monkeypatch.setattr(HostTransfers, "store", store)
     monkeypatch.setattr(OffloadedSegment, "layer_done", layer_done)
     model = small_model(recompute=recompute)
@@ -94,34 +92,32 @@ def test_a_segment_is_loaded_in_the_backward_before_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not while other segments' forwards still want the memory."""
-    running: list[str] = []
-    loads: list[tuple[str, bool]] = []
+    places, num_done = set(), [-1]  # of the program; links advance once before it
+    prefetch, advance = OffloadedSegment.prefetch, Links.advance
 
-    def annotated(action: Any) -> contextlib.AbstractContextManager:
-        running.append(str(action))
-        return contextlib.nullcontext()
+    def counted(self: Links) -> None:
+        num_done[0] += 1
+        advance(self)
 
-    load_before = OffloadedSegment._load_before
+    def recorded(self: OffloadedSegment, *, early: bool = False) -> None:
+        before = offloading[0].counts.prefetched
+        prefetch(self, early=early)
+        if early and offloading[0].counts.prefetched > before:
+            places.add(num_done[0])
 
-    def recorded(self: OffloadedSegment, layer: int, early: bool) -> None:
-        before = self._owner.counts.prefetched
-        load_before(self, layer, early)
-        if self._owner.counts.prefetched > before:
-            loads.append((running[-1], early))
-
-    monkeypatch.setattr(executor, "_annotated", annotated)
-    monkeypatch.setattr(OffloadedSegment, "_load_before", recorded)
+    offloading = offloaders(monkeypatch)
+    monkeypatch.setattr(Links, "advance", counted)
+    monkeypatch.setattr(OffloadedSegment, "prefetch", recorded)
     groups = list(generate(2, 60, 4, 3, vocab_size=64))  # prompts that pay for their action
     config = PrefixConfig(memory="offload", kernel="math", min_gain=3, segment_tokens=4, mode="on")
     schedule = PrefixSchedule(config)
     align.run_step(schedule, [small_model()], align.microbatches(groups, 0))
     program = [str(action) for action in schedule.report.plan.programs[0]]
-    early = {action for action, is_early in loads if is_early}
+    early = {program[place] for place in places}
     prompts = [f"B{n}" for n, s in enumerate(schedule.report.plan.segments) if s.inner]
     assert len(prompts) == 2
     assert early == {program[program.index(prompt) - 1] for prompt in prompts}
     assert all(action.startswith("B") for action in early)
     # Two prompts are on the host at once, one after the other or together: as the plan says.
-    offloader = schedule.memory._offloader
     staged = schedule.report.memory.staged
-    assert 0.9 <= offloader.counts.stored / len(prompts) / staged <= 1.1
+    assert 0.9 <= offloading[0].counts.stored / len(prompts) / staged <= 1.1

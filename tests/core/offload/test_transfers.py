@@ -72,6 +72,15 @@ class Computing:
         event.happen()
 
 
+def cuda_memory(
+    monkeypatch: pytest.MonkeyPatch, told: Callable[[], tuple[float, float, float]]
+) -> None:
+    """Bytes that are free, bytes of the device, and bytes in use, as the driver and torch say."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: told()[:2])
+    stats = "active_bytes.all.current"
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {stats: told()[2]})
+
+
 @pytest.fixture(params=[False, True], ids=["late stores", "early stores"])
 def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Lets CudaTransfers run on the CPU with such streams; counts tensors that streams share."""
@@ -115,7 +124,7 @@ def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module.CudaTransfers, "pinned", False)
     monkeypatch.setattr(module.CudaTransfers, "least_bytes", 1)
     monkeypatch.setitem(pools.SLAB_BYTES, False, 1 << 12)
-    monkeypatch.setattr(module, "_cuda_memory", lambda device: (seen["room"], 0, 0))
+    cuda_memory(monkeypatch, lambda: (seen["room"], 0, 0))
     return seen
 
 
@@ -186,7 +195,7 @@ def test_stores_are_waited_for_where_a_limit_is_exceeded(
     monkeypatch: pytest.MonkeyPatch, streams: dict[str, Any]
 ) -> None:
     used = {"bytes": 0.0}
-    monkeypatch.setattr(module, "_cuda_memory", lambda device: (100.0, 0.0, used["bytes"]))
+    cuda_memory(monkeypatch, lambda: (100.0, 0.0, used["bytes"]))
     transfers = module.CudaTransfers(DEVICE, limit=40.0)
     transfers.begin_step(expected=0.0)
     waited: list[float] = []
@@ -212,7 +221,7 @@ def test_a_limit_counts_from_what_is_in_use_when_the_step_begins(
     monkeypatch: pytest.MonkeyPatch, streams: dict[str, Any]
 ) -> None:
     used = 30.0
-    monkeypatch.setattr(module, "_cuda_memory", lambda device: (100.0, 100.0, used))
+    cuda_memory(monkeypatch, lambda: (100.0, 100.0, used))
     free = module.CudaTransfers(DEVICE)
     free.begin_step(expected=25.0)
     used = 35.0

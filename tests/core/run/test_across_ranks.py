@@ -63,15 +63,17 @@ def look(mode: str, together: bool, num_steps: int) -> tuple[list[int], SharingA
     model = small_model(dtype=torch.float32, layout=layout)
     schedule = PrefixSchedule(PrefixConfig(mode=mode, min_gain=0, kernel="math"))
     rank = torch.distributed.get_rank(default_groups().dp_cp)
+    begun: list[int] = []
     exchanges: list[int] = []
     stock = across_ranks.exchange
 
     def counted(*args: Any) -> SharingAcrossRanks:
-        exchanges.append(schedule.across_ranks._num_steps - 1)
+        exchanges.append(begun[-1])
         return stock(*args)
 
     across_ranks.exchange = counted  # type: ignore[assignment]  # the rank's own process
-    for _ in range(num_steps):
+    for number in range(num_steps):
+        begun.append(number)
         groups = [(rank, 0), (rank, 1)] if together else [(0, rank), (1, rank)]
         items = [microbatch([rollout(*one)], 0, n) for n, one in enumerate(groups)]
         steps.zero_gradients(model)

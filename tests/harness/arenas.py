@@ -1,0 +1,64 @@
+"""Watches what a step keeps outside of autograd: its arenas, and what takes tensors to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_prefix.offload.segment import Offloader
+from megatron_prefix.sidecar.arena import Arena
+
+Seen = Callable[[Tensor], Any]
+
+
+class Storages:
+    """Memory on the device that must not outlive a step."""
+
+    def __init__(self) -> None:
+        self.seen: set[StorageWeakRef] = set()
+
+    def add(self, tensor: Tensor) -> None:
+        """Remembers the memory of a tensor, without holding it."""
+        self.seen.add(StorageWeakRef(tensor.untyped_storage()))
+
+    @property
+    def num_alive(self) -> int:
+        """How many of them something still refers to."""
+        return sum(not storage.expired() for storage in self.seen)
+
+
+def watch_arenas(patch: pytest.MonkeyPatch, payload: Seen, gradient: Seen | None = None) -> None:
+    """Calls `payload` and `gradient` with views of what an arena has on the device."""
+    write, add = Arena.write, Arena.add
+
+    def watched_write(self: Arena, index: int, given: Any) -> None:
+        write(self, index, given)
+        for view in Arena.read(self, (index,), self.rows.intervals[index]):
+            payload(view)
+
+    def watched_add(self: Arena, seen: Any, rows: Any, gradients: Any) -> None:
+        add(self, seen, rows, gradients)
+        for index in seen:
+            for view in Arena.sent(self, index) or ():
+                (gradient or id)(view)
+
+    patch.setattr(Arena, "write", watched_write)
+    patch.setattr(Arena, "add", watched_add)
+
+
+def offloaders(patch: pytest.MonkeyPatch) -> list[Offloader]:
+    """All that take tensors to the host from now on, each once."""
+    found: list[Offloader] = []
+    begin = Offloader.begin_step
+
+    def watched(self: Offloader, *given: float) -> None:
+        if self not in found:
+            found.append(self)
+        begin(self, *given)
+
+    patch.setattr(Offloader, "begin_step", watched)
+    return found
