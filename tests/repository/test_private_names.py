@@ -1,0 +1,86 @@
+"""Tests use what a room exports, so that the next move of its inside rewrites none."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.harness.data import REPOSITORY
+
+MOST = 49
+"""Uses of private names of the package that are left. Lower it with every one that goes."""
+FOREIGN = {"_actions", "_modules", "_ssm_training"}
+"""Of argparse, torch and Megatron; the package has names of its own that read the same."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name.strip("_").isidentifier()
+
+
+def defined(tree: ast.AST) -> set[str]:
+    """Private names that a file gives to something."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+    return set(filter(is_private, found))
+
+
+def used(tree: ast.AST) -> Iterator[str]:
+    """Private names that a test takes from elsewhere: attributes, imports, and names in strings.
+
+    What a class of the test's own file keeps on itself is its own.
+    """
+    own = defined(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            on_itself = isinstance(node.value, ast.Name) and node.value.id == "self"
+            if not (on_itself and node.attr in own):
+                yield node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value.rpartition(".")[2]
+
+
+def counted(folder: Path, names: set[str]) -> Counter[str]:
+    """Uses of `names` in every file below a folder, most first."""
+    found: Counter[str] = Counter()
+    for path in sorted(folder.rglob("*.py")):
+        tree = ast.parse(path.read_text("utf-8"))
+        found[str(path.relative_to(folder))] = sum(name in names for name in used(tree))
+    return found
+
+
+def test_few_private_names_are_used() -> None:
+    package = [*(REPOSITORY / "megatron_prefix").rglob("*.py")]
+    names = set().union(*(defined(ast.parse(path.read_text("utf-8"))) for path in package))
+    found = counted(REPOSITORY / "tests", names - FOREIGN)
+    most = "\n".join(f"{num} in {name}" for name, num in found.most_common(8))
+    assert found.total() <= MOST, f"{found.total()} uses, {MOST} are allowed; most:\n{most}"
+    assert found.total() > MOST - 10, f"only {found.total()} uses are left: lower MOST"
+
+
+def test_every_way_to_a_private_name_is_counted(tmp_path: Path) -> None:
+    source = """
+from rooms.cellar import _door
+import rooms.attic as attic
+
+class Own(attic.Room):
+    def __init__(self):
+        self._key = attic._light + self._light
+
+def test_it(monkeypatch):
+    monkeypatch.setattr(attic, "_light", 1)
+    monkeypatch.setattr("rooms.attic._light", _door)
+    assert attic.light == "says _light", Own()._key.__class__
+"""
+    (tmp_path / "test_it.py").write_text(source, "utf-8")
+    # The import; twice in __init__; twice in strings; and the key, which is Own's, from outside.
+    assert counted(tmp_path, {"_door", "_light", "_key"}) == {"test_it.py": 6}
