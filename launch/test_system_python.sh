@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # What depends on the interpreter, with the system's own Python, which is often the oldest there is:
 # checkpoints, resuming, starting ranks, packaging, scripts and the command line. It makes its own
-# environment with the same pins (.venv-VERSION). If that Python is the suite's or cannot be used, one
-# line says so.
+# environment (.venv-VERSION): with the packages of the suite's where both Pythons load the same binary
+# ones (3.11.2 and 3.11.7 do), else with packages of its own, with the same pins. If that Python is the
+# suite's or cannot be used, one line says so.
 #   SYSTEM_PYTHON  the interpreter (default: /usr/bin/python3)
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -27,6 +28,19 @@ skip() {
 }
 
 version() { "$1" -c 'import platform; print(platform.python_version())' 2>/dev/null; }
+# The suffix of modules in C: what is built for one Python runs with all that have the same.
+interface() { "$1" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))'; }
+packages() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
+# share FOLDER: an environment of the system's Python with the packages of the suite's.
+share() {
+    prepare test
+    "$SYSTEM_PYTHON" -m venv --clear --without-pip "$1"
+    printf 'import site; site.addsitedir("%s")\n' "$(packages "$VENV/bin/python")" \
+        >"$(packages "$1/bin/python")/suite.pth"
+    recipe test >"$1/installed-test.txt" # nothing is missing in it
+}
+
 has_venv() { "$SYSTEM_PYTHON" -c 'import venv, ensurepip' 2>/dev/null; }
 
 install_venv() {
@@ -41,9 +55,15 @@ suite=$(version "$VENV/bin/python" || version "$PYTHON") || skip "the suite has 
 [[ $system != "$suite" ]] || skip "it is Python $system, as the suite's"
 "$SYSTEM_PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     skip "it is Python $system, 3.10 is the oldest"
-has_venv || install_venv
-has_venv || skip "it lacks venv (Debian, Ubuntu: apt-get install python3-venv)"
 
 say "With $SYSTEM_PYTHON, Python $system (the suite's: $suite)"
-export PYTHON=$SYSTEM_PYTHON VENV=$root/.venv-$system
+own=$root/.venv-$system
+[[ -x $VENV/bin/python ]] && first=$VENV/bin/python || first=$PYTHON
+if [[ $(interface "$SYSTEM_PYTHON") == $(interface "$first") ]]; then
+    share "$own"
+else
+    has_venv || install_venv
+    has_venv || skip "it lacks venv (Debian, Ubuntu: apt-get install python3-venv)"
+fi
+export PYTHON=$SYSTEM_PYTHON VENV=$own
 exec bash "$root/launch/test.sh" --numprocesses 2 --dist loadfile "${tests[@]}"

@@ -15,11 +15,13 @@ from tests.harness.data import BUNDLED, REPOSITORY
 STAND_IN = """\
 #!/bin/sh
 case "$*" in
+    *EXT_SUFFIX*) echo "${FAKE_SUFFIX:-.cpython-311.so}" ;;
+    *purelib*) mkdir -p "${0%/*}/packages" && echo "${0%/*}/packages" ;;
     *python_version*) echo "${FAKE_VERSION:-3.11.7}" ;;
     *version_info*) [ "${FAKE_VERSION:-new}" = new ] ;;
     *"import venv"*) [ "${FAKE_VENV:-there}" = there ] ;;
     "-m venv"*)
-        shift 3
+        while [ $# -gt 1 ]; do shift; done
         mkdir -p "$1/bin" && cp "$0" "$1/bin/python" && cp "$0" "$1/bin/megatron-prefix"
         touch "$1/pyvenv.cfg" ;;
     "-m pip install"*) echo "$*" >>"$NOTES"; [ "${FAKE_PIP:-works}" = works ] ;;
@@ -186,8 +188,10 @@ def test_ci_fails_with_either_part_and_ends_with_pytests_line(sandbox, suite, sy
 
 def with_system_python(sandbox: Sandbox, **environment: str) -> subprocess.CompletedProcess:
     """launch/test_system_python.sh where the system's Python is 3.11.2 and no root may install."""
+    suffix = environment.pop("SUFFIX", ".cpython-311.so")
     python = sandbox.folder / "system-python"
-    python.write_text(STAND_IN.replace("3.11.7", "3.11.2"), encoding="utf-8")
+    stand_in = STAND_IN.replace("3.11.7", "3.11.2").replace(":-.cpython-311.so", f":-{suffix}")
+    python.write_text(stand_in, encoding="utf-8")
     python.chmod(0o755)
     apt = sandbox.folder / "bin" / "apt-get"
     apt.parent.mkdir()
@@ -198,12 +202,25 @@ def with_system_python(sandbox: Sandbox, **environment: str) -> subprocess.Compl
     return sandbox.run("bash", "launch/test_system_python.sh", PATH=path, **environment)
 
 
-def test_another_python_of_the_system_runs_tests_that_are_there(sandbox):
-    done = with_system_python(sandbox)
+OTHER = {"SUFFIX": ".cpython-310.so"}
+
+
+@pytest.mark.parametrize("environment", [{}, OTHER], ids=["shared", "own packages"])
+def test_another_python_of_the_system_runs_tests_that_are_there(sandbox, environment):
+    done = with_system_python(sandbox, **environment)
     assert done.returncode == 0, done.stderr
     *_, last = sandbox.asked
-    assert (sandbox.root / ".venv-3.11.2" / "pyvenv.cfg").exists()
+    own = sandbox.root / ".venv-3.11.2"
+    assert (own / "pyvenv.cfg").exists()
+    # Two installs: torch, then the rest; of the suite's environment, or of this one.
     assert len(sandbox.installs) == 2
+    assert sandbox.venv.exists() == (not environment)
+    added = own / "bin" / "packages" / "suite.pth"
+    assert added.exists() == (not environment)
+    if not environment:
+        assert added.read_text("utf-8") == (
+            f'import site; site.addsitedir("{sandbox.venv}/bin/packages")\n'
+        )
     tests = [word for word in last.split() if word.startswith("tests/")]
     assert last.startswith("python -m pytest --numprocesses 2")
     assert len(tests) > 5
@@ -218,7 +235,7 @@ def test_another_python_of_the_system_runs_tests_that_are_there(sandbox):
         ({"SYSTEM_PYTHON": "/no/python3"}, "it is not there"),
         ({"SYSTEM_PYTHON": "false"}, "it does not run"),
         ({"FAKE_VERSION": "3.11.7"}, "it is Python 3.11.7, as the suite's"),
-        ({"FAKE_VENV": "missing"}, "it lacks venv (Debian"),
+        ({"FAKE_VENV": "missing", **OTHER}, "it lacks venv (Debian"),
     ],
 )
 def test_one_line_says_why_the_systems_python_is_left_out(sandbox, environment, reason):

@@ -88,9 +88,8 @@ def compare(case: Case) -> None:
         for one in found:
             steps.assert_gradients(one, steps.Reference(stock, terms), 1000)
         (meter,) = ours.planning.meters.values()
-        rank = Rank.of(chunks)
-        frozen = rank.frozen_share
-        assert 0.8 < frozen < 1 and "of the weights frozen" in key_of(rank, "math")
+        frozen = Rank.of(chunks).frozen_share
+        assert 0.8 < frozen < 1 and "of the weights frozen" in key_of(Rank.of(chunks), "math")
         # A frozen weight has no gradient: its backward is one product, and not two.
         forward, backward = meter.times.prices[0], meter.times.prices[5]
         assert backward == pytest.approx((2 - frozen) * forward, rel=0.05)  # the first rank's
