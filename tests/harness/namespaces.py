@@ -33,7 +33,7 @@ exec cat
 
 
 def refusal() -> str | None:
-    """Why nodes cannot be made here; None where they can."""
+    """Why nodes cannot be made here; None if they can."""
     if sys.platform != "linux":
         return "namespaces are Linux's"
     missing = [command for command in COMMANDS if shutil.which(command) is None]

@@ -19,7 +19,7 @@ from megatron_prefix.plan.recurrent_spec import CHUNK
 
 
 def install(patch: pytest.MonkeyPatch, model: Any) -> None:
-    """Puts them in the place of the CPU's kernels; before hooks are installed on the model."""
+    """Puts them instead of the CPU's kernels, before hooks are installed on the model."""
     for module in model.modules():
         if type(module).__name__ == "GatedDeltaNet":
             names = type(module).forward.__globals__

@@ -34,7 +34,7 @@ def tracked(*suffixes: str) -> list[Path]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     if done.returncode:
-        pytest.skip("this is no git work tree")
+        pytest.skip("this is not a git work tree")
     names = {REPOSITORY / name for name in done.stdout.split("\0") if name.endswith(suffixes)}
     return sorted(name for name in names if name.is_file())
 
@@ -133,7 +133,7 @@ def command_lines(text: str) -> Iterator[str]:
 
 
 def verb_arguments(line: str) -> list[str] | None:
-    """What stands behind `megatron-prefix` in a command; None where it does not."""
+    """What stands behind `megatron-prefix` in a command, or None."""
     found = re.search(r"(?:\bmegatron-prefix|-m megatron_prefix) (.*)", line.partition(" #")[0])
     if not found or found[1].startswith(("VERB", "--version")):
         return None
@@ -150,7 +150,7 @@ def relaxed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def unknown_command(line: str) -> str | None:
-    """What is wrong with a command; None where nothing is, or where it is none of ours."""
+    """What is wrong with a command; None if nothing is, or if it is not one of ours."""
     words = verb_arguments(line)
     if words is None:
         return None

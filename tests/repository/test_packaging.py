@@ -56,7 +56,7 @@ def tracked() -> list[Path]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     if done.returncode:
-        pytest.skip("this is no git work tree")
+        pytest.skip("this is not a git work tree")
     names = (REPOSITORY / name for name in done.stdout.split("\0") if name)
     return [name for name in names if name.is_file()]
 

@@ -1,7 +1,7 @@
 """Context parallelism on real ranks: against the stock schedule and against one rank.
 
 The stock schedule's attention under context parallelism is here that of lab/models/local.py, over
-gathered keys; so that this is no circle, both schedules are also held against one rank's.
+gathered keys; so that this does not go in a circle, both are also held against one rank's.
 """
 
 from __future__ import annotations

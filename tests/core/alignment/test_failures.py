@@ -32,7 +32,7 @@ from tests.harness.steps import Contract, Microbatch
 def _rank() -> Iterator[None]:
     with one_rank():
         gc.collect()
-        gc.freeze()  # what is here already is no business of the collector in these tests
+        gc.freeze()  # what is here already does not concern the collector in these tests
         yield
         gc.unfreeze()
 

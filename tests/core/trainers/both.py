@@ -1,6 +1,6 @@
 """A schedule that runs every step twice, stock and prefix, and keeps how far they are apart.
 
-A trainer that gets it in the place of Megatron's runs as it always does: its own data iterator,
+A trainer that gets it instead of Megatron's runs as it always does: its own data iterator,
 forward step and loss, first under the stock schedule and then under the prefix schedule. It goes on
 with the gradients and the results of the second.
 """

@@ -81,7 +81,7 @@ def leave_out_gpus() -> None:
 
 
 def train_on_cpu(both: Both) -> None:
-    """Puts `both` in the place of the schedule, and leaves out what a CPU lacks."""
+    """Puts `both` where the schedule was, and leaves out what a CPU lacks."""
     from megatron.training import training
 
     training.get_forward_backward_func = both

@@ -83,7 +83,7 @@ def steps(name: str) -> list[Step]:
         global_valid_seqs=torch.tensor(12.0), global_valid_toks=torch.tensor(trained),
     )  # fmt: skip
     forward, update = both.steps
-    assert update.scored < forward.scored == forward.executed, "token_mask was not heeded"
+    assert update.scored < forward.scored == forward.executed, "token_mask was ignored"
     return both.steps
 
 

@@ -1,12 +1,12 @@
-"""Megatron-LM's pretrain through `megatron_prefix.run`, 20 steps: a line of JSON a run.
+"""Megatron-LM's pretrain through `megatron_prefix.run`: a line of JSON a run.
 
     PYTHONPATH=FOLDER python -m tests.core.trainers.pretrain_steps SCRIPT RUN...
 
 SCRIPT is a checkout's pretrain_gpt.py, or pretrain_script.py beside this file. A run is a layout
-(see worker.py) and a mode: "tp2-pp2-dp2-packed on". In "packed" ones documents are packed into rows
-(THD), as `--dataloader-inter-document-masking` of 0.19 has it. Mode "stock" runs the script
-without this package. The data are documents that begin alike, as rollouts of two prompts do.
-Forked ranks save the imports; by torchrun the same command is in on_cpu.py.
+(see worker.py), a mode, and steps if not 20: "tp2-pp2-dp2-packed on 5". In "packed" ones
+documents are packed into rows (THD), as `--dataloader-inter-document-masking` of 0.19 has it. Mode
+"stock" runs the script without this package. The data are documents that begin alike, as rollouts
+of two prompts do. Forked ranks save the imports; by torchrun the same command is in on_cpu.py.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ def write_documents(path: Path, length: int) -> None:
     builder.finalize(f"{path}.idx")
 
 
-def arguments(layout: str, folder: Path) -> list[str]:
+def arguments(layout: str, steps: str, folder: Path) -> list[str]:
     """Megatron-LM's command line."""
     sizes, packed = worker.layout_of(layout), "packed" in layout
-    common = ARGUMENTS.replace("--mock-data", "").replace("--train-iters 2", "--train-iters 20")
+    common = ARGUMENTS.replace("--mock-data", "").replace("--train-iters 2", "")
     found = [
-        *common.split(), "--data-path", str(folder / ("half" if packed else "whole")),
+        *common.split(), "--train-iters", steps,
+        "--data-path", str(folder / ("half" if packed else "whole")),
         "--split", "100,0,0", "--data-cache-path", str(folder / "cache"),
         "--tensor-model-parallel-size", str(sizes.tp),
         "--pipeline-model-parallel-size", str(sizes.pp),
@@ -66,13 +67,13 @@ def arguments(layout: str, folder: Path) -> list[str]:
     return [*found, *["--dataloader-inter-document-masking"] * packed]
 
 
-def run(script: str, layout: str, mode: str, folder: Path) -> list[dict[str, Any]]:
+def run(script: str, layout: str, mode: str, steps: str, folder: Path) -> list[dict[str, Any]]:
     """What the steps of one rank were."""
     runtime.initialize(worker.layout_of(layout))
     rank = torch.distributed.get_rank()
     kept = folder / f"{layout}-{mode}"
     os.environ.update(STEPS=str(kept), RANK=str(rank), CUDA_DEVICE_MAX_CONNECTIONS="1")
-    line = [ON_CPU, script, *arguments(layout, folder)]
+    line = [ON_CPU, script, *arguments(layout, steps, folder)]
     sys.stdout = sys.stderr
     if mode == "stock":
         sys.argv = line
@@ -95,12 +96,12 @@ def main() -> None:
         write_documents(folder / "whole", LENGTH)
         write_documents(folder / "half", LENGTH // 2)
         for named in runs:
-            layout, mode = named.split()
+            layout, mode, steps = [*named.split(), "20"][:3]
             seen: dict[str, Any] = {"run": named, "ranks": [], "error": ""}
             try:
                 size = worker.layout_of(layout).world_size
                 seen["ranks"] = worker.run_ranks(
-                    size, run, script, layout, mode, folder, timeout_s=240.0
+                    size, run, script, layout, mode, steps, folder, timeout_s=240.0
                 )
             except Exception:  # noqa: BLE001  # the next run tells its own story
                 seen["error"] = traceback.format_exc()

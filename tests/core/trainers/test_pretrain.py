@@ -1,4 +1,4 @@
-"""Megatron-LM's own training loop through `megatron_prefix.run`: 20 steps, stock against prefix.
+"""Megatron-LM's own training loop through `megatron_prefix.run`: stock against prefix.
 
 The loop is that of the wheel, which has no pretrain_gpt.py: pretrain_script.py is as much of it as
 is needed here. A checkout's pretrain_gpt.py runs by the command in pretrain_steps.py.
@@ -24,10 +24,12 @@ from tests.core.trainers.trajectories import distance
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("pretrain_script.py")
-LAYOUTS = ("tp2-pp2-dp2", "tp2-pp2-dp2-packed")
-RUNS = [f"{layout} {mode}" for layout in LAYOUTS for mode in ("stock", "on")] + [
-    "tp2 stock",
-    "tp2 off",
+STEPS = {"tp2-pp2-dp2": 20, "tp2-pp2-dp2-packed": 5}
+"""Drift shows in one layout as in the other; so does a wrong gradient, in the second step."""
+RUNS = [
+    *(f"{layout} {mode} {num}" for layout, num in STEPS.items() for mode in ("stock", "on")),
+    "tp2 stock 3",
+    "tp2 off 3",
 ]
 TOKENS = 8 * 64
 """Of a step."""
@@ -45,18 +47,19 @@ def runs() -> dict[str, list[list[dict[str, Any]]]]:
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"run"')]
     assert [line["run"] for line in lines] == RUNS, done.stderr[-4000:]
     assert not any(line["error"] for line in lines), [line["error"] for line in lines]
-    return {line["run"]: line["ranks"] for line in lines}
+    return {line["run"].rpartition(" ")[0]: line["ranks"] for line in lines}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_twenty_steps_are_the_stock_schedules(runs: dict[str, Any], layout: str) -> None:
+@pytest.mark.parametrize("layout", STEPS)
+def test_steps_are_the_stock_schedules(runs: dict[str, Any], layout: str) -> None:
     for ours, theirs in zip(runs[f"{layout} on"], runs[f"{layout} stock"], strict=True):
-        assert len(theirs) == 21, "20 steps and the digest"
+        assert len(theirs) == STEPS[layout] + 1, "steps and the digest"
         assert max(distance(ours[:-1], theirs[:-1])) <= tolerance(torch.float32, TOKENS)
         assert all(step["active"] and step["executed"] < 0.7 * step["raw"] for step in ours[:-1])
-    losses = [step["losses"] for step in runs[f"{layout} on"][-1][:-1]]
-    assert losses[-1]["lm loss"] < 0.9 * losses[0]["lm loss"], "it learns"
+    if STEPS[layout] == 20:
+        losses = [step["losses"] for step in runs[f"{layout} on"][-1][:-1]]
+        assert losses[-1]["lm loss"] < 0.9 * losses[0]["lm loss"], "it learns"
 
 
 @pytest.mark.slow

@@ -252,7 +252,7 @@ def test_every_difference_stands_beside_its_own_limit() -> None:
 
 @pytest.mark.parametrize("kind", ["losses", "logprobs", "forward", "parameters", "gradients"])
 def test_what_no_rank_has_compared_is_refused(kind: str) -> None:
-    """One stage of a pipeline has none of some; that no stage has any is no comparison."""
+    """One stage of a pipeline has none of some; if no stage has any, nothing is compared."""
     value = getattr(a_trace(), kind)
     empty = replace(a_trace(), **{kind: value[:0] if isinstance(value, Tensor) else {}})
     without = compare(empty, empty, conditions(may_vanish=True))

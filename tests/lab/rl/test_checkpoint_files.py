@@ -97,7 +97,7 @@ def in_common(marker: Path, run: Path) -> None:
 
 
 def in_shard(marker: Path, run: Path) -> None:
-    """An entry of a shard that is no tensor: the random generators."""
+    """An entry of a shard that is not a tensor: the random generators."""
     index = pickle.loads((run / STEP / ".metadata").read_bytes())  # noqa: S301  # our own
     (place,) = (info for key, info in index.storage_data.items() if key.fqn.startswith("rng/"))
     buffer = io.BytesIO()
