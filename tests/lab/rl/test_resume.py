@@ -92,6 +92,14 @@ def test_random_generators_go_on(tmp_path: Path) -> None:
     assert after == before != fresh
 
 
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step that was saved."""
+    folder = tmp_path_factory.mktemp("one step")
+    train(folder, 1, settings(), save_every=1)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -101,9 +109,7 @@ def test_random_generators_go_on(tmp_path: Path) -> None:
         ("dtype", "has dtype float32, this run float64"),
     ],
 )
-def test_something_else_is_not_resumed(tmp_path: Path, change: str, message: str) -> None:
-    job = settings(clip_grad=0.0)
-    train(tmp_path, 1, job, save_every=1)
+def test_something_else_is_not_resumed(one_step: Path, change: str, message: str) -> None:
     options = {
         "model": ModelOptions("tiny-llama"),
         "seed": replace(SMALL, seed=7),
@@ -116,15 +122,15 @@ def test_something_else_is_not_resumed(tmp_path: Path, change: str, message: str
             groups[0],
             rollouts=(replace(groups[0].rollouts[0], reward=0.25), *groups[0].rollouts[1:]),
         )
-    before = sorted(tmp_path.rglob("*"))
+    before = sorted(one_step.rglob("*"))
     with pytest.raises(UserError, match=message):
-        train(tmp_path, 2, job, groups, options=options, resume="auto")
-    assert sorted(tmp_path.rglob("*")) == before
+        train(one_step, 2, settings(clip_grad=0.0), groups, options=options, resume="auto")
+    assert sorted(one_step.rglob("*")) == before
 
 
-def test_a_half_written_checkpoint_is_not_picked_up(tmp_path: Path) -> None:
+def test_a_half_written_checkpoint_is_not_picked_up(tmp_path: Path, one_step: Path) -> None:
     job = settings()
-    train(tmp_path, 1, job, save_every=1)
+    shutil.copytree(one_step, tmp_path, dirs_exist_ok=True)
     folder = tmp_path / "checkpoints"
 
     def fail_to_save(trainer: Trainer) -> None:
@@ -161,9 +167,9 @@ def test_where_to_resume_from(tmp_path: Path) -> None:
         run_folder.find(tmp_path / "nowhere")
 
 
-def test_a_new_run_does_not_mix_with_an_old_one(tmp_path: Path) -> None:
+def test_a_new_run_does_not_mix_with_an_old_one(tmp_path: Path, one_step: Path) -> None:
     job = settings()
-    train(tmp_path, 1, job, save_every=1)
+    shutil.copytree(one_step, tmp_path, dirs_exist_ok=True)
     with pytest.raises(UserError, match="holds the checkpoints of a run; add --resume"):
         train(tmp_path, 2, job)
     with pytest.raises(UserError, match="at step 1 already; give more"):
