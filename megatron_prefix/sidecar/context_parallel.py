@@ -9,9 +9,9 @@ the backward; their gradients are summed and reduced in fp32 or wider. ("The Lla
 Models", section 3.3.2, gathers in the same way.) The sidecar of inner segments is kept in one of
 two ways:
 
-- `ShardedCache` (sidecar/sharded.py): every rank keeps its own positions, and whoever reads them
+- `ShardedStore` (sidecar/sharded.py): every rank keeps its own positions, and whoever reads them
   gathers them again, one layer ahead. It takes the least memory.
-- `GatheredCache` (sidecar/gathered.py): every rank keeps all positions, which a segment's own
+- `GatheredStore` (sidecar/gathered.py): every rank keeps all positions, which a segment's own
   attention gathers anyway. Readers exchange nothing, and gK/gV cross once, in their segment's
   backward.
 
@@ -30,12 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.device.transfer import on
-from megatron_prefix.sidecar.arena import Both
-from megatron_prefix.sidecar.cache import OwnKeys
-from megatron_prefix.sidecar.key_sums import key_sums
+from megatron_prefix.sidecar.arena import Both, Payload
+from megatron_prefix.sidecar.key_sums import halves, key_sums
+from megatron_prefix.sidecar.store import Lengths, added
 from megatron_prefix.tree import cp_layout
-
-Lengths = tuple[int, ...]
 
 
 class Pending(NamedTuple):
@@ -49,6 +47,11 @@ class Pending(NamedTuple):
         for work in self.works:
             work.wait()
         return self.tensors
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 class Exchange:
@@ -80,6 +83,21 @@ class Exchange:
         mine = view.new_empty((view.shape[0] // self.size, *view.shape[1:]))
         work = dist.reduce_scatter_tensor(mine, view.contiguous(), group=self._group, async_op=True)
         return Pending((work,), (mine,))
+
+    def send_runs(self, gradients: Both, lengths: Lengths, begin: Tensor | None = None) -> Pending:
+        """This rank's part of the gradients of all ranks' own runs, summed in fp32 or wider.
+
+        Args:
+            gradients: of the keys and of the values of this rank's own runs, run after run.
+            lengths: of the segment's spans, whole.
+            begin: what they are added to, in the order of the view, and is changed; None: nothing.
+        """
+        device = gradients[0].device
+
+        def table(name: str) -> Tensor:
+            return self.table(name, lengths, device)
+
+        return self.reduce_scatter(key_sums(gradients, table, sum(lengths), begin))
 
     def table(self, name: str, lengths: Lengths, device: torch.device) -> Tensor:
         """Places of keys on the device, int64, made once a step; see tree/cp_layout.py.
@@ -126,14 +144,14 @@ _TABLES: dict[str, Callable[[Lengths, int, int], cp_layout.Index]] = {
 }
 
 
-class OwnView(OwnKeys):
-    """A segment's own K/V of all ranks in one layer, gathered for one call of attention.
+class GatheredKeys:
+    """A segment's own K and V, gathered for one call of its attention; see OwnKeys.
 
     Args:
         exchange: the group's collectives.
         lengths: of the segment's spans, whole.
         both: this rank's K and V, [positions, kv_heads, dim] each.
-        sent: see OwnKeys.
+        sent: takes what the segment's descendants have sent; None if it has none.
     """
 
     def __init__(
@@ -141,38 +159,23 @@ class OwnView(OwnKeys):
         exchange: Exchange,
         lengths: Lengths,
         both: Both,
-        sent: Callable[[], Both | None] | None = None,
+        sent: Callable[[], Payload | None] | None = None,
     ) -> None:
-        super().__init__(both, sent)
-        self._exchange, self._lengths, self._width = exchange, lengths, both[0].shape[-1]
-        self._coming: Pending = exchange.gather(*both)
+        self._exchange, self._lengths, self._sent = exchange, lengths, sent
+        self._width, self._coming = both[0].shape[-1], exchange.gather(*both)
 
     def runs(self) -> Both:
         """See OwnKeys."""
         (view,) = self._coming.wait()
         rows = self._exchange.table("own", self._lengths, view.device)
-        return self._halves(view.index_select(0, rows))
+        return halves(view.index_select(0, rows), self._width)
 
     def send(self, gradients: Both) -> None:
         """Starts to send the gradients of `runs` to the ranks that own the keys."""
-        device = gradients[0].device
-        total = key_sums(
-            gradients,
-            lambda name: self._exchange.table(name, self._lengths, device),
-            sum(self._lengths),
-            self._begun(),
-        )
-        self._coming = self._exchange.reduce_scatter(total)
+        self._coming = self._exchange.send_runs(gradients, self._lengths)
 
     def take(self) -> Both:
         """See OwnKeys; in fp32 or wider."""
         (both,) = self._coming.wait()
-        self._both = self._halves(both)
-        return super().take()
-
-    def _begun(self) -> Tensor | None:
-        """What the gradients of `send` are added to, in the order of the view; None for nothing."""
-        return None
-
-    def _halves(self, both: Tensor) -> Both:
-        return both[..., : self._width], both[..., self._width :]
+        mine = halves(both, self._width)
+        return mine if self._sent is None else added(mine, self._sent())

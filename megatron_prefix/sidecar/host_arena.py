@@ -11,7 +11,7 @@ host.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,8 +20,8 @@ from megatron_prefix.offload.pool import Lease, StagingPool
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import Pairs
 from megatron_prefix.plan.layer_mix import spread
-from megatron_prefix.sidecar.arena import Arena, Payload, Rows, wide
-from megatron_prefix.tree.payload_map import RowMap
+from megatron_prefix.sidecar.arena import Arena, Payload, Reading, wide
+from megatron_prefix.sidecar.store import LocalKeys, Store
 
 PIECE_BYTES = 1 << 26
 """Of one lease of host memory, if a row is not longer."""
@@ -53,9 +53,9 @@ class HostLayers:
             return max((number for number in self._layers if number <= layer), default=None)
         return min((number for number in self._layers if number >= layer), default=None)
 
-    def arena(self, *given: Any) -> HostArena:
-        """An arena on the host; arguments as of `Arena`."""
-        return HostArena(self, *given)
+    def keep(self, layer: int, arena: Arena) -> Store:
+        """Where a layer's arena is: on the host, or on the device as it is given."""
+        return HostArena(arena, self) if layer in self._layers else arena
 
     def hold(self, mark: Any, tensors: Sequence[Tensor]) -> None:
         """Keeps tensors until their copies to the host have been waited for."""
@@ -74,123 +74,128 @@ class HostLayers:
             self._leaving.popleft()
 
 
-class HostArena(Arena):
-    """An arena on the host that is on the device during a visit; see `Arena`.
+class HostArena:
+    """An arena that is kept on the host; see Store.
 
-    A visit begins with `fetch`, or with the first use, and ends with `leave`.
+    It is on the device during a visit, which begins with `fetch` or the first use, and ends with
+    `leave`.
+
+    Args:
+        arena: on the device, without memory.
+        host: makes the copies.
     """
 
-    def __init__(
-        self,
-        host: HostLayers,
-        rows: RowMap,
-        likes: Sequence[Tensor],
-        count: Callable[[int], None],
-    ) -> None:
-        self._host = host
-        self._likes = [like.new_empty((0, *like.shape[1:])) for like in likes]
-        self._there = _OnHost(host, rows.length, self._likes)
-        self._sums_there: _OnHost | None = None
+    keys, looks_ahead = LocalKeys, True
+
+    def __init__(self, arena: Arena, host: HostLayers) -> None:
+        self._arena, self._host = arena, host
+        self._likes: list[Tensor] = []  # a payload without rows
+        self._values: _OnHost | None = None
+        self._sums: _OnHost | None = None
         self._loaded: set[int] = set()  # segments whose payloads are on the device
         self._summed: set[int] = set()  # segments whose gradients are on the host
         self._sums_loaded: set[int] = set()  # of these, whose are on the device, too
         self._changed: set[int] = set()  # segments whose gradients on the device are newer
         self._pending: list[Any] = []
-        super().__init__(rows, likes, count)
 
-    def write(self, index: int, payload: Sequence[Tensor]) -> None:
+    @property
+    def num_bytes(self) -> int:
+        """See Store."""
+        return self._arena.num_bytes
+
+    def write(self, index: int, payload: Payload) -> None:
         """Copies a segment's payload to its rows, and from there to the host."""
-        self._begin()
-        super().write(index, payload)
+        arena = self._arena
+        if self._values is None:
+            self._likes = [like.new_empty((0, *like.shape[1:])) for like in payload]
+            self._values = _OnHost(self._host, arena.rows.length, self._likes)
+        elif not arena.values:
+            arena.allocate(self._likes)
+        arena.write(index, payload)
         self._loaded.add(index)
         # Clones: else the whole arena would have to stay until they are on the host.
-        rows = self._interval(index)
-        self._there.store([whole[rows].clone() for whole in self._values], rows)
+        (rows,) = self._merged([index])
+        self._values.store([whole[rows].clone() for whole in arena.values], rows)
 
-    def read(self, seen: Iterable[int], rows: Rows) -> Payload:
-        """See `Arena.read`."""
+    def own(self, index: int) -> Payload:
+        """See Store."""
+        self.fetch((index,))
+        self._arrive()
+        return self._arena.own(index)
+
+    def read(self, seen: Iterable[int], what: Reading) -> Payload:
+        """See Store."""
         self.fetch(seen)
         self._arrive()
-        return super().read(seen, rows)
+        return self._arena.read(seen, what)
 
-    def add(self, seen: Iterable[int], rows: Rows, gradients: Sequence[Tensor]) -> None:
-        """See `Arena.add`."""
+    def add(self, seen: Iterable[int], what: Reading, gradients: Payload) -> None:
+        """See Store."""
         self.fetch((), seen)
         self._arrive()
-        super().add(seen, rows, gradients)
+        self._arena.add(seen, what, gradients)
         self._changed.update(seen)
 
     def sent(self, index: int) -> Payload | None:
-        """See `Arena.sent`; the views last until `leave`."""
-        if not (self._summed or self._sums):
+        """See Store; the views last until `leave`."""
+        if not (self._summed or self._arena.sums):
             return None
         self.fetch((), (index,))
         self._arrive()
-        return super().sent(index)
+        return self._arena.sent(index)
 
-    def fetch(self, seen: Iterable[int], sums: Iterable[int] = ()) -> None:
+    def fetch(
+        self, seen: Iterable[int], sums: Iterable[int] = (), levels: Iterable[Reading] = ()
+    ) -> None:
         """Goes on with a visit: loads payloads of segments, and gradients of others."""
-        wanted = [index for index in seen if index not in self._loaded]
-        if wanted:
-            self._begin()
-        for rows in self._merged(wanted):
-            self._pending.append(self._there.load(self._values, rows))
-        self._loaded.update(wanted)
+        arena, wanted = self._arena, [index for index in seen if index not in self._loaded]
+        if wanted and self._values is not None:
+            if not arena.values:
+                arena.allocate(self._likes)
+            self._load(self._values, arena.values, wanted)
+            self._loaded.update(wanted)
         sums = {*sums}
-        if sums and self._sums is None:
-            self._sums = self._make(self._likes, sums=True)
-        if self._sums is not None and self._sums_there is not None:
-            missing = (self._summed & sums) - self._sums_loaded
-            for rows in self._merged(missing):
-                self._pending.append(self._sums_there.load(self._sums, rows))
+        if sums and not arena.sums:
+            arena.allocate(self._likes, sums=True)
+        missing = (self._summed & sums) - self._sums_loaded
+        if missing and self._sums is not None:
+            self._load(self._sums, arena.sums, missing)
             self._sums_loaded |= missing
 
     def leave(self) -> None:
         """Ends a visit: changed gradients are copied to the host, device memory is freed."""
         self._arrive()
-        self._end_sums()
-        self._count(-sum(tensor.nbytes for tensor in self._values))
-        self._values = self._likes
-        self._loaded.clear()
-
-    def drop(self) -> None:
-        """See `Arena.drop`."""
-        self._changed.clear()  # the gradients are not needed any more
-        self.leave()
-        del self._there, self._sums_there
-
-    def _begin(self) -> None:
-        if len(self._values[0]) < self.rows.length:
-            self._values = self._make(self._likes)
-
-    def _end_sums(self) -> None:
-        if self._sums is None:
-            return
         for rows in self._merged(self._changed):
-            if self._sums_there is None:
-                sums = [like.to(wide(like)) for like in self._likes]
-                self._sums_there = _OnHost(self._host, self.rows.length, sums)
-            self._sums_there.store([total[rows] for total in self._sums], rows)
+            if self._sums is None:
+                likes = [like.to(wide(like)) for like in self._likes]
+                self._sums = _OnHost(self._host, self._arena.rows.length, likes)
+            self._sums.store([total[rows] for total in self._arena.sums], rows)
         self._summed |= self._changed
         self._changed.clear()
         self._sums_loaded.clear()
-        self._count(-sum(tensor.nbytes for tensor in self._sums))
-        self._sums = None
+        self._loaded.clear()
+        self._arena.drop()
 
-    def _interval(self, index: int) -> slice:
-        rows = self.rows.intervals[index]
-        if rows is None:
-            raise RuntimeError(f"segment {index} is a wave: it leaves nothing here")
-        return rows
+    def drop(self) -> None:
+        """See Store."""
+        self._changed.clear()  # the gradients are not needed any more
+        self.leave()
+        self._summed.clear()
+        self._values = self._sums = None
+
+    def _load(self, there: _OnHost, tensors: Sequence[Tensor], segments: Iterable[int]) -> None:
+        for rows in self._merged(segments):
+            self._pending.append(there.load(tensors, rows))
 
     def _merged(self, segments: Iterable[int]) -> list[slice]:
         """The rows of segments; neighbours are one interval, and one copy."""
         merged: list[slice] = []
-        for rows in sorted(map(self._interval, segments), key=lambda rows: rows.start):
-            if merged and merged[-1].stop == rows.start:
-                merged[-1] = slice(merged[-1].start, rows.stop)
+        intervals = [rows for index in segments if (rows := self._arena.rows.intervals[index])]
+        for start, stop in sorted([(rows.start, rows.stop) for rows in intervals]):
+            if merged and merged[-1].stop == start:
+                merged[-1] = slice(merged[-1].start, stop)
             else:
-                merged.append(rows)
+                merged.append(slice(start, stop))
         return merged
 
     def _arrive(self) -> None:

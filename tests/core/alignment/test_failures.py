@@ -21,7 +21,6 @@ from megatron_prefix.megatron.install import Hooks, install
 from megatron_prefix.run import suspend
 from megatron_prefix.run.inputs import ModelArguments
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.sidecar import cache as cache_module
 from megatron_prefix.sidecar.arena import Arena
 from tests.harness import steps
 from tests.harness.failures import CONFIG, PLACES, Countdown, Fault, assert_same, items, raised, run
@@ -68,12 +67,13 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
         found.outputs.append(weakref.ref(output))
         return output
 
-    class WatchedArena(Arena):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            found.buffers.extend(map(weakref.ref, self._values))
+    allocate = Arena.allocate
 
-    monkeypatch.setattr(cache_module, "Arena", WatchedArena)
+    def allocated(self: Arena, likes: Any, **options: Any) -> None:
+        allocate(self, likes, **options)
+        found.buffers.extend(map(weakref.ref, () if options else self.values))
+
+    monkeypatch.setattr(Arena, "allocate", allocated)
     monkeypatch.setattr(ModelArguments, "call", call)
     return found
 

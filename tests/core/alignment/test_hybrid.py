@@ -354,13 +354,13 @@ def _gradient_of_one(kept: int) -> Callable[[pytest.MonkeyPatch], None]:
 def _last_child_only(patch: pytest.MonkeyPatch) -> None:
     stock = Arena.add
 
-    def add(self: Any, seen: Any, rows: Any, gradients: Any) -> None:
+    def add(self: Any, seen: Any, what: Any, gradients: Any) -> None:
         if not self.rows.zeros:  # of attention
-            return stock(self, seen, rows, gradients)
-        if self._sums is None:
-            self._sums = self._make(self._values, sums=True)
-        for total, part in zip(self._sums, gradients, strict=True):
-            total.index_copy_(0, rows, part.to(total.dtype))
+            return stock(self, seen, what, gradients)
+        if not self.sums:
+            self.allocate(self.values, sums=True)
+        for total, part in zip(self.sums, gradients, strict=True):
+            total.index_copy_(0, what.rows, part.to(total.dtype))
         return None
 
     patch.setattr(Arena, "add", add)
@@ -397,8 +397,9 @@ def _sums_of_rows_before(patch: pytest.MonkeyPatch) -> None:
     def write(self: Any, index: int, payload: Any) -> None:
         if not self.rows.zeros:  # of attention
             return stock(self, index, payload)
-        for whole, part in zip(self._values, payload, strict=True):
-            whole[self.rows.intervals[index]].copy_(part)
+        kept, self.sums = self.sums, []
+        stock(self, index, payload)
+        self.sums = kept
         return None
 
     patch.setattr(Arena, "write", write)

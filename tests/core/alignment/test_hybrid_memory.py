@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +20,7 @@ from megatron_prefix.megatron.install import install, language_model
 from megatron_prefix.offload.segment import addresses
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar.arena import Arena
-from megatron_prefix.sidecar.cache import SidecarCache
+from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
 from megatron_prefix.tree import Pairs
 from tests.harness import failures, hybrid, saving_kernels, steps
 from tests.harness.failures import Countdown, Fault, raised
@@ -130,18 +131,17 @@ class Watch:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.buffers: list[weakref.ref[Tensor]] = []
         self.caches: list[Any] = []
-        make, made = Arena._make, SidecarCache.__init__
+        allocate, made = Arena.allocate, SidecarCache.__init__
 
-        def remembered(arena: Any, *args: Any, **kwargs: Any) -> Any:
-            found = make(arena, *args, **kwargs)
-            self.buffers += map(weakref.ref, found)
-            return found
+        def remembered(arena: Any, likes: Any, *, sums: bool = False) -> None:
+            allocate(arena, likes, sums=sums)
+            self.buffers += map(weakref.ref, arena.sums if sums else arena.values)
 
         def known(cache: Any, *args: Any) -> None:
             self.caches.append(cache)
             made(cache, *args)
 
-        patch.setattr(Arena, "_make", remembered)
+        patch.setattr(Arena, "allocate", remembered)
         patch.setattr(SidecarCache, "__init__", known)
 
     def check(self, schedule: PrefixSchedule, saved: SavedBytes) -> None:
@@ -149,7 +149,8 @@ class Watch:
         assert self.buffers and not any(ref() is not None for ref in self.buffers)
         for cache in self.caches:
             assert cache.peak_bytes > cache.num_bytes == 0
-            assert not cache._arenas and not cache._states and not any(cache._live)
+            places = itertools.product(range(len(cache.forms)), range(len(cache.map.lengths)))
+            assert {cache.state(*place) for place in places} == {SegmentState.EMPTY}
             assert cache._host is None or not cache._host._leaving
         # What was ready to run when a backward failed is in this thread's queue until the next one.
         # (On CUDA a thread of torch's drops it at once.)

@@ -18,7 +18,6 @@ from megatron_prefix.offload.transfers import HostTransfers
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.run import executor
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.sidecar import cache as cache_module
 from megatron_prefix.sidecar.arena import Arena
 from tests.harness.failures import CONFIG, run
 from tests.harness.one_rank import one_rank, small_model
@@ -39,11 +38,13 @@ def test_neither_weights_nor_cached_keys_and_nothing_twice(
     stored: list[int] = []
     num_layers: dict[int, int] = {}
 
-    class WatchedArena(Arena):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            held.extend(self._values)
-            cached.update(addresses(*self._values))
+    allocate = Arena.allocate
+
+    def allocated(self: Arena, likes: Any, **options: Any) -> None:
+        allocate(self, likes, **options)
+        if not options:
+            held.extend(self.values)
+            cached.update(addresses(*self.values))
 
     def store(self: HostTransfers, pairs: Any) -> None:
         for device, host in pairs:
@@ -58,7 +59,7 @@ def test_neither_weights_nor_cached_keys_and_nothing_twice(
         num_layers[id(self)] = len(self._layers)
         held.append(self)
 
-    monkeypatch.setattr(cache_module, "Arena", WatchedArena)
+    monkeypatch.setattr(Arena, "allocate", allocated)
     monkeypatch.setattr(HostTransfers, "store", store)
     monkeypatch.setattr(OffloadedSegment, "layer_done", layer_done)
     model = small_model(recompute=recompute)

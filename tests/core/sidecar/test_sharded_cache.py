@@ -11,8 +11,6 @@ import torch
 
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
-from megatron_prefix.sidecar.gathered import GatheredCache
-from megatron_prefix.sidecar.sharded import ShardedCache
 from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.payload_map import Form, Run, payload_map
 from tests.harness import sidecar
@@ -21,9 +19,7 @@ from tests.harness.played_ranks import PlayedRank, World, forest, play, random, 
 NUM_LAYERS = 2
 
 
-def filled(
-    rank: PlayedRank, reduce: str, dtype: torch.dtype = torch.float64
-) -> ShardedCache | GatheredCache:
+def filled(rank: PlayedRank, reduce: str, dtype: torch.dtype = torch.float64) -> SidecarCache:
     """A rank's sidecar with the K/V of the prompt; position p has the key p in layer 0."""
     tree = forest()
     assert [segment.inner for segment in tree.segments] == [True, True, False, False]
@@ -206,9 +202,9 @@ def test_a_step_that_fails_in_an_exchange_leaves_nothing_behind() -> None:
         "segment", partial(payload_map, tree.segments, None, 2), 1, PlayedRank(World(2), 0)
     )
     cache.own_keys(0, 0, True, (random(4, 2, 3), random(4, 2, 2)))
-    assert cache._coming
+    assert cache.num_bytes == 8 * ROW_BYTES  # on its way
     cache.clear()
-    assert not cache._coming and cache.num_bytes == 0
+    assert cache.num_bytes == 0
 
 
 def test_a_segment_is_captured_once_in_a_layer() -> None:
@@ -266,7 +262,7 @@ def test_segments_are_freed_with_their_sums(reduce: str) -> None:
 # Segments of several trees ------------------------------------------------------------------------
 
 
-def packed(rank: PlayedRank, reduce: str) -> tuple[sidecar.Step, ShardedCache | GatheredCache]:
+def packed(rank: PlayedRank, reduce: str) -> tuple[sidecar.Step, SidecarCache]:
     """A rank's sidecar with three inner segments; the key of a position is its number in all."""
     made = sidecar.packed(4)
     cache = spread(reduce, partial(made.planned, 2), 1, rank)
