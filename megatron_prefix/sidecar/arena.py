@@ -4,7 +4,7 @@ their backward, and one for their gradients. Where a segment lies is planned (tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,12 +51,7 @@ class LevelReading(Reading):
 
 @dataclass
 class DeviceBytes:
-    """Device memory of all arenas of a sidecar.
-
-    Attributes:
-        held: bytes now.
-        peak: the most so far.
-    """
+    """Device memory of all arenas of a sidecar: bytes held now, and the most so far."""
 
     held: int = 0
     peak: int = 0
@@ -68,39 +63,30 @@ class DeviceBytes:
 
 
 class Arena:
-    """Payloads of one layer on the device, and their gradients in fp32 or wider.
+    """Payloads of one layer on the device, and their gradients in fp32 or wider; see Store.
 
-    Memory is taken by the first `write` and the first `add`; after `drop` by the next.
+    The first `write` takes memory for payloads, the first `add` for gradients.
 
     Args:
         rows: where segments lie.
-        device_bytes: counts what is taken.
+        device_bytes: counts the memory.
 
     Attributes:
         rows: as given.
-        values: the payloads, a tensor [rows, ...] for each of their parts; empty without memory.
-        sums: their gradients, of the same shapes; empty without memory.
+        values: tensors [rows, ...], one for each tensor of a payload; empty without memory.
+        sums: their gradients; empty without memory.
+        width: numbers in the last dimension of the first of them: of a key in one head.
     """
 
-    keys, looks_ahead = LocalKeys, False
+    keys, looks_ahead, width = LocalKeys, False, 0
 
     def __init__(self, rows: RowMap, device_bytes: DeviceBytes) -> None:
         self.rows, self._device_bytes = rows, device_bytes
         self.values: list[Tensor] = []
         self.sums: list[Tensor] = []
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held on the device now."""
-        return _size([*self.values, *self.sums])
-
-    @property
-    def width(self) -> int:
-        """Numbers in the last dimension of the first part: of a key in one head."""
-        return self.values[0].shape[-1]
-
     def write(self, index: int, payload: Payload) -> None:
-        """Copies a segment's payload to its rows, whose gradients are zero from now on."""
+        """See Store."""
         rows = self.rows.intervals[index]
         if rows is None:
             raise RuntimeError(f"segment {index} is a wave: it leaves nothing here")
@@ -112,19 +98,19 @@ class Arena:
             total[rows].zero_()
 
     def own(self, index: int) -> Payload:
-        """A segment's payload, views."""
+        """See Store."""
         rows = self.rows.intervals[index]
         return tuple([whole[rows] for whole in self.values])
 
-    def read(self, seen: Iterable[int], what: Reading) -> Payload:
-        """Some rows, of segments `seen`: views of an interval, copies for an index."""
+    def read(self, seen: Collection[int], what: Reading) -> Payload:
+        """See Store: views of an interval, copies for an index."""
         rows = what.rows
         if isinstance(rows, slice):
             return tuple([whole[rows] for whole in self.values])
         return tuple([whole.index_select(0, rows) for whole in self.values])
 
-    def add(self, seen: Iterable[int], what: Reading, gradients: Payload) -> None:
-        """Adds gradients of some rows, all different, of segments `seen`."""
+    def add(self, seen: Collection[int], what: Reading, gradients: Payload) -> None:
+        """See Store; the rows are all different."""
         rows = what.rows
         if not self.sums:
             if isinstance(rows, slice) and len(gradients[0]) == self.rows.length:
@@ -139,26 +125,28 @@ class Arena:
                 total.index_add_(0, rows, part.to(total.dtype))
 
     def sent(self, index: int) -> Payload | None:
-        """A segment's gradients, views; None if nothing was sent to any segment."""
+        """See Store: views."""
         rows = self.rows.intervals[index]
         return tuple([total[rows] for total in self.sums]) or None
 
-    def fetch(self, seen: Iterable[int], sums: Iterable[int], levels: Iterable[Reading]) -> None:
-        """See Store: it is here already."""
+    def fetch(
+        self, seen: Collection[int], sums: Collection[int], levels: Iterable[Reading]
+    ) -> None:
+        """See Store: everything is here."""
 
     def leave(self) -> None:
-        """See Store: it stays."""
+        """See Store: everything stays."""
 
     def drop(self) -> None:
-        """Frees all memory."""
-        self._device_bytes.add(-self.num_bytes)
+        """See Store."""
+        self._device_bytes.add(-_size([*self.values, *self.sums]))
         self.values, self.sums = [], []
 
     def allocate(self, likes: Sequence[Tensor], *, sums: bool = False) -> None:
         """Takes memory for payloads, or zeros for their gradients.
 
         Args:
-            likes: a payload of some rows; it gives shapes of a row, dtypes and the device.
+            likes: a payload of any rows; it gives widths, dtypes and the device.
             sums: whether for gradients.
         """
         made = [
@@ -174,7 +162,7 @@ class Arena:
         if sums:
             self.sums = made
         else:
-            self.values = made
+            self.values, self.width = made, made[0].shape[-1]
 
 
 def wide(like: Tensor) -> torch.dtype:

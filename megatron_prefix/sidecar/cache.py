@@ -92,7 +92,7 @@ class SidecarCache:
         self._host, self._transport = host, transport
         self._bytes, self._device = DeviceBytes(), torch.device("cpu")
         self._layers = [self._layer(*item) for item in enumerate(forms)]
-        self._ahead = [self._layers_ahead(backward) for backward in (False, True)]
+        self._ahead = {n for n, one in enumerate(self._layers) if one.store.looks_ahead}
         self._levels: dict[tuple[int, int], LevelReading] = {}
 
     def state(self, layer: int, index: int) -> SegmentState:
@@ -101,8 +101,8 @@ class SidecarCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held on the device now, with what is on its way from other ranks."""
-        return sum(one.store.num_bytes for one in self._layers)
+        """Bytes held on the device now."""
+        return self._bytes.held
 
     @property
     def peak_bytes(self) -> int:
@@ -137,7 +137,7 @@ class SidecarCache:
             inner: whether others read it; what is captured is then used, not `both`.
             both: this rank's K and V, [positions, kv_heads, dim] each.
         """
-        return self._layers[layer].store.keys(self, layer, index, inner, both)
+        return self._layers[layer].store.keys(self, (layer, index), inner, both)
 
     def level(self, index: int, number: int) -> LevelReading:
         """A segment's level as a kernel's call needs it; made once a step."""
@@ -153,13 +153,17 @@ class SidecarCache:
 
     def read(self, layer: int, index: int, what: Reading) -> Payload:
         """What a segment reads of others: views, or copies if its rows are not one interval."""
-        one, seen = self._open(layer, index)
-        return one.store.read(seen, what)
+        one = self._layers[layer]
+        if not one.live.issuperset(one.seen[index]):
+            raise self._closed(layer, index)
+        return one.store.read(one.seen[index], what)
 
     def add(self, layer: int, index: int, what: Reading, gradients: Payload) -> None:
         """Adds what a segment sends to rows, all different; the sums are fp32 or wider."""
-        one, seen = self._open(layer, index)
-        one.store.add(seen, what, gradients)
+        one = self._layers[layer]
+        if not one.live.issuperset(one.seen[index]):
+            raise self._closed(layer, index)
+        one.store.add(one.seen[index], what, gradients)
 
     def take(self, layer: int, index: int) -> Payload | None:
         """What a segment's descendants have sent; only once. None if nothing was sent."""
@@ -180,8 +184,11 @@ class SidecarCache:
             index: the segment.
             backward: whether gradients are needed, too; layers then run from the last to the first.
         """
-        one = self._ahead[backward].get(layer)
-        if one is None or not one.live.issuperset(one.seen[index]):
+        near = layer if self._host is None else self._host.near(layer, backward)
+        if near is None or near not in self._ahead:
+            return
+        one = self._layers[near]
+        if not one.live.issuperset(one.seen[index]):
             return
         seen = one.seen[index]
         mine = (*seen, index) if index in one.live else seen
@@ -191,9 +198,8 @@ class SidecarCache:
 
     def release(self, layer: int) -> None:
         """Tells that a segment is done in a layer."""
-        store = self._layers[layer].store
-        if store.looks_ahead:
-            store.leave()
+        if layer in self._ahead:
+            self._layers[layer].store.leave()
 
     def free(self, index: int, *, consumed: bool) -> None:
         """Releases a segment after its backward; an arena is freed with the last one in it.
@@ -228,26 +234,14 @@ class SidecarCache:
         store = self._transport(place, self.map.lengths) if exchanged else place
         return _Layer(store, rows.seen, exchanged)
 
-    def _layers_ahead(self, backward: bool) -> dict[int, _Layer]:
-        """By layer, or one out of range, the layer whose payloads are fetched then, if any."""
-        found, num = {}, len(self._layers)
-        for number in range(-1, num + 1):
-            near = number if self._host is None else self._host.near(number, backward)
-            if near is not None and 0 <= near < num and self._layers[near].store.looks_ahead:
-                found[number] = self._layers[near]
-        return found
-
-    def _open(self, layer: int, index: int) -> tuple[_Layer, tuple[int, ...]]:
-        """The layer and the segments that `index` reads in it, captured and not consumed."""
+    def _closed(self, layer: int, index: int) -> RuntimeError:
+        """What is wrong if `index` reads a segment that is not captured, or is consumed."""
         one = self._layers[layer]
-        seen = one.seen[index]
-        if not one.live.issuperset(seen):
-            closed = next(other for other in seen if other not in one.live)
-            raise RuntimeError(
-                f"layer {layer}: segment {index} reads segment {closed}, which is"
-                f" {self.state(layer, closed).value}: before its forward or after its backward"
-            )
-        return one, seen
+        closed = next(seen for seen in one.seen[index] if seen not in one.live)
+        return RuntimeError(
+            f"layer {layer}: segment {index} reads segment {closed}, which is"
+            f" {self.state(layer, closed).value}: before its forward or after its backward"
+        )
 
     def _expect(self, layer: int, index: int, wanted: SegmentState) -> _Layer:
         """The layer, in which a segment is in the state `wanted`."""

@@ -22,6 +22,7 @@ order, as collectives require.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -47,11 +48,6 @@ class Pending(NamedTuple):
         for work in self.works:
             work.wait()
         return self.tensors
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 class Exchange:
@@ -84,19 +80,15 @@ class Exchange:
         work = dist.reduce_scatter_tensor(mine, view.contiguous(), group=self._group, async_op=True)
         return Pending((work,), (mine,))
 
-    def send_runs(self, gradients: Both, lengths: Lengths, begin: Tensor | None = None) -> Pending:
+    def send_runs(self, gradients: Both, lengths: Lengths, begin: Tensor | None) -> Pending:
         """This rank's part of the gradients of all ranks' own runs, summed in fp32 or wider.
 
         Args:
-            gradients: of the keys and of the values of this rank's own runs, run after run.
+            gradients: of this rank's own runs; see `key_sums`.
             lengths: of the segment's spans, whole.
-            begin: what they are added to, in the order of the view, and is changed; None: nothing.
+            begin: see `key_sums`.
         """
-        device = gradients[0].device
-
-        def table(name: str) -> Tensor:
-            return self.table(name, lengths, device)
-
+        table = functools.partial(self.table, lengths=lengths, device=gradients[0].device)
         return self.reduce_scatter(key_sums(gradients, table, sum(lengths), begin))
 
     def table(self, name: str, lengths: Lengths, device: torch.device) -> Tensor:
@@ -144,14 +136,20 @@ _TABLES: dict[str, Callable[[Lengths, int, int], cp_layout.Index]] = {
 }
 
 
+def _nothing() -> None:
+    """Where no descendant has sent anything."""
+
+
 class GatheredKeys:
-    """A segment's own K and V, gathered for one call of its attention; see OwnKeys.
+    """Own K and V of all ranks in one call of attention; see OwnKeys. They are gathered at once.
 
     Args:
         exchange: the group's collectives.
         lengths: of the segment's spans, whole.
         both: this rank's K and V, [positions, kv_heads, dim] each.
-        sent: takes what the segment's descendants have sent; None if it has none.
+        kept: returns `runs`, if all ranks' K and V are kept: nothing is gathered.
+        begin: takes what descendants have sent to the whole segment, in the order of the view.
+        sent: takes what descendants have sent to this rank's part.
     """
 
     def __init__(
@@ -159,23 +157,28 @@ class GatheredKeys:
         exchange: Exchange,
         lengths: Lengths,
         both: Both,
-        sent: Callable[[], Payload | None] | None = None,
+        *,
+        kept: Callable[[], Both] | None = None,
+        begin: Callable[[], Tensor | None] = _nothing,
+        sent: Callable[[], Payload | None] = _nothing,
     ) -> None:
-        self._exchange, self._lengths, self._sent = exchange, lengths, sent
-        self._width, self._coming = both[0].shape[-1], exchange.gather(*both)
+        self._exchange, self._lengths, self._width = exchange, lengths, both[0].shape[-1]
+        self._kept, self._begin, self._sent = kept, begin, sent
+        self._coming = exchange.gather(*both) if kept is None else Pending((), ())
 
     def runs(self) -> Both:
         """See OwnKeys."""
+        if self._kept is not None:
+            return self._kept()
         (view,) = self._coming.wait()
         rows = self._exchange.table("own", self._lengths, view.device)
         return halves(view.index_select(0, rows), self._width)
 
     def send(self, gradients: Both) -> None:
-        """Starts to send the gradients of `runs` to the ranks that own the keys."""
-        self._coming = self._exchange.send_runs(gradients, self._lengths)
+        """See OwnKeys: starts to send them to the ranks that own the keys."""
+        self._coming = self._exchange.send_runs(gradients, self._lengths, self._begin())
 
     def take(self) -> Both:
         """See OwnKeys; in fp32 or wider."""
         (both,) = self._coming.wait()
-        mine = halves(both, self._width)
-        return mine if self._sent is None else added(mine, self._sent())
+        return added(halves(both, self._width), self._sent())

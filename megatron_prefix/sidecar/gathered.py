@@ -25,48 +25,46 @@ class GatheredStore:
     """
 
     def __init__(self, exchange: Exchange, arena: Arena, lengths: tuple[Lengths, ...]) -> None:
-        self.exchange, self.lengths, self._arena = exchange, lengths, arena
+        self._exchange, self._lengths, self._arena = exchange, lengths, arena
         self._coming: dict[int, Pending] = {}
         self.own, self.read, self.add = arena.own, arena.read, arena.add
         self.looks_ahead, self.fetch, self.leave = arena.looks_ahead, arena.fetch, arena.leave
 
-    @property
-    def num_bytes(self) -> int:
+    def keys(self, cache: SidecarCache, place: tuple[int, int], inner: bool, both: Both) -> OwnKeys:
         """See Store."""
-        return self._arena.num_bytes + sum(one.num_bytes for one in self._coming.values())
-
-    def keys(self, cache: SidecarCache, layer: int, index: int, inner: bool, both: Both) -> OwnKeys:
-        """See SidecarCache.own_keys."""
+        index, lengths = place[1], self._lengths[place[1]]
         if not inner:
-            return GatheredKeys(self.exchange, self.lengths[index], both)
-        return KeptKeys(self, cache, layer, index, both)
+            return GatheredKeys(self._exchange, lengths, both)
+        if cache.state(*place) is SegmentState.EMPTY:
+            self._expect(index, both)
 
-    def expect(self, index: int, both: Payload) -> None:
-        """Starts to gather what `write` will be called with."""
-        if index not in self._coming:
-            self._coming[index] = self.exchange.gather(*both)
+        def kept() -> Both:
+            cache.capture(*place, both)
+            key, value = cache.own(*place)
+            rows = self._exchange.table("own in order", lengths, key.device)
+            return key.index_select(0, rows), value.index_select(0, rows)
+
+        def begin() -> Tensor | None:
+            cache.consume(*place)
+            return self._total(index)
+
+        return GatheredKeys(self._exchange, lengths, both, kept=kept, begin=begin)
 
     def write(self, index: int, payload: Payload) -> None:
         """See Store: keeps the K and V of all ranks."""
-        self.expect(index, payload)
+        self._expect(index, payload)
         (view,) = self._coming.pop(index).wait()
-        whole = view.index_select(0, self.exchange.table("order", self.lengths[index], view.device))
+        whole = view.index_select(
+            0, self._exchange.table("order", self._lengths[index], view.device)
+        )
         self._arena.write(index, halves(whole, payload[0].shape[-1]))
-
-    def sums(self, index: int) -> Tensor | None:
-        """This rank's sums of gK and gV of a whole segment, in the order of an exchange."""
-        sums = self._arena.sent(index)
-        if sums is None:
-            return None
-        both = torch.cat(sums, dim=-1)
-        return both.index_select(0, self.exchange.table("dealt", self.lengths[index], both.device))
 
     def sent(self, index: int) -> Payload | None:
         """See Store: what descendants on all ranks have sent."""
-        total = self.sums(index)
+        total = self._total(index)
         if total is None:
             return None
-        (both,) = self.exchange.reduce_scatter(total).wait()
+        (both,) = self._exchange.reduce_scatter(total).wait()
         return halves(both, self._arena.width)
 
     def drop(self) -> None:
@@ -74,32 +72,16 @@ class GatheredStore:
         self._arena.drop()
         self._coming.clear()
 
+    def _expect(self, index: int, both: Payload) -> None:
+        """Starts to gather what `write` will be called with."""
+        if index not in self._coming:
+            self._coming[index] = self._exchange.gather(*both)
 
-class KeptKeys:
-    """The own K and V of an inner segment, which are kept; see SidecarCache.own_keys."""
-
-    def __init__(
-        self, store: GatheredStore, cache: SidecarCache, layer: int, index: int, both: Both
-    ) -> None:
-        self._store, self._cache, self._place, self._both = store, cache, (layer, index), both
-        self._exchange, self._lengths = store.exchange, store.lengths[index]
-        if cache.state(layer, index) is SegmentState.EMPTY:
-            store.expect(index, both)
-
-    def runs(self) -> Both:
-        """See OwnKeys: captures what has come."""
-        self._cache.capture(*self._place, self._both)
-        key, value = self._cache.own(*self._place)
-        rows = self._exchange.table("own in order", self._lengths, key.device)
-        return key.index_select(0, rows), value.index_select(0, rows)
-
-    def send(self, gradients: Both) -> None:
-        """Starts to send the gradients of `runs`, and what descendants have sent."""
-        self._cache.consume(*self._place)
-        begin = self._store.sums(self._place[1])
-        self._coming = self._exchange.send_runs(gradients, self._lengths, begin)
-
-    def take(self) -> Both:
-        """See OwnKeys; in fp32 or wider."""
-        (both,) = self._coming.wait()
-        return halves(both, self._both[0].shape[-1])
+    def _total(self, index: int) -> Tensor | None:
+        """This rank's sums of gK and gV of a whole segment, in the order of an exchange."""
+        sums = self._arena.sent(index)
+        if sums is None:
+            return None
+        both = torch.cat(sums, dim=-1)
+        rows = self._exchange.table("dealt", self._lengths[index], both.device)
+        return both.index_select(0, rows)

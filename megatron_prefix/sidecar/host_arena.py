@@ -11,7 +11,7 @@ host.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +22,7 @@ from megatron_prefix.offload.transfers import Pairs
 from megatron_prefix.plan.layer_mix import spread
 from megatron_prefix.sidecar.arena import Arena, Payload, Reading, wide
 from megatron_prefix.sidecar.store import LocalKeys, Store
+from megatron_prefix.tree.payload_map import RowMap
 
 PIECE_BYTES = 1 << 26
 """Of one lease of host memory, if a row is not longer."""
@@ -82,7 +83,7 @@ class HostArena:
 
     Args:
         arena: on the device, without memory.
-        host: makes the copies.
+        host: the layers on the host.
     """
 
     keys, looks_ahead = LocalKeys, True
@@ -90,160 +91,157 @@ class HostArena:
     def __init__(self, arena: Arena, host: HostLayers) -> None:
         self._arena, self._host = arena, host
         self._likes: list[Tensor] = []  # a payload without rows
-        self._values: _OnHost | None = None
-        self._sums: _OnHost | None = None
-        self._loaded: set[int] = set()  # segments whose payloads are on the device
-        self._summed: set[int] = set()  # segments whose gradients are on the host
-        self._sums_loaded: set[int] = set()  # of these, whose are on the device, too
+        self._values: _HostCopy | None = None
+        self._sums: _HostCopy | None = None
         self._changed: set[int] = set()  # segments whose gradients on the device are newer
         self._pending: list[Any] = []
 
-    @property
-    def num_bytes(self) -> int:
-        """See Store."""
-        return self._arena.num_bytes
-
     def write(self, index: int, payload: Payload) -> None:
-        """Copies a segment's payload to its rows, and from there to the host."""
+        """See Store; from the device it is copied to the host."""
         arena = self._arena
         if self._values is None:
             self._likes = [like.new_empty((0, *like.shape[1:])) for like in payload]
-            self._values = _OnHost(self._host, arena.rows.length, self._likes)
+            self._values = _HostCopy(self._host, arena.rows, self._likes)
         elif not arena.values:
             arena.allocate(self._likes)
         arena.write(index, payload)
-        self._loaded.add(index)
+        self._values.loaded.add(index)
         # Clones: else the whole arena would have to stay until they are on the host.
-        (rows,) = self._merged([index])
-        self._values.store([whole[rows].clone() for whole in arena.values], rows)
+        self._values.store({index}, lambda rows: [whole[rows].clone() for whole in arena.values])
 
     def own(self, index: int) -> Payload:
         """See Store."""
-        self.fetch((index,))
-        self._arrive()
+        self._use((index,), ())
         return self._arena.own(index)
 
-    def read(self, seen: Iterable[int], what: Reading) -> Payload:
+    def read(self, seen: Collection[int], what: Reading) -> Payload:
         """See Store."""
-        self.fetch(seen)
-        self._arrive()
+        self._use(seen, ())
         return self._arena.read(seen, what)
 
-    def add(self, seen: Iterable[int], what: Reading, gradients: Payload) -> None:
+    def add(self, seen: Collection[int], what: Reading, gradients: Payload) -> None:
         """See Store."""
-        self.fetch((), seen)
-        self._arrive()
+        self._use((), seen)
         self._arena.add(seen, what, gradients)
         self._changed.update(seen)
 
     def sent(self, index: int) -> Payload | None:
         """See Store; the views last until `leave`."""
-        if not (self._summed or self._arena.sums):
+        if self._sums is None and not self._arena.sums:
             return None
-        self.fetch((), (index,))
-        self._arrive()
+        self._use((), (index,))
         return self._arena.sent(index)
 
     def fetch(
-        self, seen: Iterable[int], sums: Iterable[int] = (), levels: Iterable[Reading] = ()
+        self, seen: Collection[int], sums: Collection[int], levels: Iterable[Reading]
     ) -> None:
-        """Goes on with a visit: loads payloads of segments, and gradients of others."""
-        arena, wanted = self._arena, [index for index in seen if index not in self._loaded]
-        if wanted and self._values is not None:
+        """See Store: goes on with a visit."""
+        arena = self._arena
+        if self._values is not None and (missing := self._values.missing(seen)):
             if not arena.values:
                 arena.allocate(self._likes)
-            self._load(self._values, arena.values, wanted)
-            self._loaded.update(wanted)
-        sums = {*sums}
+            self._pending += self._values.load(missing, arena.values)
         if sums and not arena.sums:
             arena.allocate(self._likes, sums=True)
-        missing = (self._summed & sums) - self._sums_loaded
-        if missing and self._sums is not None:
-            self._load(self._sums, arena.sums, missing)
-            self._sums_loaded |= missing
+        if self._sums is not None:
+            self._pending += self._sums.load(self._sums.missing(sums), arena.sums)
 
     def leave(self) -> None:
-        """Ends a visit: changed gradients are copied to the host, device memory is freed."""
+        """See Store: changed gradients are copied to the host, device memory is freed."""
         self._arrive()
-        for rows in self._merged(self._changed):
-            if self._sums is None:
-                likes = [like.to(wide(like)) for like in self._likes]
-                self._sums = _OnHost(self._host, self._arena.rows.length, likes)
-            self._sums.store([total[rows] for total in self._arena.sums], rows)
-        self._summed |= self._changed
+        if self._changed and self._sums is None:
+            likes = [like.to(wide(like)) for like in self._likes]
+            self._sums = _HostCopy(self._host, self._arena.rows, likes)
+        for copy in (self._values, self._sums):
+            if copy is not None:
+                copy.loaded.clear()
+        if self._sums is not None:
+            sums = self._arena.sums
+            self._sums.store(self._changed, lambda rows: [total[rows] for total in sums])
         self._changed.clear()
-        self._sums_loaded.clear()
-        self._loaded.clear()
         self._arena.drop()
 
     def drop(self) -> None:
         """See Store."""
-        self._changed.clear()  # the gradients are not needed any more
-        self.leave()
-        self._summed.clear()
+        self._arrive()
+        self._arena.drop()
         self._values = self._sums = None
+        self._changed.clear()
 
-    def _load(self, there: _OnHost, tensors: Sequence[Tensor], segments: Iterable[int]) -> None:
-        for rows in self._merged(segments):
-            self._pending.append(there.load(tensors, rows))
-
-    def _merged(self, segments: Iterable[int]) -> list[slice]:
-        """The rows of segments; neighbours are one interval, and one copy."""
-        merged: list[slice] = []
-        intervals = [rows for index in segments if (rows := self._arena.rows.intervals[index])]
-        for start, stop in sorted([(rows.start, rows.stop) for rows in intervals]):
-            if merged and merged[-1].stop == start:
-                merged[-1] = slice(merged[-1].start, stop)
-            else:
-                merged.append(slice(start, stop))
-        return merged
+    def _use(self, seen: Collection[int], sums: Collection[int]) -> None:
+        """Fetches, and makes the computing stream wait for what is on its way."""
+        self.fetch(seen, sums, ())
+        self._arrive()
 
     def _arrive(self) -> None:
-        """Makes the computing stream wait for the loads."""
         for mark in self._pending:
             self._host.transfers.wait(mark)
         self._pending.clear()
 
 
-class _OnHost:
-    """A payload of an arena on the host, or its gradients.
+class _HostCopy:
+    """A copy on the host of an arena's payloads, or of their gradients.
 
     Args:
         host: the layers on the host.
-        length: rows of the arena.
-        likes: tensors; they give the shape of a position and the dtype.
+        rows: where segments lie.
+        likes: tensors; they give the shape of a row and the dtype.
+
+    Attributes:
+        stored: the segments that are on the host.
+        loaded: those that are on the device, too.
     """
 
-    def __init__(self, host: HostLayers, length: int, likes: Sequence[Tensor]) -> None:
-        self._host, self._stored = host, None
-        self._buffers = [_HostBuffer(host.pool, length, like) for like in likes]
+    def __init__(self, host: HostLayers, rows: RowMap, likes: Sequence[Tensor]) -> None:
+        self._host, self._rows, self._mark = host, rows, None
+        self._buffers = [_HostBuffer(host.pool, rows.length, like) for like in likes]
+        self.stored: set[int] = set()
+        self.loaded: set[int] = set()
 
-    def store(self, tensors: Sequence[Tensor], span: slice) -> None:
-        """Copies tensors to the positions `span`, and holds them until that is done."""
-        self._stored = self._host.transfers.store(self._pairs(tensors, span), held=True)
-        self._host.hold(self._stored, tensors)
+    def missing(self, segments: Iterable[int]) -> set[int]:
+        """Those of the segments that are on the host only."""
+        return self.stored.intersection(segments) - self.loaded
 
-    def load(self, tensors: Sequence[Tensor], span: slice) -> Any:
-        """Copies the positions `span` to the same positions of tensors on the device.
+    def store(self, segments: set[int], parts: Callable[[slice], list[Tensor]]) -> None:
+        """Copies rows of segments, which `parts` returns, and holds them until that is done."""
+        for rows in self._merged(segments):
+            tensors = parts(rows)
+            self._mark = self._host.transfers.store(self._pairs(tensors, rows), held=True)
+            self._host.hold(self._mark, tensors)
+        self.stored |= segments
 
-        Returns:
-            A mark to wait for.
-        """
-        pairs = self._pairs([tensor[span] for tensor in tensors], span)
-        return self._host.transfers.fill(pairs, self._stored)
+    def load(self, segments: set[int], tensors: Sequence[Tensor]) -> list[Any]:
+        """Copies segments to their rows of tensors on the device; returns marks to wait for."""
+        self.loaded |= segments
+        return [
+            self._host.transfers.fill(
+                self._pairs([whole[rows] for whole in tensors], rows), self._mark
+            )
+            for rows in self._merged(segments)
+        ]
 
-    def _pairs(self, tensors: Sequence[Tensor], span: slice) -> Pairs:
+    def _merged(self, segments: Iterable[int]) -> list[slice]:
+        """The rows of segments; neighbours are one interval, and one copy."""
+        merged: list[slice] = []
+        intervals = [rows for index in segments if (rows := self._rows.intervals[index])]
+        for start, stop in sorted([(rows.start, rows.stop) for rows in intervals]):
+            if merged and merged[-1].stop == start:
+                start = merged.pop().start
+            merged.append(slice(start, stop))
+        return merged
+
+    def _pairs(self, tensors: Sequence[Tensor], rows: slice) -> Pairs:
         both = zip(tensors, self._buffers, strict=True)
-        return [pair for tensor, host in both for pair in host.pairs(tensor, span)]
+        return [pair for tensor, host in both for pair in host.pairs(tensor, rows)]
 
 
 class _HostBuffer:
-    """[positions, ...] on the host, in pieces leased from a pool.
+    """[rows, ...] on the host, in pieces leased from a pool.
 
     Args:
         pool: of host memory.
-        length: positions.
-        like: a tensor; it gives the shape of a position and the dtype.
+        length: rows.
+        like: a tensor; it gives the shape of a row and the dtype.
     """
 
     def __init__(self, pool: StagingPool, length: int, like: Tensor) -> None:
@@ -256,7 +254,7 @@ class _HostBuffer:
         ]
 
     def pairs(self, device: Tensor, span: slice) -> Pairs:
-        """(device, host) pairs: a tensor on the device, and the positions `span` on the host."""
+        """(device, host) pairs: a tensor on the device, and the rows `span` on the host."""
         found = []
         for number, lease in enumerate(self._leases):
             first = number * self._piece

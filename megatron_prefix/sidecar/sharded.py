@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -37,23 +37,18 @@ class ShardedStore:
         self._coming: list[tuple[LevelReading, Pending]] = []
         self.write, self.own = arena.write, arena.own
 
-    @property
-    def num_bytes(self) -> int:
+    def keys(self, cache: SidecarCache, place: tuple[int, int], inner: bool, both: Both) -> OwnKeys:
         """See Store."""
-        coming = (*self._views.values(), *(pending for _, pending in self._coming))
-        return self._arena.num_bytes + sum(pending.num_bytes for pending in coming)
-
-    def keys(self, cache: SidecarCache, layer: int, index: int, inner: bool, both: Both) -> OwnKeys:
-        """See SidecarCache.own_keys."""
+        lengths = self._lengths[place[1]]
         if not inner:
-            return GatheredKeys(self._exchange, self._lengths[index], both)
-        cache.capture(layer, index, both)
-        key, value = cache.own(layer, index)
-        sent = functools.partial(cache.take, layer, index)
-        return GatheredKeys(self._exchange, self._lengths[index], (key, value), sent)
+            return GatheredKeys(self._exchange, lengths, both)
+        cache.capture(*place, both)
+        key, value = cache.own(*place)
+        sent = functools.partial(cache.take, *place)
+        return GatheredKeys(self._exchange, lengths, (key, value), sent=sent)
 
     def fetch(
-        self, seen: Iterable[int], sums: Iterable[int], levels: Iterable[LevelReading]
+        self, seen: Collection[int], sums: Collection[int], levels: Iterable[LevelReading]
     ) -> None:
         """See Store: starts to gather levels."""
         for level in levels:
@@ -64,7 +59,7 @@ class ShardedStore:
         """See Store: drops what was gathered."""
         self._views.clear()
 
-    def read(self, seen: Iterable[int], what: LevelReading) -> Payload:
+    def read(self, seen: Collection[int], what: LevelReading) -> Payload:
         """See Store: K and V, [size * keys, kv_heads, dim], run after run."""
         coming = self._views.get(what) or self._gather(seen, what)
         if coming.works:
@@ -73,7 +68,7 @@ class ShardedStore:
             self._views[what] = coming = Pending((), (both,))
         return halves(coming.tensors[0], self._arena.width)
 
-    def add(self, seen: Iterable[int], what: LevelReading, gradients: Payload) -> None:
+    def add(self, seen: Collection[int], what: LevelReading, gradients: Payload) -> None:
         """See Store: sends them to the owners of the keys."""
         view, order = side_by_side(gradients), self._order(what)
         if order is not None:
@@ -92,7 +87,7 @@ class ShardedStore:
         self._views.clear()
         self._coming.clear()
 
-    def _gather(self, seen: Iterable[int], level: LevelReading) -> Pending:
+    def _gather(self, seen: Collection[int], level: LevelReading) -> Pending:
         self._views[level] = coming = self._exchange.gather(*self._arena.read(seen, level))
         return coming
 

@@ -1,14 +1,14 @@
-"""What the sidecar asks of the payloads of one layer: a store, and a segment's own K and V in it.
+"""What the sidecar asks of the payloads of one layer: a store, and a segment's own K and V.
 
-On a single rank a store is the arena itself, on the device (sidecar/arena.py) or on the host
-(sidecar/host_arena.py). Among context-parallel ranks a transport is between: what segments leave
-crosses when it is written (sidecar/gathered.py) or when it is read (sidecar/sharded.py). Only rows
-of positions cross; states are of heads, and every rank has those of its own.
+On a single rank a layer's arena is its store, on the device (arena.py) or on the host
+(host_arena.py). Among context-parallel ranks a transport is before the arena: payloads cross when
+they are written (gathered.py) or when they are read (sharded.py). Only payloads of positions cross:
+states are of heads, and every rank has those of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -19,10 +19,7 @@ Lengths = tuple[int, ...]
 
 
 class Store(Protocol):
-    """Payloads of one layer, and their gradients.
-
-    It moves numbers. That they are there and wanted is checked by the sidecar, which has a store
-    for every layer.
+    """Payloads of one layer, and their gradients. The sidecar checks that they are there.
 
     Attributes:
         looks_ahead: whether `fetch` and `leave` do something.
@@ -30,12 +27,8 @@ class Store(Protocol):
 
     looks_ahead: bool
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held on the device now, with what is on its way from other ranks."""
-
-    def keys(self, cache: SidecarCache, layer: int, index: int, inner: bool, both: Both) -> OwnKeys:
-        """See SidecarCache.own_keys."""
+    def keys(self, cache: SidecarCache, place: tuple[int, int], inner: bool, both: Both) -> OwnKeys:
+        """See SidecarCache.own_keys; `place` is (layer, segment)."""
 
     def write(self, index: int, payload: Payload) -> None:
         """Copies in what a segment leaves on this rank; its gradients are zero from now on."""
@@ -43,18 +36,18 @@ class Store(Protocol):
     def own(self, index: int) -> Payload:
         """A segment's payload as it is kept, views."""
 
-    def read(self, seen: Iterable[int], what: Any) -> Payload:
-        """What a segment reads (`what`, a Reading) of the segments `seen`, on all ranks."""
+    def read(self, seen: Collection[int], what: Any) -> Payload:
+        """What a segment reads (`what`, a Reading) of the segments `seen`, of all ranks."""
 
-    def add(self, seen: Iterable[int], what: Any, gradients: Payload) -> None:
+    def add(self, seen: Collection[int], what: Any, gradients: Payload) -> None:
         """Adds gradients of what `read` returns."""
 
     def sent(self, index: int) -> Payload | None:
-        """Gradients of what a segment has left on this rank; None if nothing was sent."""
+        """Gradients of what a segment has left on this rank; None if there are none at all."""
 
-    def fetch(self, seen: Iterable[int], sums: Iterable[int], levels: Iterable[Any]) -> None:
+    def fetch(self, seen: Collection[int], sums: Collection[int], levels: Iterable[Any]) -> None:
         """Starts to get what will be used: payloads of segments `seen`, gradients of segments
-        `sums`, and what will be read of positions. What was not announced comes when it is used."""
+        `sums`, and `levels`, which will be read. The rest comes when it is used."""
 
     def leave(self) -> None:
         """Tells that the layer is not used for a while."""
@@ -64,11 +57,11 @@ class Store(Protocol):
 
 
 Transport = Callable[[Any, tuple[Lengths, ...]], Store]
-"""Makes the store of a layer over its arena; given the lengths of all segments' spans, whole."""
+"""Makes a layer's store over its arena; it gets the lengths of all segments' spans, whole."""
 
 
 def no_transport(arena: Store, lengths: tuple[Lengths, ...]) -> Store:
-    """The transport of a single rank: the arena itself."""
+    """The transport of a single rank: the arena is the store."""
     return arena
 
 
@@ -86,16 +79,16 @@ class OwnKeys(Protocol):
 
 
 class LocalKeys:
-    """Own K and V on a single rank, where a run is a whole span; see SidecarCache.own_keys."""
+    """OwnKeys of a single rank, where a run is a whole span; see SidecarCache.own_keys."""
 
     def __init__(
-        self, cache: SidecarCache, layer: int, index: int, inner: bool, both: Both
+        self, cache: SidecarCache, place: tuple[int, int], inner: bool, both: Both
     ) -> None:
         if inner:
-            cache.capture(layer, index, both)
-            key, value = cache.own(layer, index)
+            cache.capture(*place, both)
+            key, value = cache.own(*place)
             both = key, value
-        self._both, self._place, self._cache = both, (layer, index), cache if inner else None
+        self._cache, self._place, self._inner, self._both = cache, place, inner, both
 
     def runs(self) -> Both:
         """See OwnKeys."""
@@ -107,11 +100,9 @@ class LocalKeys:
 
     def take(self) -> Both:
         """See OwnKeys."""
-        if self._cache is None:
-            return self._both
-        return added(self._both, self._cache.take(*self._place))
+        return added(self._both, self._cache.take(*self._place)) if self._inner else self._both
 
 
 def added(mine: Both, sent: Payload | None) -> Both:
-    """Gradients of K and V, and what descendants have sent; not rounded before they are added."""
+    """Gradients of K and V with those that descendants have sent, which are not rounded before."""
     return mine if sent is None else (sent[0] + mine[0], sent[1] + mine[1])
