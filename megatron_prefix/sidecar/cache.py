@@ -188,9 +188,9 @@ class SidecarCache:
         if near is None or near not in self._ahead:
             return
         one = self._layers[near]
-        if not one.live.issuperset(one.seen[index]):
-            return
         seen = one.seen[index]
+        if not one.live.issuperset(seen):
+            return  # whoever reads them will be told
         mine = (*seen, index) if index in one.live else seen
         again = mine if one.rereads else () if backward else seen
         levels = (self.level(index, number) for number in range(len(self.map.levels[index])))

@@ -6,14 +6,8 @@ of scored segments, one number a token.
 
 A segment's own K/V are gathered in one call, in the forward and, if no rank keeps them, again in
 the backward; their gradients are summed and reduced in fp32 or wider. ("The Llama 3 Herd of
-Models", section 3.3.2, gathers in the same way.) The sidecar of inner segments is kept in one of
-two ways:
-
-- `ShardedStore` (sidecar/sharded.py): every rank keeps its own positions, and whoever reads them
-  gathers them again, one layer ahead. It takes the least memory.
-- `GatheredStore` (sidecar/gathered.py): every rank keeps all positions, which a segment's own
-  attention gathers anyway. Readers exchange nothing, and gK/gV cross once, in their segment's
-  backward.
+Models", section 3.3.2, gathers in the same way.) Of inner segments every rank keeps its own
+positions (sidecar/sharded.py) or all of them (sidecar/gathered.py).
 
 Collectives run on the process group's own stream (with gloo on its threads), and only the reader
 waits. All ranks of a context-parallel group run the same plan, so all make these calls in one
@@ -136,20 +130,18 @@ _TABLES: dict[str, Callable[[Lengths, int, int], cp_layout.Index]] = {
 }
 
 
-def _nothing() -> None:
-    """Where no descendant has sent anything."""
-
-
 class GatheredKeys:
-    """Own K and V of all ranks in one call of attention; see OwnKeys. They are gathered at once.
+    """Own K and V of all ranks in one call of attention; see OwnKeys.
+
+    The ranks begin to gather them at once, or they are kept.
 
     Args:
         exchange: the group's collectives.
         lengths: of the segment's spans, whole.
         both: this rank's K and V, [positions, kv_heads, dim] each.
-        kept: returns `runs`, if all ranks' K and V are kept: nothing is gathered.
-        begin: takes what descendants have sent to the whole segment, in the order of the view.
-        sent: takes what descendants have sent to this rank's part.
+        kept: returns what is kept for `runs`.
+        begin: takes what descendants on this rank have sent, in the order of the view.
+        sent: takes what descendants on all ranks have sent to this rank's K and V.
     """
 
     def __init__(
@@ -159,12 +151,13 @@ class GatheredKeys:
         both: Both,
         *,
         kept: Callable[[], Both] | None = None,
-        begin: Callable[[], Tensor | None] = _nothing,
-        sent: Callable[[], Payload | None] = _nothing,
+        begin: Callable[[], Tensor | None] | None = None,
+        sent: Callable[[], Payload | None] | None = None,
     ) -> None:
         self._exchange, self._lengths, self._width = exchange, lengths, both[0].shape[-1]
         self._kept, self._begin, self._sent = kept, begin, sent
-        self._coming = exchange.gather(*both) if kept is None else Pending((), ())
+        if kept is None:
+            self._coming: Pending = exchange.gather(*both)
 
     def runs(self) -> Both:
         """See OwnKeys."""
@@ -176,9 +169,11 @@ class GatheredKeys:
 
     def send(self, gradients: Both) -> None:
         """See OwnKeys: starts to send them to the ranks that own the keys."""
-        self._coming = self._exchange.send_runs(gradients, self._lengths, self._begin())
+        begin = None if self._begin is None else self._begin()
+        self._coming = self._exchange.send_runs(gradients, self._lengths, begin)
 
     def take(self) -> Both:
         """See OwnKeys; in fp32 or wider."""
         (both,) = self._coming.wait()
-        return added(halves(both, self._width), self._sent())
+        mine = halves(both, self._width)
+        return mine if self._sent is None else added(mine, self._sent())

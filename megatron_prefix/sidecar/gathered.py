@@ -1,4 +1,7 @@
-"""Context-parallel ranks that keep all positions of every inner segment (cp_reduce "segment")."""
+"""Context-parallel ranks that keep all positions of inner segments (cp_reduce "segment").
+
+A segment's own attention gathers them anyway, so readers exchange nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from megatron_prefix.sidecar.store import Lengths, OwnKeys
 class GatheredStore:
     """A layer of which every rank keeps all positions; see Store.
 
-    Readers exchange nothing. What descendants send is summed here and crosses once, in the
-    backward of the segment, together with what its own attention gives.
+    What descendants send is summed here and crosses once, in the backward of the segment, together
+    with what its own attention gives.
 
     Args:
         exchange: the group's collectives.

@@ -143,8 +143,8 @@ class HostArena:
             self._pending += self._values.load(missing, arena.values)
         if sums and not arena.sums:
             arena.allocate(self._likes, sums=True)
-        if self._sums is not None:
-            self._pending += self._sums.load(self._sums.missing(sums), arena.sums)
+        if self._sums is not None and (missing := self._sums.missing(sums)):
+            self._pending += self._sums.load(missing, arena.sums)
 
     def leave(self) -> None:
         """See Store: changed gradients are copied to the host, device memory is freed."""
