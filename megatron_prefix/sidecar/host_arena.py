@@ -91,17 +91,16 @@ class HostArena:
     def __init__(self, arena: Arena, host: HostLayers) -> None:
         self._arena, self._host = arena, host
         self._likes: list[Tensor] = []  # a payload without rows
-        self._values: _HostCopy | None = None
-        self._sums: _HostCopy | None = None
+        self._values, self._sums = _HostCopy(host, arena.rows), _HostCopy(host, arena.rows)
         self._changed: set[int] = set()  # segments whose gradients on the device are newer
         self._pending: list[Any] = []
 
     def write(self, index: int, payload: Payload) -> None:
         """See Store; from the device it is copied to the host."""
         arena = self._arena
-        if self._values is None:
+        if not self._likes:
             self._likes = [like.new_empty((0, *like.shape[1:])) for like in payload]
-            self._values = _HostCopy(self._host, arena.rows, self._likes)
+            self._values.lease(self._likes)
         elif not arena.values:
             arena.allocate(self._likes)
         arena.write(index, payload)
@@ -127,7 +126,7 @@ class HostArena:
 
     def sent(self, index: int) -> Payload | None:
         """See Store; the views last until `leave`."""
-        if self._sums is None and not self._arena.sums:
+        if not self._sums.stored and not self._arena.sums:
             return None
         self._use((), (index,))
         return self._arena.sent(index)
@@ -137,36 +136,35 @@ class HostArena:
     ) -> None:
         """See Store: goes on with a visit."""
         arena = self._arena
-        if self._values is not None and (missing := self._values.missing(seen)):
+        if missing := self._values.missing(seen):
             if not arena.values:
                 arena.allocate(self._likes)
             self._pending += self._values.load(missing, arena.values)
         if sums and not arena.sums:
             arena.allocate(self._likes, sums=True)
-        if self._sums is not None and (missing := self._sums.missing(sums)):
+        if missing := self._sums.missing(sums):
             self._pending += self._sums.load(missing, arena.sums)
 
     def leave(self) -> None:
         """See Store: changed gradients are copied to the host, device memory is freed."""
         self._arrive()
-        if self._changed and self._sums is None:
-            likes = [like.to(wide(like)) for like in self._likes]
-            self._sums = _HostCopy(self._host, self._arena.rows, likes)
-        for copy in (self._values, self._sums):
-            if copy is not None:
-                copy.loaded.clear()
-        if self._sums is not None:
-            sums = self._arena.sums
-            self._sums.store(self._changed, lambda rows: [total[rows] for total in sums])
+        sums = self._arena.sums
+        if self._changed and not self._sums.stored:
+            self._sums.lease([like.to(wide(like)) for like in self._likes])
+        self._sums.store(self._changed, lambda rows: [total[rows] for total in sums])
         self._changed.clear()
+        self._values.loaded.clear()
+        self._sums.loaded.clear()
         self._arena.drop()
 
     def drop(self) -> None:
         """See Store."""
         self._arrive()
         self._arena.drop()
-        self._values = self._sums = None
+        self._likes.clear()
         self._changed.clear()
+        self._values.clear()
+        self._sums.clear()
 
     def _use(self, seen: Collection[int], sums: Collection[int]) -> None:
         """Fetches, and makes the computing stream wait for what is on its way."""
@@ -185,18 +183,28 @@ class _HostCopy:
     Args:
         host: the layers on the host.
         rows: where segments lie.
-        likes: tensors; they give the shape of a row and the dtype.
 
     Attributes:
         stored: the segments that are on the host.
         loaded: those that are on the device, too.
     """
 
-    def __init__(self, host: HostLayers, rows: RowMap, likes: Sequence[Tensor]) -> None:
+    def __init__(self, host: HostLayers, rows: RowMap) -> None:
         self._host, self._rows, self._mark = host, rows, None
-        self._buffers = [_HostBuffer(host.pool, rows.length, like) for like in likes]
+        self._buffers: list[_HostBuffer] = []
         self.stored: set[int] = set()
         self.loaded: set[int] = set()
+
+    def lease(self, likes: Sequence[Tensor]) -> None:
+        """Takes host memory for all rows of tensors like these, with any rows."""
+        pool, length = self._host.pool, self._rows.length
+        self._buffers = [_HostBuffer(pool, length, like) for like in likes]
+
+    def clear(self) -> None:
+        """Gives the host memory back."""
+        self._buffers.clear()
+        self.stored.clear()
+        self.loaded.clear()
 
     def missing(self, segments: Iterable[int]) -> set[int]:
         """Those of the segments that are on the host only."""
