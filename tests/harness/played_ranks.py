@@ -50,7 +50,6 @@ class Later:
     """Replaces Pending."""
 
     make: Callable[[], tuple[Tensor, ...]]
-    num_bytes: int
     works: tuple[Any, ...] = (None,)
 
     def wait(self) -> tuple[Tensor, ...]:
@@ -74,10 +73,7 @@ class PlayedRank(Exchange):
 
     def gather(self, *parts: Tensor) -> Any:
         number = self._give(torch.cat(parts, dim=-1))
-        num_bytes = self.size * sum(part.nbytes for part in parts)
-        return Later(
-            lambda: tuple(map(torch.cat, zip(*self._world.of_all(number), strict=True))), num_bytes
-        )
+        return Later(lambda: tuple(map(torch.cat, zip(*self._world.of_all(number), strict=True))))
 
     def reduce_scatter(self, view: Tensor) -> Any:
         number = self._give(view)
@@ -86,7 +82,7 @@ class PlayedRank(Exchange):
             total = sum(given for (given,) in self._world.of_all(number))
             return (total.chunk(self.size)[self.rank],)  # type: ignore[union-attr]
 
-        return Later(mine, view.nbytes // self.size)
+        return Later(mine)
 
 
 def spread(
