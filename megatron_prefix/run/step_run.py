@@ -41,9 +41,9 @@ from megatron_prefix.run.suspend import Settings
 from megatron_prefix.run.timing import Stopwatch
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.context_parallel import Exchange
-from megatron_prefix.sidecar.gathered import GatheredCache
+from megatron_prefix.sidecar.gathered import GatheredStore
 from megatron_prefix.sidecar.host_arena import HostLayers
-from megatron_prefix.sidecar.sharded import ShardedCache
+from megatron_prefix.sidecar.sharded import ShardedStore
 from megatron_prefix.tree.payload_map import payload_map
 
 
@@ -211,13 +211,12 @@ class StepRun:
         actions, parts = plan.actions_of(self._rank.stage, chunk), self._rank.groups.cp.size()
         gathers = self._memory.gathers
         planned = payload_map(plan.segments, actions, parts, 1 if gathers else parts)
-        forms = hooks.forms
+        forms, share = hooks.forms, self._config.cache_host_layers
         if exchange is None:
-            share = self._config.cache_host_layers
             host = HostLayers(offloader, len(forms), share) if offloader and share else None
             return SidecarCache(planned, forms, host)
-        kind = GatheredCache if gathers else ShardedCache
-        return kind(planned, forms, exchange)
+        store = GatheredStore if gathers else ShardedStore
+        return SidecarCache(planned, forms, transport=functools.partial(store, exchange))
 
 
 def _same(value: Tensor) -> Tensor:

@@ -1,12 +1,16 @@
-"""Payloads of the inner segments of one layer, and their gradients, in one arena."""
+"""The arena of a layer: one block of memory for the payloads of all inner segments that wait for
+their backward, and one for their gradients. Where a segment lies is planned (tree/payload_map.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_prefix.sidecar.store import LocalKeys
 from megatron_prefix.tree.payload_map import RowMap
 
 Payload = tuple[Tensor, ...]
@@ -17,86 +21,148 @@ Rows = slice | Tensor
 """Consecutive rows, or an index, int64 [n]."""
 
 
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What a segment reads in one go.
+
+    Attributes:
+        rows: of the arena, on this rank.
+    """
+
+    rows: Rows
+
+
+@dataclass(frozen=True, eq=False)
+class LevelReading(Reading):
+    """What a segment sees in one level (megatron_prefix/tree/payload_map.py); rows run after run.
+
+    Attributes:
+        index: the segment.
+        query_lengths: queries of every run, on this rank.
+        key_lengths: keys of every run, of all ranks.
+        queries: the queries among the segment's positions on this rank.
+    """
+
+    index: int
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    queries: Rows
+
+
+@dataclass
+class DeviceBytes:
+    """Device memory of all arenas of a sidecar: bytes held now, and the most so far."""
+
+    held: int = 0
+    peak: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Counts bytes that are taken (negative: freed)."""
+        self.held += num_bytes
+        self.peak = max(self.peak, self.held)
+
+
 class Arena:
-    """A payload's tensors [rows, ...] on the device, and their gradients in fp32 or wider.
+    """Payloads of one layer on the device, and their gradients in fp32 or wider; see Store.
+
+    The first `write` takes memory for payloads, the first `add` for gradients.
 
     Args:
         rows: where segments lie.
-        likes: a payload of some rows; it gives widths, dtypes and the device.
-        count: called with the bytes that are taken on the device (negative: freed).
+        device_bytes: counts the memory.
+
+    Attributes:
+        rows: as given.
+        values: tensors [rows, ...], one for each tensor of a payload; empty without memory.
+        sums: their gradients; empty without memory.
+        width: numbers in the last dimension of the first of them: of a key in one head.
     """
 
-    def __init__(self, rows: RowMap, likes: Sequence[Tensor], count: Callable[[int], None]) -> None:
-        self.rows, self.device = rows, likes[0].device
-        self._count = count
-        self._values: list[Tensor] = self._make(likes)
-        self._sums: list[Tensor] | None = None
+    keys, looks_ahead, width = LocalKeys, False, 0
 
-    @property
-    def width(self) -> int:
-        """Numbers in the last dimension of the first tensor: of a key in one head."""
-        return self._values[0].shape[-1]
+    def __init__(self, rows: RowMap, device_bytes: DeviceBytes) -> None:
+        self.rows, self._device_bytes = rows, device_bytes
+        self.values: list[Tensor] = []
+        self.sums: list[Tensor] = []
 
-    def write(self, index: int, payload: Sequence[Tensor]) -> None:
-        """Copies a segment's payload to its rows, whose gradients are zero from now on."""
+    def write(self, index: int, payload: Payload) -> None:
+        """See Store."""
         rows = self.rows.intervals[index]
-        for whole, part in zip(self._values, payload, strict=True):
+        if rows is None:
+            raise RuntimeError(f"segment {index} is a wave: it leaves nothing here")
+        if not self.values:
+            self.allocate(payload)
+        for whole, part in zip(self.values, payload, strict=True):
             whole[rows].copy_(part)
-        for total in self._sums or ():
+        for total in self.sums:
             total[rows].zero_()
 
-    def read(self, seen: Iterable[int], rows: Rows) -> Payload:
-        """Some rows, of segments `seen`: views of an interval, copies for an index."""
-        if isinstance(rows, slice):
-            return tuple(whole[rows] for whole in self._values)
-        return tuple(whole.index_select(0, rows) for whole in self._values)
+    def own(self, index: int) -> Payload:
+        """See Store."""
+        rows = self.rows.intervals[index]
+        return tuple([whole[rows] for whole in self.values])
 
-    def add(self, seen: Iterable[int], rows: Rows, gradients: Sequence[Tensor]) -> None:
-        """Adds gradients of some rows, which are all different."""
-        if self._sums is None:
+    def read(self, seen: Collection[int], what: Reading) -> Payload:
+        """See Store: views of an interval, copies for an index."""
+        rows = what.rows
+        if isinstance(rows, slice):
+            return tuple([whole[rows] for whole in self.values])
+        return tuple([whole.index_select(0, rows) for whole in self.values])
+
+    def add(self, seen: Collection[int], what: Reading, gradients: Payload) -> None:
+        """See Store; the rows are all different."""
+        rows = what.rows
+        if not self.sums:
             if isinstance(rows, slice) and len(gradients[0]) == self.rows.length:
-                self._sums = [part.to(wide(part), copy=True) for part in gradients]
-                self._count(_size(self._sums))
+                self.sums = [part.to(wide(part), copy=True) for part in gradients]
+                self._device_bytes.add(_size(self.sums))
                 return
-            self._sums = self._make(self._values, sums=True)
-        for total, part in zip(self._sums, gradients, strict=True):
+            self.allocate(self.values, sums=True)
+        for total, part in zip(self.sums, gradients, strict=True):
             if isinstance(rows, slice):
                 total[rows].add_(part)
             else:
                 total.index_add_(0, rows, part.to(total.dtype))
 
     def sent(self, index: int) -> Payload | None:
-        """Views of a segment's gradients; None if nothing was sent to any segment."""
-        if self._sums is None:
-            return None
+        """See Store: views."""
         rows = self.rows.intervals[index]
-        return tuple(total[rows] for total in self._sums)
+        return tuple([total[rows] for total in self.sums]) or None
 
-    def fetch(self, seen: Iterable[int], sums: Iterable[int] = ()) -> None:
-        """Announces that payloads of segments `seen` will be used, and gradients of `sums`. On the
-        device there is nothing to do."""
+    def fetch(
+        self, seen: Collection[int], sums: Collection[int], levels: Iterable[Reading]
+    ) -> None:
+        """See Store: everything is here."""
 
     def leave(self) -> None:
-        """Announces that the layer is not used for a while. Here there is nothing to do."""
+        """See Store: everything stays."""
 
     def drop(self) -> None:
-        """Frees all memory."""
-        self._count(-_size(self._values) - _size(self._sums or []))
-        self._values, self._sums = [], None
+        """See Store."""
+        self._device_bytes.add(-_size([*self.values, *self.sums]))
+        self.values, self.sums = [], []
 
-    def _make(self, likes: Sequence[Tensor], sums: bool = False) -> list[Tensor]:
-        """Memory for a payload, or zeros for its gradients."""
+    def allocate(self, likes: Sequence[Tensor], *, sums: bool = False) -> None:
+        """Takes memory for payloads, or zeros for their gradients.
+
+        Args:
+            likes: a payload of any rows; it gives widths, dtypes and the device.
+            sums: whether for gradients.
+        """
         made = [
             like.new_zeros((self.rows.length, *like.shape[1:]), dtype=wide(like)) if sums
             else like.new_empty((self.rows.length, *like.shape[1:]))
             for like in likes
         ]  # fmt: skip
-        self._count(_size(made))
+        self._device_bytes.add(_size(made))
         with torch.no_grad():
             for whole in made:
                 for row in range(self.rows.zeros):
                     whole[row].zero_()
-        return made
+        if sums:
+            self.sums = made
+        else:
+            self.values, self.width = made, made[0].shape[-1]
 
 
 def wide(like: Tensor) -> torch.dtype:
@@ -105,4 +171,4 @@ def wide(like: Tensor) -> torch.dtype:
 
 
 def _size(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+    return sum([tensor.nbytes for tensor in tensors])

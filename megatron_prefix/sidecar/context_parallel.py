@@ -6,14 +6,8 @@ of scored segments, one number a token.
 
 A segment's own K/V are gathered in one call, in the forward and, if no rank keeps them, again in
 the backward; their gradients are summed and reduced in fp32 or wider. ("The Llama 3 Herd of
-Models", section 3.3.2, gathers in the same way.) The sidecar of inner segments is kept in one of
-two ways:
-
-- `ShardedCache` (sidecar/sharded.py): every rank keeps its own positions, and whoever reads them
-  gathers them again, one layer ahead. It takes the least memory.
-- `GatheredCache` (sidecar/gathered.py): every rank keeps all positions, which a segment's own
-  attention gathers anyway. Readers exchange nothing, and gK/gV cross once, in their segment's
-  backward.
+Models", section 3.3.2, gathers in the same way.) Of inner segments every rank keeps its own
+positions (sidecar/sharded.py) or all of them (sidecar/gathered.py).
 
 Collectives run on the process group's own stream (with gloo on its threads), and only the reader
 waits. All ranks of a context-parallel group run the same plan, so all make these calls in one
@@ -22,6 +16,7 @@ order, as collectives require.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,12 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.device.transfer import on
-from megatron_prefix.sidecar.arena import Both
-from megatron_prefix.sidecar.cache import OwnKeys
-from megatron_prefix.sidecar.key_sums import key_sums
+from megatron_prefix.sidecar.arena import Both, Payload
+from megatron_prefix.sidecar.key_sums import halves, key_sums
+from megatron_prefix.sidecar.store import Lengths, added
 from megatron_prefix.tree import cp_layout
-
-Lengths = tuple[int, ...]
 
 
 class Pending(NamedTuple):
@@ -80,6 +73,17 @@ class Exchange:
         mine = view.new_empty((view.shape[0] // self.size, *view.shape[1:]))
         work = dist.reduce_scatter_tensor(mine, view.contiguous(), group=self._group, async_op=True)
         return Pending((work,), (mine,))
+
+    def send_runs(self, gradients: Both, lengths: Lengths, begin: Tensor | None) -> Pending:
+        """This rank's part of the gradients of all ranks' own runs, summed in fp32 or wider.
+
+        Args:
+            gradients: of this rank's own runs; see `key_sums`.
+            lengths: of the segment's spans, whole.
+            begin: see `key_sums`.
+        """
+        table = functools.partial(self.table, lengths=lengths, device=gradients[0].device)
+        return self.reduce_scatter(key_sums(gradients, table, sum(lengths), begin))
 
     def table(self, name: str, lengths: Lengths, device: torch.device) -> Tensor:
         """Places of keys on the device, int64, made once a step; see tree/cp_layout.py.
@@ -126,14 +130,18 @@ _TABLES: dict[str, Callable[[Lengths, int, int], cp_layout.Index]] = {
 }
 
 
-class OwnView(OwnKeys):
-    """A segment's own K/V of all ranks in one layer, gathered for one call of attention.
+class GatheredKeys:
+    """Own K and V of all ranks in one call of attention; see OwnKeys.
+
+    The ranks begin to gather them at once, or they are kept.
 
     Args:
         exchange: the group's collectives.
         lengths: of the segment's spans, whole.
         both: this rank's K and V, [positions, kv_heads, dim] each.
-        sent: see OwnKeys.
+        kept: returns what is kept for `runs`.
+        begin: takes what descendants on this rank have sent, in the order of the view.
+        sent: takes what descendants on all ranks have sent to this rank's K and V.
     """
 
     def __init__(
@@ -141,38 +149,31 @@ class OwnView(OwnKeys):
         exchange: Exchange,
         lengths: Lengths,
         both: Both,
-        sent: Callable[[], Both | None] | None = None,
+        *,
+        kept: Callable[[], Both] | None = None,
+        begin: Callable[[], Tensor | None] | None = None,
+        sent: Callable[[], Payload | None] | None = None,
     ) -> None:
-        super().__init__(both, sent)
         self._exchange, self._lengths, self._width = exchange, lengths, both[0].shape[-1]
-        self._coming: Pending = exchange.gather(*both)
+        self._kept, self._begin, self._sent = kept, begin, sent
+        if kept is None:
+            self._coming: Pending = exchange.gather(*both)
 
     def runs(self) -> Both:
         """See OwnKeys."""
+        if self._kept is not None:
+            return self._kept()
         (view,) = self._coming.wait()
         rows = self._exchange.table("own", self._lengths, view.device)
-        return self._halves(view.index_select(0, rows))
+        return halves(view.index_select(0, rows), self._width)
 
     def send(self, gradients: Both) -> None:
-        """Starts to send the gradients of `runs` to the ranks that own the keys."""
-        device = gradients[0].device
-        total = key_sums(
-            gradients,
-            lambda name: self._exchange.table(name, self._lengths, device),
-            sum(self._lengths),
-            self._begun(),
-        )
-        self._coming = self._exchange.reduce_scatter(total)
+        """See OwnKeys: starts to send them to the ranks that own the keys."""
+        begin = None if self._begin is None else self._begin()
+        self._coming = self._exchange.send_runs(gradients, self._lengths, begin)
 
     def take(self) -> Both:
         """See OwnKeys; in fp32 or wider."""
         (both,) = self._coming.wait()
-        self._both = self._halves(both)
-        return super().take()
-
-    def _begun(self) -> Tensor | None:
-        """What the gradients of `send` are added to, in the order of the view; None for nothing."""
-        return None
-
-    def _halves(self, both: Tensor) -> Both:
-        return both[..., : self._width], both[..., self._width :]
+        mine = halves(both, self._width)
+        return mine if self._sent is None else added(mine, self._sent())

@@ -11,7 +11,7 @@ host.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,8 @@ from megatron_prefix.offload.pool import Lease, StagingPool
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import Pairs
 from megatron_prefix.plan.layer_mix import spread
-from megatron_prefix.sidecar.arena import Arena, Payload, Rows, wide
+from megatron_prefix.sidecar.arena import Arena, Payload, Reading, wide
+from megatron_prefix.sidecar.store import LocalKeys, Store
 from megatron_prefix.tree.payload_map import RowMap
 
 PIECE_BYTES = 1 << 26
@@ -53,9 +54,9 @@ class HostLayers:
             return max((number for number in self._layers if number <= layer), default=None)
         return min((number for number in self._layers if number >= layer), default=None)
 
-    def arena(self, *given: Any) -> HostArena:
-        """An arena on the host; arguments as of `Arena`."""
-        return HostArena(self, *given)
+    def keep(self, layer: int, arena: Arena) -> Store:
+        """Where a layer's arena is: on the host, or on the device as it is given."""
+        return HostArena(arena, self) if layer in self._layers else arena
 
     def hold(self, mark: Any, tensors: Sequence[Tensor]) -> None:
         """Keeps tensors until their copies to the host have been waited for."""
@@ -74,171 +75,181 @@ class HostLayers:
             self._leaving.popleft()
 
 
-class HostArena(Arena):
-    """An arena on the host that is on the device during a visit; see `Arena`.
+class HostArena:
+    """An arena that is kept on the host; see Store.
 
-    A visit begins with `fetch`, or with the first use, and ends with `leave`.
+    It is on the device during a visit, which begins with `fetch` or the first use, and ends with
+    `leave`.
+
+    Args:
+        arena: on the device, without memory.
+        host: the layers on the host.
     """
 
-    def __init__(
-        self,
-        host: HostLayers,
-        rows: RowMap,
-        likes: Sequence[Tensor],
-        count: Callable[[int], None],
-    ) -> None:
-        self._host = host
-        self._likes = [like.new_empty((0, *like.shape[1:])) for like in likes]
-        self._there = _OnHost(host, rows.length, self._likes)
-        self._sums_there: _OnHost | None = None
-        self._loaded: set[int] = set()  # segments whose payloads are on the device
-        self._summed: set[int] = set()  # segments whose gradients are on the host
-        self._sums_loaded: set[int] = set()  # of these, whose are on the device, too
+    keys, looks_ahead = LocalKeys, True
+
+    def __init__(self, arena: Arena, host: HostLayers) -> None:
+        self._arena, self._host = arena, host
+        self._likes: list[Tensor] = []  # a payload without rows
+        self._values, self._sums = _HostCopy(host, arena.rows), _HostCopy(host, arena.rows)
         self._changed: set[int] = set()  # segments whose gradients on the device are newer
         self._pending: list[Any] = []
-        super().__init__(rows, likes, count)
 
-    def write(self, index: int, payload: Sequence[Tensor]) -> None:
-        """Copies a segment's payload to its rows, and from there to the host."""
-        self._begin()
-        super().write(index, payload)
-        self._loaded.add(index)
+    def write(self, index: int, payload: Payload) -> None:
+        """See Store; from the device it is copied to the host."""
+        arena = self._arena
+        if not self._likes:
+            self._likes = [like.new_empty((0, *like.shape[1:])) for like in payload]
+            self._values.lease(self._likes)
+        elif not arena.values:
+            arena.allocate(self._likes)
+        arena.write(index, payload)
+        self._values.loaded.add(index)
         # Clones: else the whole arena would have to stay until they are on the host.
-        rows = self._interval(index)
-        self._there.store([whole[rows].clone() for whole in self._values], rows)
+        self._values.store({index}, lambda rows: [whole[rows].clone() for whole in arena.values])
 
-    def read(self, seen: Iterable[int], rows: Rows) -> Payload:
-        """See `Arena.read`."""
-        self.fetch(seen)
-        self._arrive()
-        return super().read(seen, rows)
+    def own(self, index: int) -> Payload:
+        """See Store."""
+        self._use((index,), ())
+        return self._arena.own(index)
 
-    def add(self, seen: Iterable[int], rows: Rows, gradients: Sequence[Tensor]) -> None:
-        """See `Arena.add`."""
-        self.fetch((), seen)
-        self._arrive()
-        super().add(seen, rows, gradients)
+    def read(self, seen: Collection[int], what: Reading) -> Payload:
+        """See Store."""
+        self._use(seen, ())
+        return self._arena.read(seen, what)
+
+    def add(self, seen: Collection[int], what: Reading, gradients: Payload) -> None:
+        """See Store."""
+        self._use((), seen)
+        self._arena.add(seen, what, gradients)
         self._changed.update(seen)
 
     def sent(self, index: int) -> Payload | None:
-        """See `Arena.sent`; the views last until `leave`."""
-        if not (self._summed or self._sums):
+        """See Store; the views last until `leave`."""
+        if not self._sums.stored and not self._arena.sums:
             return None
-        self.fetch((), (index,))
-        self._arrive()
-        return super().sent(index)
+        self._use((), (index,))
+        return self._arena.sent(index)
 
-    def fetch(self, seen: Iterable[int], sums: Iterable[int] = ()) -> None:
-        """Goes on with a visit: loads payloads of segments, and gradients of others."""
-        wanted = [index for index in seen if index not in self._loaded]
-        if wanted:
-            self._begin()
-        for rows in self._merged(wanted):
-            self._pending.append(self._there.load(self._values, rows))
-        self._loaded.update(wanted)
-        sums = {*sums}
-        if sums and self._sums is None:
-            self._sums = self._make(self._likes, sums=True)
-        if self._sums is not None and self._sums_there is not None:
-            missing = (self._summed & sums) - self._sums_loaded
-            for rows in self._merged(missing):
-                self._pending.append(self._sums_there.load(self._sums, rows))
-            self._sums_loaded |= missing
+    def fetch(
+        self, seen: Collection[int], sums: Collection[int], levels: Iterable[Reading]
+    ) -> None:
+        """See Store: goes on with a visit."""
+        arena = self._arena
+        if missing := self._values.missing(seen):
+            if not arena.values:
+                arena.allocate(self._likes)
+            self._pending += self._values.load(missing, arena.values)
+        if sums and not arena.sums:
+            arena.allocate(self._likes, sums=True)
+        if missing := self._sums.missing(sums):
+            self._pending += self._sums.load(missing, arena.sums)
 
     def leave(self) -> None:
-        """Ends a visit: changed gradients are copied to the host, device memory is freed."""
+        """See Store: changed gradients are copied to the host, device memory is freed."""
         self._arrive()
-        self._end_sums()
-        self._count(-sum(tensor.nbytes for tensor in self._values))
-        self._values = self._likes
-        self._loaded.clear()
+        sums = self._arena.sums
+        if self._changed and not self._sums.stored:
+            self._sums.lease([like.to(wide(like)) for like in self._likes])
+        self._sums.store(self._changed, lambda rows: [total[rows] for total in sums])
+        self._changed.clear()
+        self._values.loaded.clear()
+        self._sums.loaded.clear()
+        self._arena.drop()
 
     def drop(self) -> None:
-        """See `Arena.drop`."""
-        self._changed.clear()  # the gradients are not needed any more
-        self.leave()
-        del self._there, self._sums_there
-
-    def _begin(self) -> None:
-        if len(self._values[0]) < self.rows.length:
-            self._values = self._make(self._likes)
-
-    def _end_sums(self) -> None:
-        if self._sums is None:
-            return
-        for rows in self._merged(self._changed):
-            if self._sums_there is None:
-                sums = [like.to(wide(like)) for like in self._likes]
-                self._sums_there = _OnHost(self._host, self.rows.length, sums)
-            self._sums_there.store([total[rows] for total in self._sums], rows)
-        self._summed |= self._changed
+        """See Store."""
+        self._arrive()
+        self._arena.drop()
+        self._likes.clear()
         self._changed.clear()
-        self._sums_loaded.clear()
-        self._count(-sum(tensor.nbytes for tensor in self._sums))
-        self._sums = None
+        self._values.clear()
+        self._sums.clear()
 
-    def _interval(self, index: int) -> slice:
-        rows = self.rows.intervals[index]
-        if rows is None:
-            raise RuntimeError(f"segment {index} is a wave: it leaves nothing here")
-        return rows
-
-    def _merged(self, segments: Iterable[int]) -> list[slice]:
-        """The rows of segments; neighbours are one interval, and one copy."""
-        merged: list[slice] = []
-        for rows in sorted(map(self._interval, segments), key=lambda rows: rows.start):
-            if merged and merged[-1].stop == rows.start:
-                merged[-1] = slice(merged[-1].start, rows.stop)
-            else:
-                merged.append(rows)
-        return merged
+    def _use(self, seen: Collection[int], sums: Collection[int]) -> None:
+        """Fetches, and makes the computing stream wait for what is on its way."""
+        self.fetch(seen, sums, ())
+        self._arrive()
 
     def _arrive(self) -> None:
-        """Makes the computing stream wait for the loads."""
         for mark in self._pending:
             self._host.transfers.wait(mark)
         self._pending.clear()
 
 
-class _OnHost:
-    """A payload of an arena on the host, or its gradients.
+class _HostCopy:
+    """A copy on the host of an arena's payloads, or of their gradients.
 
     Args:
         host: the layers on the host.
-        length: rows of the arena.
-        likes: tensors; they give the shape of a position and the dtype.
+        rows: where segments lie.
+
+    Attributes:
+        stored: the segments that are on the host.
+        loaded: those that are on the device, too.
     """
 
-    def __init__(self, host: HostLayers, length: int, likes: Sequence[Tensor]) -> None:
-        self._host, self._stored = host, None
-        self._buffers = [_HostBuffer(host.pool, length, like) for like in likes]
+    def __init__(self, host: HostLayers, rows: RowMap) -> None:
+        self._host, self._rows, self._mark = host, rows, None
+        self._buffers: list[_HostBuffer] = []
+        self.stored: set[int] = set()
+        self.loaded: set[int] = set()
 
-    def store(self, tensors: Sequence[Tensor], span: slice) -> None:
-        """Copies tensors to the positions `span`, and holds them until that is done."""
-        self._stored = self._host.transfers.store(self._pairs(tensors, span), held=True)
-        self._host.hold(self._stored, tensors)
+    def lease(self, likes: Sequence[Tensor]) -> None:
+        """Takes host memory for all rows of tensors like these, with any rows."""
+        pool, length = self._host.pool, self._rows.length
+        self._buffers = [_HostBuffer(pool, length, like) for like in likes]
 
-    def load(self, tensors: Sequence[Tensor], span: slice) -> Any:
-        """Copies the positions `span` to the same positions of tensors on the device.
+    def clear(self) -> None:
+        """Gives the host memory back."""
+        self._buffers.clear()
+        self.stored.clear()
+        self.loaded.clear()
 
-        Returns:
-            A mark to wait for.
-        """
-        pairs = self._pairs([tensor[span] for tensor in tensors], span)
-        return self._host.transfers.fill(pairs, self._stored)
+    def missing(self, segments: Iterable[int]) -> set[int]:
+        """Those of the segments that are on the host only."""
+        return self.stored.intersection(segments) - self.loaded
 
-    def _pairs(self, tensors: Sequence[Tensor], span: slice) -> Pairs:
+    def store(self, segments: set[int], parts: Callable[[slice], list[Tensor]]) -> None:
+        """Copies rows of segments, which `parts` returns, and holds them until that is done."""
+        for rows in self._merged(segments):
+            tensors = parts(rows)
+            self._mark = self._host.transfers.store(self._pairs(tensors, rows), held=True)
+            self._host.hold(self._mark, tensors)
+        self.stored |= segments
+
+    def load(self, segments: set[int], tensors: Sequence[Tensor]) -> list[Any]:
+        """Copies segments to their rows of tensors on the device; returns marks to wait for."""
+        self.loaded |= segments
+        return [
+            self._host.transfers.fill(
+                self._pairs([whole[rows] for whole in tensors], rows), self._mark
+            )
+            for rows in self._merged(segments)
+        ]
+
+    def _merged(self, segments: Iterable[int]) -> list[slice]:
+        """The rows of segments; neighbours are one interval, and one copy."""
+        merged: list[slice] = []
+        intervals = [rows for index in segments if (rows := self._rows.intervals[index])]
+        for start, stop in sorted([(rows.start, rows.stop) for rows in intervals]):
+            if merged and merged[-1].stop == start:
+                start = merged.pop().start
+            merged.append(slice(start, stop))
+        return merged
+
+    def _pairs(self, tensors: Sequence[Tensor], rows: slice) -> Pairs:
         both = zip(tensors, self._buffers, strict=True)
-        return [pair for tensor, host in both for pair in host.pairs(tensor, span)]
+        return [pair for tensor, host in both for pair in host.pairs(tensor, rows)]
 
 
 class _HostBuffer:
-    """[positions, ...] on the host, in pieces leased from a pool.
+    """[rows, ...] on the host, in pieces leased from a pool.
 
     Args:
         pool: of host memory.
-        length: positions.
-        like: a tensor; it gives the shape of a position and the dtype.
+        length: rows.
+        like: a tensor; it gives the shape of a row and the dtype.
     """
 
     def __init__(self, pool: StagingPool, length: int, like: Tensor) -> None:
@@ -251,7 +262,7 @@ class _HostBuffer:
         ]
 
     def pairs(self, device: Tensor, span: slice) -> Pairs:
-        """(device, host) pairs: a tensor on the device, and the positions `span` on the host."""
+        """(device, host) pairs: a tensor on the device, and the rows `span` on the host."""
         found = []
         for number, lease in enumerate(self._leases):
             first = number * self._piece

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.device.fusion import has_triton
-from megatron_prefix.sidecar.arena import Payload, wide
+from megatron_prefix.sidecar.arena import Both, Payload, wide
 
 
 def key_sums(
@@ -31,13 +31,19 @@ def key_sums(
         from megatron_prefix.sidecar.key_sums_triton import key_sums_triton
 
         return key_sums_triton(gradients, table("own sums"), begin)
-    runs = beside(*gradients)
+    runs = side_by_side(gradients)
     total = runs.new_zeros((num, *runs.shape[1:])) if begin is None else begin
     return total.index_add_(0, table("own"), runs)
 
 
-def beside(key_grad: Tensor, value_grad: Tensor) -> Tensor:
+def side_by_side(gradients: Payload) -> Tensor:
     """gK and gV in one tensor [positions, kv_heads, dim + value_dim] of fp32 or wider."""
+    key_grad, value_grad = gradients
     width = key_grad.shape[-1] + value_grad.shape[-1]
     both = key_grad.new_empty((*key_grad.shape[:-1], width), dtype=wide(key_grad))
     return torch.cat([key_grad, value_grad], dim=-1, out=both)
+
+
+def halves(both: Tensor, width: int) -> Both:
+    """Keys, of this width, and values that lie side by side; views."""
+    return both[..., :width], both[..., width:]

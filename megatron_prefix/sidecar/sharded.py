@@ -1,124 +1,109 @@
-"""The sidecar of context-parallel ranks that keep their own positions (cp_reduce "wave")."""
+"""Context-parallel ranks that keep their own positions of inner segments (cp_reduce "wave").
+
+It takes the least memory: whoever reads gathers again, one layer ahead.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
 
-from megatron_prefix.sidecar.arena import Both, Payload
-from megatron_prefix.sidecar.cache import LevelReading, Reading, SidecarCache, pair
-from megatron_prefix.sidecar.context_parallel import Exchange, OwnView, Pending
-from megatron_prefix.sidecar.key_sums import beside
-from megatron_prefix.tree.payload_map import Form, PayloadMap
+from megatron_prefix.sidecar.arena import Arena, Both, LevelReading, Payload
+from megatron_prefix.sidecar.cache import SidecarCache
+from megatron_prefix.sidecar.context_parallel import Exchange, GatheredKeys, Pending
+from megatron_prefix.sidecar.key_sums import halves, side_by_side
+from megatron_prefix.sidecar.store import Lengths, OwnKeys
 
 
-class ShardedCache(SidecarCache):
-    """The sidecar of a context-parallel rank: its own positions of every inner segment.
+class ShardedStore:
+    """A layer of which every rank keeps its own positions; see Store.
 
-    Reads return whole views, gathered one layer at a time, and gradients of views are sent to the
-    owners at once.
+    A level is gathered when it is read or before, and stays until the layer is left. Its gradients
+    are sent to the owners at once, and added here when they have come.
 
     Args:
-        planned: where this rank's part of every segment lies.
-        forms: see SidecarCache; only positions are exchanged: every rank has the states of its own
-            heads.
         exchange: the group's collectives.
+        arena: for this rank's part of segments.
+        lengths: of every segment's spans, whole.
     """
 
-    def __init__(self, planned: PayloadMap, forms: Sequence[Form], exchange: Exchange) -> None:
-        super().__init__(planned, forms)
-        self.exchange = exchange
-        self._views: dict[tuple[int, int, int], Pending] = {}
-        self._sent: dict[int, list[tuple[int, LevelReading, Pending]]] = {}
+    looks_ahead = True
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held now, with gathered views and gradients under way."""
-        sent = (pending for all_sent in self._sent.values() for *_, pending in all_sent)
-        tensors = (t for pending in (*self._views.values(), *sent) for t in pending[1])
-        return super().num_bytes + sum(t.nbytes for t in tensors)
+    def __init__(self, exchange: Exchange, arena: Arena, lengths: tuple[Lengths, ...]) -> None:
+        self._exchange, self._lengths, self._arena = exchange, lengths, arena
+        self._views: dict[LevelReading, Pending] = {}
+        self._coming: list[tuple[LevelReading, Pending]] = []
+        self.write, self.own = arena.write, arena.own
 
-    def own_keys(self, layer: int, index: int, inner: bool, both: Both) -> OwnView:
-        """See SidecarCache.own_keys."""
-        of_all = functools.partial(OwnView, self.exchange, self.map.lengths[index])
+    def keys(self, cache: SidecarCache, place: tuple[int, int], inner: bool, both: Both) -> OwnKeys:
+        """See Store."""
+        lengths = self._lengths[place[1]]
         if not inner:
-            return of_all(both)
-        self.capture(layer, index, both)
-        key, value = self.own(layer, index)
-        return of_all((key, value), lambda: pair(self.take(layer, index)))
+            return GatheredKeys(self._exchange, lengths, both)
+        cache.capture(*place, both)
+        key, value = cache.own(*place)
+        sent = functools.partial(cache.take, *place)
+        return GatheredKeys(self._exchange, lengths, (key, value), sent=sent)
 
-    def prefetch(self, layer: int, index: int, *, backward: bool = False) -> None:
-        """Starts to gather what a layer will read; `layer` may be out of range."""
-        if 0 <= layer < len(self.forms) and self.forms[layer] is Form.POSITIONS:
-            for number in range(len(self.map.levels[index])):
-                self._gather(layer, index, self.level(index, number))
+    def fetch(
+        self, seen: Collection[int], sums: Collection[int], levels: Iterable[LevelReading]
+    ) -> None:
+        """See Store: starts to gather levels."""
+        for level in levels:
+            if level not in self._views:
+                self._gather(seen, level)
 
-    def _gather(self, layer: int, index: int, level: LevelReading) -> None:
-        key = layer, index, level.number
-        if key not in self._views:
-            self._views[key] = self.exchange.gather(*super().read(layer, index, level))
+    def leave(self) -> None:
+        """See Store: drops what was gathered."""
+        self._views.clear()
 
-    def release(self, layer: int) -> None:
-        """Drops the views of a layer."""
-        for key in [key for key in self._views if key[0] == layer]:
-            del self._views[key]
+    def read(self, seen: Collection[int], what: LevelReading) -> Payload:
+        """See Store: K and V, [size * keys, kv_heads, dim], run after run."""
+        coming = self._views.get(what) or self._gather(seen, what)
+        if coming.works:
+            (both,), order = coming.wait(), self._order(what)
+            both = both if order is None else both.index_select(0, order)
+            self._views[what] = coming = Pending((), (both,))
+        return halves(coming.tensors[0], self._arena.width)
 
-    def read(self, layer: int, index: int, what: Reading) -> Payload:
-        """K and V of a level on all ranks, [size * keys, kv_heads, dim], run after run; states as
-        SidecarCache."""
-        if not isinstance(what, LevelReading):
-            return super().read(layer, index, what)
-        self._gather(layer, index, what)
-        key = layer, index, what.number
-        (both,) = self._views[key].wait()
-        order = self._run_order(layer, what)
-        if order is not None and self._views[key].works:
-            both = both.index_select(0, order)
-        self._views[key] = Pending((), (both,))
-        width = self._arenas[layer].width
-        return both[..., :width], both[..., width:]
-
-    def add(self, layer: int, index: int, what: Reading, gradients: Payload) -> None:
-        """Sends what a segment gives to the keys of a level (shapes of `read`)."""
-        if not isinstance(what, LevelReading):
-            return super().add(layer, index, what, gradients)
-        self._open(layer, index, self._seen(layer, index))
-        view = beside(*gradients)
-        order = self._run_order(layer, what)
+    def add(self, seen: Collection[int], what: LevelReading, gradients: Payload) -> None:
+        """See Store: sends them to the owners of the keys."""
+        view, order = side_by_side(gradients), self._order(what)
         if order is not None:
             view = torch.empty_like(view).index_copy_(0, order, view)
-        self._settle(layer, index)
-        pending = self.exchange.reduce_scatter(view)
-        self._sent.setdefault(layer, []).append((index, what, pending))
-        return None
+        self._settle(newer=what.index)
+        self._coming.append((what, self._exchange.reduce_scatter(view)))
 
-    def take(self, layer: int, index: int) -> Payload | None:
-        """The accumulated gradients of this rank's rows of a segment; see SidecarCache."""
-        self._settle(layer, None)
-        return super().take(layer, index)
+    def sent(self, index: int) -> Payload | None:
+        """See Store."""
+        self._settle()
+        return self._arena.sent(index)
 
-    def clear(self) -> None:
-        """See SidecarCache."""
-        super().clear()
+    def drop(self) -> None:
+        """See Store."""
+        self._arena.drop()
         self._views.clear()
-        self._sent.clear()
+        self._coming.clear()
 
-    def _run_order(self, layer: int, level: LevelReading) -> Tensor | None:
+    def _gather(self, seen: Collection[int], level: LevelReading) -> Pending:
+        self._views[level] = coming = self._exchange.gather(*self._arena.read(seen, level))
+        return coming
+
+    def _order(self, level: LevelReading) -> Tensor | None:
         """Where the keys of every run are in the gathered view, in which the ranks' keys of all
         runs lie end to end; None for a single run, whose order does not matter."""
         if len(level.key_lengths) == 1:
             return None
-        return self.exchange.table("runs", level.key_lengths, self._arenas[layer].device)
+        return self._exchange.table("runs", level.key_lengths, self._arena.values[0].device)
 
-    def _settle(self, layer: int, newer: int | None) -> None:
-        """Adds the results of a layer's reductions, but not those of the segment `newer`."""
-        waiting = self._sent.get(layer, [])
-        self._sent[layer] = [sent for sent in waiting if sent[0] == newer]
-        for index, level, pending in waiting:
-            if index != newer:
+    def _settle(self, newer: int | None = None) -> None:
+        """Adds gradients that were sent here, but not those from the segment `newer`."""
+        coming = self._coming
+        self._coming = [sent for sent in coming if sent[0].index == newer]
+        for level, pending in coming:
+            if level.index != newer:
                 (both,) = pending.wait()
-                width = self._arenas[layer].width
-                super().add(layer, index, level, (both[..., :width], both[..., width:]))
+                self._arena.add((), level, halves(both, self._arena.width))

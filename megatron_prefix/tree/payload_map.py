@@ -60,12 +60,12 @@ class Level(NamedTuple):
 
     @property
     def rows(self) -> slice | None:
-        """The keys as one interval of the arena; None where they are not, in the runs' order."""
+        """The keys as one interval of the arena; None if they are not, in the runs' order."""
         return one_interval([(run.start, run.end) for run in self.runs])
 
 
 def one_interval(intervals: Sequence[tuple[int, int]]) -> slice | None:
-    """Intervals as one, where each begins at the end of the one before it; else None."""
+    """Intervals as one, if each begins at the end of the one before it; else None."""
     if all(before[1] == after[0] for before, after in itertools.pairwise(intervals)):
         return slice(intervals[0][0], intervals[-1][1])
     return None
@@ -137,7 +137,7 @@ def payload_map(
         parts: context-parallel ranks, which hold equal parts of every segment; the queries are
             those of one rank.
         shares: into how many equal parts positions are cut, of which an arena has one: `parts`
-            (default) or 1, where every rank has all of them.
+            (default), or 1 if every rank has all of them.
     """
     shares = parts if shares is None else shares
     if program is None:

@@ -32,22 +32,15 @@ class Storages:
 
 
 def watch_arenas(patch: pytest.MonkeyPatch, payload: Seen, gradient: Seen | None = None) -> None:
-    """Calls `payload` and `gradient` with views of what an arena has on the device."""
-    write, add = Arena.write, Arena.add
+    """Calls `payload` and `gradient` with what an arena takes on the device."""
+    allocate = Arena.allocate
 
-    def watched_write(self: Arena, index: int, given: Any) -> None:
-        write(self, index, given)
-        for view in Arena.read(self, (index,), self.rows.intervals[index]):
-            payload(view)
+    def allocated(self: Arena, likes: Any, *, sums: bool = False) -> None:
+        allocate(self, likes, sums=sums)
+        for tensor in self.sums if sums else self.values:
+            (gradient or id if sums else payload)(tensor)
 
-    def watched_add(self: Arena, seen: Any, rows: Any, gradients: Any) -> None:
-        add(self, seen, rows, gradients)
-        for index in seen:
-            for view in Arena.sent(self, index) or ():
-                (gradient or id)(view)
-
-    patch.setattr(Arena, "write", watched_write)
-    patch.setattr(Arena, "add", watched_add)
+    patch.setattr(Arena, "allocate", allocated)
 
 
 def offloaders(patch: pytest.MonkeyPatch) -> list[Offloader]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable
@@ -12,9 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.context_parallel import Exchange
-from megatron_prefix.sidecar.gathered import GatheredCache
-from megatron_prefix.sidecar.sharded import ShardedCache
+from megatron_prefix.sidecar.gathered import GatheredStore
+from megatron_prefix.sidecar.sharded import ShardedStore
 from megatron_prefix.tree import Forest, TreeOptions, build
 from megatron_prefix.tree.payload_map import Form, PayloadMap
 from tests.harness.trees import flat_rollouts
@@ -48,12 +50,10 @@ class Later:
     """Replaces Pending."""
 
     make: Callable[[], tuple[Tensor, ...]]
-    tensors: tuple[Tensor, ...] = ()
     works: tuple[Any, ...] = (None,)
 
     def wait(self) -> tuple[Tensor, ...]:
-        self.tensors = self.make()
-        return self.tensors
+        return self.make()
 
 
 class PlayedRank(Exchange):
@@ -87,12 +87,12 @@ class PlayedRank(Exchange):
 
 def spread(
     reduce: str, planned: Callable[[int], PayloadMap], num_layers: int, rank: PlayedRank
-) -> ShardedCache | GatheredCache:
+) -> SidecarCache:
     """A rank's sidecar by the name of cp_reduce; `planned` maps an arena of one of so many shares
     of K/V."""
-    if reduce == "wave":
-        return ShardedCache(planned(rank.size), [Form.POSITIONS] * num_layers, rank)
-    return GatheredCache(planned(1), [Form.POSITIONS] * num_layers, rank)
+    store, shares = {"wave": (ShardedStore, rank.size), "segment": (GatheredStore, 1)}[reduce]
+    transport = functools.partial(store, rank)
+    return SidecarCache(planned(shares), [Form.POSITIONS] * num_layers, transport=transport)
 
 
 def play(size: int, part: Callable[[PlayedRank], T]) -> list[T]:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_prefix.sidecar.cache import Reading, SidecarCache
+from megatron_prefix.sidecar.arena import Reading
+from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Place, Segment, Span
 from megatron_prefix.tree.payload_map import Form, PayloadMap, payload_map
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_prefix.layers.blocks.interface import Aux, Kernel, Partial, Runs
 from megatron_prefix.sidecar.arena import Both, Rows
-from megatron_prefix.sidecar.cache import OwnKeys
+from megatron_prefix.sidecar.store import OwnKeys
 from megatron_prefix.tree import cp_layout
 
 

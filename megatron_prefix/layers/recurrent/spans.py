@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.device.transfer import on
-from megatron_prefix.sidecar.cache import Reading
+from megatron_prefix.sidecar.arena import Reading
 from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.payload_map import batches
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_prefix.layers.recurrent.moves import with_some
-from megatron_prefix.sidecar.arena import Payload, wide
-from megatron_prefix.sidecar.cache import Reading
+from megatron_prefix.sidecar.arena import Payload, Reading, wide
 
 if TYPE_CHECKING:
     from megatron_prefix.layers.blocks.core import SegmentContext

@@ -356,12 +356,14 @@ def _gradient_of_one(kept: int) -> Callable[[pytest.MonkeyPatch], None]:
 def _last_child_only(patch: pytest.MonkeyPatch) -> None:
     stock = Arena.add
 
-    def add(self: Any, seen: Any, rows: Any, gradients: Any) -> None:
-        if self.rows.zeros:  # not of attention
-            for index in seen:
-                for total in self.sent(index) or ():
-                    total.zero_()
-        stock(self, seen, rows, gradients)
+    def add(self: Any, seen: Any, what: Any, gradients: Any) -> None:
+        if not self.rows.zeros:  # of attention
+            return stock(self, seen, what, gradients)
+        if not self.sums:
+            self.allocate(self.values, sums=True)
+        for total, part in zip(self.sums, gradients, strict=True):
+            total.index_copy_(0, what.rows, part.to(total.dtype))
+        return None
 
     patch.setattr(Arena, "add", add)
 
@@ -395,11 +397,12 @@ def _sums_of_rows_before(patch: pytest.MonkeyPatch) -> None:
     stock = Arena.write
 
     def write(self: Any, index: int, payload: Any) -> None:
-        totals = (self.sent(index) or ()) if self.rows.zeros else ()  # not of attention
-        before = [total.clone() for total in totals]
+        if not self.rows.zeros:  # of attention
+            return stock(self, index, payload)
+        kept, self.sums = self.sums, []
         stock(self, index, payload)
-        for total, sent in zip(totals, before, strict=True):
-            total.copy_(sent)
+        self.sums = kept
+        return None
 
     patch.setattr(Arena, "write", write)
 

@@ -83,6 +83,7 @@ def by_segments(
     *,
     recompute: bool = False,
     cache: SidecarCache | None = None,
+    place: tuple[int, int] = (0, 1),
 ) -> Results:
     """Forwards and backwards as one rank's plan has them, which uses rows of the arena again.
 
@@ -93,6 +94,7 @@ def by_segments(
         kernel: its name.
         recompute: whether attention runs again in the backward.
         cache: the sidecar; default: on the device, of one rank.
+        place: this context-parallel rank, and how many there are.
     """
     if cache is None:
         cache = SidecarCache(planned(forest), [Form.POSITIONS] * NUM_LAYERS)
@@ -108,7 +110,7 @@ def by_segments(
             if segment.inner:
                 cache.free(index, consumed=True)
             continue
-        context = context_of(index, segment, cache)
+        context = context_of(index, segment, cache, place)
         for layer in range(NUM_LAYERS):
             tensors = [leaves[name][layer * num + index].unsqueeze(1) for name in leaves]
             call = (*tensors, context, layer, heads.scale, KERNELS[kernel])
@@ -123,9 +125,9 @@ def by_segments(
     return found | {f"d{name}": [x.grad for x in leaves[name]] for name in leaves}
 
 
-def context_of(index: int, segment: Segment, cache: SidecarCache) -> SegmentContext:
-    exchange = getattr(cache, "exchange", None)
-    place = (0, 1) if exchange is None else (exchange.rank, exchange.size)
+def context_of(
+    index: int, segment: Segment, cache: SidecarCache, place: tuple[int, int] = (0, 1)
+) -> SegmentContext:
     runs = own_runs(cache.map.lengths[index], *place)
     num_levels = len(cache.map.levels[index])
     return SegmentContext(index, segment.inner, runs, num_levels, torch.zeros(0), cache)
@@ -377,7 +379,7 @@ def test_many_trees_on_two_context_parallel_ranks(name: str, reduce: str) -> Non
         held = [torch.from_numpy(cp_layout.held_positions(n, rank.rank, 2)) for n in lengths]
         mine = {n: [x[h] for x, h in zip(xs, held, strict=True)] for n, xs in given.items()}
         cache = spread(reduce, partial(planned, forest, 2), NUM_LAYERS, rank)
-        return by_segments(forest, mine, heads, "math", cache=cache)
+        return by_segments(forest, mine, heads, "math", cache=cache, place=(rank.rank, 2))
 
     orders = [torch.from_numpy(cp_layout.order(n, 2)) for n in lengths]
     halves = play(2, part)

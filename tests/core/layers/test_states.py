@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from megatron_prefix.layers.recurrent import states
 from megatron_prefix.layers.recurrent.spans import Spans
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.sidecar.cache import Reading, SegmentState, SidecarCache
+from megatron_prefix.sidecar.arena import Reading
+from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
 from megatron_prefix.tree import build
 from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness import sidecar

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_prefix.sidecar.cache import OwnKeys, SegmentState, SidecarCache
+from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
 from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness import sidecar
 from tests.harness.sidecar import DIM, HEADS, VALUE_DIM, segment
@@ -148,9 +148,10 @@ def test_gradients_are_kept_in_fp32_or_wider(
 
 def test_what_was_sent_is_not_rounded_before_it_is_added() -> None:
     """257 is no bf16: rounded first it would be 256."""
-    sent = ones(2, 257.0)
-    keys = OwnKeys(ones(2, 0.0, torch.bfloat16), lambda: sent)
-    keys.send(ones(2, 1.0, torch.bfloat16))
+    cache = captured(0, 1, dtype=torch.bfloat16)
+    send(cache, 0, CHUNK, 0, ones(4, 257.0))
+    keys = cache.own_keys(0, 0, True, kv(0, torch.bfloat16))
+    keys.send(ones(4, 1.0, torch.bfloat16))
     for total in keys.take():
         assert total.dtype == torch.float32 and bool((total == 258.0).all())
 
@@ -247,8 +248,9 @@ def test_wrong_orders_raise() -> None:
 
 def test_a_wave_has_nothing_in_the_arena() -> None:
     cache = captured(0, 1)
-    cache._states[0, BELOW_CHAIN] = SegmentState.CAPTURED
     with pytest.raises(RuntimeError, match="segment 4 is a wave: it leaves nothing here"):
+        cache.capture(0, BELOW_CHAIN, kv(BELOW_CHAIN))
+    with pytest.raises(RuntimeError, match="segment 4: empty, expected captured"):
         cache.own(0, BELOW_CHAIN)
 
 

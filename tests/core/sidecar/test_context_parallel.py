@@ -26,11 +26,9 @@ from megatron_prefix.run.inputs import SegmentInputs
 from megatron_prefix.run.memory_control import MemoryControl
 from megatron_prefix.run.read_calls import CallTokens, ReadCalls
 from megatron_prefix.run.step import read_step
-from megatron_prefix.sidecar.context_parallel import OwnView
-from megatron_prefix.sidecar.gathered import GatheredCache
 from megatron_prefix.tree import cp_layout
-from megatron_prefix.tree.payload_map import Form, PayloadMap, RowMap
-from tests.harness.played_ranks import PlayedRank, forest, play, random
+from megatron_prefix.tree.payload_map import PayloadMap, RowMap
+from tests.harness.played_ranks import PlayedRank, forest, play, random, spread
 from tests.harness.trees import flat_rollouts
 
 KERNEL_NAMES = ("math", "flash_cpu")
@@ -120,14 +118,13 @@ def test_ranks_compute_together_what_one_does(
 
     def part(rank: PlayedRank) -> list[Tensor]:
         mine = torch.from_numpy(cp_layout.held_positions(lengths, rank.rank, size))
-        keys = GatheredCache(planned, [Form.POSITIONS] * 1, rank).own_keys(
-            0, 0, kept, (k[mine], v[mine])
-        )
+        cache = spread("segment", lambda shares: planned, 1, rank)
+        keys = cache.own_keys(0, 0, kept, (k[mine], v[mine]))
         runs = own_runs(lengths, rank.rank, size)
         rows = OwnAttention(KERNELS[name], q[mine], keys, scale, runs)
         found = rows.forward()
         if not kept:
-            keys = OwnView(rank, lengths, (k[mine], v[mine]))
+            keys = cache.own_keys(0, 0, kept, (k[mine], v[mine]))
             rows = OwnAttention(KERNELS[name], q[mine], keys, scale, runs)
         query_grad = rows.backward(dout[mine], *found)
         return [found.out, found.lse.T, query_grad, *rows.gradients()]

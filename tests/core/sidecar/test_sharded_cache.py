@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
-from megatron_prefix.sidecar.gathered import GatheredCache
-from megatron_prefix.sidecar.sharded import ShardedCache
 from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.payload_map import Form, Run, payload_map
 from tests.harness import sidecar
@@ -21,9 +22,7 @@ from tests.harness.played_ranks import PlayedRank, World, forest, play, random, 
 NUM_LAYERS = 2
 
 
-def filled(
-    rank: PlayedRank, reduce: str, dtype: torch.dtype = torch.float64
-) -> ShardedCache | GatheredCache:
+def filled(rank: PlayedRank, reduce: str, dtype: torch.dtype = torch.float64) -> SidecarCache:
     """A rank's sidecar with the K/V of the prompt; position p has the key p in layer 0."""
     tree = forest()
     assert [segment.inner for segment in tree.segments] == [True, True, False, False]
@@ -95,7 +94,6 @@ def test_what_comes_for_an_inner_segment_is_gathered_once() -> None:
 def test_reads_are_gathered_ahead_once_and_released() -> None:
     def part(rank: PlayedRank) -> None:
         cache = filled(rank, "wave")
-        kept = cache.num_bytes
         for layer in (-1, 0, 1, NUM_LAYERS):  # beyond the ends nothing happens
             cache.prefetch(layer, 2)
         assert len(rank.sent) == NUM_LAYERS
@@ -105,9 +103,12 @@ def test_reads_are_gathered_ahead_once_and_released() -> None:
                 assert sorted(key[:, 0, 0].tolist()) == [100 * layer + p for p in range(16)]
                 assert torch.equal(value, -key[..., :2])
         assert len(rank.sent) == NUM_LAYERS
-        assert cache.num_bytes == kept + NUM_LAYERS * 16 * ROW_BYTES
+        del key, value
+        views = [cache.read(layer, WAVE, cache.level(WAVE, 0)) for layer in range(NUM_LAYERS)]
+        memory = [StorageWeakRef(key.untyped_storage()) for key, _ in views]
+        views.clear()
         cache.release(0)
-        assert cache.num_bytes == kept + 16 * ROW_BYTES
+        assert [one.expired() for one in memory] == [True, False]
         cache.read(0, WAVE, cache.level(WAVE, 0))
         assert len(rank.sent) == NUM_LAYERS + 1, "what was released is gathered again"
 
@@ -200,15 +201,23 @@ def test_a_failed_step_leaves_nothing_behind(reduce: str) -> None:
     play(2, part)
 
 
-def test_a_step_that_fails_in_an_exchange_leaves_nothing_behind() -> None:
-    tree = forest()
-    cache = spread(
-        "segment", partial(payload_map, tree.segments, None, 2), 1, PlayedRank(World(2), 0)
-    )
+def test_a_step_that_fails_in_an_exchange_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank, begun = PlayedRank(World(2), 0), []
+
+    def gather(*parts: torch.Tensor) -> Any:
+        later = PlayedRank.gather(rank, *parts)
+        begun.append(weakref.ref(later))
+        return later
+
+    monkeypatch.setattr(rank, "gather", gather)
+    cache = spread("segment", partial(payload_map, forest().segments, None, 2), 1, rank)
     cache.own_keys(0, 0, True, (random(4, 2, 3), random(4, 2, 2)))
-    assert cache._coming
+    (coming,) = begun
+    assert coming() is not None
     cache.clear()
-    assert not cache._coming and cache.num_bytes == 0
+    assert coming() is None and cache.num_bytes == 0
 
 
 def test_a_segment_is_captured_once_in_a_layer() -> None:
@@ -266,7 +275,7 @@ def test_segments_are_freed_with_their_sums(reduce: str) -> None:
 # Segments of several trees ------------------------------------------------------------------------
 
 
-def packed(rank: PlayedRank, reduce: str) -> tuple[sidecar.Step, ShardedCache | GatheredCache]:
+def packed(rank: PlayedRank, reduce: str) -> tuple[sidecar.Step, SidecarCache]:
     """A rank's sidecar with three inner segments; the key of a position is its number in all."""
     made = sidecar.packed(4)
     cache = spread(reduce, partial(made.planned, 2), 1, rank)
