@@ -21,6 +21,7 @@ from typing import NamedTuple
 from megatron_prefix.lab.data.rollouts import Group, read_groups
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.plans.placement import Placement, place
+from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.tree import TreeOptions
 
@@ -87,7 +88,7 @@ def main() -> None:
         "--groups-per-rank", type=int, default=2, metavar="N", help="of a step (default 2)"
     )
     args = parser.parse_args()
-    cost = CostModel.of_config(resolve(args.model))
+    cost = cost_of(resolve(args.model))
     columns = ["set", "trees", "step", "ranks", *METHODS, "tokens / auto", "ms"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for path in args.rollouts:

@@ -34,6 +34,7 @@ from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.lab.runtime.layout import Layout
+from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.simulator import Cost, Timeline, simulate
@@ -211,7 +212,7 @@ def barrier_links(channels: Any, plan: Plan, *arguments: Any, **options: Any) ->
 
 def fitted_cost(runs: Sequence[Run], spec: ModelSpec) -> Cost:
     """Milliseconds of an action: its FLOPs at one speed and one overhead, by least squares."""
-    unit = CostModel.of_config(spec).forward
+    unit = cost_of(spec).forward
     flops = CostModel.of_flops(*unit[:3], action_tokens=0.0).segment
     lines = {}
     for kind in "FB":

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.gate import decide, without_sharing
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.prediction import predict
@@ -29,7 +30,7 @@ from megatron_prefix.run.calls import CallLayout
 from megatron_prefix.run.read_calls import CallTokens, ReadCalls
 from megatron_prefix.run.step import read_step
 
-COST = CostModel.of_shape(36, 4096, 32, 8, 128, 12288, 151936)  # Qwen3-8B
+COST = cost_of(resolve("qwen3-8b"))
 GROUPS = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
 

@@ -3,24 +3,24 @@
 Segments compute attention themselves (blocks/core.py), by the rule of Megatron's own modules.
 Another module instead (a window of its own, capped scores) would be left out without a word, so it
 is refused. A module is told by the class that defines its method: a subclass may change everything
-else. Importing the classes would need transformer-engine.
+else. Importing the classes would need transformer-engine.  Pure, until it is hooked.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
-
-from megatron.core.transformer.enums import AttnMaskType
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from megatron_prefix.errors import Reason
-from megatron_prefix.layers.blocks.core import segment_attention
-from megatron_prefix.layers.blocks.unread import keys_only
 from megatron_prefix.layers.kind import Kind, Override, Running, Slot, owner
+from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
 from megatron_prefix.refusals.table import MASK_TYPE, OTHER_CORE, OWN_FORWARD
 from megatron_prefix.tree.payload_map import Form
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CORES = {
     "megatron.core.transformer.dot_product_attention.DotProductAttention",
@@ -28,14 +28,61 @@ CORES = {
 }
 """Classes of core attention whose rule segments follow; another one adds its name."""
 _ATTENTION = {"megatron.core.transformer.attention.Attention"}
-_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.arbitrary)
-"""With `arbitrary` (ModelOpt's layers) a call's mask decides: see `needs_masks`."""
+_CAUSAL = ("causal", "padding_causal", "arbitrary")
+"""Names of Megatron's AttnMaskType. With `arbitrary` (ModelOpt's layers) a call's mask decides: see
+`needs_masks`."""
 
 
 class Attention(Kind):
     """Megatron's SelfAttention, causal."""
 
     name, symbol, slot, form = "attention", "*", Slot.MIXER, Form.POSITIONS
+
+    def fills(self, config: Any, layer: int) -> bool:
+        """See Kind."""
+        return True
+
+    def work(self, config: Any) -> LayerWork:
+        """See Kind."""
+        return LayerWork(
+            self.parameters(config), 2 * config.num_attention_heads * config.kv_channels
+        )
+
+    def parameters(self, config: Any) -> int:
+        """See Kind."""
+        heads = config.num_attention_heads
+        queries = (2 if _is_gated(config) else 1) * heads
+        rows = queries + heads + 2 * (config.num_query_groups or heads)
+        weights: int = config.hidden_size * config.kv_channels * rows
+        return weights
+
+    def memory(self, config: Any, form: Execution) -> LayerMemory:
+        """See Kind. A storage that several operators save counts once: K and V of an inner segment
+        are in the sidecar."""
+        size, wide, heads = form.itemsize, max(4, form.itemsize), config.num_attention_heads
+        queries = heads * config.kv_channels / form.tp
+        keys = max(1, (config.num_query_groups or heads) / form.tp) * config.kv_channels
+        projected = queries + 2 * keys  # saved whole by norms of Q and K, and by checkpoints
+        normed = bool(config.qk_layernorm)
+        lse = heads / form.tp * wide
+        ends = queries * size + lse  # the output and its log-sum-exp
+        # A gate on the output: its sigmoid in fp32, and the product in front of the projection.
+        gate = queries * (size + wide) if _is_gated(config) else 0.0
+        unread = 0.0 if form.fused_rope else 4 * config.kv_channels * size
+        unread += (2 * queries + keys + projected) * size if normed else 0.0
+        inner = unread + queries * size + ends + gate
+        wave, again = inner + (1 if normed else 2) * keys * size, 0.0
+        if form.recompute == "selective":
+            extra = keys * size + (0 if normed else projected * size)
+            wave, unread = inner + extra, unread + extra
+            if "core_attn" in form.modules:  # its inputs are saved, in inner segments as in waves
+                inner = wave = wave - lse
+                again = queries * size + lse
+        payload = Payload(Form.POSITIONS, 2 * keys * size, 2 * keys * wide)
+        return LayerMemory(
+            inner, wave, again, unread, queries * size + ends, seen=2 * (queries + keys) * size,
+            payload=payload,
+        )  # fmt: skip
 
     def module_of(self, layer: Any) -> Any | None:
         """See Kind."""
@@ -52,9 +99,9 @@ class Attention(Kind):
             yield OTHER_CORE.given(number, type(core).__name__)
             return
         for one in (module, core):
-            mask = getattr(one, "attn_mask_type", AttnMaskType.causal)
-            if isinstance(mask, AttnMaskType) and mask not in _CAUSAL:
-                yield MASK_TYPE.given(number, mask.name)
+            mask = _mask_type(one)
+            if mask and mask not in _CAUSAL:
+                yield MASK_TYPE.given(number, mask)
                 return
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
@@ -64,14 +111,25 @@ class Attention(Kind):
 
 def needs_masks(module: Any) -> bool:
     """Whether attention is causal only if its calls have a causal mask."""
-    return any(
-        getattr(one, "attn_mask_type", None) is AttnMaskType.arbitrary
-        for one in (module, module.core_attention)
-    )
+    return any(_mask_type(one) == "arbitrary" for one in (module, module.core_attention))
+
+
+def _mask_type(module: Any) -> str:
+    """The name of a module's AttnMaskType; "" where it has none."""
+    mask: Any = getattr(module, "attn_mask_type", None)
+    return mask.name if type(mask).__name__ == "AttnMaskType" else ""
+
+
+def _is_gated(config: Any) -> bool:
+    """Whether attention's output has a gate."""
+    return bool(getattr(config, "attention_output_gate", False))
 
 
 def _in_segments(attention: Any, number: int, running: Running) -> Callable[..., Tensor]:
     """The core attention's forward."""
+    from megatron_prefix.layers.blocks.core import segment_attention
+    from megatron_prefix.layers.blocks.unread import keys_only
+
     core = attention.core_attention
     stock, scale = core.forward, _softmax_scale(attention, core)
     norms = attention.config.qk_layernorm

@@ -1,24 +1,18 @@
-"""Experts: their routers count every rollout that a token of a segment stands for.
+"""Experts: their routers count every rollout that a token of a segment stands for.  Pure.
 
-That sum is a payload, too: a span of it goes to the ledger of the step (moe/ledger.py), not to the
-span's children.
+Their segments run in layers/routing.py.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
-
-import torch
-from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
-from megatron.core.transformer.moe.router import TopKRouter
-from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers.kind import Kind, Override, Running, Slot
-from megatron_prefix.moe.ledger import RouterLedger
+from megatron_prefix.layers.mlp import matrices, saved, saving
+from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
 from megatron_prefix.refusals.table import OTHER_ROUTER
 
 
@@ -27,138 +21,59 @@ class Experts(Kind):
 
     name, symbol, slot = "experts", "E", Slot.MLP
 
+    def fills(self, config: Any, layer: int) -> bool:
+        """See Kind; as in megatron/core/models/gpt/gpt_layer_specs.py."""
+        if not getattr(config, "num_moe_experts", None):
+            return False
+        every = getattr(config, "moe_layer_freq", 1)
+        return layer % every == 0 if isinstance(every, int) else bool(every[layer])
+
     def module_of(self, layer: Any) -> Any | None:
         """See Kind."""
         module = getattr(layer, "mlp", None)
         return module if hasattr(module, "router") else None
 
+    def work(self, config: Any) -> LayerWork:
+        """See Kind; those count that a token visits, and shared ones."""
+        width = _width(config) * config.moe_router_topk + _shared(config)
+        return LayerWork(matrices(config) * config.hidden_size * width)
+
+    def parameters(self, config: Any) -> int:
+        """See Kind; of all experts, the router, and the gate of shared ones."""
+        shared = _shared(config)
+        always = matrices(config) * shared + 1 if shared else 0
+        each = matrices(config) * _width(config) + 1
+        weights: int = ((config.num_moe_experts or 0) * each + always) * config.hidden_size
+        return weights
+
+    def memory(self, config: Any, form: Execution) -> LayerMemory:
+        """See Kind. Every expert gets a copy of the input and weighs its output; routers save
+        scores, and count all positions."""
+        width = _width(config)
+        each = config.hidden_size + saved(width, config, form) + width
+        numbers = config.moe_router_topk * each + 3 * (config.num_moe_experts or 0)
+        return saving(numbers, config, form, None)
+
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind."""
+        from megatron.core.transformer.moe.router import TopKRouter
+
         if not isinstance(module.router, TopKRouter):
             yield OTHER_ROUTER.given(number, type(module.router).__name__)
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
         """See Kind."""
-        methods = _in_segments(module.router, number, running)
+        from megatron_prefix.layers.routing import in_segments
+
+        methods = in_segments(module.router, number, running)
         return [(module.router, name, method) for name, method in methods.items()]
 
 
-def _in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[..., Any]]:
-    # long: six short functions over the same three names
-    """New methods of one router, by name. Outside of segments they behave as Megatron's.
-
-    In a segment Megatron's own auxiliary losses are off, since they would take the segment for a
-    microbatch. Instead `routing` counts in the segment's ledger and attaches its gradients.
-
-    Args:
-        router: a TopKRouter.
-        layer: its layer in the model chunk.
-        hooks: of the model chunk; they know which segment runs.
-    """
-    routing, apply_z_loss = router.routing, router.apply_z_loss
-    is_enabled, apply_bias = router.is_aux_loss_enabled, router._apply_expert_bias
-
-    def running() -> tuple[RouterLedger, int] | None:
-        context = hooks.current
-        if context is None or context.ledger is None:
-            return None
-        return context.ledger, context.index
-
-    def routing_of_segment(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        found = running()
-        with contextlib.ExitStack() as stack:
-            if hooks.current is not None and hooks.replay is not None:
-                num_tokens = logits.shape[:-1].numel()
-                stack.enter_context(hooks.replay.around(router, hooks.current.index, num_tokens))
-            probs, routing_map = routing(logits, *args, **kwargs)
-        if found is not None and router.training:
-            flat = logits.flatten(0, -2)
-            probs = _accounted(router, flat, probs, is_enabled(), layer, *found)
-        return probs, routing_map
-
-    def z_loss_of_segment(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return apply_z_loss(logits, *args, **kwargs) if running() is None else logits
-
-    def is_enabled_outside_segments() -> bool:
-        return running() is None and is_enabled()
-
-    def bias_of_segment(routing_map: Tensor, *args: Any, **kwargs: Any) -> None:
-        found = running()
-        if found is None:
-            apply_bias(routing_map, *args, **kwargs)
-        elif router.enable_expert_bias and torch.is_grad_enabled():
-            copies = found[0].copies(layer, found[1], len(routing_map))
-            with torch.no_grad():
-                router.local_tokens_per_expert += (routing_map * copies.unsqueeze(1)).sum(0)
-
-    return {
-        "routing": routing_of_segment,
-        "apply_z_loss": z_loss_of_segment,
-        "is_aux_loss_enabled": is_enabled_outside_segments,
-        "_apply_expert_bias": bias_of_segment,
-    }
+def _width(config: Any) -> int:
+    """Of one expert."""
+    return config.moe_ffn_hidden_size or config.ffn_hidden_size
 
 
-def _accounted(
-    router: Any,
-    logits: Tensor,
-    probs: Tensor,
-    balanced: bool,
-    layer: int,
-    ledger: RouterLedger,
-    index: int,
-) -> Tensor:
-    """The routing probabilities, with the auxiliary losses of a segment attached.
-
-    Args:
-        logits: [tokens, experts].
-        probs: [tokens, experts].
-        balanced: whether there is a load-balancing loss.
-    """
-    config = router.config
-    experts = scores = squares = None
-    if balanced:
-        experts, scores = compute_routing_scores_for_aux_loss(
-            logits, router.topk, router.score_function, fused=config.moe_router_fusion
-        )
-    if config.moe_z_loss_coeff is not None:
-        squares = torch.logsumexp(logits, -1).square()
-    if scores is None and squares is None:
-        return probs
-    # Without gradients this is the first forward of activation recomputation.
-    ledger.count(layer, index, experts, scores, squares)
-    if not torch.is_grad_enabled():
-        return probs
-    return _AuxiliaryLosses.apply(probs, scores, squares, ledger, layer, index)
-
-
-class _AuxiliaryLosses(torch.autograd.Function):
-    """Identity for the probabilities; scores and squares get the losses' gradients."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        probs: Tensor,
-        scores: Tensor | None,
-        squares: Tensor | None,
-        ledger: RouterLedger,
-        layer: int,
-        index: int,
-    ) -> Tensor:
-        ctx.call = ledger, layer, index, len(probs)
-        return probs.view_as(probs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ledger, layer, index, num_tokens = ctx.call
-        of_scores, of_squares = ledger.gradients(layer, index, num_tokens)
-        _, has_scores, has_squares, *_ = ctx.needs_input_grad
-        return (
-            gradient,
-            of_scores if has_scores else None,
-            of_squares if has_squares else None,
-            None,
-            None,
-            None,
-        )
+def _shared(config: Any) -> int:
+    """Width of what all tokens go through."""
+    return getattr(config, "moe_shared_expert_intermediate_size", None) or 0

@@ -1,47 +1,80 @@
-"""Megatron's GatedDeltaNet in a segment: its convolution and its rule, span by span.
+"""GatedDeltaNet, which replaces attention in most layers of Qwen3-Next.  Pure.
 
-The rule takes where sequences begin and end, and a state for each. The convolution runs over the
-whole row, which is wrong for the first positions of every span: these are computed again behind
-what the parent left. (The convolution of flash-linear-attention 0.4.2 takes states as well, and
-gives wrong gradients for sequences under three positions.)
+Its segments run in layers/recurrent/delta.py.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import megatron.core
-import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
-from packaging.version import Version
-from torch import Tensor
-
 from megatron_prefix.errors import Reason
-from megatron_prefix.layers.kind import Kind, Override, Running, Slot, recurrent_module
-from megatron_prefix.layers.recurrent import probe
-from megatron_prefix.layers.recurrent.moves import overwritten
-from megatron_prefix.layers.recurrent.rebound import rebound
-from megatron_prefix.layers.recurrent.states import LayerStates
-from megatron_prefix.refusals.table import DELTA_CP, DELTA_KERNEL, DETERMINISTIC
-from megatron_prefix.tree.payload_map import Form
+from megatron_prefix.layers.kind import Override, Running
+from megatron_prefix.layers.recurrent.kind import CHUNK, Recurrent, Shape
+from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.refusals.table import DELTA_CP, DELTA_KERNEL
 
 
-class GatedDeltaNet(Kind):
-    """A span leaves the state behind its last position, and the convolution's last inputs."""
+class GatedDeltaNet(Recurrent):
+    """Megatron's GatedDeltaNet."""
 
-    name, symbol, slot, form = "GatedDeltaNet", "G", Slot.MIXER, Form.SPANS
+    name, symbol, module, method = "GatedDeltaNet", "G", "GatedDeltaNet", "forward"
+    divides, cut = ("linear_num_key_heads", "linear_num_value_heads"), CHUNK
+    hybrid_since, cp_since = "0.17", "0.18"
 
-    def module_of(self, layer: Any) -> Any | None:
+    def fills(self, config: Any, layer: int) -> bool:
         """See Kind."""
-        return recurrent_module(layer, "GatedDeltaNet", "forward")
+        if getattr(config, "experimental_attention_variant", None) != "gated_delta_net":
+            return False
+        every = config.linear_attention_freq
+        return (layer + 1) % every != 0 if isinstance(every, int) else bool(every[layer])
+
+    def shape(self, config: Any) -> Shape:
+        """See Recurrent; projected are queries, keys, values, gate, beta and alpha."""
+        heads = config.linear_num_value_heads
+        key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        keys, values = config.linear_num_key_heads * key_dim, heads * value_dim
+        scan = 3 * key_dim * value_dim + 2 * CHUNK * (key_dim + value_dim)
+        return Shape(
+            (keys, keys, values, values, heads, heads), (keys, keys, values), values,
+            config.linear_conv_kernel_dim, heads * key_dim * value_dim, heads * scan,
+        )  # fmt: skip
+
+    def saved(self, config: Any, form: Execution) -> float:
+        """See Recurrent.
+
+        Megatron's module, run as it stands (megatron/core/ssm/gated_delta_net.py, 0.16.1): the
+        output norm's input and output, the gate and its SiLU in fp32 (torch.compile may keep less),
+        the output projection's input; of alpha its sum with a bias, and its softplus. Megatron's
+        local norms save the scaled input, too.
+
+        Its kernels (flash-linear-attention 0.4.2, causal-conv1d 1.5): the convolution its input;
+        `L2NormFunction` its output; `ChunkGatedDeltaRuleFunction` queries and keys of every value
+        head, values, g, beta, and A, `CHUNK` numbers a head. Norms a number a head, in fp32.
+        """
+        size, (keys, _, values) = form.itemsize, self.shape(config).convolved
+        heads, key_heads = config.linear_num_value_heads, config.linear_num_key_heads
+        repeated = 2 * heads * config.linear_key_head_dim if heads > key_heads else 0
+        kernels = 2 * keys + values + 2 * keys + repeated + values + heads * CHUNK
+        norm = (2 if form.fused_layers else 3) * values
+        gates, scales = 2 * values + 3 * heads, heads + 2 * key_heads
+        narrow = kernels + norm + values + heads
+        return narrow * size + (gates + scales) * max(4, size)
+
+    def of_spans(self, config: Any, form: Execution, tail: float) -> dict[str, float]:
+        """See Recurrent: the convolution of the parent's tail and a span's first positions."""
+        return {"edge": 2 * tail * form.itemsize}
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind; on a GPU the rule is tried, once a process."""
+        import megatron.core
+        from packaging.version import Version
+
+        from megatron_prefix.layers.recurrent import probe
+
         config = model.config
         release = Version(Version(megatron.core.__version__).base_version)
-        if config.context_parallel_size > 1 and release < Version("0.18"):
+        if config.context_parallel_size > 1 and release < Version(self.cp_since):
             yield DELTA_CP.given()
         if next(model.parameters()).device.type != "cuda":
             return
@@ -49,134 +82,12 @@ class GatedDeltaNet(Kind):
         why = probe.refusals(
             "cuda", config.linear_key_head_dim, config.linear_value_head_dim,
             config.linear_num_value_heads // ranks,
-        )[self.name]  # fmt: skip
+        )[self.module]  # fmt: skip
         if why:
             yield DELTA_KERNEL.given(why)
 
-    def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
-        """See Kind."""
-        if getattr(config, "deterministic_mode", False):
-            yield DETERMINISTIC.given()
-
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
         """See Kind."""
+        from megatron_prefix.layers.recurrent.delta import GatedDeltaLayer
+
         return GatedDeltaLayer(module, number, running).overrides()
-
-
-class GatedDeltaLayer:
-    """One GatedDeltaNet.
-
-    Args:
-        module: Megatron's.
-        layer: its number in the sidecar.
-        running: says which segment runs.
-    """
-
-    def __init__(self, module: Any, layer: int, running: Running) -> None:
-        self._module, self._layer, self._running = module, layer, running
-        self._stock = module.forward
-        kernels = module.forward.__func__.__globals__
-        rule = kernels.get("chunk_gated_delta_rule")
-        self._stock_rule = getattr(module, "gated_delta_rule", rule)  # since 0.18
-        # Else flash-linear-attention reads the lengths back from the device, and the host waits.
-        self._takes_lengths = "cu_seqlens_cpu" in inspect.signature(self._stock_rule).parameters
-        self._by_channels = kernels.get("causal_conv1d_fn")
-        self._by_positions = kernels.get("causal_conv1d")
-        self._states: LayerStates | None = None
-        self._within = rebound(
-            module.forward,
-            causal_conv1d_fn=self._convolve_channels,
-            causal_conv1d=self._convolve_positions,
-            chunk_gated_delta_rule=self._rule,
-        )
-
-    def overrides(self) -> list[Override]:
-        """Methods of the instance, and what takes their place."""
-        found: list[Override] = [(self._module, "forward", self._forward)]
-        if hasattr(self._module, "gated_delta_rule"):
-            found.append((self._module, "gated_delta_rule", self._rule))
-        return found
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        context = self._running.current
-        if context is None:
-            return self._stock(*args, **kwargs)
-        if getattr(self._module, "cp_size", 1) > 1:
-            # Each span is dealt to ranks by itself: so are Megatron's packed sequences.
-            ends = context.spans.cu_seqlens.int()
-            packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
-            kwargs = {**kwargs, "packed_seq_params": packing}
-        try:
-            found = self._within(*args, **kwargs)
-            if self._states is None:
-                raise RuntimeError("GatedDeltaNet has run a segment without the replaced kernels")
-            return found
-        finally:
-            self._states = None
-
-    def _convolve_channels(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **_: Any
-    ) -> Tensor:
-        """In the place of causal-conv1d's `causal_conv1d_fn`, x [1, channels, positions]."""
-        before = weight.shape[1] - 1
-
-        def stock(part: Tensor) -> Tensor:
-            part = part.mT.contiguous()
-            if self._by_channels is None:  # as Megatron does then
-                longer = F.conv1d(part, weight[:, None], bias, padding=before, groups=len(weight))
-                return F.silu(longer[..., : part.shape[2]]).mT
-            y: Tensor = self._by_channels(x=part, weight=weight, bias=bias, activation=activation)
-            return y.mT
-
-        return self._convolve(x.mT, before, stock).mT
-
-    def _convolve_positions(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **_: Any
-    ) -> tuple[Tensor, None]:
-        """In the place of flash-linear-attention's `causal_conv1d`, x [1, positions, channels]."""
-
-        def stock(part: Tensor) -> Tensor:
-            y: Tensor = self._by_positions(x=part, weight=weight, bias=bias, activation=activation)[
-                0
-            ]
-            return y
-
-        return self._convolve(x, weight.shape[1] - 1, stock), None
-
-    def _convolve(self, x: Tensor, before: int, stock: Callable[[Tensor], Tensor]) -> Tensor:
-        """A row's convolution, span by span.
-
-        Args:
-            x: [1, positions, channels].
-            before: positions that the convolution looks back.
-            stock: the convolution of [rows, positions, channels].
-        """
-        context = self._running.current
-        if context is None:
-            raise RuntimeError("a segment ended inside a recurrent layer")
-        states = self._states = LayerStates(context, self._layer, x, before)
-        row, edges = states.edges(x.squeeze(0))
-        y = stock(row.unsqueeze(0))
-        if edges is None:
-            return y
-        ends = states.spans.edges(before)
-        again = stock(edges)[:, before:].flatten(0, 1)
-        if ends.kept is not None:
-            again = again.index_select(0, ends.kept)
-        return overwritten(y, ends.places, again)
-
-    def _rule(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
-        """In the place of `chunk_gated_delta_rule`, [1, positions, heads, dim]."""
-        states = self._states
-        if states is None:
-            return self._stock_rule(query, key, value, **given)
-        given = {
-            **given,
-            "initial_state": states.state,
-            "output_final_state": states.inner,
-            "cu_seqlens": states.spans.cu_seqlens,
-        }
-        if self._takes_lengths:
-            given["cu_seqlens_cpu"] = states.spans.cu_seqlens_cpu
-        out, final = self._stock_rule(query, key, value, **given)
-        return states.leave(out, final), None

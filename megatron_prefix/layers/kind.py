@@ -1,8 +1,12 @@
 """What a kind of layer says of itself: one file of this folder, and one line of table.py.
 
 A kind fills a slot of Megatron's layers: it mixes positions, or it works on each of them. It says
-which of Megatron's modules it is, what of that module is refused, what a span leaves for its
-children in it (its payload), and which methods of the module a segment needs.
+which of Megatron's modules it is, what of that module is refused, what it computes and saves, what
+a span leaves for its children in it (its payload), and which methods of the module a segment needs.
+Pure: kinds import torch and Megatron where they hook a model, since a plan needs neither.
+
+What takes a `config` reads fields of Megatron's TransformerConfig; a ModelSpec of the lab has them,
+too.
 """
 
 from __future__ import annotations
@@ -12,11 +16,13 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from megatron_prefix.errors import Reason
-from megatron_prefix.layers.blocks.interface import Kernel
+from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
 from megatron_prefix.tree.payload_map import Form
 
 if TYPE_CHECKING:
     from megatron_prefix.layers.blocks.core import SegmentContext
+    from megatron_prefix.layers.blocks.interface import Kernel
     from megatron_prefix.moe.replay import Replay
 
 Override = tuple[Any, str, Callable[..., Any]]
@@ -53,12 +59,37 @@ class Kind:
             megatron/core/ssm/mamba_hybrid_layer_allocation.py.
         slot: what it fills.
         form: rows of its payload; None if it leaves nothing.
+        cut: positions that its kernels take at once; at multiples of it a shared prompt is bitwise
+            the unshared one. None if that is so anywhere.
     """
 
     name: ClassVar[str]
     symbol: ClassVar[str]
     slot: ClassVar[Slot]
     form: ClassVar[Form | None] = None
+    cut: ClassVar[int | None] = None
+
+    def fills(self, config: Any, layer: int) -> bool:
+        """Whether it fills its slot in a layer of a GPTModel, counted from 0, unless a kind before
+        it in the table does; hybrid models name their kinds by symbol."""
+        return False
+
+    def work(self, config: Any) -> LayerWork:
+        """What a layer computes."""
+        raise NotImplementedError
+
+    def parameters(self, config: Any) -> int:
+        """Weights of a layer, without norms and biases."""
+        raise NotImplementedError
+
+    def memory(self, config: Any, form: Execution) -> LayerMemory:
+        """What a layer takes of device memory.
+
+        Args:
+            config: the model's.
+            form: how it is computed.
+        """
+        raise NotImplementedError
 
     def module_of(self, layer: Any) -> Any | None:
         """Megatron's module of this kind in one of Megatron's layers; None if it has none.
@@ -103,20 +134,6 @@ class Part(NamedTuple):
 
     kind: Kind | None
     module: Any = None
-
-
-def recurrent_module(layer: Any, name: str, method: str) -> Any | None:
-    """A layer's recurrent module of Megatron's class `name`, if `method` is that class's own.
-
-    Another method, of a subclass or of the instance, may call other kernels.
-    """
-    # A mixer: MambaLayer, also of Megatron's other recurrent layers in hybrid models.
-    module = getattr(layer, "mixer", None) or getattr(layer, "self_attention", None)
-    for base in type(module).__mro__:
-        if base.__name__ == name and base.__module__.startswith("megatron.core.ssm."):
-            own = getattr(type(module), method) is vars(base)[method] and method not in vars(module)
-            return module if own else None
-    return None
 
 
 def owner(module: Any, method: str) -> str:

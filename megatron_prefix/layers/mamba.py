@@ -1,166 +1,63 @@
-"""Megatron's MambaMixer in a segment: its fused convolution and scan, a span a row.
+"""Mamba2 (Nemotron-H).  Pure.
 
-The kernel takes an initial state for every row of a batch, and none for the convolution. So the
-parent's last inputs go in front of a span, with a time step of softplus(-1e4) = 0, which leaves the
-state as it is; so does what pads a shorter row behind its end, where the state is read.
+Its segments run in layers/recurrent/scan.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from megatron_prefix.errors import Reason
-from megatron_prefix.layers.kind import Kind, Override, Running, Slot, recurrent_module
-from megatron_prefix.layers.recurrent.moves import from_batches, permuted, to_batches
-from megatron_prefix.layers.recurrent.rebound import rebound
-from megatron_prefix.layers.recurrent.states import LayerStates
-from megatron_prefix.refusals.table import DETERMINISTIC, MAMBA_PATH
-from megatron_prefix.tree.payload_map import Form
+from megatron_prefix.layers.kind import Override, Running
+from megatron_prefix.layers.recurrent.kind import CHUNK, Recurrent, Shape
+from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.refusals.table import MAMBA_PATH
 
-if TYPE_CHECKING:
-    from megatron_prefix.layers.blocks.core import SegmentContext
-
-NO_STEP = -1e4
-"""A time step's input that is zero behind softplus, whatever its bias."""
+CONV_WIDTH = 4
+"""Megatron has no option for it."""
 
 
-class Mamba2(Kind):
-    """A span leaves the state behind its last position, and the convolution's last inputs."""
+class Mamba2(Recurrent):
+    """Megatron's MambaMixer; only hybrid models have it."""
 
-    name, symbol, slot, form = "Mamba2", "M", Slot.MIXER, Form.SPANS
+    name, symbol, module, method = "Mamba2", "M", "MambaMixer", "_ssm_training"
+    divides = "mamba_num_groups", "mamba_num_heads"
 
-    def module_of(self, layer: Any) -> Any | None:
-        """See Kind."""
-        return recurrent_module(layer, "MambaMixer", "_ssm_training")
+    def shape(self, config: Any) -> Shape:
+        """See Recurrent; projected are z, x, B, C and dt."""
+        width, state_dim = config.mamba_head_dim, config.mamba_state_dim
+        heads = getattr(config, "mamba_num_heads", None) or 2 * config.hidden_size // width
+        inner, shared = heads * width, config.mamba_num_groups * state_dim
+        return Shape(
+            (inner, inner, shared, shared, heads), (inner, shared, shared), inner, CONV_WIDTH,
+            inner * state_dim, 2 * inner * state_dim + CHUNK * (shared + inner),
+        )  # fmt: skip
+
+    def saved(self, config: Any, form: Execution) -> float:
+        """See Recurrent: what the kernel saves, the gated norm's input (`LayerNormFn` of mamba-ssm)
+        and, Megatron's own, the output projection's."""
+        return self._of_kernel(config, form) + 2 * self.shape(config).values * form.itemsize
+
+    def of_spans(self, config: Any, form: Execution, tail: float) -> dict[str, float]:
+        """See Recurrent: the kernel's rows begin with the parent's tail, and are padded."""
+        batched = self._of_kernel(config, form) / form.tp
+        return {"edge": (CONV_WIDTH - 1) * batched / form.cp, "batched": batched}
+
+    def _of_kernel(self, config: Any, form: Execution) -> float:
+        """Bytes a position that the kernel saves: its input, and what it multiplies by the gate
+        (`MambaSplitConv1dScanCombinedFn` in mamba-ssm 2.2)."""
+        shape = self.shape(config)
+        return (sum(shape.projected) + shape.values) * form.itemsize
 
     def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
         """See Kind."""
-        if getattr(config, "deterministic_mode", False):
-            yield DETERMINISTIC.given()
+        yield from super().option_refusals(module, config)
         if not module.use_mem_eff_path:
             yield MAMBA_PATH.given()
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
         """See Kind."""
+        from megatron_prefix.layers.recurrent.scan import MambaLayer
+
         return MambaLayer(module, number, running).overrides()
-
-
-class MambaLayer:
-    """One MambaMixer.
-
-    Args:
-        module: Megatron's.
-        layer: its number in the sidecar.
-        running: says which segment runs.
-    """
-
-    def __init__(self, module: Any, layer: int, running: Running) -> None:
-        self._module, self._layer, self._running = module, layer, running
-        self._stock = module._ssm_training
-        kernels = self._stock.__func__.__globals__
-        self._stock_scan = kernels["mamba_split_conv1d_scan_combined"]
-        self._within = rebound(self._stock, mamba_split_conv1d_scan_combined=self._scan)
-
-    def overrides(self) -> list[Override]:
-        """Methods of instances, and what takes their place."""
-        found: list[Override] = [
-            (self._module, "_ssm_training", self._choosing(self._stock, self._within))
-        ]
-        if self._module.cp.cp_size > 1:
-            for name in ("pre_conv_ssm", "post_conv_ssm"):
-                stock = getattr(self._module.cp, name)
-                within = rebound(
-                    stock,
-                    _undo_attention_load_balancing=self._in_order,
-                    _redo_attention_load_balancing=self._dealt,
-                )
-                found.append((self._module.cp, name, self._choosing(stock, within)))
-        return found
-
-    def _choosing(self, stock: Any, within: Callable[..., Any]) -> Callable[..., Any]:
-        def method(*args: Any, **kwargs: Any) -> Any:
-            return (stock if self._running.current is None else within)(*args, **kwargs)
-
-        return method
-
-    def _in_order(self, x: Tensor, size: int, *_: Any) -> Tensor:
-        """Positions of all ranks [positions, ...] in order: Megatron does it for one sequence, and
-        each span is dealt by itself (tree/cp_layout.py)."""
-        return permuted(x, *self._context().spans.dealt(size))
-
-    def _dealt(self, x: Tensor, size: int, *_: Any) -> Tensor:
-        """The reverse of `_in_order`."""
-        return permuted(x, *reversed(self._context().spans.dealt(size)))
-
-    def _context(self) -> SegmentContext:
-        context = self._running.current
-        if context is None:
-            raise RuntimeError("a segment ended inside a recurrent layer")
-        return context
-
-    def _scan(
-        self,
-        zxbcdt: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        dt_bias: Tensor,
-        *rest: Any,
-        **given: Any,
-    ) -> Tensor:
-        """In the place of `mamba_split_conv1d_scan_combined`, zxbcdt [1, positions, width]."""
-        context = self._context()
-        x, before, channels = zxbcdt.squeeze(0), weight.shape[1] - 1, weight.shape[0]
-        left = x.shape[1] - channels - len(dt_bias)
-        states = LayerStates(context, self._layer, x, before)
-        if states.inner:
-            x, _ = states.edges(x, slice(left, left + channels))
-        outs, finals = [], []
-        for rows, state in _rows(states, x, before, left, len(dt_bias)):
-            found = self._stock_scan(
-                rows, weight, bias, dt_bias, *rest,
-                **{**given, "initial_states": state, "return_final_states": states.inner},
-            )  # fmt: skip
-            out, final = found if states.inner else (found, None)
-            outs.append(out)
-            finals.append(final)
-        if states.spans.is_one_root:
-            return states.leave(outs[0], finals[0])
-        out = from_batches(outs, states.spans, before).unsqueeze(0)
-        return states.leave(out, _by_span(states, finals))
-
-
-def _rows(
-    states: LayerStates, x: Tensor, before: int, left: int, heads: int
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Batches of spans behind their parents' tails, and the states that they begin with.
-
-    Args:
-        x: of all spans, [positions, width].
-        before: positions of a tail.
-        left: columns of `x` in front of the convolution's channels.
-        heads: columns behind them: time steps.
-    """
-    spans = states.spans
-    if spans.is_one_root:  # nothing is in front of it
-        yield x.unsqueeze(0), None
-        return
-    tail = states.tail
-    if tail is None:
-        tail = x.new_zeros(len(spans), before, x.shape[1] - left - heads)
-    front = F.pad(F.pad(tail, (left, 0)), (0, heads), value=NO_STEP)
-    still = F.pad(x.new_zeros(x.shape[1] - heads), (0, heads), value=NO_STEP)
-    batches = spans.batches(before)
-    for rows, batch in zip(to_batches(x, front, still, spans), batches, strict=True):
-        yield rows, None if states.state is None else states.state.index_select(0, batch.spans)
-
-
-def _by_span(states: LayerStates, finals: list[Any]) -> Tensor | None:
-    """States of all spans, from those of the batches."""
-    if not states.inner:
-        return None
-    return torch.cat(finals).index_select(0, states.spans.order)

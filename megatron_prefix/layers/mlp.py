@@ -1,10 +1,12 @@
-"""An MLP: it works on every position alone, so segments run it as it is."""
+"""An MLP: it works on every position alone, so segments run it as it is.  Pure."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron_prefix.layers.kind import Kind, Slot
+from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
 
 
 class MLP(Kind):
@@ -12,7 +14,44 @@ class MLP(Kind):
 
     name, symbol, slot = "MLP", "-", Slot.MLP
 
+    def fills(self, config: Any, layer: int) -> bool:
+        """See Kind."""
+        return True
+
     def module_of(self, layer: Any) -> Any | None:
         """See Kind."""
         module = getattr(layer, "mlp", None)
         return None if type(module).__name__ == "IdentityOp" else module
+
+    def work(self, config: Any) -> LayerWork:
+        """See Kind."""
+        return LayerWork(self.parameters(config))
+
+    def parameters(self, config: Any) -> int:
+        """See Kind."""
+        weights: int = matrices(config) * config.hidden_size * config.ffn_hidden_size
+        return weights
+
+    def memory(self, config: Any, form: Execution) -> LayerMemory:
+        """See Kind; it does not run where nobody reads its output."""
+        return saving(saved(config.ffn_hidden_size, config, form) / form.tp, config, form, 0.0)
+
+
+def matrices(config: Any) -> int:
+    """Matrices of an MLP, all of one size: with a gate there is one more."""
+    return 3 if config.gated_linear_unit else 2
+
+
+def saved(width: int, config: Any, form: Execution) -> int:
+    """Numbers a position that an MLP of a width saves, without its input."""
+    gated = config.gated_linear_unit
+    inputs = 2 if gated else 1
+    return width * (inputs + 1 if form.fused_activation else inputs + (3 if gated else 1))
+
+
+def saving(numbers: float, config: Any, form: Execution, unread: float | None) -> LayerMemory:
+    """The memory of MLPs that save so many numbers a position; see LayerMemory."""
+    hidden, size = config.hidden_size / form.sequence_ranks, form.itemsize
+    again = (numbers - hidden) * size if form.selects("mlp") else 0.0
+    kept = numbers * size - again
+    return LayerMemory(kept, kept, again, unread, temporary=(numbers + 2 * hidden) * size)

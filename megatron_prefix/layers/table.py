@@ -1,4 +1,4 @@
-"""The kinds of layers, and what fills the slots of a model's layers."""
+"""The kinds of layers, and what fills the slots of a model's layers.  Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron_prefix.layers.mlp import MLP
 from megatron_prefix.refusals.table import OTHER_MIXER
 
 KINDS: tuple[Kind, ...] = (
-    Attention(),
-    GatedDeltaNet(),
     Mamba2(),
+    GatedDeltaNet(),
+    Attention(),
     Experts(),
     MLP(),
 )
-"""In a slot the first that knows the module has it."""
+"""In a slot the first that knows the module, or the config, has it."""
 SYMBOLS = frozenset(kind.symbol for kind in KINDS)
 
 

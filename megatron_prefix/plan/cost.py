@@ -9,18 +9,17 @@ one rank: guessed from FLOPs until actions have been measured (plan/cost_fit.py)
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.layer_mix import LayerMix, layers_with_experts, pattern_of
+from megatron_prefix.plan.layer_numbers import LayerWork
 from megatron_prefix.tree import Forest, Segment
 
 ACTION_SECONDS, CALL_SECONDS = 3e-4, 5e-5
@@ -124,58 +123,20 @@ class CostModel:
         return cls((*forward, *(2 * price for price in forward)))
 
     @classmethod
-    def of_shape(
-        cls,
-        num_layers: int,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        ffn_hidden_size: float,
-        vocab_size: int,
-        gated: bool = True,
-        mix: LayerMix | None = None,
-    ) -> CostModel:
-        """Counts the matrix products of a transformer.
+    def of_layers(cls, layers: Iterable[LayerWork], hidden_size: int, vocab_size: int) -> CostModel:
+        """Of a model, by what its kinds of layers say.
 
         Args:
-            ffn_hidden_size: width of the MLP that a token goes through, the mean of all MLPs.
-            gated: whether the MLP has a gate.
-            mix: its layers; None: all have attention and an MLP.
+            layers: what fills the slots of all layers.
+            hidden_size: of a position between layers.
+            vocab_size: of the output layer.
         """
-        mix = mix or LayerMix("*" * num_layers, num_layers)
-        queries = 3 if mix.output_gate else 2
-        projections = hidden_size * head_dim * (queries * num_heads + 2 * num_kv_heads)
-        mlp = hidden_size * ffn_hidden_size * (3 if gated else 2)
-        scans = mix.recurrence(lambda layer: layer.products(hidden_size))
-        products = mix.attention * projections + mix.mlps * mlp + scans
+        layers = list(layers)
         return cls.of_flops(
-            linear=2.0 * products,
+            linear=2.0 * sum(one.products for one in layers),
             head=2.0 * hidden_size * vocab_size,
-            attention=4.0 * mix.attention * num_heads * head_dim,
+            attention=2.0 * sum(one.pairs for one in layers),
         )
-
-    @classmethod
-    def of_config(
-        cls, config: Any, vocab_size: int | None = None, pattern: str | None = None
-    ) -> CostModel:
-        """Counts for a Megatron TransformerConfig or a ModelSpec.
-
-        Of the experts those count that a token visits, and shared ones.
-
-        Args:
-            config: the model's.
-            vocab_size: of the output layer (default: the spec's; no TransformerConfig has one).
-            pattern: see `LayerMix.of_config`.
-        """
-        heads = config.num_attention_heads
-        if vocab_size is None:
-            vocab_size = getattr(config, "vocab_size", None) or 0
-        return cls.of_shape(
-            config.num_layers, config.hidden_size, heads, config.num_query_groups or heads,
-            config.kv_channels, _mean_width(config, pattern), vocab_size,
-            config.gated_linear_unit, LayerMix.of_config(config, pattern),
-        )  # fmt: skip
 
     def in_seconds(
         self,
@@ -242,18 +203,3 @@ class CostModel:
         if not forest.segments:
             return 1.0
         return self.stock(forest, microbatch_of) / self.prefix(forest)
-
-
-def _mean_width(config: Any, pattern: str | None) -> float:
-    """Width of the MLP that a token goes through, on average over the MLPs."""
-    dense = config.ffn_hidden_size
-    if not getattr(config, "num_moe_experts", None):
-        return dense
-    expert = getattr(config, "moe_ffn_hidden_size", None) or dense
-    shared = getattr(config, "moe_shared_expert_intermediate_size", None) or 0
-    routed = expert * config.moe_router_topk + shared
-    sparse = layers_with_experts(config, pattern)
-    if pattern := pattern_of(config) if pattern is None else pattern:
-        has_mlp = [symbol in "-E" for symbol in pattern]
-        sparse = list(itertools.compress(sparse, has_mlp)) or [False]
-    return sum(routed if one else dense for one in sparse) / len(sparse)

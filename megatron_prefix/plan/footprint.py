@@ -1,37 +1,21 @@
 """Bytes of device memory that a position of a segment takes on one rank.  Pure.
 
-Counts what Megatron-Core's layers save for backward. With transformer-engine's layers a norm saves
-its input and output, the gated activation its input, every matrix product its input; Megatron's
-local, unfused layers save more. A storage that several operators save counts once. ("Reducing
-Activation Recomputation in Large Transformer Models", section 4.1, counts another layer likewise.)
+Adds up what Megatron-Core's layers save for backward, as their kinds say it (layers/), with a norm
+in front of each and the output layer behind them. With transformer-engine's layers a norm saves its
+input and output, the gated activation its input, every matrix product its input; Megatron's local,
+unfused layers save more. A storage that several operators save counts once. ("Reducing Activation
+Recomputation in Large Transformer Models", section 4.1, counts another layer likewise.)
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from megatron_prefix.plan.layer_mix import LayerMix
-from megatron_prefix.plan.recurrent_spec import GatedDelta, Recurrent
-
-
-class OfStates(NamedTuple):
-    """Bytes a span in one recurrent layer on one rank.
-
-    Attributes:
-        state: an inner span's states in the sidecar.
-        state_grad: their gradients there.
-        initial: saved for a span with a parent, whose state it begins with.
-        edge: saved for any span: its first positions once more.
-        batched: saved for a position, not a span, where a batch of spans has a row for each, as
-            long as the longest (tree/payload_map.py, `batches`); 0 elsewhere.
-    """
-
-    state: float
-    state_grad: float
-    initial: float = 0.0
-    edge: float = 0.0
-    batched: float = 0.0
+from megatron_prefix.plan.layer_numbers import LayerMemory, Payload
+from megatron_prefix.tree.payload_map import Form
 
 
 @dataclass(frozen=True)
@@ -64,6 +48,15 @@ class Execution:
     modules: tuple[str, ...] = ("core_attn",)
     keeps_outputs: bool = True
 
+    @property
+    def sequence_ranks(self) -> int:
+        """Tensor-parallel ranks that share the positions between layers' matrix products."""
+        return self.tp if self.sequence_parallel else 1
+
+    def selects(self, module: str) -> bool:
+        """Whether Megatron's selective recomputation has a module."""
+        return self.recompute == "selective" and module in self.modules
+
     @classmethod
     def of_config(cls, config: Any, recomputes: bool = True) -> Execution:
         """Of a TransformerConfig; `recomputes`: whether the model follows its
@@ -87,15 +80,14 @@ class Footprint:
     """Bytes a position on one rank.
 
     Attributes:
-        inner: saved by one layer for the backward of an inner segment.
-        wave: the same for a wave, whose K/V are not in the sidecar.
-        unread: saved by the last layer for an inner segment without loss: only K and V are
-            computed (megatron_prefix/layers/blocks/unread.py).
+        inner: saved by one layer for the backward of an inner segment, on average.
+        wave: the same for a wave, whose payload is not in the sidecar.
+        unread: saved by the last layer for an inner segment without loss.
         again: recomputed by Megatron's own recomputation during backward.
-        kv: K/V in the sidecar, one layer with attention.
-        kv_grad: gK/gV in the sidecar, one layer with attention.
-        attention: queries and attention's output, which the last layer saves of all positions as
-            soon as one of them is read.
+        kv: payload of a position in the sidecar, one layer that leaves some.
+        kv_grad: its gradient there.
+        attention: besides `unread`, saved by the last layer of all positions as soon as one of them
+            is read.
         norm: saved after the last layer, without a loss.
         head: saved after the last layer, with a loss: norm, logits, cross entropy.
         stage_input: received by a stage; a stage sends as much.
@@ -105,9 +97,8 @@ class Footprint:
         head_weight: gradient of the output layer's weight, transient; bytes in all, not a position.
         num_layers: layers of a model chunk.
         parts: context-parallel ranks, which share the positions.
-        mixers: of every stage (plan/layer_mix.py).
+        payloads: of every stage, those of its layers that leave one.
         host_layers: see PrefixConfig.cache_host_layers.
-        states: of recurrent layers, by their symbols.
         shares: into how many parts K/V and gK/gV of inner segments are cut; a rank has one.
         keeps_outputs: whether a stage's output stays until its backward.
     """
@@ -131,46 +122,43 @@ class Footprint:
     shares: int = 1
     keeps_outputs: bool = True
     host_layers: int = 0
-    mixers: tuple[str, ...] = ()
-    states: tuple[tuple[str, OfStates], ...] = ()
+    payloads: tuple[tuple[Payload, ...], ...] = ()
 
     @classmethod
-    def of_config(
+    def of_layers(
         cls,
-        config: Any,
-        vocab_size: int | None = None,
+        layers: Sequence[Sequence[LayerMemory]],
+        hidden_size: int,
+        vocab_size: int,
+        form: Execution,
         gathers: bool = False,
         host_layers: int = 0,
-        pattern: str | None = None,
-        recomputes: bool = True,
-        execution: Execution | None = None,
     ) -> Footprint:
-        """Of a Megatron TransformerConfig or a ModelSpec.
+        """Of a model, by what its kinds of layers say.
 
         Args:
-            config: the model's.
-            vocab_size: of the whole output layer (default: the spec's).
+            layers: what fills the slots of each layer, of all stages.
+            hidden_size: of a position between layers.
+            vocab_size: of the whole output layer.
+            form: how it is computed.
             gathers: whether every context-parallel rank keeps K/V of all.
             host_layers: see PrefixConfig.cache_host_layers.
-            pattern: see `LayerMix.of_config`.
-            recomputes: see `Execution.of_config`.
-            execution: how it is computed, which no spec says (default: as the config says).
         """
-        form = execution or Execution.of_config(config, recomputes)
-        heads, experts = config.num_attention_heads, config.num_moe_experts or 0
-        if vocab_size is None:
-            vocab_size = getattr(config, "vocab_size", None) or 0
-        shape = _Dimensions(
-            config.hidden_size, heads, config.num_query_groups or heads, config.kv_channels,
-            config.ffn_hidden_size, vocab_size, config.gated_linear_unit,
-            bool(config.qk_layernorm), experts, config.moe_ffn_hidden_size or 0,
-            config.moe_router_topk if experts else 0,
-        )  # fmt: skip
-        mix = LayerMix.of_config(config, pattern)
-        found = _count(shape, form, max(1, config.num_layers // form.num_stages), mix)
-        return replace(
-            found, host_layers=host_layers, mixers=mix.stages(form.num_stages),
+        hidden = hidden_size / form.sequence_ranks
+        payloads = _by_stage(layers, form)
+        rows = [one for stage in payloads for one in stage if one.form is Form.POSITIONS]
+        parts = [part for layer in layers for part in layer]
+        return cls(
+            **_saved(layers, form, hidden),
+            **_behind_layers(form, hidden, hidden_size, vocab_size),
+            kv=max((row.values for row in rows), default=0.0),
+            kv_grad=max((row.gradients for row in rows), default=0.0),
+            stage_input=hidden * form.itemsize,
+            temporary=max((part.temporary for part in parts), default=0.0),
+            seen=max((part.seen for part in parts), default=0.0),
+            num_layers=max(1, len(layers) // form.num_stages), parts=form.cp,
             shares=1 if gathers else form.cp, keeps_outputs=form.keeps_outputs,
+            host_layers=host_layers, payloads=payloads,
         )  # fmt: skip
 
     def kept(self, policy: str, inner: bool, read: float, first: bool, last: bool) -> float:
@@ -213,128 +201,68 @@ class Footprint:
         return self.norm + read * (self.head - self.norm)
 
 
-@dataclass(frozen=True)
-class _Dimensions:
-    """The sizes of a model."""
-
-    hidden: int
-    heads: int
-    groups: int
-    channels: int
-    ffn: int
-    vocab: int
-    gated: bool
-    qk_norm: bool
-    experts: int
-    expert_ffn: int
-    topk: int
-
-
-def _count(shape: _Dimensions, form: Execution, num_layers: int, mix: LayerMix) -> Footprint:
-    """Counts numbers a position and multiplies by their bytes; each context-parallel rank has as
-    many of K/V."""
-    size, tp, parts = form.itemsize, form.tp, form.cp
-    hidden = shape.hidden / (tp if form.sequence_parallel else 1)
-    wide = max(4, size)  # of what is computed in fp32 or wider
-    queries = shape.heads * shape.channels / tp
-    keys = max(1, shape.groups / tp) * shape.channels
-    projected = queries + 2 * keys  # saved whole by norms of Q and K, and by checkpoints
-    norm = 2 * hidden if form.fused_layers else 3 * hidden + 1
-    mlp = _mlp(shape, form)
-    ends = queries * size + shape.heads / tp * wide  # attention's output and log-sum-exp
-    qk = (2 * queries + keys + projected) * size if shape.qk_norm else 0.0
-    rope = 0 if form.fused_rope else 4 * shape.channels
-    # transformer-engine's second norm is part of the MLP, which does not run.
-    unread = ((norm if form.fused_layers else 2 * norm) + rope) * size + qk
-    # A gate on the output: its sigmoid in fp32, and the product in front of the projection.
-    gate = queries * (size + wide) if mix.output_gate else 0.0
-    common = (2 * norm + mlp + queries + rope) * size + qk + ends + gate
-    inner, wave, again = common, common + (1 if shape.qk_norm else 2) * keys * size, 0.0
-    if form.recompute == "selective":
-        extra = keys * size + (0 if shape.qk_norm else projected * size)
-        inner, wave, again = _selected(shape, form, hidden, norm, mlp, common, extra)
-        unread = min(inner, unread + extra)
-    kinds = (_mixed(mix, form, one, (norm + mlp) * size, norm) for one in (inner, wave))
-    (inner, _), (wave, largest) = kinds
+def _saved(
+    layers: Sequence[Sequence[LayerMemory]], form: Execution, hidden: float
+) -> dict[str, float]:
+    """What layers save with a norm in front of every part; `hidden` numbers a position."""
+    norm = (2 * hidden if form.fused_layers else 3 * hidden + 1) * form.itemsize
+    again = norm if form.selects("layernorm") else 0.0  # it saves its input only
+    before = norm - hidden * form.itemsize if again else norm
+    inners = [sum(before + part.inner for part in layer) for layer in layers]
+    waves = [sum(before + part.wave for part in layer) for layer in layers]
+    inner, wave = sum(inners) / len(layers), sum(waves) / len(layers)
+    again = max(
+        max((part.again for part in layer), default=0.0) + again * len(layer) for layer in layers
+    )
+    unread, last = inner, layers[-1]
     if form.recompute == "full":
-        inner, wave, again = _checkpointed(form, hidden * size, inner, wave, largest, num_layers)
+        num = max(1, len(layers) // form.num_stages)
+        inner, wave, again = _checkpointed(
+            form, hidden * form.itemsize, inner, wave, max(waves), num
+        )
         unread = inner
-    # Routers count all positions, and only a layer with attention and an MLP ends early.
-    unread = inner if shape.topk or not mix.ends_with_attention else unread
-    attention = max(0.0, min(queries * size + ends, inner - unread))
-    found = Footprint(
-        inner=inner, wave=wave, unread=unread, attention=attention, again=again,
-        kv=2 * keys * size, kv_grad=2 * keys * wide, norm=0.0, head=0.0, stage_input=hidden * size,
-        temporary=(mlp + 2 * hidden) * size, seen=2 * (queries + keys) * size, head_temporary=0.0,
-        num_layers=num_layers, parts=parts, shares=parts,
-    )  # fmt: skip
-    states = tuple((symbol, _of_states(layer, form, parts)) for symbol, layer in mix.recurrent)
-    return _with_output_layer(replace(found, states=states), shape, form, hidden)
+    elif len(last) > 1 and all(part.unread is not None for part in last):
+        # transformer-engine's second norm is part of the MLP, which does not run.
+        norms = norm if form.fused_layers else norm * len(last)
+        unread = min(inners[-1], norms + sum(part.unread or 0.0 for part in last))
+    attention = max(0.0, min(sum(part.read for part in last), inner - unread))
+    return dict(inner=inner, wave=wave, unread=unread, attention=attention, again=again)
 
 
-def _mixed(
-    mix: LayerMix, form: Execution, whole: float, mlp: float, norm: float
-) -> tuple[float, float]:
-    """Bytes a position that a layer saves: the mean of a model's layers, and the most.
-
-    Args:
-        mix: the layers.
-        form: how they are computed.
-        whole: of a layer with attention and an MLP, `mlp` included.
-        mlp: of its MLP and the norm before it.
-        norm: numbers that a norm saves.
-    """
-    size, fused, tp = form.itemsize, form.fused_layers, form.tp
-
-    def recurrent(layer: Recurrent) -> float:
-        return norm * size + layer.saved(size, fused) / tp
-
-    attention = whole - mlp
-    every = mix.attention * attention + mix.mlps * mlp + mix.recurrence(recurrent)
-    mixers = [recurrent(layer) for _, layer in mix.recurrent]
-    mixers += [attention] if mix.attention else []
-    # A layer is a mixer with an MLP behind it, or in hybrid models one of both.
-    most = max(mixers) + mlp if mix.mlps == mix.total else max([*mixers, mlp])
-    return every / mix.total, most
-
-
-def _of_states(layer: Recurrent, form: Execution, parts: int) -> OfStates:
-    """Of one recurrent layer; context-parallel ranks have all positions of a part of the heads."""
-    wide, ranks, before = max(4, form.itemsize), form.tp * parts, layer.conv_width - 1
-    state, tail = layer.state * wide / ranks, sum(layer.convolved) * before / ranks
-    found = OfStates(state + tail * form.itemsize, state + tail * wide)
+def _by_stage(
+    layers: Sequence[Sequence[LayerMemory]], form: Execution
+) -> tuple[tuple[Payload, ...], ...]:
+    """Payloads of every stage; the layers are spread as evenly as can be."""
+    ends = [len(layers) * stage // form.num_stages for stage in range(form.num_stages + 1)]
+    stages = [layers[start:end] for start, end in itertools.pairwise(ends)]
+    found = [[p.payload for layer in stage for p in layer if p.payload] for stage in stages]
     if form.recompute == "full":  # the rest is there while one layer's backward runs
-        return found
-    if isinstance(layer, GatedDelta):
-        # The convolution of the parent's tail and a span's first positions (layers/gdn.py).
-        return found._replace(initial=state, edge=2 * tail * form.itemsize)
-    batched = layer.of_kernel(form.itemsize) / form.tp
-    return found._replace(initial=state, edge=before * batched / parts, batched=batched)
+        found = [[replace(p, initial=0.0, edge=0.0, batched=0.0) for p in stage] for stage in found]
+    return tuple(map(tuple, found))
 
 
-def _with_output_layer(
-    found: Footprint, shape: _Dimensions, form: Execution, hidden: float
-) -> Footprint:
-    """With what follows the last layer; `hidden` numbers a position on this rank."""
-    size, wide, logits = form.itemsize, max(4, form.itemsize), shape.vocab / form.tp
+def spread(num_layers: int, num_host: int) -> list[int]:
+    """Which of some layers are on the host where `num_host` are: evenly spread, the last always."""
+    share = min(num_host, num_layers)
+    return [
+        layer
+        for layer in range(num_layers)
+        if (layer + 1) * share // num_layers > layer * share // num_layers
+    ]
+
+
+def _behind_layers(
+    form: Execution, hidden: float, hidden_size: int, vocab_size: int
+) -> dict[str, float]:
+    """What follows the last layer; `hidden` numbers a position on this rank."""
+    size, wide, logits = form.itemsize, max(4, form.itemsize), vocab_size / form.tp
     norm = (hidden if form.fused_layers else 2 * hidden + 1) * size
-    return replace(
-        found, norm=norm,
+    return dict(
+        norm=norm,
         head=norm + hidden * size + logits * (size if form.fused_loss else wide),
         head_temporary=0.0 if form.fused_loss else logits * (size + wide),
-        head_weight=logits * shape.hidden * size,
-    )  # fmt: skip
-
-
-def _mlp(shape: _Dimensions, form: Execution) -> float:
-    """Numbers a position that the MLP saves, without its norm."""
-    ffn = shape.expert_ffn if shape.topk else shape.ffn
-    inputs = 2 if shape.gated else 1
-    kept = ffn * (inputs + 1 if form.fused_activation else inputs + (3 if shape.gated else 1))
-    if not shape.topk:
-        return kept / form.tp
-    # Every expert gets a copy of the input and weighs its output; routers save scores.
-    return shape.topk * (shape.hidden + kept + ffn) + 3 * shape.experts
+        head_weight=logits * hidden_size * size,
+    )
 
 
 def _checkpointed(
@@ -348,28 +276,3 @@ def _checkpointed(
         return kept + (1 - share) * inner, kept + (1 - share) * wave, largest - given
     kept = given / form.num_layers
     return kept, kept, min(largest * form.num_layers, wave * num_layers) - given
-
-
-def _selected(
-    shape: _Dimensions,
-    form: Execution,
-    hidden: float,
-    norm: float,
-    mlp: float,
-    common: float,
-    extra: float,
-) -> tuple[float, float, float]:
-    """Selective recomputation: attention's inputs are saved, in inner segments as in waves."""
-    size, wide = form.itemsize, max(4, form.itemsize)
-    inner, wave, again = common, common + extra, 0.0
-    if "core_attn" in form.modules:
-        lse = shape.heads / form.tp * wide
-        inner = wave = common + extra - lse
-        again = (shape.heads * shape.channels / form.tp) * size + lse
-    if "mlp" in form.modules:
-        saved = (mlp - hidden) * size
-        inner, wave, again = inner - saved, wave - saved, max(again, saved)
-    if "layernorm" in form.modules:
-        inner, wave = inner - 2 * hidden * size, wave - 2 * hidden * size
-        again += 2 * norm * size
-    return inner, wave, again

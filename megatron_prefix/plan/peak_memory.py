@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.footprint import Footprint
-from megatron_prefix.plan.layer_mix import spread
+from megatron_prefix.plan.footprint import Footprint, spread
+from megatron_prefix.plan.layer_numbers import Payload
 from megatron_prefix.tree import Segment
-from megatron_prefix.tree.payload_map import Level, PayloadMap, batches, payload_map
+from megatron_prefix.tree.payload_map import Form, Level, PayloadMap, batches, payload_map
+
+Sizes = list[tuple[float, float]]
+"""Of some layers the bytes of their payload, and of its gradient."""
 
 MESSAGES = 4
 """Receives posted ahead and sends under way, both directions together (run/messages.py)."""
@@ -93,6 +97,7 @@ class _MemoryRun:
 
     def __init__(self, plan: Plan, footprint: Footprint) -> None:
         self.plan, self.one = plan, footprint
+        self.payloads = [Counter(stage) for stage in footprint.payloads]
         self.positions = [segment.padded_length / footprint.parts for segment in plan.segments]
         message = footprint.stage_input * max(self.positions, default=0.0)
         self.messages = MESSAGES * message if plan.num_ranks > 1 else 0.0
@@ -137,7 +142,7 @@ class _MemoryRun:
         return [
             _Arena(
                 payload_map(plan.segments, plan.actions_of(rank, chunk), one.parts, one.shares),
-                one, one.mixers[plan.stage(rank, chunk)],
+                one, one.payloads[plan.stage(rank, chunk)],
             )
             for chunk in range(plan.num_chunks)
         ]  # fmt: skip
@@ -154,16 +159,14 @@ class _MemoryRun:
         return self.positions[action.segment] * one + spans
 
     def _of_spans(self, rank: int, action: Action) -> float:
-        """Bytes that a stage's recurrent layers save for the spans of a segment."""
+        """Bytes that a stage's layers save for the spans of a segment."""
         one, spans = self.one, self.plan.segments[action.segment].spans
         with_parents, lengths = sum(s.parent is not None for s in spans), [s.padded for s in spans]
         rows = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches(lengths))
         padding = (rows - sum(lengths)) / one.parts
-        mixers = one.mixers[self.plan.stage(rank, action.chunk)]
         return sum(
-            mixers.count(symbol)
-            * (of.initial * with_parents + of.edge * len(spans) + of.batched * padding)
-            for symbol, of in one.states
+            count * (of.initial * with_parents + of.edge * len(spans) + of.batched * padding)
+            for of, count in self.payloads[self.plan.stage(rank, action.chunk)].items()
         )
 
     def _staged(self, rank: int) -> Iterator[float]:
@@ -227,35 +230,33 @@ class _Arena:
 
     Attributes:
         map: where segments lie.
-        here, there: a symbol for every layer on the device, on the host (plan/layer_mix.py).
+        here, there: of the layers on the device, on the host.
         live: inner segments between forward and backward.
         returned: whether gradients have come back.
     """
 
-    def __init__(self, planned: PayloadMap, footprint: Footprint, mixers: str) -> None:
-        kept = mixers.replace("-", "")
-        on_host = spread(len(kept), footprint.host_layers)
-        self.there = "".join(kept[layer] for layer in on_host)
-        self.here = "".join(one for layer, one in enumerate(kept) if layer not in on_host)
+    def __init__(
+        self, planned: PayloadMap, footprint: Footprint, payloads: Sequence[Payload]
+    ) -> None:
+        rows = {Form.POSITIONS: planned.positions.length, Form.SPANS: planned.spans.length}
+        sizes = [(rows[one.form] * one.values, rows[one.form] * one.gradients) for one in payloads]
+        on_host = spread(len(sizes), footprint.host_layers)
+        self.there = [sizes[layer] for layer in on_host]
+        self.here = [size for layer, size in enumerate(sizes) if layer not in on_host]
         self.map, self.live, self.returned = planned, 0, False
-        rows, states = planned.positions.length, planned.spans.length
-        self._values, self._gradients = {"*": rows * footprint.kv}, {"*": rows * footprint.kv_grad}
-        for symbol, of in footprint.states:
-            self._values[symbol] = states * of.state
-            self._gradients[symbol] = states * of.state_grad
 
-    def values(self, layers: str) -> float:
-        """Bytes of K/V and states in some layers."""
-        return sum(map(self._values.__getitem__, layers)) if self.live else 0.0
+    def values(self, layers: Sizes) -> float:
+        """Bytes of payloads of some layers."""
+        return sum(values for values, _ in layers) if self.live else 0.0
 
-    def gradients(self, layers: str) -> float:
+    def gradients(self, layers: Sizes) -> float:
         """Bytes of their gradients."""
-        return sum(map(self._gradients.__getitem__, layers)) if self.returned else 0.0
+        return sum(gradients for _, gradients in layers) if self.returned else 0.0
 
     def visited(self, backward: bool) -> float:
         """Bytes on the device of layers on the host while an action runs."""
-        values = sorted(map(self._values.__getitem__, self.there), reverse=True)
-        gradients = sorted(map(self._gradients.__getitem__, self.there), reverse=True)
+        values = sorted((values for values, _ in self.there), reverse=True)
+        gradients = sorted((gradients for _, gradients in self.there), reverse=True)
         found = sum(values[:LAYERS_VISITED])
         return found + (sum(gradients[:GRADIENTS_VISITED]) if backward else 0.0)
 

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from megatron_prefix.layers.model import cost_of, footprint_of
 from megatron_prefix.megatron.decoder import pattern_of, recomputes
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.moe.versions import has_global_loss
@@ -156,7 +157,7 @@ class Rank:
     @functools.cached_property
     def cost(self) -> CostModel:
         """FLOPs of the whole model; the same on every rank."""
-        return CostModel.of_config(self.config, self.vocab_size, self.pattern)
+        return cost_of(self.config, self.vocab_size, self.pattern)
 
     @functools.cached_property
     def parts(self) -> int:
@@ -170,7 +171,7 @@ class Rank:
             gathers: whether it keeps K/V of all context-parallel ranks.
             host_layers: see `PrefixConfig.cache_host_layers`.
         """
-        return Footprint.of_config(
+        return footprint_of(
             self.config, self.vocab_size, gathers, host_layers, self.pattern,
             recomputes(self.language_models[0]),
         )  # fmt: skip

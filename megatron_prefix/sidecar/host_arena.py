@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_prefix.offload.pool import Lease, StagingPool
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import Pairs
-from megatron_prefix.plan.layer_mix import spread
+from megatron_prefix.plan.footprint import spread
 from megatron_prefix.sidecar.arena import Arena, Payload, Reading, wide
 from megatron_prefix.sidecar.store import LocalKeys, Store
 from megatron_prefix.tree.payload_map import RowMap

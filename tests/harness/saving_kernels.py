@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_prefix.lab.platforms import linear_kernels
-from megatron_prefix.plan.recurrent_spec import CHUNK
+from megatron_prefix.layers.recurrent.kind import CHUNK
 
 
 def install(patch: pytest.MonkeyPatch, model: Any) -> None:

@@ -238,14 +238,13 @@ def _recurrent(
     Raises:
         UserError: the model needs one of these.
     """
-    symbols = spec.recurrent.keys() if spec else set()
     sizes: tuple[int, ...] = ()
-    if spec and "G" in symbols:
+    if spec:
         sizes = spec.linear_key_head_dim, spec.linear_value_head_dim, spec.linear_num_value_heads
     found = refusals(device, *sizes)
-    for symbol, needed in (("G", "GatedDeltaNet"), ("M", "MambaMixer")):
-        if symbol in symbols and found[needed] is not None:
-            raise UserError(f"the kernels of {needed} do not work here: {found[needed]}")
+    for kind in spec.recurrent if spec else ():
+        if why := found[kind.module]:
+            raise UserError(f"the kernels of {kind.module} do not work here: {why}")
     return found
 
 

@@ -26,14 +26,13 @@ from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.lab.view.drawing import timeline_svg
+from megatron_prefix.layers.model import cost_of, footprint_of
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.chunking import ChunkChooser
-from megatron_prefix.plan.cost import CostModel
-from megatron_prefix.plan.footprint import Execution, Footprint
+from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.memory_policy import policies
 from megatron_prefix.plan.peak_memory import RankMemory, predict
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
-from megatron_prefix.plan.recurrent_spec import CHUNK
 from megatron_prefix.plan.simulator import Timeline, simulate
 from megatron_prefix.tree import Forest, TreeOptions, build
 
@@ -162,7 +161,7 @@ def _result(step: _PlannedStep) -> dict[str, Any]:
         "max_depth": forest.max_depth,
         "prefix_ratio_p50": float(np.percentile(ratios, 50)),
         "prefix_ratio_p95": float(np.percentile(ratios, 95)),
-        "predicted_speedup": CostModel.of_config(step.model).speedup(forest),
+        "predicted_speedup": cost_of(step.model).speedup(forest),
         "align": step.options.boundary,
         "align_reasons": _alignment_reasons(step),
         "chunk_tokens": step.options.chunk_tokens,
@@ -220,11 +219,12 @@ def _alignment_reasons(step: _PlannedStep) -> list[str]:
     own, layout = step.config.align, step.layout.alignment
     reasons = [f"layout {number(layout)}"] if layout > 1 else []
     reasons += [f"--align {number(own)}"] if own > 1 else []
-    if "G" in step.model.recurrent and step.options.boundary % CHUNK:
-        reasons.append(
-            f"with --align {CHUNK}, where GatedDeltaNet's kernels cut, a shared prompt is bitwise"
-            " the unshared one; else recurrent states round differently"
-        )
+    for kind in step.model.kinds:
+        if kind.cut and step.options.boundary % kind.cut:
+            reasons.append(
+                f"with --align {kind.cut}, where {kind.name}'s kernels cut, a shared prompt is"
+                " bitwise the unshared one; else recurrent states round differently"
+            )
     return reasons
 
 
@@ -250,7 +250,7 @@ def peaks(
         num_stages=plan.num_stages, tp=layout.tp, cp=layout.cp,
         sequence_parallel=layout.sequence_parallel,
     )  # fmt: skip
-    footprint = Footprint.of_config(spec, host_layers=host_layers, execution=execution)
+    footprint = footprint_of(spec, host_layers=host_layers, execution=execution)
     found = {}
     for policy in ("retain", "offload", "recompute"):
         one = replace(plan, policies=policies(plan.segments, policy))

@@ -75,26 +75,25 @@ def _check_recurrent(spec: ModelSpec, layout: Layout) -> None:
     import megatron.core
 
     release = Version(Version(megatron.core.__version__).base_version)
-    delta, pattern = "G" in spec.recurrent, spec.hybrid_override_pattern
-    if "G" in pattern and release < Version("0.17"):
-        raise UserError(
-            f"model {spec.name}: hybrid models have no GatedDeltaNet (G) before megatron-core 0.17;"
-            f" leave G out of {pattern}"
-        )
-    for symbol, heads, name in (
-        ("M", spec.mamba_num_groups, "groups"),
-        ("G", spec.linear_num_key_heads, "key heads"),
-    ):
-        if symbol in spec.recurrent and heads % layout.tp:
+    pattern = spec.hybrid_override_pattern
+    for kind in spec.recurrent:
+        if pattern and release < Version(kind.hybrid_since):
+            raise UserError(
+                f"model {spec.name}: hybrid models have no {kind.name} ({kind.symbol}) before"
+                f" megatron-core {kind.hybrid_since}; leave {kind.symbol} out of {pattern}"
+            )
+        if layout.cp > 1 and release < Version(kind.cp_since):
+            raise UserError(
+                f"model {spec.name}: {kind.name} has no context parallelism before megatron-core"
+                f" {kind.cp_since}; leave --cp {layout.cp} out"
+            )
+        heads = getattr(spec, kind.divides[0])
+        if heads % layout.tp:
+            name = kind.divides[0].partition("num_")[2].replace("_", " ")
             raise UserError(
                 f"model {spec.name} has {heads} {name} in its recurrent layers, which --tp"
                 f" {layout.tp} does not divide; use a smaller --tp"
             )
-    if layout.cp > 1 and delta and release < Version("0.18"):
-        raise UserError(
-            f"model {spec.name}: GatedDeltaNet has no context parallelism before megatron-core"
-            f" 0.18; leave --cp {layout.cp} out"
-        )
     if layout.vpp > 1 and pattern and release < Version("0.17"):
         raise UserError(
             f"model {spec.name}: hybrid models have no virtual stages before megatron-core 0.17;"

@@ -26,7 +26,6 @@ from megatron_prefix.lab.models import hf
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.models.shards import Shards, listed
 from megatron_prefix.lab.models.weights import global_name, tensor_split
-from megatron_prefix.plan.layer_mix import layers_with_experts
 
 logger = logging.getLogger(__name__)
 
@@ -265,8 +264,7 @@ def _check_same(folder: Path, whole: ModelSpec, spec: ModelSpec) -> None:
             wrong.append(f"{field.name} {other!r} instead of {own!r}")
     if spec.num_layers > whole.num_layers:
         wrong.append(f"num_layers {spec.num_layers} instead of {whole.num_layers}")
-    kinds = [layers_with_experts(one) for one in (spec, whole)]
-    if not wrong and kinds[0] != kinds[1][: spec.num_layers]:
+    if not wrong and spec.layers != whole.layers[: spec.num_layers]:
         wrong.append("other layers with experts")
     if wrong:
         raise UserError(

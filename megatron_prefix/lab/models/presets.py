@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prefix.errors import UserError, shown
-from megatron_prefix.plan.layer_mix import LayerMix, layers_with_experts
-from megatron_prefix.plan.recurrent_spec import KINDS, Recurrent
+from megatron_prefix.layers.kind import Kind, Slot
+from megatron_prefix.layers.model import layers_of
+from megatron_prefix.layers.recurrent.kind import Recurrent
+from megatron_prefix.layers.table import KINDS
 
 if sys.version_info >= (3, 11):
     import tomllib as toml
@@ -196,19 +198,19 @@ class ModelSpec:
             self._require_size("linear_attention_freq")
         if pattern:
             self._check_pattern(pattern)
-        if "G" in self.recurrent:
-            self._check_divisors("linear_num_key_heads", "linear_num_value_heads")
-            self._require(self.linear_conv_kernel_dim > 1, "linear_conv_kernel_dim 1 sees no other"
+        for kind in self.recurrent:
+            if getattr(self, kind.divides[1]) is not None:
+                self._check_divisors(*kind.divides)
+            self._require(kind.shape(self).conv_width > 1, "linear_conv_kernel_dim 1 sees no other"
                           " position; use 2 or more")  # fmt: skip
-        if "M" in self.recurrent and self.mamba_num_heads is not None:
-            self._check_divisors("mamba_num_groups", "mamba_num_heads")
 
     def _check_pattern(self, pattern: str) -> None:
-        wrong = sorted(set(pattern) - set(KINDS))
-        known = ", ".join(f"{symbol} {kind}" for symbol, kind in KINDS.items())
+        wrong = sorted(set(pattern) - {kind.symbol for kind in KINDS})
+        known = ", ".join(f"{kind.symbol} {kind.name}" for kind in KINDS)
         self._require(not wrong, f"hybrid_override_pattern {shown(pattern)} has"
                       f" {', '.join(wrong)}: use {known}")  # fmt: skip
-        self._require(bool(set(pattern) - set("-E")), f"hybrid_override_pattern {shown(pattern)}"
+        mixers = {kind.symbol for kind in KINDS if kind.slot is Slot.MIXER}
+        self._require(bool(set(pattern) & mixers), f"hybrid_override_pattern {shown(pattern)}"
                       " has no layer that mixes positions: add one of M G *")  # fmt: skip
         self._require(
             len(pattern) == self.num_layers,
@@ -227,18 +229,19 @@ class ModelSpec:
         return self.hybrid_override_pattern != ""
 
     @functools.cached_property
-    def mix(self) -> LayerMix:
-        """Which layer has attention, a recurrence or neither."""
-        return LayerMix.of_config(self)
-
-    @functools.cached_property
-    def _experts(self) -> list[bool]:
-        return layers_with_experts(self)
+    def layers(self) -> list[tuple[Kind, ...]]:
+        """What fills the slots of every layer."""
+        return layers_of(self)
 
     @property
-    def recurrent(self) -> dict[str, Recurrent]:
-        """Shapes of the recurrent layers, by their symbols."""
-        return dict(self.mix.recurrent)
+    def kinds(self) -> tuple[Kind, ...]:
+        """All kinds that the layers have."""
+        return tuple(kind for kind in KINDS if any(kind in layer for layer in self.layers))
+
+    @property
+    def recurrent(self) -> tuple[Recurrent, ...]:
+        """Those that are recurrent."""
+        return tuple(kind for kind in self.kinds if isinstance(kind, Recurrent))
 
     def with_vocab(self, smallest: int) -> ModelSpec:
         """This model for token ids below `smallest`; fills the vocabulary where it is open.
@@ -269,42 +272,15 @@ class ModelSpec:
     @property
     def num_different(self) -> int:
         """The fewest first layers among which is one of every kind that the model has."""
-        kinds = [
-            (self.mix.mixers[layer], self.has_mlp(layer), self.has_experts(layer))
-            for layer in range(self.num_layers)
-        ]
-        return 1 + max(kinds.index(kind) for kind in kinds)
-
-    def has_mlp(self, layer: int) -> bool:
-        """Whether a layer has an MLP or experts."""
-        return not self.is_hybrid_model or self.mix.mixers[layer] == "-"
+        return 1 + max(map(self.layers.index, self.layers))
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's MLP is a mixture of experts."""
-        return self._experts[layer]
-
-    def mixer_parameters(self, layer: int) -> int:
-        """Parameters of a layer's attention or recurrence, without norms and biases."""
-        symbol = self.mix.mixers[layer]
-        if shape := self.recurrent.get(symbol):
-            wide = sum(shape.projected) + shape.projected[0 if symbol == "M" else 2]
-            return wide * self.hidden_size + shape.conv_width * sum(shape.convolved)
-        heads = (2 if self.attention_output_gate else 1) * self.num_attention_heads
-        both = heads + self.num_attention_heads + 2 * self.num_query_groups
-        return self.hidden_size * self.kv_channels * both if symbol == "*" else 0
+        return self.layers[layer][-1].symbol == "E"
 
     def layer_parameters(self, layer: int = 0) -> int:
         """Parameters of one decoder layer with all its experts, without norms and biases."""
-        mixer = self.mixer_parameters(layer)
-        if not self.has_mlp(layer):
-            return mixer
-        matrices = 3 if self.gated_linear_unit else 2
-        if not self.has_experts(layer):
-            return mixer + matrices * self.hidden_size * self.ffn_hidden_size
-        experts, width = self.num_moe_experts or 0, self.moe_ffn_hidden_size or 0
-        shared = self.moe_shared_expert_intermediate_size
-        always = matrices * shared + 1 if shared else 0
-        return mixer + (experts * (matrices * width + 1) + always) * self.hidden_size
+        return sum(kind.parameters(self) for kind in self.layers[layer])
 
     def parameters(self) -> int:
         """Parameters of the whole model, without norms and biases; an open vocabulary counts 0."""

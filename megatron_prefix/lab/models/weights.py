@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_prefix.lab.models.presets import ModelSpec
+from megatron_prefix.layers.recurrent.kind import Recurrent
 
 VOCAB_MULTIPLE = 128
 """Embedding tables are padded to a multiple of this and of tp, so padding rarely varies with tp."""
@@ -118,11 +119,11 @@ def _pieces(spec: ModelSpec, whole: str) -> int | Sequence[int]:
     """See `local_part`, of a parameter by its `global_name`."""
     if "linear_fc1.weight" in whole:
         return 2 if spec.gated_linear_unit else 1
-    recurrent = spec.recurrent.get("M" if ".mixer." in whole else "G")
-    if recurrent is not None and whole.endswith("in_proj.weight"):
-        return recurrent.projected
-    if recurrent is not None and ".conv1d" in whole:
-        return recurrent.convolved
+    match = re.match(r"decoder\.layers\.(\d+)\.\w+\.(in_proj\.weight|conv1d)", whole)
+    for kind in spec.layers[int(match[1])] if match else ():
+        if isinstance(kind, Recurrent):
+            shape = kind.shape(spec)
+            return shape.convolved if "conv1d" in whole else shape.projected
     return 1
 
 

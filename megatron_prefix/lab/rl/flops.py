@@ -14,6 +14,7 @@ import torch
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.presets import ModelSpec
+from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.cost import CostModel, Work, causal_pairs
 from megatron_prefix.run.report import StepReport
 
@@ -27,7 +28,7 @@ def cost_model(spec: ModelSpec) -> CostModel:
     """Forward FLOPs of a model, without any overhead."""
     if spec.vocab_size is None:
         raise UserError(f"model {spec.name} has no vocabulary yet; call with_vocab(size)")
-    return CostModel.of_flops(*CostModel.of_config(spec).forward[:3], action_tokens=0.0)
+    return CostModel.of_flops(*cost_of(spec).forward[:3], action_tokens=0.0)
 
 
 def peak_flops(dtype: str) -> float | None:

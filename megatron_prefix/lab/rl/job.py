@@ -19,7 +19,7 @@ from megatron_prefix.lab.plans.placement import place
 from megatron_prefix.lab.platforms.exact import by_definition
 from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
 from megatron_prefix.lab.runtime.layout import Layout
-from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.layers.model import cost_of
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def place_groups(
     )
     if layout.dp > 1 and (interleaved or side_by_side or counted_together):
         method = "equal"
-    placed = place(groups, layout.dp, CostModel.of_config(spec), options, method)
+    placed = place(groups, layout.dp, cost_of(spec), options, method)
     first = groups[0].rollouts[0]
     idle = Rollout("idle", "0", first.tokens[:2], prompt_len=1, loss=(), reward=0.0)
     num = sum(len(group.rollouts) for group in placed.ranks[0])

@@ -16,6 +16,7 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.megatron.install import install, language_model
 from megatron_prefix.offload.segment import addresses
+from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
 from megatron_prefix.tree import Pairs
 from tests.harness import failures, hybrid, saving_kernels, steps
@@ -93,9 +94,11 @@ def test_bytes_of_one_recurrent_layer(
     stock = mixer.forward
     monkeypatch.setattr(mixer, "forward", counted)
     step(model, [steps.microbatch([one], 0, 0)])
-    [shape] = resolve(name, **SPECS[name]).recurrent.values()
+    spec = resolve(name, **SPECS[name])
+    [kind] = spec.recurrent
     assert len(counts) == 1
-    assert shape.saved(dtype.itemsize, True) * 1024 == pytest.approx(counts[0], rel=0.02)
+    memory = kind.memory(spec, Execution(dtype.itemsize))
+    assert memory.inner * 1024 == pytest.approx(counts[0], rel=0.02)
 
 
 @FAMILIES

@@ -4,18 +4,37 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megatron_prefix.lab.models import presets
 from megatron_prefix.layers import table
 from megatron_prefix.layers.kind import Kind, Slot
+from megatron_prefix.layers.model import cost_of, footprint_of, layers_of
 from megatron_prefix.layers.table import KINDS, part_of
 from megatron_prefix.megatron.install import language_model
+from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
 from megatron_prefix.tree.payload_map import Form
+from tests.core.test_purity import in_fresh_interpreter
 from tests.harness import data
 from tests.harness.one_rank import one_rank, small_model
 
 PACKAGE = data.REPOSITORY / "megatron_prefix"
+OWN = {
+    f"{name.replace('.', '/')}.py"
+    for name in (table.__name__, presets.__name__, *(type(kind).__module__ for kind in KINDS))
+}
+"""Files that may name kinds."""
+NAMES = "|".join(type(kind).__name__ for kind in KINDS)
+SYMBOL = f'"[{re.escape("".join({kind.symbol for kind in KINDS} - {"-"}))}]"'
+"""In quotes; "-" is also stdout."""
+ASKS = re.compile(
+    rf"from megatron_prefix\.layers\S* import .*\b({NAMES})\b|isinstance\([^)]*\b({NAMES})\b"
+    rf"|kind\.(name|symbol) ==|{SYMBOL} (not )?in |{SYMBOL}: [a-z_]+[,}}]|[!=]= {SYMBOL}"
+    rf"|\.(get|count|find|index)\({SYMBOL}"
+)
 
 
 def test_each_kind_has_a_file_of_its_own() -> None:
@@ -26,17 +45,36 @@ def test_each_kind_has_a_file_of_its_own() -> None:
 
 def test_only_its_file_and_the_table_name_a_kind() -> None:
     """Neither by its class nor by asking what a part's kind is; the lab only says it to people."""
-    names = "|".join(type(kind).__name__ for kind in KINDS)
-    asks = re.compile(
-        rf"from megatron_prefix\.layers\S* import .*\b({names})\b|isinstance\([^)]*\b({names})\b"
-        r"|kind\.(name|symbol) =="
-    )
-    own = {type(kind).__module__.replace(".", "/") + ".py" for kind in KINDS}
-    own.add(table.__name__.replace(".", "/") + ".py")
     for path in sorted(PACKAGE.rglob("*.py")):
         place = str(path.relative_to(data.REPOSITORY))
-        if place not in own:
-            assert not asks.search(path.read_text(encoding="utf-8")), place
+        if place not in OWN:
+            assert not ASKS.search(path.read_text(encoding="utf-8")), place
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from megatron_prefix.layers.gdn import GatedDeltaNet",
+        "isinstance(kind, Attention)",
+        'if "G" in pattern:',
+        'mixers = mix.count("*")',
+        'symbol == "M"',
+        'shapes = {"M": mamba, "G": delta}',
+        "if kind.symbol == other:",
+    ],
+)
+def test_asking_for_a_kind_would_be_found(code: str) -> None:
+    assert ASKS.search(code)
+
+
+def test_numbers_of_all_presets_need_neither_torch_nor_megatron() -> None:
+    in_fresh_interpreter(
+        "from megatron_prefix.lab.models.presets import PRESETS\n"
+        "from megatron_prefix.layers.model import cost_of, footprint_of\n"
+        "from megatron_prefix.plan.footprint import Execution\n"
+        "for spec in PRESETS.values():\n"
+        "    cost_of(spec), footprint_of(spec, execution=Execution())\n"
+    )
 
 
 def test_kinds_that_leave_a_payload_mix_positions() -> None:
@@ -63,14 +101,45 @@ def test_what_no_kind_knows_is_not_taken_for_nothing() -> None:
     assert part_of(SimpleNamespace(mixer=object()), Slot.MIXER) is None
 
 
+class Other(Kind):
+    """Every second layer of a GPTModel."""
+
+    name, symbol, slot, form = "other", "O", Slot.MIXER, Form.SPANS
+
+    def module_of(self, layer: object) -> object | None:
+        return getattr(layer, "other", None)
+
+    def fills(self, config: Any, layer: int) -> bool:
+        return layer % 2 == 1
+
+    def work(self, config: Any) -> LayerWork:
+        return LayerWork(1000.0 * config.hidden_size, 70.0)
+
+    def memory(self, config: Any, form: Execution) -> LayerMemory:
+        payload = Payload(Form.SPANS, 5.0, 6.0)
+        return LayerMemory(5e5 * form.itemsize, 2e6, seen=1e9, payload=payload)
+
+
 def test_a_new_kind_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Other(Kind):
-        name, symbol, slot, form = "other", "O", Slot.MIXER, Form.SPANS
-
-        def module_of(self, layer: object) -> object | None:
-            return getattr(layer, "other", None)
-
-    monkeypatch.setattr(table, "KINDS", (Other(), *KINDS))
+    """Its module is found, and its numbers are in costs and memory."""
+    spec, form = presets.resolve("tiny-llama", num_layers=4), Execution()
+    cost, footprint = cost_of(spec, 0), footprint_of(spec, execution=form)
+    other = Other()
+    monkeypatch.setattr(table, "KINDS", (other, *KINDS))
     model = SimpleNamespace(decoder=SimpleNamespace(layers=[SimpleNamespace(other=3)]))
     [part] = table.payload_parts(model)
-    assert part.module == 3 and part.kind is not None and part.kind.form is Form.SPANS
+    assert part.module == 3 and part.kind is other
+
+    attention, mlp = layers_of(spec)[0]
+    assert layers_of(spec) == [(attention, mlp), (other, mlp)] * 2
+    assert layers_of(spec, "O*") == [(other,), (attention,)]
+    products = other.work(spec).products - attention.work(spec).products
+    flops = cost_of(spec, 0).forward
+    assert flops.positions == cost.forward.positions + 2 * 2 * products
+    assert flops.pairs == cost.forward.pairs / 2 + 2 * 2 * 70
+    found, memory = footprint_of(spec, execution=form), attention.memory(spec, form)
+    assert found.inner == footprint.inner + (1e6 - memory.inner) / 2
+    assert found.wave == footprint.wave + (2e6 - memory.wave) / 2
+    assert (found.kv, found.seen) == (footprint.kv, 1e9)
+    assert found.unread == found.inner  # all of the last layer is computed
+    assert found.payloads == ((memory.payload, Payload(Form.SPANS, 5.0, 6.0)) * 2,)

@@ -168,7 +168,7 @@ def convolution_of(
 ) -> Callable[[Tensor], Tensor]:
     """The convolution of a GatedDeltaNet's layer, in a segment with spans of these lengths."""
     cpu.load_recurrent_layers()
-    from megatron_prefix.layers.gdn import GatedDeltaLayer
+    from megatron_prefix.layers.recurrent.delta import GatedDeltaLayer
 
     running = SimpleNamespace(current=segment_of(lengths, inner))
     ((_, name, forward),) = GatedDeltaLayer(Mixer(positions_first), 0, running).overrides()

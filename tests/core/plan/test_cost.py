@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from megatron_prefix.lab.models.config import transformer_config
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.cost import CostModel, Work, segment_work, stock_work
 from megatron_prefix.tree import Forest, Pairs, build
 from tests.harness.trees import flat_forest, rollout_sets, tree_options
@@ -73,25 +74,25 @@ def test_flops_of_a_shape_are_those_of_its_matrices() -> None:
     hidden, ffn, layers, vocab = 8, 20, 3, 50
     matrices = [(hidden, 4 * 2), (hidden, 2 * 2), (hidden, 2 * 2), (4 * 2, hidden)]  # q k v o
     shape = dict(
-        num_layers=layers, hidden_size=hidden, num_heads=4, num_kv_heads=2, head_dim=2,
-        ffn_hidden_size=ffn, vocab_size=vocab,
+        num_layers=layers, hidden_size=hidden, num_attention_heads=4, num_query_groups=2,
+        kv_channels=2, ffn_hidden_size=ffn,
     )  # fmt: skip
     for gated, mlp in ((True, 3), (False, 2)):
-        cost = CostModel.of_shape(**shape, gated=gated)
+        cost = cost_of(SimpleNamespace(**shape, gated_linear_unit=gated), vocab)
         weights = sum(a * b for a, b in [*matrices, *[(hidden, ffn)] * mlp])
         assert cost.forward.positions == 2 * layers * weights
         assert cost.forward.scored == 2 * hidden * vocab
         assert cost.forward.pairs == layers * 4 * (2 * 2 + 2 * 2)  # q @ k and p @ v, per head
 
 
-def test_a_megatron_config_counts_like_its_shape() -> None:
+def test_a_megatron_config_counts_like_its_spec() -> None:
     config = SimpleNamespace(
         num_layers=3, hidden_size=8, num_attention_heads=4, num_query_groups=None, kv_channels=2,
         ffn_hidden_size=20, gated_linear_unit=False,
     )  # fmt: skip
+    spec = resolve("tiny-llama", **{**vars(config), "num_query_groups": 4})
     for vocab, known in ((0, None), (50, 50)):
-        wanted = CostModel.of_shape(3, 8, 4, 4, 2, 20, vocab, gated=False)
-        assert CostModel.of_config(config, known) == wanted
+        assert cost_of(config, known) == cost_of(spec, vocab)
 
 
 @pytest.mark.parametrize(
@@ -107,10 +108,10 @@ def test_experts_of_a_megatron_config(frequency, num_sparse) -> None:
     attention = 8 * 2 * (2 * 4 + 2 * 2)
     mlps = num_sparse * (2 * 6 + 10) + (4 - num_sparse) * 20
     wanted = 2 * (4 * attention + 3 * 8 * mlps)
-    assert CostModel.of_config(config).forward.positions == pytest.approx(wanted)
+    assert cost_of(config).forward.positions == pytest.approx(wanted)
     config.moe_shared_expert_intermediate_size = None
     wanted -= 2 * 3 * 8 * num_sparse * 10
-    assert CostModel.of_config(config).forward.positions == pytest.approx(wanted)
+    assert cost_of(config).forward.positions == pytest.approx(wanted)
 
 
 def test_a_config_counts_as_megatron_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,28 +126,27 @@ def test_a_config_counts_as_megatron_makes_it(monkeypatch: pytest.MonkeyPatch) -
         config = transformer_config(
             spec, Layout(), "float32", torch.device("cpu"), transformer_engine=False
         )
-        assert CostModel.of_config(config, 64, spec.hybrid_override_pattern) == CostModel.of_config(
-            spec
-        )
+        assert cost_of(config, 64, spec.hybrid_override_pattern) == cost_of(spec)
 
 
 def test_only_attention_layers_have_pairs() -> None:
     """Qwen3-Next has 12 of them, 16 heads of 256; a pair costs 4 FLOPs a channel."""
-    cost = CostModel.of_config(resolve("qwen3-next-80b-a3b"))
+    cost = cost_of(resolve("qwen3-next-80b-a3b"))
     assert cost.forward.pairs == 12 * 4 * 16 * 256
     spec = resolve("tiny-nemotron-h")
-    mixers = sum(map(spec.mixer_parameters, range(6))) - 3 * 4 * (128 + 2 * 16)  # convolutions
+    mixers = sum(kind.parameters(spec) for (kind,) in spec.layers if kind.form)
+    mixers -= 3 * 4 * (128 + 2 * 16)  # convolutions
     scans = 3 * (2 * 8 * 16 * 8 + 64 * (2 * 8 + 128))  # a state written and read; chunks of 64
-    assert CostModel.of_config(spec).forward.positions == 2 * (mixers + scans + 2 * 2 * 64 * 128)
+    assert cost_of(spec).forward.positions == 2 * (mixers + scans + 2 * 2 * 64 * 128)
 
 
 def test_parameters_of_llama3_8b() -> None:
     """The model's matrices, its input embedding aside, twice: 7.5 G weights."""
-    cost = CostModel.of_config(resolve("llama3-8b"))
+    cost = cost_of(resolve("llama3-8b"))
     assert (cost.forward.positions + cost.forward.scored) / 2 == pytest.approx(7.5e9, rel=0.01)
 
 
 def test_experts_count_where_a_token_goes() -> None:
     """Qwen3-30B-A3B computes with 3.3 G of its weights, of which 0.3 G are the input embedding."""
-    cost = CostModel.of_config(resolve("qwen3-30b-a3b"))
+    cost = cost_of(resolve("qwen3-30b-a3b"))
     assert (cost.forward.positions + cost.forward.scored) / 2 == pytest.approx(3.0e9, rel=0.03)

@@ -8,10 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.cost import CostModel, Features, Work, features
 from megatron_prefix.plan.cost_fit import Evidence, StepTime, together
 
-COST = CostModel.of_shape(12, 4096, 32, 8, 128, 12288, 151936)
+COST = cost_of(resolve("qwen3-8b", num_layers=12))
 PRIOR = COST.in_seconds(4e14, 12)
 # Slower than the guess, with a dearer backward, slow attention and high overheads.
 TRUTH = CostModel(

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.gate import Decision, decide, other_way, unshared, without_sharing
 from megatron_prefix.plan.planner import make_plan
@@ -42,7 +44,7 @@ def test_auto_falls_back_exactly_where_the_speedup_is_too_small(speedup, share) 
 
 def test_the_baseline_is_the_trainers_packing() -> None:
     """Small groups: many segments beat single rollouts, and lose to a few full microbatches."""
-    times = CostModel.of_shape(12, 4096, 32, 8, 128, 12288, 0).in_seconds(4e14, 12)
+    times = cost_of(resolve("qwen3-8b", num_layers=12), 0).in_seconds(4e14, 12)
     rollouts, groups = flat_rollouts(100, 30, 4, 60)
     forest = build(rollouts, groups, TreeOptions())
     config = PrefixConfig(mode="auto", min_speedup=1.0)
@@ -59,17 +61,23 @@ def test_vocabulary_and_experts_decide() -> None:
     forest = forest_of(2, prefix=150)
     config = PrefixConfig(mode="auto")
 
-    def speedup(vocab_size: int, width: float) -> float:
-        cost = CostModel.of_shape(2, 256, 4, 4, 64, width, vocab_size)
-        return decided(config, forest, cost.in_seconds(5e10, 2), [0, 0]).predicted_speedup
+    def cost(vocab_size: int, width: int) -> CostModel:
+        spec = resolve(
+            "tiny-llama", num_layers=2, hidden_size=256, num_attention_heads=4, kv_channels=64,
+            num_query_groups=4, ffn_hidden_size=width,
+        )  # fmt: skip
+        return cost_of(spec, vocab_size).in_seconds(5e10, 2)
+
+    def speedup(vocab_size: int, width: int) -> float:
+        found = decided(config, forest, cost(vocab_size, width), [0, 0])
+        return found.predicted_speedup
 
     plain = speedup(0, 64)
     assert speedup(150_000, 64) > 1.1 * plain
     assert speedup(0, 8 * 2048) > 1.1 * plain
     limit = PrefixConfig(mode="auto", min_speedup=1.05 * plain)
     for vocab_size, share in ((0, False), (150_000, True)):
-        cost = CostModel.of_shape(2, 256, 4, 4, 64, 64, vocab_size)
-        assert decided(limit, forest, cost.in_seconds(5e10, 2), [0, 0]).share == share
+        assert decided(limit, forest, cost(vocab_size, 64), [0, 0]).share == share
 
 
 # The schedule that was never timed ----------------------------------------------------------------

@@ -12,8 +12,8 @@ import torch
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.layers.model import cost_of, footprint_of
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.footprint import Execution, Footprint
 from megatron_prefix.plan.memory_policy import Rates, automatic, leaner, policies
 from megatron_prefix.plan.peak_memory import predict
@@ -27,7 +27,7 @@ from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts, random_forest
 
 SPEC = resolve("llama3-8b")
-FOOTPRINT, COST = Footprint.of_config(SPEC, execution=Execution()), CostModel.of_config(SPEC)
+FOOTPRINT, COST = footprint_of(SPEC, execution=Execution()), cost_of(SPEC)
 FAST, SLOW = Rates(5e14, 1e13), Rates(5e14, 1e9)
 
 
@@ -97,9 +97,7 @@ def test_a_prefix_too_large_to_recompute_is_offloaded() -> None:
 def test_whatever_the_tree_the_peak_fits_or_nothing_leaner_does(seed: int) -> None:
     rng = random.Random(seed)
     plan = make_plan(random_forest(rng), rng.randint(1, 4))
-    small = Footprint.of_config(
-        resolve("tiny-llama"), 64, execution=Execution(num_stages=plan.num_ranks)
-    )
+    small = footprint_of(resolve("tiny-llama"), 64, execution=Execution(num_stages=plan.num_ranks))
     lean = leaner(plan)
     least = peak(plan, (), small) if lean is None else peak(plan, lean.policies, small)
     for share in (0.0, 0.5, 0.95):

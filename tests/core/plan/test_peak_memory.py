@@ -15,6 +15,7 @@ from megatron_prefix.lab.bench.counted import SavedBytes
 from megatron_prefix.lab.models import build as models_build
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
+from megatron_prefix.layers import model as layers
 from megatron_prefix.offload.segment import addresses
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.footprint import Execution, Footprint
@@ -179,7 +180,7 @@ def test_a_stage_counts_its_own_layers() -> None:
 
 def footprint_of(spec: ModelSpec, **execution: Any) -> Footprint:
     """Of a model, computed as said."""
-    return Footprint.of_config(spec, execution=Execution(**execution))
+    return layers.footprint_of(spec, execution=Execution(**execution))
 
 
 def whole(**options: Any) -> Footprint:

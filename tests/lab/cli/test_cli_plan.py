@@ -12,8 +12,8 @@ import pytest
 from megatron_prefix.lab.data.pairs import pairs_of
 from megatron_prefix.lab.data.rollouts import read_groups
 from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.simulator import simulate
 from tests.harness import data
 from tests.harness.command_line import BUNDLED, failure, result, row, run
@@ -39,7 +39,7 @@ def test_plan_json_has_the_keys_of_the_contract_and_their_values(capsys) -> None
     assert found["prefix_ratio_p50"] == pytest.approx(np.percentile(ratios, 50))
     assert found["prefix_ratio_p95"] == pytest.approx(np.percentile(ratios, 95))
     # Nothing but compression, fewer actions and a smaller output layer makes a step faster.
-    linear, head, _, action, _ = CostModel.of_config(resolve("llama3-8b")).forward
+    linear, head, _, action, _ = cost_of(resolve("llama3-8b")).forward
     most = found["compression"] + action / linear * len(rollouts) / trie
     assert 2 < found["predicted_speedup"] < most * (1 + head / linear)
     # All in one bundle: a segment a level of the trees, the last one a wave.

@@ -403,8 +403,7 @@ def test_qwen3_5_moe_is_qwen3_next_with_other_sizes(tmp_path) -> None:
 
 def test_nemotron_h_has_layers_of_three_kinds(tmp_path) -> None:
     found = hf.load(config_file(tmp_path, NEMOTRON_H))
-    assert found.mix.mixers == "M-M-M-M*-M"
-    assert [found.has_mlp(layer) for layer in range(10)].count(True) == 4
+    assert [kind.symbol for (kind,) in found.layers] == [*"M-M-M-M*-M"]
     assert not found.rope and not found.gated_linear_unit and found.num_layers == 10
     kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
     pattern = NEMOTRON_H["hybrid_override_pattern"]

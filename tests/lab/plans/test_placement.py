@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.data.rollouts import Group, Rollout
+from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.plans import placement
 from megatron_prefix.lab.plans.placement import METHODS, place
+from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.tree import TreeOptions
 from tests.harness import data
@@ -244,7 +246,7 @@ def test_bad_usage_is_refused(arguments, message):
 @pytest.mark.parametrize("share", ["group", "batch"])
 def test_real_rollouts_are_balanced_by_tree(name, share):
     groups = data.groups(name, 40)
-    cost = CostModel.of_shape(32, 4096, 32, 8, 128, 14336, 128256)
+    cost = cost_of(resolve("llama3-8b"))
     options = TreeOptions(share=share)
     ours, raw = (place(groups, 4, cost, options, method) for method in ("auto", "tokens"))
     assert ours.imbalance < 1.07

@@ -1,0 +1,140 @@
+"""Routers in a segment: they count every rollout that a token stands for.
+
+That sum is a payload, too: a span of it goes to the ledger of the step (moe/ledger.py), not to the
+span's children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_prefix.layers.kind import Running
+from megatron_prefix.moe.ledger import RouterLedger
+
+
+def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[..., Any]]:
+    # long: six short functions over the same three names
+    """New methods of one router, by name. Outside of segments they behave as Megatron's.
+
+    In a segment Megatron's own auxiliary losses are off, since they would take the segment for a
+    microbatch. Instead `routing` counts in the segment's ledger and attaches its gradients.
+
+    Args:
+        router: a TopKRouter.
+        layer: its layer in the model chunk.
+        hooks: of the model chunk; they know which segment runs.
+    """
+    routing, apply_z_loss = router.routing, router.apply_z_loss
+    is_enabled, apply_bias = router.is_aux_loss_enabled, router._apply_expert_bias
+
+    def running() -> tuple[RouterLedger, int] | None:
+        context = hooks.current
+        if context is None or context.ledger is None:
+            return None
+        return context.ledger, context.index
+
+    def routing_of_segment(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        found = running()
+        with contextlib.ExitStack() as stack:
+            if hooks.current is not None and hooks.replay is not None:
+                num_tokens = logits.shape[:-1].numel()
+                stack.enter_context(hooks.replay.around(router, hooks.current.index, num_tokens))
+            probs, routing_map = routing(logits, *args, **kwargs)
+        if found is not None and router.training:
+            flat = logits.flatten(0, -2)
+            probs = _accounted(router, flat, probs, is_enabled(), layer, *found)
+        return probs, routing_map
+
+    def z_loss_of_segment(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return apply_z_loss(logits, *args, **kwargs) if running() is None else logits
+
+    def is_enabled_outside_segments() -> bool:
+        return running() is None and is_enabled()
+
+    def bias_of_segment(routing_map: Tensor, *args: Any, **kwargs: Any) -> None:
+        found = running()
+        if found is None:
+            apply_bias(routing_map, *args, **kwargs)
+        elif router.enable_expert_bias and torch.is_grad_enabled():
+            copies = found[0].copies(layer, found[1], len(routing_map))
+            with torch.no_grad():
+                router.local_tokens_per_expert += (routing_map * copies.unsqueeze(1)).sum(0)
+
+    return {
+        "routing": routing_of_segment,
+        "apply_z_loss": z_loss_of_segment,
+        "is_aux_loss_enabled": is_enabled_outside_segments,
+        "_apply_expert_bias": bias_of_segment,
+    }
+
+
+def _accounted(
+    router: Any,
+    logits: Tensor,
+    probs: Tensor,
+    balanced: bool,
+    layer: int,
+    ledger: RouterLedger,
+    index: int,
+) -> Tensor:
+    """The routing probabilities, with the auxiliary losses of a segment attached.
+
+    Args:
+        logits: [tokens, experts].
+        probs: [tokens, experts].
+        balanced: whether there is a load-balancing loss.
+    """
+    config = router.config
+    experts = scores = squares = None
+    if balanced:
+        experts, scores = compute_routing_scores_for_aux_loss(
+            logits, router.topk, router.score_function, fused=config.moe_router_fusion
+        )
+    if config.moe_z_loss_coeff is not None:
+        squares = torch.logsumexp(logits, -1).square()
+    if scores is None and squares is None:
+        return probs
+    # Without gradients this is the first forward of activation recomputation.
+    ledger.count(layer, index, experts, scores, squares)
+    if not torch.is_grad_enabled():
+        return probs
+    return _AuxiliaryLosses.apply(probs, scores, squares, ledger, layer, index)
+
+
+class _AuxiliaryLosses(torch.autograd.Function):
+    """Identity for the probabilities; scores and squares get the losses' gradients."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        probs: Tensor,
+        scores: Tensor | None,
+        squares: Tensor | None,
+        ledger: RouterLedger,
+        layer: int,
+        index: int,
+    ) -> Tensor:
+        ctx.call = ledger, layer, index, len(probs)
+        return probs.view_as(probs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ledger, layer, index, num_tokens = ctx.call
+        of_scores, of_squares = ledger.gradients(layer, index, num_tokens)
+        _, has_scores, has_squares, *_ = ctx.needs_input_grad
+        return (
+            gradient,
+            of_scores if has_scores else None,
+            of_squares if has_squares else None,
+            None,
+            None,
+            None,
+        )

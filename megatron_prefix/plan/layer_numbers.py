@@ -1,0 +1,71 @@
+"""What fills a slot of a layer computes and keeps, as numbers.  Pure.
+
+Every kind of layer says its own (layers/kind.py). This folder adds them up and knows no kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_prefix.tree.payload_map import Form
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """Multiplications of a forward; each is two FLOPs.
+
+    Attributes:
+        products: a position, in matrix products.
+        pairs: a visible (query, key) pair.
+    """
+
+    products: float
+    pairs: float = 0.0
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What a span leaves for its children, in bytes on one rank.
+
+    Attributes:
+        form: whether a row is a position's or a span's.
+        values: a row in the sidecar.
+        gradients: a row of its gradient there.
+        initial: saved for a span with a parent, whose payload it begins with.
+        edge: saved for any span: its first positions once more.
+        batched: saved for a position, not a span, where a batch of spans has a row for each, as
+            long as the longest (tree/payload_map.py, `batches`); 0 elsewhere.
+    """
+
+    form: Form
+    values: float
+    gradients: float
+    initial: float = 0.0
+    edge: float = 0.0
+    batched: float = 0.0
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes a position on one rank, without those of the norm in front.
+
+    Attributes:
+        inner: saved for the backward of an inner segment.
+        wave: the same for a wave, whose payload is not in the sidecar.
+        again: recomputed by Megatron's selective recomputation during backward.
+        unread: saved for an inner segment whose output nobody reads, where only the payload is
+            computed (layers/blocks/unread.py); None where everything is, in any case.
+        read: besides `unread`, saved of all positions as soon as one of them is read.
+        temporary: peak transient bytes.
+        seen: transient bytes a key of an ancestor in a backward.
+        payload: what a span leaves; None: nothing.
+    """
+
+    inner: float
+    wave: float
+    again: float = 0.0
+    unread: float | None = None
+    read: float = 0.0
+    temporary: float = 0.0
+    seen: float = 0.0
+    payload: Payload | None = None
