@@ -48,11 +48,11 @@ class Experts(Kind):
 
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind. Every expert gets a copy of the input and weighs its output; routers save
-        scores, and count all positions."""
+        scores, and count all positions. Megatron's `recompute_modules` has "mlp" for dense ones."""
         width = _width(config)
         each = config.hidden_size + saved(width, config, form) + width
         numbers = config.moe_router_topk * each + 3 * (config.num_moe_experts or 0)
-        return saving(numbers, config, form, None)
+        return saving(numbers, config, form)
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megatron_prefix.layers.kind import Kind, Slot
@@ -34,7 +35,10 @@ class MLP(Kind):
 
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind; it does not run where nobody reads its output."""
-        return saving(saved(config.ffn_hidden_size, config, form) / form.tp, config, form, 0.0)
+        numbers = saved(config.ffn_hidden_size, config, form) / form.tp
+        whole = saving(numbers, config, form)
+        kept = hidden(config, form) * form.itemsize if form.selects("mlp") else whole.inner
+        return replace(whole, inner=kept, wave=kept, again=whole.inner - kept, unread=0.0)
 
 
 def matrices(config: Any) -> int:
@@ -49,9 +53,13 @@ def saved(width: int, config: Any, form: Execution) -> int:
     return width * (inputs + 1 if form.fused_activation else inputs + (3 if gated else 1))
 
 
-def saving(numbers: float, config: Any, form: Execution, unread: float | None) -> LayerMemory:
-    """The memory of MLPs that save so many numbers a position; see LayerMemory."""
-    hidden, size = config.hidden_size / form.sequence_ranks, form.itemsize
-    again = (numbers - hidden) * size if form.selects("mlp") else 0.0
-    kept = numbers * size - again
-    return LayerMemory(kept, kept, again, unread, temporary=(numbers + 2 * hidden) * size)
+def hidden(config: Any, form: Execution) -> float:
+    """Numbers a position between layers, on one rank."""
+    share: float = config.hidden_size / form.sequence_ranks
+    return share
+
+
+def saving(numbers: float, config: Any, form: Execution) -> LayerMemory:
+    """Of what saves so many numbers a position, and is not recomputed."""
+    kept = numbers * form.itemsize
+    return LayerMemory(kept, kept, temporary=kept + 2 * hidden(config, form) * form.itemsize)

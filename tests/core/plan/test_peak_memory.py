@@ -26,7 +26,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar import cache as cache_module
 from megatron_prefix.tree import Pairs, TreeOptions, build, trees
 from megatron_prefix.tree.payload_map import Form, payload_map
-from tests.harness import lora, steps
+from tests.harness import lora, saving_kernels, steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts
@@ -100,6 +100,22 @@ def test_saved_bytes_are_those_that_were_predicted(name: str, recompute: str) ->
             ratio = predicted.saved / (saved + cache)
             assert 0.9 <= ratio <= 1.1, f"{shape}, {memory}: {ratio:.3f}"
             assert predicted.peak >= predicted.saved
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", "tiny-nemotron-h", "tiny-qwen3-next"])
+def test_recomputed_mlps_are_those_that_were_predicted(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In all layers that have one, whatever their mixer; experts are not recomputed."""
+    fields: dict[str, Any] = {"num_layers": 4, "ffn_hidden_size": 512}
+    model = small_model(
+        name, vocab=VOCAB, spec=fields, dtype=torch.float32, recompute="selective",
+        config_overrides={"recompute_modules": ["mlp"]},
+    )  # fmt: skip
+    if name != "tiny-moe":
+        saving_kernels.install(monkeypatch, model)
+    saved, cache, predicted = counted(model, SHAPES[0], "retain")
+    assert 0.9 <= predicted.saved / (saved + cache) <= 1.2
 
 
 def test_of_adapters_rather_too_much_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
