@@ -35,21 +35,22 @@ class Experts(Kind):
 
     def work(self, config: Any) -> LayerWork:
         """See Kind; those count that a token visits, and shared ones."""
-        width = _width(config) * config.moe_router_topk + _shared(config)
+        width, shared = _widths(config)
+        width = width * config.moe_router_topk + shared
         return LayerWork(matrices(config) * config.hidden_size * width)
 
     def parameters(self, config: Any) -> int:
         """See Kind; of all experts, the router, and the gate of shared ones."""
-        shared = _shared(config)
+        width, shared = _widths(config)
         always = matrices(config) * shared + 1 if shared else 0
-        each = matrices(config) * _width(config) + 1
+        each = matrices(config) * width + 1
         weights: int = ((config.num_moe_experts or 0) * each + always) * config.hidden_size
         return weights
 
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind. Every expert gets a copy of the input and weighs its output; routers save
         scores, and count all positions. Megatron's `recompute_modules` has "mlp" for dense ones."""
-        width = _width(config)
+        width, _ = _widths(config)
         each = config.hidden_size + saved(width, config, form) + width
         numbers = config.moe_router_topk * each + 3 * (config.num_moe_experts or 0)
         return saving(numbers, config, form)
@@ -69,11 +70,7 @@ class Experts(Kind):
         return [(module.router, name, method) for name, method in methods.items()]
 
 
-def _width(config: Any) -> int:
-    """Of one expert."""
-    return config.moe_ffn_hidden_size or config.ffn_hidden_size
-
-
-def _shared(config: Any) -> int:
-    """Width of what all tokens go through."""
-    return getattr(config, "moe_shared_expert_intermediate_size", None) or 0
+def _widths(config: Any) -> tuple[int, int]:
+    """Of one expert, and of what all tokens go through."""
+    shared = getattr(config, "moe_shared_expert_intermediate_size", None) or 0
+    return config.moe_ffn_hidden_size or config.ffn_hidden_size, shared

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers.kind import Override, Running
-from megatron_prefix.layers.recurrent.kind import CHUNK, Recurrent, Shape
+from megatron_prefix.layers.recurrent.kind import CHUNK, Recurrent, Saved, Shape
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.refusals.table import DELTA_CP, DELTA_KERNEL
 
@@ -40,8 +40,8 @@ class GatedDeltaNet(Recurrent):
             config.linear_conv_kernel_dim, heads * key_dim * value_dim, heads * scan,
         )  # fmt: skip
 
-    def saved(self, config: Any, form: Execution) -> float:
-        """See Recurrent.
+    def saved(self, config: Any, form: Execution) -> Saved:
+        """See Recurrent; `edge` is the convolution of a parent's tail and a span's first positions.
 
         Megatron's module, run as it stands (megatron/core/ssm/gated_delta_net.py, 0.16.1): the
         output norm's input and output, the gate and its SiLU in fp32 (torch.compile may keep less),
@@ -52,18 +52,15 @@ class GatedDeltaNet(Recurrent):
         `L2NormFunction` its output; `ChunkGatedDeltaRuleFunction` queries and keys of every value
         head, values, g, beta, and A, `CHUNK` numbers a head. Norms a number a head, in fp32.
         """
-        size, (keys, _, values) = form.itemsize, self.shape(config).convolved
+        size, shape = form.itemsize, self.shape(config)
+        keys, _, values = shape.convolved
         heads, key_heads = config.linear_num_value_heads, config.linear_num_key_heads
         repeated = 2 * heads * config.linear_key_head_dim if heads > key_heads else 0
         kernels = 2 * keys + values + 2 * keys + repeated + values + heads * CHUNK
         norm = (2 if form.fused_layers else 3) * values
         gates, scales = 2 * values + 3 * heads, heads + 2 * key_heads
         narrow = kernels + norm + values + heads
-        return narrow * size + (gates + scales) * max(4, size)
-
-    def of_spans(self, config: Any, form: Execution, tail: float) -> dict[str, float]:
-        """See Recurrent: the convolution of the parent's tail and a span's first positions."""
-        return {"edge": 2 * tail * form.itemsize}
+        return Saved(narrow * size + (gates + scales) * max(4, size), 2 * shape.tail * size)
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind; on a GPU the rule is tried, once a process."""

@@ -74,13 +74,13 @@ class Kind:
         it in the table does; hybrid models name their kinds by symbol."""
         return False
 
-    def work(self, config: Any) -> LayerWork:
-        """What a layer computes."""
-        raise NotImplementedError
-
     def parameters(self, config: Any) -> int:
         """Weights of a layer, without norms and biases."""
         raise NotImplementedError
+
+    def work(self, config: Any) -> LayerWork:
+        """What a layer computes: with every position once each weight, unless a kind says more."""
+        return LayerWork(self.parameters(config))
 
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """What a layer takes of device memory.

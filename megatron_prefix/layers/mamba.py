@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers.kind import Override, Running
-from megatron_prefix.layers.recurrent.kind import CHUNK, Recurrent, Shape
+from megatron_prefix.layers.recurrent.kind import CHUNK, Recurrent, Saved, Shape
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.refusals.table import MAMBA_PATH
 
@@ -34,21 +34,15 @@ class Mamba2(Recurrent):
             inner * state_dim, 2 * inner * state_dim + CHUNK * (shared + inner),
         )  # fmt: skip
 
-    def saved(self, config: Any, form: Execution) -> float:
-        """See Recurrent: what the kernel saves, the gated norm's input (`LayerNormFn` of mamba-ssm)
-        and, Megatron's own, the output projection's."""
-        return self._of_kernel(config, form) + 2 * self.shape(config).values * form.itemsize
-
-    def of_spans(self, config: Any, form: Execution, tail: float) -> dict[str, float]:
-        """See Recurrent: the kernel's rows begin with the parent's tail, and are padded."""
-        batched = self._of_kernel(config, form) / form.tp
-        return {"edge": (CONV_WIDTH - 1) * batched / form.cp, "batched": batched}
-
-    def _of_kernel(self, config: Any, form: Execution) -> float:
-        """Bytes a position that the kernel saves: its input, and what it multiplies by the gate
-        (`MambaSplitConv1dScanCombinedFn` in mamba-ssm 2.2)."""
+    def saved(self, config: Any, form: Execution) -> Saved:
+        """See Recurrent. The kernel saves its input, and what it multiplies by the gate
+        (`MambaSplitConv1dScanCombinedFn` in mamba-ssm 2.2), in rows that begin with the parent's
+        tail and are padded; the gated norm (`LayerNormFn` of mamba-ssm) and, Megatron's own, the
+        output projection their inputs."""
         shape = self.shape(config)
-        return (sum(shape.projected) + shape.values) * form.itemsize
+        kernel = shape.rows * form.itemsize
+        whole = kernel + 2 * shape.values * form.itemsize
+        return Saved(whole, (CONV_WIDTH - 1) * kernel, kernel)
 
     def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
         """See Kind."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_prefix.layers.kind import Kind, Slot
 from megatron_prefix.plan.footprint import Execution
-from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
+from megatron_prefix.plan.layer_numbers import LayerMemory
 
 
 class MLP(Kind):
@@ -24,10 +24,6 @@ class MLP(Kind):
         module = getattr(layer, "mlp", None)
         return None if type(module).__name__ == "IdentityOp" else module
 
-    def work(self, config: Any) -> LayerWork:
-        """See Kind."""
-        return LayerWork(self.parameters(config))
-
     def parameters(self, config: Any) -> int:
         """See Kind."""
         weights: int = matrices(config) * config.hidden_size * config.ffn_hidden_size
@@ -37,7 +33,8 @@ class MLP(Kind):
         """See Kind; it does not run where nobody reads its output."""
         numbers = saved(config.ffn_hidden_size, config, form) / form.tp
         whole = saving(numbers, config, form)
-        kept = hidden(config, form) * form.itemsize if form.selects("mlp") else whole.inner
+        given = config.hidden_size / form.sequence_ranks * form.itemsize
+        kept = given if form.selects("mlp") else whole.inner
         return replace(whole, inner=kept, wave=kept, again=whole.inner - kept, unread=0.0)
 
 
@@ -53,13 +50,7 @@ def saved(width: int, config: Any, form: Execution) -> int:
     return width * (inputs + 1 if form.fused_activation else inputs + (3 if gated else 1))
 
 
-def hidden(config: Any, form: Execution) -> float:
-    """Numbers a position between layers, on one rank."""
-    share: float = config.hidden_size / form.sequence_ranks
-    return share
-
-
 def saving(numbers: float, config: Any, form: Execution) -> LayerMemory:
     """Of what saves so many numbers a position, and is not recomputed."""
-    kept = numbers * form.itemsize
-    return LayerMemory(kept, kept, temporary=kept + 2 * hidden(config, form) * form.itemsize)
+    kept, given = numbers * form.itemsize, config.hidden_size / form.sequence_ranks * form.itemsize
+    return LayerMemory(kept, kept, temporary=kept + 2 * given)

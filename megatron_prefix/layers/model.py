@@ -6,7 +6,6 @@ has `vocab_size` and `hybrid_override_pattern` besides.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from megatron_prefix.layers import table
@@ -20,8 +19,8 @@ def layers_of(config: Any, pattern: str | None = None) -> list[tuple[Kind, ...]]
 
     Args:
         config: the model's.
-        pattern: a symbol a layer of a hybrid model, whose layers have one slot; "" for a GPTModel
-            (default: the spec's). What no kind has as its symbol counts as nothing.
+        pattern: a symbol a layer of a hybrid model, whose layers have one slot, unknown ones
+            nothing; "" for a GPTModel (default: the spec's).
     """
     if pattern is None:
         pattern = getattr(config, "hybrid_override_pattern", None) or ""
@@ -37,45 +36,27 @@ def layers_of(config: Any, pattern: str | None = None) -> list[tuple[Kind, ...]]
 
 
 def cost_of(config: Any, vocab_size: int | None = None, pattern: str | None = None) -> CostModel:
-    """FLOPs of a model.
-
-    Args:
-        config: the model's.
-        vocab_size: of the output layer (default: the spec's).
-        pattern: see `layers_of`.
-    """
+    """FLOPs of a model; `vocab_size` of the output layer (default: the spec's)."""
     layers = layers_of(config, pattern)
-    work = {kind: kind.work(config) for kind in {*itertools.chain(*layers)}}
-    return CostModel.of_layers(
-        [work[kind] for kind in itertools.chain(*layers)], config.hidden_size,
-        _vocabulary(config, vocab_size),
-    )  # fmt: skip
+    parts = [kind.work(config) for layer in layers for kind in layer]
+    return CostModel.of_layers(parts, config.hidden_size, _vocabulary(config, vocab_size))
 
 
 def footprint_of(
     config: Any,
+    execution: Execution,
     vocab_size: int | None = None,
+    pattern: str | None = None,
     gathers: bool = False,
     host_layers: int = 0,
-    pattern: str | None = None,
-    recomputes: bool = True,
-    execution: Execution | None = None,
 ) -> Footprint:
-    """Bytes a position of a model on one rank.
-
-    Args:
-        config: the model's.
-        vocab_size: of the whole output layer (default: the spec's).
-        gathers, host_layers: see `Footprint.of_layers`.
-        pattern: see `layers_of`.
-        recomputes: see `Execution.of_config`.
-        execution: how it is computed, which no spec says (default: as the config says).
-    """
-    form, layers = execution or Execution.of_config(config, recomputes), layers_of(config, pattern)
-    memory = {kind: kind.memory(config, form) for kind in {*itertools.chain(*layers)}}
+    """Bytes a position of a model on one rank; arguments as of `cost_of` and
+    `Footprint.of_layers`."""
+    layers = layers_of(config, pattern)
+    memory = {kind: kind.memory(config, execution) for layer in layers for kind in layer}
     return Footprint.of_layers(
         [[memory[kind] for kind in layer] for layer in layers], config.hidden_size,
-        _vocabulary(config, vocab_size), form, gathers, host_layers,
+        _vocabulary(config, vocab_size), execution, gathers, host_layers,
     )  # fmt: skip
 
 

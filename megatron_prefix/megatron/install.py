@@ -6,7 +6,7 @@ Hooks on a built model; none replaces a module or changes a checkpoint key:
 2. the *instance's* `core_attention.forward` runs the segment's blocks; from there on the last layer
 runs on the positions whose output is read (`linear_proj`, `self_attn_bda`, `mlp`);
 3. the *instance's* methods of a recurrent layer begin spans with their parents' states;
-4. the *instances'* methods of routers count every rollout of a token (layers/experts.py);
+4. the *instances'* methods of routers count every rollout of a token (layers/routing.py);
 5. the *instance's* `forward` of the decoder lets an offloaded segment take what it saves, and a
 hook on every layer says where one ends;
 6. the *instance's* `compute_language_model_loss` does not wait for the device (cross_entropy.py);

@@ -20,7 +20,7 @@ from megatron_prefix.megatron.decoder import pattern_of, recomputes
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.moe.versions import has_global_loss
 from megatron_prefix.plan.cost import CostModel
-from megatron_prefix.plan.footprint import Footprint
+from megatron_prefix.plan.footprint import Execution, Footprint
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,10 +171,8 @@ class Rank:
             gathers: whether it keeps K/V of all context-parallel ranks.
             host_layers: see `PrefixConfig.cache_host_layers`.
         """
-        return footprint_of(
-            self.config, self.vocab_size, gathers, host_layers, self.pattern,
-            recomputes(self.language_models[0]),
-        )  # fmt: skip
+        form = Execution.of_config(self.config, recomputes(self.language_models[0]))
+        return footprint_of(self.config, form, self.vocab_size, self.pattern, gathers, host_layers)
 
     @functools.cached_property
     def frozen_share(self) -> float:

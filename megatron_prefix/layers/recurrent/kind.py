@@ -35,6 +35,25 @@ class Shape(NamedTuple):
     state: int
     scan: int
 
+    @property
+    def rows(self) -> int:
+        """Of both projections, as wide as the model."""
+        return sum(self.projected) + self.values
+
+    @property
+    def tail(self) -> int:
+        """Numbers in the convolution's last inputs."""
+        return sum(self.convolved) * (self.conv_width - 1)
+
+
+class Saved(NamedTuple):
+    """Bytes that tensor-parallel ranks save together: a position; `edge`, by context-parallel ranks
+    too, and `batched` of Payload."""
+
+    whole: float
+    edge: float
+    batched: float = 0.0
+
 
 class Recurrent(Kind):
     """A span leaves the state behind its last position, and the convolution's last inputs.
@@ -56,43 +75,35 @@ class Recurrent(Kind):
     cp_since: ClassVar[str] = "0"
 
     def shape(self, config: Any) -> Shape:
-        """The sizes of a layer; `config` as of Kind.work."""
+        """The sizes of a layer; `config` as everywhere in Kind."""
         raise NotImplementedError
 
-    def saved(self, config: Any, form: Execution) -> float:
-        """Bytes a position that all tensor-parallel ranks save for backward; arguments as of
-        Kind.memory."""
+    def saved(self, config: Any, form: Execution) -> Saved:
+        """What a layer saves for backward; arguments as of Kind.memory."""
         raise NotImplementedError
-
-    def of_spans(self, config: Any, form: Execution, tail: float) -> dict[str, float]:
-        """`edge` and `batched` of the payload.
-
-        Args:
-            config, form: as of Kind.memory.
-            tail: numbers in the convolution's last inputs, on one rank.
-        """
-        raise NotImplementedError
-
-    def work(self, config: Any) -> LayerWork:
-        """See Kind."""
-        return LayerWork(self._projections(config) + self.shape(config).scan)
 
     def parameters(self, config: Any) -> int:
         """See Kind."""
         shape = self.shape(config)
-        return self._projections(config) + shape.conv_width * sum(shape.convolved)
+        weights: int = config.hidden_size * shape.rows + shape.conv_width * sum(shape.convolved)
+        return weights
+
+    def work(self, config: Any) -> LayerWork:
+        """See Kind."""
+        shape = self.shape(config)
+        return LayerWork(config.hidden_size * shape.rows + shape.scan)
 
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind; context-parallel ranks have all positions of a part of the heads."""
         shape, size, wide = self.shape(config), form.itemsize, max(4, form.itemsize)
-        ranks, saved = form.tp * form.cp, self.saved(config, form) / form.tp
-        state = shape.state * wide / ranks
-        tail = sum(shape.convolved) * (shape.conv_width - 1) / ranks
+        whole, edge, batched = self.saved(config, form)
+        ranks, whole = form.tp * form.cp, whole / form.tp
+        state, tail = shape.state * wide / ranks, shape.tail / ranks
         payload = Payload(
-            Form.SPANS, state + tail * size, state + tail * wide, state,
-            **self.of_spans(config, form, tail),
+            Form.SPANS, state + tail * size, state + tail * wide, state, edge / ranks,
+            batched / form.tp,
         )  # fmt: skip
-        return LayerMemory(saved, saved, payload=payload)
+        return LayerMemory(whole, whole, payload=payload)
 
     def module_of(self, layer: Any) -> Any | None:
         """See Kind."""
@@ -108,8 +119,3 @@ class Recurrent(Kind):
         """See Kind."""
         if getattr(config, "deterministic_mode", False):
             yield DETERMINISTIC.given()
-
-    def _projections(self, config: Any) -> int:
-        shape = self.shape(config)
-        wide: int = config.hidden_size * (sum(shape.projected) + shape.values)
-        return wide

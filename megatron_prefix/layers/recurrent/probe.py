@@ -141,7 +141,7 @@ def _run(
 
 
 def _lengths(rule: Callable[..., Any], device: torch.device) -> dict[str, Tensor]:
-    """As a segment's layers give them (layers/gdn.py)."""
+    """As a segment's layers give them (layers/recurrent/delta.py)."""
     given = {"cu_seqlens": torch.tensor(_BOUNDS, device=device)}
     if "cu_seqlens_cpu" in inspect.signature(rule).parameters:
         given["cu_seqlens_cpu"] = torch.tensor(_BOUNDS)

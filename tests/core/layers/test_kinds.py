@@ -73,7 +73,7 @@ def test_numbers_of_all_presets_need_neither_torch_nor_megatron() -> None:
         "from megatron_prefix.layers.model import cost_of, footprint_of\n"
         "from megatron_prefix.plan.footprint import Execution\n"
         "for spec in PRESETS.values():\n"
-        "    cost_of(spec), footprint_of(spec, execution=Execution())\n"
+        "    cost_of(spec), footprint_of(spec, Execution())\n"
     )
 
 
@@ -123,7 +123,7 @@ class Other(Kind):
 def test_a_new_kind_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its module is found, and its numbers are in costs and memory."""
     spec, form = presets.resolve("tiny-llama", num_layers=4), Execution()
-    cost, footprint = cost_of(spec, 0), footprint_of(spec, execution=form)
+    cost, footprint = cost_of(spec, 0), footprint_of(spec, form)
     other = Other()
     monkeypatch.setattr(table, "KINDS", (other, *KINDS))
     model = SimpleNamespace(decoder=SimpleNamespace(layers=[SimpleNamespace(other=3)]))
@@ -137,7 +137,7 @@ def test_a_new_kind_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     flops = cost_of(spec, 0).forward
     assert flops.positions == cost.forward.positions + 2 * 2 * products
     assert flops.pairs == cost.forward.pairs / 2 + 2 * 2 * 70
-    found, memory = footprint_of(spec, execution=form), attention.memory(spec, form)
+    found, memory = footprint_of(spec, form), attention.memory(spec, form)
     assert found.inner == footprint.inner + (1e6 - memory.inner) / 2
     assert found.wave == footprint.wave + (2e6 - memory.wave) / 2
     assert (found.kv, found.seen) == (footprint.kv, 1e9)

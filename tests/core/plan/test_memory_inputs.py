@@ -46,7 +46,7 @@ def test_parallel_pipelines_are_predicted_with_all_spans(place: int) -> None:
     assert [len(segment.spans) for segment in longest] == list(joint.spans)
     assert [segment.padded_length for segment in longest] == [max(one) for one in joint.lengths]
     assert max(joint.spans) > 20
-    footprint = footprint_of(resolve("qwen3-next-80b-a3b"), execution=Execution())
+    footprint = footprint_of(resolve("qwen3-next-80b-a3b"), Execution())
     mine = joint.forest
     plan = best_plan(
         mine, microbatches=tuple(range(len(mine.num_positions))), num_ranks=1, num_chunks=1,
@@ -63,10 +63,10 @@ def test_full_recomputation_holds_the_largest_layer() -> None:
     """Of a pattern, whose layers are unlike; their mean would be less."""
     spec = resolve("tiny-nemotron-h", ffn_hidden_size=4096)
     ways = Execution(), Execution(recompute="full")
-    none, full = (footprint_of(spec, execution=how) for how in ways)
+    none, full = (footprint_of(spec, how) for how in ways)
     assert full.again + full.inner > 2 * none.wave
     plain = resolve("tiny-llama")
-    none, full = (footprint_of(plain, execution=how) for how in ways)
+    none, full = (footprint_of(plain, how) for how in ways)
     assert full.again + full.inner == pytest.approx(none.wave)
 
 

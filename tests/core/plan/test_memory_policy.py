@@ -27,7 +27,7 @@ from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts, random_forest
 
 SPEC = resolve("llama3-8b")
-FOOTPRINT, COST = footprint_of(SPEC, execution=Execution()), cost_of(SPEC)
+FOOTPRINT, COST = footprint_of(SPEC, Execution()), cost_of(SPEC)
 FAST, SLOW = Rates(5e14, 1e13), Rates(5e14, 1e9)
 
 
@@ -97,7 +97,7 @@ def test_a_prefix_too_large_to_recompute_is_offloaded() -> None:
 def test_whatever_the_tree_the_peak_fits_or_nothing_leaner_does(seed: int) -> None:
     rng = random.Random(seed)
     plan = make_plan(random_forest(rng), rng.randint(1, 4))
-    small = footprint_of(resolve("tiny-llama"), 64, execution=Execution(num_stages=plan.num_ranks))
+    small = footprint_of(resolve("tiny-llama"), Execution(num_stages=plan.num_ranks), 64)
     lean = leaner(plan)
     least = peak(plan, (), small) if lean is None else peak(plan, lean.policies, small)
     for share in (0.0, 0.5, 0.95):

@@ -196,7 +196,7 @@ def test_a_stage_counts_its_own_layers() -> None:
 
 def footprint_of(spec: ModelSpec, **execution: Any) -> Footprint:
     """Of a model, computed as said."""
-    return layers.footprint_of(spec, execution=Execution(**execution))
+    return layers.footprint_of(spec, Execution(**execution))
 
 
 def whole(**options: Any) -> Footprint:
