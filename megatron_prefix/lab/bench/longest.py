@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_prefix.config import PrefixConfig
@@ -30,10 +30,6 @@ class Frontier:
     predicted: int
     trained: int | None = None
     failed: int | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
 
 
 def frontier(

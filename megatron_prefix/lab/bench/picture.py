@@ -32,7 +32,7 @@ def figure(rows: Sequence[Row]) -> Figure:
     """Draws the rows side by side.
 
     Args:
-        rows: at least one, as `Timing.as_json` gives them.
+        rows: at least one, fields of `timing.Timing`.
 
     Returns:
         A figure with one panel above the other: speedup and bound; the time of the last step by

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -87,10 +87,6 @@ class Timing:
     phase_ms: dict[str, float]
     bubble: float
     simulated_bubble: float
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
 
 
 class Count(NamedTuple):

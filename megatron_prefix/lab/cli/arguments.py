@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
 from typing import Any
 
 from megatron_prefix.config import CHOICES, KERNELS, MOST_MEMORY_GB, PrefixConfig
 from megatron_prefix.errors import shown
-from megatron_prefix.lab.rl.baseline import BASELINES, PACK_TOKENS, Baseline
+from megatron_prefix.lab.rl.baseline import BASELINES, Baseline
+from megatron_prefix.lab.rl.settings import LEAST, LOSS_MEANS
 from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.plan.cost_file import read_costs
 from megatron_prefix.plan.files import check_writable
 from megatron_prefix.plan.planfile import PlanFile
 
-_OPTIONS = {"mode": "prefix_schedule", "plan_file": "prefix_plan"}
-"""Fields of PrefixConfig whose options have other names."""
+_OPTIONS = {
+    "mode": "prefix_schedule",
+    "plan_file": "prefix_plan",
+    "num_minibatches": "minibatches",
+}
+"""Fields whose options have other names."""
+_MOST = {"memory_budget_gb": MOST_MEMORY_GB}
 
 
 MOST = 10**9
@@ -183,30 +189,52 @@ _TEXTS = {
     "kernel": f"attention kernel: {', '.join(KERNELS)}, dense+causal, or auto (default)",
 }
 _OLD_FLAGS = {"segment_tokens": ["--wave-tokens"]}
+_CHOICES = {**CHOICES, "loss_mean": LOSS_MEANS}
+_LEAST = {**LEAST, "align": 1, "pack_tokens": 1, "steps": 1}
 
 
-def add_config(group: Any, *names: str) -> None:
-    """Options of a parser, or of a group of one, for fields of PrefixConfig; see `config_of`."""
-    for name in names:
-        field = PrefixConfig.__dataclass_fields__[name]
+def add_fields(group: Any, owner: type, texts: Mapping[str, str], **defaults: Any) -> None:
+    """Options of a parser, or of a group of one, for fields of a dataclass.
+
+    Type, range, choices and default are those of the field.
+
+    Args:
+        group: gets the options.
+        owner: the dataclass.
+        texts: help of each field; `{}` in it is the default.
+        defaults: instead of the fields' own, by name.
+    """
+    for name, text in texts.items():
+        field = owner.__dataclass_fields__[name]  # type: ignore[attr-defined]
+        default = defaults.get(name, None if field.default is MISSING else field.default)
         kinds: dict[str, dict[str, Any]] = {
             "bool": {"action": "store_true"},
-            "int": {"type": whole(1 if name == "align" else 0), "metavar": "N"},
+            "int": {"type": whole(_LEAST.get(name, 0)), "metavar": "N"},
             "int | str": {"type": _length, "metavar": "N|auto|0"},
-            "float": {"type": real(0, MOST_MEMORY_GB), "metavar": "X"},
+            "float": {"type": real(0, _MOST.get(name, MOST)), "metavar": "X"},
             "str": {"metavar": "NAME"},
             "str | None": {"metavar": "FILE"},
         }
         kind = kinds[str(field.type)]
-        if name in CHOICES:
-            kind = {"type": type(field.default), "choices": CHOICES[name]}
+        if name in _CHOICES:
+            kind = {"type": type(field.default), "choices": _CHOICES[name]}
         group.add_argument(
             "--" + _OPTIONS.get(name, name).replace("_", "-"),
             *_OLD_FLAGS.get(name, ()),
-            default=field.default,
-            help=_TEXTS[name].format(field.default),
+            default=default,
+            help=text.format(_short(default)),
             **kind,
         )
+
+
+def _short(value: Any) -> str:
+    """A default for people: 0.1, 1e-6."""
+    return f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else str(value)
+
+
+def add_config(group: Any, *names: str) -> None:
+    """Options for fields of PrefixConfig; see `config_of`."""
+    add_fields(group, PrefixConfig, {name: _TEXTS[name] for name in names})
 
 
 def add_lengths(parser: argparse.ArgumentParser) -> None:
@@ -237,14 +265,11 @@ def add_baseline(parser: argparse.ArgumentParser) -> None:
         help="microbatches of both schedules. packed (default): rollouts one behind the other"
         " (THD), as trainers run them; rollout: one each",
     )
-    group.add_argument(
-        "--pack-tokens",
-        type=whole(),
-        default=PACK_TOKENS,
-        metavar="N",
-        help="most positions of a packed microbatch, on all context-parallel ranks together; a"
-        f" longer rollout is alone (default {PACK_TOKENS})",
+    text = (
+        "most positions of a packed microbatch, on all context-parallel ranks together; a longer"
+        " rollout is alone (default {})"
     )
+    add_fields(group, Baseline, {"pack_tokens": text})
 
 
 def baseline_of(args: argparse.Namespace) -> Baseline:

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_prefix.errors import StepOutOfMemory, UserError
-from megatron_prefix.lab.cli import bench_memory, report
-from megatron_prefix.lab.cli.arguments import (
-    add_baseline,
-    add_layout,
-    add_lengths,
-    add_messages,
-    baseline_of,
-    config_of,
-    layout_of,
-    whole,
-)
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.cli import arguments, bench_memory
+from megatron_prefix.lab.cli.inputs import load_groups
 from megatron_prefix.lab.cli.modelling import add_model, machine, model_name, model_options
-from megatron_prefix.lab.runtime.groups import env_world_size
+from megatron_prefix.lab.cli.outputs import check_outputs, check_plot, deliver
+from megatron_prefix.lab.cli.progress import draws_aligned, watched
+from megatron_prefix.lab.cli.report import counted, filled, number, print_records
 
 HELP = """\
 Times Megatron-Core's stock schedule and the prefix schedule on the same microbatches, packed as
@@ -87,7 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--repeats", 0, 3, "timed calls of each step without --steps (default 3)"),
         ("--align-layers", 1, 2, "layers of the aligned model (default 2)"),
     ):  # fmt: skip
-        group.add_argument(option, type=whole(least), default=usual, metavar="N", help=text)
+        group.add_argument(
+            option, type=arguments.whole(least), default=usual, metavar="N", help=text
+        )
     group.add_argument(
         "--rehearse",
         action="store_true",
@@ -113,21 +108,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw speedups and bounds, a step's time by phase, peaks of memory and every step's"
         " time; of `bench memory` the peaks by policy (png, svg, pdf)",
     )
-    add_baseline(parser)
+    arguments.add_baseline(parser)
     bench_memory.add_arguments(parser)
     add_model(parser, model="tiny-llama", dtype="float32")
-    add_layout(parser)
-    add_lengths(parser)
-    add_messages(parser)
+    arguments.add_layout(parser)
+    arguments.add_lengths(parser)
+    arguments.add_messages(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Aligns, times, reports."""
-    report.check_outputs(args.bench_json)
-    report.check_plot(args.plot)
+    check_outputs(args.bench_json)
+    check_plot(args.plot)
     if args.what == "memory":
         return bench_memory.run(args)
-    layout = layout_of(args, env_world_size())
+    layout = arguments.layout_of(args, runtime.env_world_size())
     from megatron_prefix.lab.bench.work import GroupShape
 
     texts = args.shapes or ([] if args.rollouts else ["1024:64:8"])
@@ -141,21 +136,19 @@ def run(args: argparse.Namespace) -> int:
     if args.rehearse and not args.steps:
         raise UserError("--rehearse is for --steps: other steps are run before by --warm-up-calls")
     verdict, rows, failures = _measure(args, layout, shapes)
-    if os.environ.get("RANK", "0") != "0":  # one of torchrun's ranks speaks
+    if not runtime.first_rank():
         return 0 if verdict.passed else 1
     result = {
         **machine(args),
-        "layout": dataclasses.asdict(layout),
+        "layout": layout,
         "forward_only": args.forward_only,
         "overlap_grad_reduce": args.overlap_grad_reduce,
         "rehearsed": args.rehearse,
-        "alignment": verdict.as_json(),
-        "rows": [row.as_json() for row in rows],
+        "alignment": verdict,
+        "rows": rows,
         "failures": failures,
     }
-    report.deliver(
-        args, result, lambda: _plot(args.plot, rows), lambda: _print(args, verdict, rows)
-    )
+    deliver(args, result, lambda: _figure(rows), lambda: _print(args, verdict, rows))
     return 0 if verdict.passed and not failures else 1
 
 
@@ -163,14 +156,13 @@ def _measure(
     args: argparse.Namespace, layout: Any, shapes: list[Any]
 ) -> tuple[Any, list[Any], list[str]]:
     """The verdict of the alignment, the rows and what failed, on the ranks of the layout."""
-    from megatron_prefix.lab import runtime
     from megatron_prefix.lab.bench.work import Setting
 
-    options, config = model_options(args), config_of(args)
+    options, config = model_options(args), arguments.config_of(args)
     spec, files = _files(args, options)
     work = [*_shapes(args, shapes, spec, config, layout.dp), *_steps(args, files, config)]
     setting = Setting(
-        spec, layout, baseline_of(args), args.seed, args.dtype, args.forward_only,
+        spec, layout, arguments.baseline_of(args), args.seed, args.dtype, args.forward_only,
         args.warm_up_calls,
     )  # fmt: skip
     job = (args, options, setting, config, work)
@@ -183,13 +175,11 @@ def bench_rank(
     """One rank's part of `_measure`; the first rank shows the progress."""
     import torch
 
-    from megatron_prefix.lab import runtime
     from megatron_prefix.lab.bench import steps
 
     layout = setting.layout
-    runtime.initialize(layout, options.device, options.seed, options.message_timeout_minutes)
-    try:
-        with report.draws_aligned(args, options.dtype) as advance:
+    with options.joined(layout):
+        with draws_aligned(args, options.dtype) as advance:
             [verdict] = steps.aligned(options, setting, [config], args.align_layers, advance)
         if not verdict.passed:
             return verdict, [], []
@@ -197,27 +187,17 @@ def bench_rank(
         known: dict[str, Any] = {}
         rows, failures = [], []
         first = torch.distributed.get_rank() == 0
-        for one in report.watched(args, work, "rows timed", len(work)) if first else work:
+        for one in watched(args, work, "rows timed", len(work)) if first else work:
             try:
                 rows.append(steps.time_work(one, setting, chunks, known))
                 if first:  # long before the table, which comes with the last row
-                    print(_line(rows[-1]), file=sys.stderr, flush=True)
+                    print(filled(LINE, vars(rows[-1])), file=sys.stderr, flush=True)
             except (torch.OutOfMemoryError, StepOutOfMemory) as error:
                 if layout.world_size > 1:  # the other ranks wait inside of a step
                     raise
                 failures.append(f"{one.name}: {str(error).partition('.')[0]}")
                 steps.free_memory()
         return verdict, rows, failures
-    finally:
-        runtime.shutdown()
-
-
-def _line(row: Any) -> str:
-    """A row as soon as it has been timed."""
-    return (
-        f"{row.name}: {row.stock_ms:.1f} ms, {row.prefix_ms:.1f} ms, {row.speedup:.3f}x of"
-        f" {row.bound:.3f}x, {row.of_bound:.3f} of bound"
-    )
 
 
 def _files(args: argparse.Namespace, options: Any) -> tuple[Any, dict[str, list[Any]]]:
@@ -225,11 +205,9 @@ def _files(args: argparse.Namespace, options: Any) -> tuple[Any, dict[str, list[
 
     A preset without a vocabulary gets that of the rollouts, at least 2048.
     """
-    from megatron_prefix.lab.cli.inputs import load_groups
-    from megatron_prefix.lab.models import presets
     from megatron_prefix.lab.rl.job import fit_vocabulary
 
-    spec = presets.resolve(options.model, **dict(options.overrides))
+    spec = options.spec()
     own = spec.vocab_size is not None
     steps = 1 if args.steps is None else args.steps + args.warm_up
     wanted = None if args.step_tokens else args.groups * steps
@@ -240,7 +218,7 @@ def _files(args: argparse.Namespace, options: Any) -> tuple[Any, dict[str, list[
         if args.steps is not None and len([*_cut(args, groups)]) < steps:
             size = f"--step-tokens {args.step_tokens}" if args.step_tokens else f"{args.groups}"
             raise UserError(
-                f"{path} has {report.counted(len(groups), 'group')} that can be used, too few for"
+                f"{path} has {counted(len(groups), 'group')} that can be used, too few for"
                 f" --steps {args.steps} and --warm-up {args.warm_up} of {size}"
                 f"{'' if args.step_tokens else ' groups each'}; give fewer"
             )
@@ -292,46 +270,59 @@ def _cut(args: argparse.Namespace, groups: list[Any]) -> Iterator[list[Any]]:
             step = []
 
 
-def _print(args: argparse.Namespace, verdict: Any, rows: list[Any]) -> None:
+# The end ------------------------------------------------------------------------------------------
+
+COLUMNS = [
+    ("P:R:n", "{short_name}"),
+    ("tokens", "{raw_tokens:n}"),
+    ("executed", "{executed_tokens:n}"),
+    ("segments", "{segments}"),
+    ("stock ms", "{stock_ms:.1f}"),
+    ("prefix ms", "{prefix_ms:.1f}"),
+    ("speedup", "{speedup:.2f}x"),
+    ("bound", "{bound:.2f}x"),
+    ("of it", "{of_bound:.3f}"),
+    ("peak GiB", "{stock_gib:.1f}, {prefix_gib:.1f} ({predicted_gib:.1f})"),
+]
+WAVE = [("wave", "{segment_tokens}")]
+LINE = (
+    "{name}: {stock_ms:.1f} ms, {prefix_ms:.1f} ms, {speedup:.3f}x of {bound:.3f}x, {of_bound:.3f}"
+    " of bound"
+)
+"""A row as soon as it has been timed."""
+STEPS = (
+    "{name}, stock, ms per step: {stock_steps}",
+    "{name}, prefix, ms per step: {prefix_steps}",
+    "{name}: {speedup:.2f}x of {steps} steps together, {median_speedup:.2f}x of their medians;"
+    " shared in {shared_steps}",
+)
+"""Of a row with several steps."""
+
+
+def _print(args: argparse.Namespace, verdict: Any, rows: Sequence[Any]) -> None:
     if not verdict.passed:
         print("NOT aligned, so nothing was timed:", *verdict.failures, sep="\n  ")
         return
-    baseline = baseline_of(args)
-    packs = f"packs of {report.number(baseline.pack_tokens)} tokens"
-    table = report.new_table(
+    baseline = arguments.baseline_of(args)
+    packs = f"packs of {number(baseline.pack_tokens)} tokens"
+    print_records(
         f"{model_name(args)}, {args.dtype}, {args.device}: a step, both schedules on"
-        f" {packs if baseline.packed else 'one rollout a microbatch'};"
-        " peaks: stock, prefix (predicted)"
+        f" {packs if baseline.packed else 'one rollout per microbatch'};"
+        " peaks: stock, prefix (predicted)",
+        COLUMNS + (WAVE if len({row.segment_tokens for row in rows}) > 1 else []),
+        ({**vars(row), "short_name": row.name.partition(".")[0]} for row in rows),
+        wrap=False,
     )
-    waves = len({row.segment_tokens for row in rows}) > 1
-    names = "P:R:n,tokens,executed,segments,stock ms,prefix ms,speedup,bound,of it,peak GiB"
-    for name in [*names.split(","), *(["wave"] if waves else [])]:
-        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(
-            row.name.partition(".")[0], report.number(row.raw_tokens),
-            report.number(row.executed_tokens), str(row.segments), f"{row.stock_ms:.1f}",
-            f"{row.prefix_ms:.1f}", f"{row.speedup:.2f}x", f"{row.bound:.2f}x",
-            f"{row.of_bound:.3f}",
-            f"{row.stock_gib:.1f}, {row.prefix_gib:.1f} ({row.predicted_gib:.1f})",
-            *([str(row.segment_tokens)] if waves else []),
-        )  # fmt: skip
-    report.print_rich(table)
-    _print_steps([row for row in rows if row.steps > 1])
+        times = {
+            "stock_steps": ", ".join(f"{one:.1f}" for one in row.stock_step_ms),
+            "prefix_steps": ", ".join(f"{one:.1f}" for one in row.prefix_step_ms),
+        }
+        for line in STEPS if row.steps > 1 else ():
+            print(filled(line, {**vars(row), **times}))
 
 
-def _print_steps(rows: Sequence[Any]) -> None:
-    """Every step's times, where there are several."""
-    for row in rows:
-        for name, times in (("stock", row.stock_step_ms), ("prefix", row.prefix_step_ms)):
-            print(f"{row.name}, {name}, ms a step: {', '.join(f'{one:.1f}' for one in times)}")
-        print(
-            f"{row.name}: {row.speedup:.2f}x of {row.steps} steps together,"
-            f" {row.median_speedup:.2f}x of their medians; shared in {row.shared_steps}"
-        )
-
-
-def _plot(path: str, rows: list[Any]) -> None:
+def _figure(rows: Sequence[Any]) -> Any:
     from megatron_prefix.lab.bench.picture import figure
 
-    report.save_figure(figure([row.as_json() for row in rows]), path)
+    return figure([vars(row) for row in rows])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_prefix.lab.cli.arguments import whole
-from megatron_prefix.lab.cli.report import write_and_print
+from megatron_prefix.lab.cli.outputs import write_and_print
 from megatron_prefix.lab.data.importers import KINDS, import_file
 
 HELP = """\

@@ -9,10 +9,12 @@ import platform
 from typing import Any
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.lab.cli.arguments import add_config, seed
+from megatron_prefix.lab.cli.arguments import add_config, layout_of, seed
+from megatron_prefix.lab.cli.inputs import load_groups
+from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.old_names import new_name, new_value
 from megatron_prefix.lab.models.presets import PRESETS, ModelSpec
-from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
+from megatron_prefix.lab.runtime import Layout, env_world_size
 
 logger = logging.getLogger(__name__)
 
@@ -87,12 +89,10 @@ def model_options(args: argparse.Namespace) -> Any:
     """
     from megatron_prefix.lab.rl.job import ModelOptions
 
-    options = ModelOptions(
-        model_name(args), args.dtype, args.device, args.recompute, args.layer_spec, args.seed,
-        overrides_of(args.set),
-        getattr(args, "message_timeout_minutes", MESSAGE_TIMEOUT_MINUTES),
-        args.overlap_grad_reduce, args.load_hf,
-    )  # fmt: skip
+    given, names = vars(args), {field.name for field in dataclasses.fields(ModelOptions)}
+    same = {name: value for name, value in given.items() if name in names}
+    model = {"model": model_name(args), "overrides": overrides_of(args.set)}
+    options = ModelOptions(**{**same, **model})
     if args.load_hf is not None:
         _check_weights(args.load_hf, options)
     return options
@@ -110,14 +110,47 @@ def _check_weights(folder: str, options: Any) -> None:
     from megatron_prefix.lab.models.hf_weights import HFWeights, check_folder
 
     check_folder(folder)
-    overrides = dict(options.overrides)
-    weights = HFWeights(folder, presets.resolve(options.model, **overrides))
+    weights = HFWeights(folder, options.spec())
     layers = presets.resolve(options.model).num_layers
-    if layers != weights.whole.num_layers and "num_layers" not in overrides:
+    if layers != weights.whole.num_layers and "num_layers" not in dict(options.overrides):
         raise UserError(
             f"--model {options.model} has {layers} layers and --load-hf {folder}"
             f" {weights.whole.num_layers}; leave --model out, or give --set num_layers={layers}"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What the ranks of a verb are started with.
+
+    Attributes:
+        options: how the model is built, a `rl.job.ModelOptions`.
+        spec: the model's shape.
+        layout: of the ranks.
+        groups: the rollouts, in the model's vocabulary.
+        dropped: rollouts that `--max-tokens` has left without a trained token.
+    """
+
+    options: Any
+    spec: ModelSpec
+    layout: Layout
+    groups: tuple[Group, ...]
+    dropped: int = 0
+
+
+def job_of(args: argparse.Namespace) -> Job:
+    """The job that a verb's arguments describe; imports torch, and reads the rollouts.
+
+    Raises:
+        UserError: what a user can get wrong of model, layout and rollouts.
+    """
+    from megatron_prefix.lab.rl.job import fit_vocabulary
+
+    options = model_options(args)
+    layout = layout_of(args, env_world_size())
+    groups, dropped = load_groups(args, options.spec().vocab_size)
+    spec, groups = fit_vocabulary(options, groups)
+    return Job(options, spec, layout, tuple(groups), dropped)
 
 
 def machine(args: argparse.Namespace) -> dict[str, Any]:

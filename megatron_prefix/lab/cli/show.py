@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.lab.cli.report import (
-    check_outputs,
-    new_table,
-    number,
-    percent,
-    print_facts,
-    print_json,
-    print_rich,
-    write_text,
-)
+from megatron_prefix.lab.cli.outputs import check_outputs, write_text
+from megatron_prefix.lab.cli.report import facts, print_facts, print_json, print_records, print_rich
 from megatron_prefix.lab.view.drawing import timeline_svg
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.check import PlanError
@@ -66,11 +58,12 @@ def run(args: argparse.Namespace) -> int:
     if args.svg:
         name = args.plan.rpartition("/")[2]
         write_text(args.svg, timeline_svg(timeline, plan, name))
+    result = _result(plan, timeline)
     if args.json:
-        print_json(_result(plan, timeline))
+        print_json(result)
         return 0
     print_rich(*_grid(plan, shutil.get_terminal_size().columns, args.full))
-    _print_timeline(plan, timeline)
+    _print_timeline(plan, result)
     return 0
 
 
@@ -122,20 +115,27 @@ def _style(plan: Plan, action: Action) -> str:
     return _STYLES[action.kind, plan.segments[action.segment].inner]
 
 
-def _print_timeline(plan: Plan, timeline: Timeline) -> None:
-    print_facts(
-        "simulated",
-        {
-            "segments": number(len(plan.segments)),
-            "actions": number(timeline.num_actions),
-            "makespan": f"{number(timeline.makespan)} tokens of forward work",
-            "bubble": percent(timeline.bubble_fraction),
-        },
+FACTS = {
+    "segments": "{segments:n}",
+    "actions": "{num_actions:n}",
+    "makespan": "{makespan:n} tokens of forward work",
+    "bubble": "{bubble_fraction:.1%}",
+}
+BY_RANK = (
+    ("rank", "{rank}"),
+    ("actions", "{actions:n}"),
+    ("bubble", "{bubble:.1%}"),
+    ("peak of live tokens", "{peak:n}"),
+)
+
+
+def _print_timeline(plan: Plan, result: Mapping[str, Any]) -> None:
+    print_facts("simulated", facts(FACTS, result))
+    ranks = zip(
+        plan.programs, result["bubble_fractions"], result["peak_live_tokens_per_rank"], strict=True
     )
-    table = new_table("by rank")
-    for heading in ("rank", "actions", "bubble", "peak of live tokens"):
-        table.add_column(heading, justify="right")
-    for rank, program in enumerate(plan.programs):
-        bubble, peak = timeline.bubble_fractions[rank], timeline.peak_positions[rank]
-        table.add_row(str(rank), number(len(program)), percent(bubble), number(peak))
-    print_rich(table)
+    rows = (
+        {"rank": rank, "actions": len(program), "bubble": bubble, "peak": peak}
+        for rank, (program, bubble, peak) in enumerate(ranks)
+    )
+    print_records("by rank", BY_RANK, rows)

@@ -106,12 +106,13 @@ class Verdict:
     draws: int = 1
 
 
-_LIMIT_OF = {
+LIMIT_OF = {
     "loss_max_abs_diff": "loss_limit",
     "logprob_max_abs_diff": "logprob_limit",
     "grad_max_rel_diff": "tolerance",
     "param_max_abs_diff": "param_limit",
 }
+"""The limit of each difference, as fields of Verdict."""
 
 
 class _Check(NamedTuple):
@@ -148,7 +149,7 @@ def compare(expected: Trace, found: Trace, conditions: Conditions) -> Verdict:
     if not conditions.may_vanish and not any(map(_largest, expected.gradients.values())):
         failures.insert(0, "every stock gradient is zero: nothing was compared")
     values: dict[str, Any] = {}
-    for name, limit in _LIMIT_OF.items():
+    for name, limit in LIMIT_OF.items():
         worst = max(by_kind[name], key=lambda check: check.error, default=_Check("", 0.0, 0.0))
         values |= {name: worst.error, limit: worst.limit if judged else None}
     passed = not failures if judged else (False if failures else None)
@@ -162,7 +163,7 @@ def merged(verdicts: Mapping[str, Verdict]) -> Verdict:
     """
     several = list(verdicts.values())
     values: dict[str, Any] = {}
-    for name, limit in _LIMIT_OF.items():
+    for name, limit in LIMIT_OF.items():
         worst = max(several, key=lambda one: _or_inf(getattr(one, name)))
         values |= {name: getattr(worst, name), limit: getattr(worst, limit)}
     for name in ("grad_error_ratio_max", "grad_error_ratio_p50"):

@@ -6,7 +6,7 @@ import logging
 import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,6 @@ class Summary:
     skipped_updates: int = 0
     error: str | None = None
     checkpoint: str | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
 
 
 def run(

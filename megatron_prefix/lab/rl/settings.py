@@ -1,4 +1,4 @@
-"""What a user can set of a training run, checked once."""
+"""What a user can set of a training run, checked once. [pure]"""
 
 from __future__ import annotations
 
@@ -9,13 +9,48 @@ from pathlib import Path
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.rl.baseline import Baseline
-from megatron_prefix.lab.rl.loss import GrpoConfig
 
 LOSS_MEANS = ("token", "rollout")
 ROUTES = ("own", "recorded", "given")
+LEAST = {
+    "groups_per_step": 1,
+    "ppo_epochs": 1,
+    "num_minibatches": 1,
+    "warmup_steps": 0,
+    "max_skipped": 0,
+}
+"""Smallest values of fields of TrainSettings that are integers."""
 
 ADAM_EPS = 1e-8
 """Megatron's default."""
+
+
+@dataclass(frozen=True)
+class GrpoConfig:
+    """The loss of a trained token: clipped surrogate plus kl_coeff times KL.
+
+    How tokens are averaged is Megatron's `calculate_per_token_loss`: True takes the mean over all
+    trained tokens of the step, False the mean over microbatches of each one's token mean. That is
+    the mean over rollouts where a microbatch is a rollout; in a pack of several (packing.py) every
+    trained token counts alike.
+
+    Attributes:
+        clip_low: the ratio of probabilities is clipped below 1 - clip_low.
+        clip_high: the ratio of probabilities is clipped above 1 + clip_high.
+        kl_coeff: weight of the KL divergence from the reference model; 0 needs no reference.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    kl_coeff: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip_low <= 1:
+            raise UserError(f"clip_low is {self.clip_low}: give a number above 0, at most 1")
+        if not 0 < self.clip_high < math.inf:
+            raise UserError(f"clip_high is {self.clip_high}: give a number above 0")
+        if not 0 <= self.kl_coeff < math.inf:
+            raise UserError(f"kl_coeff is {self.kl_coeff}: give 0 (no reference) or more")
 
 
 @dataclass(frozen=True)
@@ -64,13 +99,7 @@ class TrainSettings:
     routes: str = "own"
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("groups_per_step", 1),
-            ("ppo_epochs", 1),
-            ("num_minibatches", 1),
-            ("warmup_steps", 0),
-            ("max_skipped", 0),
-        ):
+        for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}: give a number from {least}")
         for name in ("lr", "weight_decay", "adam_eps", "clip_grad"):

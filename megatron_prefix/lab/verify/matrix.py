@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_prefix.config import PrefixConfig
@@ -247,10 +247,6 @@ class Result:
         ratio, error = self.grad_error_ratio_max, self.grad_max_rel_diff
         found = f"{error:.0e}" if ratio is None else f"{ratio:.3f}"
         return found if self.status == "aligned" else f"DIFFERENT {found}"
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
 
 
 def table(results: Iterable[Result]) -> list[list[str]]:
