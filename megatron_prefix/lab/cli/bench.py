@@ -41,8 +41,23 @@ examples:
 """
 
 
+NUMBERS = (
+    ("--shape-groups", 1, 1, "groups of a shape, per data-parallel rank (default {})"),
+    ("--groups", 1, 4, "groups per step of a rollout file (default {})"),
+    ("--steps", 1, None, "time N consecutive steps of a file, each once and of new groups,"
+     " after those of --warm-up (default: its first step, --repeats times)"),
+    ("--step-tokens", 1, None, "groups per step: as many as have N tokens, instead of --groups"),
+    ("--warm-up", 1, 1, "with --steps, steps that are run and not timed (default {})"),
+    ("--warm-up-calls", 1, 3, "calls of each schedule before the timed ones, at least (default"
+     " {}: by then kernels have chosen by what they have met)"),
+    ("--max-tokens", 2, None, "shorten rollouts to N tokens"),
+    ("--repeats", 0, 3, "timed calls of each step without --steps (default {})"),
+    ("--align-layers", 1, 2, "layers of the aligned model (default {})"),
+)  # fmt: skip
+"""Options for numbers: flag, least, default, help."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    # long: a list of options, each with its help
     """The verb's options."""
     parser.add_argument(
         "what",
@@ -52,62 +67,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="speed (default): time both schedules; memory: device memory of a step by policy",
     )
     group = parser.add_argument_group("sweep")
-    group.add_argument(
-        "--shapes",
-        nargs="+",
-        default=[],
-        metavar="P:R:n[:WAVE]",
-        help="prompt tokens, response tokens, rollouts, and optionally the wave's tokens"
-        " (default 1024:64:8, where no rollouts are given)",
+    text = (
+        "prompt tokens, response tokens, rollouts, and optionally the wave's tokens (default"
+        " 1024:64:8, if no rollouts are given)"
     )
-    group.add_argument(
-        "--rollouts",
-        metavar="FILE",
-        nargs="+",
-        default=[],
-        help="real rollouts; one row a file",
+    arguments.add_text(group, "--shapes", text, metavar="P:R:n[:WAVE]", nargs="+", default=[])
+    arguments.add_text(
+        group, "--rollouts", "real rollouts; one row per file", nargs="+", default=[]
     )
-    for option, least, usual, text in (
-        ("--shape-groups", 1, 1, "groups of a shape, a data-parallel rank (default 1)"),
-        ("--groups", 1, 4, "groups a step of a rollout file (default 4)"),
-        ("--steps", 1, None, "time N consecutive steps of a file, each once and of new groups,"
-         " after those of --warm-up (default: its first step, --repeats times)"),
-        ("--step-tokens", 1, None, "groups a step: as many as have N tokens, instead of --groups"),
-        ("--warm-up", 1, 1, "with --steps, steps that are run and not timed (default 1)"),
-        ("--warm-up-calls", 1, 3, "calls of each schedule before the timed ones, at least (default"
-         " 3: by then kernels have chosen by what they have met)"),
-        ("--max-tokens", 2, None, "shorten rollouts to N tokens"),
-        ("--repeats", 0, 3, "timed calls of each step without --steps (default 3)"),
-        ("--align-layers", 1, 2, "layers of the aligned model (default 2)"),
-    ):  # fmt: skip
-        group.add_argument(
-            option, type=arguments.whole(least), default=usual, metavar="N", help=text
-        )
-    group.add_argument(
-        "--rehearse",
-        action="store_true",
-        help="with --steps, run the timed steps once before: their times are without what kernels"
-        " compile and tune for new lengths, on both sides",
+    for flag, least, default, text in NUMBERS:
+        arguments.add_number(group, flag, text, default, arguments.whole(least))
+    text = (
+        "with --steps, run the timed steps once before: their times are without what kernels"
+        " compile and tune for new lengths, on both sides"
     )
-    group.add_argument(
-        "--prefix-schedule",
-        choices=("on", "auto"),
-        default="on",
-        help="on (default): the prefix schedule; auto: in steps where the cost model says that it"
-        " pays, else the stock one",
+    arguments.add_switch(group, "--rehearse", text)
+    text = (
+        "on (default): the prefix schedule; auto: in steps where the cost model says that it pays,"
+        " else the stock one"
     )
-    group.add_argument(
-        "--forward-only",
-        action="store_true",
-        help="time passes without gradients, as for old and reference log-probs",
+    arguments.add_choice(group, "--prefix-schedule", text, ("on", "auto"), "on")
+    text = "time passes without gradients, as for old and reference log-probs"
+    arguments.add_switch(group, "--forward-only", text)
+    arguments.add_text(group, "--bench-json", "write the result as JSON to FILE too")
+    text = (
+        "draw speedups and bounds, a step's time by phase, peaks of memory and every step's time;"
+        " of `bench memory` the peaks by policy (png, svg, pdf)"
     )
-    group.add_argument("--bench-json", metavar="FILE", help="write the result as JSON to FILE too")
-    group.add_argument(
-        "--plot",
-        metavar="FILE",
-        help="draw speedups and bounds, a step's time by phase, peaks of memory and every step's"
-        " time; of `bench memory` the peaks by policy (png, svg, pdf)",
-    )
+    arguments.add_text(group, "--plot", text)
     arguments.add_baseline(parser)
     bench_memory.add_arguments(parser)
     add_model(parser, model="tiny-llama", dtype="float32")

@@ -10,12 +10,13 @@ from typing import Any
 from megatron_prefix.config import MOST_MEMORY_GB
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab import runtime
-from megatron_prefix.lab.cli.arguments import config_of, layout_of, real, whole
+from megatron_prefix.lab.cli.arguments import add_number, config_of, layout_of, real, whole
 from megatron_prefix.lab.cli.modelling import machine, model_options
 from megatron_prefix.lab.cli.outputs import deliver
 from megatron_prefix.lab.cli.progress import draws_aligned, watched
 from megatron_prefix.lab.cli.report import print_records, to_line
 
+MOST = 10**6  # tokens of a response, or tries
 WAYS = ("stock", "retain", "offload", "recompute")
 
 
@@ -28,22 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--frontier-ways", None, "ways of which to find the longest sequence (default: --ways)"),
     ):
         group.add_argument(name, nargs="+", default=usual, metavar="POLICY[+full]", help=text)
-    for name, least, default, metavar, text in (
-        ("--frontier", 1, None, "R", "also find the longest sequence that trains, responses of R"),
-        ("--frontier-step", 1, 256, "N", "lengths are multiples of N (default 256)"),
-        ("--tries", 0, 0, "N", "steps really run to find it, around what the memory model says"
-         " (default 0: only predict)"),
-    ):  # fmt: skip
-        group.add_argument(
-            name, type=whole(least, 10**6), default=default, metavar=metavar, help=text
-        )
-    group.add_argument(
-        "--capacity-gb",
-        type=real(0, MOST_MEMORY_GB),
-        default=0.0,
-        metavar="X",
-        help="GiB besides weights and gradients that may be used (default 0: what is free)",
+    text = "also find the longest sequence that trains, responses of R"
+    add_number(group, "--frontier", text, kind=whole(1, MOST), metavar="R")
+    add_number(
+        group, "--frontier-step", "lengths are multiples of N (default {})", 256, whole(1, MOST)
     )
+    text = (
+        "steps really run to find it, around what the memory model says (default {}: only predict)"
+    )
+    add_number(group, "--tries", text, 0, whole(0, MOST))
+    text = "GiB besides weights and gradients that may be used (default {}: what is free)"
+    add_number(group, "--capacity-gb", text, 0.0, real(0, MOST_MEMORY_GB), "X")
 
 
 def run(args: argparse.Namespace) -> int:

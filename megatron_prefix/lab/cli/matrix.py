@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_prefix.errors import UserError, shown
 from megatron_prefix.lab import runtime
-from megatron_prefix.lab.cli.arguments import add_messages, whole
+from megatron_prefix.lab.cli.arguments import add_messages, add_switch, add_text, whole
 from megatron_prefix.lab.cli.modelling import Job, add_device
 from megatron_prefix.lab.cli.outputs import check_outputs, write_text
 from megatron_prefix.lab.cli.progress import progress
@@ -54,24 +54,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="rows MODEL/LAYOUT/SHAPE/RECOMPUTE that match a pattern, e.g. 'moe/EP*/tree/full'",
     )
-    group.add_argument(
-        "--continue",
-        dest="record",
-        metavar="FILE",
-        help="write results to FILE (JSON lines); rows that it has as aligned do not run again",
-    )
-    group.add_argument(
-        "--allow-refused", action="store_true", help="exit code 0 although rows were refused"
-    )
+    text = "write results to FILE (JSON lines); rows that it has as aligned do not run again"
+    add_text(group, "--continue", text, dest="record")
+    add_switch(group, "--allow-refused", "exit code 0 even if rows were refused")
     add_device(group, None, "(default: float64 on the CPU, bfloat16 on a GPU)")
     group.add_argument(
         "--timeout",
         type=whole(1, 10**6),
         default=120,
         metavar="S",
-        help="seconds of a row (default 120)",
+        help="seconds per row (default 120)",
     )
-    group.add_argument("--markdown", metavar="FILE", help="write the table as Markdown")
+    add_text(group, "--markdown", "write the table as Markdown")
     add_messages(parser)
 
 

@@ -9,7 +9,15 @@ import platform
 from typing import Any
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.lab.cli.arguments import add_config, layout_of, seed
+from megatron_prefix.lab.cli.arguments import (
+    add_choice,
+    add_config,
+    add_number,
+    add_switch,
+    add_text,
+    layout_of,
+    seed,
+)
 from megatron_prefix.lab.cli.inputs import load_groups
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.old_names import new_name, new_value
@@ -21,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> None:
     """Of the model, how it is built, and what its segments keep."""
-    # long: a list of options, each with its help
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -30,55 +37,39 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         f" --load-hf, else {model})",
     )
     parser.set_defaults(default_model=model)
-    group.add_argument(
-        "--load-hf",
-        metavar="DIR",
-        help="weights of a Hugging Face checkpoint (config.json and safetensors; Llama, Qwen2,"
-        " Qwen3, Qwen3-MoE) instead of random ones, e.g. --load-hf Qwen3-8B; --set num_layers=N"
-        " takes its first layers",
+    text = (
+        "weights of a Hugging Face checkpoint (config.json and safetensors; Llama, Qwen2, Qwen3,"
+        " Qwen3-MoE) instead of random ones, e.g. --load-hf Qwen3-8B; --set num_layers=N takes its"
+        " first layers"
     )
-    group.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="change a field of the model, e.g. --set num_layers=2, or --set num_moe_experts=none"
-        " where a model can do without (may be given again)",
+    add_text(group, "--load-hf", text, metavar="DIR")
+    text = (
+        "change a field of the model, e.g. --set num_layers=2, or --set num_moe_experts=none if a"
+        " model can do without (may be given again)"
     )
+    add_text(group, "--set", text, metavar="FIELD=VALUE", action="append", default=[])
     add_device(group, dtype, f"of weights and activations (default {dtype})")
-    group.add_argument(
-        "--recompute",
-        choices=("none", "full", "selective"),
-        default="none",
-        help="Megatron's activation recomputation (default none)",
+    text, choices = (
+        "Megatron's activation recomputation (default {})",
+        ("none", "full", "selective"),
     )
-    group.add_argument(
-        "--overlap-grad-reduce",
-        action="store_true",
-        help="reduce gradients over data- and context-parallel ranks in buckets, while the last"
-        " backward runs, as Megatron's option of that name; both schedules",
+    add_choice(group, "--recompute", text, choices, "none")
+    text = (
+        "reduce gradients over data- and context-parallel ranks in buckets, while the last"
+        " backward runs, as Megatron's option of that name; both schedules"
     )
+    add_switch(group, "--overlap-grad-reduce", text)
     add_config(group, "memory", "memory_budget_gb", "cache_host_layers", "cp_reduce", "kernel")
-    group.add_argument(
-        "--seed",
-        type=seed,
-        default=1234,
-        metavar="N",
-        help="of weights and random draws (default 1234)",
-    )
+    add_number(group, "--seed", "of weights and random draws (default {})", 1234, seed)
 
 
 def add_device(group: Any, dtype: str | None, dtype_help: str) -> None:
     """`--dtype --device --layer-spec`."""
     dtypes = ("float64", "float32", "bfloat16")
     group.add_argument("--dtype", choices=dtypes, default=dtype, help=dtype_help)
-    group.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu)")
-    group.add_argument(
-        "--layer-spec",
-        choices=("auto", "local", "te"),
-        default="auto",
-        help="transformer-engine's layers or Megatron's own (auto: te on a GPU in bfloat16)",
-    )
+    add_choice(group, "--device", "(default {})", ("cpu", "cuda"), "cpu")
+    text = "transformer-engine's layers or Megatron's own (auto: te on a GPU in bfloat16)"
+    add_choice(group, "--layer-spec", text, ("auto", "local", "te"), "auto")
 
 
 def model_options(args: argparse.Namespace) -> Any:

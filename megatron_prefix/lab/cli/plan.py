@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " (default llama3-8b)",
     )
     arguments.add_config(parser, "cache_host_layers")
-    parser.add_argument("--csv", metavar="FILE", help="write the plan; - is stdout")
-    parser.add_argument("--svg", metavar="FILE", help="draw the simulated timeline")
+    arguments.add_text(parser, "--csv", "write the plan; - is stdout")
+    arguments.add_text(parser, "--svg", "draw the simulated timeline")
 
 
 class _PlannedStep(NamedTuple):

@@ -47,26 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_training(parser)
     parser.set_defaults(compare=False)
     group = parser.add_argument_group("replay")
-    group.add_argument(
-        "--prefix-schedule",
-        choices=("auto", "on"),
-        default="auto",
-        help="auto (default): share where it pays; on: always",
-    )
-    group.add_argument(
-        "--result-json",
-        metavar="FILE",
-        help="write the result as JSON to FILE too, and after every step what there is",
-    )
-    group.add_argument(
-        "--plot",
-        metavar="FILE",
-        help="draw distances, losses and weighted log-probs by step (png, svg, pdf)",
-    )
-    group.add_argument(
+    text = "auto (default): share where it pays; on: always"
+    arguments.add_choice(group, "--prefix-schedule", text, ("auto", "on"), "auto")
+    text = "write the result as JSON to FILE too, and after every step what there is"
+    arguments.add_text(group, "--result-json", text)
+    text = "draw distances, losses and weighted log-probs by step (png, svg, pdf)"
+    arguments.add_text(group, "--plot", text)
+    arguments.add_switch(
+        group,
         "--same-routes",
-        action="store_true",
-        help="with experts: before every step the stock run's routers choose each token's, and all"
+        "with experts: before every step the stock run's routers choose each token's, and all"
         " runs follow (Megatron's RouterReplay); else a token that is nearly undecided may go to"
         " another expert in one run; the load-balancing loss still counts what routers would"
         " choose, so add --set moe_aux_loss_coeff=0",

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.lab.cli.arguments import add_switch, add_text
 from megatron_prefix.lab.cli.outputs import check_outputs, write_text
 from megatron_prefix.lab.cli.report import facts, print_facts, print_json, print_records, print_rich
 from megatron_prefix.lab.view.drawing import timeline_svg
@@ -41,8 +42,8 @@ _STYLES = {  # as in lab/view/drawing.py: forward blue, backward orange, inner s
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `show`."""
     parser.add_argument("plan", metavar="PLAN.csv", help="a file that `plan --csv` wrote")
-    parser.add_argument("--full", action="store_true", help="all actions, not one line a stage")
-    parser.add_argument("--svg", metavar="FILE", help="draw the simulated timeline")
+    add_switch(parser, "--full", "all actions, not one line per stage")
+    add_text(parser, "--svg", "draw the simulated timeline")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,7 +6,14 @@ import argparse
 from dataclasses import fields
 
 from megatron_prefix.config import MODES
-from megatron_prefix.lab.cli.arguments import add_config, add_fields, config_of
+from megatron_prefix.lab.cli.arguments import (
+    add_choice,
+    add_config,
+    add_fields,
+    add_switch,
+    add_text,
+    config_of,
+)
 from megatron_prefix.lab.rl.settings import GrpoConfig, RunOptions, TrainSettings
 
 GROUPS_PER_STEP = 4
@@ -40,9 +47,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     add_fields(group, TrainSettings, _STEPS, clip_grad=None)
     add_fields(group, GrpoConfig, _LOSS)
     add_fields(group, TrainSettings, _UPDATES)
-    group.add_argument(
-        "--no-std", action="store_true", help="do not divide advantages by the rewards' deviation"
-    )
+    add_switch(group, "--no-std", "do not divide advantages by the rewards' deviation")
     text = "Megatron's, which shards its state over data-parallel ranks"
     add_fields(group, TrainSettings, {"distributed_optimizer": text})
 
@@ -50,13 +55,11 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 def add_schedule(parser: argparse.ArgumentParser) -> None:
     """`--prefix-schedule`, `--cost-file` and `--compare`."""
     group = parser.add_argument_group("schedule")
-    group.add_argument(
-        "--prefix-schedule",
-        choices=MODES,
-        default="on",
-        help="off: Megatron's; observe: Megatron's, and metrics say what sharing would give; auto:"
-        " share where it pays; on: always (default)",
+    text = (
+        "off: Megatron's; observe: Megatron's, and metrics say what sharing would give; auto: share"
+        " where it pays; on: always (default)"
     )
+    add_choice(group, "--prefix-schedule", text, MODES, "on")
     add_config(group, "cost_file")
     text = "run Megatron's schedule too, time and compare both"
     add_fields(group, TrainSettings, {"compare": text})
@@ -65,34 +68,21 @@ def add_schedule(parser: argparse.ArgumentParser) -> None:
 def add_files(parser: argparse.ArgumentParser) -> None:
     """`--output --save-every --resume --plan-svg --trace`."""
     group = parser.add_argument_group("files")
-    group.add_argument(
-        "--output",
-        metavar="DIR",
-        help="folder of metrics and checkpoints (default: runs/train-DATE-TIME)",
-    )
+    text = "folder of metrics and checkpoints (default: runs/train-DATE-TIME)"
+    add_text(group, "--output", text, metavar="DIR")
     add_fields(group, RunOptions, {"save_every": "steps between checkpoints; 0: none (default)"})
-    group.add_argument(
-        "--resume",
-        nargs="?",
-        const="auto",
-        metavar="DIR",
-        help="go on from a run's folder or a checkpoint; without DIR from OUTPUT, if it has one",
+    text = "go on from a run's folder or a checkpoint; without DIR from OUTPUT, if it has one"
+    add_text(group, "--resume", text, metavar="DIR", nargs="?", const="auto")
+    text = (
+        "metrics to this project of Weights & Biases, too; WANDB_MODE=offline keeps them in OUTPUT"
     )
-    group.add_argument(
-        "--wandb",
-        metavar="PROJECT",
-        help="metrics to this project of Weights & Biases, too; WANDB_MODE=offline keeps them in"
-        " OUTPUT",
+    add_text(group, "--wandb", text, metavar="PROJECT")
+    add_text(group, "--plan-svg", "draw the last step's plan")
+    text = (
+        "write the measured timeline of the last update: a picture if FILE ends in .svg, else in"
+        " Chrome's trace format (may be given again)"
     )
-    group.add_argument("--plan-svg", metavar="FILE", help="draw the last step's plan")
-    group.add_argument(
-        "--trace",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="write the measured timeline of the last update: a picture if FILE ends in .svg,"
-        " else in Chrome's trace format (may be given again)",
-    )
+    add_text(group, "--trace", text, action="append", default=[])
 
 
 def settings_of(args: argparse.Namespace, groups_per_step: int) -> TrainSettings:

@@ -8,7 +8,7 @@ from math import gcd
 from megatron_prefix.errors import UserError, shown
 
 MOST, MOST_STAGES = 10**6, 1024
-_SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp")
+SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Layout:
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
+        for name in SIZES:
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST:
                 raise UserError(
