@@ -22,8 +22,8 @@ class Frontier:
     Attributes:
         way: how it runs.
         predicted: tokens, by the memory model.
-        trained: the longest that was run and trained; None where nothing was run.
-        failed: the shortest that was run and failed; None where none failed.
+        trained: the longest that was run and trained; None if nothing was run.
+        failed: the shortest that was run and failed; None if none failed.
     """
 
     way: str

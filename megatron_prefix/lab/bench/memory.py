@@ -75,7 +75,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Row:
-    """A shape run one way; GiB besides weights and gradients, None where not known.
+    """A shape run one way; GiB besides weights and gradients, None if unknown.
 
     Attributes:
         name: P:R:n.
@@ -116,10 +116,10 @@ def measure(
     config = replace(config, mode="on", segment_tokens=shape.segment_tokens or 1)
     vocab_size = unwrap(chunks[0]).vocab_size
     with recomputing(chunks, way.recompute):
-        found = predicted(shape, way, chunks, config)
+        memory = predicted(shape, way, chunks, config)
         base = _base(chunks)
         row = Row(
-            shape.name, str(way), base / GIB, found.peak / GIB, None, found.wave_peak / GIB, None,
+            shape.name, str(way), base / GIB, memory.peak / GIB, None, memory.wave_peak / GIB, None,
             None,
         )  # fmt: skip
         schedule: Any = (

@@ -200,7 +200,7 @@ _TEXTS = {
     "cache_host_layers": "layers whose K/V, or recurrent states, and their gradients are in host"
     " memory while other layers run, for prompts whose K/V do not fit (default {})",
     "cp_reduce": "with --cp: gather K/V and send gK/gV back for every wave, or once a segment,"
-    " which sends less, while every rank keeps K/V of all; auto (default): segment where it fits",
+    " which sends less, while every rank keeps K/V of all; auto (default): segment if it fits",
     "kernel": f"attention kernel: {', '.join(KERNELS)}, dense+causal, or auto (default)",
 }
 _OLD_FLAGS = {"segment_tokens": ["--wave-tokens"]}

@@ -24,7 +24,7 @@ trainers pack them, in one job and one run, and compares the speedup with the bo
 count: on synthetic flat groups, or with --rollouts and --steps on consecutive steps of new groups.
 First both schedules are aligned on a small group and a model of the same kind with few layers; if
 that fails, no speedup is reported and the exit code is 1. `bench memory` measures the device memory
-of a step under each memory policy (one rollout a microbatch), next to the stock schedule and the
+of a step under each memory policy (one rollout per microbatch), next to the stock schedule and the
 prediction of the memory model."""
 EPILOG = """\
 examples:
@@ -198,7 +198,7 @@ def _files(args: argparse.Namespace, options: Any) -> tuple[Any, dict[str, list[
     own = spec.vocab_size is not None
     steps = 1 if args.steps is None else args.steps + args.warm_up
     wanted = None if args.step_tokens else args.groups * steps
-    found = []
+    files = []
     for path in args.rollouts:
         one_file = argparse.Namespace(**{**vars(args), "rollouts": [path], "groups": wanted})
         groups, _ = load_groups(one_file, spec.vocab_size)
@@ -209,14 +209,14 @@ def _files(args: argparse.Namespace, options: Any) -> tuple[Any, dict[str, list[
                 f" --steps {args.steps} and --warm-up {args.warm_up} of {size}"
                 f"{'' if args.step_tokens else ' groups each'}; give fewer"
             )
-        found.append(groups)
-    if found:
-        spec, mapped = fit_vocabulary(options, [group for groups in found for group in groups])
+        files.append(groups)
+    if files:
+        spec, mapped = fit_vocabulary(options, [group for groups in files for group in groups])
         rest = iter(mapped)
-        found = [[next(rest) for _ in groups] for groups in found]
+        files = [[next(rest) for _ in groups] for groups in files]
     if not own:
         spec = dataclasses.replace(spec, vocab_size=max(2048, spec.vocab_size or 0))
-    return spec, dict(zip(args.rollouts, found, strict=True))
+    return spec, dict(zip(args.rollouts, files, strict=True))
 
 
 def _shapes(

@@ -33,7 +33,7 @@ examples:
 T = TypeVar("T")
 DTYPES = ("float64", "float32", "bfloat16")
 HEAD_DIM = 128  # of the kernels' probe when no model is named
-GROUP = 2  # query heads a K/V head, likewise
+GROUP = 2  # query heads per K/V head, likewise
 RECURRENT = ("fla-core", "mamba-ssm", "causal-conv1d", "triton")  # kernels of recurrent layers
 GIB = 1 << 30
 REFUSAL = ("name", "where", "fix", "kind")  # what is told of one
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="check this model too: a preset, or a Hugging Face config.json",
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="what to check (default: cuda where there is one)"
+        "--device", choices=("cpu", "cuda"), help="what to check (default: cuda if there is one)"
     )
 
 
@@ -76,7 +76,7 @@ def examine(device: str | None = None, model: str | None = None) -> dict[str, An
     packages and the command; model, its name and the features in its way, or None.
 
     Args:
-        device: "cpu" or "cuda"; None: "cuda" where torch sees a GPU.
+        device: "cpu" or "cuda"; None: "cuda" if torch sees a GPU.
         model: a preset's name or the path of a config.json.
 
     Raises:
@@ -133,12 +133,12 @@ def _package_versions() -> dict[str, str | None]:
 
 def _trainers() -> dict[str, dict[str, Any]]:
     """Of those that are packages; Megatron-LM is a checkout."""
-    found = {one: packages.version(one.package) for one in trainers.TRAINERS if one.package}
+    versions = {one: packages.version(one.package) for one in trainers.TRAINERS if one.package}
     return {
         one.name: {
             "version": version, "tried": list(one.tried), "on": one.on, "together": one.together
         }
-        for one, version in found.items()
+        for one, version in versions.items()
         if version
     }  # fmt: skip
 
@@ -150,7 +150,7 @@ def _library_versions() -> dict[str, str | None]:
     if torch.version.cuda is None:
         return {"CUDA": None, "cuDNN": None, "NCCL": None}
     # Private, because torch.backends.cudnn.version() loads cuDNN, and transformer-engine cannot be
-    # imported afterwards where it finds another cuDNN than torch's (seen with 2.11).
+    # imported afterwards if it finds another cuDNN than torch's (seen with 2.11).
     library = getattr(torch._C, "_cudnn", None)
     cudnn = library and ".".join(map(str, library.getCompileVersion()))
     nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
@@ -238,11 +238,11 @@ def _recurrent(
     sizes: tuple[int, ...] = ()
     if spec and "G" in symbols:
         sizes = spec.linear_key_head_dim, spec.linear_value_head_dim, spec.linear_num_value_heads
-    found = refusals(device, *sizes)
+    reasons = refusals(device, *sizes)
     for symbol, needed in (("G", "GatedDeltaNet"), ("M", "MambaMixer")):
-        if symbol in symbols and found[needed] is not None:
-            raise UserError(f"the kernels of {needed} do not work here: {found[needed]}")
-    return found
+        if symbol in symbols and reasons[needed] is not None:
+            raise UserError(f"the kernels of {needed} do not work here: {reasons[needed]}")
+    return reasons
 
 
 def _check_model(spec: ModelSpec, device: torch.device) -> dict[str, Any]:

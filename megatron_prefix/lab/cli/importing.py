@@ -1,4 +1,4 @@
-"""`megatron-prefix import`, see lab/data/importers.py. (`import` is no name for a module.)"""
+"""`megatron-prefix import`, see lab/data/importers.py. (A module cannot be called `import`.)"""
 
 from __future__ import annotations
 

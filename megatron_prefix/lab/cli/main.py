@@ -33,7 +33,7 @@ VERBS = {
     "plan": ("plan", "what sharing gives on a rollout file: trees, ratios, speedup, pipeline"),
     "show": ("show", "a plan file: its grid and its simulated timeline"),
     "align": ("align", "check that stock and prefix schedule agree, step against step"),
-    "matrix": ("matrix", "align over many layouts: one table, one line a layout"),
+    "matrix": ("matrix", "align over many layouts: one table, one line per layout"),
     "train": ("train", "GRPO actor updates over a rollout file"),
     "replay": ("replay", "many GRPO steps by either schedule: how far the runs drift apart"),
     "bench": ("bench", "time both schedules side by side in one run"),

@@ -1,4 +1,4 @@
-"""`matrix`: `align` over many layouts, one line a layout."""
+"""`matrix`: `align` over many layouts, one line per layout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_prefix.plan.files import writing
 
 HELP = """\
 Aligns the prefix schedule with Megatron-Core's stock schedule in many layouts: models without and
-with experts, flat groups, trees and chunks with one rollout a microbatch, packed microbatches,
+with experts, flat groups, trees and chunks with one rollout per microbatch, packed microbatches,
 without and with activation recomputation. Every row is one `align` in a fresh set of ranks. Under
 torchrun the rows run in its world, data parallelism filling it. Exit code 0 when every row is
 aligned."""
@@ -251,5 +251,5 @@ def _print(args: argparse.Namespace, results: Sequence[Result]) -> None:
     head, *lines = matrix.table(results)
     print_table(title, head, lines, left=1, unwrapped=1)
     print(matrix.said(results))
-    for why, names in {**matrix.reasons(results), **matrix.baselines(results)}.items():
+    for why, names in matrix.notes(results).items():
         print(f"  {why} ({counted(len(names), 'row')}, e.g. {names[0]})")

@@ -173,7 +173,7 @@ def overrides_of(settings: list[str]) -> tuple[tuple[str, Any], ...]:
         UserError: no such field, or a value of another type.
     """
     types = {field.name: str(field.type) for field in dataclasses.fields(ModelSpec)}
-    found = []
+    overrides = []
     for setting in settings:
         name, _, text = setting.partition("=")
         field = new_name(name)
@@ -186,8 +186,8 @@ def overrides_of(settings: list[str]) -> tuple[tuple[str, Any], ...]:
             raise UserError(f"--set {setting}: {field} is {kind}; give such a value") from None
         if name != field:
             logger.warning("--set %s is now --set %s=%s", setting, field, value)
-        found.append((field, value))
-    return tuple(found)
+        overrides.append((field, value))
+    return tuple(overrides)
 
 
 def _value(kind: str, text: str) -> Any:

@@ -53,7 +53,7 @@ def steps_shown(wanted: bool, total: int, first_rank: bool = True) -> Iterator[S
     """Shows steps with a few words on each; yields the function that takes number and words.
 
     Args:
-        wanted: whether to print a line per step if stderr is no terminal.
+        wanted: whether to print a line per step if stderr is not a terminal.
         total: number of the last step.
         first_rank: whether this rank shows anything.
     """

@@ -27,7 +27,7 @@ not touch: the stock schedule; the stock schedule in another reduction order (mi
 rollouts backwards, torch's attention instead of the layers'), which is the noise floor; the prefix
 schedule. After every step their parameters are compared (in 16 bit the optimizer's fp32
 main parameters). Exit code 0 when the prefix schedule's distance from the stock schedule is at most
-twice the noise floor, largest, mean and RMS, after every step; else 1, also where nothing was
+twice the noise floor, largest, mean and RMS, after every step; else 1, also if nothing was
 shared, no parameter moved, or a loss was not finite.
 Steps take groups of the files in turn; groups whose rewards are all equal have no gradient and are
 left out."""
@@ -218,7 +218,7 @@ OWN_ROUTES = (
     " expert in one run. Add --same-routes --set moe_aux_loss_coeff=0 to see rounding alone."
 )
 BALANCED = (
-    "  Megatron's load-balancing loss counts the experts that routers would choose, also where they"
+    "  Megatron's load-balancing loss counts the experts that routers would choose, even if they"
     " follow routes: add --set moe_aux_loss_coeff=0 to see rounding alone."
 )
 

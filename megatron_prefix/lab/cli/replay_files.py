@@ -1,7 +1,7 @@
 """What `replay` writes: its JSON after every step, its picture now and then, and both at the end.
 
 Whatever ends a replay, its JSON has the steps so far, with `"ended": false` and no `passed`; so has
-the picture, unless a signal ends the rank that draws it, as where several ranks are stopped.
+the picture, unless a signal ends the rank that draws it, as happens when several ranks are stopped.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ def print_table(
 
 
 def print_rich(*things: Any, stderr: bool = False) -> None:
-    """Prints what rich can draw, one below the other, without colours if it is no terminal."""
+    """Prints what rich can draw, one below the other, without colours if it is not a terminal."""
     from rich.console import Console
 
     class Quiet(Console):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 HELP = """\
-A plan file: its grid, one row a stage and one cell an action (F3 is the forward of segment 3, B3
+A plan file: its grid, one row per stage and one cell per action (F3 is the forward of segment 3, B3
 its backward, F3.1 that of model chunk 1), and its simulated timeline.  An invalid plan is refused,
 and its grid printed with the bad cell marked."""
 EPILOG = """\
@@ -89,7 +89,7 @@ def _result(plan: Plan, timeline: Timeline) -> dict[str, Any]:
 
 
 def _grid(plan: Plan, width: int, full: bool) -> Iterator[Text]:
-    """One line a rank, cut to `width` characters; with `full` in as many blocks as needed."""
+    """One line per rank, cut to `width` characters; with `full` in as many blocks as needed."""
     from rich.text import Text
 
     names = [f"{'stage' if plan.num_chunks == 1 else 'rank'} {r}" for r in range(plan.num_ranks)]

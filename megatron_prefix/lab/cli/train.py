@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 HELP = """\
 Trains a model on a rollout file by GRPO: advantages from each group's rewards, old log-probs by a
-pass without gradients where the file has none, a clipped loss, AdamW through Megatron's optimizer.
-Metrics go to OUTPUT/metrics.jsonl and, where it is installed, TensorBoard. --compare runs
+pass without gradients if the file has none, a clipped loss, AdamW through Megatron's optimizer.
+Metrics go to OUTPUT/metrics.jsonl and, if it is installed, TensorBoard. --compare runs
 Megatron-Core's stock schedule on every update too, from the same weights, and compares; the exit
-code is then 1 when they differ by more than the numerics policy allows."""
+code is then 1 if they differ by more than the numerics policy allows."""
 EPILOG = """\
 examples:
   megatron-prefix train rollouts.jsonl.gz --steps 10 --lr 1e-3 --output runs/tiny
@@ -70,7 +70,7 @@ class Training:
         settings: of the updates.
         run: steps, folders and checkpoints.
         plan_svg, traces: files of the last update; see timelines.py.
-        progress: whether to show progress if stderr is no terminal.
+        progress: whether to show progress if stderr is not a terminal.
     """
 
     job: Job
@@ -123,7 +123,7 @@ def _training(args: argparse.Namespace) -> Training:
 
 
 def _groups_per_step(num_groups: int, dp: int, num_minibatches: int) -> int:
-    """The default: a few groups, one for every rank and minibatch where there are so many."""
+    """The default: a few groups, one for every rank and minibatch if there are so many."""
     if num_minibatches > num_groups:
         raise UserError(
             f"--minibatches is {num_minibatches}, but the rollouts have {num_groups} groups; "

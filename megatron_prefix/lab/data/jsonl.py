@@ -57,12 +57,12 @@ def read_rows(path: PathLike) -> Iterator[tuple[int, Row]]:
     Errors: `UserError` for a file that is missing, unreadable, empty, not UTF-8, truncated or
     corrupt, and for a row that is not one JSON object.
     """
-    number, found = 0, False
+    number, any_row = 0, False
     try:
         with open(path, "rb") as raw:
             for number, line in enumerate(_unpacked(raw), start=1):
                 if line.strip():
-                    found = True
+                    any_row = True
                     with at_row(path, number):
                         row = _parsed(line)
                     yield number, row
@@ -72,7 +72,7 @@ def read_rows(path: PathLike) -> Iterator[tuple[int, Row]]:
     except OSError as error:
         text = f"cannot be read ({error.strerror or error}); check path and permissions"
         raise user_error(os.fspath(path), text) from None
-    if not found:
+    if not any_row:
         text = "row: the file is empty (0 rows); write at least one rollout a line"
         raise user_error(f"{os.fspath(path)}:1", text)
 
@@ -127,7 +127,7 @@ def integer(row: Row, field: str) -> int:
     """An integer; true and false are none."""
     value = required(row, field)
     if type(value) is not int:
-        raise Fault(field, f"not an integer ({shown(value)}); give a whole number without quotes")
+        raise Fault(field, f"not an integer ({shown(value)}); give one without quotes")
     return value
 
 

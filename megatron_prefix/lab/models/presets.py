@@ -241,7 +241,7 @@ class ModelSpec:
         return dict(self.mix.recurrent)
 
     def with_vocab(self, smallest: int) -> ModelSpec:
-        """This model for token ids below `smallest`; fills the vocabulary where it is open.
+        """This model for token ids below `smallest`; fills the vocabulary if it is open.
 
         Raises:
             UserError: the model's own vocabulary is smaller.

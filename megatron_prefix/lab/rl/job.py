@@ -126,7 +126,7 @@ def place_groups(
 
     Raises:
         UserError: the rollouts cannot be placed as the layout needs: equally many on every rank
-            (where ranks share experts and Megatron's own schedule may run, or for global_aux_loss),
+            (if ranks share experts and Megatron's own schedule may run, or for global_aux_loss),
             or multiples of the pipeline's size (for Megatron's interleaved schedule).
     """
     options = config.tree_options(layout.alignment)

@@ -108,7 +108,7 @@ def _output(model: Any, batch: dict[str, Tensor], item: dict[str, Any]) -> Tenso
 
 
 def _terms(config: GrpoConfig, batch: dict[str, Tensor], logprobs: Tensor) -> dict[str, Tensor]:
-    """Loss and logs of every position, [1, positions], zero where it is not trained."""
+    """Loss and logs of every position, [1, positions], zero if it is not trained."""
     mask = batch["loss_mask"].to(logprobs.dtype)
     advantages = batch["advantages"].to(logprobs.dtype)
     old = batch["old_logprobs"].to(logprobs.dtype) if "old_logprobs" in batch else logprobs.detach()

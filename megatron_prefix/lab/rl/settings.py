@@ -31,7 +31,7 @@ class GrpoConfig:
 
     How tokens are averaged is Megatron's `calculate_per_token_loss`: True takes the mean over all
     trained tokens of the step, False the mean over microbatches of each one's token mean. That is
-    the mean over rollouts where a microbatch is a rollout; in a pack of several (packing.py) every
+    the mean over rollouts if a microbatch is a rollout; in a pack of several (packing.py) every
     trained token counts alike.
 
     Attributes:
@@ -64,7 +64,7 @@ class TrainSettings:
         lr: learning rate, constant after the warm-up.
         warmup_steps: steps in which the learning rate rises linearly, from lr / warmup_steps.
         weight_decay: AdamW's, on matrices.
-        adam_eps: where a gradient is below it, AdamW's step shrinks with the gradient.
+        adam_eps: if a gradient is below it, AdamW's step shrinks with the gradient.
         clip_grad: largest norm of the gradient; 0 does not clip.
         loss_mean: "token": mean over all trained tokens of an update ("DAPO", section 3.3);
             "rollout": mean over rollouts of each one's token mean ("DeepSeekMath", equation 3).
@@ -138,7 +138,7 @@ class RunOptions:
         steps: the step to end with, counted from the very first run.
         output: folder of metrics and checkpoints.
         save_every: steps between checkpoints; the last step is saved too. 0: no checkpoints.
-        resume: run folder or checkpoint to go on from; "auto": `output`, where it has one.
+        resume: run folder or checkpoint to go on from; "auto": `output`, if it has one.
         wandb_project: see MetricsWriter.
     """
 
