@@ -157,7 +157,7 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
 def add_messages(parser: argparse.ArgumentParser) -> None:
     """`--message-timeout-minutes`."""
     text = (
-        "a rank that waits longer for another gives up; more than the longest step of one rank"
+        "a rank that waits longer for another gives up; give more than the longest step takes"
         " (default {})"
     )
     group, kind = parser.add_argument_group("ranks"), real(0.01, 10_000)
@@ -184,8 +184,8 @@ _TEXTS = {
     "min_gain": "dissolve a shared span that saves fewer positions, and an inner segment that saves"
     " fewer than 32 times as many and less than a 16th of the step; 0 dissolves nothing"
     " (default {})",
-    "align": "spans begin at multiples of N, besides those that the layout needs; with 64 no"
-    " rounding of GatedDeltaNet depends on where (default {})",
+    "align": "spans begin at multiples of N, besides those that the layout needs; with 64"
+    " GatedDeltaNet's rounding does not depend on where (default {})",
     "loss_in_leaves": "share no trained token (for losses over whole sequences)",
     "run_ahead": "forwards a pipeline stage runs ahead of the next: 1 needs less memory, 2 waits"
     " less (default {})",
@@ -199,8 +199,9 @@ _TEXTS = {
     " (default 0: what is free)",
     "cache_host_layers": "layers whose K/V, or recurrent states, and their gradients are in host"
     " memory while other layers run, for prompts whose K/V do not fit (default {})",
-    "cp_reduce": "with --cp: gather K/V and send gK/gV back for every wave, or once a segment,"
-    " which sends less, while every rank keeps K/V of all; auto (default): segment if it fits",
+    "cp_reduce": "with --cp: gather K/V and send gK/gV back for every wave, or once per"
+    " segment, which sends less, while every rank keeps K/V of all; auto (default): segment if it"
+    " fits",
     "kernel": f"attention kernel: {', '.join(KERNELS)}, dense+causal, or auto (default)",
 }
 _OLD_FLAGS = {"segment_tokens": ["--wave-tokens"]}
@@ -272,7 +273,7 @@ def add_baseline(parser: argparse.ArgumentParser) -> None:
     """`--baseline --pack-tokens`; see `baseline_of`."""
     group = parser.add_argument_group("baseline")
     text = (
-        "microbatches of both schedules. packed (default): rollouts one behind the other (THD), as"
+        "microbatches of both schedules. packed (default): rollouts one after another (THD), as"
         " trainers run them; rollout: one each"
     )
     add_choice(group, "--baseline", text, BASELINES, BASELINES[0])

@@ -20,12 +20,12 @@ from megatron_prefix.lab.cli.report import counted, filled, number, print_record
 
 HELP = """\
 Times Megatron-Core's stock schedule and the prefix schedule on the same microbatches, packed as
-trainers pack them, in one job and one run, and compares the speedup with the bound by the FLOP
-count: on synthetic flat groups, or with --rollouts and --steps on consecutive steps of new groups.
-First both schedules are aligned on a small group and a model of the same kind with few layers; if
-that fails, no speedup is reported and the exit code is 1. `bench memory` measures the device memory
-of a step under each memory policy (one rollout per microbatch), next to the stock schedule and the
-prediction of the memory model."""
+trainers pack them, in one job and one run, and compares the speedup with the bound that the FLOP
+count sets: on synthetic flat groups, or with --rollouts and --steps on consecutive steps of new
+groups. First both schedules are aligned on a small group and a model of the same kind with few
+layers; if that fails, no speedup is reported and the exit code is 1. `bench memory` measures the
+device memory of a step under each memory policy (one rollout per microbatch), next to the stock
+schedule and the prediction of the memory model."""
 EPILOG = """\
 examples:
   megatron-prefix bench --shapes 1024:64:8 --set hidden_size=512 --set num_attention_heads=8
@@ -49,7 +49,7 @@ NUMBERS = (
     ("--step-tokens", 1, None, "groups per step: as many as have N tokens, instead of --groups"),
     ("--warm-up", 1, 1, "with --steps, steps that are run and not timed (default {})"),
     ("--warm-up-calls", 1, 3, "calls of each schedule before the timed ones, at least (default"
-     " {}: by then kernels have chosen by what they have met)"),
+     " {}: by then kernels have been chosen for the shapes)"),
     ("--max-tokens", 2, None, "shorten rollouts to N tokens"),
     ("--repeats", 0, 3, "timed calls of each step without --steps (default {})"),
     ("--align-layers", 1, 2, "layers of the aligned model (default {})"),
@@ -78,8 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, least, default, text in NUMBERS:
         arguments.add_number(group, flag, text, default, arguments.whole(least))
     text = (
-        "with --steps, run the timed steps once before: their times are without what kernels"
-        " compile and tune for new lengths, on both sides"
+        "with --steps, run the timed steps once beforehand: neither schedule's times then include"
+        " what kernels compile and tune for new lengths"
     )
     arguments.add_switch(group, "--rehearse", text)
     text = (
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     if args.steps is not None and not args.rollouts:
         raise UserError("--steps is for rollout files; give --rollouts FILE, or leave it out")
     if args.rehearse and not args.steps:
-        raise UserError("--rehearse is for --steps: other steps are run before by --warm-up-calls")
+        raise UserError("--rehearse is for --steps: --warm-up-calls warms the others up")
     verdict, rows, failures = _measure(args, layout, shapes)
     if not runtime.first_rank():
         return 0 if verdict.passed else 1
@@ -268,7 +268,7 @@ COLUMNS = [
     ("prefix ms", "{prefix_ms:.1f}"),
     ("speedup", "{speedup:.2f}x"),
     ("bound", "{bound:.2f}x"),
-    ("of it", "{of_bound:.3f}"),
+    ("of bound", "{of_bound:.3f}"),
     ("peak GiB", "{stock_gib:.1f}, {prefix_gib:.1f} ({predicted_gib:.1f})"),
 ]
 WAVE = [("wave", "{segment_tokens}")]
@@ -280,7 +280,7 @@ LINE = (
 STEPS = (
     "{name}, stock, ms per step: {stock_steps}",
     "{name}, prefix, ms per step: {prefix_steps}",
-    "{name}: {speedup:.2f}x of {steps} steps together, {median_speedup:.2f}x of their medians;"
+    "{name}: {speedup:.2f}x over {steps} steps together, {median_speedup:.2f}x of their medians;"
     " shared in {shared_steps}",
 )
 """Of a row with several steps."""

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ways = "stock, or a memory policy, and +full with Megatron's full recomputation"
     for name, usual, text in (
         ("--ways", list(WAYS), f"{ways} (default {' '.join(WAYS)})"),
-        ("--frontier-ways", None, "ways of which to find the longest sequence (default: --ways)"),
+        ("--frontier-ways", None, "ways for which to find the longest sequence (default: --ways)"),
     ):
         group.add_argument(name, nargs="+", default=usual, metavar="POLICY[+full]", help=text)
     text = "also find the longest sequence that trains, responses of R"
@@ -34,9 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(
         group, "--frontier-step", "lengths are multiples of N (default {})", 256, whole(1, MOST)
     )
-    text = (
-        "steps really run to find it, around what the memory model says (default {}: only predict)"
-    )
+    text = "steps to run to find it, near what the memory model predicts (default {}: only predict)"
     add_number(group, "--tries", text, 0, whole(0, MOST))
     text = "GiB besides weights and gradients that may be used (default {}: what is free)"
     add_number(group, "--capacity-gb", text, 0.0, real(0, MOST_MEMORY_GB), "X")

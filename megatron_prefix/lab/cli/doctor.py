@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 HELP = """\
 Versions, devices, the attention kernels that work here, all that the prefix schedule refuses, and
-optional packages that are missing. Exits with 0 when the prefix schedule can
-run here, with 1 when it cannot."""
+optional packages that are missing. Exit code 0 if the prefix schedule can run here, else 1."""
 EPILOG = """\
 examples:
   megatron-prefix doctor
@@ -53,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examines and prints; returns 0 when the prefix schedule can run here, else 1."""
+    """Examines and prints; returns 0 if the prefix schedule can run here, else 1."""
     report = examine(args.device, args.model)
     if args.json:
         print_json(report)

@@ -21,7 +21,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    parser.add_argument("out", metavar="OUT", help="rollout file to write; .gz packs it")
+    parser.add_argument("out", metavar="OUT", help="rollout file to write; .gz compresses it")
     parser.add_argument("--tree", choices=TREES, default="flat", help="shape under the prompt")
     add_switch(parser, "--uneven", "responses of different length")
     for flag, kind, default, text in (

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     parser.add_argument("kind", metavar="KIND", choices=KINDS, help=" | ".join(KINDS))
     parser.add_argument("source", metavar="IN", help="JSON lines, plain or gzip")
-    parser.add_argument("out", metavar="OUT", help="rollout file to write; .gz packs it")
+    parser.add_argument("out", metavar="OUT", help="rollout file to write; .gz compresses it")
     parser.add_argument("--tokenizer", help="tokenizer.json, or a transformers folder or name")
     add_number(parser, "--vocab-size", "refuse token ids that are not below it")
 

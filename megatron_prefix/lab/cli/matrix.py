@@ -28,7 +28,7 @@ HELP = """\
 Aligns the prefix schedule with Megatron-Core's stock schedule in many layouts: models without and
 with experts, flat groups, trees and chunks with one rollout per microbatch, packed microbatches,
 without and with activation recomputation. Every row is one `align` in a fresh set of ranks. Under
-torchrun the rows run in its world, data parallelism filling it. Exit code 0 when every row is
+torchrun the rows run in its world, data parallelism filling it. Exit code 0 if every row is
 aligned."""
 EPILOG = """\
 examples:
@@ -214,7 +214,7 @@ def _read(args: argparse.Namespace, world: int | None) -> dict[str, Result]:
     """Rows of the record that need not run again; every rank of a world must be told the same."""
     path, name = Path(args.record), _run_name(args, world)
     if world is not None and path.exists():
-        raise UserError(f"--continue {path}: under torchrun give a file that is not there yet")
+        raise UserError(f"--continue {path}: under torchrun give a file that does not exist yet")
     known: dict[str, Result] = {}
     try:
         lines = path.read_text("utf-8").splitlines() if path.exists() else []

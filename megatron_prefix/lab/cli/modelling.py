@@ -56,7 +56,7 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
     add_choice(group, "--recompute", text, choices, "none")
     text = (
         "reduce gradients over data- and context-parallel ranks in buckets, while the last"
-        " backward runs, as Megatron's option of that name; both schedules"
+        " backward runs, like Megatron's option of that name; both schedules"
     )
     add_switch(group, "--overlap-grad-reduce", text)
     add_config(group, "memory", "memory_budget_gb", "cache_host_layers", "cp_reduce", "kernel")

@@ -31,7 +31,7 @@ from megatron_prefix.plan.simulator import Timeline, simulate
 from megatron_prefix.tree import Forest, TreeOptions, build
 
 HELP = """\
-What sharing gives on rollout files: trees, ratios, compression, predicted speedup, and the plan of
+What sharing saves on rollout files: trees, ratios, compression, predicted speedup, and the plan of
 one step with its simulated bubble and memory.  All groups make one step unless --groups limits it.
 Tokens are positions with a label: a rollout of n tokens has n-1.  Simulated times count tokens of
 forward work, a backward twice, communication nothing."""
@@ -80,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
     layout = _layout(args)
     if args.segment_tokens == "auto":
         raise UserError(
-            "--segment-tokens auto goes by the free memory of a running model; give `plan` a number"
+            "--segment-tokens auto depends on the free memory of a running model; give `plan` a"
+            " number"
         )
     if args.json and args.csv == "-":
         raise UserError("--csv - and --json both write to stdout; give --csv a file")

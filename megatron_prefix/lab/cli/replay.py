@@ -22,13 +22,13 @@ from megatron_prefix.lab.rl.settings import TrainSettings
 
 STEPS = 100
 HELP = """\
-Trains three times from the same weights on the same rollouts, three runs side by side that do
-not touch: the stock schedule; the stock schedule in another reduction order (microbatches and their
-rollouts backwards, torch's attention instead of the layers'), which is the noise floor; the prefix
-schedule. After every step their parameters are compared (in 16 bit the optimizer's fp32
-main parameters). Exit code 0 when the prefix schedule's distance from the stock schedule is at most
-twice the noise floor, largest, mean and RMS, after every step; else 1, also if nothing was
-shared, no parameter moved, or a loss was not finite.
+Trains three times from the same weights on the same rollouts, in three runs side by side that do
+not affect one another: the stock schedule; the stock schedule in another reduction order
+(microbatches and their rollouts backwards, torch's attention instead of the layers'), which is the
+noise floor; the prefix schedule. After every step their parameters are compared (in 16 bit the
+optimizer's fp32 main parameters). Exit code 0 if the prefix schedule's distance from the stock
+schedule is at most twice the noise floor, largest, mean and RMS, after every step; else 1, also if
+nothing was shared, no parameter moved, or a loss was not finite.
 Steps take groups of the files in turn; groups whose rewards are all equal have no gradient and are
 left out."""
 EPILOG = """\

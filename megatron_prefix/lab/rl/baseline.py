@@ -24,7 +24,7 @@ class Baseline:
     """How rollouts become microbatches, for both schedules.
 
     Attributes:
-        name: "packed": several rollouts one behind the other (THD); "rollout": one each.
+        name: "packed": several rollouts one after another (THD); "rollout": one each.
         pack_tokens: most positions of a packed microbatch, padding included and over all context-
             parallel ranks; a longer rollout is alone.
         backwards: the same microbatches in reverse, and the rollouts of each: the same sums in
