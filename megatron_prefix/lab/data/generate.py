@@ -66,7 +66,7 @@ class _TreeShape:
         if tokens > _MOST_TOKENS:
             raise UserError(
                 f"a group of {self.num_rollouts} rollouts of {self.prompt} + {self.response} tokens"
-                f" is too large ({tokens}); give at most {_MOST_TOKENS} tokens a group"
+                f" is too large ({tokens}); give at most {_MOST_TOKENS} tokens per group"
             )
 
 

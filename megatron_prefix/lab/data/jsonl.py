@@ -90,9 +90,9 @@ def _parsed(line: bytes) -> Row:
         text = f"not UTF-8 (byte {error.start} is {line[error.start]:#04x}); save the file as UTF-8"
         raise Fault("row", text) from None
     except (ValueError, RecursionError) as error:
-        raise Fault("row", f"not JSON ({error}); write one JSON object a line") from None
+        raise Fault("row", f"not JSON ({error}); write one JSON object per line") from None
     if not isinstance(row, dict):
-        text = f"not an object ({shown(row)}); write one JSON object a line"
+        text = f"not an object ({shown(row)}); write one JSON object per line"
         raise Fault("row", text)
     return row
 
@@ -147,7 +147,7 @@ def integers(row: Row, field: str) -> NDArray[np.int64]:
 
 
 def number(row: Row, field: str) -> float:
-    """A finite number; true and false are none."""
+    """A finite number; true and false are not."""
     value = required(row, field)
     if type(value) not in (int, float):
         raise Fault(field, f"not a number ({shown(value)}); give a finite number")

@@ -141,7 +141,7 @@ def _check_memory(
     if share * dtype.itemsize > room:
         raise UserError(
             f"model {shown(spec.name)} has {spec.parameters():.3g} parameters, whose"
-            f" {share * dtype.itemsize / 2**30:.3g} GiB a rank do not fit in the"
+            f" {share * dtype.itemsize / 2**30:.3g} GiB per rank do not fit in the"
             f" {room / 2**30:.3g} GiB of this machine's {device.type}; make the model smaller, or"
             " raise --tp or --pp"
         )

@@ -61,7 +61,7 @@ def pack_sizes(lengths: Sequence[int], pack_tokens: int, least: int = 1) -> list
     if least > max(len(lengths), 1):
         raise UserError(
             f"--baseline packed: {len(lengths)} rollouts of a data-parallel rank cannot fill"
-            f" {least} microbatches, as many as this layout wants; give more rollouts or a larger"
+            f" {least} microbatches, as many as this layout needs; give more rollouts or a larger"
             " --pack-tokens, or --baseline rollout"
         )
     packs: list[list[int]] = []

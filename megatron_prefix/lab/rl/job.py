@@ -144,7 +144,7 @@ def place_groups(
     num = sum(len(group.rollouts) for group in placed.ranks[0])
     if interleaved and num % layout.pp:
         raise UserError(
-            f"--vpp {layout.vpp}: Megatron's interleaved schedule wants the rollouts of a rank in"
+            f"--vpp {layout.vpp}: Megatron's interleaved schedule needs the rollouts of a rank in"
             f" multiples of --pp {layout.pp}, and there are {num}; take other groups, or use"
             " --vpp 1"
         )

@@ -307,7 +307,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def result_of(fields: Mapping[str, Any]) -> Result:
-    """The inverse of `Result.as_json`.
+    """A result from its fields, as JSON has them.
 
     Raises:
         UserError: other fields than a result's.
