@@ -165,7 +165,7 @@ class MetricsWriter:
             its files go to `folder`.
 
     Raises:
-        UserError: the file cannot be written, or holds something else than metrics; or Weights &
+        UserError: the file cannot be written, or holds anything but metrics; or Weights &
             Biases is not installed.
     """
 
