@@ -17,6 +17,8 @@ _WITHOUT_MARK = [
     "lab.cli.importing",
     "lab.cli.inputs",
     "lab.cli.main",
+    "lab.cli.modelling",
+    "lab.cli.outputs",
     "lab.cli.plan",
     "lab.cli.report",
     "lab.cli.show",

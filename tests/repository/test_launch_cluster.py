@@ -106,11 +106,12 @@ def test_no_default_of_training_ends_in_a_refusal(commands, monkeypatch, capsys,
     words = verb_of(asked(commands, script, MODEL=model, OUTPUT=str(output)))
     args = make_parser("train").parse_args(words)
     in_a_world_of(16 if script == "train_multinode.sh" else 8, monkeypatch)
-    job, _ = train._job(args)
-    rollouts, settings, config = RolloutSet(job.groups), job.settings, job.settings.prefix
+    training = train._training(args)
+    job, settings, config = training.job, training.settings, training.settings.prefix
+    rollouts = RolloutSet(job.groups)
     check_layout(settings, rollouts, job.layout)
     position = 0
-    for _ in range(job.run.steps):
+    for _ in range(training.run.steps):
         groups = rollouts.take(position, settings.groups_per_step)
         position = (position + len(groups)) % len(rollouts.groups)
         for part in minibatches(groups, settings.num_minibatches):

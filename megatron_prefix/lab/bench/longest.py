@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_prefix.config import PrefixConfig
@@ -22,18 +22,14 @@ class Frontier:
     Attributes:
         way: how it runs.
         predicted: tokens, by the memory model.
-        trained: the longest that was run and trained; None where nothing was run.
-        failed: the shortest that was run and failed; None where none failed.
+        trained: the longest that was run and trained; None if nothing was run.
+        failed: the shortest that was run and failed; None if none failed.
     """
 
     way: str
     predicted: int
     trained: int | None = None
     failed: int | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
 
 
 def frontier(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Row:
-    """A shape run one way; GiB besides weights and gradients, None where not known.
+    """A shape run one way; GiB besides weights and gradients, None if unknown.
 
     Attributes:
         name: P:R:n.
@@ -99,10 +99,6 @@ class Row:
     offloaded_gib: float = 0.0
     problem: str = ""
 
-    def as_json(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
-
 
 def measure(
     shape: GroupShape, way: Way, chunks: list[Any], config: PrefixConfig, *, repeats: int, seed: int
@@ -120,10 +116,10 @@ def measure(
     config = replace(config, mode="on", segment_tokens=shape.segment_tokens or 1)
     vocab_size = unwrap(chunks[0]).vocab_size
     with recomputing(chunks, way.recompute):
-        found = predicted(shape, way, chunks, config)
+        memory = predicted(shape, way, chunks, config)
         base = _base(chunks)
         row = Row(
-            shape.name, str(way), base / GIB, found.peak / GIB, None, found.wave_peak / GIB, None,
+            shape.name, str(way), base / GIB, memory.peak / GIB, None, memory.wave_peak / GIB, None,
             None,
         )  # fmt: skip
         schedule: Any = (

@@ -25,19 +25,19 @@ PHASES = {
 }
 """Name and colour of what a step of the prefix schedule does, from the bottom of its bar."""
 _BOUND, _FAINT = "#d8dee9", "#5b6570"
-_WIDTH = 0.38  # of one of two bars beside each other
+_WIDTH = 0.38  # of one of two bars next to each other
 
 
 def figure(rows: Sequence[Row]) -> Figure:
     """Draws the rows side by side.
 
     Args:
-        rows: at least one, as `Timing.as_json` gives them.
+        rows: at least one, fields of `timing.Timing`.
 
     Returns:
         A figure with one panel above the other: speedup and bound; the time of the last step by
-        phase, beside the stock schedule's; peaks of device memory, where it was measured; every
-        step's time, where a row has several.
+        phase, next to the stock schedule's; peaks of device memory, if it was measured; every
+        step's time, if a row has several.
     """
     panels: list[tuple[Callable[[Axes, Sequence[Row]], None], float]] = [(_speedups, 2.4)]
     panels.append((_phases, 3.0))
@@ -58,8 +58,8 @@ def figure(rows: Sequence[Row]) -> Figure:
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
-    """What rows are called under the bars: with the segments' length where rows differ in it, and
-    with the bubble where there are several stages."""
+    """What rows are called under the bars: with the segments' length if rows differ in it, and
+    with the bubble if there are several stages."""
     differ = len({row["segment_tokens"] for row in rows}) > 1
     names = []
     for row in rows:

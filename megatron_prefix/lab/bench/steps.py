@@ -85,22 +85,22 @@ class _Run:
             self._call(warm_up[number % len(warm_up)])
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        found = Measured(microbatches=sum(map(len, steps)))
+        measured = Measured(microbatches=sum(map(len, steps)))
         for items in steps:
-            found.step_ms.append(statistics.median(self._call(items) for _ in range(repeats)))
+            measured.step_ms.append(statistics.median(self._call(items) for _ in range(repeats)))
             if isinstance(self._schedule, PrefixSchedule):
                 report = self._schedule.report
                 if report is None:
                     raise RuntimeError("the prefix schedule left no report")
                 spec, forward_only = self._setting.spec, self._setting.forward_only
-                found.counts.append(counted(spec, report, forward_only))
+                measured.counts.append(counted(spec, report, forward_only))
                 predicted = (report.predicted_peak or 0.0) / GIB
-                found.predicted_gib = max(found.predicted_gib, predicted)
-        found.gib = torch.cuda.max_memory_allocated() / GIB if self._on_gpu else 0.0
-        self._watch(found, steps[-1])
-        return together(found, align.data_rank())
+                measured.predicted_gib = max(measured.predicted_gib, predicted)
+        measured.gib = torch.cuda.max_memory_allocated() / GIB if self._on_gpu else 0.0
+        self._watch(measured, steps[-1])
+        return together(measured, align.data_rank())
 
-    def _watch(self, found: Measured, items: Sequence[Any]) -> None:
+    def _watch(self, measured: Measured, items: Sequence[Any]) -> None:
         """One more call, timed action by action."""
         schedule = self._schedule
         if not isinstance(schedule, PrefixSchedule):
@@ -112,10 +112,10 @@ class _Run:
         if report is None or report.stopwatch is None or not report.decision.share:
             return
         line = report.stopwatch.timeline(report.plan)
-        found.phases = {
+        measured.phases = {
             name: 1e3 * spent for name, spent in report.phases(line.makespan / 1e3).items()
         }
-        found.bubbles = line.bubble_fraction, report.bubble_fraction
+        measured.bubbles = line.bubble_fraction, report.bubble_fraction
 
     def _call(self, items: Sequence[Any]) -> float:
         """Milliseconds of one call, those of the slowest rank."""
@@ -148,7 +148,7 @@ def aligned(
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[align.Alignment]:
     """Aligns the two schedules on small groups with a model of the same kind and few layers, at
-    least one a stage and one of every kind, with each of several configurations; all ranks call
+    least one per stage and one of every kind, with each of several configurations; all ranks call
     this. `advance` is called with 1 after every draw."""
     layout, spec, baseline = setting.layout, setting.spec, setting.baseline
     stages = layout.pp * layout.vpp
@@ -160,7 +160,7 @@ def aligned(
         exact = functools.cache(options.reference(small, layout, chunks))
     groups = GroupShape(512, 128, 4).groups(layout.dp, spec.vocab_size or 0, options.seed)
     try:
-        found = []
+        verdicts = []
         for config in configs:
             mine, packs = align.of_this_rank(small, layout, groups, config, baseline)
             verdict = align.align(
@@ -169,8 +169,8 @@ def aligned(
                 num_tokens=sum(len(r) - 1 for group in groups for r in group.rollouts),
                 advance=advance,
             )  # fmt: skip
-            found.append(align.over_ranks(verdict))
-        return found
+            verdicts.append(align.over_ranks(verdict))
+        return verdicts
     finally:
         del chunks, exact
         if options.device == "cuda":

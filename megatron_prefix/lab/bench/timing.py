@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -29,7 +29,7 @@ class Timing:
     Attributes:
         name: of the row.
         baseline: "packed" or "rollout", the microbatches of both schedules.
-        pack_tokens: most positions of a packed microbatch; 0 where each is one rollout.
+        pack_tokens: most positions of a packed microbatch; 0 if each is one rollout.
         steps: steps that were timed.
         shared_steps: those in which the prefix schedule ran; all of them in mode "on".
         rollouts, microbatches: their number.
@@ -44,17 +44,17 @@ class Timing:
             gradients.
         speedup: stock over prefix, of the summed times.
         median_speedup: stock over prefix, of the medians.
-        bound: what the FLOP count allows where all that can be shared is.
-        plan_bound: what it allows with the segments that ran; lower where short spans were
+        bound: what the FLOP count allows if all that can be shared is shared.
+        plan_bound: what it allows with the segments that ran; lower if short spans were
             dissolved.
         of_bound: speedup / bound.
-        tflops: executed by the prefix schedule, in 10^12 a second and rank: what forward, backward
-            and recomputed segments need in matrix products, over all steps.
-        mfu: that over the GPU's dense bf16 rate; None in another dtype, or where the rate is
+        tflops: 10^12 FLOPs per second and rank that the prefix schedule executed: what forward,
+            backward and recomputed segments need in matrix products, over all steps.
+        mfu: that over the GPU's dense bf16 rate; None in another dtype, or if the rate is
             not known here.
         phase_ms: of one more call, which is timed action by action: what the slowest rank computes
             in phase A (forwards of inner segments), B (waves) and C (backwards of inner segments),
-            and what it waits for others; empty where the stock schedule ran.
+            and what it waits for others; empty if the stock schedule ran.
         bubble: share of the ranks' time in which they wait in that call; 0 with one stage.
         simulated_bubble: the same as the plan's simulation has it.
     """
@@ -88,10 +88,6 @@ class Timing:
     bubble: float
     simulated_bubble: float
 
-    def as_json(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
-
 
 class Count(NamedTuple):
     """What one data-parallel rank computed in one step with the prefix schedule.
@@ -116,8 +112,8 @@ class Measured:
     Attributes:
         step_ms: time of every step.
         gib: peak of allocated device memory.
-        predicted_gib: what the memory model said of it, where the prefix schedule ran.
-        counts: of every step, where the prefix schedule made it.
+        predicted_gib: what the memory model said of it, if the prefix schedule ran.
+        counts: of every step, if the prefix schedule made it.
         microbatches: of all steps.
         phases: see Timing.phase_ms.
         bubbles: measured and simulated.

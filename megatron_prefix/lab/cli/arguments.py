@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from typing import Any
 
 from megatron_prefix.config import CHOICES, KERNELS, MOST_MEMORY_GB, PrefixConfig
 from megatron_prefix.errors import shown
-from megatron_prefix.lab.rl.baseline import BASELINES, PACK_TOKENS, Baseline
+from megatron_prefix.lab.rl.baseline import BASELINES, Baseline
+from megatron_prefix.lab.rl.settings import LEAST, LOSS_MEANS
 from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
-from megatron_prefix.lab.runtime.layout import Layout
+from megatron_prefix.lab.runtime.layout import SIZES, Layout
 from megatron_prefix.plan.cost_file import read_costs
 from megatron_prefix.plan.files import check_writable
 from megatron_prefix.plan.planfile import PlanFile
 
-_OPTIONS = {"mode": "prefix_schedule", "plan_file": "prefix_plan"}
-"""Fields of PrefixConfig whose options have other names."""
+_OPTIONS = {
+    "mode": "prefix_schedule",
+    "plan_file": "prefix_plan",
+    "num_minibatches": "minibatches",
+}
+"""Fields whose options have other names."""
+_MOST = {"memory_budget_gb": MOST_MEMORY_GB}
 
 
 MOST = 10**9
@@ -74,23 +80,46 @@ def _length(text: str) -> int | str:
         ) from None
 
 
+# One option ---------------------------------------------------------------------------------------
+
+
+def add_number(
+    group: Any,
+    flag: str,
+    text: str,
+    default: float | None = None,
+    kind: Callable[[str], float] = whole(),  # noqa: B008
+    metavar: str = "N",
+) -> None:
+    """An option for a number; `{}` in its help is the default."""
+    help_text = text.format(_short(default))
+    group.add_argument(flag, type=kind, default=default, metavar=metavar, help=help_text)
+
+
+def add_text(group: Any, flag: str, text: str, **more: Any) -> None:
+    """An option for a path or another text, with more arguments of argparse."""
+    group.add_argument(flag, **{"metavar": "FILE", "help": text, **more})
+
+
+def add_switch(group: Any, flag: str, text: str) -> None:
+    """An option without a value."""
+    group.add_argument(flag, action="store_true", help=text)
+
+
+def add_choice(group: Any, flag: str, text: str, choices: Sequence[str], default: str) -> None:
+    """An option for one of several words; `{}` in its help is the default."""
+    group.add_argument(flag, choices=choices, default=default, help=text.format(default))
+
+
 # Groups of arguments ------------------------------------------------------------------------------
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
     """`--json`, `--progress` and `--verbose`, which every verb has; see report.py and main.py."""
     group = parser.add_argument_group("output")
-    group.add_argument(
-        "--json", action="store_true", help="one JSON object on stdout, nothing else"
-    )
-    group.add_argument(
-        "--progress",
-        action="store_true",
-        help="show progress on stderr even where it is no terminal",
-    )
-    group.add_argument(
-        "--verbose", action="store_true", help="show other packages' warnings on stderr too"
-    )
+    add_switch(group, "--json", "one JSON object on stdout, nothing else")
+    add_switch(group, "--progress", "show progress on stderr even if it is not a terminal")
+    add_switch(group, "--verbose", "show other packages' warnings on stderr too")
 
 
 def add_rollouts(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
@@ -100,47 +129,39 @@ def add_rollouts(parser: argparse.ArgumentParser, *, positional: bool = False) -
     if positional:
         group.add_argument("rollouts", metavar="ROLLOUTS", nargs="+", help=text)
     else:
-        group.add_argument("--rollouts", metavar="FILE", nargs="+", required=True, help=text)
-    group.add_argument(
-        "--groups", type=whole(), metavar="N", help="take at most the first N groups (default: all)"
+        add_text(group, "--rollouts", text, nargs="+", required=True)
+    add_number(group, "--groups", "take at most the first N groups (default: all)")
+    text = (
+        "shorten rollouts to N tokens: the shared prompt loses its head down to N/2, then each"
+        " rollout its tail"
     )
-    group.add_argument(
-        "--max-tokens",
-        type=whole(2),
-        metavar="N",
-        help="shorten rollouts to N tokens: the shared prompt loses its head down to N/2, then each"
-        " rollout its tail",
-    )
+    add_number(group, "--max-tokens", text, kind=whole(2))
+
+
+_LAYOUT = {
+    "tp": "tensor parallel size (default {})",
+    "pp": "pipeline parallel size (default {})",
+    "vpp": "model chunks per pipeline stage (default {})",
+    "cp": "context parallel size (default {})",
+    "ep": "expert parallel size (default {})",
+    "dp": "data parallel size (default: fills the world)",
+    "sequence_parallel": "Megatron's sequence parallelism over tp",
+}
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
     """`--tp --pp --vpp --cp --ep --dp --sequence-parallel`; see `layout_of`."""
-    group = parser.add_argument_group("parallel layout")
-    for name, text in (
-        ("tp", "tensor parallel size (default 1)"),
-        ("pp", "pipeline parallel size (default 1)"),
-        ("vpp", "model chunks a pipeline stage holds (default 1)"),
-        ("cp", "context parallel size (default 1)"),
-        ("ep", "expert parallel size (default 1)"),
-        ("dp", "data parallel size (default: fills the world)"),
-    ):
-        default = None if name == "dp" else 1
-        group.add_argument(f"--{name}", type=whole(), default=default, metavar="N", help=text)
-    group.add_argument(
-        "--sequence-parallel", action="store_true", help="Megatron's sequence parallelism over tp"
-    )
+    add_fields(parser.add_argument_group("parallel layout"), Layout, _LAYOUT, dp=None)
 
 
 def add_messages(parser: argparse.ArgumentParser) -> None:
     """`--message-timeout-minutes`."""
-    parser.add_argument_group("ranks").add_argument(
-        "--message-timeout-minutes",
-        type=real(0.01, 10_000),
-        default=MESSAGE_TIMEOUT_MINUTES,
-        metavar="X",
-        help="a rank that waits longer for another gives up; more than the longest step of one rank"
-        f" (default {MESSAGE_TIMEOUT_MINUTES:g})",
+    text = (
+        "a rank that waits longer for another gives up; give more than the longest step takes"
+        " (default {})"
     )
+    group, kind = parser.add_argument_group("ranks"), real(0.01, 10_000)
+    add_number(group, "--message-timeout-minutes", text, MESSAGE_TIMEOUT_MINUTES, kind, "X")
 
 
 def layout_of(args: argparse.Namespace, world_size: int | None = None) -> Layout:
@@ -163,8 +184,8 @@ _TEXTS = {
     "min_gain": "dissolve a shared span that saves fewer positions, and an inner segment that saves"
     " fewer than 32 times as many and less than a 16th of the step; 0 dissolves nothing"
     " (default {})",
-    "align": "spans begin at multiples of N, besides those that the layout needs; with 64 no"
-    " rounding of GatedDeltaNet depends on where (default {})",
+    "align": "spans begin at multiples of N, besides those that the layout needs; with 64"
+    " GatedDeltaNet's rounding does not depend on where (default {})",
     "loss_in_leaves": "share no trained token (for losses over whole sequences)",
     "run_ahead": "forwards a pipeline stage runs ahead of the next: 1 needs less memory, 2 waits"
     " less (default {})",
@@ -178,48 +199,69 @@ _TEXTS = {
     " (default 0: what is free)",
     "cache_host_layers": "layers whose K/V, or recurrent states, and their gradients are in host"
     " memory while other layers run, for prompts whose K/V do not fit (default {})",
-    "cp_reduce": "with --cp: gather K/V and send gK/gV back for every wave, or once a segment,"
-    " which sends less, while every rank keeps K/V of all; auto (default): segment where it fits",
+    "cp_reduce": "with --cp: gather K/V and send gK/gV back for every wave, or once per"
+    " segment, which sends less, while every rank keeps K/V of all; auto (default): segment if it"
+    " fits",
     "kernel": f"attention kernel: {', '.join(KERNELS)}, dense+causal, or auto (default)",
 }
 _OLD_FLAGS = {"segment_tokens": ["--wave-tokens"]}
+_CHOICES = {**CHOICES, "loss_mean": LOSS_MEANS}
+_LEAST = {**LEAST, **dict.fromkeys(("align", "pack_tokens", "steps", *SIZES), 1)}
 
 
-def add_config(group: Any, *names: str) -> None:
-    """Options of a parser, or of a group of one, for fields of PrefixConfig; see `config_of`."""
-    for name in names:
-        field = PrefixConfig.__dataclass_fields__[name]
+def add_fields(group: Any, owner: type, texts: Mapping[str, str], **defaults: Any) -> None:
+    """Options of a parser, or of a group of one, for fields of a dataclass.
+
+    Type, range, choices and default are those of the field.
+
+    Args:
+        group: gets the options.
+        owner: the dataclass.
+        texts: help of each field; `{}` in it is the default.
+        defaults: instead of the fields' own, by name.
+    """
+    for name, text in texts.items():
+        field = owner.__dataclass_fields__[name]  # type: ignore[attr-defined]
+        default = defaults.get(name, None if field.default is MISSING else field.default)
         kinds: dict[str, dict[str, Any]] = {
             "bool": {"action": "store_true"},
-            "int": {"type": whole(1 if name == "align" else 0), "metavar": "N"},
+            "int": {"type": whole(_LEAST.get(name, 0)), "metavar": "N"},
             "int | str": {"type": _length, "metavar": "N|auto|0"},
-            "float": {"type": real(0, MOST_MEMORY_GB), "metavar": "X"},
+            "float": {"type": real(0, _MOST.get(name, MOST)), "metavar": "X"},
             "str": {"metavar": "NAME"},
             "str | None": {"metavar": "FILE"},
         }
         kind = kinds[str(field.type)]
-        if name in CHOICES:
-            kind = {"type": type(field.default), "choices": CHOICES[name]}
+        if name in _CHOICES:
+            kind = {"type": type(field.default), "choices": _CHOICES[name]}
         group.add_argument(
             "--" + _OPTIONS.get(name, name).replace("_", "-"),
             *_OLD_FLAGS.get(name, ()),
-            default=field.default,
-            help=_TEXTS[name].format(field.default),
+            default=default,
+            help=text.format(_short(default)),
             **kind,
         )
+
+
+def _short(value: Any) -> str:
+    """A default for people: 0.1, 1e-6."""
+    return f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else str(value)
+
+
+def add_config(group: Any, *names: str) -> None:
+    """Options for fields of PrefixConfig; see `config_of`."""
+    add_fields(group, PrefixConfig, {name: _TEXTS[name] for name in names})
 
 
 def add_lengths(parser: argparse.ArgumentParser) -> None:
     """Options of tree and plan: `--chunk-tokens --segment-tokens --min-gain --share ...`."""
     group = parser.add_argument_group("lengths, in tokens")
     add_config(group, "chunk_tokens", "segment_tokens", "min_gain")
-    group.add_argument(
-        "--share",
-        choices=("group", "batch"),
-        default="batch",
-        help="what is compared to find what rollouts share: a step compares all of its rollouts"
-        " (default batch)",
+    text = (
+        "what is compared to find what rollouts share: a step compares all of its rollouts"
+        " (default {})"
     )
+    add_choice(group, "--share", text, ("group", "batch"), "batch")
     add_config(group, "align", "loss_in_leaves", "run_ahead")
     # The old name of the option, for existing scripts.
     group.add_argument(
@@ -230,21 +272,16 @@ def add_lengths(parser: argparse.ArgumentParser) -> None:
 def add_baseline(parser: argparse.ArgumentParser) -> None:
     """`--baseline --pack-tokens`; see `baseline_of`."""
     group = parser.add_argument_group("baseline")
-    group.add_argument(
-        "--baseline",
-        choices=BASELINES,
-        default=BASELINES[0],
-        help="microbatches of both schedules. packed (default): rollouts one behind the other"
-        " (THD), as trainers run them; rollout: one each",
+    text = (
+        "microbatches of both schedules. packed (default): rollouts one after another (THD), as"
+        " trainers run them; rollout: one each"
     )
-    group.add_argument(
-        "--pack-tokens",
-        type=whole(),
-        default=PACK_TOKENS,
-        metavar="N",
-        help="most positions of a packed microbatch, on all context-parallel ranks together; a"
-        f" longer rollout is alone (default {PACK_TOKENS})",
+    add_choice(group, "--baseline", text, BASELINES, BASELINES[0])
+    text = (
+        "most positions of a packed microbatch, on all context-parallel ranks together; a longer"
+        " rollout is alone (default {})"
     )
+    add_fields(group, Baseline, {"pack_tokens": text})
 
 
 def baseline_of(args: argparse.Namespace) -> Baseline:

@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_prefix.errors import StepOutOfMemory, UserError
-from megatron_prefix.lab.cli import bench_memory, report
-from megatron_prefix.lab.cli.arguments import (
-    add_baseline,
-    add_layout,
-    add_lengths,
-    add_messages,
-    baseline_of,
-    config_of,
-    layout_of,
-    whole,
-)
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.cli import arguments, bench_memory
+from megatron_prefix.lab.cli.inputs import load_groups
 from megatron_prefix.lab.cli.modelling import add_model, machine, model_name, model_options
-from megatron_prefix.lab.runtime.groups import env_world_size
+from megatron_prefix.lab.cli.outputs import check_outputs, check_plot, deliver
+from megatron_prefix.lab.cli.progress import draws_aligned, watched
+from megatron_prefix.lab.cli.report import counted, filled, number, print_records
 
 HELP = """\
 Times Megatron-Core's stock schedule and the prefix schedule on the same microbatches, packed as
-trainers pack them, in one job and one run, and compares the speedup with the bound by the FLOP
-count: on synthetic flat groups, or with --rollouts and --steps on consecutive steps of new groups.
-First both schedules are aligned on a small group and a model of the same kind with few layers; if
-that fails, no speedup is reported and the exit code is 1. `bench memory` measures the device memory
-of a step under each memory policy (one rollout a microbatch), next to the stock schedule and the
-prediction of the memory model."""
+trainers pack them, in one job and one run, and compares the speedup with the bound that the FLOP
+count sets: on synthetic flat groups, or with --rollouts and --steps on consecutive steps of new
+groups. First both schedules are aligned on a small group and a model of the same kind with few
+layers; if that fails, no speedup is reported and the exit code is 1. `bench memory` measures the
+device memory of a step under each memory policy (one rollout per microbatch), next to the stock
+schedule and the prediction of the memory model."""
 EPILOG = """\
 examples:
   megatron-prefix bench --shapes 1024:64:8 --set hidden_size=512 --set num_attention_heads=8
@@ -48,8 +41,23 @@ examples:
 """
 
 
+NUMBERS = (
+    ("--shape-groups", 1, 1, "groups of a shape, per data-parallel rank (default {})"),
+    ("--groups", 1, 4, "groups per step of a rollout file (default {})"),
+    ("--steps", 1, None, "time N consecutive steps of a file, each once and of new groups,"
+     " after those of --warm-up (default: its first step, --repeats times)"),
+    ("--step-tokens", 1, None, "groups per step: as many as have N tokens, instead of --groups"),
+    ("--warm-up", 1, 1, "with --steps, steps that are run and not timed (default {})"),
+    ("--warm-up-calls", 1, 3, "calls of each schedule before the timed ones, at least (default"
+     " {}: by then kernels have been chosen for the shapes)"),
+    ("--max-tokens", 2, None, "shorten rollouts to N tokens"),
+    ("--repeats", 0, 3, "timed calls of each step without --steps (default {})"),
+    ("--align-layers", 1, 2, "layers of the aligned model (default {})"),
+)  # fmt: skip
+"""Options for numbers: flag, least, default, help."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    # long: a list of options, each with its help
     """The verb's options."""
     parser.add_argument(
         "what",
@@ -59,75 +67,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="speed (default): time both schedules; memory: device memory of a step by policy",
     )
     group = parser.add_argument_group("sweep")
-    group.add_argument(
-        "--shapes",
-        nargs="+",
-        default=[],
-        metavar="P:R:n[:WAVE]",
-        help="prompt tokens, response tokens, rollouts, and optionally the wave's tokens"
-        " (default 1024:64:8, where no rollouts are given)",
+    text = (
+        "prompt tokens, response tokens, rollouts, and optionally the wave's tokens (default"
+        " 1024:64:8, if no rollouts are given)"
     )
-    group.add_argument(
-        "--rollouts",
-        metavar="FILE",
-        nargs="+",
-        default=[],
-        help="real rollouts; one row a file",
+    arguments.add_text(group, "--shapes", text, metavar="P:R:n[:WAVE]", nargs="+", default=[])
+    arguments.add_text(
+        group, "--rollouts", "real rollouts; one row per file", nargs="+", default=[]
     )
-    for option, least, usual, text in (
-        ("--shape-groups", 1, 1, "groups of a shape, a data-parallel rank (default 1)"),
-        ("--groups", 1, 4, "groups a step of a rollout file (default 4)"),
-        ("--steps", 1, None, "time N consecutive steps of a file, each once and of new groups,"
-         " after those of --warm-up (default: its first step, --repeats times)"),
-        ("--step-tokens", 1, None, "groups a step: as many as have N tokens, instead of --groups"),
-        ("--warm-up", 1, 1, "with --steps, steps that are run and not timed (default 1)"),
-        ("--warm-up-calls", 1, 3, "calls of each schedule before the timed ones, at least (default"
-         " 3: by then kernels have chosen by what they have met)"),
-        ("--max-tokens", 2, None, "shorten rollouts to N tokens"),
-        ("--repeats", 0, 3, "timed calls of each step without --steps (default 3)"),
-        ("--align-layers", 1, 2, "layers of the aligned model (default 2)"),
-    ):  # fmt: skip
-        group.add_argument(option, type=whole(least), default=usual, metavar="N", help=text)
-    group.add_argument(
-        "--rehearse",
-        action="store_true",
-        help="with --steps, run the timed steps once before: their times are without what kernels"
-        " compile and tune for new lengths, on both sides",
+    for flag, least, default, text in NUMBERS:
+        arguments.add_number(group, flag, text, default, arguments.whole(least))
+    text = (
+        "with --steps, run the timed steps once beforehand: neither schedule's times then include"
+        " what kernels compile and tune for new lengths"
     )
-    group.add_argument(
-        "--prefix-schedule",
-        choices=("on", "auto"),
-        default="on",
-        help="on (default): the prefix schedule; auto: in steps where the cost model says that it"
-        " pays, else the stock one",
+    arguments.add_switch(group, "--rehearse", text)
+    text = (
+        "on (default): the prefix schedule; auto: in steps where the cost model says that it pays,"
+        " else the stock one"
     )
-    group.add_argument(
-        "--forward-only",
-        action="store_true",
-        help="time passes without gradients, as for old and reference log-probs",
+    arguments.add_choice(group, "--prefix-schedule", text, ("on", "auto"), "on")
+    text = "time passes without gradients, as for old and reference log-probs"
+    arguments.add_switch(group, "--forward-only", text)
+    arguments.add_text(group, "--bench-json", "write the result as JSON to FILE too")
+    text = (
+        "draw speedups and bounds, a step's time by phase, peaks of memory and every step's time;"
+        " of `bench memory` the peaks by policy (png, svg, pdf)"
     )
-    group.add_argument("--bench-json", metavar="FILE", help="write the result as JSON to FILE too")
-    group.add_argument(
-        "--plot",
-        metavar="FILE",
-        help="draw speedups and bounds, a step's time by phase, peaks of memory and every step's"
-        " time; of `bench memory` the peaks by policy (png, svg, pdf)",
-    )
-    add_baseline(parser)
+    arguments.add_text(group, "--plot", text)
+    arguments.add_baseline(parser)
     bench_memory.add_arguments(parser)
     add_model(parser, model="tiny-llama", dtype="float32")
-    add_layout(parser)
-    add_lengths(parser)
-    add_messages(parser)
+    arguments.add_layout(parser)
+    arguments.add_lengths(parser)
+    arguments.add_messages(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Aligns, times, reports."""
-    report.check_outputs(args.bench_json)
-    report.check_plot(args.plot)
+    check_outputs(args.bench_json)
+    check_plot(args.plot)
     if args.what == "memory":
         return bench_memory.run(args)
-    layout = layout_of(args, env_world_size())
+    layout = arguments.layout_of(args, runtime.env_world_size())
     from megatron_prefix.lab.bench.work import GroupShape
 
     texts = args.shapes or ([] if args.rollouts else ["1024:64:8"])
@@ -139,23 +121,21 @@ def run(args: argparse.Namespace) -> int:
     if args.steps is not None and not args.rollouts:
         raise UserError("--steps is for rollout files; give --rollouts FILE, or leave it out")
     if args.rehearse and not args.steps:
-        raise UserError("--rehearse is for --steps: other steps are run before by --warm-up-calls")
+        raise UserError("--rehearse is for --steps: --warm-up-calls warms the others up")
     verdict, rows, failures = _measure(args, layout, shapes)
-    if os.environ.get("RANK", "0") != "0":  # one of torchrun's ranks speaks
+    if not runtime.first_rank():
         return 0 if verdict.passed else 1
     result = {
         **machine(args),
-        "layout": dataclasses.asdict(layout),
+        "layout": layout,
         "forward_only": args.forward_only,
         "overlap_grad_reduce": args.overlap_grad_reduce,
         "rehearsed": args.rehearse,
-        "alignment": verdict.as_json(),
-        "rows": [row.as_json() for row in rows],
+        "alignment": verdict,
+        "rows": rows,
         "failures": failures,
     }
-    report.deliver(
-        args, result, lambda: _plot(args.plot, rows), lambda: _print(args, verdict, rows)
-    )
+    deliver(args, result, lambda: _figure(rows), lambda: _print(args, verdict, rows))
     return 0 if verdict.passed and not failures else 1
 
 
@@ -163,14 +143,13 @@ def _measure(
     args: argparse.Namespace, layout: Any, shapes: list[Any]
 ) -> tuple[Any, list[Any], list[str]]:
     """The verdict of the alignment, the rows and what failed, on the ranks of the layout."""
-    from megatron_prefix.lab import runtime
     from megatron_prefix.lab.bench.work import Setting
 
-    options, config = model_options(args), config_of(args)
+    options, config = model_options(args), arguments.config_of(args)
     spec, files = _files(args, options)
     work = [*_shapes(args, shapes, spec, config, layout.dp), *_steps(args, files, config)]
     setting = Setting(
-        spec, layout, baseline_of(args), args.seed, args.dtype, args.forward_only,
+        spec, layout, arguments.baseline_of(args), args.seed, args.dtype, args.forward_only,
         args.warm_up_calls,
     )  # fmt: skip
     job = (args, options, setting, config, work)
@@ -183,13 +162,11 @@ def bench_rank(
     """One rank's part of `_measure`; the first rank shows the progress."""
     import torch
 
-    from megatron_prefix.lab import runtime
     from megatron_prefix.lab.bench import steps
 
     layout = setting.layout
-    runtime.initialize(layout, options.device, options.seed, options.message_timeout_minutes)
-    try:
-        with report.draws_aligned(args, options.dtype) as advance:
+    with options.joined(layout):
+        with draws_aligned(args, options.dtype) as advance:
             [verdict] = steps.aligned(options, setting, [config], args.align_layers, advance)
         if not verdict.passed:
             return verdict, [], []
@@ -197,27 +174,17 @@ def bench_rank(
         known: dict[str, Any] = {}
         rows, failures = [], []
         first = torch.distributed.get_rank() == 0
-        for one in report.watched(args, work, "rows timed", len(work)) if first else work:
+        for one in watched(args, work, "rows timed", len(work)) if first else work:
             try:
                 rows.append(steps.time_work(one, setting, chunks, known))
                 if first:  # long before the table, which comes with the last row
-                    print(_line(rows[-1]), file=sys.stderr, flush=True)
+                    print(filled(LINE, vars(rows[-1])), file=sys.stderr, flush=True)
             except (torch.OutOfMemoryError, StepOutOfMemory) as error:
                 if layout.world_size > 1:  # the other ranks wait inside of a step
                     raise
                 failures.append(f"{one.name}: {str(error).partition('.')[0]}")
                 steps.free_memory()
         return verdict, rows, failures
-    finally:
-        runtime.shutdown()
-
-
-def _line(row: Any) -> str:
-    """A row as soon as it has been timed."""
-    return (
-        f"{row.name}: {row.stock_ms:.1f} ms, {row.prefix_ms:.1f} ms, {row.speedup:.3f}x of"
-        f" {row.bound:.3f}x, {row.of_bound:.3f} of bound"
-    )
 
 
 def _files(args: argparse.Namespace, options: Any) -> tuple[Any, dict[str, list[Any]]]:
@@ -225,33 +192,31 @@ def _files(args: argparse.Namespace, options: Any) -> tuple[Any, dict[str, list[
 
     A preset without a vocabulary gets that of the rollouts, at least 2048.
     """
-    from megatron_prefix.lab.cli.inputs import load_groups
-    from megatron_prefix.lab.models import presets
     from megatron_prefix.lab.rl.job import fit_vocabulary
 
-    spec = presets.resolve(options.model, **dict(options.overrides))
+    spec = options.spec()
     own = spec.vocab_size is not None
     steps = 1 if args.steps is None else args.steps + args.warm_up
     wanted = None if args.step_tokens else args.groups * steps
-    found = []
+    files = []
     for path in args.rollouts:
         one_file = argparse.Namespace(**{**vars(args), "rollouts": [path], "groups": wanted})
         groups, _ = load_groups(one_file, spec.vocab_size)
         if args.steps is not None and len([*_cut(args, groups)]) < steps:
             size = f"--step-tokens {args.step_tokens}" if args.step_tokens else f"{args.groups}"
             raise UserError(
-                f"{path} has {report.counted(len(groups), 'group')} that can be used, too few for"
+                f"{path} has {counted(len(groups), 'group')} that can be used, too few for"
                 f" --steps {args.steps} and --warm-up {args.warm_up} of {size}"
                 f"{'' if args.step_tokens else ' groups each'}; give fewer"
             )
-        found.append(groups)
-    if found:
-        spec, mapped = fit_vocabulary(options, [group for groups in found for group in groups])
+        files.append(groups)
+    if files:
+        spec, mapped = fit_vocabulary(options, [group for groups in files for group in groups])
         rest = iter(mapped)
-        found = [[next(rest) for _ in groups] for groups in found]
+        files = [[next(rest) for _ in groups] for groups in files]
     if not own:
         spec = dataclasses.replace(spec, vocab_size=max(2048, spec.vocab_size or 0))
-    return spec, dict(zip(args.rollouts, found, strict=True))
+    return spec, dict(zip(args.rollouts, files, strict=True))
 
 
 def _shapes(
@@ -292,46 +257,59 @@ def _cut(args: argparse.Namespace, groups: list[Any]) -> Iterator[list[Any]]:
             step = []
 
 
-def _print(args: argparse.Namespace, verdict: Any, rows: list[Any]) -> None:
+# The end ------------------------------------------------------------------------------------------
+
+COLUMNS = [
+    ("P:R:n", "{short_name}"),
+    ("tokens", "{raw_tokens:n}"),
+    ("executed", "{executed_tokens:n}"),
+    ("segments", "{segments}"),
+    ("stock ms", "{stock_ms:.1f}"),
+    ("prefix ms", "{prefix_ms:.1f}"),
+    ("speedup", "{speedup:.2f}x"),
+    ("bound", "{bound:.2f}x"),
+    ("of bound", "{of_bound:.3f}"),
+    ("peak GiB", "{stock_gib:.1f}, {prefix_gib:.1f} ({predicted_gib:.1f})"),
+]
+WAVE = [("wave", "{segment_tokens}")]
+LINE = (
+    "{name}: {stock_ms:.1f} ms, {prefix_ms:.1f} ms, {speedup:.3f}x of {bound:.3f}x, {of_bound:.3f}"
+    " of bound"
+)
+"""A row as soon as it has been timed."""
+STEPS = (
+    "{name}, stock, ms per step: {stock_steps}",
+    "{name}, prefix, ms per step: {prefix_steps}",
+    "{name}: {speedup:.2f}x over {steps} steps together, {median_speedup:.2f}x of their medians;"
+    " shared in {shared_steps}",
+)
+"""Of a row with several steps."""
+
+
+def _print(args: argparse.Namespace, verdict: Any, rows: Sequence[Any]) -> None:
     if not verdict.passed:
         print("NOT aligned, so nothing was timed:", *verdict.failures, sep="\n  ")
         return
-    baseline = baseline_of(args)
-    packs = f"packs of {report.number(baseline.pack_tokens)} tokens"
-    table = report.new_table(
+    baseline = arguments.baseline_of(args)
+    packs = f"packs of {number(baseline.pack_tokens)} tokens"
+    print_records(
         f"{model_name(args)}, {args.dtype}, {args.device}: a step, both schedules on"
-        f" {packs if baseline.packed else 'one rollout a microbatch'};"
-        " peaks: stock, prefix (predicted)"
+        f" {packs if baseline.packed else 'one rollout per microbatch'};"
+        " peaks: stock, prefix (predicted)",
+        COLUMNS + (WAVE if len({row.segment_tokens for row in rows}) > 1 else []),
+        ({**vars(row), "short_name": row.name.partition(".")[0]} for row in rows),
+        wrap=False,
     )
-    waves = len({row.segment_tokens for row in rows}) > 1
-    names = "P:R:n,tokens,executed,segments,stock ms,prefix ms,speedup,bound,of it,peak GiB"
-    for name in [*names.split(","), *(["wave"] if waves else [])]:
-        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(
-            row.name.partition(".")[0], report.number(row.raw_tokens),
-            report.number(row.executed_tokens), str(row.segments), f"{row.stock_ms:.1f}",
-            f"{row.prefix_ms:.1f}", f"{row.speedup:.2f}x", f"{row.bound:.2f}x",
-            f"{row.of_bound:.3f}",
-            f"{row.stock_gib:.1f}, {row.prefix_gib:.1f} ({row.predicted_gib:.1f})",
-            *([str(row.segment_tokens)] if waves else []),
-        )  # fmt: skip
-    report.print_rich(table)
-    _print_steps([row for row in rows if row.steps > 1])
+        times = {
+            "stock_steps": ", ".join(f"{one:.1f}" for one in row.stock_step_ms),
+            "prefix_steps": ", ".join(f"{one:.1f}" for one in row.prefix_step_ms),
+        }
+        for line in STEPS if row.steps > 1 else ():
+            print(filled(line, {**vars(row), **times}))
 
 
-def _print_steps(rows: Sequence[Any]) -> None:
-    """Every step's times, where there are several."""
-    for row in rows:
-        for name, times in (("stock", row.stock_step_ms), ("prefix", row.prefix_step_ms)):
-            print(f"{row.name}, {name}, ms a step: {', '.join(f'{one:.1f}' for one in times)}")
-        print(
-            f"{row.name}: {row.speedup:.2f}x of {row.steps} steps together,"
-            f" {row.median_speedup:.2f}x of their medians; shared in {row.shared_steps}"
-        )
-
-
-def _plot(path: str, rows: list[Any]) -> None:
+def _figure(rows: Sequence[Any]) -> Any:
     from megatron_prefix.lab.bench.picture import figure
 
-    report.save_figure(figure([row.as_json() for row in rows]), path)
+    return figure([vars(row) for row in rows])

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_prefix.config import MOST_MEMORY_GB
 from megatron_prefix.errors import UserError
-from megatron_prefix.lab.cli import report
-from megatron_prefix.lab.cli.arguments import config_of, layout_of, real, whole
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.cli.arguments import add_number, config_of, layout_of, real, whole
 from megatron_prefix.lab.cli.modelling import machine, model_options
-from megatron_prefix.lab.runtime.groups import env_world_size
+from megatron_prefix.lab.cli.outputs import deliver
+from megatron_prefix.lab.cli.progress import draws_aligned, watched
+from megatron_prefix.lab.cli.report import print_records, to_line
 
+MOST = 10**6  # tokens of a response, or tries
 WAYS = ("stock", "retain", "offload", "recompute")
 
 
@@ -23,25 +26,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ways = "stock, or a memory policy, and +full with Megatron's full recomputation"
     for name, usual, text in (
         ("--ways", list(WAYS), f"{ways} (default {' '.join(WAYS)})"),
-        ("--frontier-ways", None, "ways of which to find the longest sequence (default: --ways)"),
+        ("--frontier-ways", None, "ways for which to find the longest sequence (default: --ways)"),
     ):
         group.add_argument(name, nargs="+", default=usual, metavar="POLICY[+full]", help=text)
-    for name, least, default, metavar, text in (
-        ("--frontier", 1, None, "R", "also find the longest sequence that trains, responses of R"),
-        ("--frontier-step", 1, 256, "N", "lengths are multiples of N (default 256)"),
-        ("--tries", 0, 0, "N", "steps really run to find it, around what the memory model says"
-         " (default 0: only predict)"),
-    ):  # fmt: skip
-        group.add_argument(
-            name, type=whole(least, 10**6), default=default, metavar=metavar, help=text
-        )
-    group.add_argument(
-        "--capacity-gb",
-        type=real(0, MOST_MEMORY_GB),
-        default=0.0,
-        metavar="X",
-        help="GiB besides weights and gradients that may be used (default 0: what is free)",
+    text = "also find the longest sequence that trains, responses of R"
+    add_number(group, "--frontier", text, kind=whole(1, MOST), metavar="R")
+    add_number(
+        group, "--frontier-step", "lengths are multiples of N (default {})", 256, whole(1, MOST)
     )
+    text = "steps to run to find it, near what the memory model predicts (default {}: only predict)"
+    add_number(group, "--tries", text, 0, whole(0, MOST))
+    text = "GiB besides weights and gradients that may be used (default {}: what is free)"
+    add_number(group, "--capacity-gb", text, 0.0, real(0, MOST_MEMORY_GB), "X")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,40 +55,36 @@ def run(args: argparse.Namespace) -> int:
         **machine(args),
         "aligned": not failures,
         "failures": failures,
-        "peaks": "allocated" if args.device == "cuda" else "counted",
-        "rows": [row.as_json() for row in rows],
-        "frontier": [one.as_json() for one in frontiers],
+        "peaks": _peaks(args),
+        "rows": rows,
+        "frontier": frontiers,
     }
-    report.deliver(
-        args, result, lambda: _plot(args.plot, rows), lambda: _print(args, rows, frontiers)
-    )
+    deliver(args, result, lambda: figure(rows), lambda: _print(args, rows, frontiers))
     return 1 if failures else 0
 
 
 def _measure(
     args: argparse.Namespace, ways: list[Any], farther: list[Any]
 ) -> tuple[list[str], list[Any], list[Any]]:
+    """What failed of the alignment, and the results."""
     from dataclasses import replace
 
-    from megatron_prefix.lab import runtime
     from megatron_prefix.lab.bench import memory, steps
     from megatron_prefix.lab.bench.work import Setting
-    from megatron_prefix.lab.models import presets
     from megatron_prefix.lab.rl.baseline import Baseline
 
-    if layout_of(args, env_world_size()).world_size > 1:
+    if layout_of(args, runtime.env_world_size()).world_size > 1:
         raise UserError("bench memory is for one rank: leave the layout out")
     options = model_options(args)
     config = config_of(args)
-    spec = presets.resolve(options.model, **dict(options.overrides))
+    spec = options.spec()
     spec = spec if spec.vocab_size else spec.with_vocab(2048)
     layout = runtime.Layout()
-    runtime.initialize(layout, options.device, options.seed)
-    try:
+    with options.joined(layout):
         policies = sorted({way.policy for way in ways} - {memory.STOCK})
         configs = [replace(config, memory=policy) for policy in policies]
         setting = Setting(spec, layout, Baseline("rollout"), args.seed)
-        with report.draws_aligned(args, options.dtype, len(configs)) as advance:
+        with draws_aligned(args, options.dtype, len(configs)) as advance:
             verdicts = steps.aligned(options, setting, configs, args.align_layers, advance)
         failures = [
             f"{policy}: {failure}"
@@ -104,8 +96,6 @@ def _measure(
         chunks = options.build(spec, layout)
         rows = [_told(args, row) for row in _rows(args, ways, chunks, config)]
         return [], rows, [_told(args, one) for one in _frontiers(args, farther, chunks, config)]
-    finally:
-        runtime.shutdown()
 
 
 def _rows(args: argparse.Namespace, ways: list[Any], chunks: list[Any], config: Any) -> Any:
@@ -114,7 +104,7 @@ def _rows(args: argparse.Namespace, ways: list[Any], chunks: list[Any], config: 
 
     shapes = [GroupShape.parse(text) for text in args.shapes or ["512:64:4"]]
     work = [(shape, way) for shape in shapes for way in ways]
-    for shape, way in report.watched(args, work, "rows measured", len(work)):
+    for shape, way in watched(args, work, "rows measured", len(work)):
         yield memory.measure(shape, way, chunks, config, repeats=args.repeats, seed=args.seed)
 
 
@@ -132,54 +122,63 @@ def _frontiers(args: argparse.Namespace, ways: list[Any], chunks: list[Any], con
 def _told(args: argparse.Namespace, one: Any) -> Any:
     """Also prints a result as JSON on stderr, so that an interrupted run keeps its results."""
     if not args.json:
-        print(json.dumps(one.as_json()), file=sys.stderr, flush=True)
+        print(to_line(one), file=sys.stderr, flush=True)
     return one
 
 
-def _print(args: argparse.Namespace, rows: list[Any], frontiers: list[Any]) -> None:
-    kind = "allocated" if args.device == "cuda" else "counted"
+def _peaks(args: argparse.Namespace) -> str:
+    """What a peak is on this device."""
+    return "allocated" if args.device == "cuda" else "counted"
+
+
+# The end ------------------------------------------------------------------------------------------
+
+COLUMNS = (
+    ("way", "{way}"),
+    ("step", "{predicted_gib:.3g} / {peak}"),
+    ("Phase B", "{predicted_wave_gib:.3g} / {wave}"),
+    ("less", "{less:.1%}"),
+    ("less of all", "{of_all:.1%}"),
+    ("ms", "{ms:.0f}"),
+)
+FRONTIER = (
+    ("way", "{way}"),
+    ("predicted", "{predicted:n}"),
+    ("trained", "{trained:n}"),
+    ("did not", "{failed:n}"),
+)
+
+
+def _print(args: argparse.Namespace, rows: Sequence[Any], frontiers: Sequence[Any]) -> None:
     for name in dict.fromkeys(row.name for row in rows):
         mine = [row for row in rows if row.name == name]
-        table = report.new_table(f"{name}, GiB besides weights and gradients: predicted / {kind}")
-        for column in ("way", "step", "Phase B", "less", "less of all", "ms"):
-            table.add_column(column, justify="right")
+        title = f"{name}, GiB besides weights and gradients: predicted / {_peaks(args)}"
         stock = next((row for row in mine if row.way == "stock"), None)
+        print_records(title, COLUMNS, (_values(row, stock) for row in mine))
         for row in mine:
-            table.add_row(*_cells(row, stock))
-        report.print_rich(table)
-        print(*(f"{row.way}: {row.problem}" for row in mine if row.problem), sep="\n", end="")
-    if frontiers:
-        table = report.new_table(f"longest sequence that trains, responses of {args.frontier}")
-        for column in ("way", "predicted", "trained", "did not"):
-            table.add_column(column, justify="right")
-        for one in frontiers:
-            tried = (report.number(n) if n else "" for n in (one.trained, one.failed))
-            table.add_row(one.way, report.number(one.predicted), *tried)
-        report.print_rich(table)
+            if row.problem:
+                print(f"{row.way}: {row.problem}")
+    title = f"longest sequence that trains, responses of {args.frontier}"
+    print_records(title, FRONTIER, map(vars, frontiers))
 
 
-def _cells(row: Any, stock: Any) -> list[str]:
-    """A row of the table: "less" is what Phase B saves against the stock schedule, without weights
-    and gradients, and with them."""
-    less = of_all = ""
+def _values(row: Any, stock: Any) -> dict[str, Any]:
+    """Of COLUMNS: "less" is what Phase B saves against the stock schedule, without weights and
+    gradients, and with them."""
+    less = of_all = None
     if stock is not None and stock is not row:
         ours, theirs = row.wave_gib, stock.wave_gib
         if ours is None or theirs is None:
             ours, theirs = row.predicted_wave_gib, stock.predicted_wave_gib
-        less = report.percent(1 - ours / theirs)
-        of_all = report.percent(1 - (ours + row.base_gib) / (theirs + stock.base_gib))
-    return [
-        row.way, _pair(row.predicted_gib, row.peak_gib),
-        _pair(row.predicted_wave_gib, row.wave_gib), less, of_all,
-        "" if row.ms is None else f"{row.ms:.0f}",
-    ]  # fmt: skip
+        less = 1 - ours / theirs
+        of_all = 1 - (ours + row.base_gib) / (theirs + stock.base_gib)
+    measured = {"peak": row.peak_gib, "wave": row.wave_gib}
+    cells = {name: "-" if gib is None else f"{gib:.3g}" for name, gib in measured.items()}
+    return {**vars(row), **cells, "less": less, "of_all": of_all}
 
 
-def _pair(predicted: float, measured: float | None) -> str:
-    return f"{predicted:.3g} / " + ("-" if measured is None else f"{measured:.3g}")
-
-
-def _plot(path: str, rows: list[Any]) -> None:
+def figure(rows: Sequence[Any]) -> Any:
+    """Draws peaks by policy, as bars, with the prediction as a dash."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -187,7 +186,7 @@ def _plot(path: str, rows: list[Any]) -> None:
 
     names = list(dict.fromkeys(row.name for row in rows))
     ways = list(dict.fromkeys(row.way for row in rows))
-    figure, axes = pyplot.subplots(figsize=(max(5, 1.6 * len(names)), 4), layout="constrained")
+    drawn, axes = pyplot.subplots(figsize=(max(5, 1.6 * len(names)), 4), layout="constrained")
     width = 0.8 / len(ways)
     for place, way in enumerate(ways):
         mine = [row for row in rows if row.way == way]
@@ -198,4 +197,4 @@ def _plot(path: str, rows: list[Any]) -> None:
     axes.set_ylabel("GiB besides weights and gradients (dash: predicted)")
     axes.set_xlabel("prompt tokens : response tokens : rollouts")
     axes.legend(frameon=False)
-    report.save_figure(figure, path)
+    return drawn

@@ -6,15 +6,13 @@ import argparse
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from rich.markup import escape
 
 from megatron_prefix import __version__, trainers
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.cli import packages
-from megatron_prefix.lab.cli.report import new_table, print_facts, print_json, print_rich
+from megatron_prefix.lab.cli.report import print_facts, print_json, print_table
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.refusals.table import GROUPS, TABLE
 
@@ -23,8 +21,7 @@ if TYPE_CHECKING:
 
 HELP = """\
 Versions, devices, the attention kernels that work here, all that the prefix schedule refuses, and
-optional packages that are missing. Exits with 0 when the prefix schedule can
-run here, with 1 when it cannot."""
+optional packages that are missing. Exit code 0 if the prefix schedule can run here, else 1."""
 EPILOG = """\
 examples:
   megatron-prefix doctor
@@ -35,26 +32,27 @@ examples:
 T = TypeVar("T")
 DTYPES = ("float64", "float32", "bfloat16")
 HEAD_DIM = 128  # of the kernels' probe when no model is named
-GROUP = 2  # query heads a K/V head, likewise
+GROUP = 2  # query heads per K/V head, likewise
 RECURRENT = ("fla-core", "mamba-ssm", "causal-conv1d", "triton")  # kernels of recurrent layers
 GIB = 1 << 30
+REFUSAL = ("name", "where", "fix", "kind")  # what is told of one
 MODEL = ("config", "module", "wrapper")  # what a model is refused for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--model`, `--device`."""
+    """The verb's options."""
     parser.add_argument(
         "--model",
         metavar="NAME|CONFIG",
         help="check this model too: a preset, or a Hugging Face config.json",
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="what to check (default: cuda where there is one)"
+        "--device", choices=("cpu", "cuda"), help="what to check (default: cuda if there is one)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examines and prints; returns 0 when the prefix schedule can run here, else 1."""
+    """Examines and prints; returns 0 if the prefix schedule can run here, else 1."""
     report = examine(args.device, args.model)
     if args.json:
         print_json(report)
@@ -77,7 +75,7 @@ def examine(device: str | None = None, model: str | None = None) -> dict[str, An
     packages and the command; model, its name and the features in its way, or None.
 
     Args:
-        device: "cpu" or "cuda"; None: "cuda" where torch sees a GPU.
+        device: "cpu" or "cuda"; None: "cuda" if torch sees a GPU.
         model: a preset's name or the path of a config.json.
 
     Raises:
@@ -99,10 +97,7 @@ def examine(device: str | None = None, model: str | None = None) -> dict[str, An
         "recurrent": {},
         "stock_packs": None,
         "refused_features": {one.name: one.fix for one in TABLE if one.where in MODEL},
-        "refusals": [
-            {"name": one.name, "where": one.where, "fix": one.fix, "kind": one.kind}
-            for one in TABLE
-        ],
+        "refusals": [{name: getattr(one, name) for name in REFUSAL} for one in TABLE],
         "extras": extras,
         "model": None,
     }
@@ -137,12 +132,12 @@ def _package_versions() -> dict[str, str | None]:
 
 def _trainers() -> dict[str, dict[str, Any]]:
     """Of those that are packages; Megatron-LM is a checkout."""
-    found = {one: packages.version(one.package) for one in trainers.TRAINERS if one.package}
+    versions = {one: packages.version(one.package) for one in trainers.TRAINERS if one.package}
     return {
         one.name: {
             "version": version, "tried": list(one.tried), "on": one.on, "together": one.together
         }
-        for one, version in found.items()
+        for one, version in versions.items()
         if version
     }  # fmt: skip
 
@@ -154,7 +149,7 @@ def _library_versions() -> dict[str, str | None]:
     if torch.version.cuda is None:
         return {"CUDA": None, "cuDNN": None, "NCCL": None}
     # Private, because torch.backends.cudnn.version() loads cuDNN, and transformer-engine cannot be
-    # imported afterwards where it finds another cuDNN than torch's (seen with 2.11).
+    # imported afterwards if it finds another cuDNN than torch's (seen with 2.11).
     library = getattr(torch._C, "_cudnn", None)
     cudnn = library and ".".join(map(str, library.getCompileVersion()))
     nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
@@ -241,11 +236,11 @@ def _recurrent(
     sizes: tuple[int, ...] = ()
     if spec:
         sizes = spec.linear_key_head_dim, spec.linear_value_head_dim, spec.linear_num_value_heads
-    found = refusals(device, *sizes)
+    reasons = refusals(device, *sizes)
     for kind in spec.recurrent if spec else ():
-        if why := found[kind.module]:
+        if why := reasons[kind.module]:
             raise UserError(f"the kernels of {kind.module} do not work here: {why}")
-    return found
+    return reasons
 
 
 def _check_model(spec: ModelSpec, device: torch.device) -> dict[str, Any]:
@@ -264,54 +259,37 @@ def _check_model(spec: ModelSpec, device: torch.device) -> dict[str, Any]:
 
 
 def _print(report: Mapping[str, Any]) -> None:
-    print_facts("versions", {name: found or "-" for name, found in report["versions"].items()})
-    _print_table(
-        "trainers",
-        ["", "tried", "what turns the schedule on"],
-        [
-            (f"{name} {one['version']}", ", ".join(one["tried"]) or "never", one["on"])
-            for name, one in report["trainers"].items()
-        ],
+    device = report["device"]
+    print_facts("versions", {name: version or "-" for name, version in report["versions"].items()})
+    trainer_rows = (
+        (f"{name} {one['version']}", ", ".join(one["tried"]) or "never", one["on"])
+        for name, one in report["trainers"].items()
     )
+    print_table("trainers", ["", "tried", "what turns the schedule on"], trainer_rows, left=3)
     same = Counter((one["name"], _sizes(one)) for one in report["devices"])
     print_facts("devices", {f"{n} x {name}": size for (name, size), n in same.items()})
-    _print_table(
-        f"attention kernels on {report['device']}", ["", *report["kernels"]], _kernel_rows(report)
-    )
-    if report["why"]:
-        print_facts("kernel auto", report["why"])
-    if report["recurrent"]:
-        works = {name: why or "works" for name, why in report["recurrent"].items()}
-        print_facts(f"kernels of recurrent layers on {report['device']}", works)
+    dtypes = ["", *report["kernels"]]
+    print_table(f"attention kernels on {device}", dtypes, _kernel_rows(report), left=len(dtypes))
+    print_facts("kernel auto", report["why"])
+    recurrent = {name: why or "works" for name, why in report["recurrent"].items()}
+    print_facts(f"kernels of recurrent layers on {device}", recurrent)
     if report["stock_packs"]:
         fix = "use another attention in stock steps, such as flash-attn"
         print_facts("packs", {"transformer-engine": f"{report['stock_packs']}; {fix}"})
     for where, title in GROUPS.items():
-        _print_table(
-            f"refused: {title} ({where})",
-            ["", "what to do", ""],
-            [(x["name"], x["fix"], x["kind"]) for x in report["refusals"] if x["where"] == where],
-        )
-    _print_table(
+        refused = (x for x in report["refusals"] if x["where"] == where)
+        rows = ((x["name"], x["fix"], x["kind"]) for x in refused)
+        print_table(f"refused: {title} ({where})", ["", "what to do", ""], rows, left=3)
+    print_table(
         f"missing, and optional: pip install '{packages.DISTRIBUTION}[EXTRA]'",
         ["extra", "packages"],
-        [(name, ", ".join(extra["missing"])) for name, extra in report["extras"].items()],
+        ((name, ", ".join(extra["missing"])) for name, extra in report["extras"].items()),
+        left=2,
     )
     model = f"model {report['model']['name']} " if report["model"] else ""
-    print(f"{model}on {report['device']}: {'ready' if report['ok'] else 'not possible'}")
+    print(f"{model}on {device}: {'ready' if report['ok'] else 'not possible'}")
     for line in report["problems"]:
         print(f"  {line}")
-
-
-def _print_table(title: str, headings: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
-    """Nothing where there are no rows."""
-    table = new_table(escape(title))
-    for heading in headings:
-        table.add_column(heading)
-    for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
-    if table.row_count:
-        print_rich(table)
 
 
 def _sizes(device: Mapping[str, Any]) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_prefix.lab.cli.arguments import seed, whole
-from megatron_prefix.lab.cli.report import write_and_print
+from megatron_prefix.lab.cli.arguments import add_number, add_switch, seed, whole
+from megatron_prefix.lab.cli.outputs import write_and_print
 from megatron_prefix.lab.data.generate import TREES, generate
 
 HELP = """\
@@ -21,10 +21,10 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    parser.add_argument("out", metavar="OUT", help="rollout file to write; .gz packs it")
+    parser.add_argument("out", metavar="OUT", help="rollout file to write; .gz compresses it")
     parser.add_argument("--tree", choices=TREES, default="flat", help="shape under the prompt")
-    parser.add_argument("--uneven", action="store_true", help="responses of different length")
-    for option, kind, default, what in (
+    add_switch(parser, "--uneven", "responses of different length")
+    for flag, kind, default, text in (
         ("--groups", whole(), 8, "number of groups"),
         ("--prompt-tokens", whole(), 1024, "tokens of each prompt"),
         ("--response-tokens", whole(), 256, "tokens after the prompt"),
@@ -34,8 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--vocab-size", whole(), 2048, "token ids are below it"),
         ("--seed", seed, 0, "equal seeds give equal files"),
     ):
-        text = f"{what} (default {default})"
-        parser.add_argument(option, type=kind, default=default, metavar="N", help=text)
+        add_number(parser, flag, text + " (default {})", default, kind)
 
 
 def run(args: argparse.Namespace) -> int:

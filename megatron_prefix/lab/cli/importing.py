@@ -1,11 +1,11 @@
-"""`megatron-prefix import`, see lab/data/importers.py. (`import` is no name for a module.)"""
+"""`megatron-prefix import`, see lab/data/importers.py. (A module cannot be called `import`.)"""
 
 from __future__ import annotations
 
 import argparse
 
-from megatron_prefix.lab.cli.arguments import whole
-from megatron_prefix.lab.cli.report import write_and_print
+from megatron_prefix.lab.cli.arguments import add_number
+from megatron_prefix.lab.cli.outputs import write_and_print
 from megatron_prefix.lab.data.importers import KINDS, import_file
 
 HELP = """\
@@ -23,11 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     parser.add_argument("kind", metavar="KIND", choices=KINDS, help=" | ".join(KINDS))
     parser.add_argument("source", metavar="IN", help="JSON lines, plain or gzip")
-    parser.add_argument("out", metavar="OUT", help="rollout file to write; .gz packs it")
+    parser.add_argument("out", metavar="OUT", help="rollout file to write; .gz compresses it")
     parser.add_argument("--tokenizer", help="tokenizer.json, or a transformers folder or name")
-    parser.add_argument(
-        "--vocab-size", type=whole(), metavar="N", help="refuse token ids that are not below it"
-    )
+    add_number(parser, "--vocab-size", "refuse token ids that are not below it")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.lab.cli.report import watched
+from megatron_prefix.lab.cli.progress import watched
 from megatron_prefix.lab.data.rollouts import Group, read_groups
 from megatron_prefix.lab.data.shorten import shorten
 

@@ -30,10 +30,10 @@ from megatron_prefix.lab.runtime.launch import RankError
 PROG = "megatron-prefix"
 # verb: (module, one line for the list of verbs)
 VERBS = {
-    "plan": ("plan", "what sharing gives on a rollout file: trees, ratios, speedup, pipeline"),
+    "plan": ("plan", "what sharing saves on a rollout file: trees, ratios, speedup, pipeline"),
     "show": ("show", "a plan file: its grid and its simulated timeline"),
     "align": ("align", "check that stock and prefix schedule agree, step against step"),
-    "matrix": ("matrix", "align over many layouts: one table, one line a layout"),
+    "matrix": ("matrix", "align over many layouts: one table, one line per layout"),
     "train": ("train", "GRPO actor updates over a rollout file"),
     "replay": ("replay", "many GRPO steps by either schedule: how far the runs drift apart"),
     "bench": ("bench", "time both schedules side by side in one run"),
@@ -69,7 +69,7 @@ def make_parser(verb: str | None) -> argparse.ArgumentParser:
     """The parser of all verbs; only the verb in use is imported and has its arguments."""
     parser = Parser(
         prog=PROG,
-        description="Run the prompt a group of rollouts shares once, exactly, in Megatron-Core.",
+        description="Run a prompt that rollouts share once, exactly, in Megatron-Core.",
         epilog=_EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")

@@ -1,10 +1,10 @@
-"""`matrix`: `align` over many layouts, one line a layout."""
+"""`matrix`: `align` over many layouts, one line per layout."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prefix.errors import UserError, shown
-from megatron_prefix.lab.cli import report
-from megatron_prefix.lab.cli.arguments import add_messages, whole
-from megatron_prefix.lab.cli.modelling import add_device
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.cli.arguments import add_messages, add_switch, add_text, whole
+from megatron_prefix.lab.cli.modelling import Job, add_device
+from megatron_prefix.lab.cli.outputs import check_outputs, write_text
+from megatron_prefix.lab.cli.progress import progress
+from megatron_prefix.lab.cli.report import counted, print_json, print_table, to_line
 from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
 from megatron_prefix.lab.verify import matrix
 from megatron_prefix.lab.verify.matrix import Result, Row
@@ -23,9 +26,9 @@ from megatron_prefix.plan.files import writing
 
 HELP = """\
 Aligns the prefix schedule with Megatron-Core's stock schedule in many layouts: models without and
-with experts, flat groups, trees and chunks with one rollout a microbatch, packed microbatches,
+with experts, flat groups, trees and chunks with one rollout per microbatch, packed microbatches,
 without and with activation recomputation. Every row is one `align` in a fresh set of ranks. Under
-torchrun the rows run in its world, data parallelism filling it. Exit code 0 when every row is
+torchrun the rows run in its world, data parallelism filling it. Exit code 0 if every row is
 aligned."""
 EPILOG = """\
 examples:
@@ -35,6 +38,10 @@ examples:
   torchrun --nproc-per-node 8 -m megatron_prefix matrix --device cuda --only 'dense/*'
 """
 TITLE = "Prefix schedule against Megatron-Core's stock schedule in the same layout"
+OF_VERDICT = (
+    "grad_max_rel_diff", "tolerance", "grad_error_ratio_max", "baseline", "compared_with"
+)  # fmt: skip
+"""What a Result has of a row's Alignment."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,42 +54,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="rows MODEL/LAYOUT/SHAPE/RECOMPUTE that match a pattern, e.g. 'moe/EP*/tree/full'",
     )
-    group.add_argument(
-        "--continue",
-        dest="record",
-        metavar="FILE",
-        help="write results to FILE (JSON lines); rows that it has as aligned do not run again",
-    )
-    group.add_argument(
-        "--allow-refused", action="store_true", help="exit code 0 although rows were refused"
-    )
+    text = "write results to FILE (JSON lines); rows that it has as aligned do not run again"
+    add_text(group, "--continue", text, dest="record")
+    add_switch(group, "--allow-refused", "exit code 0 even if rows were refused")
     add_device(group, None, "(default: float64 on the CPU, bfloat16 on a GPU)")
     group.add_argument(
         "--timeout",
         type=whole(1, 10**6),
         default=120,
         metavar="S",
-        help="seconds of a row (default 120)",
+        help="seconds per row (default 120)",
     )
-    group.add_argument("--markdown", metavar="FILE", help="write the table as Markdown")
+    add_text(group, "--markdown", "write the table as Markdown")
     add_messages(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the rows and prints the table."""
-    from megatron_prefix.lab import runtime
-
     if args.dtype is None:
         args.dtype = "float64" if args.device == "cpu" else "bfloat16"
     chosen = [row for row in matrix.rows() if any(fnmatchcase(row.name, p) for p in args.only)]
     if not chosen:
         known = ", ".join(matrix.LAYOUTS)
         raise UserError(f"--only {' '.join(args.only)}: matches no row; layouts: {known}")
-    report.check_outputs(args.markdown, args.record, makes_folders=True)
+    check_outputs(args.markdown, args.record, makes_folders=True)
     world = runtime.env_world_size()
     known_results = _read(args, world) if args.record else {}
     results = list(_results(args, chosen, known_results, world))
-    if os.environ.get("RANK", "0") == "0":  # one of torchrun's ranks speaks
+    if runtime.first_rank():
         _print(args, results)
     good = ("aligned", "refused") if args.allow_refused else ("aligned",)
     return 0 if all(result.status in good for result in results) else 1
@@ -99,8 +98,8 @@ def _results(
     args: argparse.Namespace, rows: Sequence[Row], known: dict[str, Result], world: int | None
 ) -> Iterator[Result]:
     """Runs what is not known yet, row by row, and writes it down."""
-    speaks = os.environ.get("RANK", "0") == "0"
-    with report.progress(args, "rows", len(rows)) as advance:
+    speaks = runtime.first_rank()
+    with progress(args, "rows", len(rows)) as advance:
         for row in rows:
             result = known.get(row.name)
             if result is None:
@@ -115,8 +114,8 @@ def _results(
 
 def _tell(result: Result) -> None:
     """A line on stderr, above the bar, so that a long run can be followed."""
-    found = result.reason or f"{result.cell}, {result.run}"
-    line = f"{result.seconds:6.1f} s  {result.row}: {result.status} ({found})"
+    reason = result.reason or f"{result.cell}, {result.run}"
+    line = f"{result.seconds:6.1f} s  {result.row}: {result.status} ({reason})"
     print(line, file=sys.stderr, flush=True)
 
 
@@ -125,8 +124,6 @@ def _tell(result: Result) -> None:
 
 def _run_row(args: argparse.Namespace, row: Row, world: int | None) -> Result:
     """One row, whatever comes of it."""
-    from megatron_prefix.lab import runtime
-
     begin, name, ranks = time.monotonic(), _run_name(args, world), row.layout_in().world_size
 
     def ended(status: str, reason: str) -> Result:
@@ -153,17 +150,8 @@ def _run_row(args: argparse.Namespace, row: Row, world: int | None) -> Result:
         return ended("failed", str(error).strip().splitlines()[-1])
     for failure in verdict.failures:
         print(f"{row.name}: {failure}", file=sys.stderr, flush=True)
-    found = ended("aligned" if verdict.passed else "different", "; ".join(verdict.failures[:1]))
-    return Result(
-        **{
-            **found.as_json(),
-            "grad_max_rel_diff": verdict.grad_max_rel_diff,
-            "tolerance": verdict.tolerance,
-            "baseline": verdict.baseline,
-            "compared_with": verdict.compared_with,
-            "grad_error_ratio_max": verdict.grad_error_ratio_max,
-        }
-    )
+    result = ended("aligned" if verdict.passed else "different", "; ".join(verdict.failures[:1]))
+    return dataclasses.replace(result, **{name: getattr(verdict, name) for name in OF_VERDICT})
 
 
 def align_row(
@@ -190,25 +178,25 @@ def align_row(
         UserError: the row cannot run.
         RankError: a rank failed, or the row took too long.
     """
-    from megatron_prefix.lab import platforms, runtime
+    from megatron_prefix.lab import platforms
     from megatron_prefix.lab.cli.align import align_rank
     from megatron_prefix.lab.rl.job import ModelOptions, fit_vocabulary
 
     layout, shape = row.layout_in(world), matrix.SHAPES[row.shape]
-    overrides = tuple(row.overrides(dtype).items())
     model = ModelOptions(
         matrix.MODELS[row.model],
         dtype,
         device,
         row.recompute,
         layer_spec,
-        overrides=overrides,
+        overrides=tuple(row.overrides(dtype).items()),
         message_timeout_minutes=message_timeout_minutes,
     )
     spec, groups = fit_vocabulary(model, shape.groups(layout.dp, dtype))
-    job = (model, spec, layout, groups, shape.config(dtype), shape.baseline(dtype))
+    job = Job(model, spec, layout, tuple(groups))
+    work = (job, shape.config(dtype), shape.baseline(dtype))
     if world is not None:
-        return runtime.launch(align_rank, world, *job)
+        return runtime.launch(align_rank, world, *work)
     fork = device == "cpu" and sys.platform == "linux"
     if fork:  # ranks share what their parent has imported
         platforms.select(device)
@@ -216,7 +204,7 @@ def align_row(
 
         from megatron_prefix.lab.verify import align  # noqa: F401
     method = "fork" if fork else "spawn"
-    return runtime.run_ranks(align_rank, layout.world_size, job, start_method=method, **options)[0]
+    return runtime.run_ranks(align_rank, layout.world_size, work, start_method=method, **options)[0]
 
 
 # The record ---------------------------------------------------------------------------------------
@@ -226,7 +214,7 @@ def _read(args: argparse.Namespace, world: int | None) -> dict[str, Result]:
     """Rows of the record that need not run again; every rank of a world must be told the same."""
     path, name = Path(args.record), _run_name(args, world)
     if world is not None and path.exists():
-        raise UserError(f"--continue {path}: under torchrun give a file that is not there yet")
+        raise UserError(f"--continue {path}: under torchrun give a file that does not exist yet")
     known: dict[str, Result] = {}
     try:
         lines = path.read_text("utf-8").splitlines() if path.exists() else []
@@ -246,27 +234,22 @@ def _append(path: str, result: Result) -> None:
     with writing(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(result.as_json()) + "\n")
+            file.write(to_line(result) + "\n")
 
 
 # The end ------------------------------------------------------------------------------------------
 
 
 def _print(args: argparse.Namespace, results: Sequence[Result]) -> None:
-    title = f"{TITLE} ({results[0].run})"
+    run, counts = results[0].run, matrix.counts(results)
+    title = f"{TITLE} ({run})"
     if args.markdown:
-        report.write_text(args.markdown, matrix.markdown(results, title), makes_folders=True)
+        write_text(args.markdown, matrix.markdown(results, title), makes_folders=True)
     if args.json:
-        rows = [result.as_json() for result in results]
-        report.print_json({"run": results[0].run, "counts": matrix.counts(results), "rows": rows})
+        print_json({"run": run, "counts": counts, "rows": results})
         return
     head, *lines = matrix.table(results)
-    table = report.new_table(title)
-    for number, column in enumerate(head):
-        table.add_column(column, justify="right" if number else "left", no_wrap=not number)
-    for line in lines:
-        table.add_row(*line)
-    report.print_rich(table)
+    print_table(title, head, lines, left=1, unwrapped=1)
     print(matrix.said(results))
-    for why, names in {**matrix.reasons(results), **matrix.baselines(results)}.items():
-        print(f"  {why} ({report.counted(len(names), 'row')}, e.g. {names[0]})")
+    for why, names in matrix.notes(results).items():
+        print(f"  {why} ({counted(len(names), 'row')}, e.g. {names[0]})")

@@ -9,17 +9,26 @@ import platform
 from typing import Any
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.lab.cli.arguments import add_config, seed
+from megatron_prefix.lab.cli.arguments import (
+    add_choice,
+    add_config,
+    add_number,
+    add_switch,
+    add_text,
+    layout_of,
+    seed,
+)
+from megatron_prefix.lab.cli.inputs import load_groups
+from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.old_names import new_name, new_value
 from megatron_prefix.lab.models.presets import PRESETS, ModelSpec
-from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
+from megatron_prefix.lab.runtime import Layout, env_world_size
 
 logger = logging.getLogger(__name__)
 
 
 def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> None:
     """Of the model, how it is built, and what its segments keep."""
-    # long: a list of options, each with its help
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -28,55 +37,39 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         f" --load-hf, else {model})",
     )
     parser.set_defaults(default_model=model)
-    group.add_argument(
-        "--load-hf",
-        metavar="DIR",
-        help="weights of a Hugging Face checkpoint (config.json and safetensors; Llama, Qwen2,"
-        " Qwen3, Qwen3-MoE) instead of random ones, e.g. --load-hf Qwen3-8B; --set num_layers=N"
-        " takes its first layers",
+    text = (
+        "weights of a Hugging Face checkpoint (config.json and safetensors; Llama, Qwen2, Qwen3,"
+        " Qwen3-MoE) instead of random ones, e.g. --load-hf Qwen3-8B; --set num_layers=N takes its"
+        " first layers"
     )
-    group.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="change a field of the model, e.g. --set num_layers=2, or --set num_moe_experts=none"
-        " where a model can do without (may be given again)",
+    add_text(group, "--load-hf", text, metavar="DIR")
+    text = (
+        "change a field of the model, e.g. --set num_layers=2, or --set num_moe_experts=none if a"
+        " model can do without (may be given again)"
     )
+    add_text(group, "--set", text, metavar="FIELD=VALUE", action="append", default=[])
     add_device(group, dtype, f"of weights and activations (default {dtype})")
-    group.add_argument(
-        "--recompute",
-        choices=("none", "full", "selective"),
-        default="none",
-        help="Megatron's activation recomputation (default none)",
+    text, choices = (
+        "Megatron's activation recomputation (default {})",
+        ("none", "full", "selective"),
     )
-    group.add_argument(
-        "--overlap-grad-reduce",
-        action="store_true",
-        help="reduce gradients over data- and context-parallel ranks in buckets, while the last"
-        " backward runs, as Megatron's option of that name; both schedules",
+    add_choice(group, "--recompute", text, choices, "none")
+    text = (
+        "reduce gradients over data- and context-parallel ranks in buckets, while the last"
+        " backward runs, like Megatron's option of that name; both schedules"
     )
+    add_switch(group, "--overlap-grad-reduce", text)
     add_config(group, "memory", "memory_budget_gb", "cache_host_layers", "cp_reduce", "kernel")
-    group.add_argument(
-        "--seed",
-        type=seed,
-        default=1234,
-        metavar="N",
-        help="of weights and random draws (default 1234)",
-    )
+    add_number(group, "--seed", "of weights and random draws (default {})", 1234, seed)
 
 
 def add_device(group: Any, dtype: str | None, dtype_help: str) -> None:
     """`--dtype --device --layer-spec`."""
     dtypes = ("float64", "float32", "bfloat16")
     group.add_argument("--dtype", choices=dtypes, default=dtype, help=dtype_help)
-    group.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu)")
-    group.add_argument(
-        "--layer-spec",
-        choices=("auto", "local", "te"),
-        default="auto",
-        help="transformer-engine's layers or Megatron's own (auto: te on a GPU in bfloat16)",
-    )
+    add_choice(group, "--device", "(default {})", ("cpu", "cuda"), "cpu")
+    text = "transformer-engine's layers or Megatron's own (auto: te on a GPU in bfloat16)"
+    add_choice(group, "--layer-spec", text, ("auto", "local", "te"), "auto")
 
 
 def model_options(args: argparse.Namespace) -> Any:
@@ -87,12 +80,10 @@ def model_options(args: argparse.Namespace) -> Any:
     """
     from megatron_prefix.lab.rl.job import ModelOptions
 
-    options = ModelOptions(
-        model_name(args), args.dtype, args.device, args.recompute, args.layer_spec, args.seed,
-        overrides_of(args.set),
-        getattr(args, "message_timeout_minutes", MESSAGE_TIMEOUT_MINUTES),
-        args.overlap_grad_reduce, args.load_hf,
-    )  # fmt: skip
+    given, names = vars(args), {field.name for field in dataclasses.fields(ModelOptions)}
+    same = {name: value for name, value in given.items() if name in names}
+    model = {"model": model_name(args), "overrides": overrides_of(args.set)}
+    options = ModelOptions(**{**same, **model})
     if args.load_hf is not None:
         _check_weights(args.load_hf, options)
     return options
@@ -110,14 +101,47 @@ def _check_weights(folder: str, options: Any) -> None:
     from megatron_prefix.lab.models.hf_weights import HFWeights, check_folder
 
     check_folder(folder)
-    overrides = dict(options.overrides)
-    weights = HFWeights(folder, presets.resolve(options.model, **overrides))
+    weights = HFWeights(folder, options.spec())
     layers = presets.resolve(options.model).num_layers
-    if layers != weights.whole.num_layers and "num_layers" not in overrides:
+    if layers != weights.whole.num_layers and "num_layers" not in dict(options.overrides):
         raise UserError(
             f"--model {options.model} has {layers} layers and --load-hf {folder}"
             f" {weights.whole.num_layers}; leave --model out, or give --set num_layers={layers}"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What the ranks of a verb are started with.
+
+    Attributes:
+        options: how the model is built, a `rl.job.ModelOptions`.
+        spec: the model's shape.
+        layout: of the ranks.
+        groups: the rollouts, in the model's vocabulary.
+        dropped: rollouts that `--max-tokens` has left without a trained token.
+    """
+
+    options: Any
+    spec: ModelSpec
+    layout: Layout
+    groups: tuple[Group, ...]
+    dropped: int = 0
+
+
+def job_of(args: argparse.Namespace) -> Job:
+    """The job that a verb's arguments describe; imports torch, and reads the rollouts.
+
+    Raises:
+        UserError: what a user can get wrong of model, layout and rollouts.
+    """
+    from megatron_prefix.lab.rl.job import fit_vocabulary
+
+    options = model_options(args)
+    layout = layout_of(args, env_world_size())
+    groups, dropped = load_groups(args, options.spec().vocab_size)
+    spec, groups = fit_vocabulary(options, groups)
+    return Job(options, spec, layout, tuple(groups), dropped)
 
 
 def machine(args: argparse.Namespace) -> dict[str, Any]:
@@ -149,7 +173,7 @@ def overrides_of(settings: list[str]) -> tuple[tuple[str, Any], ...]:
         UserError: no such field, or a value of another type.
     """
     types = {field.name: str(field.type) for field in dataclasses.fields(ModelSpec)}
-    found = []
+    overrides = []
     for setting in settings:
         name, _, text = setting.partition("=")
         field = new_name(name)
@@ -162,8 +186,8 @@ def overrides_of(settings: list[str]) -> tuple[tuple[str, Any], ...]:
             raise UserError(f"--set {setting}: {field} is {kind}; give such a value") from None
         if name != field:
             logger.warning("--set %s is now --set %s=%s", setting, field, value)
-        found.append((field, value))
-    return tuple(found)
+        overrides.append((field, value))
+    return tuple(overrides)
 
 
 def _value(kind: str, text: str) -> Any:

@@ -45,8 +45,8 @@ def missing(
         one = Requirement(line)
         if canonicalize_name(one.name) == canonicalize_name(DISTRIBUTION):
             continue  # an extra that is made of others
-        found = version_of(one.name)
-        if found is None or not one.specifier.contains(found, prereleases=True):
+        installed = version_of(one.name)
+        if installed is None or not one.specifier.contains(installed, prereleases=True):
             lacking.append(one)
 
     def of(extra: str) -> list[str]:

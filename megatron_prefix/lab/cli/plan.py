@@ -12,15 +12,8 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.cli import arguments
 from megatron_prefix.lab.cli.inputs import load_groups
-from megatron_prefix.lab.cli.report import (
-    check_outputs,
-    counted,
-    number,
-    percent,
-    print_facts,
-    print_json,
-    write_text,
-)
+from megatron_prefix.lab.cli.outputs import check_outputs, write_text
+from megatron_prefix.lab.cli.report import counted, facts, number, print_facts, print_json
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
@@ -37,7 +30,7 @@ from megatron_prefix.plan.simulator import Timeline, simulate
 from megatron_prefix.tree import Forest, TreeOptions, build
 
 HELP = """\
-What sharing gives on rollout files: trees, ratios, compression, predicted speedup, and the plan of
+What sharing saves on rollout files: trees, ratios, compression, predicted speedup, and the plan of
 one step with its simulated bubble and memory.  All groups make one step unless --groups limits it.
 Tokens are positions with a label: a rollout of n tokens has n-1.  Simulated times count tokens of
 forward work, a backward twice, communication nothing."""
@@ -63,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " (default llama3-8b)",
     )
     arguments.add_config(parser, "cache_host_layers")
-    parser.add_argument("--csv", metavar="FILE", help="write the plan; - is stdout")
-    parser.add_argument("--svg", metavar="FILE", help="draw the simulated timeline")
+    arguments.add_text(parser, "--csv", "write the plan; - is stdout")
+    arguments.add_text(parser, "--svg", "draw the simulated timeline")
 
 
 class _PlannedStep(NamedTuple):
@@ -86,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
     layout = _layout(args)
     if args.segment_tokens == "auto":
         raise UserError(
-            "--segment-tokens auto goes by the free memory of a running model; give `plan` a number"
+            "--segment-tokens auto depends on the free memory of a running model; give `plan` a"
+            " number"
         )
     if args.json and args.csv == "-":
         raise UserError("--csv - and --json both write to stdout; give --csv a file")
@@ -141,14 +135,35 @@ def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
     return _PlannedStep(groups, dropped, config, options, forest, plan, timeline, model, layout)
 
 
+FACTS = {
+    "rollouts": "{rollouts:n} in {num_groups}",
+    "tokens of all rollouts": "{raw_tokens:n}",
+    "tokens executed": "{executed_tokens:n}",
+    "compression": "{compression:.2f}x",
+    "prompt share, p50 / p95": "{prefix_ratio_p50:.1%} / {prefix_ratio_p95:.1%}",
+    "segments": "{segments:n}, {inner_segments:n} inner{cut}",
+    "spans begin at multiples of": "{align:n}{reasons}",
+    "depth of the tree": "{max_depth:n}",
+    "predicted speedup, {model}": "{predicted_speedup:.2f}x",
+    "stages": "{num_stages:n}",
+    "actions": "{num_actions:n}",
+    "makespan": "{makespan:n} tokens of forward work",
+    "bubble": "{bubble_fraction:.1%}",
+    "peak of live tokens": "{peak_live_tokens:n}",
+    "memory per stage, bf16, GiB": "{peaks}",
+    "of which {sidecar}": "{sidecar_gib:.1f}",
+    "in addition on the host": "{host_gib:.1f}",
+    "dropped, no trained token left": "{dropped:n}",
+}
+
+
 def _result(step: _PlannedStep) -> dict[str, Any]:
     """What `--json` prints."""
     forest, timeline = step.forest, step.timeline
     rollouts = [rollout for group in step.groups for rollout in group.rollouts]
     ratios = [rollout.prompt_len / len(rollout) for rollout in rollouts]
-    host_layers = step.config.cache_host_layers
-    memory = peaks(step.plan, step.model, step.layout, host_layers)
-    found = {name: round(one.peak) for name, one in memory.items()}
+    memory = peaks(step.plan, step.model, step.layout, step.config.cache_host_layers)
+    peak_bytes = {name: round(one.peak) for name, one in memory.items()}
     return {
         "rollouts": len(rollouts),
         "groups": len(step.groups),
@@ -170,8 +185,8 @@ def _result(step: _PlannedStep) -> dict[str, Any]:
         "makespan": timeline.makespan,
         "bubble_fraction": timeline.bubble_fraction,
         "peak_live_tokens": timeline.peak_live_positions,
-        "peak_live_bytes": found["retain"],
-        "peak_bytes": found,
+        "peak_live_bytes": peak_bytes["retain"],
+        "peak_bytes": peak_bytes,
         "sidecar_bytes": round(memory["retain"].cache_peak),
         "sidecar_host_bytes": round(memory["retain"].cache_staged),
     }
@@ -179,43 +194,26 @@ def _result(step: _PlannedStep) -> dict[str, Any]:
 
 def _facts(step: _PlannedStep, result: dict[str, Any]) -> dict[str, str]:
     """The same for people."""
-    cut = f", chunks of {number(result['chunk_tokens'])}" if result["chunk_tokens"] else ""
-    facts = {
-        "rollouts": f"{number(result['rollouts'])} in {counted(result['groups'], 'group')}",
-        "tokens of all rollouts": number(result["raw_tokens"]),
-        "tokens executed": number(result["executed_tokens"]),
-        "compression": f"{result['compression']:.2f}x",
-        "prompt share, p50 / p95": f"{percent(result['prefix_ratio_p50'])}"
-        f" / {percent(result['prefix_ratio_p95'])}",
-        "segments": f"{number(result['segments'])}, {number(result['inner_segments'])} inner{cut}",
-        "spans begin at multiples of": number(result["align"])
-        + (f" ({'; '.join(result['align_reasons'])})" if result["align_reasons"] else ""),
-        "depth of the tree": number(result["max_depth"]),
-        f"predicted speedup, {step.model.name}": f"{result['predicted_speedup']:.2f}x",
-        "stages": number(result["num_stages"]),
-        "actions": number(result["num_actions"]),
-        "makespan": f"{number(result['makespan'])} tokens of forward work",
-        "bubble": percent(result["bubble_fraction"]),
-        "peak of live tokens": number(result["peak_live_tokens"]),
-        "memory a stage, bf16, GiB": ", ".join(
-            f"{name} {size / 2**30:.1f}" for name, size in result["peak_bytes"].items()
-        ),
-        f"of which {_sidecar(step)}": f"{result['sidecar_bytes'] / 2**30:.1f}",
+    chunk_tokens, reasons = result["chunk_tokens"], "; ".join(result["align_reasons"])
+    gib = {name: size / 2**30 for name, size in result["peak_bytes"].items()}
+    host_gib = result["sidecar_host_bytes"] / 2**30
+    values = {
+        **result,
+        "num_groups": counted(result["groups"], "group"),
+        "cut": f", chunks of {number(chunk_tokens)}" if chunk_tokens else "",
+        "reasons": f" ({reasons})" if reasons else "",
+        "model": step.model.name,
+        "peaks": ", ".join(f"{name} {size:.1f}" for name, size in gib.items()),
+        "sidecar": "K/V and states" if step.model.recurrent else "K/V",
+        "sidecar_gib": result["sidecar_bytes"] / 2**30,
+        "host_gib": host_gib if step.config.cache_host_layers else None,
+        "dropped": step.dropped or None,
     }
-    if step.config.cache_host_layers:
-        facts["besides it on the host"] = f"{result['sidecar_host_bytes'] / 2**30:.1f}"
-    if step.dropped:
-        facts["dropped, no trained token left"] = number(step.dropped)
-    return facts
-
-
-def _sidecar(step: _PlannedStep) -> str:
-    """What inner spans leave, with its gradients."""
-    return "K/V and states" if step.model.recurrent else "K/V"
+    return facts(FACTS, values)
 
 
 def _alignment_reasons(step: _PlannedStep) -> list[str]:
-    """Where the alignment comes from, and what speaks for another."""
+    """What sets the alignment, and the reason to choose another."""
     own, layout = step.config.align, step.layout.alignment
     reasons = [f"layout {number(layout)}"] if layout > 1 else []
     reasons += [f"--align {number(own)}"] if own > 1 else []

@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.lab.cli import report
-from megatron_prefix.lab.cli.arguments import (
-    add_baseline,
-    add_layout,
-    add_lengths,
-    add_messages,
-    add_rollouts,
-    baseline_of,
-    layout_of,
-)
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.cli import arguments
 from megatron_prefix.lab.cli.inputs import load_groups
-from megatron_prefix.lab.cli.modelling import add_model, model_options
+from megatron_prefix.lab.cli.modelling import Job, add_model, model_options
+from megatron_prefix.lab.cli.outputs import check_outputs, check_plot
+from megatron_prefix.lab.cli.progress import steps_shown
 from megatron_prefix.lab.cli.replay_files import ReplayFiles
+from megatron_prefix.lab.cli.report import facts, print_facts, print_json, print_records
 from megatron_prefix.lab.cli.training import add_training, settings_of
+from megatron_prefix.lab.rl.settings import TrainSettings
 
 STEPS = 100
 HELP = """\
-Trains three times from the same weights on the same rollouts, three runs side by side that do
-not touch: the stock schedule; the stock schedule in another reduction order (microbatches and their
-rollouts backwards, torch's attention instead of the layers'), which is the noise floor; the prefix
-schedule. After every step their parameters are compared (in 16 bit the optimizer's fp32
-main parameters). Exit code 0 when the prefix schedule's distance from the stock schedule is at most
-twice the noise floor, largest, mean and RMS, after every step; else 1, also where nothing was
-shared, no parameter moved, or a loss was not finite.
+Trains three times from the same weights on the same rollouts, in three runs side by side that do
+not affect one another: the stock schedule; the stock schedule in another reduction order
+(microbatches and their rollouts backwards, torch's attention instead of the layers'), which is the
+noise floor; the prefix schedule. After every step their parameters are compared (in 16 bit the
+optimizer's fp32 main parameters). Exit code 0 if the prefix schedule's distance from the stock
+schedule is at most twice the noise floor, largest, mean and RMS, after every step; else 1, also if
+nothing was shared, no parameter moved, or a loss was not finite.
 Steps take groups of the files in turn; groups whose rewards are all equal have no gradient and are
 left out."""
 EPILOG = """\
@@ -44,100 +38,83 @@ examples:
   megatron-prefix replay rag.jsonl.gz agents.jsonl.gz --model qwen3-0.6b --dtype bfloat16 \\
       --device cuda --max-tokens 4096 --result-json replay.json --progress
 """
-MEASURES = ("max", "mean", "rms")
 _SHOWN = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    add_rollouts(parser, positional=True)
+    arguments.add_rollouts(parser, positional=True)
     add_training(parser)
     parser.set_defaults(compare=False)
     group = parser.add_argument_group("replay")
-    group.add_argument(
-        "--prefix-schedule",
-        choices=("auto", "on"),
-        default="auto",
-        help="auto (default): share where it pays; on: always",
-    )
-    group.add_argument(
-        "--result-json",
-        metavar="FILE",
-        help="write the result as JSON to FILE too, and after every step what there is",
-    )
-    group.add_argument(
-        "--plot",
-        metavar="FILE",
-        help="draw distances, losses and weighted log-probs by step (png, svg, pdf)",
-    )
-    group.add_argument(
+    text = "auto (default): share where it pays; on: always"
+    arguments.add_choice(group, "--prefix-schedule", text, ("auto", "on"), "auto")
+    text = "write the result as JSON to FILE too, and after every step what there is"
+    arguments.add_text(group, "--result-json", text)
+    text = "draw distances, losses and weighted log-probs by step (png, svg, pdf)"
+    arguments.add_text(group, "--plot", text)
+    arguments.add_switch(
+        group,
         "--same-routes",
-        action="store_true",
-        help="with experts: before every step the stock run's routers choose each token's, and all"
+        "with experts: before every step the stock run's routers choose each token's, and all"
         " runs follow (Megatron's RouterReplay); else a token that is nearly undecided may go to"
         " another expert in one run; the load-balancing loss still counts what routers would"
         " choose, so add --set moe_aux_loss_coeff=0",
     )
-    add_baseline(parser)
+    arguments.add_baseline(parser)
     add_model(parser, model="tiny-llama", dtype="float32")
-    add_layout(parser)
-    add_lengths(parser)
-    add_messages(parser)
+    arguments.add_layout(parser)
+    arguments.add_lengths(parser)
+    arguments.add_messages(parser)
 
 
 @dataclass(frozen=True)
-class Job:
-    """What the ranks of a job are started with."""
+class Replayed:
+    """What the ranks of a job replay.
 
-    settings: Any
-    options: Any
-    spec: Any
-    layout: Any
-    groups: tuple[Any, ...]
+    Attributes:
+        job: model, layout and rollouts.
+        settings: of the prefix run.
+        steps: how many.
+        left_out: what was left out of the files: keys of the JSON.
+        args: the parsed arguments.
+    """
+
+    job: Job
+    settings: TrainSettings
     steps: int
-    facts: dict[str, int]
+    left_out: dict[str, int]
     args: argparse.Namespace
 
 
 def run(args: argparse.Namespace) -> int:
     """Replays on as many ranks as the layout has."""
-    from megatron_prefix.lab import runtime
-
-    report.check_outputs(args.result_json)
-    report.check_plot(args.plot)
-    job = _job(args)
-    result = runtime.launch(replay_rank, job.layout.world_size, job, device=args.device)
-    if os.environ.get("RANK", "0") == "0":  # one of torchrun's ranks speaks
-        _deliver(args, job, result)
+    check_outputs(args.result_json)
+    check_plot(args.plot)
+    replayed = _replayed(args)
+    ranks = replayed.job.layout.world_size
+    result = runtime.launch(replay_rank, ranks, replayed, device=args.device)
+    if runtime.first_rank():
+        _deliver(replayed, result)
     return 0 if result.passed else 1
 
 
-def _job(args: argparse.Namespace) -> Job:
-    """Everything a user can get wrong is found here, before a rank is started."""
-    from megatron_prefix.lab import runtime
-    from megatron_prefix.lab.models import presets
+def _replayed(args: argparse.Namespace) -> Replayed:
+    """Finds everything that a user can get wrong, before a rank is started."""
     from megatron_prefix.lab.rl import routes
     from megatron_prefix.lab.rl.job import fit_vocabulary
 
     options = model_options(args)
-    layout = layout_of(args, runtime.env_world_size())
-    spec = presets.resolve(options.model, **dict(options.overrides))
-    files, facts = _files(args, spec.vocab_size)
+    layout = arguments.layout_of(args, runtime.env_world_size())
+    files, left_out = _files(args, options.spec().vocab_size)
     spec, groups = fit_vocabulary(options, list(_in_turn(files)))
     settings = settings_of(args, args.groups_per_step or _per_step(args, len(files), layout.dp))
     if args.same_routes:
         routes.check(spec, options.recompute)
         settings = replace(settings, routes="given")
-    return Job(
-        replace(settings, baseline=baseline_of(args)),
-        options,
-        spec,
-        layout,
-        tuple(groups),
-        args.steps or STEPS,
-        facts,
-        args,
-    )
+    settings = replace(settings, baseline=arguments.baseline_of(args))
+    job = Job(options, spec, layout, tuple(groups))
+    return Replayed(job, settings, args.steps or STEPS, left_out, args)
 
 
 def _files(
@@ -174,123 +151,129 @@ def _per_step(args: argparse.Namespace, num_files: int, dp: int) -> int:
     return -(-least // args.minibatches) * args.minibatches
 
 
-def replay_rank(job: Job) -> Any:
+def replay_rank(replayed: Replayed) -> Any:
     """One rank's part; returns the result, which is the same on all."""
-    from megatron_prefix.lab import runtime
     from megatron_prefix.lab.verify import replay
 
-    options = job.options
-    world = runtime.initialize(
-        job.layout, options.device, options.seed, options.message_timeout_minutes
-    )
-    try:
-        runs = replay.trainers(job.settings, job.groups, options, job.spec, world)
-        steps = replay.replayed(runs, job.steps)
+    job = replayed.job
+    with job.options.joined(job.layout) as world:
+        runs = replay.trainers(replayed.settings, job.groups, job.options, job.spec, world)
+        steps = replay.replayed(runs, replayed.steps)
         if world.rank:
             return replay.judged(steps)
-        with ReplayFiles(job.args, job).kept() as files:
+        with ReplayFiles(replayed).kept() as files:
             files.keep(replay.judge(replay.Replay()))  # not those of a run before
-            return replay.judged(_watched(job, steps), files.keep)
-    finally:
-        runtime.shutdown()
+            return replay.judged(_watched(replayed, steps), files.keep)
 
 
-def _watched(job: Job, steps: Iterator[Any]) -> Iterator[Any]:
-    """The steps, with a bar on stderr; where that is no terminal, a line each, on demand."""
-    if sys.stderr.isatty():
-        yield from report.watched(job.args, steps, "steps", job.steps)
-        return
-    for step in steps:
-        if job.args.progress:
+def _watched(replayed: Replayed, steps: Iterator[Any]) -> Iterator[Any]:
+    """The steps, with their progress on stderr."""
+    with steps_shown(replayed.args.progress, replayed.steps) as show:
+        for step in steps:
             seconds = ", ".join(f"{name} {value:.2f} s" for name, value in step.seconds.items())
-            print(
-                f"step {step.number} of {job.steps}: drift {step.drift.rms:.3g}, floor"
-                f" {step.floor.rms:.3g} (RMS), {seconds}",
-                file=sys.stderr,
-                flush=True,
-            )
-        yield step
+            drift, floor = step.drift.rms, step.floor.rms
+            show(step.number, f"drift {drift:.3g}, floor {floor:.3g} (RMS), {seconds}")
+            yield step
 
 
 # The end ------------------------------------------------------------------------------------------
 
+COLUMNS = (
+    ("step", "{number}"),
+    ("largest", "{drift.max:.2e}"),
+    ("floor", "{floor.max:.2e}"),
+    ("mean", "{drift.mean:.2e}"),
+    ("floor", "{floor.mean:.2e}"),
+    ("RMS", "{drift.rms:.2e}"),
+    ("floor", "{floor.rms:.2e}"),
+    ("RMS ratio", "{ratio:.2f}"),
+    ("loss", "{loss[prefix]:+.4f}"),
+    ("log-prob x A", "{weighted_logprob[prefix]:+.4f}"),
+)
+FACTS = {
+    "steps": "{num_steps}",
+    "of them shared": "{shared_steps}",
+    "tokens, all rollouts": "{raw_tokens:n}",
+    "tokens, executed": "{executed_tokens:n}",
+    "largest difference of a loss, prefix": "{loss[prefix]:.2e}",
+    "largest difference of a loss, other order": "{loss[reordered]:.2e}",
+    "largest difference of a log-prob x advantage, prefix": "{weighted_logprob[prefix]:.2e}",
+    "largest difference of a log-prob x advantage, other order": (
+        "{weighted_logprob[reordered]:.2e}"
+    ),
+    "time per step, stock schedule": "{seconds[stock]:.3f} s",
+    "time per step, prefix schedule": "{seconds[prefix]:.3f} s",
+    "drift over noise floor, max": "{ratio_max[max]:.2f} most (at most {limit:g})",
+    "drift over noise floor, mean": "{ratio_max[mean]:.2f} most (at most {limit:g})",
+    "drift over noise floor, rms": "{ratio_max[rms]:.2f} most (at most {limit:g})",
+    "updates skipped, stock run": "{skipped[stock]} of {updates}",
+    "updates skipped, reordered run": "{skipped[reordered]} of {updates}",
+    "updates skipped, prefix run": "{skipped[prefix]} of {updates}",
+    "groups left out: equal rewards": "{groups_without_gradient}",
+    "rollouts dropped by --max-tokens": "{dropped_rollouts}",
+    "verdict": "{verdict}",
+}
+OWN_ROUTES = (
+    "  Routers chose for themselves: a token that is nearly undecided may have gone to another"
+    " expert in one run. Add --same-routes --set moe_aux_loss_coeff=0 to see rounding alone."
+)
+BALANCED = (
+    "  Megatron's load-balancing loss counts the experts that routers would choose, even if they"
+    " follow routes: add --set moe_aux_loss_coeff=0 to see rounding alone."
+)
 
-def _deliver(args: argparse.Namespace, job: Job, result: Any) -> None:
-    files = ReplayFiles(args, job)
+
+def _deliver(replayed: Replayed, result: Any) -> None:
+    files = ReplayFiles(replayed)
     files.write(result)
-    if args.json:
-        report.print_json(files.found(result))
+    if replayed.args.json:
+        print_json(files.result_of(result))
         return
     if result.steps:
-        _print(job, result)
+        _print(replayed, result)
     for failure in result.failures:
         print(f"  {failure}")
-    if result.failures:
-        _print_choices(args, job.spec)
+    spec = replayed.job.spec
+    if result.failures and spec.num_moe_experts:  # what may have been decided otherwise in one run
+        if not replayed.args.same_routes:
+            print(OWN_ROUTES)
+        elif spec.moe_aux_loss_coeff:
+            print(BALANCED)
 
 
-def _print_choices(args: argparse.Namespace, spec: Any) -> None:
-    """What routers may have decided otherwise in one run."""
-    if spec.num_moe_experts and not args.same_routes:
-        print(
-            "  Routers chose for themselves: a token that is nearly undecided may have gone to"
-            " another expert in one run. Add --same-routes --set moe_aux_loss_coeff=0 to see"
-            " rounding alone."
-        )
-    elif spec.num_moe_experts and spec.moe_aux_loss_coeff:
-        print(
-            "  Megatron's load-balancing loss counts the experts that routers would choose, also"
-            " where they follow routes: add --set moe_aux_loss_coeff=0 to see rounding alone."
-        )
-
-
-def _print(job: Job, result: Any) -> None:
-    table = report.new_table(
-        "parameters of the prefix run, and of the second stock run, from the stock run's"
-    )
-    for name in (
-        "step", "largest", "floor", "mean", "floor", "RMS", "floor", "RMS ratio", "loss",
-        "log-prob x A",
-    ):  # fmt: skip
-        table.add_column(name, justify="right")
+def _print(replayed: Replayed, result: Any) -> None:
     last = result.steps[-1].number
-    for step in result.steps:
-        if step.number in _SHOWN or step.number == last:
-            pairs = ((getattr(step.drift, m), getattr(step.floor, m)) for m in MEASURES)
-            table.add_row(
-                str(step.number), *(f"{value:.2e}" for pair in pairs for value in pair),
-                f"{step.ratio('rms'):.2f}", f"{step.loss['prefix']:+.4f}",
-                f"{step.weighted_logprob['prefix']:+.4f}",
-            )  # fmt: skip
-    report.print_rich(table)
-    report.print_facts("replay", _facts(job, result))
+    print_records(
+        "parameters of the prefix run, and of the second stock run, from the stock run's",
+        COLUMNS,
+        (
+            {**vars(step), "ratio": step.ratio("rms")}
+            for step in result.steps
+            if step.number in _SHOWN or step.number == last
+        ),
+    )
+    print_facts("replay", facts(FACTS, _values(replayed, result)))
 
 
-def _facts(job: Job, result: Any) -> dict[str, str]:
-    steps, facts = result.steps, job.facts
-    raw, executed = (sum(getattr(s, n) for s in steps) for n in ("raw_tokens", "executed_tokens"))
-    found = {
-        "steps": str(len(steps)),
-        "of them shared": str(result.shared_steps),
-        "tokens, all rollouts": report.number(raw),
-        "tokens, executed": report.number(executed),
+def _values(replayed: Replayed, result: Any) -> dict[str, Any]:
+    """Of FACTS: sums, medians and largest differences over the steps; None for zeros that are not
+    worth a line."""
+    steps, runs = result.steps, result.steps[0].seconds
+
+    def apart(curve: str) -> dict[str, float]:
+        values = [getattr(step, curve) for step in steps]
+        return {run: max(abs(value[run] - value["stock"]) for value in values) for run in runs}
+
+    return {
+        **vars(result),
+        **{name: value or None for name, value in replayed.left_out.items()},
+        "num_steps": len(steps),
+        "raw_tokens": sum(step.raw_tokens for step in steps),
+        "executed_tokens": sum(step.executed_tokens for step in steps),
+        "loss": apart("loss"),
+        "weighted_logprob": apart("weighted_logprob"),
+        "seconds": {run: statistics.median(step.seconds[run] for step in steps) for run in runs},
+        "skipped": {run: sum(step.skipped[run] for step in steps) or None for run in runs},
+        "updates": sum(step.updates for step in steps),
+        "verdict": "within the noise" if result.passed else "NOT within the noise",
     }
-    for name, what in (("loss", "loss"), ("weighted_logprob", "log-prob x advantage")):
-        for run, label in (("prefix", "prefix"), ("reordered", "other order")):
-            apart = max(abs(getattr(s, name)[run] - getattr(s, name)["stock"]) for s in steps)
-            found[f"largest difference of a {what}, {label}"] = f"{apart:.2e}"
-    for run, label in (("stock", "stock schedule"), ("prefix", "prefix schedule")):
-        found[f"a step, {label}"] = f"{statistics.median(s.seconds[run] for s in steps):.3f} s"
-    for measure in MEASURES:
-        found[f"drift over noise floor, {measure}"] = (
-            f"{result.ratio_max[measure]:.2f} most (at most {result.limit:g})"
-        )
-    for run in steps[0].skipped:
-        if skipped := sum(step.skipped[run] for step in steps):
-            found[f"updates skipped, {run} run"] = f"{skipped} of {sum(s.updates for s in steps)}"
-    if facts["groups_without_gradient"]:
-        found["groups left out: equal rewards"] = str(facts["groups_without_gradient"])
-    if facts["dropped_rollouts"]:
-        found["rollouts dropped by --max-tokens"] = str(facts["dropped_rollouts"])
-    found["verdict"] = "within the noise" if result.passed else "NOT within the noise"
-    return found

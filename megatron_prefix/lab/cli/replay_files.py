@@ -1,22 +1,21 @@
 """What `replay` writes: its JSON after every step, its picture now and then, and both at the end.
 
 Whatever ends a replay, its JSON has the steps so far, with `"ended": false` and no `passed`; so has
-the picture, unless a signal ends the rank that draws it, as where several ranks are stopped.
+the picture, unless a signal ends the rank that draws it, as happens when several ranks are stopped.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from megatron_prefix.lab.cli import report
 from megatron_prefix.lab.cli.modelling import machine
+from megatron_prefix.lab.cli.outputs import save_figure, write_text
+from megatron_prefix.lab.cli.report import to_json
 
 DRAWING_SHARE = 0.05
 """Of a replay's time, at most, goes into pictures of its first steps."""
@@ -26,31 +25,31 @@ class ReplayFiles:
     """The files that the command line asks for.
 
     Args:
-        args: with `result_json` and `plot`, each a path or None.
-        job: what is replayed (`Job` in lab/cli/replay.py).
+        replayed: what is replayed (`Replayed` in lab/cli/replay.py); its `args` have `result_json`
+            and `plot`, each a path or None.
     """
 
-    def __init__(self, args: argparse.Namespace, job: Any) -> None:
-        self._args, self._job = args, job
+    def __init__(self, replayed: Any) -> None:
+        self._args, self._replayed = replayed.args, replayed
         self._drawn_at, self._drawing_s = time.monotonic(), 0.0
         self._undrawn: Any = None
 
-    def found(self, result: Any) -> dict[str, Any]:
+    def result_of(self, result: Any) -> dict[str, Any]:
         """The JSON object of `verify.replay.Replay`, with what was replayed on which machine."""
-        args, settings = self._args, self._job.settings
+        args, settings = self._args, self._replayed.settings
         return {
             **machine(args),
-            "layout": asdict(self._job.layout),
-            "rollouts": list(args.rollouts),
+            "layout": self._replayed.job.layout,
+            "rollouts": args.rollouts,
             "lr": settings.lr,
             "groups_per_step": settings.groups_per_step,
-            "baseline": asdict(settings.baseline),
+            "baseline": settings.baseline,
             "prefix_schedule": settings.prefix.mode,
             "same_routes": settings.routes == "given",
             "compared": "fp32 main parameters" if args.dtype == "bfloat16" else "parameters",
-            "num_steps": self._job.steps,
-            **self._job.facts,
-            **result.as_json(),
+            "num_steps": self._replayed.steps,
+            **self._replayed.left_out,
+            **vars(result),
         }
 
     def write(self, result: Any) -> None:
@@ -89,14 +88,13 @@ class ReplayFiles:
             self._draw(result)
 
     def _write_json(self, result: Any) -> None:
-        text = json.dumps(report.finite(self.found(result)), indent=2, allow_nan=False)
-        report.write_text(self._args.result_json, text + "\n")
+        write_text(self._args.result_json, to_json(self.result_of(result)) + "\n")
 
     def _draw(self, result: Any) -> None:
         from megatron_prefix.lab.view import drift
 
         begin, self._undrawn = time.monotonic(), None
-        report.save_figure(drift.figure(self.found(result)), self._args.plot)
+        save_figure(drift.figure(asdict(result)), self._args.plot)
         self._drawn_at = time.monotonic()
         self._drawing_s = self._drawn_at - begin
 

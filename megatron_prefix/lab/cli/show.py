@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.lab.cli.report import (
-    check_outputs,
-    new_table,
-    number,
-    percent,
-    print_facts,
-    print_json,
-    print_rich,
-    write_text,
-)
+from megatron_prefix.lab.cli.arguments import add_switch, add_text
+from megatron_prefix.lab.cli.outputs import check_outputs, write_text
+from megatron_prefix.lab.cli.report import facts, print_facts, print_json, print_records, print_rich
 from megatron_prefix.lab.view.drawing import timeline_svg
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.check import PlanError
@@ -28,7 +21,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 HELP = """\
-A plan file: its grid, one row a stage and one cell an action (F3 is the forward of segment 3, B3
+A plan file: its grid, one row per stage and one cell per action (F3 is the forward of segment 3, B3
 its backward, F3.1 that of model chunk 1), and its simulated timeline.  An invalid plan is refused,
 and its grid printed with the bad cell marked."""
 EPILOG = """\
@@ -49,8 +42,8 @@ _STYLES = {  # as in lab/view/drawing.py: forward blue, backward orange, inner s
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `show`."""
     parser.add_argument("plan", metavar="PLAN.csv", help="a file that `plan --csv` wrote")
-    parser.add_argument("--full", action="store_true", help="all actions, not one line a stage")
-    parser.add_argument("--svg", metavar="FILE", help="draw the simulated timeline")
+    add_switch(parser, "--full", "all actions, not one line per stage")
+    add_text(parser, "--svg", "draw the simulated timeline")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,11 +59,12 @@ def run(args: argparse.Namespace) -> int:
     if args.svg:
         name = args.plan.rpartition("/")[2]
         write_text(args.svg, timeline_svg(timeline, plan, name))
+    result = _result(plan, timeline)
     if args.json:
-        print_json(_result(plan, timeline))
+        print_json(result)
         return 0
     print_rich(*_grid(plan, shutil.get_terminal_size().columns, args.full))
-    _print_timeline(plan, timeline)
+    _print_timeline(plan, result)
     return 0
 
 
@@ -95,7 +89,7 @@ def _result(plan: Plan, timeline: Timeline) -> dict[str, Any]:
 
 
 def _grid(plan: Plan, width: int, full: bool) -> Iterator[Text]:
-    """One line a rank, cut to `width` characters; with `full` in as many blocks as needed."""
+    """One line per rank, cut to `width` characters; with `full` in as many blocks as needed."""
     from rich.text import Text
 
     names = [f"{'stage' if plan.num_chunks == 1 else 'rank'} {r}" for r in range(plan.num_ranks)]
@@ -122,20 +116,27 @@ def _style(plan: Plan, action: Action) -> str:
     return _STYLES[action.kind, plan.segments[action.segment].inner]
 
 
-def _print_timeline(plan: Plan, timeline: Timeline) -> None:
-    print_facts(
-        "simulated",
-        {
-            "segments": number(len(plan.segments)),
-            "actions": number(timeline.num_actions),
-            "makespan": f"{number(timeline.makespan)} tokens of forward work",
-            "bubble": percent(timeline.bubble_fraction),
-        },
+FACTS = {
+    "segments": "{segments:n}",
+    "actions": "{num_actions:n}",
+    "makespan": "{makespan:n} tokens of forward work",
+    "bubble": "{bubble_fraction:.1%}",
+}
+BY_RANK = (
+    ("rank", "{rank}"),
+    ("actions", "{actions:n}"),
+    ("bubble", "{bubble:.1%}"),
+    ("peak of live tokens", "{peak:n}"),
+)
+
+
+def _print_timeline(plan: Plan, result: Mapping[str, Any]) -> None:
+    print_facts("simulated", facts(FACTS, result))
+    ranks = zip(
+        plan.programs, result["bubble_fractions"], result["peak_live_tokens_per_rank"], strict=True
     )
-    table = new_table("by rank")
-    for heading in ("rank", "actions", "bubble", "peak of live tokens"):
-        table.add_column(heading, justify="right")
-    for rank, program in enumerate(plan.programs):
-        bubble, peak = timeline.bubble_fractions[rank], timeline.peak_positions[rank]
-        table.add_row(str(rank), number(len(program)), percent(bubble), number(peak))
-    print_rich(table)
+    rows = (
+        {"rank": rank, "actions": len(program), "bubble": bubble, "peak": peak}
+        for rank, (program, bubble, peak) in enumerate(ranks)
+    )
+    print_records("by rank", BY_RANK, rows)

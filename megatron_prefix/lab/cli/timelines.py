@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.lab.cli import report
+from megatron_prefix.lab.cli.outputs import write_text
 from megatron_prefix.lab.view.drawing import timeline_svg
 from megatron_prefix.lab.view.trace import chrome_trace
 from megatron_prefix.plan.simulator import simulate
@@ -24,7 +24,7 @@ def draw_plan(trainer: Trainer, path: str) -> None:
     last = trainer.report
     if last is None:
         raise UserError("--plan-svg: no step was done, so there is no plan to draw")
-    report.write_text(path, timeline_svg(simulate(last.plan), last.plan), makes_folders=True)
+    write_text(path, timeline_svg(simulate(last.plan), last.plan), makes_folders=True)
 
 
 def write_traces(trainer: Trainer, paths: Sequence[str], rank: int) -> None:
@@ -40,6 +40,6 @@ def write_traces(trainer: Trainer, paths: Sequence[str], rank: int) -> None:
     for path in paths if rank == 0 else ():
         if path.endswith(".svg"):
             title = f"Measured: update of step {trainer.num_steps}"
-            report.write_text(path, timeline_svg(timeline, last.plan, title), makes_folders=True)
+            write_text(path, timeline_svg(timeline, last.plan, title), makes_folders=True)
         else:
-            report.write_text(path, chrome_trace(timeline, last.plan), makes_folders=True)
+            write_text(path, chrome_trace(timeline, last.plan), makes_folders=True)

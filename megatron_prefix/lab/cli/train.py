@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.lab.cli import report
-from megatron_prefix.lab.cli.arguments import (
-    add_config,
-    add_layout,
-    add_lengths,
-    add_messages,
-    add_rollouts,
-    layout_of,
-)
-from megatron_prefix.lab.cli.inputs import load_groups
-from megatron_prefix.lab.cli.modelling import add_model, model_options
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.cli import arguments
+from megatron_prefix.lab.cli.modelling import Job, add_model, job_of
+from megatron_prefix.lab.cli.outputs import check_outputs
+from megatron_prefix.lab.cli.progress import steps_shown
+from megatron_prefix.lab.cli.report import differences, facts, number, print_facts, print_json
 from megatron_prefix.lab.cli.training import (
     GROUPS_PER_STEP,
     add_files,
@@ -32,20 +25,19 @@ from megatron_prefix.lab.cli.training import (
     add_training,
     settings_of,
 )
+from megatron_prefix.lab.rl.settings import RunOptions, TrainSettings
 from megatron_prefix.plan.files import check_folder_writable
 
 if TYPE_CHECKING:
-    from megatron_prefix.lab.data.rollouts import Group
     from megatron_prefix.lab.rl.run import Summary
     from megatron_prefix.lab.rl.trainer import CompletedStep
-    from megatron_prefix.lab.runtime import Layout
 
 HELP = """\
 Trains a model on a rollout file by GRPO: advantages from each group's rewards, old log-probs by a
-pass without gradients where the file has none, a clipped loss, AdamW through Megatron's optimizer.
-Metrics go to OUTPUT/metrics.jsonl and, where it is installed, TensorBoard. --compare runs
+pass without gradients if the file has none, a clipped loss, AdamW through Megatron's optimizer.
+Metrics go to OUTPUT/metrics.jsonl and, if it is installed, TensorBoard. --compare runs
 Megatron-Core's stock schedule on every update too, from the same weights, and compares; the exit
-code is then 1 when they differ by more than the numerics policy allows."""
+code is then 1 if they differ by more than the numerics policy allows."""
 EPILOG = """\
 examples:
   megatron-prefix train rollouts.jsonl.gz --steps 10 --lr 1e-3 --output runs/tiny
@@ -58,50 +50,51 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    add_rollouts(parser, positional=True)
+    arguments.add_rollouts(parser, positional=True)
     add_training(parser)
     add_schedule(parser)
     add_files(parser)
     add_model(parser, model="tiny-llama", dtype="float32")
-    add_layout(parser)
-    add_lengths(parser)
-    add_config(parser.add_argument_group("plan"), "plan_file")
-    add_messages(parser)
+    arguments.add_layout(parser)
+    arguments.add_lengths(parser)
+    arguments.add_config(parser.add_argument_group("plan"), "plan_file")
+    arguments.add_messages(parser)
 
 
 @dataclass(frozen=True)
-class Job:
-    """What the ranks of a job are started with."""
+class Training:
+    """What the ranks of a job train.
 
-    settings: Any
-    options: Any
-    spec: Any
-    layout: Layout
-    groups: tuple[Group, ...]
-    run: Any
+    Attributes:
+        job: model, layout and rollouts.
+        settings: of the updates.
+        run: steps, folders and checkpoints.
+        plan_svg, traces: files of the last update; see timelines.py.
+        progress: whether to show progress if stderr is not a terminal.
+    """
+
+    job: Job
+    settings: TrainSettings
+    run: RunOptions
     plan_svg: str | None
-    traces: tuple[str, ...]
+    traces: Sequence[str]
     progress: bool
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains on as many ranks as the layout has."""
-    from megatron_prefix.lab import runtime
-
-    job, dropped = _job(args)
-    summary = runtime.launch(train_rank, job.layout.world_size, job, device=args.device)
-    if os.environ.get("RANK", "0") == "0":  # one of torchrun's ranks speaks
-        _print(args, summary, dropped)
+    training = _training(args)
+    ranks = training.job.layout.world_size
+    summary = runtime.launch(train_rank, ranks, training, device=args.device)
+    if runtime.first_rank():
+        _print(args, summary, training.job.dropped)
     if summary.error is not None:
         print(f"megatron-prefix train: {summary.error}", file=sys.stderr)
     return 1 if summary.error is not None or summary.passed is False else 0
 
 
-def _job(args: argparse.Namespace) -> tuple[Job, int]:
-    """Everything a user can get wrong is found here, before a rank is started."""
-    from megatron_prefix.lab import runtime
-    from megatron_prefix.lab.models import presets
-    from megatron_prefix.lab.rl.job import fit_vocabulary
+def _training(args: argparse.Namespace) -> Training:
+    """Finds everything that a user can get wrong, before a rank is started."""
     from megatron_prefix.lab.rl.metrics import check_wandb
 
     schedule = args.prefix_schedule
@@ -114,30 +107,23 @@ def _job(args: argparse.Namespace) -> tuple[Job, int]:
     check_folder_writable(output)
     if args.wandb is not None:
         check_wandb()
-    report.check_outputs(args.plan_svg, *args.trace, makes_folders=True)
-    options = model_options(args)
-    layout = layout_of(args, runtime.env_world_size())
-    spec = presets.resolve(options.model, **dict(options.overrides))
-    groups, dropped = load_groups(args, spec.vocab_size)
-    spec, groups = fit_vocabulary(options, groups)
-    per_step = args.groups_per_step or _groups_per_step(len(groups), layout.dp, args.minibatches)
-    settings = settings_of(args, per_step)
-    job = Job(
-        settings,
-        options,
-        spec,
-        layout,
-        tuple(groups),
-        _run_options(args, output, math.ceil(len(groups) / per_step)),
+    check_outputs(args.plan_svg, *args.trace, makes_folders=True)
+    job = job_of(args)
+    num_groups = len(job.groups)
+    per_step = args.groups_per_step or _groups_per_step(num_groups, job.layout.dp, args.minibatches)
+    steps = args.steps or math.ceil(num_groups / per_step)
+    return Training(
+        job,
+        settings_of(args, per_step),
+        RunOptions(steps, Path(output), args.save_every, args.resume, args.wandb),
         args.plan_svg,
-        tuple(args.trace),
+        args.trace,
         args.progress,
     )
-    return job, dropped
 
 
 def _groups_per_step(num_groups: int, dp: int, num_minibatches: int) -> int:
-    """The default: a few groups, one for every rank and minibatch where there are so many."""
+    """The default: a few groups, one for every rank and minibatch if there are so many."""
     if num_minibatches > num_groups:
         raise UserError(
             f"--minibatches is {num_minibatches}, but the rollouts have {num_groups} groups; "
@@ -147,110 +133,89 @@ def _groups_per_step(num_groups: int, dp: int, num_minibatches: int) -> int:
     return min(num_groups, wanted) // num_minibatches * num_minibatches
 
 
-def _run_options(args: argparse.Namespace, output: str, steps: int) -> Any:
-    from megatron_prefix.lab.rl.settings import RunOptions
-
-    return RunOptions(args.steps or steps, Path(output), args.save_every, args.resume, args.wandb)
-
-
 # On a rank ----------------------------------------------------------------------------------------
 
 
-def train_rank(job: Job) -> Summary:
+def train_rank(training: Training) -> Summary:
     """One rank's part; returns the summary."""
-    from megatron_prefix.lab import runtime
+    from megatron_prefix.lab.cli.timelines import draw_plan, write_traces
+    from megatron_prefix.lab.rl.checkpoint import Identity
+    from megatron_prefix.lab.rl.dataset import RolloutSet
+    from megatron_prefix.lab.rl.run import run as run_steps
+    from megatron_prefix.lab.rl.trainer import Trainer
 
-    options = job.options
-    world = runtime.initialize(
-        job.layout, options.device, options.seed, options.message_timeout_minutes
-    )
-    try:
-        from megatron_prefix.lab.cli.timelines import draw_plan, write_traces
-        from megatron_prefix.lab.rl.checkpoint import Identity
-        from megatron_prefix.lab.rl.dataset import RolloutSet
-        from megatron_prefix.lab.rl.run import run as run_steps
-        from megatron_prefix.lab.rl.trainer import Trainer
-
+    job, settings = training.job, training.settings
+    with job.options.joined(job.layout) as world:
         rollouts = RolloutSet(job.groups)
-        trainer = Trainer(job.settings, rollouts, job.options, job.spec, world)
+        trainer = Trainer(settings, rollouts, job.options, job.spec, world)
         identity = Identity(
             model=_identity_of(job),
             dtype=job.options.dtype,
             seed=job.options.seed,
             rollouts=rollouts.fingerprint,
-            distributed_optimizer=job.settings.distributed_optimizer,
+            distributed_optimizer=settings.distributed_optimizer,
         )
-        with _progress(job, world.rank) as show:
-            summary = run_steps(trainer, job.run, identity, show)
-        if job.plan_svg and world.rank == 0:
-            draw_plan(trainer, job.plan_svg)
-        if job.traces:
-            write_traces(trainer, job.traces, world.rank)
+        shows, total = world.rank == 0, training.run.steps
+        with steps_shown(training.progress, total, shows) as show:
+            summary = run_steps(
+                trainer, training.run, identity, lambda step: show(step.number, _speed(step))
+            )
+        if training.plan_svg and world.rank == 0:
+            draw_plan(trainer, training.plan_svg)
+        if training.traces:
+            write_traces(trainer, training.traces, world.rank)
         return summary
-    finally:
-        runtime.shutdown()
 
 
 def _identity_of(job: Job) -> dict[str, Any]:
     """The model, and which Hugging Face weights it began with: the reference keeps them."""
-    found = asdict(job.spec)
+    model = asdict(job.spec)
     if job.options.load_hf is not None:
         from megatron_prefix.lab.models.hf_weights import HFWeights
 
-        found["hf_weights"] = HFWeights(job.options.load_hf, job.spec).fingerprint()
-    return found
-
-
-@contextlib.contextmanager
-def _progress(job: Job, rank: int) -> Iterator[Callable[[CompletedStep], None]]:
-    """A bar on stderr with loss and speed; lines where stderr is no terminal, on demand."""
-    if rank or not (sys.stderr.isatty() or job.progress):
-        yield lambda step: None
-    elif not sys.stderr.isatty():
-        yield lambda step: print(
-            f"step {step.number} of {job.run.steps}: {_speed(step)}", file=sys.stderr, flush=True
-        )
-    else:
-        from rich import progress as bars
-        from rich.console import Console
-
-        columns = (
-            bars.SpinnerColumn(),
-            bars.TextColumn("steps"),
-            bars.BarColumn(),
-            bars.MofNCompleteColumn(),
-            bars.TimeElapsedColumn(),
-            bars.TextColumn("{task.description}"),
-        )
-        with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("", total=job.run.steps)
-            yield lambda step: bar.update(task, completed=step.number, description=_speed(step))
+        model["hf_weights"] = HFWeights(job.options.load_hf, job.spec).fingerprint()
+    return model
 
 
 def _speed(step: CompletedStep) -> str:
     metrics: Any = step.metrics
     return (
         f"loss {metrics['train/loss']:+.4f}, "
-        f"{report.number(round(metrics['train/raw_tokens_per_s']))} tokens/s"
+        f"{number(round(metrics['train/raw_tokens_per_s']))} tokens/s"
     )
 
 
 # The end ------------------------------------------------------------------------------------------
 
+FACTS = {
+    "steps": "{first_step} to {last_step}",
+    "tokens, all rollouts": "{raw_tokens:n}",
+    "tokens, executed": "{executed_tokens:n} (-{saved:.1%})",
+    "loss, last step": "{loss:+.5f}",
+}
+SPEED = {"update time per step": "{step_s:.3f} s"}
+COMPARED = {
+    "update time per step": "",
+    "  stock schedule": "{stock_step_s:.3f} s",
+    "  prefix schedule": "{step_s:.3f} s",
+    "  speedup": "{speedup:.2f}x",
+}
+VERDICTS = {True: "aligned", False: "NOT aligned", None: "not judged in 16 bit: see align"}
+LEFT_OUT = {
+    "verdict": "{verdict}",
+    "updates skipped": "{skipped}",
+    "rollouts dropped by --max-tokens": "{dropped}",
+}
+
 
 def _print(args: argparse.Namespace, summary: Summary, dropped: int) -> None:
-    result = {
-        **summary.as_json(),
-        "plan_svg": args.plan_svg,
-        "trace": args.trace,
-        "dropped_rollouts": dropped,
-    }
+    files = {"plan_svg": args.plan_svg, "trace": args.trace}
     if args.json:
-        report.print_json(result)
+        print_json({**vars(summary), **files, "dropped_rollouts": dropped})
         return
     if summary.step_s is None:  # the first step failed: the error says why
         return
-    report.print_facts("GRPO updates", _facts(summary, dropped))
+    print_facts("GRPO updates", _facts(summary, dropped))
     for failure in summary.failures:
         print(f"  {failure}")
     places = {"metrics": summary.metrics, "checkpoint": summary.checkpoint, "plan": args.plan_svg}
@@ -261,28 +226,13 @@ def _print(args: argparse.Namespace, summary: Summary, dropped: int) -> None:
 
 
 def _facts(summary: Summary, dropped: int) -> dict[str, str]:
-    step_s = summary.step_s or math.nan
-    saved = 1 - summary.executed_tokens / max(1, summary.raw_tokens)
-    facts = {
-        "steps": f"{summary.first_step} to {summary.last_step}",
-        "tokens, all rollouts": report.number(summary.raw_tokens),
-        "tokens, executed": f"{report.number(summary.executed_tokens)} (-{report.percent(saved)})",
-        "loss, last step": f"{summary.loss:+.5f}",
-        "updates of a step": f"{step_s:.3f} s",
+    compared = summary.stock_step_s is not None
+    values = {
+        **vars(summary),
+        "saved": 1 - summary.executed_tokens / max(1, summary.raw_tokens),
+        "skipped": summary.skipped_updates or None,
+        "dropped": dropped or None,
+        "verdict": VERDICTS[summary.passed] if compared else None,
     }
-    if summary.stock_step_s is not None:
-        facts["updates of a step"] = ""
-        facts["  stock schedule"] = f"{summary.stock_step_s:.3f} s"
-        facts["  prefix schedule"] = f"{step_s:.3f} s"
-        facts["  speedup"] = f"{summary.speedup:.2f}x"
-        facts |= report.differences(summary)
-        facts["verdict"] = {
-            True: "aligned",
-            False: "NOT aligned",
-            None: "not judged in 16 bit: see align",
-        }[summary.passed]
-    if summary.skipped_updates:
-        facts["updates skipped"] = str(summary.skipped_updates)
-    if dropped:
-        facts["rollouts dropped by --max-tokens"] = str(dropped)
-    return facts
+    rows = facts({**FACTS, **(COMPARED if compared else SPEED)}, values)
+    return {**rows, **(differences(summary) if compared else {}), **facts(LEFT_OUT, values)}

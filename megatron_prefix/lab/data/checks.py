@@ -100,7 +100,7 @@ class GroupOrder:
             self._current, self._uids = group, set()
             self._names.add(group)
         if uid in self._uids:
-            text = f"comes twice in group {shown(group)} ({shown(uid)}); give each rollout its own"
+            text = f"occurs twice in group {shown(group)} ({shown(uid)}); give each rollout its own"
             raise Fault("uid", text)
         self._uids.add(uid)
 

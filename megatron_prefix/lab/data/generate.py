@@ -66,7 +66,7 @@ class _TreeShape:
         if tokens > _MOST_TOKENS:
             raise UserError(
                 f"a group of {self.num_rollouts} rollouts of {self.prompt} + {self.response} tokens"
-                f" is too large ({tokens}); give at most {_MOST_TOKENS} tokens a group"
+                f" is too large ({tokens}); give at most {_MOST_TOKENS} tokens per group"
             )
 
 
@@ -89,7 +89,7 @@ def generate(
     `tree` is the shape under the prompt (TREES says which); a prompt has `prompt_tokens` and what
     follows it `response_tokens`. `uneven` cuts each response to a random length, none so short that
     two become the same; the last `num_copies` rollouts of a group copy its first. Groups are called
-    `name-0000`, `name-0001`, ... Rewards are 0 or 1, and both occur where two rollouts differ.
+    `name-0000`, `name-0001`, ... Rewards are 0 or 1, and both occur if two rollouts differ.
     Errors: `UserError` naming the option.
     """
     if num_groups < 1:

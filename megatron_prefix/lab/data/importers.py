@@ -207,5 +207,5 @@ def _trained(row: Row, tokens: NDArray[np.int64], prompt_len: int | None) -> NDA
         mask = values == 1
         if not (mask | (values == 0)).all():
             bad = values[~(mask | (values == 0))][0]
-            raise Fault(field, f"holds something else than 0 and 1 ({bad}); give 1 for trained")
+            raise Fault(field, f"holds values other than 0 and 1 ({bad}); give 1 for trained")
     return np.concatenate([np.zeros(num_prompt, dtype=bool), mask])

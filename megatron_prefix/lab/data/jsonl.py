@@ -57,12 +57,12 @@ def read_rows(path: PathLike) -> Iterator[tuple[int, Row]]:
     Errors: `UserError` for a file that is missing, unreadable, empty, not UTF-8, truncated or
     corrupt, and for a row that is not one JSON object.
     """
-    number, found = 0, False
+    number, any_row = 0, False
     try:
         with open(path, "rb") as raw:
             for number, line in enumerate(_unpacked(raw), start=1):
                 if line.strip():
-                    found = True
+                    any_row = True
                     with at_row(path, number):
                         row = _parsed(line)
                     yield number, row
@@ -72,7 +72,7 @@ def read_rows(path: PathLike) -> Iterator[tuple[int, Row]]:
     except OSError as error:
         text = f"cannot be read ({error.strerror or error}); check path and permissions"
         raise user_error(os.fspath(path), text) from None
-    if not found:
+    if not any_row:
         text = "row: the file is empty (0 rows); write at least one rollout a line"
         raise user_error(f"{os.fspath(path)}:1", text)
 
@@ -90,9 +90,9 @@ def _parsed(line: bytes) -> Row:
         text = f"not UTF-8 (byte {error.start} is {line[error.start]:#04x}); save the file as UTF-8"
         raise Fault("row", text) from None
     except (ValueError, RecursionError) as error:
-        raise Fault("row", f"not JSON ({error}); write one JSON object a line") from None
+        raise Fault("row", f"not JSON ({error}); write one JSON object per line") from None
     if not isinstance(row, dict):
-        text = f"not an object ({shown(row)}); write one JSON object a line"
+        text = f"not an object ({shown(row)}); write one JSON object per line"
         raise Fault("row", text)
     return row
 
@@ -127,7 +127,7 @@ def integer(row: Row, field: str) -> int:
     """An integer; true and false are none."""
     value = required(row, field)
     if type(value) is not int:
-        raise Fault(field, f"not an integer ({shown(value)}); give a whole number without quotes")
+        raise Fault(field, f"not an integer ({shown(value)}); give one without quotes")
     return value
 
 
@@ -147,7 +147,7 @@ def integers(row: Row, field: str) -> NDArray[np.int64]:
 
 
 def number(row: Row, field: str) -> float:
-    """A finite number; true and false are none."""
+    """A finite number; true and false are not."""
     value = required(row, field)
     if type(value) not in (int, float):
         raise Fault(field, f"not a number ({shown(value)}); give a finite number")

@@ -61,7 +61,7 @@ def build_model(
         dtype: of parameters and activations: float64 (local spec only), float32 or bfloat16.
             Gradients are summed in float32, in float64 for float64 parameters.
         layer_spec: "te" for transformer-engine's layers, "local" for Megatron's own, "auto" for
-            "te" on a GPU in 16 bit where it is installed, else "local".
+            "te" on a GPU in 16 bit if it is installed, else "local".
         recompute: "none", "full" (every layer) or "selective" (core attention).
         wrap_ddp: wrap each chunk in Megatron's DistributedDataParallel, which holds `main_grad`.
         overlap_grad_reduce: reduce gradients during the backward pass, in buckets of
@@ -141,7 +141,7 @@ def _check_memory(
     if share * dtype.itemsize > room:
         raise UserError(
             f"model {shown(spec.name)} has {spec.parameters():.3g} parameters, whose"
-            f" {share * dtype.itemsize / 2**30:.3g} GiB a rank do not fit in the"
+            f" {share * dtype.itemsize / 2**30:.3g} GiB per rank do not fit in the"
             f" {room / 2**30:.3g} GiB of this machine's {device.type}; make the model smaller, or"
             " raise --tp or --pp"
         )

@@ -63,7 +63,7 @@ def check_layout(spec: ModelSpec, layout: Layout) -> None:
         )
     if spec.is_moe and layout.tp > 1 and not layout.sequence_parallel:
         raise UserError(
-            f"model {spec.name} has experts and --tp is {layout.tp}: Megatron-Core wants sequence "
+            f"model {spec.name} has experts and --tp is {layout.tp}: Megatron-Core needs sequence "
             "parallelism then; add --sequence-parallel"
         )
     if spec.is_hybrid_model or spec.recurrent:

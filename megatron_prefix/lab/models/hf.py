@@ -65,7 +65,7 @@ class _Config:
         return value
 
     def inner(self, field: str) -> _Config:
-        """An object inside; empty where there is none."""
+        """An object inside; empty if there is none."""
         value = self.values.get(field)
         if value is not None and not isinstance(value, dict):
             raise self.wrong(field, f"is {value!r}, not an object; fix the file")
@@ -275,9 +275,9 @@ def _nemotron_h(config: _Config) -> ModelSpec:
     )  # fmt: skip
 
 
-def _no_experts(found: str) -> str:
+def _no_experts(layer: str) -> str:
     return (
-        f"{found!r} is not supported (of Nemotron-H's layers Mamba2, attention and MLP are built); "
+        f"{layer!r} is not supported (of Nemotron-H's layers Mamba2, attention and MLP are built); "
         "use a model without experts"
     )
 

@@ -82,12 +82,12 @@ def tensors_of(name: str) -> tuple[str, ...]:
 def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Every Hugging Face tensor of a model, with its shape; a tied output layer is not one."""
     hidden, head, vocab = spec.hidden_size, spec.kv_channels, spec.vocab_size or 0
-    found: dict[str, tuple[int, ...]] = {
+    tensors: dict[str, tuple[int, ...]] = {
         _EMBEDDING: (vocab, hidden),
         "model.norm.weight": (hidden,),
     }
     if not spec.tie_embeddings:
-        found[_HEAD] = (vocab, hidden)
+        tensors[_HEAD] = (vocab, hidden)
     queries, keys = spec.num_attention_heads * head, spec.num_query_groups * head
     rows = dict(zip(_QKV, (queries, keys, keys), strict=True))
     attention: dict[str, tuple[int, ...]] = {f"{n}.weight": (r, hidden) for n, r in rows.items()}
@@ -101,8 +101,8 @@ def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         attention |= dict.fromkeys(names, (head,))
     for layer in range(spec.num_layers):
         every = [*attention.items(), *_mlp_shapes(spec, layer)]
-        found |= {f"model.layers.{layer}.{name}": shape for name, shape in every}
-    return found
+        tensors |= {f"model.layers.{layer}.{name}": shape for name, shape in every}
+    return tensors
 
 
 def _mlp_shapes(spec: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -119,7 +119,7 @@ def _mlp_shapes(spec: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, .
 
 
 def check_folder(folder: str | Path) -> None:
-    """Refuses what is no folder, with a UserError."""
+    """Refuses what is not a folder, with a UserError."""
     if not os.path.isdir(folder):  # never raises, unlike Path's, for what no path can be
         raise UserError(
             f"{shown(str(folder), 99)}: no such folder; give a Hugging Face checkpoint's"
@@ -152,11 +152,11 @@ class HFWeights:
         self._check_tensors()
 
     def _check_tensors(self) -> None:
-        wanted, found = shapes(self.whole), self._shards.names
-        if self.whole.tie_embeddings and _HEAD in found:  # a copy; `_check_tied` compares values
+        wanted, given = shapes(self.whole), self._shards.names
+        if self.whole.tie_embeddings and _HEAD in given:  # a copy; `_check_tied` compares values
             wanted[_HEAD] = wanted[_EMBEDDING]
-        missing = wanted.keys() - found
-        extra = {name for name in found - wanted.keys() if not _COMPUTED.search(name)}
+        missing = wanted.keys() - given
+        extra = {name for name in given - wanted.keys() if not _COMPUTED.search(name)}
         for names, problem in ((missing, "missing"), (extra, "unknown")):
             if names:
                 raise UserError(
@@ -228,10 +228,10 @@ class HFWeights:
         values = torch.zeros(parameter.shape, dtype=parameter.dtype)
         if start == stop:
             return values
-        found = self._shards.read(name, 0, start, stop)
+        present = self._shards.read(name, 0, start, stop)
         if name == _EMBEDDING and self.spec.tie_embeddings:
-            self._check_tied(found, start, stop)
-        values[: stop - start] = found
+            self._check_tied(present, start, stop)
+        values[: stop - start] = present
         if rank == 0 and rows * size > vocab:
             _tell_padding(self.folder, vocab, rows * size)
         return values

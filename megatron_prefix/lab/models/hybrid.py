@@ -35,7 +35,7 @@ except ImportError:
 
 
 def with_gated_delta_net(block: Any, config: Any, vp_stage: int | None) -> None:
-    """Puts GatedDeltaNet into the local layers of one chunk, where the config wants it."""
+    """Puts GatedDeltaNet into the local layers of one chunk, if the config wants it."""
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]  # one object
     for number, layer in enumerate(block.layer_specs, offset + 1):

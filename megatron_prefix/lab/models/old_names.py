@@ -22,7 +22,7 @@ RENAMED = {
     "output_gate": "attention_output_gate",
     "squared_relu": "not gated_linear_unit",
 }
-"""Old name: the new one, after "not" where the value is the opposite."""
+"""Old name: the new one, after "not" if the value is the opposite."""
 _OF_SHAPE = {
     "pattern": "hybrid_override_pattern",
     "attention_every": "linear_attention_freq",
@@ -52,15 +52,15 @@ def updated(saved: Mapping[str, Any]) -> dict[str, Any]:
     """A saved spec (`dataclasses.asdict`) with today's fields, whichever it had."""
     if "num_experts" not in saved:
         return dict(saved)
-    found = {field.name: field.default for field in dataclasses.fields(ModelSpec)}
+    values = {field.name: field.default for field in dataclasses.fields(ModelSpec)}
     for name, value in saved.items():
         if name not in ("recurrent", "moe_layers"):
-            found[new_name(name)] = new_value(name, value)
+            values[new_name(name)] = new_value(name, value)
     if saved.get("moe_layers"):
-        found["moe_layer_freq"] = [int(flag) for flag in saved["moe_layers"]]
+        values["moe_layer_freq"] = [int(flag) for flag in saved["moe_layers"]]
     shape = saved.get("recurrent") or {}
-    found |= {new: shape[old] for old, new in _OF_SHAPE.items() if old in shape}
+    values |= {new: shape[old] for old, new in _OF_SHAPE.items() if old in shape}
     if "key_heads" in shape:  # GatedDeltaNet; Megatron's Mamba2 has one width of convolution
-        found["linear_conv_kernel_dim"] = shape["conv_width"]
-        found["experimental_attention_variant"] = "gated_delta_net"
-    return found
+        values["linear_conv_kernel_dim"] = shape["conv_width"]
+        values["experimental_attention_variant"] = "gated_delta_net"
+    return values

@@ -244,7 +244,7 @@ class ModelSpec:
         return tuple(kind for kind in self.kinds if isinstance(kind, Recurrent))
 
     def with_vocab(self, smallest: int) -> ModelSpec:
-        """This model for token ids below `smallest`; fills the vocabulary where it is open.
+        """This model for token ids below `smallest`; fills the vocabulary if it is open.
 
         Raises:
             UserError: the model's own vocabulary is smaller.

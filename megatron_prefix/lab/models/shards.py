@@ -79,15 +79,15 @@ class Shards:
         if not path.is_file():
             return None
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-            fine = all(Path(name).name == name for name in found.values())
+            files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            fine = all(Path(name).name == name for name in files.values())
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             fine = False
-        if not fine or not found:
+        if not fine or not files:
             raise UserError(
                 f"{path} is not an index of safetensors files; download the folder again"
             )
-        return dict(found)
+        return dict(files)
 
     def _check_files(self) -> None:
         missing = {name for name in self.files if not (self.folder / name).is_file()}
@@ -117,7 +117,7 @@ class Shards:
             raise UserError(
                 f"{self.folder / name} cannot be read as safetensors ({reason}); download it again"
             ) from None
-        for tensor in file.keys():  # noqa: SIM118  # it is no dict
+        for tensor in file.keys():  # noqa: SIM118  # it is not a dict
             self._slices[tensor] = file.get_slice(tensor)
             self._places[tensor] = name
 

@@ -86,7 +86,7 @@ def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
 def tensor_split(model: Any, whole: str, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
     """The dimension that tensor parallelism cuts, this rank's number, and the number of ranks.
 
-    (0, 0, 1) where every rank has the whole parameter.
+    (0, 0, 1) if every rank has the whole parameter.
 
     Args:
         model: the GPTModel (unwrapped) that holds the parameter.

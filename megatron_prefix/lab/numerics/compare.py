@@ -19,7 +19,7 @@ from megatron_prefix.lab.numerics import policy
 
 @dataclass(frozen=True)
 class Trace:
-    """What one schedule computed; None where it was not asked for.
+    """What one schedule computed; None if it was not asked for.
 
     Attributes:
         losses: of every microbatch, float64 [microbatches]; empty on ranks that have none.
@@ -49,7 +49,7 @@ class Conditions:
         lr, eps: AdamW's.
         loss: size of a microbatch's mean loss if its terms did not cancel, at least 1.
         sent: what a trained token sends back on average.
-        cancellation: that, over what is left of it where its terms cancel, at least 1.
+        cancellation: that, over what is left of it if its terms cancel, at least 1.
         may_vanish: gradients may all be zero (advantages are what rewards make them).
     """
 
@@ -75,7 +75,7 @@ class Conditions:
 class Verdict:
     """How far two traces are from each other, and whether that is within the policy.
 
-    Every difference is the largest of its kind; the limit beside it is that one's own.
+    Every difference is the largest of its kind; the limit with it is its own.
 
     Attributes:
         loss_max_abs_diff, loss_limit: over microbatches.
@@ -83,7 +83,7 @@ class Verdict:
         grad_max_rel_diff, tolerance: over parameters, relative to the size of each one's gradient.
             In 16 bit `tolerance` is the limit of the error ratio, chance aside.
         param_max_abs_diff, param_limit: over parameters after one AdamW step.
-        passed: None in 16 bit without an fp32 reference.  There the limits are None too.
+        passed: None in 16 bit without an fp32 reference.  There the limits are None, too.
         failures: what is outside, one line each.
         compared: how many values were compared, by kind.
         grad_error_ratio_max, grad_error_ratio_p50: in 16 bit, over parameters.
@@ -106,12 +106,13 @@ class Verdict:
     draws: int = 1
 
 
-_LIMIT_OF = {
+LIMIT_OF = {
     "loss_max_abs_diff": "loss_limit",
     "logprob_max_abs_diff": "logprob_limit",
     "grad_max_rel_diff": "tolerance",
     "param_max_abs_diff": "param_limit",
 }
+"""The limit of each difference, as fields of Verdict."""
 
 
 class _Check(NamedTuple):
@@ -148,7 +149,7 @@ def compare(expected: Trace, found: Trace, conditions: Conditions) -> Verdict:
     if not conditions.may_vanish and not any(map(_largest, expected.gradients.values())):
         failures.insert(0, "every stock gradient is zero: nothing was compared")
     values: dict[str, Any] = {}
-    for name, limit in _LIMIT_OF.items():
+    for name, limit in LIMIT_OF.items():
         worst = max(by_kind[name], key=lambda check: check.error, default=_Check("", 0.0, 0.0))
         values |= {name: worst.error, limit: worst.limit if judged else None}
     passed = not failures if judged else (False if failures else None)
@@ -156,13 +157,13 @@ def compare(expected: Trace, found: Trace, conditions: Conditions) -> Verdict:
 
 
 def merged(verdicts: Mapping[str, Verdict]) -> Verdict:
-    """One verdict of several, by what each is called: "rank 1", or "" where there is only one.
+    """One verdict of several, by what each is called: "rank 1", or "" if there is only one.
 
     What none of them has compared anything of fails.
     """
     several = list(verdicts.values())
     values: dict[str, Any] = {}
-    for name, limit in _LIMIT_OF.items():
+    for name, limit in LIMIT_OF.items():
         worst = max(several, key=lambda one: _or_inf(getattr(one, name)))
         values |= {name: getattr(worst, name), limit: getattr(worst, limit)}
     for name in ("grad_error_ratio_max", "grad_error_ratio_p50"):
@@ -244,26 +245,26 @@ def _auxiliary(expected: Trace, found: Trace, conditions: Conditions) -> Iterato
 
 def _counts(trace: Trace) -> dict[str, int]:
     """How many values of each kind there are to compare."""
-    found = {"losses": trace.losses.numel(), "gradients": len(trace.gradients)}
+    counts = {"losses": trace.losses.numel(), "gradients": len(trace.gradients)}
     for kind, values in (
         ("parameters", trace.parameters),
         ("log-probs", trace.logprobs),
         ("log-probs without gradients", trace.forward),
     ):
         if values is not None:
-            found[kind] = len(values)
-    return found
+            counts[kind] = len(values)
+    return counts
 
 
 def _size(values: Tensor | None, least: float) -> float:
-    """The largest magnitude, at least `least`, which stands where it is not finite."""
+    """The largest magnitude, at least `least`, which stands in if it is not finite."""
     largest = 0.0 if values is None else _largest(values)
     return max(least, largest) if math.isfinite(largest) else least
 
 
 def _gradient_sizes(gradients: dict[str, Tensor], conditions: Conditions) -> dict[str, float]:
     """What the error of each parameter's gradient is relative to: its own largest element, or
-    `policy.FLOOR` of the largest of all where it vanishes beside the others.
+    `policy.FLOOR` of the largest of all if it vanishes compared with the others.
 
     Where the sums of all terms cancel (identical rollouts whose advantages add up to zero, and
     nothing else) all gradients are rounding noise, and errors are relative to the terms.
@@ -290,7 +291,7 @@ def _distance(found: Tensor | None, expected: Tensor | None) -> float:
 
 
 def _largest(values: Tensor) -> float:
-    """The largest magnitude; infinite where there is NaN, so that it never passes for small."""
+    """The largest magnitude; infinite if there is NaN, so that it never passes for small."""
     return _or_inf(float(values.double().abs().max())) if values.numel() else 0.0
 
 

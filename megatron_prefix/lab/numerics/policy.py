@@ -23,8 +23,8 @@ __all__ = [
 
 FLOOR = 1e-2
 """A gradient below this part of the largest of all parameters is judged as if it were that large.
-All are sums of the same signals. Where a sum cancels, its rounding errors do not: the norms of
-queries and keys have no gradient where a query sees one key, and what is left is rounding."""
+All are sums of the same signals. If a sum cancels, its rounding errors do not: the norms of
+queries and keys have no gradient if a query sees one key, and what is left is rounding."""
 
 ERROR_RATIO = 1.1
 """In 16 bit: error against fp32, over that of the stock schedule."""

@@ -1,4 +1,4 @@
-"""In 16 bit: the error of the prefix schedule against fp32, beside that of the stock schedule.
+"""In 16 bit: the prefix schedule's error against fp32, compared with the stock schedule's.
 
 It may be at most `policy.ERROR_RATIO` times as large, pooled over several draws, and over the
 experts of a layer: a token that is nearly undecided between two experts goes to one or the other by
@@ -102,14 +102,14 @@ def _norms(values: Sequence[Tensor], truth: Tensor) -> Norms:
 
 
 def _ratio(one: Norms) -> float:
-    """1 for equal errors, zeros too; infinite where something is not finite."""
+    """1 for equal errors, zeros too; infinite if something is not finite."""
     if not (math.isfinite(one.stock) and math.isfinite(one.ours)):
         return math.inf
     return 1.0 if one.ours == one.stock else one.ours / one.stock if one.stock else math.inf
 
 
 def _not_finite(name: str, one: Norms) -> str:
-    """Whose values have no error to speak of; empty where both have."""
+    """Whose values have no error to speak of; empty if both have."""
     if not math.isfinite(one.truth):
         return f"{name}: NaN or infinite in the reference in fp32"
     pairs = ("stock", one.stock), ("prefix", one.ours)

@@ -1,7 +1,7 @@
 """Makes the canonical plans in `schedules/` from schedules/catalogue.toml.  Pure.
 
     python -m megatron_prefix.lab.plans.catalogue schedules            # writes every plan
-    python -m megatron_prefix.lab.plans.catalogue schedules --check    # fails where one differs
+    python -m megatron_prefix.lab.plans.catalogue schedules --check    # fails if one differs
     python -m megatron_prefix.lab.plans.catalogue schedules --rollouts NAME FILE
 
 The last writes rollouts of one step of the catalogue, so that its plans can be run with
@@ -87,8 +87,8 @@ def plans(folder: Path) -> Iterator[tuple[str, str]]:
 def differing(folder: Path) -> list[str]:
     """Files that are missing, different, or not in the catalogue."""
     wanted = dict(plans(folder))
-    found = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.csv")}
-    return sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
+    files = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.csv")}
+    return sorted(name for name in {*wanted, *files} if wanted.get(name) != files.get(name))
 
 
 # Shapes -------------------------------------------------------------------------------------------

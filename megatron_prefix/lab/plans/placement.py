@@ -65,7 +65,7 @@ class Placement:
 
     @property
     def imbalance(self) -> float:
-        """Largest load over the mean: 1 is perfect; 0 where no rank has anything."""
+        """Largest load over the mean: 1 is perfect; 0 if no rank has anything."""
         costs = self.costs
         return max(costs) * len(costs) / sum(costs) if sum(costs) else 0.0
 
@@ -91,7 +91,7 @@ def place(
         greedy: whole groups, the costliest first, each to the rank with the least load.
         tokens: the same with a group's raw tokens as its cost, as trainers without sharing do.
         equal: equally many rollouts a rank, neighbours in depth-first order; Megatron's own
-            schedule needs that where ranks meet in every microbatch.
+            schedule needs that if ranks meet in every microbatch.
         auto: the better of "whole" and "greedy"; "cut" where its largest load is lower by more than
             MIN_GAIN_OF_CUT.
 
@@ -206,11 +206,11 @@ def _depth_first(groups: Sequence[Group], options: TreeOptions) -> Iterator[_Lea
 def _as_groups(groups: Sequence[Group], leaves: Sequence[_Leaf]) -> tuple[Group, ...]:
     """A rank's groups and rollouts, in the order in which they were given."""
     chosen = sorted((leaf.group, leaf.rollout) for leaf in leaves)
-    found = []
+    parts = []
     for g, members in itertools.groupby(chosen, key=lambda pair: pair[0]):
         rollouts = tuple(groups[g].rollouts[r] for _, r in members)
-        found.append(replace(groups[g], rollouts=rollouts))
-    return tuple(found)
+        parts.append(replace(groups[g], rollouts=rollouts))
+    return tuple(parts)
 
 
 # Methods ------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def _filled(
 ) -> list[int]:
     """First unit of every rank if each takes units in order up to `limit`.
 
-    The last units get a rank each where enough ranks are left. More starts than ranks: no fit.
+    The last units get a rank each if enough ranks are left. More starts than ranks: no fit.
     """
     starts, load = [0], alone[0]
     for unit in range(1, len(alone)):

@@ -45,7 +45,7 @@ def select(device: str) -> Platform:
     that hides the GPU from it. Call it before the first import of Megatron.
 
     Raises:
-        UserError: unknown device, or "cuda" where torch sees none.
+        UserError: unknown device, or "cuda" if torch sees none.
     """
     if device not in DEVICES:
         raise UserError(f"device {device!r} is not known; choose one of {', '.join(DEVICES)}")

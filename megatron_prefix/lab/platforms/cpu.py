@@ -220,7 +220,7 @@ def _import_megatron_without_compiling() -> None:
     """Import Megatron with `torch.compile` left out.
 
     jit.py:22 decorates the small fused functions with torch.compile. That costs more than a second
-    of import, and starts a C++ compiler where one of them runs; as written they compute the same.
+    of import, and starts a C++ compiler when one of them runs; as written they compute the same.
     """
     if "megatron.core.jit" in sys.modules:  # too late to leave it out: switch it off
         torch.compiler.set_stance("force_eager")
@@ -372,7 +372,7 @@ def _recompute_without_fp8() -> None:
 def _load_distributed_adamw() -> None:
     """Let a checkpoint of the distributed optimizer be loaded into torch's AdamW.
 
-    torch keeps a `step` with each parameter's state, where the fused optimizers keep one a group.
+    torch keeps a `step` with each parameter's state, while the fused optimizers keep one per group.
     An optimizer that has not stepped has none, and describing it fails
     (optimizer/distrib_optimizer.py:642). On loading, :825 gives all parameters one shared tensor,
     and :942 looks `step` up among the parameter's tensors in the checkpoint, where it is not.
@@ -445,10 +445,10 @@ def load_recurrent_layers() -> None:
         importlib.import_module(_MAMBA)
         importlib.import_module("megatron.core.ssm.mamba_block")
         importlib.import_module(_GATED_DELTA_NET)
-    for name, found in list(sys.modules.items()):  # they may have been imported before, without
+    for name, module in list(sys.modules.items()):  # they may have been imported before, without
         if name.startswith(_GATED_DELTA_NET):
             # All of them: an import that failed has left some names undefined.
-            _set(found, **delta, HAVE_FLA=True)
+            _set(module, **delta, HAVE_FLA=True)
     _set(sys.modules[_MAMBA], _on_cpu=True)
 
 

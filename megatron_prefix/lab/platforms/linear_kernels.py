@@ -110,7 +110,7 @@ def mamba_split_conv1d_scan_combined(
         norm_before_gate: of the norm, which is not here.
 
     Returns:
-        The output in `zxbcdt`'s dtype, and the states in fp32 or wider where they are asked for.
+        The output in `zxbcdt`'s dtype, and the states in fp32 or wider if they are asked for.
     """
     if seq_idx is not None:
         raise NotImplementedError("the scan on the CPU has no seq_idx")

@@ -1,6 +1,6 @@
 """Whether the stock schedule's attention of packs is right on a machine: found by running it.
 
-Segments do not use it, but stock steps do, and mode "auto" takes these where sharing does not pay.
+Segments do not use it, but stock steps do, and mode "auto" takes these if sharing does not pay.
 With transformer-engine 2.11 on Hopper its gradients are wrong at head width 256
 (benchmarks/LOG.md), without an error.
 """
@@ -22,7 +22,7 @@ LENGTHS = (1000, 300, 77, 1179)
 
 @functools.cache
 def refusal(heads: int, kv_heads: int, width: int, device: str = "cuda") -> str | None:
-    """What is wrong with transformer-engine's attention of packs in bf16; None where nothing is,
+    """What is wrong with transformer-engine's attention of packs in bf16; None if nothing is,
     or it is not installed.
 
     Args:
@@ -41,13 +41,13 @@ def refusal(heads: int, kv_heads: int, width: int, device: str = "cuda") -> str 
         parts.append(torch.randn(total, number, width, generator=draw).to(device, torch.bfloat16))
     try:
         stock = library.DotProductAttention(heads, width, num_gqa_groups=kv_heads)
-        found = _with_gradients(functools.partial(_stock, stock), parts, sent)
+        got = _with_gradients(functools.partial(_stock, stock), parts, sent)
     except Exception as raised:  # noqa: BLE001  # a kernel fails in its own way
         return f"{type(raised).__name__}: {(str(raised).strip().splitlines() or [''])[0]}"
     wanted = _with_gradients(_definition, [part.float() for part in parts], sent)
     limit = tolerance.tolerance(torch.bfloat16, max(LENGTHS), width, 1)
     names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
-    for name, one, right in zip(names, found, wanted, strict=True):
+    for name, one, right in zip(names, got, wanted, strict=True):
         try:
             error = tolerance.relative_error(one, right)
         except ValueError as problem:

@@ -1,7 +1,7 @@
 """What the stock schedule runs on: rollouts packed as trainers pack them, or one at a time. [pure]
 
 Trainers pack the rollouts of a step in order into microbatches of at most some tokens, and agree
-over data-parallel ranks on one number of microbatches where those meet inside a step.
+over data-parallel ranks on one number of microbatches if those meet inside a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Baseline:
     """How rollouts become microbatches, for both schedules.
 
     Attributes:
-        name: "packed": several rollouts one behind the other (THD); "rollout": one each.
+        name: "packed": several rollouts one after another (THD); "rollout": one each.
         pack_tokens: most positions of a packed microbatch, padding included and over all context-
             parallel ranks; a longer rollout is alone.
         backwards: the same microbatches in reverse, and the rollouts of each: the same sums in
@@ -48,7 +48,7 @@ class Baseline:
 
 
 def pack_sizes(lengths: Sequence[int], pack_tokens: int, least: int = 1) -> list[int]:
-    """Number of rollouts of each pack: filled in order, a pack ends where the next is too long.
+    """Number of rollouts of each pack: filled in order, a pack ends when the next is too long.
 
     Args:
         lengths: positions of every rollout, padding included.
@@ -61,7 +61,7 @@ def pack_sizes(lengths: Sequence[int], pack_tokens: int, least: int = 1) -> list
     if least > max(len(lengths), 1):
         raise UserError(
             f"--baseline packed: {len(lengths)} rollouts of a data-parallel rank cannot fill"
-            f" {least} microbatches, as many as this layout wants; give more rollouts or a larger"
+            f" {least} microbatches, as many as this layout needs; give more rollouts or a larger"
             " --pack-tokens, or --baseline rollout"
         )
     packs: list[list[int]] = []
@@ -98,7 +98,7 @@ def packs_of(ranks: Sequence[Sequence[Group]], baseline: Baseline, layout: Layou
 def num_packs(ranks: Sequence[Sequence[int]], baseline: Baseline, layout: Layout) -> list[int]:
     """Packs of every data-parallel rank.
 
-    The same number on all ranks where the stock schedule needs that, and a multiple of the pipeline
+    The same number on all ranks if the stock schedule needs that, and a multiple of the pipeline
     for Megatron's interleaved schedule.
 
     Args:
@@ -106,9 +106,9 @@ def num_packs(ranks: Sequence[Sequence[int]], baseline: Baseline, layout: Layout
         baseline: how they are packed.
         layout: of the job.
     """
-    found = [len(pack_sizes(lengths, baseline.pack_tokens)) for lengths in ranks]
+    counts = [len(pack_sizes(lengths, baseline.pack_tokens)) for lengths in ranks]
     if layout.ep > 1 or layout.vpp > 1:
-        found = [max(found)] * len(found)
+        counts = [max(counts)] * len(counts)
     if layout.vpp > 1:
-        found = [-(-number // layout.pp) * layout.pp for number in found]
-    return found
+        counts = [-(-number // layout.pp) * layout.pp for number in counts]
+    return counts

@@ -1,4 +1,4 @@
-"""Rollouts -> microbatches with the fields of the GRPO loss, one rollout a microbatch.
+"""Rollouts -> microbatches with the fields of the GRPO loss, one rollout per microbatch.
 
 A rollout of n tokens has n-1 positions: position i reads token i and predicts token i+1. So the
 trained token t belongs to position t-1, and every field of a microbatch is [1, n-1].
@@ -79,7 +79,7 @@ def microbatch(
     Args:
         advantage: of the trained tokens.
         old_logprobs: float [trained tokens], in the order of the rollout's spans; None takes the
-            rollout's own, and where it has none the microbatch has no such field.
+            rollout's own, and if it has none the microbatch has no such field.
         ref_logprobs: the reference model's, likewise; None leaves the field out.
         multiple: positions are padded at the end to a multiple of it (tp under sequence
             parallelism, times 2*cp with context parallelism); padding is not trained.
@@ -88,7 +88,7 @@ def microbatch(
         CPU tensors [1, positions], positions being n-1 and padding: `tokens`, `labels` and
         `position_ids` (int64), `loss_mask` (float32, 0 or 1), and, 0 on positions that are not
         trained, `advantages`, `old_logprobs`, `ref_logprobs` (float64). The strings `group` and
-        `uid`. Where the rollout has routes, `routes` (int16 [1, positions, layers, topk]).
+        `uid`. If the rollout has routes, `routes` (int16 [1, positions, layers, topk]).
     """
     trained = rollout.loss_mask[1:]
     padding = -len(trained) % multiple

@@ -212,18 +212,18 @@ def _set_rng(states: dict[str, Any]) -> None:
 def _check(checkpoint: Path, state: State, identity: Identity, num_groups: int) -> None:
     wanted = json.loads(json.dumps(asdict(identity)))
     for name, value in wanted.items():
-        found = state.identity.get(name)
-        if name == "model" and isinstance(found, dict):
-            found = updated(found)
-        if found == value:
+        stored = state.identity.get(name)
+        if name == "model" and isinstance(stored, dict):
+            stored = updated(stored)
+        if stored == value:
             continue
         if name == "model":
-            fields = _differences(found if isinstance(found, dict) else {}, value)
+            fields = _differences(stored if isinstance(stored, dict) else {}, value)
             raise UserError(f"{checkpoint}: of another model ({'; '.join(fields)}); give the same")
         what = (
             "was made from other rollouts (or another --max-tokens)"
             if name == "rollouts"
-            else (f"has {name} {str(found)[:40]}, this run {value}")
+            else (f"has {name} {str(stored)[:40]}, this run {value}")
         )
         raise UserError(f"{checkpoint}: {what}; give the same, or start anew without --resume")
     if state.position >= num_groups:
@@ -231,11 +231,11 @@ def _check(checkpoint: Path, state: State, identity: Identity, num_groups: int) 
         raise CheckpointError(path, f"position {state.position} of rollouts of {num_groups} groups")
 
 
-def _differences(found: Mapping[str, Any], value: Mapping[str, Any]) -> list[str]:
+def _differences(stored: Mapping[str, Any], value: Mapping[str, Any]) -> list[str]:
     """What distinguishes two models; what only a newer release knows of a model, too."""
-    names = [*_changes(found, value), *(name for name in found if name not in value)]
+    names = [*_changes(stored, value), *(name for name in stored if name not in value)]
     return [
-        f"{name[:40]} {str(found.get(name))[:40]} there, {value.get(name, 'unknown')} here"
+        f"{name[:40]} {str(stored.get(name))[:40]} there, {value.get(name, 'unknown')} here"
         for name in names[:8]
     ]
 

@@ -1,8 +1,9 @@
 """Reads the files of a checkpoint, which may be truncated, mixed up or written by others.
 
 Two of them can hold more than data: `.metadata` is a pickle, and so is every entry of a shard that
-is no tensor. The first is read here by an unpickler that knows the few classes of an index, before
-Megatron reads it; the others, and `common.pt`, by torch's own that knows tensors and plain values.
+is not a tensor. The first is read here by an unpickler that knows the few classes of an index,
+before Megatron reads it; the others, and `common.pt`, by torch's own that knows tensors and plain
+values.
 """
 
 from __future__ import annotations
@@ -101,9 +102,9 @@ def _plain_values_only() -> Iterator[None]:
 
 def _check_backend(path: Path) -> None:
     names = {f"{kind}_backend{end}" for kind in ("sharded", "common") for end in ("", "_version")}
-    found = read_json(path)
-    kinds = found.get("sharded_backend"), found.get("common_backend")
-    if set(found) != names or kinds != ("torch_dist", "torch"):
+    entries = read_json(path)
+    kinds = entries.get("sharded_backend"), entries.get("common_backend")
+    if set(entries) != names or kinds != ("torch_dist", "torch"):
         raise CheckpointError(path, "not what Megatron writes here")
 
 
@@ -111,8 +112,8 @@ def _check_common(path: Path, wanted: Mapping[str, Any]) -> None:
     with reading(path):
         with open(path, "rb") as file:
             _check_sums(file)
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    fault = _difference({"optimizer": wanted["optimizer"]}, found, "")
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+    fault = _difference({"optimizer": wanted["optimizer"]}, stored, "")
     if fault:
         raise CheckpointError(path, fault)
 
@@ -154,7 +155,7 @@ def _in_common(value: Any) -> bool:
 class _Sealed(type):
     """A class as an index gets it: what the index holds cannot change it.
 
-    Python's own `getattr` is in the place of `_member` when Megatron reads the index. Both give the
+    Python's own `getattr` replaces `_member` when Megatron reads the index. Both give the
     same as long as no class is another than here.
     """
 

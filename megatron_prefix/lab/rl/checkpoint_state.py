@@ -82,8 +82,8 @@ def read_state(checkpoint: Path) -> State:
         UserError: unreadable, of another format, or a value that cannot be.
     """
     path = checkpoint / STATE
-    found = read_json(path)
-    version = found.pop("format", None)
+    entries = read_json(path)
+    version = entries.pop("format", None)
     if type(version) is not int or version != FORMAT:
         raise UserError(
             f"{path}: format {str(version)[:40]}, and this release reads {FORMAT}; resume with the"
@@ -91,14 +91,14 @@ def read_state(checkpoint: Path) -> State:
         )
     values: dict[str, Any] = {}
     for name in ("step", "position", "skipped", "skipped_in_a_row", "world_size"):
-        value = values[name] = found.pop(name, None)
+        value = values[name] = entries.pop(name, None)
         if type(value) is not int or value < (name == "world_size"):
             raise CheckpointError(path, f"{name} is {str(value)[:40]}, not a number of any run")
     for name in ("identity", "settings"):
-        value = values[name] = found.pop(name, None)
+        value = values[name] = entries.pop(name, None)
         if not isinstance(value, dict):
             raise CheckpointError(path, f"{name} is missing, or no JSON object")
-    return State(**values, unknown=tuple(found))
+    return State(**values, unknown=tuple(entries))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: there is none.
     """
     with reading(path):
-        found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
+        value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
         raise CheckpointError(path, "holds no JSON object")
-    return found
+    return value

@@ -52,12 +52,12 @@ def minibatches(groups: Sequence[Group], num_minibatches: int) -> list[Sequence[
     """A step's groups by minibatch, equally many each, over all data-parallel ranks.
 
     Raises:
-        UserError: the number of groups is no multiple of `num_minibatches`.
+        UserError: the number of groups is not a multiple of `num_minibatches`.
     """
     if not groups or len(groups) % num_minibatches:
         raise UserError(
-            f"--groups-per-step {len(groups)} is no multiple of --minibatches {num_minibatches}; "
-            "change one of them"
+            f"--groups-per-step {len(groups)} is not a multiple of --minibatches {num_minibatches};"
+            " change one of them"
         )
     size = len(groups) // num_minibatches
     return [groups[start : start + size] for start in range(0, len(groups), size)]

@@ -33,7 +33,7 @@ def cost_model(spec: ModelSpec) -> CostModel:
 
 def peak_flops(dtype: str) -> float | None:
     """Of this process's GPU, a second; None in another dtype than bfloat16, without a GPU, and
-    where its rate is not known here."""
+    if its rate is not known here."""
     if dtype != "bfloat16" or not torch.cuda.is_available():
         return None
     words = torch.cuda.get_device_name().replace("-", " ").split()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,12 @@ from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.models.weights import global_parameters
 from megatron_prefix.lab.plans.placement import place
 from megatron_prefix.lab.platforms.exact import by_definition
-from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
+from megatron_prefix.lab.runtime.groups import (
+    MESSAGE_TIMEOUT_MINUTES,
+    World,
+    initialize,
+    shutdown,
+)
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.layers.model import cost_of
 
@@ -51,6 +57,22 @@ class ModelOptions:
     overlap_grad_reduce: bool = False
     load_hf: str | None = None
     sdpa: bool = False
+
+    def spec(self) -> ModelSpec:
+        """The model's shape.
+
+        Raises:
+            UserError: no such model, or overrides that contradict.
+        """
+        return presets.resolve(self.model, **dict(self.overrides))
+
+    @contextmanager
+    def joined(self, layout: Layout) -> Iterator[World]:
+        """Around a rank's part of a job: joins it (see `runtime.initialize`), and leaves it."""
+        try:
+            yield initialize(layout, self.device, self.seed, self.message_timeout_minutes)
+        finally:
+            shutdown()
 
     def build(self, spec: ModelSpec, layout: Layout, dtype: str | None = None) -> list[Any]:
         """The rank's model chunks, wrapped in DDP."""
@@ -104,7 +126,7 @@ def place_groups(
 
     Raises:
         UserError: the rollouts cannot be placed as the layout needs: equally many on every rank
-            (where ranks share experts and Megatron's own schedule may run, or for global_aux_loss),
+            (if ranks share experts and Megatron's own schedule may run, or for global_aux_loss),
             or multiples of the pipeline's size (for Megatron's interleaved schedule).
     """
     options = config.tree_options(layout.alignment)
@@ -122,7 +144,7 @@ def place_groups(
     num = sum(len(group.rollouts) for group in placed.ranks[0])
     if interleaved and num % layout.pp:
         raise UserError(
-            f"--vpp {layout.vpp}: Megatron's interleaved schedule wants the rollouts of a rank in"
+            f"--vpp {layout.vpp}: Megatron's interleaved schedule needs the rollouts of a rank in"
             f" multiples of --pp {layout.pp}, and there are {num}; take other groups, or use"
             " --vpp 1"
         )
@@ -135,7 +157,7 @@ def fit_vocabulary(options: ModelOptions, groups: Sequence[Group]) -> tuple[Mode
     A preset without a vocabulary (the tiny ones) takes that of the rollouts: their token ids are
     mapped to 0..V-1, so shared prefixes stay shared.
     """
-    spec = presets.resolve(options.model, **dict(options.overrides))
+    spec = options.spec()
     if spec.vocab_size is not None:
         return spec, list(groups)
     mapped, size, _ = dense_vocabulary(groups)

@@ -10,17 +10,15 @@ Source LLM Reinforcement Learning System at Scale", section 3.1 (clip-higher). K
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_prefix.errors import UserError
 from megatron_prefix.lab.rl import routes
 from megatron_prefix.lab.rl.packing import packed_seq_params
+from megatron_prefix.lab.rl.settings import GrpoConfig
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 ForwardStep = Callable[[Iterator[dict[str, Any]], Any], tuple[Tensor, LossFunction]]
@@ -34,34 +32,6 @@ _PER_POSITION = (
     "old_logprobs",
     "ref_logprobs",
 )
-
-
-@dataclass(frozen=True)
-class GrpoConfig:
-    """The loss of a trained token: clipped surrogate plus kl_coeff times KL.
-
-    How tokens are averaged is Megatron's `calculate_per_token_loss`: True takes the mean over all
-    trained tokens of the step, False the mean over microbatches of each one's token mean. That is
-    the mean over rollouts where a microbatch is a rollout; in a pack of several (packing.py) every
-    trained token counts alike.
-
-    Attributes:
-        clip_low: the ratio of probabilities is clipped below 1 - clip_low.
-        clip_high: the ratio of probabilities is clipped above 1 + clip_high.
-        kl_coeff: weight of the KL divergence from the reference model; 0 needs no reference.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    kl_coeff: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.clip_low <= 1:
-            raise UserError(f"clip_low is {self.clip_low}: give a number above 0, at most 1")
-        if not 0 < self.clip_high < math.inf:
-            raise UserError(f"clip_high is {self.clip_high}: give a number above 0")
-        if not 0 <= self.kl_coeff < math.inf:
-            raise UserError(f"kl_coeff is {self.kl_coeff}: give 0 (no reference) or more")
 
 
 def forward_step(config: GrpoConfig, *, weight: float = 1.0) -> ForwardStep:
@@ -138,7 +108,7 @@ def _output(model: Any, batch: dict[str, Tensor], item: dict[str, Any]) -> Tenso
 
 
 def _terms(config: GrpoConfig, batch: dict[str, Tensor], logprobs: Tensor) -> dict[str, Tensor]:
-    """Loss and logs of every position, [1, positions], zero where it is not trained."""
+    """Loss and logs of every position, [1, positions], zero if it is not trained."""
     mask = batch["loss_mask"].to(logprobs.dtype)
     advantages = batch["advantages"].to(logprobs.dtype)
     old = batch["old_logprobs"].to(logprobs.dtype) if "old_logprobs" in batch else logprobs.detach()

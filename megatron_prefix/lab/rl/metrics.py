@@ -1,5 +1,5 @@
-"""Metrics of a run: `metrics.jsonl`, one object a step, TensorBoard where it is installed, and
-Weights & Biases where a project of it is named.
+"""Metrics of a run: `metrics.jsonl`, one object per step, TensorBoard if it is installed, and
+Weights & Biases if one of its projects is named.
 
 Names: `train/...`, and the group `prefix_sharing/...` that other trainers can show unchanged. A
 value that could not be measured is left out of the line.
@@ -35,7 +35,7 @@ def of_report(report: StepReport | None) -> Metrics:
     """`prefix_sharing/...` of one rank's last update; empty in mode "off".
 
     `active` is 1 when the prefix schedule ran; the ratio and the speedup are those of sharing, also
-    where the stock schedule ran (mode "observe"); a step for which no tree was built has none.
+    if the stock schedule ran (mode "observe"); a step for which no tree was built has none.
     Memory is in GiB of this rank: what K/V, states and their gradients took at most, and the peak
     as predicted and, on a GPU, as measured.
     """
@@ -69,32 +69,32 @@ def of_report(report: StepReport | None) -> Metrics:
 
 def of_updates(updates: Sequence[Update]) -> Metrics:
     """Means over the updates of a step, and the largest differences if they were compared."""
-    found: Metrics = {
+    metrics: Metrics = {
         f"train/{name}": _mean([update.means[name] for update in updates])
         for name in updates[0].means
     }
-    found["train/grad_norm"] = _mean([update.grad_norm for update in updates])
-    found["train/grad_zeros"] = _mean([update.num_zeros for update in updates])
-    found["train/updates_s"] = sum(update.seconds for update in updates)
+    metrics["train/grad_norm"] = _mean([update.grad_norm for update in updates])
+    metrics["train/grad_zeros"] = _mean([update.num_zeros for update in updates])
+    metrics["train/updates_s"] = sum(update.seconds for update in updates)
     for phase in {phase: None for update in updates for phase in update.phases}:
         name = "wait_s" if phase == "wait" else f"phase_{phase.lower()}_s"
         spent = sum(update.phases.get(phase, 0.0) for update in updates)
-        found[f"prefix_sharing/{name}"] = spent
+        metrics[f"prefix_sharing/{name}"] = spent
     differences = [update.difference for update in updates if update.difference is not None]
     stock = [update.stock_seconds for update in updates if update.stock_seconds is not None]
     if differences:
-        found["prefix_sharing/stock_updates_s"] = sum(stock)
+        metrics["prefix_sharing/stock_updates_s"] = sum(stock)
         for name in ("loss_max_abs_diff", "grad_max_rel_diff", "param_max_abs_diff"):
-            found[f"prefix_sharing/{name}"] = max(getattr(d, name) for d in differences)
-    return found
+            metrics[f"prefix_sharing/{name}"] = max(getattr(d, name) for d in differences)
+    return metrics
 
 
 def of_tokens(tokens: Mapping[str, float], seconds: float) -> Metrics:
     """Tokens of a step over the whole job, logical (`raw`) and executed, and their rates."""
-    found: Metrics = {f"prefix_sharing/{name}": int(value) for name, value in tokens.items()}
+    metrics: Metrics = {f"prefix_sharing/{name}": int(value) for name, value in tokens.items()}
     for name, value in tokens.items():
-        found[f"train/{name}_per_s"] = value / seconds
-    return found
+        metrics[f"train/{name}_per_s"] = value / seconds
+    return metrics
 
 
 def of_flops(logical: float, executed: float, rank_seconds: float, peak: float | None) -> Metrics:
@@ -106,11 +106,11 @@ def of_flops(logical: float, executed: float, rank_seconds: float, peak: float |
         rank_seconds: seconds of the updates, times ranks.
         peak: FLOPs a second that the device can do at most, if that is known.
     """
-    found: Metrics = {"prefix_sharing/tflops": executed / rank_seconds / 1e12}
+    metrics: Metrics = {"prefix_sharing/tflops": executed / rank_seconds / 1e12}
     if peak:
-        found["prefix_sharing/mfu"] = executed / rank_seconds / peak
-        found["perf/mfu/actor"] = logical / rank_seconds / peak
-    return found
+        metrics["prefix_sharing/mfu"] = executed / rank_seconds / peak
+        metrics["perf/mfu/actor"] = logical / rank_seconds / peak
+    return metrics
 
 
 def of_device(device: torch.device) -> Metrics:
@@ -123,24 +123,24 @@ def of_device(device: torch.device) -> Metrics:
     }
 
 
-def under_verls_names(found: Metrics, seconds: Mapping[str, float], num_ranks: int) -> Metrics:
+def under_verls_names(metrics: Metrics, seconds: Mapping[str, float], num_ranks: int) -> Metrics:
     """Times and rates of a step under the names that verl gives them, for existing dashboards.
 
     Source: verl 0.9.1, `compute_timing_metrics` and `compute_throughout_metrics` of
     `verl.trainer.ppo.metric_utils`.
 
     Args:
-        found: the step's other metrics.
-        seconds: of the passes for `old_logprobs` and `ref_logprobs`, where they ran.
+        metrics: the step's other metrics.
+        seconds: of the passes for `old_logprobs` and `ref_logprobs`, if they ran.
         num_ranks: of the job.
     """
-    step, tokens = found["train/step_s"], found["prefix_sharing/raw_tokens"]
+    step, tokens = metrics["train/step_s"], metrics["prefix_sharing/raw_tokens"]
     if not isinstance(step, float) or not isinstance(tokens, int):
         raise RuntimeError(f"a step of {step} s and {tokens} tokens")
     passes = {"old_logprobs": "old_log_prob", "ref_logprobs": "ref"}
     return {
         **{f"timing_s/{passes[name]}": value for name, value in seconds.items()},
-        "timing_s/update_actor": found["train/updates_s"],
+        "timing_s/update_actor": metrics["train/updates_s"],
         "timing_s/step": step,
         "perf/total_num_tokens": tokens,
         "perf/time_per_step": step,
@@ -159,13 +159,13 @@ class MetricsWriter:
     the first step is, and what Weights & Biases has written until then is removed.
 
     Args:
-        folder: of the run; made where it is missing.
+        folder: of the run; made if it is missing.
         first_step: what earlier lines say of this and later steps is dropped (a resumed run).
         wandb_project: project of Weights & Biases; its own variables (WANDB_MODE, ...) apply, and
             its files go to `folder`.
 
     Raises:
-        UserError: the file cannot be written, or holds something else than metrics; or Weights &
+        UserError: the file cannot be written, or holds anything but metrics; or Weights &
             Biases is not installed.
     """
 
@@ -261,7 +261,7 @@ def _tensorboard(folder: Path, first_step: int) -> Any:
 
 
 def check_wandb() -> None:
-    """Refuses a project of Weights & Biases where that is not installed.
+    """Refuses a project of Weights & Biases if that is not installed.
 
     Raises:
         UserError: saying how to install it.
@@ -298,9 +298,9 @@ def _lines_before(path: Path, step: int) -> str:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line.decode("utf-8"))
-                found = row["step"]
-                if type(found) is not int:
-                    raise TypeError(f"step is {str(found)[:40]}")
+                place = row["step"]
+                if type(place) is not int:
+                    raise TypeError(f"step is {str(place)[:40]}")
             except (ValueError, TypeError, LookupError, RecursionError) as error:
                 if not line.endswith(b"\n"):
                     break
@@ -308,6 +308,6 @@ def _lines_before(path: Path, step: int) -> str:
                 raise UserError(
                     f"{path}:{number}: not a line of metrics ({why}); move the file away"
                 ) from None
-            if found < step:
+            if place < step:
                 kept.append(line.decode("utf-8").rstrip("\r\n") + "\n")
     return "".join(kept)

@@ -73,7 +73,7 @@ def pack(items: Sequence[Microbatch], cp_size: int = 1) -> Microbatch:
 
 
 def packed_seq_params(item: Mapping[str, Any], device: torch.device) -> PackedSeqParams | None:
-    """Megatron's description of a pack; None where the microbatch is one rollout.
+    """Megatron's description of a pack; None if the microbatch is one rollout.
 
     Padding counts as positions of its rollout, as trainers have it (slime, verl), so the padded
     ends are the ends. Transformer-engine compares the two on the host in every layer, so the padded

@@ -35,13 +35,13 @@ def recorded(chunks: list[Any], items: Sequence[Microbatch], spec: ModelSpec) ->
         items: this rank's microbatches, packed or not.
         spec: the model's shape.
     """
-    found: dict[int, list[Tensor]] = defaultdict(list)
+    chosen: dict[int, list[Tensor]] = defaultdict(list)
     step = logprob_step()
 
     def recording(data_iterator: Iterator[Microbatch], model: Any) -> Any:
         output = step(data_iterator, model)
         for router in routers(unwrap(model)).values():
-            found[router.layer_number].append(router.router_replay.get_recorded_indices())
+            chosen[router.layer_number].append(router.router_replay.get_recorded_indices())
         return output
 
     with acting(chunks, "RECORD"), torch.no_grad():
@@ -50,7 +50,7 @@ def recorded(chunks: list[Any], items: Sequence[Microbatch], spec: ModelSpec) ->
     device = next(chunks[0].parameters()).device
     table = torch.zeros(sum(lengths), *shape_of(spec), dtype=torch.int32, device=device)
     for router in (r for chunk in chunks for r in routers(unwrap(chunk)).values()):
-        _enter(table, router, found[router.layer_number], lengths)
+        _enter(table, router, chosen[router.layer_number], lengths)
     dist.all_reduce(table, group=parallel_state.get_model_parallel_group())
     return _of_all_ranks(items, table.cpu().numpy().astype(np.int16))
 
@@ -71,12 +71,12 @@ def _of_all_ranks(items: Sequence[Microbatch], table: NDArray[np.int16]) -> Rout
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, (parallel_state.get_context_parallel_rank(), mine), group)
-    found: Routes = {}
+    routes: Routes = {}
     for rank, parts in everyone:
         for name, part in parts:
-            whole = found.setdefault(name, np.zeros((len(part) * size, *part.shape[1:]), np.int16))
+            whole = routes.setdefault(name, np.zeros((len(part) * size, *part.shape[1:]), np.int16))
             whole[cp_layout.positions(len(whole), rank, size)] = part
-    return found
+    return routes
 
 
 def _lengths(item: Microbatch) -> list[int]:

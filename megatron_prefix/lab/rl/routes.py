@@ -87,7 +87,7 @@ def of_call(call: Any) -> Tensor | None:
 
 @contextlib.contextmanager
 def followed(chunks: Sequence[Any], items: Sequence[Microbatch]) -> Iterator[None]:
-    """Around a schedule's call: routers follow the microbatches' routes, where these have some."""
+    """Around a schedule's call: routers follow the microbatches' routes, if these have any."""
     if not any("routes" in item for item in items):
         yield
         return

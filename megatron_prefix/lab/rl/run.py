@@ -6,7 +6,7 @@ import logging
 import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,8 @@ class Summary:
         speedup: stock_step_s / step_s.
         loss_max_abs_diff, grad_max_rel_diff, param_max_abs_diff: largest over steps.
         loss_limit, tolerance, param_limit: the limit of each of these (`tolerance`: of gradients).
-        passed: every update was within the numerics policy; None in 16 bit, where only an fp32
-            reference can tell, and where the limits are None too.
+        passed: every update was within the numerics policy; None in 16 bit, as only an fp32
+            reference can tell; then the limits are None, too.
         failures: what was outside the policy.
         loss, reward_mean, grad_norm: of the last step.
         skipped_updates: updates skipped since the very first step.
@@ -73,10 +73,6 @@ class Summary:
     skipped_updates: int = 0
     error: str | None = None
     checkpoint: str | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
 
 
 def run(
@@ -159,10 +155,10 @@ def _resume(trainer: Trainer, options: RunOptions, identity: Identity) -> None:
     auto = options.resume == "auto"
     if auto and not options.output.exists():
         return
-    found = run_folder.find(options.output if auto else Path(options.resume))
-    if found is not None:
-        checkpoint.load(trainer, found, identity)
-        logger.info("resumed from %s", found)
+    folder = run_folder.find(options.output if auto else Path(options.resume))
+    if folder is not None:
+        checkpoint.load(trainer, folder, identity)
+        logger.info("resumed from %s", folder)
     elif not auto:
         raise UserError(f"--resume {options.resume}: holds no checkpoint; name one that does")
 

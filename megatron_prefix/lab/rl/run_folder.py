@@ -27,7 +27,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @contextlib.contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Keeps other runs out of a folder, which is made where it is missing.
+    """Keeps other runs out of a folder, which is made if it is missing.
 
     The operating system lets go of the lock when its holder dies, however that happens. Folders
     that nothing was written into are gone afterwards.
@@ -143,5 +143,5 @@ def _latest(path: Path) -> Path:
 def newest(folder: Path) -> Path | None:
     """The complete checkpoint of the most steps in a folder of checkpoints."""
     names = [path.parent.name for path in folder.glob(f"step-*/{STATE}")]
-    found = [name for name in names if _NAME.fullmatch(name)]
-    return folder / max(found, key=lambda name: int(name[5:])) if found else None
+    checkpoints = [name for name in names if _NAME.fullmatch(name)]
+    return folder / max(checkpoints, key=lambda name: int(name[5:])) if checkpoints else None

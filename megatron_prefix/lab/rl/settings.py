@@ -1,4 +1,4 @@
-"""What a user can set of a training run, checked once."""
+"""What a user can set of a training run, checked once. [pure]"""
 
 from __future__ import annotations
 
@@ -9,13 +9,48 @@ from pathlib import Path
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.rl.baseline import Baseline
-from megatron_prefix.lab.rl.loss import GrpoConfig
 
 LOSS_MEANS = ("token", "rollout")
 ROUTES = ("own", "recorded", "given")
+LEAST = {
+    "groups_per_step": 1,
+    "ppo_epochs": 1,
+    "num_minibatches": 1,
+    "warmup_steps": 0,
+    "max_skipped": 0,
+}
+"""Smallest values of fields of TrainSettings that are integers."""
 
 ADAM_EPS = 1e-8
 """Megatron's default."""
+
+
+@dataclass(frozen=True)
+class GrpoConfig:
+    """The loss of a trained token: clipped surrogate plus kl_coeff times KL.
+
+    How tokens are averaged is Megatron's `calculate_per_token_loss`: True takes the mean over all
+    trained tokens of the step, False the mean over microbatches of each one's token mean. That is
+    the mean over rollouts if a microbatch is a rollout; in a pack of several (packing.py) every
+    trained token counts alike.
+
+    Attributes:
+        clip_low: the ratio of probabilities is clipped below 1 - clip_low.
+        clip_high: the ratio of probabilities is clipped above 1 + clip_high.
+        kl_coeff: weight of the KL divergence from the reference model; 0 needs no reference.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    kl_coeff: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip_low <= 1:
+            raise UserError(f"clip_low is {self.clip_low}: give a number above 0, at most 1")
+        if not 0 < self.clip_high < math.inf:
+            raise UserError(f"clip_high is {self.clip_high}: give a number above 0")
+        if not 0 <= self.kl_coeff < math.inf:
+            raise UserError(f"kl_coeff is {self.kl_coeff}: give 0 (no reference) or more")
 
 
 @dataclass(frozen=True)
@@ -29,7 +64,7 @@ class TrainSettings:
         lr: learning rate, constant after the warm-up.
         warmup_steps: steps in which the learning rate rises linearly, from lr / warmup_steps.
         weight_decay: AdamW's, on matrices.
-        adam_eps: where a gradient is below it, AdamW's step shrinks with the gradient.
+        adam_eps: if a gradient is below it, AdamW's step shrinks with the gradient.
         clip_grad: largest norm of the gradient; 0 does not clip.
         loss_mean: "token": mean over all trained tokens of an update ("DAPO", section 3.3);
             "rollout": mean over rollouts of each one's token mean ("DeepSeekMath", equation 3).
@@ -64,13 +99,7 @@ class TrainSettings:
     routes: str = "own"
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("groups_per_step", 1),
-            ("ppo_epochs", 1),
-            ("num_minibatches", 1),
-            ("warmup_steps", 0),
-            ("max_skipped", 0),
-        ):
+        for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}: give a number from {least}")
         for name in ("lr", "weight_decay", "adam_eps", "clip_grad"):
@@ -109,7 +138,7 @@ class RunOptions:
         steps: the step to end with, counted from the very first run.
         output: folder of metrics and checkpoints.
         save_every: steps between checkpoints; the last step is saved too. 0: no checkpoints.
-        resume: run folder or checkpoint to go on from; "auto": `output`, where it has one.
+        resume: run folder or checkpoint to go on from; "auto": `output`, if it has one.
         wandb_project: see MetricsWriter.
     """
 

@@ -143,10 +143,10 @@ class Trainer:
         )
         self.num_steps += 1
         self.position = (self.position + len(groups)) % len(self.rollouts.groups)
-        found = self._metrics(groups, updates)
+        values = self._metrics(groups, updates)
         times = {"train/logprobs_s": prepared - begin, "train/step_s": now(device) - begin}
-        usual = metrics.under_verls_names({**found, **times}, self._seconds, self.world.world_size)
-        return CompletedStep(self.num_steps, {**found, **times, **usual}, updates)
+        usual = metrics.under_verls_names({**values, **times}, self._seconds, self.world.world_size)
+        return CompletedStep(self.num_steps, {**values, **times, **usual}, updates)
 
     def _minibatch(self, number: int, groups: Sequence[Group]) -> tuple[list[Microbatch], float]:
         """This rank's microbatches of a minibatch, and the weight of their losses.
@@ -207,9 +207,9 @@ class Trainer:
         """
         begin = now(self.world.device)
         missing = [number for number, item in enumerate(items) if name not in item]
-        found = passes.logprobs(schedule, chunks, [items[m] for m in missing]) if missing else None
+        made = passes.logprobs(schedule, chunks, [items[m] for m in missing]) if missing else None
         items = list(items)
-        for number, values in zip(missing, found or (), strict=found is not None):
+        for number, values in zip(missing, made or (), strict=made is not None):
             items[number] = batches.with_logprobs(items[number], name, values)
         spent = now(self.world.device) - begin
         self._seconds[name] = self._seconds.get(name, 0.0) + spent

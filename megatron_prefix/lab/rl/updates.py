@@ -42,7 +42,7 @@ class Update:
         executed_tokens: positions that the schedule computed for them.
         logical_flops: of this data-parallel rank's rollouts, forward and backward; see flops.py.
         executed_flops: of what the schedule computed for them.
-        phases: see `StepReport.phases`; empty where the stock schedule ran.
+        phases: see `StepReport.phases`; empty if the stock schedule ran.
         skipped: loss or gradient was not finite, the weights are as before.
         outcome: what a comparison looks at, None without one.
         difference: from the stock schedule's update, None without a comparison.
@@ -96,7 +96,7 @@ class Updater:
         self.skipped = self.skipped_in_a_row = 0
 
     def update(self, items: Sequence[Microbatch], weight: float, step: int) -> Update:
-        """One update; where the run compares, the stock schedule's comes first and is taken back.
+        """One update; if the run compares, the stock schedule's comes first and is taken back.
 
         Args:
             items: this rank's microbatches.
@@ -142,7 +142,7 @@ class Updater:
         weight: float,
         record: bool = False,
     ) -> Update:
-        """Forward, backward, and the optimizer step where everything is finite."""
+        """Forward, backward, and the optimizer step if everything is finite."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()

@@ -5,7 +5,13 @@ Importing this costs no torch; the functions import it when they run.
 
 from __future__ import annotations
 
-from megatron_prefix.lab.runtime.groups import World, env_world_size, initialize, shutdown
+from megatron_prefix.lab.runtime.groups import (
+    World,
+    env_world_size,
+    first_rank,
+    initialize,
+    shutdown,
+)
 from megatron_prefix.lab.runtime.launch import RankError, launch, run_ranks
 from megatron_prefix.lab.runtime.layout import Layout
 
@@ -14,6 +20,7 @@ __all__ = [
     "RankError",
     "World",
     "env_world_size",
+    "first_rank",
     "initialize",
     "launch",
     "run_ranks",

@@ -73,12 +73,17 @@ def env_world_size() -> int | None:
     return world_size
 
 
+def first_rank() -> bool:
+    """Whether this process speaks for all that were started with it (torchrun)."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _whole(name: str) -> int:
     """A variable of the environment as a number."""
     text = os.environ[name]
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise UserError(
-            f"the environment has {name} {shown(text)}, which is no whole number from 0; start with"
+            f"the environment has {name} {shown(text)}, which is not an integer from 0; start with"
             " torchrun, or unset RANK and WORLD_SIZE"
         )
     return int(text)

@@ -60,7 +60,7 @@ def launch(fn: Callable[..., T], world_size: int, *args: Any, device: str = "cpu
     """Run `fn(*args)` on every rank of a job of `world_size`, which calls `initialize` itself.
 
     Under torchrun this process is a rank already, and runs `fn`. So is it in a world of one.
-    Otherwise the ranks are started here: forked on the CPU, where they share the imports, spawned
+    Otherwise the ranks are started here: forked on the CPU, as they share the imports, spawned
     for CUDA (then `fn` must be importable and `args` must pickle). Rank 0 writes to this process's
     stdout and stderr; what the others write is kept until one of them fails.
 
@@ -258,7 +258,7 @@ def _end_with(launcher: int) -> None:
     """Let the kernel kill this rank when its launcher has gone, whatever ended that.
 
     A stopped rank dies too, and so does one in a call that holds Python's lock (`man prctl`,
-    PR_SET_PDEATHSIG).  Where there is no prctl, a thread looks.
+    PR_SET_PDEATHSIG).  Without prctl, a thread looks.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -328,19 +328,19 @@ def _causes(error: str, ranks: list[_Rank], failed: int) -> str:
         left = [process.sentinel for process in others.values() if process.exitcode is None]
         wait(left, deadline - time.monotonic())
         killed = not left or any((process.exitcode or 0) < 0 for process in others.values())
-    found = [
+    reasons = [
         f"\nrank {number} died with exit code {process.exitcode}"
         for number, process in others.items()
         if (process.exitcode or 0) < 0
     ]
-    found += [
+    reasons += [
         f"\nrank {number} is stopped; kill -CONT {rank.process.pid} would have let it go on"
         for number, rank in enumerate(ranks)
         if _stopped(rank)
     ]
-    if not found and "timed out" in error.lower():
-        found = ["\na rank hangs, or needs longer than --message-timeout-minutes: give more"]
-    return "".join(found)
+    if not reasons and "timed out" in error.lower():
+        reasons = ["\na rank hangs, or needs longer than --message-timeout-minutes: give more"]
+    return "".join(reasons)
 
 
 def _stopped(rank: _Rank) -> bool:

@@ -8,7 +8,7 @@ from math import gcd
 from megatron_prefix.errors import UserError, shown
 
 MOST, MOST_STAGES = 10**6, 1024
-_SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp")
+SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp")
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Layout:
     """The parallel layout of a job, in Megatron-Core's sense and rank order (tp-cp-ep-dp-pp).
 
     tp, pp, cp, dp: tensor, pipeline, context and data parallel size; their product is the world.
-    vpp: model chunks a pipeline stage holds (1: no interleaving).
+    vpp: model chunks that a pipeline stage holds (1: no interleaving).
     ep: expert parallel size. Expert parallelism re-uses the ranks of context and data parallelism,
         so it divides cp * dp and adds none.
     sequence_parallel: Megatron's sequence parallelism, over the tp ranks.
@@ -31,11 +31,11 @@ class Layout:
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
+        for name in SIZES:
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST:
                 raise UserError(
-                    f"--{name} {shown(size)} is not a size; use a whole number from 1 to {MOST}"
+                    f"--{name} {shown(size)} is not a size; use an integer from 1 to {MOST}"
                 )
         if self.pp * self.vpp > MOST_STAGES:
             raise UserError(
@@ -63,7 +63,7 @@ class Layout:
 
     @property
     def alignment(self) -> int:
-        """Spans end at multiples of it: tp with sequence parallelism, times 2*cp where cp > 1."""
+        """Spans end at multiples of it: tp with sequence parallelism, times 2*cp if cp > 1."""
         return (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
 
     @classmethod
@@ -79,7 +79,7 @@ class Layout:
         ep: int = 1,
         sequence_parallel: bool = False,
     ) -> Layout:
-        """A layout; where `dp` is None, it is chosen to fill the world.
+        """A layout; if `dp` is None, it is chosen to fill the world.
 
         Without `world_size` it is the smallest dp that `ep` allows, so `ep=2` alone makes a world
         of 2.
@@ -90,7 +90,7 @@ class Layout:
         one = cls(tp, pp, vpp, cp, 1, 1, sequence_parallel)  # refuses sizes below 1
         if dp is None:
             if not isinstance(ep, int) or ep < 1:
-                raise UserError(f"--ep {shown(ep)} is not a size; use a whole number from 1")
+                raise UserError(f"--ep {shown(ep)} is not a size; use an integer from 1")
             dp = ep // gcd(ep, cp) if world_size is None else max(1, world_size // one.world_size)
         layout = cls(tp, pp, vpp, cp, ep, dp, sequence_parallel)
         if world_size is not None and layout.world_size != world_size:

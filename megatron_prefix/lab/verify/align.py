@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,7 @@ class Alignment(Verdict):
         raw_tokens: positions of all rollouts.
         executed_tokens: positions that the prefix schedule computed.
         baseline: "packed" or "rollout": the microbatches of both schedules.
-        pack_tokens: most positions of a packed microbatch; 0 where each is one rollout.
+        pack_tokens: most positions of a packed microbatch; 0 if each is one rollout.
         microbatches: their number.
         compared_with: what the prefix schedule was compared with, in words.
     """
@@ -71,10 +71,6 @@ class Alignment(Verdict):
     pack_tokens: int = 0
     microbatches: int = 0
     compared_with: str = STOCK
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
 
 
 def data_rank() -> int:
@@ -98,7 +94,7 @@ def over_ranks(mine: Alignment) -> Alignment:
 
 
 def microbatches(groups: Sequence[Group], seed: int, multiple: int = 1) -> list[Microbatch]:
-    """One microbatch a rollout, with advantages that differ by rollout.
+    """One microbatch per rollout, with advantages that differ by rollout.
 
     Advantages are drawn by seed: rewards may be equal throughout a group, and comparing zero
     gradients would prove nothing.
@@ -128,11 +124,11 @@ def with_old_logprobs(
     if not logprobs:
         return list(items)
     draw = np.random.default_rng(seed)
-    found = []
+    with_old = []
     for item, values in zip(items, logprobs, strict=True):
         noise = 0.1 * draw.standard_normal(len(values))
-        found.append(batches.with_logprobs(item, "old_logprobs", values + noise))
-    return found
+        with_old.append(batches.with_logprobs(item, "old_logprobs", values + noise))
+    return with_old
 
 
 def run_step(
@@ -191,7 +187,7 @@ def align(
         seed: of advantages and old log-probs.
         multiple: positions of a rollout are padded to it (tp under sequence parallelism, times 2*cp
             with context parallelism).
-        reference: builds fp32 chunks with the same weights; needed for 16 bit, where errors are
+        reference: builds fp32 chunks with the same weights; needed for 16 bit, in which errors are
             pooled over several draws.
         num_tokens: positions of all data-parallel ranks' rollouts, which a gradient sums up; None:
             this rank's are all.
@@ -274,7 +270,7 @@ def made(
     vocab_size: int | None = None,
 ) -> list[Microbatch]:
     """This rank's microbatches, with advantages of a seed, and with other tokens of a vocabulary
-    where there is one."""
+    if there is one."""
     drawn = groups if vocab_size is None else _relabelled(groups, vocab_size, seed)
     items = on_this_cp_rank(microbatches(drawn, seed, multiple))
     size = parallel_state.get_context_parallel_world_size()

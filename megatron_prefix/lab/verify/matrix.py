@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_prefix.config import PrefixConfig
@@ -111,7 +111,7 @@ class RolloutShape:
     Attributes:
         tree: see lab/data/generate.py; "branch" has loss in inner segments.
         chunk_tokens: see PrefixConfig.
-        pack_tokens: of a packed microbatch; 0: one rollout a microbatch.
+        pack_tokens: of a packed microbatch; 0: one rollout per microbatch.
     """
 
     tree: str
@@ -184,7 +184,7 @@ class Row:
         """The row's layout; data parallelism fills a world that is larger.
 
         Raises:
-            UserError: the world is no multiple of the layout's.
+            UserError: the world is not a multiple of the layout's.
         """
         layout = LAYOUTS[self.layout][0]
         if self.model.endswith("moe") and layout.tp > 1:
@@ -245,27 +245,23 @@ class Result:
         if self.status in ("refused", "failed"):
             return self.status
         ratio, error = self.grad_error_ratio_max, self.grad_max_rel_diff
-        found = f"{error:.0e}" if ratio is None else f"{ratio:.3f}"
-        return found if self.status == "aligned" else f"DIFFERENT {found}"
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
+        error_text = f"{error:.0e}" if ratio is None else f"{ratio:.3f}"
+        return error_text if self.status == "aligned" else f"DIFFERENT {error_text}"
 
 
 def table(results: Iterable[Result]) -> list[list[str]]:
-    """The table: a line a model and layout, a column a shape and recomputation; first the head.
+    """The table: a line per model and layout, a column per shape and recomputation; first the head.
 
     A cell is the largest relative difference of a gradient (in 16 bit the error ratio) or a status.
     """
-    found = {result.row: result for result in results}
+    by_name = {result.row: result for result in results}
     columns = list(itertools.product(SHAPES, RECOMPUTES))
     head = [
         shape if recompute == "none" else f"{shape} {recompute}" for shape, recompute in columns
     ]
     lines = [["layout", *head]]
     for model, layout in dict.fromkeys((row.model, row.layout) for row in rows()):
-        cells = [found.get(Row(model, layout, *column).name) for column in columns]
+        cells = [by_name.get(Row(model, layout, *column).name) for column in columns]
         if any(cells):
             texts = [cell.cell if cell is not None else "" for cell in cells]
             lines.append([f"{model} {layout}", *texts])
@@ -275,8 +271,8 @@ def table(results: Iterable[Result]) -> list[list[str]]:
 def counts(results: Sequence[Result]) -> dict[str, int]:
     """Number of rows by status, without zeros."""
     known = ("aligned", "different", "failed", "refused")
-    found = {status: sum(result.status == status for result in results) for status in known}
-    return {status: number for status, number in found.items() if number}
+    numbers = {status: sum(result.status == status for result in results) for status in known}
+    return {status: number for status, number in numbers.items() if number}
 
 
 def said(results: Sequence[Result]) -> str:
@@ -285,22 +281,16 @@ def said(results: Sequence[Result]) -> str:
     return f"{len(results)} rows: {numbers}"
 
 
-def reasons(results: Sequence[Result]) -> dict[str, list[str]]:
-    """Rows that are not aligned, by reason."""
-    found: dict[str, list[str]] = {}
+def notes(results: Sequence[Result]) -> dict[str, list[str]]:
+    """Rows by the reason why they are not aligned, and by what they were compared with."""
+    rows_of: dict[str, list[str]] = {}
     for result in results:
         if result.status != "aligned":
-            found.setdefault(f"{result.status}: {result.reason}", []).append(result.row)
-    return found
-
-
-def baselines(results: Sequence[Result]) -> dict[str, list[str]]:
-    """Rows by what they were compared with."""
-    found: dict[str, list[str]] = {}
+            rows_of.setdefault(f"{result.status}: {result.reason}", []).append(result.row)
     for result in results:
         if result.compared_with:
-            found.setdefault(f"compared with: {result.compared_with}", []).append(result.row)
-    return found
+            rows_of.setdefault(f"compared with: {result.compared_with}", []).append(result.row)
+    return rows_of
 
 
 def markdown(results: Sequence[Result], title: str) -> str:
@@ -308,8 +298,7 @@ def markdown(results: Sequence[Result], title: str) -> str:
     head, *lines = table(results)
     text = [f"# {title}", "", _line(head), _line(["---"] * len(head)), *map(_line, lines)]
     text += ["", f"{said(results)}.", ""]
-    notes = {**reasons(results), **baselines(results)}
-    text += [f"- {why} ({len(names)}, e.g. {names[0]})" for why, names in notes.items()]
+    text += [f"- {why} ({len(names)}, e.g. {names[0]})" for why, names in notes(results).items()]
     return "\n".join(text).rstrip() + "\n"
 
 
@@ -318,7 +307,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def result_of(fields: Mapping[str, Any]) -> Result:
-    """The inverse of `Result.as_json`.
+    """A result from its fields, as JSON has them.
 
     Raises:
         UserError: other fields than a result's.

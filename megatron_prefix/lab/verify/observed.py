@@ -27,7 +27,7 @@ def take_auxiliary(models: Sequence[Any]) -> dict[str, Tensor]:
     if not routers:
         return {}
     group = routers[0][1].tp_cp_group
-    found: dict[str, Tensor] = {}
+    logged: dict[str, Tensor] = {}
     for name, values in versions.logged_losses().items():
         total = values.clone()
         values.zero_()
@@ -35,11 +35,11 @@ def take_auxiliary(models: Sequence[Any]) -> dict[str, Tensor]:
         if whole.size() > 1:
             dist.all_reduce(total, group=whole)
         # Every rank logs a mean of the z-loss, but its part of a sum of the others.
-        found[name] = total / group.size() if name == "z_loss" else total
+        logged[name] = total / group.size() if name == "z_loss" else total
     for number, router in routers:
         if router.enable_expert_bias:
-            found[f"layer {number}: expert_bias"] = router.expert_bias.detach().clone()
-    return {name: value.to("cpu", torch.float32) for name, value in found.items()}
+            logged[f"layer {number}: expert_bias"] = router.expert_bias.detach().clone()
+    return {name: value.to("cpu", torch.float32) for name, value in logged.items()}
 
 
 def _routers(models: Sequence[Any]) -> Iterator[tuple[int, Any]]:

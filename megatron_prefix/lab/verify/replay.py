@@ -3,7 +3,7 @@
 Three runs that know nothing of one another: the stock schedule; the stock schedule again, with the
 same rollouts in another reduction order; the prefix schedule.  Every run makes its own old
 log-probs, updates and optimizer states, step after step.  The distance between the two stock runs
-is the noise floor: what rounding alone makes of one recipe.  Where a model has experts, a rounding
+is the noise floor: what rounding alone makes of one recipe.  If a model has experts, a rounding
 can send a token to another one, and then distances are those of a choice; so the routers of all
 three runs may be told to follow those that the stock run chose before each step (lab/rl/routes.py).
 
@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -69,7 +68,7 @@ class ReplayStep:
         drift: after the step, the prefix schedule's parameters from the stock schedule's.
         floor: likewise, the second stock run's.
         raw_tokens, executed_tokens: positions of the prefix run's updates, without and with
-            sharing; equal where mode "auto" took the stock schedule.
+            sharing; equal if mode "auto" took the stock schedule.
         seconds: by run, the whole step.
         skipped: by run, updates of the step that were skipped: loss or gradient was not finite.
         updates: of the step, of one run.
@@ -87,7 +86,7 @@ class ReplayStep:
     updates: int
 
     def ratio(self, measure: str) -> float:
-        """Drift over floor; 0 where neither run differs, infinite where only the drift does."""
+        """Drift over floor; 0 if neither run differs, infinite if only the drift does."""
         drift, floor = getattr(self.drift, measure), getattr(self.floor, measure)
         if drift == 0.0 and floor == 0.0:
             return 0.0
@@ -116,10 +115,6 @@ class Replay:
     passed: bool = False
     ended: bool = False
 
-    def as_json(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
-
 
 def trainers(
     settings: TrainSettings,
@@ -132,7 +127,7 @@ def trainers(
 
     Args:
         settings: of the prefix run; its `prefix.mode` is "auto" or "on", and its `routes` "given"
-            where all runs are to follow the stock run's.
+            if all runs are to follow the stock run's.
         groups: what is replayed, in order.
         options, spec, world: see Trainer.
     """

@@ -1,8 +1,8 @@
 """Draws a timeline and its trees as SVG.  Pure; the same input gives the same bytes.
 
-One row a rank and one box an action: forward blue, backward orange, inner segments dark, waves
+One row per rank and one box per action: forward blue, backward orange, inner segments dark, waves
 light, each tree with another hue; grey where a rank waits. The trees are below: positions from left
-to right, one lane a rollout, so a box over several lanes is shared by these rollouts.
+to right, one lane per rollout, so a box over several lanes is shared by these rollouts.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _trees(segments: Sequence[Segment], top: float) -> tuple[list[str], float]:
     which = f"first {_counted(len(shown), 'tree')} of {num_trees}"
     if len(shown) == num_trees:
         which = "tree" if num_trees == 1 else "trees"
-    heading = f"{which}: one lane a rollout, a tall box is shared; numbers are segments"
+    heading = f"{which}: one lane per rollout, a tall box is shared; numbers are segments"
     parts = [svg.text(_LEFT, top - 10, heading, 12, _FAINT)]
     for index, tree, span in spans:
         first = min(lanes[rollout] for rollout in span.rollouts)

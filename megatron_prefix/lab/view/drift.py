@@ -25,7 +25,7 @@ def figure(result: Mapping[str, Any]) -> Figure:
     """Draws one replay.
 
     Args:
-        result: as `Replay.as_json` gives it, with at least one step.
+        result: fields of `verify.replay.Replay` with at least one step.
 
     Returns:
         A figure with a panel for each measure of the parameters' difference, by step, with the

@@ -65,7 +65,7 @@ def text(
 
 
 def labelled(box: Box, fill: str, label: str, tip: str) -> Iterator[str]:
-    """A box with a tooltip, a little space around it, and its label where that fits."""
+    """A box with a tooltip, a little space around it, and its label if that fits."""
     drawn = shrunk(box)
     yield rect(drawn, fill, tip if box.width >= _LEAST_TIP else "")
     size = min(12.0, (drawn.width - 3) / (CHARACTER * len(label)), drawn.height - 1)

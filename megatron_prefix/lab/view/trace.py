@@ -13,7 +13,7 @@ _KINDS = {"F": "forward", "B": "backward"}
 
 
 def chrome_trace(timeline: Timeline, plan: Plan) -> str:
-    """The timeline as JSON text: one row a rank, one complete event an action.
+    """The timeline as JSON text: one row per rank, one complete event per action.
 
     Times are in microseconds ("Trace Event Format", sections "Complete Events" and "Metadata
     Events"); a simulated timeline's tokens are written as milliseconds.

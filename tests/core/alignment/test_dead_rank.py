@@ -134,7 +134,7 @@ def test_the_command_ends_with_one_line_of_the_cause(tmp_path: Path) -> None:
         "import sys\n"
         "from megatron_prefix.lab.cli import align, main\n"
         "from tests.core.alignment.test_dead_rank import step_until_death\n"
-        "align.align_rank = lambda options, spec, layout, *rest: step_until_death(layout)\n"
+        "align.align_rank = lambda job, *rest: step_until_death(job.layout)\n"
         "sys.exit(main.main(sys.argv[1:]))\n"
     )
     arguments = ["align", "--rollouts", str(BUNDLED), "--groups", "1", "--max-tokens", "64"]

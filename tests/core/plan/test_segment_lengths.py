@@ -46,6 +46,6 @@ def test_no_other_word() -> None:
 
 
 def test_a_plan_without_a_device_needs_a_number(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--segment-tokens auto goes by" in failure(
+    assert "--segment-tokens auto depends on" in failure(
         capsys, "plan", "x.jsonl", "--segment-tokens", "auto"
     )

@@ -17,7 +17,7 @@ import pytest
 from megatron_prefix import __version__
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.cli import main as frame
-from megatron_prefix.lab.cli import report
+from megatron_prefix.lab.cli import progress, report
 from megatron_prefix.lab.cli.arguments import layout_of
 from megatron_prefix.lab.cli.main import VERBS, main, make_parser
 from megatron_prefix.lab.models import presets
@@ -161,9 +161,9 @@ def test_progress_goes_to_stderr_and_json_to_stdout(capsys) -> None:
 
 
 def test_progress_lines_come_now_and_then(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(report, "_LINE_EVERY", 0.0)
+    monkeypatch.setattr(progress, "_LINE_EVERY", 0.0)
     args = SimpleNamespace(progress=True)
-    assert list(report.watched(args, "abc", "letters", total=3)) == ["a", "b", "c"]
+    assert list(progress.watched(args, "abc", "letters", total=3)) == ["a", "b", "c"]
     lines = capsys.readouterr().err.splitlines()
     assert lines == [f"letters: {n} of 3, 0 s" for n in (1, 2, 3)]
 
@@ -174,14 +174,14 @@ def test_the_first_rank_shows_what_is_aligned(capsys, monkeypatch, rank, said) -
 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-    with report.draws_aligned(SimpleNamespace(progress=True), "float64", times=2) as advance:
+    with progress.draws_aligned(SimpleNamespace(progress=True), "float64", times=2) as advance:
         advance(2)
     assert capsys.readouterr().err.splitlines() == said
 
 
 def test_a_terminal_gets_a_bar(capsys, monkeypatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with report.progress(SimpleNamespace(progress=False), "letters", 3) as advance:
+    with progress.progress(SimpleNamespace(progress=False), "letters", 3) as advance:
         advance(3)
     assert capsys.readouterr().out == ""
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from megatron_prefix.lab import platforms, runtime
-from megatron_prefix.lab.cli import matrix, report
+from megatron_prefix.lab.cli import matrix, outputs
 from megatron_prefix.lab.cli.main import VERBS, main, make_parser
 from megatron_prefix.lab.data import generate
 from megatron_prefix.lab.models import build
@@ -63,7 +63,7 @@ def one_group(path: str, groups: Iterable[Any]) -> dict[str, int]:
     return WRITE(path, itertools.islice(groups, 1))
 
 
-WRITE = report.write_rollouts
+WRITE = outputs.write_rollouts
 # The package gives its function this name.
 LAUNCH = sys.modules["megatron_prefix.lab.runtime.launch"]
 
@@ -92,7 +92,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(LAUNCH, "run_ranks", lambda fn, num, args, **options: fn(*args))
     monkeypatch.setattr(build, "build_chunk", draw_a_weight)
     monkeypatch.setattr(matrix, "align_row", stop)
-    monkeypatch.setattr(report, "write_rollouts", one_group)
+    monkeypatch.setattr(outputs, "write_rollouts", one_group)
     monkeypatch.setattr(generate, "_MOST_TOKENS", 10**5)
     Path("ids.jsonl").write_text(row(), encoding="utf-8")
     assert outcome(["plan", BUNDLED, "--groups", "1", "--csv", "plan.csv"]) == (0, "")

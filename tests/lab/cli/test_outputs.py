@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_prefix.lab.cli import inputs, report
+from megatron_prefix.lab.cli import bench, bench_memory, inputs, outputs
 from megatron_prefix.lab.cli.main import VERBS
 from megatron_prefix.lab.models import build
 from tests.harness import data
@@ -53,7 +53,7 @@ def _no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("work was done first")
 
     monkeypatch.setattr(build, "build_model", fail)
-    for module in (inputs, report):
+    for module in (bench, bench_memory, inputs, outputs):
         monkeypatch.setattr(module, "watched", fail)
 
 

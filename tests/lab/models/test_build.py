@@ -288,7 +288,9 @@ def test_what_older_releases_lack_is_refused(pattern, layout, release, message, 
 
 def test_a_model_that_no_machine_holds_is_refused():
     spec = resolve("tiny-llama", hidden_size=10**8).with_vocab(VOCAB)
-    with pytest.raises(UserError, match=r"GiB a rank do not fit in the [\d.]+ GiB of this machine"):
+    with pytest.raises(
+        UserError, match=r"GiB per rank do not fit in the [\d.]+ GiB of this machine"
+    ):
         build_model(spec)
 
 

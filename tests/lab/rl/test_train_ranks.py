@@ -161,7 +161,7 @@ def test_a_cut_group_and_an_idle_rank_change_no_update(
 
 
 def test_what_a_layout_cannot_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no multiple of --minibatches 2"):
+    with pytest.raises(UserError, match="not a multiple of --minibatches 2"):
         train(tmp_path, 1, settings(groups_per_step=3, num_minibatches=2))
     with pytest.raises(UserError, match="groups-per-step 100 exceeds"):
         train(tmp_path, 1, settings(groups_per_step=100))

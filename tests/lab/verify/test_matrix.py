@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -186,7 +187,7 @@ def test_bad_usage_is_exit_code_2(capsys, tmp_path, arguments, message):
 
 def test_results_survive_the_record():
     result = Result("dense/DP2/flat/none", "aligned", 2, 1.5, 3e-15, 3e-14, None, "", "x", "y", "z")
-    assert matrix.result_of(json.loads(json.dumps(result.as_json()))) == result
+    assert matrix.result_of(json.loads(json.dumps(dataclasses.asdict(result)))) == result
 
 
 def test_cells():

@@ -206,7 +206,7 @@ def test_an_empty_plan_is_an_empty_picture() -> None:
 
 
 def test_many_trees_are_cut_to_those_that_fit() -> None:
-    heading = "one lane a rollout, a tall box is shared; numbers are segments"
+    heading = "one lane per rollout, a tall box is shared; numbers are segments"
     picture = drawn(ruled_plan(forest_of(num=40, num_groups=5), 1))
     assert f"first 2 trees of 5: {heading}" in texts(picture)
     picture = drawn(ruled_plan(forest_of(num=200, num_groups=2), 1))
@@ -222,7 +222,7 @@ def test_fillers_are_in_no_tree() -> None:
     plan = ruled_plan(joint.forest, 1)
     words = texts(drawn(plan))
     assert [words.count(str(n)) for n in fillers] == [0] * len(fillers)
-    assert any(word.startswith("trees: one lane a rollout") for word in words)
+    assert any(word.startswith("trees: one lane per rollout") for word in words)
     assert any(" segments in 2 trees" in word for word in words)
 
 

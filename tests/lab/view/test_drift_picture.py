@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ def test_the_picture_has_every_step() -> None:
     from megatron_prefix.lab.view.drift import figure
 
     result = judged([step(1), step(2, drift=1e-8)])
-    *measures, loss, logprob = figure(result.as_json()).axes
+    *measures, loss, logprob = figure(asdict(result)).axes
     for axes in measures:
         floor, limit, drift = (list(line.get_ydata()) for line in axes.lines)
         assert (floor, limit, drift) == ([2e-9, 2e-9], [4e-9, 4e-9], [3e-9, 1e-8])

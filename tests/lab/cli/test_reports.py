@@ -1,0 +1,90 @@
+"""Reports from templates, and options from the fields of dataclasses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, field
+
+import pytest
+
+from megatron_prefix.lab.cli import report
+from megatron_prefix.lab.cli.arguments import add_fields
+from megatron_prefix.lab.rl.settings import GrpoConfig, RunOptions, TrainSettings
+from megatron_prefix.lab.runtime.layout import Layout
+
+
+@dataclass
+class Inner:
+    ratio: float = float("nan")
+
+
+@dataclass
+class Result:
+    tokens: int = 12345
+    steps: tuple[Inner, ...] = (Inner(), Inner(0.5))
+    by_run: dict[str, float] = field(default_factory=lambda: {"stock": 1.5})
+    speedup: float | None = None
+
+
+def test_a_template_takes_fields_attributes_and_keys() -> None:
+    values = vars(Result())
+    assert report.filled("{tokens:n} at {by_run[stock]:.2f}", values) == "12,345 at 1.50"
+    assert report.filled("{steps[1].ratio:.1%}", values) == "50.0%"
+    assert report.filled("{tokens} x {speedup:.2f}", values) is None
+
+
+def test_what_has_no_value_has_no_row() -> None:
+    templates = {"tokens": "{tokens:n}", "speedup": "{speedup:.2f}x", "speedup of {tokens}": ""}
+    assert report.facts(templates, vars(Result())) == {"tokens": "12,345", "speedup of 12345": ""}
+
+
+def test_a_name_that_is_missing_is_a_bug() -> None:
+    with pytest.raises(KeyError):
+        report.facts({"a": "{nothing}"}, vars(Result()))
+
+
+def test_dataclasses_become_json_without_nan() -> None:
+    assert json.loads(report.to_json({"result": Result()})) == {
+        "result": {
+            "tokens": 12345, "steps": [{"ratio": None}, {"ratio": 0.5}],
+            "by_run": {"stock": 1.5}, "speedup": None,
+        }
+    }  # fmt: skip
+
+
+def test_a_table_has_a_row_per_record_and_none_without(capsys) -> None:
+    columns = [("tokens", "{tokens:n}"), ("speedup", "{speedup:.1f}x")]
+    records = [{"tokens": 1234, "speedup": 2.0}, {"tokens": 5, "speedup": None}]
+    report.print_records("[title]", columns, records)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["[title]"] in lines
+    assert ["1,234", "2.0x"] in lines and ["5"] in lines
+    report.print_records("title", columns, [])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "flag", "bad"),
+    [
+        (TrainSettings, "num_minibatches", "--minibatches", "0"),
+        (TrainSettings, "loss_mean", "--loss-mean", "median"),
+        (TrainSettings, "lr", "--lr", "nan"),
+        (GrpoConfig, "clip_high", "--clip-high", "-1"),
+        (RunOptions, "save_every", "--save-every", "-1"),
+        (Layout, "tp", "--tp", "0"),
+    ],
+)
+def test_an_option_has_range_and_default_of_its_field(owner, name, flag, bad) -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_fields(parser, owner, {name: "help (default {})"})
+    default = owner.__dataclass_fields__[name].default
+    assert vars(parser.parse_args([])) == {flag[2:].replace("-", "_"): default}
+    with pytest.raises(argparse.ArgumentError):
+        parser.parse_args([f"{flag}={bad}"])
+
+
+def test_a_small_default_is_short() -> None:
+    parser = argparse.ArgumentParser()
+    add_fields(parser, TrainSettings, {"lr": "(default {})"})
+    assert "(default 1e-6)" in parser.format_help()
