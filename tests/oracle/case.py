@@ -75,7 +75,7 @@ AXES: dict[str, Axis] = {
         ("nothing", "self_attribute"),
         (
             *("closure", "dict_item", "list_item", "object_in_list", "tensor", "class_attribute"),
-            *("model_attribute", "module_global", "deque"),
+            *("model_attribute", "module_global", "global_in_helper", "deque"),
         ),
     ),
     "leaves": Axis(("nothing", "list"), ("dict", "counter", "tensor", "next_step", "ema")),
@@ -89,7 +89,10 @@ AXES: dict[str, Axis] = {
     ),
     "around": Axis(
         ("none",),
-        ("reentrant", "checkpoint", "autocast", "saved_hooks", "function_mode", "grad_switch"),
+        (
+            *("reentrant", "checkpoint", "autocast", "autocast_off", "saved_hooks"),
+            *("function_mode", "grad_switch"),
+        ),
     ),
     "hook": Axis(("none",), ("clip", "regulariser", "activation_read", "output_scale")),
     "session": Axis(
@@ -231,6 +234,8 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     yield case.around == "autocast" and (moe or not one), {"around": "none"}
     yield case.around == "autocast" and case.dtype != "float32", {"dtype": "float32"}
     yield case.around == "autocast" and case.model == "gated_delta_net", {"around": "none"}
+    # Megatron's local layers have no backward under autocast.
+    yield case.around == "autocast" and case.session != "evaluate", {"session": "evaluate"}
     yield not static and case.static != "all", {"static": "all"}
     yield static and case.lengths != "equal", {"lengths": "equal"}
     yield case.static == "packing" and not case.packed, {"static": "all"}
@@ -266,30 +271,35 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     yield case.calls != "once" and case.around == "reentrant", {"calls": "once"}
     yield case.model in ("record", "replay_forward") and case.calls != "once", {"calls": "once"}
     yield case.model in ("record", "replay_forward") and not one, {"model": "aux_loss"}
-    yield case.model in ("record", "replay_forward") and case.recompute != "none", {
-        "recompute": "none"
-    }
+    yield (
+        case.model in ("record", "replay_forward") and case.recompute != "none",
+        {"recompute": "none"},
+    )
     yield case.model in ("record", "replay_forward") and case.around != "none", {"around": "none"}
-    yield case.around in ("reentrant", "checkpoint") and (moe or case.layout != "one"), {
-        "around": "none"
-    }
-    yield case.around == "reentrant" and case.head in ("dict", "dataclass", "tuple"), {
-        "around": "none"
-    }
+    yield (
+        case.around in ("reentrant", "checkpoint") and (moe or case.layout != "one"),
+        {"around": "none"},
+    )
+    yield (
+        case.around == "reentrant" and case.head in ("dict", "dataclass", "tuple"),
+        {"around": "none"},
+    )
     yield case.around == "reentrant" and case.recompute != "none", {"recompute": "none"}
     yield case.around == "reentrant" and case.hook == "activation_read", {"hook": "none"}
-    yield case.around in ("checkpoint", "grad_switch", "saved_hooks") and case.recompute != "none", {
-        "recompute": "none"
-    }
+    yield (
+        case.around in ("checkpoint", "grad_switch", "saved_hooks") and case.recompute != "none",
+        {"recompute": "none"},
+    )
     yield case.hook == "activation_read" and case.recompute != "none", {"recompute": "none"}
     yield case.hook != "none" and case.layout in ("pp2", "cp2", "tp2_sp"), {"hook": "none"}
     yield case.dropout != "none" and not one, {"dropout": "none"}
     yield case.session == "uneven" and case.layout != "dp2", {"session": "train"}
     yield case.exchange != "none" and case.layout not in ("dp2", "ep2", "one"), {"exchange": "none"}
     yield case.raises != "none" and case.layout == "pp2", {"raises": "none"}
-    yield case.session == "train_eval_mixed" and case.model == "gated_delta_net", {
-        "session": "train"
-    }
+    yield (
+        case.session == "train_eval_mixed" and case.model == "gated_delta_net",
+        {"session": "train"},
+    )
     yield case.tree == "unshared" and case.static == "packing", {"tree": "groups"}
 
 

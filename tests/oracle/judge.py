@@ -79,11 +79,14 @@ def judge(case: Case, mode: str, stock: Sequence[Call], ours: Sequence[Call]) ->
             return verdict
         if expected.raised is not None:
             return Verdict(EQUAL)
-        differences = list(_differences(case, expected, found, exact=not found.shared))
+        differences = list(
+            _differences(case, expected, found, exact=mode == "observe" or not found.shared)
+        )
         if differences:
             kinds = tuple(dict.fromkeys(kind for kind, _ in differences))
             return Verdict(WRONG, kinds, f"call {index + 1}: {differences[0][1]}")
-    return Verdict(EQUAL if any(call.shared for call in ours) else FALLBACK)
+    shared = mode != "observe" and any(call.shared for call in ours)
+    return Verdict(EQUAL if shared else FALLBACK)
 
 
 def _raises(mode: str, expected: Call, found: Call) -> Verdict | None:

@@ -206,7 +206,7 @@ class Owner(nn.Module):
     def __init__(self, language: Any) -> None:
         super().__init__()
         self.language_model = language
-        self.config = language.config
+        self.config, self.model_type = language.config, language.model_type
         self.pre_process, self.post_process = language.pre_process, language.post_process
         self.share_embeddings_and_output_weights = language.share_embeddings_and_output_weights
 

@@ -75,10 +75,14 @@ class _Shared:
     factor: Any = None
 
 
+def _held() -> Any:
+    return held
+
+
 def seed_all(seed: int) -> None:
     """Every generator that a trainer may draw from."""
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002  # trainers draw from it
+    np.random.seed(seed)  # trainers draw from it
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
 
@@ -143,7 +147,7 @@ class Trainer:
         try:
             with torch.enable_grad() if training else torch.no_grad():
                 call.returned = schedule(
-                    forward_step_func=self.step,
+                    forward_step_func=self.forward_step(),
                     data_iterator=data.iterator(self.case, self.found, call.reads),
                     model=model,
                     num_microbatches=len(self.found),
@@ -184,7 +188,7 @@ class Trainer:
         call.state = {
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
-            "numpy": repr(np.random.get_state()),  # noqa: NPY002
+            "numpy": repr(np.random.get_state()),
             "training": [name for name, module in modules if not module.training],
             "buffers": {n: b.clone() for n, b in self.parts.language.named_buffers()},
             "grad_enabled": torch.is_grad_enabled(),
@@ -199,8 +203,25 @@ class Trainer:
 
     # The forward step ----------------------------------------------------------------------------
 
-    def step(self, iterator: Any, model: Any) -> Any:
-        """A `forward_step_func`."""
+    def forward_step(self) -> Callable[[Any, Any], Any]:
+        """A `forward_step_func`: a method, or a function with a variable around it."""
+        if self.case.writes != "closure":
+            return self.step
+        value: Any = None
+
+        def step(iterator: Any, model: Any) -> Any:
+            def put(new: Any) -> Callable[[], Any]:
+                nonlocal value
+                value = new
+                return lambda: value
+
+            return self.step(iterator, model, put)
+
+        return step
+
+    def step(self, iterator: Any, model: Any, put: Any = None) -> Any:
+        """One microbatch; `put` leaves a factor in a closure and returns how to read it."""
+        global held
         case = self.case
         item = iterator.get_next() if case.batch == "get_next" else next(iterator)
         if case.batch == "index":
@@ -212,7 +233,10 @@ class Trainer:
         factor = factor * self._drawn("step") * self.carried
         if case.exchange == "in_step":
             factor = self._exchanged(factor)
-        read_back = self._write(factor)
+        read_back = put(factor) if put else self._write(factor)
+        if case.writes == "module_global":
+            held = factor
+            read_back = _held
         if case.session == "mode_in_step":
             model.eval() if number == 1 else model.train()
         before = self._reference(item, model, "before")
@@ -267,6 +291,8 @@ class Trainer:
         manager: Any = contextlib.nullcontext()
         if around == "autocast":
             manager = torch.autocast("cpu", dtype=torch.bfloat16)
+        elif around == "autocast_off":
+            manager = torch.autocast("cpu", enabled=False)
         elif around == "saved_hooks":
             manager = torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x)
         elif around == "function_mode":
@@ -339,32 +365,13 @@ class Trainer:
         if where == "model_attribute":
             self.parts.language.trainers_factor = factor
             return lambda: self.parts.language.trainers_factor
-        if where == "module_global":
+        if where == "global_in_helper":
             held = factor
-            return lambda: held
+            return _held
         if where == "deque":
             self.queue.append(factor)
             return self.queue.popleft
-        if where == "closure":
-            self._bind(factor)
-            return lambda: self._bound()
         return lambda: factor
-
-    _cell: Any = None
-
-    def _bind(self, factor: Tensor) -> None:
-        if self._cell is None:
-            value: Any = None
-
-            def put(new: Any) -> None:
-                nonlocal value
-                value = new
-
-            self._cell = (put, lambda: value)
-        self._cell[0](factor)
-
-    def _bound(self) -> Any:
-        return self._cell[1]()
 
     def _drawn(self, where: str) -> Tensor:
         """A random factor, if this trainer draws one here."""
@@ -375,7 +382,7 @@ class Trainer:
         if draws == "python" and where == "loss":
             return one + random.random()
         if draws == "numpy" and where == "loss":
-            return one + np.random.random()  # noqa: NPY002
+            return one + np.random.random()
         return one
 
     def _exchanged(self, value: Tensor) -> Tensor:
