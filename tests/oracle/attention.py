@@ -1,7 +1,7 @@
 """Attention by its definition: softmax in fp64 over the keys that a query may see.
 
-Every model of the oracle has it, in both schedules. Where ours runs segments it puts its own in this
-one's place; so what is judged is never its own judge.
+Every model of the oracle has it, in both schedules. Where ours runs segments it puts its own in
+this one's place; so what is judged is never its own judge.
 """
 
 from __future__ import annotations

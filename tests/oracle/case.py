@@ -1,8 +1,8 @@
 """A case: what a trainer, its model and its layout are like, drawn from a seed.
 
-An axis has plain values, which every trainer has one of, and odd ones, of which a case has few: what
-breaks a step should be seen alone. `settle` takes back what does not go together, always in the same
-order, so a seed means one case for ever.
+An axis has plain values, of which every trainer has one, and odd ones, of which a case has few:
+what breaks a step should be seen alone. `settle` takes back what does not go together, always in
+the same order, so a seed means one case for ever.
 """
 
 from __future__ import annotations
@@ -231,9 +231,9 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     yield not one and case.ddp == "none", {"ddp": "wrapped"}
     # Near ties between experts, and float32 recurrences, have no place in a comparison.
     yield (moe or case.model == "gated_delta_net") and case.dtype != "float64", {"dtype": "float64"}
-    yield case.around == "autocast" and (moe or not one), {"around": "none"}
+    exact = moe or case.model == "gated_delta_net"
+    yield case.around == "autocast" and (exact or not one), {"around": "none"}
     yield case.around == "autocast" and case.dtype != "float32", {"dtype": "float32"}
-    yield case.around == "autocast" and case.model == "gated_delta_net", {"around": "none"}
     # Megatron's local layers have no backward under autocast.
     yield case.around == "autocast" and case.session != "evaluate", {"session": "evaluate"}
     yield not static and case.static != "all", {"static": "all"}

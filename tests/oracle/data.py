@@ -1,4 +1,4 @@
-"""Rollouts, microbatches of them in a trainer's form, and the ways in which an iterator hands them out."""
+"""Rollouts, microbatches of them in a trainer's form, and how an iterator hands them out."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from tests.oracle.case import Case
 
 VOCAB = 64
+RANKS = 10
+"""More than there are."""
 STATIC = {
     "tokens": ("tokens",),
     "labels": ("labels",),
@@ -32,12 +34,16 @@ class Sample(NamedTuple):
 
 
 def rollouts(case: Case, part: int) -> list[list[Sample]]:
-    """Samples by microbatch; `part` numbers calls and data-parallel ranks."""
-    rng = random.Random(f"{case.seed} {case.tree} {part}")
-    draw = np.random.default_rng(rng.randrange(2**31))
+    """Samples by microbatch; `part` is RANKS times the call's number plus the data-parallel rank.
+
+    Ranks have equally many microbatches, as the stock schedule wants it with experts.
+    """
+    rng = random.Random(f"{case.seed} {case.tree} {part // RANKS}")
+    draw = np.random.default_rng([case.seed, part])
     size = 1 if case.form == "one" else rng.choice((2, 2, 3))
     number = rng.choice((2, 3, 4)) if size > 1 else rng.choice((3, 4, 5))
     equal = case.lengths == "equal"
+    rng = random.Random(f"{case.seed} {case.tree} {part} of this rank")
     prompts = [draw.integers(0, VOCAB, 12 if equal else rng.randint(6, 20)) for _ in range(2)]
     turns = [draw.integers(0, VOCAB, 4) for _ in range(2)]
     answers = [draw.integers(0, VOCAB, 6) for _ in range(2)]

@@ -1,7 +1,7 @@
 """What is wrong today, and what Limits says that no check can see: data, in one place.
 
-A line of `KNOWN` says that a value fails in these modes, in the simplest trainer that has it. Fix it
-and the line must go: the tests run that trainer, and a line that no longer fails is an error.
+A line of `KNOWN` says that a value fails in these modes, in the simplest trainer that has it. Fix
+it and the line must go: the tests run that trainer, and a line that no longer fails is an error.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Known(NamedTuple):
     values: dict[str, str]
     modes: tuple[str, ...]
     item: str
-    beside: dict[str, str] = {}  # what the simplest trainer needs for it to fail
+    beside: dict[str, str] | None = None  # what the simplest trainer needs for it to fail
 
     @property
     def case(self) -> Case:
-        return settle(Case(0, **{**self.beside, **self.values}))
+        return settle(Case(0, **{**(self.beside or {}), **self.values}))
 
 
 class Permitted(NamedTuple):
@@ -58,7 +58,7 @@ KNOWN: tuple[Known, ...] = (
     Known({"model": "seq_aux_loss", "form": "thd"}, SHARED,
           "seq_aux_loss takes a pack as one sample", _STATIC),
     *(
-        Known({"batch": value}, ALL, "one object with other values", {})
+        Known({"batch": value}, ALL, "one object with other values")
         for value in ("dict_refilled", "list_refilled", "slots_refilled", "object_refilled")
     ),
     *(

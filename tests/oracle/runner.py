@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -50,11 +51,17 @@ def run(jobs: Iterable[Job], workers: int = 1) -> Iterator[tuple[Job, Verdicts]]
     yield from _in_workers([job for job in jobs if job.case.ranks == 1], workers)
 
 
+def _quiet() -> None:
+    """Thousands of cases say thousands of times why they fall back."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+
+
 # One rank -----------------------------------------------------------------------------------------
 
 
 def _worker(pipe: Connection) -> None:
-    warnings.filterwarnings("ignore")
+    _quiet()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # and fills new memory with NaN
     with one_rank():
@@ -134,14 +141,14 @@ def _on_ranks(case: Case, mode: str) -> Verdict:
     """The worst verdict of the ranks; refused if all stopped and one said why."""
 
     def on_rank() -> Verdict:
-        warnings.filterwarnings("ignore")
+        _quiet()
         torch.use_deterministic_algorithms(True, warn_only=True)
-        runtime.initialize(model.LAYOUTS[case.layout], message_timeout_minutes=TIME_S / 120)
+        runtime.initialize(model.LAYOUTS[case.layout], message_timeout_minutes=TIME_S / 60)
         stock = judge.run(case, "stock")
         return judge.judge(case, mode, stock, judge.run(case, mode))
 
     try:
-        found = run_ranks(case.ranks, on_rank, timeout_s=TIME_S)
+        found = run_ranks(case.ranks, on_rank, timeout_s=3 * TIME_S)
     except (runtime.RankError, UserError) as error:
         late = "did not finish" in str(error) or "imed out" in str(error)
         last = str(error).strip().splitlines()[-1][:200]
@@ -154,6 +161,3 @@ def _on_ranks(case: Case, mode: str) -> Verdict:
     if refused:  # the others fail because of it
         return refused[0] if all(one.what in (REFUSED, ENDED) for one in found) else found[0]
     return next((one for one in found if one.what == ENDED), found[0])
-
-
-Progress = Callable[[int, Any], None]

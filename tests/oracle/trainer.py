@@ -133,10 +133,10 @@ class Trainer:
 
     def call(self, schedule: Any, kind: str) -> Call:
         """One call; exceptions are kept."""
-        rank, ranks = parallel_state.get_data_parallel_rank(), 10
+        rank = parallel_state.get_data_parallel_rank()
         cp_rank = parallel_state.get_context_parallel_rank()
         cp = parallel_state.get_context_parallel_world_size()
-        self.found = data.batches(self.case, self.part * ranks + rank, cp_rank, cp)
+        self.found = data.batches(self.case, self.part * data.RANKS + rank, cp_rank, cp)
         self.part += 1
         self.losses, training = [], kind == "train"
         call = Call(kind, tokens=sum(batch["tokens"].numel() for batch in self.found) * cp)
