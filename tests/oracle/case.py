@@ -187,6 +187,8 @@ def draw(seed: int, ranks: int = 1, odd: int | None = None, **fixed: str) -> Cas
     with_odd = [name for name, axis in AXES.items() if axis.odd]
     for name in rng.sample(with_odd, min(number, len(with_odd))):
         values[name] = rng.choice(AXES[name].odd)
+    if values["static"] != _LAST["static"]:  # which nothing but a static batch has
+        values["batch"] = rng.choice(("static_copy", "static_data", "static_numpy"))
     return settle(Case(seed, **{"layout": layout, **values, **fixed}))
 
 

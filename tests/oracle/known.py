@@ -21,6 +21,7 @@ class Known(NamedTuple):
     modes: tuple[str, ...]
     item: str
     beside: dict[str, str] | None = None  # what the simplest trainer needs for it to fail
+    may: tuple[str, ...] = ()  # modes in which others fail, too
 
     @property
     def case(self) -> Case:
@@ -87,7 +88,7 @@ KNOWN: tuple[Known, ...] = (
         Known({"head": value}, AUTO, "outputs that are not per position")
         for value in ("dataclass", "scalar")
     ),
-    Known({"head": "n_minus_1"}, SHARED, "outputs of n-1 positions"),
+    Known({"head": "n_minus_1"}, AUTO, "outputs of n-1 positions", may=("on",)),
     Known({"around": "reentrant"}, SHARED, "a reentrant checkpoint around the model call"),
     *(
         Known({"around": value}, STOCK, "what cannot be suspended around the model call")
@@ -136,7 +137,7 @@ def explanation(case: Case, mode: str, verdict: Verdict) -> str | None:
     if verdict.what not in (WRONG, ENDED, HUNG):
         return None
     for line in KNOWN:
-        if mode in line.modes and _fits(case, line.values):
+        if mode in (*line.modes, *line.may) and _fits(case, line.values):
             return f"known: {line.item}"
     if verdict.what == WRONG:
         for permitted in PERMITTED:

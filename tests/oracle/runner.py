@@ -21,7 +21,7 @@ from tests.oracle import judge, model
 from tests.oracle.case import Case
 from tests.oracle.judge import ENDED, HUNG, INVALID, REFUSED, Verdict
 
-TIME_S = 60.0
+TIME_S = 240.0
 """Seconds after which a case counts as hung."""
 CASES = 60
 """Cases of one process: a model in DDP is never freed."""
@@ -148,7 +148,7 @@ def _on_ranks(case: Case, mode: str) -> Verdict:
         return judge.judge(case, mode, stock, judge.run(case, mode))
 
     try:
-        found = run_ranks(case.ranks, on_rank, timeout_s=3 * TIME_S)
+        found = run_ranks(case.ranks, on_rank, timeout_s=TIME_S)
     except (runtime.RankError, UserError) as error:
         late = "did not finish" in str(error) or "imed out" in str(error)
         last = str(error).strip().splitlines()[-1][:200]

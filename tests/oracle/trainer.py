@@ -238,7 +238,7 @@ class Trainer:
             held = factor
             read_back = _held
         if case.session == "mode_in_step":
-            model.eval() if number == 1 else model.train()
+            model.eval() if number else model.train()
         before = self._reference(item, model, "before")
         output, more = self._called(item, model, number)
         if case.raises == "after_call" and number == last:
