@@ -123,6 +123,7 @@ def by_place(output: Tensor) -> Tensor:
 
 def _headed(case: Case, language: Any) -> Any:
     """The language model with a `forward` of its own, which calls GPTModel's through super()."""
+    # long: a class that knows the case
     derived = case.wrapper in ("super_derived", "instance_forward")
     plain = case.head == "none" and case.context == "none"
     if case.wrapper == "instance_forward":
