@@ -270,6 +270,7 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     yield case.calls != "once" and case.layout not in ("one", "dp2"), {"calls": "once"}
     yield case.calls == "not_at_all" and case.ddp == "wrapped" and one, {"ddp": "none"}
     yield case.calls == "not_at_all" and not one, {"calls": "once"}
+    yield case.calls == "not_at_all" and case.head != "none", {"head": "none"}
     yield case.calls != "once" and case.around == "reentrant", {"calls": "once"}
     yield case.model in ("record", "replay_forward") and case.calls != "once", {"calls": "once"}
     yield case.model in ("record", "replay_forward") and not one, {"model": "aux_loss"}

@@ -122,7 +122,8 @@ PERMITTED: tuple[Permitted, ...] = (
             *("global_in_helper", "deque"),
         )
     ),
-    *(Permitted({"static": value}, _WRITTEN) for value in ("weight",)),
+    Permitted({"static": "weight"}, _WRITTEN),
+    *(Permitted({"static": name, name: "absent"}, _WRITTEN) for name in ("labels", "loss_mask")),
     Permitted({"leaves": "next_step"}, _WRITTEN),
     Permitted({"leaves": "ema"}, _ORDER, ("kept",)),
     Permitted({}, _ORDER, ("order",)),
