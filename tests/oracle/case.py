@@ -263,7 +263,10 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     yield wrapped and case.layout in ("pp2", "cp2"), {
         "wrapper": "none", "head": "none", "context": "none",
     }  # fmt: skip
-    yield head and case.wrapper == "instance_forward", {"wrapper": "none"}
+    own = head or case.context != "none"
+    yield own and case.wrapper == "instance_forward", {"wrapper": "none"}
+    yield head and case.arguments == "positional", {"arguments": "keyword"}
+    yield case.around == "reentrant" and case.in_place != "no", {"in_place": "no"}
     yield case.model == "gated_delta_net" and wrapped, {"model": "gqa"}
     yield case.context != "none" and case.arguments == "positional", {"arguments": "keyword"}
     # More than one call, or none, does not fit the stock pipeline's messages.

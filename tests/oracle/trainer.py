@@ -334,9 +334,10 @@ class Trainer:
         case = self.case
         if case.calls not in (f"reference_{when}", f"other_{when}"):
             return None
-        asked = self.parts.other if case.calls.startswith("other") else model
+        other = case.calls.startswith("other")
+        context = None if other else self._context()
         with torch.no_grad():
-            output = self._model_call(asked, item, self._context())
+            output = self._model_call(self.parts.other if other else model, item, context)
         return self._values(output, item).detach().clone()
 
     def _write(self, factor: Tensor) -> Callable[[], Any]:
