@@ -266,6 +266,8 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     own = head or case.context != "none"
     yield own and case.wrapper == "instance_forward", {"wrapper": "none"}
     yield head and case.arguments == "positional", {"arguments": "keyword"}
+    yield head and case.calls.startswith("other"), {"calls": "once"}
+    yield case.head == "scalar" and case.wrapper.endswith("derived"), {"wrapper": "none"}
     yield case.around == "reentrant" and case.in_place != "no", {"in_place": "no"}
     yield case.model == "gated_delta_net" and wrapped, {"model": "gqa"}
     yield case.context != "none" and case.arguments == "positional", {"arguments": "keyword"}
