@@ -189,6 +189,8 @@ def draw(seed: int, ranks: int = 1, odd: int | None = None, **fixed: str) -> Cas
         values[name] = rng.choice(AXES[name].odd)
     if values["static"] != _LAST["static"]:  # which nothing but a static batch has
         values["batch"] = rng.choice(("static_copy", "static_data", "static_numpy"))
+    if values["static"] == "masks" and values["mask"] == "none":
+        values["mask"] = "future_one"  # which is not the same in every microbatch
     return settle(Case(seed, **{"layout": layout, **values, **fixed}))
 
 
@@ -205,7 +207,7 @@ def alone(ranks: int = 1) -> Iterator[Case]:
 
 _HELP: dict[tuple[str, str], tuple[dict[str, str], ...]] = {
     ("static", "packing"): ({"batch": "static_copy", "form": "thd"},),
-    ("static", "masks"): ({"batch": "static_copy", "mask": "causal"},),
+    ("static", "masks"): ({"batch": "static_copy", "mask": "future_one"},),
     ("static", ""): ({"batch": "static_copy"},),
     ("in_place", ""): ({"labels": "absent"},),
     ("loss", "entropy"): ({"labels": "absent"},),

@@ -52,10 +52,14 @@ def rollouts(case: Case, part: int) -> list[list[Sample]]:
         group = index * 2 // (size * number)
         prompt = prompts[group]
         answer = draw.integers(0, VOCAB, 6 if equal else rng.randint(2, 9))
+        if case.packed and case.batch.startswith("static") and index % size < 2:
+            # Packs of one length that are cut in other places, so that cu_seqlens differ.
+            longer = (1 + index // size % 2) * (1 if index % size else -1)
+            answer = draw.integers(0, VOCAB, 6 + longer if size > 1 else 6)
         if case.tree == "turns":
-            answer = np.concatenate([turns[index % 2], answer[:-1] if not equal else answer[:2]])
+            answer = np.concatenate([turns[index % 2], answer[4:] if equal else answer[:-1]])
         elif case.tree == "copies" and index % 2:
-            answer = answers[group]
+            answer = np.concatenate([answers[group], answer])[: len(answer)]
         elif case.tree == "unshared":
             prompt = draw.integers(0, VOCAB, len(prompt))
         tokens = np.concatenate([prompt, answer])

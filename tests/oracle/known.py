@@ -67,6 +67,10 @@ KNOWN: tuple[Known, ...] = (
         for value in ("static_data", "static_numpy")
     ),
     Known({"batch": "static_copy"}, STOCK, "one static buffer: auto and observe end", _STATIC),
+    Known({"static": "packing"}, ALL, "one static buffer: cu_seqlens",
+          {"batch": "static_copy", "form": "thd"}),
+    Known({"static": "masks"}, ALL, "one static buffer: an attention mask",
+          {"batch": "static_copy", "mask": "future_one"}),
     Known({"draws": "both"}, ALL, "numbers drawn in forward step and loss"),
     Known({"session": "scale_changed"}, SHARED, "softmax_scale changed after the first step"),
     Known({"session": "inv_freq_changed"}, SHARED, "inv_freq changed after the first step"),
