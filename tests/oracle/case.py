@@ -311,6 +311,8 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
         {"session": "train"},
     )
     yield case.tree == "unshared" and case.static == "packing", {"tree": "groups"}
+    # Static packs are of one length, which a shuffle would undo.
+    yield static and case.packed and case.tree == "shuffled", {"tree": "groups"}
 
 
 def settle(case: Case) -> Case:
