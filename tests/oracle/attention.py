@@ -1,0 +1,91 @@
+"""Attention by its definition: softmax in fp64 over the keys that a query may see.
+
+Every model of the oracle has it, in both schedules. Where ours runs segments it puts its own in
+this one's place; so what is judged is never its own judge.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from megatron_prefix.lab.models.local import LocalAttention
+from megatron_prefix.layers import attention as known
+
+
+class DefinedAttention(LocalAttention):
+    """Causal in every sample; a given 4-D mask (True: hidden) takes the causal one's place, as in
+    Megatron's own module; one of [rows, keys] (True: a token) hides more keys."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *unused: Any,
+        packed_seq_params: Any = None,
+        **more: Any,
+    ) -> Tensor:
+        """[positions, rows, heads, width] or, packed, [positions, heads, width]."""
+        packed = query.dim() == 3
+        if packed:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        cp = self.pg_collection.cp
+        lengths = _lengths(packed_seq_params, len(query) * cp.size())
+        sample_q, place_q = _places(lengths, cp.rank(), cp.size())
+        sample_k, place_k = sample_q, place_q
+        if cp.size() > 1:
+            every = [_places(lengths, rank, cp.size()) for rank in range(cp.size())]
+            sample_k, place_k = (torch.cat(x) for x in zip(*every, strict=True))
+            key, value = (
+                gather_from_sequence_parallel_region(x.contiguous(), group=cp) for x in (key, value)
+            )
+        seen = (sample_q[:, None] == sample_k) & (place_k <= place_q[:, None])
+        seen = seen[None, None]
+        if attention_mask is not None and attention_mask.dim() == 4:
+            seen = ~attention_mask
+        elif attention_mask is not None:
+            seen = seen & attention_mask.bool()[:, None, None, :]
+        shared = query.shape[2] // key.shape[2]
+        key, value = (x.repeat_interleave(shared, dim=2) for x in (key, value))
+        q, k, v = (x.double() for x in (query, key, value))
+        scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * self.softmax_scale
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        weights = self.attention_dropout(weights)
+        out = torch.einsum("bhqk,kbhd->qbhd", weights, v).to(query.dtype).flatten(2)
+        return out.squeeze(1) if packed else out
+
+
+known.CORES.add(f"{DefinedAttention.__module__}.{DefinedAttention.__qualname__}")
+
+
+def _lengths(packing: Any, total: int) -> list[int]:
+    if packing is None:
+        return [total]
+    padded = packing.cu_seqlens_q_padded
+    return (packing.cu_seqlens_q if padded is None else padded).diff().tolist()
+
+
+def _places(lengths: list[int], rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """Sample and position of what a context-parallel rank holds: of 2 * ranks chunks of a sample
+    the rank's from the front, and the rank's from the back."""
+    samples, places = [], []
+    for number, length in enumerate(lengths):
+        chunks = torch.arange(length).chunk(2 * ranks) if ranks > 1 else (torch.arange(length),)
+        held = torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]]) if ranks > 1 else chunks[0]
+        places.append(held)
+        samples.append(torch.full_like(held, number))
+    return torch.cat(samples), torch.cat(places)
+
+
+def put_into(model: Any) -> None:
+    """Gives every attention layer of a model this module."""
+    for module in [module for module in model.modules() if hasattr(module, "core_attention")]:
+        module.core_attention = DefinedAttention(
+            module.config, module.layer_number, module.attn_mask_type, module.attention_type,
+            softmax_scale=module.config.softmax_scale, pg_collection=module.pg_collection,
+        )  # fmt: skip

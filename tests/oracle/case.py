@@ -1,0 +1,330 @@
+"""A case: what a trainer, its model and its layout are like, drawn from a seed.
+
+An axis has plain values, of which every trainer has one, and odd ones, of which a case has few:
+what breaks a step should be seen alone. `settle` takes back what does not go together, always in
+the same order, so a seed means one case for ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+
+class Axis(NamedTuple):
+    """Values of one field of a case; the first plain one is the simplest."""
+
+    plain: tuple[str, ...]
+    odd: tuple[str, ...] = ()
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        return (*self.plain, *self.odd)
+
+
+AXES: dict[str, Axis] = {
+    # The model.
+    "model": Axis(
+        ("gqa", "dense", "qk_norm"),
+        ("aux_loss", "seq_aux_loss", "z_loss", "record", "replay_forward", "gated_delta_net"),
+    ),
+    "dtype": Axis(("float64", "float32")),
+    "ddp": Axis(("none", "wrapped")),
+    "recompute": Axis(("none", "full")),
+    "dropout": Axis(("none",), ("hidden", "attention")),
+    # How the model is wrapped, and what it returns.
+    "wrapper": Axis(
+        ("none",),
+        (
+            *("owns", "owns_derived", "decoder_property", "decoder_derived", "no_decoder"),
+            *("super_plain", "super_derived", "instance_forward", "embedding_property"),
+        ),
+    ),
+    "head": Axis(("none",), ("dict", "tuple", "dataclass", "n_minus_1", "scalar", "log_probs")),
+    # Batches.
+    "form": Axis(("rows", "one", "thd", "thd_padded")),
+    "lengths": Axis(("varied", "equal")),
+    "tree": Axis(("groups", "shuffled", "turns", "copies"), ("unshared",)),
+    "batch": Axis(
+        ("fresh",),
+        (
+            *("dict_refilled", "list_refilled", "slots_refilled", "object_refilled"),
+            *("static_copy", "static_data", "static_numpy"),
+            *("tensordict", "index", "get_next"),
+        ),
+    ),
+    "static": Axis(("all",), ("tokens", "labels", "loss_mask", "packing", "masks", "weight")),
+    "mask": Axis(
+        ("none",), ("causal", "causal_cut", "pad_2d", "padding_mask", "future", "future_one")
+    ),
+    "positions": Axis(("none", "given")),
+    "arguments": Axis(("keyword",), ("positional", "mixed")),
+    "context": Axis(("none",), ("empty_dict", "empty_list", "object")),
+    # The loss.
+    "labels": Axis(("given", "absent")),
+    "loss_mask": Axis(("given", "absent")),
+    "loss": Axis(("token_mean", "token_sum"), ("per_sample", "sequence", "entropy")),
+    "in_place": Axis(("no",), ("div", "masked_fill")),
+    "returns": Axis(("two", "three", "per_token")),
+    "reads": Axis(("masked",), ("all_detached", "all")),
+    # What is written where.
+    "writes": Axis(
+        ("nothing", "self_attribute"),
+        (
+            *("closure", "dict_item", "list_item", "object_in_list", "tensor", "class_attribute"),
+            *("model_attribute", "module_global", "global_in_helper", "deque"),
+        ),
+    ),
+    "leaves": Axis(("nothing", "list"), ("dict", "counter", "tensor", "next_step", "ema")),
+    "draws": Axis(("nothing",), ("step", "loss", "both", "python", "numpy")),
+    "calls": Axis(
+        ("once",),
+        (
+            *("reference_before", "reference_in_loss", "other_before", "other_in_loss"),
+            *("twice", "not_at_all"),
+        ),
+    ),
+    "around": Axis(
+        ("none",),
+        (
+            *("reentrant", "checkpoint", "autocast", "autocast_off", "saved_hooks"),
+            *("function_mode", "grad_switch"),
+        ),
+    ),
+    "hook": Axis(("none",), ("clip", "regulariser", "activation_read", "output_scale")),
+    "session": Axis(
+        ("train", "evaluate", "evaluate_then_train", "train_thrice"),
+        ("scale_changed", "inv_freq_changed", "train_eval_mixed", "mode_in_step", "uneven"),
+    ),
+    "exchange": Axis(("none",), ("in_loss", "in_step")),
+    "raises": Axis(("none",), ("before_call", "after_call", "in_loss", "data_ends")),
+    # Ours.
+    "options": Axis(("small", "whole", "recompute")),
+}
+LAYOUTS = {1: ("one",), 2: ("tp2", "tp2_sp", "pp2", "cp2", "dp2", "ep2")}
+"""By number of ranks."""
+_LAST = {name: axis.plain[0] for name, axis in AXES.items()}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One trainer; every field but the first two is an axis."""
+
+    seed: int
+    layout: str = "one"
+    model: str = "gqa"
+    dtype: str = "float64"
+    ddp: str = "none"
+    recompute: str = "none"
+    dropout: str = "none"
+    wrapper: str = "none"
+    head: str = "none"
+    form: str = "rows"
+    lengths: str = "varied"
+    tree: str = "groups"
+    batch: str = "fresh"
+    static: str = "all"
+    mask: str = "none"
+    positions: str = "none"
+    arguments: str = "keyword"
+    context: str = "none"
+    labels: str = "given"
+    loss_mask: str = "given"
+    loss: str = "token_mean"
+    in_place: str = "no"
+    returns: str = "two"
+    reads: str = "masked"
+    writes: str = "nothing"
+    leaves: str = "nothing"
+    draws: str = "nothing"
+    calls: str = "once"
+    around: str = "none"
+    hook: str = "none"
+    session: str = "train"
+    exchange: str = "none"
+    raises: str = "none"
+    options: str = "small"
+
+    def __str__(self) -> str:
+        """Seed, layout, and what is not the simplest."""
+        changed = [f"{name}={value}" for name, value in self.changes().items()]
+        return " ".join([f"seed {self.seed}", self.layout, *changed])
+
+    def changes(self) -> dict[str, str]:
+        """What is not the simplest."""
+        found = {name: getattr(self, name) for name in AXES}
+        return {name: value for name, value in found.items() if value != _LAST[name]}
+
+    def without(self, name: str) -> Case:
+        """The same with one axis at its simplest."""
+        return settle(replace(self, **{name: _LAST[name]}))
+
+    @property
+    def ranks(self) -> int:
+        return next(n for n, layouts in LAYOUTS.items() if self.layout in layouts)
+
+    @property
+    def packed(self) -> bool:
+        return self.form.startswith("thd")
+
+
+def draw(seed: int, ranks: int = 1, odd: int | None = None, **fixed: str) -> Case:
+    """The case of a seed.
+
+    Args:
+        odd: how many axes have an odd value; None: one to three.
+        fixed: values that axes have.
+    """
+    rng = random.Random(f"{seed} {ranks}")
+    layout = rng.choice(LAYOUTS[ranks])
+    values = {name: rng.choice(axis.plain) for name, axis in AXES.items()}
+    if rng.random() < 0.8:
+        values["dtype"] = "float64"
+    number = odd if odd is not None else rng.choice((1, 1, 1, 2, 2, 3))
+    with_odd = [name for name, axis in AXES.items() if axis.odd]
+    for name in rng.sample(with_odd, min(number, len(with_odd))):
+        values[name] = rng.choice(AXES[name].odd)
+    if values["static"] != _LAST["static"]:  # which nothing but a static batch has
+        values["batch"] = rng.choice(("static_copy", "static_data", "static_numpy"))
+    if values["static"] == "masks" and values["mask"] == "none":
+        values["mask"] = "future_one"  # which is not the same in every microbatch
+    return settle(Case(seed, **{"layout": layout, **values, **fixed}))
+
+
+def alone(ranks: int = 1) -> Iterator[Case]:
+    """Every value of every axis in the simplest trainer in which it can be."""
+    for name, axis in AXES.items():
+        for value in axis.values:
+            for layout in LAYOUTS[ranks]:
+                for help_ in _HELP.get((name, value), _HELP.get((name, ""), ({},))):
+                    case = settle(Case(0, layout, **{**help_, name: value}))
+                    if getattr(case, name) == value:
+                        yield case
+
+
+_HELP: dict[tuple[str, str], tuple[dict[str, str], ...]] = {
+    ("static", "packing"): ({"batch": "static_copy", "form": "thd"},),
+    ("static", "masks"): ({"batch": "static_copy", "mask": "future_one"},),
+    ("static", ""): ({"batch": "static_copy"},),
+    ("in_place", ""): ({"labels": "absent"},),
+    ("loss", "entropy"): ({"labels": "absent"},),
+    ("around", "autocast"): ({"dtype": "float32"},),
+    ("reads", ""): ({"loss_mask": "given"},),
+    ("model", "seq_aux_loss"): (
+        {"form": "rows", "lengths": "equal"},
+        {"form": "thd", "lengths": "equal"},
+    ),
+    ("model", "aux_loss"): ({"form": "rows"}, {"form": "thd"}),
+}
+"""What a value needs beside it."""
+
+
+def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
+    """(whether two things do not go together, what is taken back), the first that holds counts."""
+    # long: a table of rules
+    one = case.layout == "one"
+    moe = case.model in ("aux_loss", "seq_aux_loss", "z_loss", "record", "replay_forward")
+    static = case.batch.startswith("static")
+    wrapped = case.wrapper != "none" or case.head != "none" or case.context != "none"
+    yield case.layout == "ep2" and not moe, {"model": "aux_loss"}
+    yield moe and case.layout in ("tp2", "tp2_sp", "cp2", "pp2"), {"model": "gqa"}
+    yield case.model == "gated_delta_net" and (case.packed or not one), {"model": "gqa"}
+    yield not one and case.ddp == "none", {"ddp": "wrapped"}
+    # Near ties between experts, and float32 recurrences, have no place in a comparison.
+    yield (moe or case.model == "gated_delta_net") and case.dtype != "float64", {"dtype": "float64"}
+    exact = moe or case.model == "gated_delta_net"
+    yield case.around == "autocast" and (exact or not one), {"around": "none"}
+    yield case.around == "autocast" and case.dtype != "float32", {"dtype": "float32"}
+    # Megatron's local layers have no backward under autocast.
+    yield case.around == "autocast" and case.session != "evaluate", {"session": "evaluate"}
+    yield not static and case.static != "all", {"static": "all"}
+    yield static and case.lengths != "equal", {"lengths": "equal"}
+    yield case.static == "packing" and not case.packed, {"static": "all"}
+    yield case.static == "masks" and case.mask == "none", {"static": "all"}
+    # Masks of rows.
+    yield case.packed and case.mask not in ("none", "padding_mask"), {"mask": "none"}
+    yield not one and case.mask != "none", {"mask": "none"}
+    yield case.model == "gated_delta_net" and case.mask != "none", {"mask": "none"}
+    yield case.layout in ("cp2", "tp2_sp") and case.form == "thd", {"form": "thd_padded"}
+    yield case.layout == "cp2" and case.positions == "given", {"positions": "none"}
+    # What needs logits, and heads that make their own.
+    head = case.head != "none"
+    yield head and case.labels == "absent", {"labels": "given"}
+    yield head and case.layout not in ("one", "dp2", "ep2"), {"head": "none"}
+    yield head and case.loss == "entropy", {"loss": "token_mean"}
+    yield case.loss == "entropy" and case.labels == "given", {"labels": "absent"}
+    yield case.in_place != "no" and case.labels == "given", {"in_place": "no"}
+    yield case.head == "scalar" and case.loss in ("per_sample", "sequence"), {"loss": "token_mean"}
+    yield case.head == "scalar" and case.calls == "twice", {"calls": "once"}
+    yield case.reads != "masked" and (head or case.loss_mask == "absent"), {"reads": "masked"}
+    yield case.layout == "cp2" and case.loss in ("per_sample", "sequence"), {"loss": "token_mean"}
+    yield case.head == "n_minus_1" and case.layout == "cp2", {"head": "none"}
+    yield wrapped and case.layout in ("pp2", "cp2"), {
+        "wrapper": "none", "head": "none", "context": "none",
+    }  # fmt: skip
+    own = head or case.context != "none"
+    yield own and case.wrapper == "instance_forward", {"wrapper": "none"}
+    yield head and case.arguments == "positional", {"arguments": "keyword"}
+    yield head and case.calls.startswith("other"), {"calls": "once"}
+    yield case.head == "scalar" and case.wrapper.endswith("derived"), {"wrapper": "none"}
+    yield case.around == "reentrant" and case.in_place != "no", {"in_place": "no"}
+    yield case.model == "gated_delta_net" and wrapped, {"model": "gqa"}
+    yield case.context != "none" and case.arguments == "positional", {"arguments": "keyword"}
+    # More than one call, or none, does not fit the stock pipeline's messages.
+    yield case.calls != "once" and case.layout not in ("one", "dp2"), {"calls": "once"}
+    yield case.calls == "not_at_all" and case.ddp == "wrapped" and one, {"ddp": "none"}
+    yield case.calls == "not_at_all" and not one, {"calls": "once"}
+    yield case.calls == "not_at_all" and case.head != "none", {"head": "none"}
+    yield case.calls != "once" and case.around == "reentrant", {"calls": "once"}
+    yield case.model in ("record", "replay_forward") and case.calls != "once", {"calls": "once"}
+    yield case.model in ("record", "replay_forward") and not one, {"model": "aux_loss"}
+    yield (
+        case.model in ("record", "replay_forward") and case.recompute != "none",
+        {"recompute": "none"},
+    )
+    yield case.model in ("record", "replay_forward") and case.around != "none", {"around": "none"}
+    yield (
+        case.around in ("reentrant", "checkpoint") and (moe or case.layout != "one"),
+        {"around": "none"},
+    )
+    yield (
+        case.around == "reentrant" and case.head in ("dict", "dataclass", "tuple"),
+        {"around": "none"},
+    )
+    yield case.around == "reentrant" and case.recompute != "none", {"recompute": "none"}
+    yield case.around == "reentrant" and case.hook == "activation_read", {"hook": "none"}
+    yield (
+        case.around in ("checkpoint", "grad_switch", "saved_hooks") and case.recompute != "none",
+        {"recompute": "none"},
+    )
+    yield case.hook == "activation_read" and case.recompute != "none", {"recompute": "none"}
+    yield case.hook != "none" and case.layout in ("pp2", "cp2", "tp2_sp"), {"hook": "none"}
+    yield case.dropout != "none" and not one, {"dropout": "none"}
+    yield case.session == "uneven" and case.layout != "dp2", {"session": "train"}
+    yield case.exchange != "none" and case.layout not in ("dp2", "ep2", "one"), {"exchange": "none"}
+    yield case.raises != "none" and case.layout == "pp2", {"raises": "none"}
+    yield (
+        case.session == "train_eval_mixed" and case.model == "gated_delta_net",
+        {"session": "train"},
+    )
+    yield case.tree == "unshared" and case.static == "packing", {"tree": "groups"}
+    # Static packs are of one length, which a shuffle would undo.
+    yield static and case.packed and case.tree == "shuffled", {"tree": "groups"}
+
+
+def settle(case: Case) -> Case:
+    """The case without what does not go together."""
+    for _ in range(100):
+        for clash, change in _rules(case):
+            if clash and any(getattr(case, name) != value for name, value in change.items()):
+                case = replace(case, **change)
+                break
+        else:
+            return case
+    raise ValueError(f"the rules do not settle: {dataclasses.asdict(case)}")
+
+
+assert [field.name for field in fields(Case)][2:] == [*AXES]  # the axes are the fields

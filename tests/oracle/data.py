@@ -1,0 +1,270 @@
+"""Rollouts, microbatches of them in a trainer's form, and how an iterator hands them out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.oracle.case import Case
+
+VOCAB = 64
+RANKS = 10
+"""More than there are."""
+STATIC = {
+    "tokens": ("tokens",),
+    "labels": ("labels",),
+    "loss_mask": ("loss_mask",),
+    "packing": ("ends", "ends_padded"),
+    "masks": ("attention_mask", "padding_mask"),
+    "weight": ("weight",),
+}
+"""Which fields of a batch are written over, by the value of the axis `static`."""
+
+
+class Sample(NamedTuple):
+    """tokens [n + 1]; trained [n], of the positions that predict."""
+
+    tokens: np.ndarray
+    trained: np.ndarray
+
+
+def rollouts(case: Case, part: int) -> list[list[Sample]]:
+    """Samples by microbatch; `part` is RANKS times the call's number plus the data-parallel rank.
+
+    Ranks have equally many microbatches, as the stock schedule wants it with experts.
+    """
+    rng = random.Random(f"{case.seed} {case.tree} {part // RANKS}")
+    draw = np.random.default_rng([case.seed, part])
+    size = 1 if case.form == "one" else rng.choice((2, 2, 3))
+    number = rng.choice((2, 3, 4)) if size > 1 else rng.choice((3, 4, 5))
+    equal = case.lengths == "equal"
+    rng = random.Random(f"{case.seed} {case.tree} {part} of this rank")
+    prompts = [draw.integers(0, VOCAB, 12 if equal else rng.randint(6, 20)) for _ in range(2)]
+    turns = [draw.integers(0, VOCAB, 4) for _ in range(2)]
+    answers = [draw.integers(0, VOCAB, 6) for _ in range(2)]
+    found = []
+    for index in range(size * number):
+        group = index * 2 // (size * number)
+        prompt = prompts[group]
+        answer = draw.integers(0, VOCAB, 6 if equal else rng.randint(2, 9))
+        if case.packed and case.batch.startswith("static") and index % size < 2:
+            # Packs of one length that are cut in other places, so that cu_seqlens differ.
+            longer = (1 + index // size % 2) * (1 if index % size else -1)
+            answer = draw.integers(0, VOCAB, 6 + longer if size > 1 else 6)
+        if case.tree == "turns":
+            answer = np.concatenate([turns[index % 2], answer[4:] if equal else answer[:-1]])
+        elif case.tree == "copies" and index % 2:
+            answer = np.concatenate([answers[group], answer])[: len(answer)]
+        elif case.tree == "unshared":
+            prompt = draw.integers(0, VOCAB, len(prompt))
+        tokens = np.concatenate([prompt, answer])
+        trained = np.arange(len(tokens) - 1) >= len(prompt) - 1
+        found.append(Sample(tokens, trained))
+    if case.tree == "shuffled":
+        rng.shuffle(found)
+    return [found[i : i + size] for i in range(0, len(found), size)]
+
+
+def multiple(case: Case) -> int:
+    """What the layout wants the length of every sample to be a multiple of."""
+    return {"cp2": 4, "tp2_sp": 2}.get(case.layout, 1)
+
+
+def batches(case: Case, part: int, cp_rank: int, cp: int) -> list[dict[str, Any]]:
+    """The microbatches of one call, each a dict of tensors, in the trainer's form."""
+    return [
+        _batch(case, samples, number, part, cp_rank, cp)
+        for number, samples in enumerate(rollouts(case, part))
+    ]
+
+
+def _batch(
+    case: Case, samples: Sequence[Sample], number: int, part: int, cp_rank: int, cp: int
+) -> dict[str, Any]:
+    true = [len(sample.trained) for sample in samples]
+    step = 8 if case.form == "thd_padded" else multiple(case)
+    goal = true if case.packed else [max(true)] * len(true)
+    lengths = [-(-length // step) * step for length in goal]
+    draw = np.random.default_rng([case.seed, part, number])
+    columns: dict[str, list[np.ndarray]] = {}
+    for index, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
+        n = len(sample.trained)
+        for name, values in {
+            "tokens": sample.tokens[:-1],
+            "labels": sample.tokens[1:],
+            "loss_mask": sample.trained.astype(np.float64),
+            "real": np.ones(n, dtype=bool),
+            "inner": np.arange(n) < n - 1,
+            "position_ids": np.arange(length),
+            "sample": np.full(length, index),
+            "weight": draw.uniform(0.5, 1.5, length),
+            "other": np.where(sample.trained, sample.tokens[:-1] + 1, sample.tokens[:-1]) % VOCAB,
+        }.items():
+            columns.setdefault(name, []).append(np.pad(values, (0, length - len(values))))
+    batch: dict[str, Any] = {"number": number}
+    for name, rows in columns.items():
+        held = [row[_held(len(row), cp_rank, cp)] for row in rows]
+        whole = np.concatenate(held)[None] if case.packed else np.stack(held)
+        batch[name] = torch.from_numpy(whole)
+    batch["ends"], batch["ends_padded"] = (
+        torch.tensor(np.cumsum([0, *one]), dtype=torch.int32) for one in (true, lengths)
+    )
+    batch["longest"] = max(lengths)
+    batch |= _masks(case, batch)
+    batch["routes"] = torch.from_numpy(_routes(draw, batch["tokens"]))
+    return batch
+
+
+def _held(length: int, rank: int, ranks: int) -> np.ndarray:
+    if ranks == 1:
+        return np.arange(length)
+    chunks = np.array_split(np.arange(length), 2 * ranks)
+    return np.concatenate([chunks[rank], chunks[2 * ranks - 1 - rank]])
+
+
+def _routes(draw: np.random.Generator, tokens: Tensor) -> np.ndarray:
+    """[layers, positions, 2] of experts, in the order in which routers see tokens (s, b)."""
+    first = draw.integers(0, 8, (2, tokens.numel()))
+    return np.stack([first, (first + 1 + draw.integers(0, 7, first.shape)) % 8], -1)
+
+
+def _masks(case: Case, batch: dict[str, Any]) -> dict[str, Tensor | None]:
+    """attention_mask (True hides in four dimensions, keeps in two) and padding_mask (True: pad)."""
+    real = batch["real"]
+    rows, length = real.shape
+    hidden = torch.ones(length, length).triu(1).bool().expand(rows, 1, -1, -1).clone()
+    found: dict[str, Tensor | None] = {"attention_mask": None, "padding_mask": None}
+    if case.mask == "causal":
+        found["attention_mask"] = hidden
+    elif case.mask == "causal_cut":
+        hidden |= ~real[:, None, None, :]
+        found["attention_mask"] = hidden
+    elif case.mask == "pad_2d":
+        found["attention_mask"] = real.clone()
+    elif case.mask == "padding_mask":
+        found["padding_mask"] = ~real
+    elif case.mask == "future":  # prompts see themselves whole
+        prompt = (batch["loss_mask"] == 0) & real
+        hidden &= ~(prompt[:, None, :, None] & prompt[:, None, None, :])
+        found["attention_mask"] = hidden
+    elif case.mask == "future_one":
+        if batch["number"] == 1:
+            hidden[-1, 0, 2, 4] = False
+        found["attention_mask"] = hidden
+    return found
+
+
+# How a trainer's iterator hands them out ----------------------------------------------------------
+
+FIELDS = (
+    *("number", "tokens", "labels", "loss_mask", "real", "inner", "position_ids", "sample"),
+    *("weight", "other", "ends", "ends_padded", "longest", "attention_mask", "padding_mask"),
+    "routes",
+)
+
+
+class Slots:
+    """A batch that has slots and no dict."""
+
+    __slots__ = FIELDS
+
+
+class Fields:
+    """A batch with attributes."""
+
+
+class Table:
+    """What a TensorDict offers: items, keys, and no dict below."""
+
+    def __init__(self, batch: dict[str, Any]) -> None:
+        self._names, self._values = list(batch), list(batch.values())
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[self._names.index(name)]
+
+    def keys(self) -> list[str]:
+        return list(self._names)
+
+
+class Pull:
+    """No iterator: it has a method of its own (slime's DataIterator)."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+
+    def get_next(self) -> Any:
+        return next(self._items)
+
+
+def get(item: Any, name: str) -> Any:
+    """A field of whatever the iterator has handed out."""
+    if isinstance(item, list):
+        return item[FIELDS.index(name)]
+    return item[name] if hasattr(item, "__getitem__") else getattr(item, name)
+
+
+def iterator(case: Case, found: list[dict[str, Any]], reads: list[int]) -> Any:
+    """The data iterator of a call; appends to `reads` what is drawn from it."""
+    ends = len(found) - 1 if case.raises == "data_ends" else len(found)
+    items = _counted(_items(case, found[:ends]), reads)
+    return Pull(items) if case.batch == "get_next" else items
+
+
+def _counted(items: Iterator[Any], reads: list[int]) -> Iterator[Any]:
+    for number, item in enumerate(items):
+        reads.append(number)
+        yield item
+
+
+def _items(case: Case, found: list[dict[str, Any]]) -> Iterator[Any]:
+    if case.batch.startswith("static"):
+        yield from _static(case, found)
+        return
+    one: Any = {"list_refilled": [], "slots_refilled": Slots(), "object_refilled": Fields()}.get(
+        case.batch, {}
+    )
+    for batch in found:
+        if case.batch == "index":
+            yield batch["number"]
+        elif case.batch == "tensordict":
+            yield Table(batch)
+        elif case.batch == "dict_refilled":
+            one.clear()
+            one.update(batch)
+            yield one
+        elif case.batch == "list_refilled":
+            one[:] = [batch[name] for name in FIELDS]
+            yield one
+        elif case.batch in ("slots_refilled", "object_refilled"):
+            for name in FIELDS:
+                setattr(one, name, batch[name])
+            yield one
+        else:
+            yield dict(batch)
+
+
+def _static(case: Case, found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Tensors that are made once and written over for every microbatch."""
+    shapes = [{n: v.shape for n, v in b.items() if isinstance(v, Tensor)} for b in found]
+    names = [n for n in shapes[0] if case.static == "all" or n in STATIC[case.static]]
+    arrays = {name: found[0][name].numpy().copy() for name in names}
+    buffers = {
+        name: torch.from_numpy(arrays[name])
+        if case.batch == "static_numpy"
+        else found[0][name].clone()
+        for name in names
+    }
+    for batch in found:
+        for name, buffer in buffers.items():
+            if case.batch == "static_numpy":
+                arrays[name][...] = batch[name].numpy()
+            elif case.batch == "static_data":
+                buffer.data.copy_(batch[name])
+            else:
+                buffer.copy_(batch[name])
+        yield {**batch, **buffers}

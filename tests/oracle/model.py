@@ -1,0 +1,304 @@
+"""Models as trainers have them: Megatron's GPTModel, and what is put around it."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from torch import Tensor, nn
+
+from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.runtime import Layout
+from tests.oracle import attention
+from tests.oracle.case import Case
+from tests.oracle.data import VOCAB
+
+LAYOUTS = {
+    "one": Layout(),
+    "tp2": Layout(tp=2),
+    "tp2_sp": Layout(tp=2, sequence_parallel=True),
+    "pp2": Layout(pp=2),
+    "cp2": Layout(cp=2),
+    "dp2": Layout(dp=2),
+    "ep2": Layout(ep=2, dp=2),
+}
+_ROUTERS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0}
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "aux_loss": {"moe_aux_loss_coeff": 0.05},
+    "seq_aux_loss": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.05},
+    "z_loss": {"moe_z_loss_coeff": 0.01},
+    "record": {"moe_enable_routing_replay": True},
+    "replay_forward": {"moe_enable_routing_replay": True},
+}
+
+
+@dataclass
+class Parts:
+    """What the trainer has: the model it gives to the schedule, and the language model inside."""
+
+    model: Any
+    language: Any
+    reads: list[Tensor]
+    other: Any = None
+
+
+def build(case: Case) -> Parts:
+    """The same weights every time for the same case."""
+    RouterReplay.clear_global_router_replay_instances()
+    language = _language(case, seed=case.seed + 1)
+    if case.model in ("record", "replay_forward"):
+        action = getattr(RouterReplayAction, case.model.upper())
+        RouterReplay.set_global_router_replay_action(action)
+    reads: list[Tensor] = []
+    hooked(case, language, reads)
+    model = _wrapped(case, _headed(case, language))
+    if case.ddp == "wrapped":
+        config = DistributedDataParallelConfig(grad_reduce_in_fp32=False)
+        model = DistributedDataParallel(language.config, config, model)
+        language.config.finalize_model_grads_func = finalize_model_grads
+    model.train()
+    other = _language(case, seed=case.seed + 2) if case.calls.startswith("other") else None
+    return Parts(model, language, reads, other)
+
+
+def _language(case: Case, seed: int) -> Any:
+    preset, spec = "tiny-llama", {}
+    overrides: dict[str, Any] = {"variable_seq_lengths": True}
+    if case.model == "dense":
+        spec = {"num_query_groups": 4}
+    elif case.model == "qk_norm":
+        preset = "tiny-qwen3"
+    elif case.model == "gated_delta_net":
+        preset, spec = "tiny-qwen3-next", {"linear_attention_freq": 2}
+    elif case.model in _EXPERTS:
+        preset = "tiny-moe"
+        overrides |= _ROUTERS | _EXPERTS[case.model]
+    overrides["calculate_per_token_loss"] = case.returns == "per_token"
+    if case.dropout != "none":
+        overrides[f"{case.dropout}_dropout"] = 0.1
+    shape = resolve(preset, **{"num_layers": 2, "hidden_size": 32, **spec}).with_vocab(VOCAB)
+    model = build_model(
+        shape, layout=LAYOUTS[case.layout], dtype=case.dtype, recompute=case.recompute, seed=seed,
+        wrap_ddp=False, config_overrides=overrides,
+    )[0]  # fmt: skip
+    attention.put_into(model)
+    return model
+
+
+# What the model returns ---------------------------------------------------------------------------
+
+
+@dataclass
+class Output:
+    """An output of a class of the trainer's own."""
+
+    log_probs: Tensor
+    entropy: Tensor
+
+
+def log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+
+def entropy(logits: Tensor) -> Tensor:
+    logs = logits.log_softmax(-1)
+    return -(logs.exp() * logs).sum(-1)
+
+
+def by_place(output: Tensor) -> Tensor:
+    """Depends on where in its row a position is, as what derives positions itself does."""
+    scale = 1 + 0.05 * torch.arange(output.shape[1], dtype=output.dtype)
+    return output * scale.view(1, -1, *[1] * (output.dim() - 2))
+
+
+def _headed(case: Case, language: Any) -> Any:
+    """The language model with a `forward` of its own, which calls GPTModel's through super()."""
+    # long: a class that knows the case
+    derived = case.wrapper in ("super_derived", "instance_forward")
+    plain = case.head == "none" and case.context == "none"
+    if case.wrapper == "instance_forward":
+        stock = language.forward
+
+        def forward(self: Any, *args: Any, **named: Any) -> Any:
+            output = stock(*args, **named)
+            return by_place(output) if self.post_process else output
+
+        language.forward = types.MethodType(forward, language)
+        return language
+    if plain and not case.wrapper.startswith("super"):
+        return language
+
+    class Headed(GPTModel):
+        """A subclass as trainers have them."""
+
+        def forward(
+            self,
+            input_ids: Any,
+            position_ids: Any = None,
+            attention_mask: Any = None,
+            *more: Any,
+            output_processor_context: Any = None,
+            **named: Any,
+        ) -> Any:
+            labels = named.get("labels")
+            if case.head != "none":
+                named["labels"] = None
+            output = super().forward(input_ids, position_ids, attention_mask, *more, **named)
+            if not self.post_process:
+                return output
+            if derived:
+                output = by_place(output)
+            if output_processor_context is not None:
+                output = output * 0.5
+                _fill(output_processor_context)
+            return _head(case.head, output, input_ids, labels)
+
+    language.__class__ = Headed
+    return language
+
+
+def _fill(context: Any) -> None:
+    """What a model leaves in the object that the trainer gave to it."""
+    if isinstance(context, dict):
+        context["scale"] = 2.0
+    elif isinstance(context, list):
+        context.append(2.0)
+    else:
+        context.scale = 2.0
+
+
+def _head(kind: str, logits: Tensor, tokens: Tensor, labels: Tensor | None) -> Any:
+    if kind == "none":
+        return logits
+    if kind == "n_minus_1":
+        return log_probs(logits[:, :-1], tokens[:, 1:])
+    assert labels is not None
+    logs = log_probs(logits, labels)
+    if kind == "dict":
+        return {"log_probs": logs, "entropy": entropy(logits)}
+    if kind == "tuple":
+        return logs, entropy(logits)
+    if kind == "dataclass":
+        return Output(logs, entropy(logits))
+    return -logs.mean() if kind == "scalar" else logs
+
+
+# What is around it --------------------------------------------------------------------------------
+
+
+class Owner(nn.Module):
+    """A vision-language model's class around the language model, as trainers register it.
+
+    It has the language model as an attribute, its config, and where messages go in.
+    """
+
+    derived = False
+
+    def __init__(self, language: Any) -> None:
+        super().__init__()
+        self.language_model = language
+        self.config, self.model_type = language.config, language.model_type
+        self.pre_process, self.post_process = language.pre_process, language.post_process
+        self.share_embeddings_and_output_weights = language.share_embeddings_and_output_weights
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        self.language_model.set_input_tensor(tensor)
+
+    def shared_embedding_or_output_weight(self) -> Any:
+        return self.language_model.shared_embedding_or_output_weight()
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        output = self.language_model(*args, **named)
+        return by_place(output) if self.derived and isinstance(output, Tensor) else output
+
+
+class Exposing(Owner):
+    """It has `decoder` as a property (Megatron-Bridge's Qwen models)."""
+
+    @property
+    def decoder(self) -> Any:
+        return self.language_model.decoder
+
+
+class ExposingMore(Exposing):
+    """And the embedding, but not the rotary one."""
+
+    @property
+    def embedding(self) -> Any:
+        return self.language_model.embedding
+
+    @property
+    def output_layer(self) -> Any:
+        return self.language_model.output_layer
+
+
+class Renamed(Owner):
+    """Deeper inside, and under another name."""
+
+    def __init__(self, language: Any) -> None:
+        super().__init__(language)
+        del self.language_model
+        self.inner = nn.ModuleDict({"text": language})
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        self.inner["text"].set_input_tensor(tensor)
+
+    def shared_embedding_or_output_weight(self) -> Any:
+        return self.inner["text"].shared_embedding_or_output_weight()
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return self.inner["text"](*args, **named)
+
+
+_OWNERS = {
+    "owns": Owner,
+    "owns_derived": type("OwnerDerived", (Owner,), {"derived": True}),
+    "decoder_property": Exposing,
+    "decoder_derived": type("ExposingDerived", (Exposing,), {"derived": True}),
+    "embedding_property": ExposingMore,
+    "no_decoder": Renamed,
+}
+
+
+def _wrapped(case: Case, model: Any) -> Any:
+    return _OWNERS[case.wrapper](model) if case.wrapper in _OWNERS else model
+
+
+# Hooks --------------------------------------------------------------------------------------------
+
+
+class _Regulariser(torch.autograd.Function):
+    """Adds the gradient of half a squared activation, as auxiliary losses are added."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient + 1e-3 * ctx.saved_tensors[0]
+
+
+def hooked(case: Case, language: Any, reads: list[Tensor]) -> None:
+    """Hooks that a trainer sets on its model."""
+    layer = language.decoder.layers[0]
+    if case.hook == "clip":
+        for parameter in language.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    elif case.hook == "regulariser":
+        layer.register_forward_hook(lambda m, a, out: (_Regulariser.apply(out[0]), *out[1:]))
+    elif case.hook == "activation_read":
+        layer.register_forward_hook(lambda m, a, out: reads.append(out[0].pow(2).mean()))
+    elif case.hook == "output_scale":  # per position: allowed
+        layer.register_forward_hook(lambda m, a, out: (out[0] * 1.01, *out[1:]))

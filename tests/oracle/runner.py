@@ -1,0 +1,163 @@
+"""Runs cases in processes of their own, so that one that hangs or dies is only a verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import NamedTuple
+
+import torch
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab import runtime
+from tests.harness.one_rank import one_rank
+from tests.harness.ranks import run_ranks
+from tests.oracle import judge, model
+from tests.oracle.case import Case
+from tests.oracle.judge import ENDED, HUNG, INVALID, REFUSED, Verdict
+
+TIME_S = 240.0
+"""Seconds after which a case counts as hung."""
+CASES = 60
+"""Cases of one process: a model in DDP is never freed."""
+
+Verdicts = dict[str, Verdict]
+
+
+class Job(NamedTuple):
+    """A case and the modes to run it in."""
+
+    case: Case
+    modes: tuple[str, ...]
+
+
+def verdicts(case: Case, modes: Sequence[str]) -> Verdicts:
+    """A case of one rank, in this process, which is in `one_rank`."""
+    stock = judge.run(case, "stock")
+    return {mode: judge.judge(case, mode, stock, judge.run(case, mode)) for mode in modes}
+
+
+def run(jobs: Iterable[Job], workers: int = 1) -> Iterator[tuple[Job, Verdicts]]:
+    """Verdicts of cases, as they come; those on several ranks one by one."""
+    jobs = list(jobs)
+    for job in jobs:
+        if job.case.ranks > 1:
+            yield job, {mode: _on_ranks(job.case, mode) for mode in job.modes}
+    yield from _in_workers([job for job in jobs if job.case.ranks == 1], workers)
+
+
+def _quiet() -> None:
+    """Thousands of cases say thousands of times why they fall back."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+
+
+# One rank -----------------------------------------------------------------------------------------
+
+
+def _worker(pipe: Connection) -> None:
+    _quiet()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # and fills new memory with NaN
+    with one_rank():
+        while (job := pipe.recv()) is not None:
+            try:
+                pipe.send(verdicts(*job))
+            except Exception:  # noqa: BLE001  # a mistake of the oracle itself
+                text = traceback.format_exc(limit=-3)
+                pipe.send({mode: Verdict(INVALID, ("oracle",), text) for mode in job.modes})
+
+
+class _Process:
+    """A worker, and the job that it is at."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=_worker, args=(other,), daemon=True)
+        self.process.start()
+        other.close()
+        self.job: Job | None = None
+        self.done = 0
+
+    def give(self, job: Job) -> None:
+        self.job = job
+        self.pipe.send(job)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def _in_workers(jobs: list[Job], workers: int) -> Iterator[tuple[Job, Verdicts]]:
+    left, busy = iter(jobs), []
+    try:
+        for job in (one for one, _ in zip(left, range(workers), strict=False)):
+            busy.append(_Process())
+            busy[-1].give(job)
+        while busy:
+            ready = wait([one.pipe for one in busy], TIME_S)
+            finished = [one for one in busy if one.pipe in ready] or busy[:1]
+            for one in finished:
+                job = one.job
+                assert job is not None
+                yield job, _answer(one, late=one.pipe not in ready)
+                following = next(left, None)
+                if following is None or not one.process.is_alive() or one.done >= CASES:
+                    one.end()
+                    busy.remove(one)
+                    if following is not None:
+                        busy.append(_Process())
+                        busy[-1].give(following)
+                else:
+                    one.give(following)
+    finally:
+        for one in busy:
+            one.end()
+
+
+def _answer(one: _Process, *, late: bool) -> Verdicts:
+    one.done += 1
+    assert one.job is not None
+    if not late:
+        with contextlib.suppress(EOFError, ConnectionError):
+            return one.pipe.recv()
+    one.process.kill()
+    one.process.join()
+    why = f"no answer within {TIME_S:.0f} s" if late else f"died with {one.process.exitcode}"
+    return {mode: Verdict(HUNG if late else ENDED, (), why) for mode in one.job.modes}
+
+
+# Several ranks ------------------------------------------------------------------------------------
+
+
+def _on_ranks(case: Case, mode: str) -> Verdict:
+    """The worst verdict of the ranks; refused if all stopped and one said why."""
+
+    def on_rank() -> Verdict:
+        _quiet()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        runtime.initialize(model.LAYOUTS[case.layout], message_timeout_minutes=TIME_S / 60)
+        stock = judge.run(case, "stock")
+        return judge.judge(case, mode, stock, judge.run(case, mode))
+
+    try:
+        found = run_ranks(case.ranks, on_rank, timeout_s=TIME_S)
+    except (runtime.RankError, UserError) as error:
+        late = "did not finish" in str(error) or "imed out" in str(error)
+        last = str(error).strip().splitlines()[-1][:200]
+        return Verdict(HUNG if late else ENDED, (), last)
+    for bad in (INVALID, judge.WRONG):
+        for one in found:
+            if one.what == bad:
+                return one
+    refused = [one for one in found if one.what == REFUSED]
+    if refused:  # the others fail because of it
+        return refused[0] if all(one.what in (REFUSED, ENDED) for one in found) else found[0]
+    return next((one for one in found if one.what == ENDED), found[0])

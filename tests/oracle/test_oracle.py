@@ -1,0 +1,150 @@
+"""Random trainers by the stock schedule and by ours: a bounded number of them.
+
+`python -m tests.oracle` runs thousands. What fails today is in known.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.oracle import judge, known, pairs, runner
+from tests.oracle.case import AXES, LAYOUTS, Case, alone, draw, settle
+from tests.oracle.judge import ENDED, GOOD, INVALID, MODES, WRONG, Verdict
+from tests.oracle.trainer import Call
+
+LIMITS = Path("docs/operations.md")
+OBSERVED = ("batch", "static", "writes", "leaves", "draws", "calls", "around", "session", "raises")
+"""Axes by which mode observe may fail: it runs the model as it is."""
+TWO_RANKS = (
+    Case(0, "tp2", form="thd"),
+    Case(0, "tp2_sp", form="thd_padded", labels="absent", in_place="div"),
+    Case(0, "pp2", returns="three", tree="turns"),
+    Case(0, "cp2", form="thd_padded", session="evaluate_then_train"),
+    Case(0, "dp2", form="one", tree="shuffled", writes="self_attribute"),
+    Case(0, "ep2", "aux_loss", returns="per_token"),
+)
+
+
+def _unexplained(case: Case, found: runner.Verdicts) -> list[str]:
+    """A line for every verdict that no table explains; with it the case can be run alone."""
+    return [
+        f"{case!r}\n    in mode {mode}: {verdict.what} {' '.join(verdict.kinds)} {verdict.why}"
+        for mode, verdict in found.items()
+        if verdict.what not in GOOD and known.explanation(case, mode, verdict) is None
+    ]
+
+
+def _run(*jobs: runner.Job) -> None:
+    failures = [
+        line for job, found in runner.run(jobs, workers=2) for line in _unexplained(job.case, found)
+    ]
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.slow
+def test_every_value_of_every_axis_alone() -> None:
+    """What known.py says of one fails just so; fixed? Then its line must go."""
+    lines = {line.case: line for line in known.KNOWN if line.case.ranks == 1}
+    jobs = []
+    for case in dict.fromkeys([*alone(), *lines]):
+        observed = case in lines or any(name in OBSERVED for name in case.changes())
+        jobs.append(runner.Job(case, MODES if observed else ("on", "auto")))
+    failures = []
+    for job, found in runner.run(jobs, workers=2):
+        failures += _unexplained(job.case, found)
+        if job.case in lines:
+            failing = tuple(mode for mode in MODES if found[mode].what not in GOOD)
+            if failing != lines[job.case].modes:
+                failures.append(f"{lines[job.case]} fails in modes {failing}")
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.slow
+def test_pairs_of_values() -> None:
+    """Nothing ends or changes a step of mode auto."""
+    _run(*(runner.Job(case, ("auto",)) for case in pairs.cases()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TWO_RANKS, ids=lambda case: case.layout)
+def test_two_ranks(case: Case) -> None:
+    _run(runner.Job(settle(case), ("auto",)))
+
+
+# The oracle itself --------------------------------------------------------------------------------
+
+
+def test_a_seed_is_a_case_for_ever() -> None:
+    for seed in range(50):
+        case = draw(seed)
+        assert case == draw(seed) == eval(repr(case))  # noqa: S307  # as it is printed
+        assert settle(case) == case
+
+
+def test_every_value_can_be() -> None:
+    """In some layout, alone and in seeds."""
+    cases = [*alone(1), *alone(2)]
+    drawn = [draw(seed, ranks) for ranks in LAYOUTS for seed in range(1500)]
+    for name, axis in AXES.items():
+        for value in axis.values:
+            assert any(getattr(case, name) == value for case in cases), (name, value)
+            assert any(getattr(case, name) == value for case in drawn), (name, value)
+
+
+def test_seeds_cover_the_pairs() -> None:
+    covered = set().union(*map(pairs.pairs, pairs.cases()))
+    some = (draw(seed, 1, pairs.DENSE) for seed in range(400))
+    assert set().union(*map(pairs.pairs, some)) <= covered
+
+
+def test_sentences_stand_in_limits() -> None:
+    text = " ".join(LIMITS.read_text(encoding="utf-8").split())
+    for line in known.PERMITTED:
+        assert line.sentence in text, line.sentence
+
+
+def _call(**changes: object) -> Call:
+    log = {"number": 0, "loss": torch.ones(()), "values": torch.ones(1, 3)}
+    call = Call("train", [log], {"w": torch.ones(3)}, reads=[0], losses=[0], shared=True)
+    for name, value in changes.items():
+        setattr(call, name, value)
+    return call
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("gradient", {"gradients": {"w": torch.full((3,), 1.001)}}),
+        ("gradient", {"gradients": {"w": torch.full((3,), float("nan"))}}),
+        ("gradient", {"gradients": {}}),
+        ("returned", {"returned": []}),
+        ("returned", {"returned": [{"number": 0, "loss": torch.zeros(()), "values": torch.ones(1, 3)}]}),  # noqa: E501
+        ("reads", {"reads": [0, 0]}),
+        ("kept", {"losses": [0, 0]}),
+        ("auxiliary", {"auxiliary": {"z_loss": torch.ones(2)}}),
+    ],
+)  # fmt: skip
+def test_the_judge_sees(kind: str, changes: dict[str, object]) -> None:
+    case = Case(0)
+    assert judge.judge(case, "auto", [_call()], [_call()]).what == judge.EQUAL
+    verdict = judge.judge(case, "auto", [_call()], [_call(**changes)])
+    assert verdict.what == WRONG and kind in verdict.kinds
+
+
+def test_the_judge_of_exceptions_and_fallbacks() -> None:
+    case, boom = Case(0), {"raised": RuntimeError("x")}
+    assert judge.judge(case, "auto", [_call()], [_call(**boom)]).what == ENDED
+    assert judge.judge(case, "auto", [_call(**boom)], [_call(**boom)]).what == INVALID
+    raising = replace(case, raises="in_loss")
+    assert judge.judge(raising, "auto", [_call(**boom)], [_call(**boom)]).what == judge.EQUAL
+    assert judge.judge(raising, "auto", [_call(**boom)], [_call()]).what == WRONG
+    other = _call(raised=KeyError("x"))
+    assert judge.judge(raising, "auto", [_call(**boom)], [other]).what == WRONG
+    near = {"w": torch.full((3,), 1 + 1e-7)}
+    stock = _call(shared=False, gradients=near)
+    assert judge.judge(replace(case, dtype="float32"), "auto", [_call()], [stock]).what == WRONG
+    assert known.explanation(case, "auto", Verdict(WRONG, ("gradient",))) is None

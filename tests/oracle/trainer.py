@@ -1,0 +1,535 @@
+"""A trainer: its forward step, its loss, what it keeps, and its calls of a schedule."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import random
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router_replay import RouterReplay
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from tests.oracle import data
+from tests.oracle.case import Case
+from tests.oracle.data import get
+from tests.oracle.model import Output, Parts, by_place, entropy, log_probs
+
+NOISE = 1.0
+"""What a forward step leaves for a loss is a factor from 1 to 1 + this."""
+held: Any = None
+"""The axis writes=module_global."""
+SESSIONS = {
+    "train": ("train",),
+    "evaluate": ("evaluate",),
+    "evaluate_then_train": ("evaluate", "train"),
+    "train_thrice": ("train", "train", "train"),
+    "scale_changed": ("train", "scale", "train"),
+    "inv_freq_changed": ("train", "frequency", "train"),
+    "train_eval_mixed": ("train", "eval_mode", "train"),
+    "mode_in_step": ("train",),
+    "uneven": ("evaluate", "uneven", "train"),
+}
+
+
+class Boom(Exception):
+    """What a forward step or a loss raises."""
+
+
+@dataclass
+class Call:
+    """What one call of a schedule has left; tensors are copies."""
+
+    kind: str
+    returned: list[Any] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    auxiliary: dict[str, Tensor] = field(default_factory=dict)
+    reads: list[int] = field(default_factory=list)
+    losses: list[int] = field(default_factory=list)
+    kept: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    raised: BaseException | None = None
+    shared: bool | None = None
+    tokens: int = 1
+
+
+class _Mode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), named: Any = None) -> Any:
+        return func(*args, **(named or {}))
+
+
+class _Shared:
+    factor: Any = None
+
+
+def _held() -> Any:
+    return held
+
+
+def seed_all(seed: int) -> None:
+    """Every generator that a trainer may draw from."""
+    random.seed(seed)
+    np.random.seed(seed)  # trainers draw from it
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
+class Trainer:
+    """The trainer of a case.
+
+    Args:
+        case: what it is like.
+        parts: its model.
+    """
+
+    def __init__(self, case: Case, parts: Parts) -> None:
+        self.case, self.parts = case, parts
+        self.kept: dict[str, Any] = {"list": [], "dict": {}, "counter": 0, "routes": []}
+        self.sums = torch.zeros(4, dtype=torch.float64)
+        self.carried: Any = 1.0
+        self.ema = 1.0
+        self.box, self.many, self.objects = {"factor": None}, [None], [types.SimpleNamespace()]
+        self.static = torch.zeros((), dtype=torch.float64)
+        self.queue: collections.deque[Any] = collections.deque()
+        self.losses: list[int] = []
+        self.found: list[dict[str, Any]] = []
+        self.part = 0
+
+    # Calls ---------------------------------------------------------------------------------------
+
+    def session(self, schedule: Callable[[], Any]) -> Iterator[Call]:
+        """Every call of a schedule; the last one is that which raised, if any did."""
+        for kind in SESSIONS[self.case.session]:
+            if kind == "scale":
+                for layer in self.parts.language.decoder.layers:
+                    if hasattr(layer.self_attention, "core_attention"):
+                        layer.self_attention.core_attention.softmax_scale *= 0.3
+                continue
+            if kind == "frequency":
+                rotary = self.parts.language.rotary_pos_emb
+                rotary.inv_freq = rotary.inv_freq * 0.3
+                type(rotary).forward.cache_clear()
+                continue
+            if kind == "uneven" and not parallel_state.get_data_parallel_rank():
+                continue
+            call = self.call(schedule(), kind)
+            yield call
+            if call.raised is not None:
+                return
+            self._update(call)
+
+    def call(self, schedule: Any, kind: str) -> Call:
+        """One call; exceptions are kept."""
+        rank = parallel_state.get_data_parallel_rank()
+        cp_rank = parallel_state.get_context_parallel_rank()
+        cp = parallel_state.get_context_parallel_world_size()
+        self.found = data.batches(self.case, self.part * data.RANKS + rank, cp_rank, cp)
+        self.part += 1
+        self.losses, training = [], kind == "train"
+        call = Call(kind, tokens=sum(batch["tokens"].numel() for batch in self.found) * cp)
+        model = self.parts.model
+        self._zero()
+        model.train(kind != "eval_mode")
+        longest = max(batch["tokens"].shape[1] for batch in self.found)
+        try:
+            with torch.enable_grad() if training else torch.no_grad():
+                call.returned = schedule(
+                    forward_step_func=self.forward_step(),
+                    data_iterator=data.iterator(self.case, self.found, call.reads),
+                    model=model,
+                    num_microbatches=len(self.found),
+                    seq_length=longest,
+                    micro_batch_size=self.found[0]["tokens"].shape[0],
+                    forward_only=not training,
+                )
+        except Exception as raised:  # noqa: BLE001  # whatever it is, it is compared
+            call.raised = raised
+        report = getattr(schedule, "report", None)
+        call.shared = None if report is None else bool(report.decision.share)
+        if call.raised is None:
+            self._look(call, training)
+        model.train()
+        return call
+
+    def _zero(self) -> None:
+        model = self.parts.model
+        if hasattr(model, "zero_grad_buffer"):
+            model.zero_grad_buffer()
+        model.zero_grad(set_to_none=True)
+        moe_utils.clear_aux_losses_tracker()
+
+    def _look(self, call: Call, training: bool) -> None:
+        if training:
+            call.gradients = {
+                name: _gradient(parameter)
+                for name, parameter in self.parts.language.named_parameters()
+            }
+        for name, logged in moe_utils.get_moe_layer_wise_logging_tracker().items():
+            call.auxiliary[name] = logged["values"].detach().clone()
+        call.losses = list(self.losses)
+        call.kept = copied({
+            **self.kept, "sums": self.sums, "carried": self.carried, "ema": self.ema,
+            "reads left": len(self.parts.reads), "queue": len(self.queue),
+        })  # fmt: skip
+        modules = self.parts.model.named_modules()
+        call.state = {
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": repr(np.random.get_state()),
+            "training": [name for name, module in modules if not module.training],
+            "buffers": {n: b.clone() for n, b in self.parts.language.named_buffers()},
+            "grad_enabled": torch.is_grad_enabled(),
+        }
+
+    def _update(self, call: Call) -> None:
+        """Plain gradient descent, so that a step shows in the next one."""
+        with torch.no_grad():
+            for name, parameter in self.parts.language.named_parameters():
+                if name in call.gradients:
+                    parameter -= 0.01 * call.gradients[name].to(parameter.dtype)
+
+    # The forward step ----------------------------------------------------------------------------
+
+    def forward_step(self) -> Callable[[Any, Any], Any]:
+        """A `forward_step_func`: a method, or a function with a variable around it."""
+        if self.case.writes != "closure":
+            return self.step
+        value: Any = None
+
+        def step(iterator: Any, model: Any) -> Any:
+            def put(new: Any) -> Callable[[], Any]:
+                nonlocal value
+                value = new
+                return lambda: value
+
+            return self.step(iterator, model, put)
+
+        return step
+
+    def step(self, iterator: Any, model: Any, put: Any = None) -> Any:
+        """One microbatch; `put` leaves a factor in a closure and returns how to read it."""
+        global held
+        case = self.case
+        item = iterator.get_next() if case.batch == "get_next" else next(iterator)
+        if case.batch == "index":
+            item = self.found[item]
+        number, last = int(get(item, "number")), len(self.found) - 1
+        if case.raises == "before_call" and number == last:
+            raise Boom
+        factor = torch.tensor(1 + number / len(self.found) * NOISE, dtype=torch.float64)
+        factor = factor * self._drawn("step") * self.carried
+        if case.exchange == "in_step":
+            factor = self._exchanged(factor)
+        read_back = put(factor) if put else self._write(factor)
+        if case.writes == "module_global":
+            held = factor
+            read_back = _held
+        if case.session == "mode_in_step":
+            model.eval() if number else model.train()
+        before = self._reference(item, model, "before")
+        output, more = self._called(item, model, number)
+        if case.raises == "after_call" and number == last:
+            raise Boom
+        if case.model == "record":
+            recorded = [x.clone() for x in RouterReplay.get_recorded_data()]
+            self.kept["routes"].append((number, recorded))
+        if case.calls == "reference_in_loss" or case.calls == "other_in_loss":
+            before = None
+        return output, self._loss(item, model, before, read_back, more)
+
+    def _called(self, item: Any, model: Any, number: int) -> tuple[Any, dict[str, Any]]:
+        """What the model returned, and what else the loss needs."""
+        case, more = self.case, {}
+        if case.calls == "not_at_all" and number == 1:
+            parameter = next(iter(self.parts.language.parameters()))
+            shape = get(item, "tokens").shape
+            return parameter.sum() * 0 + torch.ones(shape, dtype=parameter.dtype), more
+        if case.model == "replay_forward":
+            RouterReplay.set_replay_data([*get(item, "routes")])
+        context = self._context()
+        output = self._around(model, item, context)
+        if context is not None:
+            more["scale"] = (
+                context.get("scale", 100.0) if isinstance(context, dict)
+                else context[0] if isinstance(context, list) and context
+                else getattr(context, "scale", 100.0)
+            )  # fmt: skip
+        if case.calls == "twice":
+            more["other"] = self._model_call(model, item, None, tokens="other")
+        return output, more
+
+    def _context(self) -> Any:
+        kinds: dict[str, Any] = {"empty_dict": {}, "empty_list": []}
+        if self.case.context == "object":
+            return types.SimpleNamespace()
+        return kinds.get(self.case.context)
+
+    def _around(self, model: Any, item: Any, context: Any) -> Any:
+        around = self.case.around
+
+        def call(*unused: Any) -> Any:
+            return self._model_call(model, item, context)
+
+        if around in ("reentrant", "checkpoint"):
+            leaf = torch.zeros((), requires_grad=True)
+            if not torch.is_grad_enabled():
+                return call()
+            return checkpoint(call, leaf, use_reentrant=around == "reentrant")
+        manager: Any = contextlib.nullcontext()
+        if around == "autocast":
+            manager = torch.autocast("cpu", dtype=torch.bfloat16)
+        elif around == "autocast_off":
+            manager = torch.autocast("cpu", enabled=False)
+        elif around == "saved_hooks":
+            manager = torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x)
+        elif around == "function_mode":
+            manager = _Mode()
+        elif around == "grad_switch":
+            manager = torch.set_grad_enabled(torch.is_grad_enabled())
+        with manager:
+            return call()
+
+    def _model_call(self, model: Any, item: Any, context: Any, tokens: str = "tokens") -> Any:
+        case = self.case
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        head = [
+            get(item, tokens) if first or case.seed % 2 else None,
+            get(item, "position_ids") if case.positions == "given" else None,
+            get(item, "attention_mask"),
+        ]
+        named: dict[str, Any] = {}
+        if case.labels == "given" and last:
+            named["labels"] = get(item, "labels")
+        if case.loss_mask == "given" and last:
+            named["loss_mask"] = get(item, "loss_mask")
+        if case.packed:
+            named["packed_seq_params"] = _packing(item, case)
+        if case.mask == "padding_mask":
+            named["padding_mask"] = get(item, "padding_mask")
+        if context is not None:
+            named["output_processor_context"] = context
+        if case.arguments == "positional" and "labels" in named:
+            return model(*head, None, named.pop("labels"), **named)
+        if case.arguments != "keyword":
+            return model(*head, **named)
+        names = ("input_ids", "position_ids", "attention_mask")
+        return model(**dict(zip(names, head, strict=True)), **named)
+
+    def _reference(self, item: Any, model: Any, when: str) -> Tensor | None:
+        """Outputs without gradients, of the model itself or of another one."""
+        case = self.case
+        if case.calls not in (f"reference_{when}", f"other_{when}"):
+            return None
+        other = case.calls.startswith("other")
+        context = None if other else self._context()
+        with torch.no_grad():
+            output = self._model_call(self.parts.other if other else model, item, context)
+        return self._values(output, item).detach().clone()
+
+    def _write(self, factor: Tensor) -> Callable[[], Any]:
+        """Leaves a factor where the loss reads it; returns how."""
+        # long: a table of places
+        global held
+        where = self.case.writes
+        if where == "self_attribute":
+            self.factor = factor
+            return lambda: self.factor
+        if where == "dict_item":
+            self.box["factor"] = factor
+            return lambda: self.box["factor"]
+        if where == "list_item":
+            self.many[0] = factor
+            return lambda: self.many[0]
+        if where == "object_in_list":
+            self.objects[0].factor = factor
+            return lambda: self.objects[0].factor
+        if where == "tensor":
+            self.static.copy_(factor)
+            return lambda: self.static.clone()
+        if where == "class_attribute":
+            _Shared.factor = factor
+            return lambda: _Shared.factor
+        if where == "model_attribute":
+            self.parts.language.trainers_factor = factor
+            return lambda: self.parts.language.trainers_factor
+        if where == "global_in_helper":
+            held = factor
+            return _held
+        if where == "deque":
+            self.queue.append(factor)
+            return self.queue.popleft
+        return lambda: factor
+
+    def _drawn(self, where: str) -> Tensor:
+        """A random factor, if this trainer draws one here."""
+        draws = self.case.draws
+        one = torch.ones((), dtype=torch.float64)
+        if draws in (where, "both"):
+            return one + torch.rand((), dtype=torch.float64)
+        if draws == "python" and where == "loss":
+            return one + random.random()
+        if draws == "numpy" and where == "loss":
+            return one + np.random.random()
+        return one
+
+    def _exchanged(self, value: Tensor) -> Tensor:
+        value = value.detach().clone()
+        dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
+        return value
+
+    # The loss ------------------------------------------------------------------------------------
+
+    def _loss(
+        self, item: Any, model: Any, before: Any, read_back: Any, more: dict[str, Any]
+    ) -> Callable[..., Any]:
+        def loss_func(output: Any, non_loss_data: bool = False) -> Any:
+            number = int(get(item, "number"))
+            self.losses.append(number)
+            if self.case.raises == "in_loss" and number == len(self.found) - 1:
+                raise Boom
+            reference = self._reference(item, model, "in_loss") if before is None else before
+            factor = read_back() * self._drawn("loss")
+            values, loss = self._scored(output, item, factor, reference, more)
+            count = self._mask(item).sum().to(torch.int32)
+            log = {"number": number, "loss": loss.detach().clone(), "values": values}
+            self._leave(number, log["loss"])
+            if self.case.returns == "two":
+                return loss, log
+            return loss, count, log
+
+        return loss_func
+
+    def _scored(
+        self, output: Any, item: Any, factor: Tensor, reference: Any, more: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """What is logged of every position, and the loss."""
+        case, mask = self.case, self._mask(item)
+        if case.head == "scalar":
+            loss = output * factor.to(output.dtype)
+            return output.detach().double().clone(), loss * more.get("scale", 1.0)
+        values = self._values(output, item)
+        seen = (values * mask if case.reads == "masked" else values * get(item, "real")).detach()
+        if case.reads == "all":
+            mask = get(item, "real").to(mask.dtype)
+        weight = self._cut(get(item, "weight")) * factor * more.get("scale", 1.0)
+        terms = values * mask * weight.to(values.dtype)
+        if reference is not None:
+            terms = terms * (1 + (values.detach() - reference).tanh())
+        if "other" in more:
+            terms = terms - 0.5 * (self._values(more["other"], item) * mask * weight).tanh()
+        if case.loss in ("per_sample", "sequence"):
+            loss = self._by_sample(terms, mask, item)
+        elif case.loss == "token_mean" and case.returns == "two":
+            loss = terms.sum() / mask.sum().clamp(min=1)
+        else:
+            loss = terms.sum()
+        if self.parts.reads:
+            loss = loss + 1e-2 * sum(self.parts.reads)
+            self.parts.reads.clear()
+        if case.exchange == "in_loss":
+            loss = loss * self._exchanged(loss.double()).tanh().to(loss.dtype)
+        return seen.double().clone(), loss
+
+    def _by_sample(self, terms: Tensor, mask: Tensor, item: Any) -> Tensor:
+        sample = self._cut(get(item, "sample"))
+        if not self.case.packed:
+            sample = torch.arange(len(terms))[:, None].expand_as(terms)
+        number = int(sample.max()) + 1
+        sums = terms.new_zeros(number).index_add(0, sample.flatten(), terms.flatten())
+        counts = mask.new_zeros(number).index_add(0, sample.flatten(), mask.flatten())
+        means = sums / counts.clamp(min=1)
+        return (means.tanh() if self.case.loss == "sequence" else means).sum()
+
+    def _values(self, output: Any, item: Any) -> Tensor:
+        """One number a position, [rows, positions], from whatever the model returns."""
+        case = self.case
+        if case.head == "scalar":
+            return output
+        if case.head == "dict":
+            return -output["log_probs"] + 0.1 * output["entropy"]
+        if case.head == "tuple":
+            return -output[0] + 0.1 * output[1]
+        if isinstance(output, Output):
+            return -output.log_probs + 0.1 * output.entropy
+        if case.head in ("n_minus_1", "log_probs"):
+            return -output
+        if case.labels == "given" or output.dim() == 2:
+            return output
+        if case.in_place == "div":
+            output.div_(0.7)
+        elif case.in_place == "masked_fill":
+            output.masked_fill_(output > 3, 3.0)
+        whole = output
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:
+            whole = gather_from_tensor_model_parallel_region(output)
+        nll = -log_probs(whole, get(item, "labels"))
+        return nll - 0.1 * entropy(whole) if case.loss == "entropy" else nll
+
+    def _cut(self, values: Tensor) -> Tensor:
+        return values[:, :-1] if self.case.head == "n_minus_1" else values
+
+    def _mask(self, item: Any) -> Tensor:
+        mask = get(item, "loss_mask")
+        if self.case.head == "n_minus_1":
+            mask = (mask * get(item, "inner"))[:, :-1]
+        return mask.to(getattr(torch, self.case.dtype))
+
+    def _leave(self, number: int, loss: Tensor) -> None:
+        """What a loss keeps for the trainer, or for the next forward step."""
+        leaves = self.case.leaves
+        if leaves == "list":
+            self.kept["list"].append((number, loss.double().clone()))
+        elif leaves == "dict":
+            self.kept["dict"][number] = loss.double().clone()
+        elif leaves == "counter":
+            self.kept["counter"] += 1
+        elif leaves == "tensor":
+            self.sums[number % 4] += loss.double()
+        elif leaves == "next_step":
+            self.carried = 1 + float(loss.double().tanh()) / 4
+        elif leaves == "ema":
+            self.ema = 0.9 * self.ema + 0.1 * float(loss.double())
+
+
+def _gradient(parameter: Any) -> Tensor:
+    found = parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
+    return torch.zeros_like(parameter) if found is None else found.detach().clone()
+
+
+def _packing(item: Any, case: Case) -> PackedSeqParams:
+    true, padded = get(item, "ends"), get(item, "ends_padded")
+    if case.form != "thd_padded":
+        padded = None
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=true, cu_seqlens_kv=true, cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded, max_seqlen_q=get(item, "longest"),
+        max_seqlen_kv=get(item, "longest"),
+    )  # fmt: skip
+
+
+def copied(value: Any) -> Any:
+    """Lists, dicts and tensors, all the way down."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: copied(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(copied(one) for one in value)
+    return value
+
+
+__all__ = ["SESSIONS", "Boom", "Call", "Trainer", "by_place", "copied", "seed_all"]
