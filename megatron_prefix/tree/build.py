@@ -27,8 +27,7 @@ from megatron_prefix.tree.forest import (
     any_trained,
     check_routes,
 )
-from megatron_prefix.tree.node import Node, preorder
-from megatron_prefix.tree.packing import inner_segments, pack
+from megatron_prefix.tree.packing import Node, Packing, preorder
 
 _LEAST_SHARE = 16
 """An inner segment that saves one in so many of all positions of a step is kept, however small."""
@@ -72,7 +71,7 @@ class Tries:
         roots = _copied([root for tree in self.trees for root in tree])
         roots = _worthwhile(roots, first, options, microbatch_of, sum(self.num_positions))
         roots = _chunked(roots, first, options)
-        segments = pack(roots, first, options, microbatch_of)
+        segments = Packing(roots, first, options, microbatch_of).segments
         return Forest(
             tuple(segment._replace(trained=self._trained(segment)) for segment in segments),
             self.num_positions, first, options.multiple, unshared_by_routes=self.unshared_by_routes,
@@ -200,7 +199,7 @@ def _worthwhile(
     """
     least = min(options.segment_gain, raw_tokens // _LEAST_SHARE)
     while least:
-        packed = inner_segments(roots, first, options, microbatch_of)
+        packed = Packing(roots, first, options, microbatch_of).inner
         saved = sorted(
             (entry for entry in ((sum(node.saved for node in nodes), nodes) for nodes in packed)
              if entry[0] < least),
