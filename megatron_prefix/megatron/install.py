@@ -57,6 +57,7 @@ class Hooks:
         parts: what leaves a payload in its layers, in the order in which it runs; the sidecar has
             their numbers.
         forms: of these payloads.
+        needs_masks: whether some attention is causal only if calls have a causal mask.
         routers: its mixture-of-experts routers by layer.
         kernel: runs the attention blocks.
         keys_only: the layer of which a segment without loss needs K and V only: the last one of the
@@ -70,6 +71,7 @@ class Hooks:
         features.check(self.model, model)
         self.parts = table.payload_parts(self.model)
         self.forms = [part.kind.form for part in self.parts if part.kind and part.kind.form]
+        self.needs_masks = features.needs_masks(self.parts)
         self.routers: dict[int, Any] = versions.routers(self.model)
         config = self.model.config
         self._sequence_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -159,25 +161,23 @@ class Hooks:
             self.model.post_process = head
 
     def prepare(self, max_position: int) -> None:
-        """Begins a step: informs the kernel, and makes the rotary table long enough."""
+        """Begins a step: informs the kernel, and makes the rotary table long enough.
+
+        It also tells transformer-engine that no backward of this step is the first to write
+        main_grad. The first forward is an inner segment's, and its backward comes last: with the
+        flag True at that forward it would overwrite what every wave has accumulated
+        (`is_first_microbatch` in megatron/core/extensions/transformer_engine.py).
+        """
         self.kernel.begin_step()
+        for module in self.model.modules():
+            if getattr(module, "is_first_microbatch", False):
+                module.is_first_microbatch = False
         rope = getattr(self.model, "rotary_pos_emb", None)
         if rope is None or (self._rope is not None and len(self._rope) > max_position):
             return
         # Not `forward`: that is cached for the whole class and slices by context-parallel rank.
         table = rope.get_emb(1 << max_position.bit_length())
         self._rope = table[0] if isinstance(table, tuple) else table
-
-    def accumulate_weight_gradients(self) -> None:
-        """Tells transformer-engine that no backward of this step is the first to write main_grad.
-
-        The first forward is an inner segment's, and its backward comes last: with the flag True at
-        that forward it would overwrite what every wave has accumulated (`is_first_microbatch` in
-        megatron/core/extensions/transformer_engine.py).
-        """
-        for module in self.model.modules():
-            if getattr(module, "is_first_microbatch", False):
-                module.is_first_microbatch = False
 
     def _entering(self, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """The decoder's arguments: every token's own position, and an input with a gradient.

@@ -32,7 +32,6 @@ from megatron_prefix.refusals.table import HOST_LAYERS_CP
 from megatron_prefix.run.across_ranks import Watch
 from megatron_prefix.run.agreement import agree
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
-from megatron_prefix.run.capture import Capture
 from megatron_prefix.run.losses import LossContract
 from megatron_prefix.run.memory_control import MemoryControl
 from megatron_prefix.run.messages import channels_of
@@ -42,6 +41,7 @@ from megatron_prefix.run.read_calls import ReadCalls, read_calls
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.run.step import Step, read_step
 from megatron_prefix.run.step_run import StepRun
+from megatron_prefix.run.suspend import Capture
 from megatron_prefix.tree import Forest
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class PrefixSchedule:
 
     def _rank(self, models: list[Any], groups: ProcessGroupCollection | None) -> Rank:
         """This rank; its layout has to suit the configuration."""
-        rank = Rank.of(models, groups)
+        rank = Rank(models, groups)
         if self.config.cache_host_layers and rank.groups.cp.size() > 1:
             raise refused(HOST_LAYERS_CP)
         if self.config.mode != "observe":  # by all ranks, whichever schedule each of them takes

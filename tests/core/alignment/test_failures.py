@@ -19,7 +19,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.megatron.install import Hooks, install
 from megatron_prefix.run import suspend
-from megatron_prefix.run.inputs import ModelArguments
+from megatron_prefix.run.inputs import SegmentInputs
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar import cache as cache_module
 from megatron_prefix.sidecar.arena import Arena
@@ -61,10 +61,10 @@ def num_tensors() -> int:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     found = Watch([], [])
-    stock = ModelArguments.call
+    stock = SegmentInputs.call
 
-    def call(self: ModelArguments, model: Any, index: int) -> Any:
-        output = stock(self, model, index)
+    def call(*arguments: Any) -> Any:
+        output = stock(*arguments)
         found.outputs.append(weakref.ref(output))
         return output
 
@@ -74,7 +74,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
             found.buffers.extend(map(weakref.ref, self._values))
 
     monkeypatch.setattr(cache_module, "Arena", WatchedArena)
-    monkeypatch.setattr(ModelArguments, "call", call)
+    monkeypatch.setattr(SegmentInputs, "call", call)
     return found
 
 

@@ -22,7 +22,7 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.layers import gdn, table
 from megatron_prefix.layers.recurrent import moves, states
 from megatron_prefix.layers.recurrent.spans import Spans
-from megatron_prefix.megatron import decoder
+from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import install, installed, language_model
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.sidecar.arena import Arena
@@ -125,8 +125,8 @@ def test_full_recomputation_is_predicted_where_it_happens(
             if type(module).__name__ in KERNELS_OF:
                 module.register_forward_pre_hook(count)
         assert hybrid.worst(model, families[name].expected) <= EXACT
-        waves.append(Rank.of([model]).footprint(False, 0).wave)
-    assert calls[1] == (2 if decoder.recomputes(language_model(model)) else 1) * calls[0]
+        waves.append(Rank([model]).footprint(False, 0).wave)
+    assert calls[1] == (2 if features.recomputes(language_model(model)) else 1) * calls[0]
     assert (waves[1] < waves[0]) == (calls[1] > calls[0])
 
 
@@ -287,7 +287,7 @@ def test_a_layer_that_bypasses_the_replaced_kernels_fails(
 ) -> None:
     """As a release might under an option that is not refused yet."""
     model, _, expected = families[GDN]
-    monkeypatch.setattr(table, "option_refusals", lambda *_: ())
+    monkeypatch.setattr(features, "option_refusals", lambda *_: ())
     monkeypatch.setattr(*_deterministic(unwrap(model)))
     for fields in ({}, {"min_gain": 10**6}):
         with pytest.raises(RuntimeError, match="without the replaced kernels"):

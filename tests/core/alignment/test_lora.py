@@ -87,7 +87,7 @@ def compare(case: Case) -> None:
         for one in found:
             steps.assert_gradients(one, steps.Reference(stock, terms), 1000)
         (meter,) = ours.planning.meters.values()
-        frozen = Rank.of(chunks).frozen_share
+        frozen = Rank(chunks).frozen_share
         assert 0.8 < frozen < 1 and "of the weights frozen" in meter._key
         # A frozen weight has no gradient: its backward is one product, and not two.
         forward, backward = meter.times.prices[0], meter.times.prices[5]

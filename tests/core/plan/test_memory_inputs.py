@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_prefix.lab.models.presets import resolve
-from megatron_prefix.megatron.decoder import pattern_of
+from megatron_prefix.megatron.features import pattern_of
 from megatron_prefix.plan.footprint import Execution, Footprint
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.peak_memory import predict
