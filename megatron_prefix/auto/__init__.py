@@ -1,7 +1,7 @@
 """[pure] The prefix schedule in a trainer whose code stays as it is.
 
-`on()` replaces Megatron's `get_forward_backward_func` by it, configured by variables or a
-TOML file (settings.py); `off()` takes it away. Importing this package does neither; importing
+`on()` replaces Megatron's `get_forward_backward_func` with it, configured by variables or a TOML
+file (settings.py); `off()` puts Megatron's back. Importing this package does neither; importing
 `megatron_prefix.auto.on_import` turns it on.
 """
 
@@ -57,7 +57,7 @@ def init(*_: Any) -> None:
 
 
 def _replacement(stock: Any, *, config: PrefixConfig) -> Any:
-    """What takes the place of `stock`, Megatron's function."""
+    """What runs instead of `stock`, Megatron's function."""
     # Why the trainer gets `stock`, and where its masks are; at the first call: then it is imported.
     known: list[tuple[Refusal | None, Any]] = []
 

@@ -52,11 +52,11 @@ def check_version(version: str | None = None) -> None:
     Raises:
         CannotShare: older than 0.16.1.
     """
-    found = Version(version or megatron.core.__version__)
-    if Version(found.base_version) < OLDEST:
-        raise refused(OLD_MEGATRON, found, OLDEST)
-    if found > NEWEST_TRIED:
-        logger.warning("megatron-core %s is newer than %s, the newest tried", found, NEWEST_TRIED)
+    release = Version(version or megatron.core.__version__)
+    if Version(release.base_version) < OLDEST:
+        raise refused(OLD_MEGATRON, release, OLDEST)
+    if release > NEWEST_TRIED:
+        logger.warning("megatron-core %s is newer than %s, the newest tried", release, NEWEST_TRIED)
 
 
 def refusals(config: Any) -> list[Reason]:
@@ -139,11 +139,11 @@ def check(model: Any, wrapped: Any = None) -> None:
         CannotShare: names the first feature in the way and the fix.
     """
     check_version()
-    found = [reason for config in _configs(model) for reason in refusals(config)]
-    found += _wrapper_refusals(wrapped)
-    found += _module_refusals(model)
-    if found:
-        raise found[0].error(CANNOT_RUN)
+    reasons = [reason for config in _configs(model) for reason in refusals(config)]
+    reasons += _wrapper_refusals(wrapped)
+    reasons += _module_refusals(model)
+    if reasons:
+        raise reasons[0].error(CANNOT_RUN)
 
 
 def check_options(config: Any, known: Iterable[Part]) -> None:
@@ -156,9 +156,9 @@ def check_options(config: Any, known: Iterable[Part]) -> None:
     Raises:
         CannotShare: as of `check`.
     """
-    found = [*refusals(config), *option_refusals(known, config)]
-    if found:
-        raise found[0].error(CANNOT_RUN)
+    reasons = [*refusals(config), *option_refusals(known, config)]
+    if reasons:
+        raise reasons[0].error(CANNOT_RUN)
 
 
 def option_refusals(known: Iterable[Part], config: Any) -> Iterator[Reason]:

@@ -63,7 +63,7 @@ class Hooks:
         keys_only: the layer of which a segment without loss needs K and V only: the last one of the
             last stage; None elsewhere, and where it cannot end early.
         current: the segment that runs, or None.
-        replay: makes the routers follow routes in this step; None where they choose themselves.
+        replay: makes the routers follow routes in this step; None if they choose themselves.
     """
 
     def __init__(self, model: nn.Module, kernel: str = "auto") -> None:
@@ -121,8 +121,8 @@ class Hooks:
             return
 
         def loss(*args: Any, **kwargs: Any) -> Tensor:
-            found: Tensor = (stock if self.current is None else in_segments)(*args, **kwargs)
-            return found
+            losses: Tensor = (stock if self.current is None else in_segments)(*args, **kwargs)
+            return losses
 
         self._override(self.model, "compute_language_model_loss", loss)
 
@@ -200,11 +200,11 @@ class Hooks:
     def _saving(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.current is None or self.current.offload is None:
-                found = stock(*args, **kwargs)
+                hidden = stock(*args, **kwargs)
             else:
                 with self.current.offload.saving():
-                    found = stock(*args, **kwargs)
-            return found if self.keys_only is not None else self._read(found)
+                    hidden = stock(*args, **kwargs)
+            return hidden if self.keys_only is not None else self._read(hidden)
 
         return forward
 
@@ -276,8 +276,8 @@ def language_model(model: nn.Module) -> Any:
 
 def installed(model: nn.Module) -> Hooks | None:
     """The hooks of a model chunk, if it has them."""
-    found: Hooks | None = getattr(language_model(model), _INSTALLED, None)
-    return found
+    hooks: Hooks | None = getattr(language_model(model), _INSTALLED, None)
+    return hooks
 
 
 def install(model: nn.Module, kernel: str = "auto") -> Hooks:
@@ -290,20 +290,20 @@ def install(model: nn.Module, kernel: str = "auto") -> Hooks:
     Raises:
         UserError: the model uses a feature that the schedule cannot run; the message names it.
     """
-    found = installed(model)
-    if found is None:
+    hooks = installed(model)
+    if hooks is None:
         return Hooks(model, kernel)
-    if kernel != found._kernel_name:
-        found.use(kernel)
-    return found
+    if kernel != hooks._kernel_name:
+        hooks.use(kernel)
+    return hooks
 
 
 def uninstall(model: nn.Module) -> None:
     """Removes the hooks of a model chunk, if there are any."""
     inner = language_model(model)
-    found = getattr(inner, _INSTALLED, None)
-    if found is not None:
-        found.uninstall()
+    hooks = getattr(inner, _INSTALLED, None)
+    if hooks is not None:
+        hooks.uninstall()
 
 
 @contextlib.contextmanager

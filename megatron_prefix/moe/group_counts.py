@@ -57,8 +57,8 @@ class GroupCounts:
         """
         self._complete.setdefault(microbatch, {})[place] = counts
         while len(self._complete.get(len(self._sums), ())) == self._num_routers:
-            found = self._complete.pop(len(self._sums))
-            total = torch.stack([found[place] for place in range(self._num_routers)]).long()
+            by_router = self._complete.pop(len(self._sums))
+            total = torch.stack([by_router[place] for place in range(self._num_routers)]).long()
             work = None
             if self._group.size() > 1:
                 work = dist.all_reduce(total, group=self._group, async_op=True)

@@ -134,7 +134,7 @@ def check_programs(unplanned: Sequence[Any] | None, group: Any) -> None:
     """Refuses a step in which ranks of a group would wait for ever.
 
     Args:
-        unplanned: this rank's actions where a joint plan did not make them; None where one did.
+        unplanned: this rank's actions where a joint plan did not make them; None if one did.
         group: see `meet`; every rank of it calls this.
 
     Raises:

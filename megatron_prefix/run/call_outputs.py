@@ -32,7 +32,7 @@ from megatron_prefix.sidecar.context_parallel import Exchange
 from megatron_prefix.tree import Place, Span, cp_layout
 
 FLAT = -1
-"""In the place of a dimension: the tensor is [positions], without a dimension for the batch."""
+"""Instead of a dimension: the tensor is [positions], without a dimension for the batch."""
 CHECKED_ROWS = 1024
 """Rows of logits of which gradients are looked at together: each time these are copied."""
 
@@ -42,7 +42,7 @@ class CallOutputs:
 
     Args:
         step: the step's segments and microbatches.
-        exchange: between context-parallel ranks; None where there is one.
+        exchange: between context-parallel ranks; None if there is one.
 
     Attributes:
         guards: zeros for positions that nobody computed; what reaches them is their

@@ -227,7 +227,7 @@ def layouts(calls: Sequence[ModelCall], cp_size: int) -> list[CallLayout] | None
 
 
 def _shape(call: ModelCall) -> torch.Size | None:
-    """[samples, positions] of a call; None where nothing in it says."""
+    """[samples, positions] of a call; None if nothing in it says."""
     for name in ("input_ids", "labels", "loss_mask"):
         value = call[name]
         # verl gives nested tensors, which are not packed, where no embedding reads them.

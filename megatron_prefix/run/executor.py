@@ -1,4 +1,4 @@
-"""Runs one rank's program, one handler a kind of action.
+"""Runs one rank's program, with one handler per kind of action.
 
 A segment's forward on a stage begins with the previous stage's output and ends with handing its
 own on; its backward begins with the next stage's gradient, or with the losses' on the last stage,
@@ -52,7 +52,7 @@ class Stage:
         offloads: saved tensors of segments that wait on the host for their backward.
         ahead: those of them that the backwards after the one that runs want back.
         live: input and output of segments whose backward is still to come; the output with its
-            graph, or None where the forward will run again.
+            graph, or None if the forward will run again.
     """
 
     model: Any
@@ -91,9 +91,9 @@ class Executor:
         inputs: SegmentInputs,
         links: Links,
         forward_only: bool,
-        timing: Callable[[Action], contextlib.AbstractContextManager] | None = None,
-        offloader: Offloader | None = None,
-        reductions: Reductions | None = None,
+        timing: Callable[[Action], contextlib.AbstractContextManager] | None,
+        offloader: Offloader | None,
+        reductions: Reductions | None,
     ) -> None:
         self._offloader, self._reductions = offloader, reductions
         self._timing = timing or contextlib.nullcontext

@@ -159,9 +159,9 @@ def replayed_routes(routers: Sequence[Any]) -> Swap:
 def watched_forks() -> Iterator[Swap]:
     """Forks of Megatron's tracker of random states that a step is inside of.
 
-    A fork puts another state into the generator, and at its end the one that it found.  For a
-    suspended step the generator gets back what its outermost fork found, and the forks end with
-    what the generator has by then.
+    A fork puts another state into the generator, and at its end the one that was there.  For a
+    suspended step the generator gets back what was there before its outermost fork, and the forks
+    end with what the generator has by then.
     """
     tracker, forks = megatron_random.get_cuda_rng_tracker(), []  # type: ignore[var-annotated]
     stock, before = tracker.fork, vars(tracker).get("fork")

@@ -18,7 +18,8 @@ from megatron_prefix.tree.forest import any_trained
 class ReadRows(NamedTuple):
     """Positions of a segment on this rank that carry loss, ascending.
 
-    Others make up the number where it is below two, or odd for ranks of sequence parallelism.
+    Others make up the number if it is below two, or does not divide among ranks of sequence
+    parallelism.
 
     Attributes:
         there: int64 [rows], on the model's device.

@@ -75,7 +75,7 @@ class Losses:
         contract: how losses are made.
         model: the model chunk as the trainer knows it.
         steps: its suspended forward steps.
-        exchange: between context-parallel ranks; None where there is one.
+        exchange: between context-parallel ranks; None if there is one.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Losses:
         exchange: Exchange | None = None,
     ) -> None:
         self._contract, self._model, self._steps = contract, model, steps
-        self._forest, self._microbatch_of = step.forest, step.microbatch_of
+        self._forest = step.forest
         self._new_outputs = functools.partial(CallOutputs, step, exchange)
         self.outputs = self._new_outputs()
         self._strays: list[Tensor] = []
@@ -104,7 +104,12 @@ class Losses:
             max(self._forest.paths[rollout][-1][0] for rollout in rollouts)
             for rollouts in self._rollouts
         ]
-        self._through = [self._microbatches(index) for index in range(len(self._forest.segments))]
+        # The trainer's microbatches that each segment is a part of.
+        owners = step.microbatch_of
+        self._through = [
+            sorted({owners[rollout] for span in segment.spans for rollout in span.rollouts})
+            for segment in step.forest.segments
+        ]
         self._left = set(range(len(steps)))
         self._taken = -1
         self._released: set[int] = set()
@@ -198,11 +203,6 @@ class Losses:
         for index in [i for i in self._released if not self._left.intersection(self._through[i])]:
             self.outputs.drop(index)
             self._released.remove(index)
-
-    def _microbatches(self, index: int) -> list[int]:
-        """The trainer's microbatches that a segment is a part of."""
-        spans = self._forest.segments[index].spans
-        return sorted({self._microbatch_of[rollout] for span in spans for rollout in span.rollouts})
 
     def _score(self, microbatch: int) -> None:
         """Lets the trainer's forward step go on, and calls the loss function that it returns."""

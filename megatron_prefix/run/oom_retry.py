@@ -41,7 +41,7 @@ def run(
     Args:
         attempt: runs a plan, and leaves nothing behind when it fails.
         plan: of the step.
-        before: what the step changes, as it was; None where it is not to be made again.
+        before: what the step changes, as it was; None if it is not to be made again.
         is_alone: whether no other rank waits for this one in the middle of a step.
         why_final: asked when memory has run out; why the step cannot be made again, else empty.
         failure: the error for a reason and the plan that did not fit.
@@ -80,7 +80,7 @@ def run(
 
 
 class Rewind:
-    """What a call changes besides the weights, as it was; the host does not wait for the device.
+    """What a call changes other than the weights, as it was; the host does not wait for the device.
 
     Gradients are not copied: a call can be repeated where they were zero when it began, as they are
     after the `zero_grad_buffer` of the usual training loop; then they are zeroed again.  Of the
@@ -98,9 +98,12 @@ class Rewind:
         self._parameters = [
             p for module in modules for p in module._parameters.values() if p is not None
         ]
-        self._copies = _copies(
-            [buffer for module in modules for buffer in module._buffers.values()]
-        )
+        self._copies = [
+            (buffer, buffer.clone())
+            for module in modules
+            for buffer in module._buffers.values()
+            if buffer is not None
+        ]
         self._losses = {name: values.clone() for name, values in self._logged().items()}
         self._has_gradients = any(parameter.grad is not None for parameter in self._parameters)
         # Looked at only when memory has run out; until then it is one pass over the gradients,
@@ -170,10 +173,6 @@ def _modules(models: Sequence[Any]) -> Iterator[Any]:
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-def _copies(buffers: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-    return [(buffer, buffer.clone()) for buffer in buffers if buffer is not None]
 
 
 def free_memory() -> None:

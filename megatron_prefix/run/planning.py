@@ -86,7 +86,7 @@ class Planning:
 
     def judge(self, rank: Rank, *, forward_only: bool) -> Judge | None:
         """Says of plans whether they fit in memory, and how long they take; all ranks call this,
-        and their answers are the same. None where there is no choice."""
+        and their answers are the same. None if there is no choice."""
         if self._config.segment_tokens != "auto":
             return None
         free, times = self._memory.least_free(rank), self.meter(rank).times

@@ -85,7 +85,7 @@ class Rank:
 
     @property
     def given_data_ranks(self) -> Any:
-        """Data- and context-parallel ranks (`dp_cp`); None where the trainer's groups lack them."""
+        """Data- and context-parallel ranks (`dp_cp`); None if the trainer's groups lack them."""
         return getattr(self.groups, "dp_cp", None)
 
     @property

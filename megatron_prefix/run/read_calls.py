@@ -45,7 +45,7 @@ class CallTokens(NamedTuple):
 
     Attributes:
         layouts: of every call.
-        tokens: int64 [positions] of all calls one behind the other; None where none are given.
+        tokens: int64 [positions] of all calls one behind the other; None if none are given.
         labels: likewise.
         trained: whether a position carries loss, 0 or 1, likewise.
         positions: `position_ids`, likewise; looked at only to refuse some.
@@ -128,7 +128,7 @@ def read_tokens(
     forward_only: bool = False,
     cp_rank: int = 0,
 ) -> CallTokens | None:
-    """Tokens, labels and loss flags of a chunk's calls, on the host; None where they say nothing.
+    """Tokens, labels and loss flags of a chunk's calls, on the host; None if they say nothing.
 
     Without gradients nothing tells whether somebody looks at a position that the calls' loss_mask
     leaves out, so only the callback may leave out any.

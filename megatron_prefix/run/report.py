@@ -113,12 +113,12 @@ class StepReport:
         plan: what the prefix schedule runs or would have run.
         joint: the same actions on the segments of all pipelines that run side by side.
         fallback_count: steps so far in which the stock schedule ran although sharing was wanted.
-        prediction: both schedules' times; None where none was made.
+        prediction: both schedules' times; None if none was made.
         times: what it was made from.
         stopwatch: times of this rank's actions, in a step that was measured.
         memory: predicted of this rank, where the prefix schedule ran with gradients.
         base_bytes: allocated on the device when the step began.
-        room_bytes: what the step could still use then; 0 where nobody knows.
+        room_bytes: what the step could still use then; 0 if nobody knows.
         cache_bytes: the most that K/V, states and their gradients took on the device at once.
         retried: memory ran out, and the step was made once more.
     """

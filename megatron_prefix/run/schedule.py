@@ -1,6 +1,6 @@
 """Megatron's forward-backward function, with the prefix schedule behind it.
 
-`get_forward_backward_func()` takes the place of Megatron's function of that name; what it returns
+`get_forward_backward_func()` replaces Megatron's function of that name; what it returns
 has Megatron's keyword contract (megatron/core/pipeline_parallel/schedules.py) and its return value.
 
 A call suspends the trainer's forward steps in their model calls, **reads** those (read_calls.py,
@@ -53,7 +53,7 @@ class PrefixSchedule:
 
     Attributes:
         config: what the user set.
-        callbacks: what the trainer says of its microbatches that its model calls do not.
+        callbacks: what the trainer says of its microbatches that its model calls do not say.
         report: what the last step did; None before the first.
         measures: times every action of the next steps (`report.stopwatch`); costs a barrier a step.
         watch: runs around the computation of every action, instead of `measures`.
@@ -180,7 +180,7 @@ class PrefixSchedule:
         return calls, None
 
     def _plan(self, step: Step, rank: Rank, forward_only: bool) -> JointForest | None:
-        """Sets `report` with the plan; None where the stock schedule is the better one."""
+        """Sets `report` with the plan; None if the stock schedule is the better one."""
         if self.config.mode != "on":
             self.across_ranks.look(step, rank, forward_only=forward_only)
         report, joint = self.planning.decided(step, rank, forward_only=forward_only)
@@ -218,7 +218,7 @@ def get_forward_backward_func(
     samples: Samples | None = None,
     **__: Any,
 ) -> PrefixSchedule:
-    """Takes the place of megatron.core.pipeline_parallel.get_forward_backward_func.
+    """Replaces megatron.core.pipeline_parallel.get_forward_backward_func.
 
     The same schedule every time for the same arguments, however often it is called.
 

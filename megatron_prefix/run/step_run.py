@@ -78,12 +78,12 @@ class StepRun:
         joint: JointForest,
         contract: LossContract,
         forward_only: bool,
-        measures: bool = False,
+        measures: bool,
     ) -> None:
         self._measures = measures
         self._schedule, self._capture, self._rank = schedule, capture, rank
         self._joint, self._contract = joint, contract
-        # With the segments that run beside those of other pipelines.
+        # With the segments that run side by side with those of other pipelines.
         self._step = dataclasses.replace(step, forest=joint.forest)
         self._forward_only = forward_only
         self._config, self._memory = schedule.config, schedule.memory

@@ -181,7 +181,7 @@ class Capture:
         data_iterator: Any,
         rank: Rank,
         num_microbatches: int,
-        keeps_drawn: bool = False,
+        keeps_drawn: bool,
     ) -> None:
         self._forward_step, self._rank = forward_step, rank
         self._num = num_microbatches

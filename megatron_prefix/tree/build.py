@@ -125,8 +125,8 @@ def find_shared(
     for index, group in enumerate(groups):
         trees.setdefault(group if options.share == "group" else 0, []).append(index)
     roots = (_trie(rollouts, members, first, options) for members in trees.values())
-    found = tuple(_dissolved(nodes, lambda node: node.saved >= options.min_gain) for nodes in roots)
-    tries = Tries(found, tuple(r.trained for r in rollouts), first, options)
+    worth = tuple(_dissolved(nodes, lambda node: node.saved >= options.min_gain) for nodes in roots)
+    tries = Tries(worth, tuple(r.trained for r in rollouts), first, options)
     if not any(rollout.routes is not None for rollout in rollouts):
         return tries
     free = find_shared([replace(r, routes=None) for r in rollouts], groups, options)

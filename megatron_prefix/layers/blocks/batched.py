@@ -61,12 +61,12 @@ def batches(runs: Runs, num_queries: int, num_keys: int) -> tuple[tuple[Batch, B
             raise ValueError(f"lengths {lengths} must be positive and sum to {total}")
     if runs.causal and any(map(operator.lt, runs.keys, runs.queries)):
         raise ValueError(f"causal runs of {runs.queries} queries cannot have {runs.keys} keys")
-    found, start, key_start = [], 0, 0
+    pairs, start, key_start = [], 0, 0
     for (length, num_seen), members in groupby(zip(runs.queries, runs.keys, strict=True)):
         num = len(list(members))
-        found.append((Batch(start, num, length), Batch(key_start, num, num_seen)))
+        pairs.append((Batch(start, num, length), Batch(key_start, num, num_seen)))
         start, key_start = start + num * length, key_start + num * num_seen
-    return tuple(found)
+    return tuple(pairs)
 
 
 class Batched:
@@ -141,8 +141,8 @@ class Batched:
         """See `Kernel.backward`."""
         self.guard(q, k, v, dout, out)
         shares = []
-        found = batches(runs, q.shape[0], k.shape[0])
-        for (mine, seen), batch_aux in zip(found, aux, strict=True):
+        calls = batches(runs, q.shape[0], k.shape[0])
+        for (mine, seen), batch_aux in zip(calls, aux, strict=True):
             saved = Saved(
                 mine.view(dout), mine.view(q), seen.view(k), seen.view(v), mine.view(out),
                 mine.view_lse(lse),

@@ -49,10 +49,10 @@ class SegmentContext:
         ledger: counts for its routers' losses; None without routers or without gradients.
         backward: whether its backward runs; a forward is then recomputation, from the last layer to
             the first.
-        offload: takes what its forward saves; None where that stays on the device.
+        offload: takes what its forward saves; None if that stays on the device.
         ahead: segments on the host that the next backwards will need; the executor changes it.
         keys_only: the layer of which only its K and V are computed (layers/blocks/unread.py).
-        rows: the positions on this rank whose output is read, int64, ascending; None where all are,
+        rows: the positions on this rank whose output is read, int64, ascending; None if all are,
             or the stage is not the last.
     """
 
