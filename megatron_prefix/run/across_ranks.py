@@ -101,10 +101,10 @@ class Watch:
         if forward_only:
             return
         self._num_steps += 1
-        if self._num_steps % EVERY != 1 or not rank.is_first or rank.given_data_ranks is None:
+        if self._num_steps % EVERY != 1 or not rank.is_first or rank.data_ranks is None:
             return
         self.last = exchange(step.samples or (), rank.groups)
-        if rank.given_data_ranks.rank() == 0 and rank.groups.tp.rank() == 0:
+        if rank.data_ranks.rank() == 0 and rank.groups.tp.rank() == 0:
             tell(self.last)
 
 

@@ -20,7 +20,7 @@ from megatron_prefix.plan.step_planner import Judge, StepPlanner
 from megatron_prefix.run import agreement, global_aux_sync
 from megatron_prefix.run.cost_meter import CostMeter
 from megatron_prefix.run.memory_control import MemoryControl
-from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.rank import Rank, default_groups
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.run.step import Step
 from megatron_prefix.tree import Forest, Pairs
@@ -164,7 +164,8 @@ class Planning:
         # bucket each.
         if self._config.mode == "auto" and not forward_only and rank.overlaps:
             why = "overlap_grad_reduce needs one schedule"
-            return agreement.share_together(decision, rank.data_ranks, rank.device, why)
+            everyone = rank.data_ranks or default_groups().dp_cp
+            return agreement.share_together(decision, everyone, rank.device, why)
         return decision
 
     def _unplanned(self, report: StepReport, step: Step, rank: Rank) -> Sequence[Any] | None:

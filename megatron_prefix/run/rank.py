@@ -46,6 +46,8 @@ class Rank:
             (global_aux_loss).
         overlaps: whether Megatron's DDP is to reduce gradients during backwards.
         experts: ranks that share experts and so meet in every action; None: nobody but this one.
+        data_ranks: data- and context-parallel ranks (`dp_cp`); None if the trainer's groups lack
+            them.
         companions: process groups whose grid holds all ranks that take part in a step. Here and
             below groups of one rank are left out.
         same_schedule: groups that take the same schedule in every step.
@@ -74,6 +76,7 @@ class Rank:
         experts = getattr(groups, "ep", None)
         experts = experts or parallel_state.get_expert_model_parallel_group(check_initialized=False)
         self.experts = experts if experts is not None and experts.size() > 1 else None
+        self.data_ranks = getattr(groups, "dp_cp", None)
         self.companions = companions(groups)
         self.same_schedule = _several(groups.tp, groups.cp, groups.pp, self.experts)
         data = _several(groups.dp_cp) if self.has_global_loss else []
@@ -82,16 +85,6 @@ class Rank:
         self.pattern = pattern_of(self.language_models[0])
         self.cost = CostModel.of_config(config, self.vocab_size, self.pattern)
         self.parts = groups.tp.size() * groups.cp.size()
-
-    @property
-    def given_data_ranks(self) -> Any:
-        """Data- and context-parallel ranks (`dp_cp`); None if the trainer's groups lack them."""
-        return getattr(self.groups, "dp_cp", None)
-
-    @property
-    def data_ranks(self) -> Any:
-        """The same, Megatron's own where the trainer's groups lack them."""
-        return self.given_data_ranks or default_groups().dp_cp
 
     def footprint(self, gathers: bool, host_layers: int) -> Footprint:
         """Bytes per row of the model on this rank.

@@ -177,7 +177,7 @@ def _on_host(
     return [next(table) if use else None for use in usable]
 
 
-def check_positions(known: CallTokens | None, rank: int, size: int, *, used: bool) -> None:
+def check_positions(known: CallTokens, rank: int, size: int, *, used: bool) -> None:
     """Refuses position ids that the positions of segments do not have.
 
     Args:
@@ -189,7 +189,7 @@ def check_positions(known: CallTokens | None, rank: int, size: int, *, used: boo
     Raises:
         CannotShare: they count otherwise, or each rank holds one contiguous part of a sample.
     """
-    if known is None or not (used or size > 1):
+    if not (used or size > 1):
         return
     if known.positions is None:
         if used:

@@ -47,11 +47,6 @@ class Tries:
     unshared_by_routes: int = 0
 
     @property
-    def num_positions(self) -> tuple[int, ...]:
-        """Positions of each rollout."""
-        return tuple(map(len, self.trained))
-
-    @property
     def executed_tokens(self) -> int:
         """Positions that the prefix schedule computes; chunks do not change it."""
         return sum(node.end - node.start for roots in self.trees for node in preorder(roots))
@@ -66,15 +61,16 @@ class Tries:
             microbatch_of: the trainer's microbatch of each rollout (default: one rollout each).
         """
         options, first = self.options, self.first_trained
+        num_positions = tuple(map(len, self.trained))
         if chunk_tokens is not None:
             options = replace(options, chunk_tokens=chunk_tokens)
         roots = _copied([root for tree in self.trees for root in tree])
-        roots = _worthwhile(roots, first, options, microbatch_of, sum(self.num_positions))
+        roots = _worthwhile(roots, first, options, microbatch_of, sum(num_positions))
         roots = _chunked(roots, first, options)
         segments = Packing(roots, first, options, microbatch_of).segments
         return Forest(
             tuple(segment._replace(trained=self._trained(segment)) for segment in segments),
-            self.num_positions, first, options.multiple, unshared_by_routes=self.unshared_by_routes,
+            num_positions, first, options.multiple, unshared_by_routes=self.unshared_by_routes,
         )  # fmt: skip
 
     def _trained(self, segment: Segment) -> int:

@@ -113,6 +113,6 @@ def test_the_log_names_the_trainers_option(monkeypatch, caplog) -> None:
 
 def test_without_a_common_dp_group_nothing_is_exchanged() -> None:
     watch = across_ranks.Watch()
-    rank = SimpleNamespace(is_first=True, given_data_ranks=None)
+    rank = SimpleNamespace(is_first=True, data_ranks=None)
     watch.look(None, rank, forward_only=False)  # type: ignore[arg-type]
     assert watch.last is None

@@ -244,7 +244,7 @@ def test_without_gradients_losses_keep_the_trainers_order(segment_tokens: int) -
     assert [uid for uid, _ in job.seen] == [0, 1, 2]
     for uid, output in job.seen:
         assert_close(output[0], job.values(uid, 0, 2).detach(), 10)
-    assert not job.losses.outputs._leaves and not job.losses.outputs._spans
+    assert not job.losses.outputs.kept
 
 
 def test_answers_are_memory_of_their_own() -> None:
@@ -391,12 +391,12 @@ def test_without_gradients_nothing_is_differentiable() -> None:
             if segment.scored:
                 job.losses.take(index, job.output(index), differentiable=False)
     assert len(job.losses.forward_data_store) == 2 and not job.losses._losses
-    leaves = [leaf for found in job.losses.outputs._leaves.values() for leaf in found]
+    leaves = [leaf for one in job.losses.outputs.kept.values() for leaf in one.leaves]
     assert leaves and not any(leaf.requires_grad for leaf in leaves)
 
 
 def test_a_released_segment_is_gone() -> None:
     job = two(6, [6, 6])
     job.run()
-    assert not job.losses.outputs._leaves and not job.losses.outputs._spans
+    assert not job.losses.outputs.kept
     assert not job.losses._losses
