@@ -30,7 +30,7 @@ def on(config: PrefixConfig | None = None) -> None:
     Once more: with the new configuration.
 
     Args:
-        config: default: what variables and file say, in mode "auto" where they say nothing of it.
+        config: default: what variables and file say; mode "auto" if they do not name one.
 
     Raises:
         UserError: a variable, or the file, that is wrong.
@@ -49,7 +49,7 @@ def off() -> None:
 
 
 def init(*_: Any) -> None:
-    """`on()`, for trainers that call a function of one's own at their start.
+    """`on()`, for trainers that call a function of the user's at their start.
 
     slime calls that of `--custom-megatron-init-path` with its arguments, which are not needed.
     """
@@ -81,16 +81,16 @@ def _replacement(stock: Any, *, config: PrefixConfig) -> Any:
 
 
 def _tell(config: PrefixConfig, trainer: Trainer | None, refusal: Refusal | None) -> None:
-    """Logs on the first rank what was found and what is on.
+    """Logs on the first rank which trainer runs and what is on.
 
-    As a warning: nobody has written into the trainer that it runs another schedule.
+    As a warning: nothing in the trainer's own code says that it runs another schedule.
 
     Raises:
         CannotShare: the trainer is set to what the schedule cannot run, in mode "on"; on all ranks.
     """
     import torch
 
-    named = trainer.described() if trainer else "a loop of its own"
+    named = trainer.described() if trainer else "a custom training loop"
     if refusal and config.mode == "on":
         raise refusal.given().error(f"the prefix schedule cannot run {named} with ")
     if torch.distributed.is_initialized():

@@ -261,7 +261,7 @@ class Hooks:
 
         def undo() -> None:
             if module.__dict__.get(name) is not method:
-                return  # somebody has put another in its place
+                return  # it has been replaced since
             delattr(module, name)
             if before is not None:
                 setattr(module, name, before)
@@ -329,7 +329,7 @@ def intercepted(
 
 def _can_end_early(layer: Any) -> bool:
     """Whether what follows attention in a layer can run on some positions: not where a router
-    counts all of them, and not in a layer that is put together otherwise than Megatron's."""
+    counts all of them, and not in a layer that is put together differently from Megatron's."""
     add, mlp = getattr(layer, "self_attn_bda", None), getattr(layer, "mlp", None)
     attention = getattr(layer, "self_attention", None)
     projection = getattr(attention, "linear_proj", None)

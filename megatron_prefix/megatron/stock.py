@@ -1,4 +1,4 @@
-"""Megatron's own forward-backward function, whoever has taken its place in Megatron's modules.
+"""Megatron's own forward-backward function, whatever stands in its place in Megatron's modules.
 
 The only file that imports it: `megatron_prefix.auto` puts the prefix schedule there.
 """

@@ -67,7 +67,7 @@ class ModelCall:
         """Refuses tensors that were written after the call: a buffer for all microbatches.
 
         Raises:
-            UserError: nothing can be made of such a step any more.
+            UserError: such a step can no longer be run at all.
         """
         if self.versions != _versions(self.arguments):
             raise refused(OVERWRITTEN, self.microbatch)

@@ -121,7 +121,7 @@ def training_modes(model: Any) -> Swap:
 
 def environment() -> Swap:
     """Variables of the environment: slime tells its routers by one what a call is for."""
-    # Private, for comparing: the public way reads every variable anew, twice a microbatch.
+    # Private, for comparing: the public way reads every variable again, twice per microbatch.
     encoded = os.environ._data  # type: ignore[attr-defined]
     outside, before = dict(os.environ), dict(encoded)
 

@@ -1,4 +1,4 @@
-"""Losses on the last stage: the trainer's own, one call a microbatch of its own.
+"""Losses on the last stage: the trainer's own, called once for each of its microbatches.
 
 When the last segment of a microbatch has been through, the suspended forward step goes on with the
 output of its model call (run/call_outputs.py), to its own loss.  Its backward leaves in every

@@ -1,6 +1,6 @@
-"""A step in which device memory runs out: undone, and made once more with a leaner plan.
+"""A step in which device memory runs out: undone, and run once more with a leaner plan.
 
-In that one every inner segment is recomputed.  That takes a rank that nobody waits for: alone in
+In that one every inner segment is recomputed.  That takes a rank that no other waits for: alone in
 its pipeline, its tensor-, context- and expert-parallel groups.  Where others wait for it in a
 collective it cannot go back alone, and to ask them first would cost every step a collective; then
 the step ends with an error, and so do the other ranks, which lose a neighbour.
@@ -126,7 +126,7 @@ class Rewind:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Makes everything as it was.
+        """Puts everything back as it was.
 
         Raises:
             RuntimeError: gradients were not zero.

@@ -45,7 +45,7 @@ class Rank:
         has_global_loss: whether a microbatch's losses need all microbatches before it
             (global_aux_loss).
         overlaps: whether Megatron's DDP is to reduce gradients during backwards.
-        experts: ranks that share experts and so meet in every action; None: nobody but this one.
+        experts: ranks that share experts and so meet in every action; None if this one shares none.
         data_ranks: data- and context-parallel ranks (`dp_cp`); None if the trainer's groups lack
             them.
         companions: process groups whose grid holds all ranks that take part in a step. Here and
@@ -53,7 +53,7 @@ class Rank:
         same_schedule: groups that take the same schedule in every step.
         waiting: groups whose ranks wait for one another in the middle of a step.
         vocab_size: the model's vocabulary, which every pipeline stage knows; 0 if it does not say.
-        pattern: one letter a layer of the whole model, as hybrid models name them; "" for others.
+        pattern: one letter per layer of the whole model, as hybrid models name them; "" for others.
         cost: FLOPs of the whole model; the same on every rank.
         parts: ranks that share the work of every layer: tensor and context parallelism.
     """

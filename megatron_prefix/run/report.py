@@ -118,7 +118,7 @@ class StepReport:
         stopwatch: times of this rank's actions, in a step that was measured.
         memory: predicted of this rank, where the prefix schedule ran with gradients.
         base_bytes: allocated on the device when the step began.
-        room_bytes: what the step could still use then; 0 if nobody knows.
+        room_bytes: what the step could still use then; 0 if it is not known.
         cache_bytes: the most that K/V, states and their gradients took on the device at once.
         retried: memory ran out, and the step was made once more.
     """

@@ -55,7 +55,7 @@ class PrefixSchedule:
         config: what the user set.
         callbacks: what the trainer says of its microbatches that its model calls do not say.
         report: what the last step did; None before the first.
-        measures: times every action of the next steps (`report.stopwatch`); costs a barrier a step.
+        measures: times every action of the next steps (`report.stopwatch`), for a barrier per step.
         watch: runs around the computation of every action, instead of `measures`.
         across_ranks: what groups on several data-parallel ranks could share, and do.
         memory: device memory of its steps.
@@ -145,7 +145,7 @@ class PrefixSchedule:
         return rank
 
     def _read(self, capture: Capture, rank: Rank, forward_only: bool) -> Step | None:
-        """The step; None, with `report` set, where its calls cannot be answered from segments.
+        """The step; None, with `report` set, if its calls cannot be answered from segments.
 
         All ranks end together where one cannot read its microbatches, and fall back together.
         """
@@ -206,7 +206,7 @@ class PrefixSchedule:
 
 @functools.lru_cache(maxsize=8)  # a new callback every step must not fill the memory
 def _schedule(config: PrefixConfig, callbacks: Callbacks) -> PrefixSchedule:
-    """One schedule a process and configuration: plans, kernels, pools and reports stay."""
+    """One schedule per process and configuration: plans, kernels, pools and reports stay."""
     return PrefixSchedule(config, callbacks)
 
 

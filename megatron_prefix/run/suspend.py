@@ -127,7 +127,7 @@ class SuspendedStep:
         return self._switch(lambda: self._greenlet.switch(answer))
 
     def run_model(self) -> Any:
-        """Goes on with the model itself, as if nobody had looked; see `resume`."""
+        """Goes on with the model itself, as if the call had never been caught; see `resume`."""
         self.goes_on_itself = True
         stock, self._stock, self.call = self._stock, None, None  # with the arguments they hold
         return self.resume(stock)
@@ -165,7 +165,7 @@ class Capture:
 
     Args:
         forward_step: the trainer's `forward_step_func`.
-        data_iterator: the trainer's, one or a list of one a model chunk; it may be anything.
+        data_iterator: the trainer's: one, or a list with one per model chunk; it may be anything.
         rank: with the model chunks that they call.
         num_microbatches: of the trainer on this rank.
         keeps_drawn: whether model calls keep what their forward step drew; iterators that have no

@@ -191,7 +191,8 @@ def _worthwhile(
     """Dissolves the nodes of inner segments that save too little.
 
     What is left is packed again, and may fill its segments better, so each time only the weaker
-    half of those segments goes. In a small step what an action costs is small beside a share of it.
+    half of those segments goes. In a small step what an action costs is small compared with a share
+    of it.
     """
     least = min(options.segment_gain, raw_tokens // _LEAST_SHARE)
     while least:

@@ -48,7 +48,7 @@ class Pairs:
         return int(hits[0]) if len(hits) else len(self) - 1
 
     def codes(self) -> np.ndarray:
-        """A code a position: equal where input, label and routes are, uint64 [num_positions, n]."""
+        """A code per position, equal if input, label and routes are: uint64 [num_positions, n]."""
         low = self.labels.astype(np.int64) & 0xFFFFFFFF
         pairs = (self.inputs.astype(np.int64) << 32 | low).astype(np.uint64)[:, None]
         if self.routes is None:
@@ -99,7 +99,7 @@ class TreeOptions:
             unless they are a 16th of the step: an action costs as much as some positions. 0
             dissolves nothing.
         loss_in_leaves: positions from the first trained one on are shared only by equal rollouts.
-        share: "group": one tree a group; "batch": one tree over all rollouts of the step.
+        share: "group": one tree per group; "batch": one tree over all rollouts of the step.
         cut: spans begin at multiples of it, too. Nothing is padded to it.
     """
 

@@ -172,10 +172,11 @@ class _SegmentAttention(torch.autograd.Function):
         key, value = cache.own(layer, context.index) if context.inner else saved
         keys = cache.own_keys(layer, context.index, context.inner, (key, value))
         context.enter(layer, backward=True)
-        query_grad, *own_grads = kernel.backward(
+        query_grad, *gradients = kernel.backward(
             out_grad, query, *keys.runs(), out, lse, aux[0], context.runs, scale
         )
-        keys.send((own_grads[0], own_grads[1]))
+        keys.send((gradients[0], gradients[1]))
+        del gradients  # perhaps of all ranks' keys; `take` returns those of this rank's
         for number, level_aux in enumerate(aux[1:]):
             level = cache.level(context.index, number)
             seen, values = cache.read(layer, context.index, level)
