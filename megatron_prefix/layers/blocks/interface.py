@@ -11,6 +11,8 @@ for fp64); gradients as their inputs, dk and dv summed over the query heads of a
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -27,7 +29,8 @@ class Partial(NamedTuple):
     aux: Aux = ()
 
 
-class Runs(NamedTuple):
+@dataclass(frozen=True)
+class Runs:
     """Which keys the queries of a block see.
 
     The block is a list of runs: consecutive queries that see the same consecutive keys. The keys of
@@ -43,6 +46,14 @@ class Runs(NamedTuple):
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     causal: bool = False
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.queries, self.keys, self.causal))
+
+    def __hash__(self) -> int:
+        """Computed once: layers look up by it what a kernel's call needs."""
+        return self._hash
 
     @classmethod
     def dense(cls, num_queries: int, num_keys: int) -> Runs:
