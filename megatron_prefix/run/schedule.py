@@ -122,11 +122,10 @@ class PrefixSchedule:
                     return stock_schedule()(**arguments | {"forward_step_func": capture.stock_step})
                 capture.forget_arguments()
                 contract = LossContract(rank.config, rank.groups.cp.size(), collect_non_loss_data)
-                run = StepRun(
+                return StepRun(
                     self, capture, rank, step, joint, contract, forward_only,
-                    self.measures or meter.due,
-                )  # fmt: skip
-                return run(force_all_reduce)
+                    self.measures or meter.due, force_all_reduce,
+                ).run()  # fmt: skip
 
     def _calls_otherwise(self, models: list[Any]) -> bool:
         """Whether the stock schedule gives forward steps more than an iterator and a model."""

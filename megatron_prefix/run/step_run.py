@@ -67,6 +67,7 @@ class StepRun:
         contract: how losses are made.
         forward_only: see Megatron's schedules.
         measures: time every action.
+        force_all_reduce: see Megatron's schedules.
     """
 
     def __init__(
@@ -79,8 +80,9 @@ class StepRun:
         contract: LossContract,
         forward_only: bool,
         measures: bool,
+        force_all_reduce: bool | None,
     ) -> None:
-        self._measures = measures
+        self._measures, self._force_all_reduce = measures, force_all_reduce
         self._schedule, self._capture, self._rank = schedule, capture, rank
         self._joint, self._contract = joint, contract
         # With the segments that run side by side with those of other pipelines.
@@ -89,13 +91,11 @@ class StepRun:
         self._config, self._memory = schedule.config, schedule.memory
         self._report = schedule.report
         self._losses: Losses | None = None
-        self._force_all_reduce: bool | None = False
         self._reductions: Reductions | None = None
 
-    def __call__(self, force_all_reduce: bool | None) -> list[Any]:
+    def run(self) -> list[Any]:
         """Runs the step; returns Megatron's `forward_data_store`."""
         report, rank = self._report, self._rank
-        self._force_all_reduce = force_all_reduce
         report.stopwatch = Stopwatch(rank.groups.pp, rank.device) if self._measures else None
         if rank.device.type == "cuda":
             report.base_bytes = torch.cuda.memory_allocated(rank.device)
@@ -111,7 +111,7 @@ class StepRun:
                 report.memory = self._memory.predicted(plan, rank)
                 finish_embedding_wgrad_compute(rank.config, embedding, rank.is_last, rank.groups.tp)
                 num_tokens = self._losses.num_tokens if self._losses is not None else 0
-                _finish(rank, num_tokens, force_all_reduce, self._reductions)
+                _finish(rank, num_tokens, self._force_all_reduce, self._reductions)
             if self._losses is not None:
                 self._losses.check()  # waits for the device, so after what others wait for
         return self._losses.forward_data_store if self._losses is not None else []
