@@ -24,7 +24,7 @@ class Swap(importlib.abc.MetaPathFinder):
     """Replaces Megatron's function by `made(stock)` until `end`.
 
     Args:
-        made: gets Megatron's function and returns what takes its place.
+        made: gets Megatron's function and returns what replaces it.
     """
 
     def __init__(self, made: Callable[[Any], Any]) -> None:

@@ -75,7 +75,7 @@ class Hooks:
         self.routers: dict[int, Any] = versions.routers(self.model)
         config = self.model.config
         self._sequence_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        # A stage for the loss only has no layer.
+        # A stage for the loss alone has no layer.
         last = next(reversed(self.model.decoder.layers), None)
         ends_early = self.model.post_process and last is not None and _can_end_early(last)
         self.keys_only = len(self.parts) - 1 if ends_early else None
@@ -182,7 +182,7 @@ class Hooks:
     def _entering(self, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """The decoder's arguments: every token's own position, and an input with a gradient.
 
-        Under frozen layers (adapters) K and V would have none, and gK/gV would have no way on.
+        Under frozen layers (adapters) K and V would have none, and gK/gV would go no further.
         """
         if self.current is None:
             return None
@@ -314,7 +314,7 @@ def intercepted(
 
     Args:
         model: the language model, wrapped or not.
-        replacement: (language model, its present `forward`) -> what takes its place.
+        replacement: (language model, its present `forward`) -> what replaces it.
     """
     inner = language_model(model)
     before = vars(inner).get("forward")  # some trainers put their own here

@@ -24,7 +24,7 @@ _FINE, _CANNOT_SHARE, _FAILED = range(3)
 
 
 def share_together(decision: Decision, group: Any, device: torch.device, why: str) -> Decision:
-    """The stock schedule on every rank of a group, where one of them takes it.
+    """The stock schedule on every rank of a group if one of them takes it.
 
     Args:
         decision: this rank's; every rank of the group calls this.

@@ -317,7 +317,7 @@ class _Assembled(torch.autograd.Function):
 def _size(gradient: Tensor) -> Tensor:
     """The largest element that is finite, by absolute value; `gradient` is overwritten.
 
-    A loss that is not finite sends NaN to masked positions, too, which is the trainer's to see.
+    A loss that is not finite sends NaN to masked positions, too, which is for the trainer to see.
     """
     return gradient.nan_to_num_(0.0, 0.0, 0.0).abs_().amax().float()
 

@@ -2,7 +2,7 @@
 
 A segment's forward on a stage begins with the previous stage's output and ends with handing its
 own on; its backward begins with the next stage's gradient, or with the losses' on the last stage,
-or with zeros there when no loss reaches the segment.  Zeros are no trick: gK/gV enter inside the
+or with zeros there when no loss reaches the segment.  Zeros are not a trick: gK/gV enter inside the
 layers, and a backward that starts at the stage's output passes every hook and every recomputation
 on its way.
 """

@@ -157,7 +157,7 @@ def _places_of(value: Any) -> Iterator[Place]:
     members = value if isinstance(value, dict) else getattr(value, "__dict__", None)
     if not isinstance(members, dict) or len(members) > MOST_NAMES:
         return
-    # What derives from torch's is a model, which is no state of a step.
+    # What derives from torch's is a model, which is not state of a step.
     is_library = _package(kind) in _LIBRARIES or "torch" in map(_package, kind.__mro__)
     is_plain = isinstance(value, dict) or kind.__name__ in _NAMESPACES
     if is_plain or not (is_library or isinstance(value, type | types.ModuleType)):

@@ -36,14 +36,14 @@ def run(
     why_final: Callable[[], str],
     failure: Callable[[str, Plan], StepOutOfMemory],
 ) -> tuple[Result, Plan]:
-    """Makes a step; where memory runs out, undoes it and makes it once more with a leaner plan.
+    """Runs a step; if memory runs out, undoes it and runs it once more with a leaner plan.
 
     Args:
         attempt: runs a plan, and leaves nothing behind when it fails.
         plan: of the step.
-        before: what the step changes, as it was; None if it is not to be made again.
+        before: what the step changes, as it was; None if it is not to run again.
         is_alone: whether no other rank waits for this one in the middle of a step.
-        why_final: asked when memory has run out; why the step cannot be made again, else empty.
+        why_final: asked when memory has run out; why the step cannot run again, else empty.
         failure: the error for a reason and the plan that did not fit.
 
     Returns:
@@ -70,7 +70,7 @@ def run(
         why = "gradients were not zero when the step began"
         raise failure(f"{reason}; not tried again: {why}", plan)
     before.undo()
-    logger.warning("%s: the step is made again, every inner segment recomputed", reason)
+    logger.warning("%s: the step runs again, every inner segment recomputed", reason)
     try:
         return attempt(lean), lean
     except torch.OutOfMemoryError as error:

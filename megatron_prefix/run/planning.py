@@ -85,8 +85,8 @@ class Planning:
         return replace(forest, ordered=True) if ordered else forest
 
     def judge(self, rank: Rank, *, forward_only: bool) -> Judge | None:
-        """Says of plans whether they fit in memory, and how long they take; all ranks call this,
-        and their answers are the same. None if there is no choice."""
+        """Says of plans whether they fit in memory and how long they take; all ranks call this, and
+        get the same answers. None if there is no choice."""
         if self._config.segment_tokens != "auto":
             return None
         free, times = self._memory.least_free(rank), self.meter(rank).times

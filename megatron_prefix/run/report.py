@@ -41,7 +41,7 @@ class Stopwatch:
         self._zero = self._now()
 
     def forget(self) -> None:
-        """Drops what has been timed: the step is made again."""
+        """Drops what has been timed: the step runs again."""
         self._marks.clear()
 
     @contextlib.contextmanager
@@ -120,7 +120,7 @@ class StepReport:
         base_bytes: allocated on the device when the step began.
         room_bytes: what the step could still use then; 0 if it is not known.
         cache_bytes: the most that K/V, states and their gradients took on the device at once.
-        retried: memory ran out, and the step was made once more.
+        retried: memory ran out, and the step ran once more.
     """
 
     forest: Forest

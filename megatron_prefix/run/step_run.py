@@ -117,7 +117,7 @@ class StepRun:
         return self._losses.forward_data_store if self._losses is not None else []
 
     def _why_final(self) -> str:
-        """Why an attempt that has failed cannot be made again; empty where it can."""
+        """Why an attempt that has failed cannot be repeated; empty if it can."""
         if self._reductions is not None and self._reductions.begun:
             return "its gradients were being reduced: turn overlap_grad_reduce off"
         if self._losses is not None and not self._losses.repeatable:

@@ -8,7 +8,7 @@ A forward step runs on a greenlet: its own stack on the same thread.  What it ch
 model call (forward_step_state.py) is put back at every suspension and set again at every
 resumption, so that it nests as in a plain call.
 
-greenlet is a dependency because threads, the other way, break what Megatron keeps in one thread
+greenlet is a dependency because threads, the alternative, break what Megatron keeps in one thread
 (the tracker of CUDA random states) and take four times as long (benchmarks/suspend_steps.py).
 """
 

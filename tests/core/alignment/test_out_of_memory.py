@@ -67,7 +67,7 @@ def test_the_step_is_made_again_and_is_exact(
         with caplog.at_level(logging.WARNING):
             found = run(schedule, model)
     assert_same(found, expected)
-    assert "the step is made again, every inner segment recomputed" in caplog.text
+    assert "the step runs again, every inner segment recomputed" in caplog.text
     assert schedule.report is not None and schedule.report.retried
     assert set(schedule.report.plan.policies) == {"recompute", "retain"}
     assert_same(run(schedule, model), expected)
