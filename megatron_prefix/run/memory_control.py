@@ -174,7 +174,7 @@ class MemoryControl:
     def _failure(self, reason: str, plan: Plan, rank: Rank) -> StepOutOfMemory:
         rows = table(plan, predict(plan, self._footprint(rank)))
         keeps = "cp_reduce 'wave', " if self.gathers else ""
-        logger.error("predicted on top of weights and gradients, GiB:\n%s", rows)
+        logger.error("predicted besides weights and gradients, GiB:\n%s", rows)
         return StepOutOfMemory(
             f"{reason}. Give {keeps}fewer segment_tokens, chunk_tokens, Megatron's"
             f" recompute_granularity, or more ranks\n{rows}"

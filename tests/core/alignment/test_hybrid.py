@@ -31,7 +31,7 @@ from megatron_prefix.tree import Pairs, TreeOptions, payload_map
 from tests.harness import hybrid, steps
 from tests.harness.hybrid import GDN, MAMBA
 from tests.harness.one_group import schedule_with
-from tests.harness.one_rank import one_rank
+from tests.harness.one_rank import change_rank, one_rank
 from tests.harness.steps import Contract
 from tests.harness.trees import rollout_sets, tree_options
 
@@ -541,7 +541,7 @@ def test_random_forests(
     model, twin, _ = families[name]
     fields = {n: getattr(options, n) for n in ("chunk_tokens", "segment_tokens", "min_gain")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rank, "alignment", options.multiple)
+        change_rank(patch, alignment=options.multiple)
         ours = schedule_with(memory=memory, cache_host_layers=host_layers, **fields)
         steps.zero_gradients(model)
         logs = steps.call(ours, Contract().step, model, items)

@@ -14,11 +14,10 @@ import torch
 from megatron_prefix.errors import StepOutOfMemory
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.moe import versions
-from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.failures import CONFIG, PLACES, Countdown, assert_same, items, raised, run
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import change_rank, one_rank, small_model
 from tests.harness.steps import Contract
 
 
@@ -156,8 +155,7 @@ def test_a_rank_that_others_wait_for_does_not_go_back_alone(
     model = small_model()
     schedule = PrefixSchedule(CONFIG)
     run(schedule, model)
-    others = [SimpleNamespace(size=lambda: 2)]
-    monkeypatch.setattr(Rank, "waiting", others)
+    change_rank(monkeypatch, waiting=[SimpleNamespace(size=lambda: 2)])
     out_of_memory(monkeypatch, model, "a dense block", 11)
     assert "not tried again: other ranks wait in this step" in raised(
         StepOutOfMemory, run, schedule, model
