@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from benchmarks.peers_attention import Inputs, Results, forget, gradients_of, side_by_side
-from megatron_prefix.layers.blocks.interface import Saved
+from megatron_prefix.layers.blocks.batched import Saved
 
 Attend = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 Causal = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -1,7 +1,7 @@
 """[pure] The prefix schedule in a trainer whose code stays as it is.
 
-`on()` replaces Megatron's `get_forward_backward_func` by it, configured by variables or a
-TOML file (settings.py); `off()` takes it away. Importing this package does neither; importing
+`on()` replaces Megatron's `get_forward_backward_func` with it, configured by variables or a TOML
+file (settings.py); `off()` puts Megatron's back. Importing this package does neither; importing
 `megatron_prefix.auto.on_import` turns it on.
 """
 
@@ -30,7 +30,7 @@ def on(config: PrefixConfig | None = None) -> None:
     Once more: with the new configuration.
 
     Args:
-        config: default: what variables and file say, in mode "auto" where they say nothing of it.
+        config: default: what variables and file say; mode "auto" if they do not name one.
 
     Raises:
         UserError: a variable, or the file, that is wrong.
@@ -49,7 +49,7 @@ def off() -> None:
 
 
 def init(*_: Any) -> None:
-    """`on()`, for trainers that call a function of one's own at their start.
+    """`on()`, for trainers that call a function of the user's at their start.
 
     slime calls that of `--custom-megatron-init-path` with its arguments, which are not needed.
     """
@@ -57,7 +57,7 @@ def init(*_: Any) -> None:
 
 
 def _replacement(stock: Any, *, config: PrefixConfig) -> Any:
-    """What takes the place of `stock`, Megatron's function."""
+    """What runs instead of `stock`, Megatron's function."""
     # Why the trainer gets `stock`, and where its masks are; at the first call: then it is imported.
     known: list[tuple[Refusal | None, Any]] = []
 
@@ -81,16 +81,16 @@ def _replacement(stock: Any, *, config: PrefixConfig) -> Any:
 
 
 def _tell(config: PrefixConfig, trainer: Trainer | None, refusal: Refusal | None) -> None:
-    """Logs on the first rank what was found and what is on.
+    """Logs on the first rank which trainer runs and what is on.
 
-    As a warning: nobody has written into the trainer that it runs another schedule.
+    As a warning: nothing in the trainer's own code says that it runs another schedule.
 
     Raises:
         CannotShare: the trainer is set to what the schedule cannot run, in mode "on"; on all ranks.
     """
     import torch
 
-    named = trainer.described() if trainer else "a loop of its own"
+    named = trainer.described() if trainer else "a custom training loop"
     if refusal and config.mode == "on":
         raise refusal.given().error(f"the prefix schedule cannot run {named} with ")
     if torch.distributed.is_initialized():

@@ -25,7 +25,7 @@ PREFIX = "MEGATRON_PREFIX_"
 FILE = PREFIX + "CONFIG"
 """Variable: the TOML file."""
 _OTHERS = (FILE, PREFIX + "DATA", PREFIX + "RENDEZVOUS")
-"""Variables that are no fields: the last two are for tests and for ranks that the verbs start."""
+"""Variables that are not settings: the last two are for tests, and for ranks that verbs start."""
 
 _RENAMED = {"plan_file": "plan"}
 FIELDS = {_RENAMED.get(field.name, field.name): field for field in fields(PrefixConfig)}

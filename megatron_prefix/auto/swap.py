@@ -24,7 +24,7 @@ class Swap(importlib.abc.MetaPathFinder):
     """Replaces Megatron's function by `made(stock)` until `end`.
 
     Args:
-        made: gets Megatron's function and returns what takes its place.
+        made: gets Megatron's function and returns what replaces it.
     """
 
     def __init__(self, made: Callable[[Any], Any]) -> None:
@@ -68,7 +68,7 @@ class Swap(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            if self in sys.meta_path:  # not ended meanwhile
+            if self in sys.meta_path:  # not ended in the meantime
                 sys.meta_path.remove(self)
                 self._swap(module)
 
@@ -78,7 +78,7 @@ class Swap(importlib.abc.MetaPathFinder):
         if NAME not in vars(module):
             raise UserError(
                 f"{MODULE} has no {NAME}: turn the prefix schedule on before or after Megatron is"
-                " imported, not meanwhile, and with a version that `megatron-prefix doctor` knows"
+                " imported, not during that, and with a version that `megatron-prefix doctor` knows"
             )
         self._stock = vars(module)[NAME]
         self._ours = self._made(self._stock)

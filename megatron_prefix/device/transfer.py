@@ -22,7 +22,7 @@ def to_host(numbers: Tensor) -> np.ndarray:
     """Numbers of the device as an array; the host waits for them. To memory that is not page-locked
     5 MB took 2.6 ms (benchmarks/LOG.md)."""
     if numbers.device.type != "cuda":
-        found: np.ndarray = numbers.cpu().numpy()
-        return found
+        array: np.ndarray = numbers.cpu().numpy()
+        return array
     host = torch.empty_like(numbers, device="cpu", pin_memory=True)
     return host.copy_(numbers).numpy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from megatron_prefix.errors import Reason
@@ -53,13 +53,6 @@ def refusals(model: Any) -> Iterator[Reason]:
                 yield OTHER_MIXER.given(number, type(module).__name__)
             elif part.kind is not None:
                 yield from part.kind.refusals(number, part.module, model)
-
-
-def option_refusals(known: Iterable[Part], config: Any) -> Iterator[Reason]:
-    """What is refused of options that may have changed since."""
-    for kind, module in known:
-        if kind is not None:
-            yield from kind.option_refusals(module, config)
 
 
 def _has_no_mixer(layer: Any) -> bool:

@@ -17,7 +17,7 @@ KERNEL = "te_parallel_cross_entropy"  # as Megatron's module of language models 
 
 
 def without_waiting(method: Any, config: Any) -> Callable[..., Any] | None:
-    """A language model's `compute_language_model_loss` that asks nothing; None where it is not
+    """A language model's `compute_language_model_loss` that asks nothing; None if it is not
     Megatron's, or does not use transformer-engine's cross entropy."""
     names = getattr(getattr(method, "__func__", None), "__globals__", {})
     used = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te"

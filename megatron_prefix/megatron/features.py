@@ -1,4 +1,9 @@
-"""Which Megatron versions and models the schedule runs: looks for what refusals/table.py names."""
+"""Which Megatron versions and models the schedule runs: looks for what refusals/table.py names.
+
+Options are read from the model's TransformerConfig, its modules are looked at whatever the options
+say: segments compute rotary positions themselves, by the rule of Megatron's own modules, and layers
+say by kind what is refused of them (layers/table.py).
+"""
 
 from __future__ import annotations
 
@@ -12,17 +17,19 @@ from megatron.core.utils import get_model_config
 from packaging.version import Version
 
 from megatron_prefix.errors import Reason, refused
-from megatron_prefix.layers import table
-from megatron_prefix.layers.kind import Part
-from megatron_prefix.megatron import modules
+from megatron_prefix.layers import attention, table
+from megatron_prefix.layers.kind import Part, owner
 from megatron_prefix.refusals.table import (
     DDP_DELAYED_WGRAD,
     DELAYED_WGRAD,
+    DROPOUT,
     FULLY_SHARDED,
     MROPE,
     OFFLOAD_OVERLAP,
     OLD_MEGATRON,
     OPTIONS,
+    OTHER_ROTARY,
+    OTHER_SYMBOLS,
     OVERLAPPED_EXPERTS,
     PARTIAL_CHECKPOINTS,
 )
@@ -30,6 +37,11 @@ from megatron_prefix.refusals.table import (
 logger = logging.getLogger(__name__)
 OTHER_STEPS = (PARTIAL_CHECKPOINTS, OVERLAPPED_EXPERTS, DELAYED_WGRAD)
 """Options with which Megatron's schedule gives forward steps more than an iterator and a model."""
+ROTARY = {
+    "megatron.core.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding",
+    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding.YarnRotaryEmbedding",
+}
+CANNOT_RUN = "the prefix schedule cannot run this model with "
 OLDEST = Version("0.16.1")
 NEWEST_TRIED = Version("0.19.2")
 
@@ -40,11 +52,11 @@ def check_version(version: str | None = None) -> None:
     Raises:
         CannotShare: older than 0.16.1.
     """
-    found = Version(version or megatron.core.__version__)
-    if Version(found.base_version) < OLDEST:
-        raise refused(OLD_MEGATRON, found, OLDEST)
-    if found > NEWEST_TRIED:
-        logger.warning("megatron-core %s is newer than %s, the newest tried", found, NEWEST_TRIED)
+    release = Version(version or megatron.core.__version__)
+    if Version(release.base_version) < OLDEST:
+        raise refused(OLD_MEGATRON, release, OLDEST)
+    if release > NEWEST_TRIED:
+        logger.warning("megatron-core %s is newer than %s, the newest tried", release, NEWEST_TRIED)
 
 
 def refusals(config: Any) -> list[Reason]:
@@ -54,7 +66,7 @@ def refusals(config: Any) -> list[Reason]:
 
 def other_steps(config: Any) -> Reason | None:
     """Why forward steps get more than an iterator and a model; None if they do not."""
-    return next((one for one in refusals(config) if one.refusal in OTHER_STEPS), None)
+    return next((one.given() for one in OTHER_STEPS if one.is_on and one.is_on(config)), None)
 
 
 def _configs(model: Any) -> Iterator[Any]:
@@ -78,6 +90,29 @@ def _wrapper_refusals(model: Any) -> Iterator[Reason]:
         if getattr(ddp, "delay_wgrad_compute", False):
             yield DDP_DELAYED_WGRAD.given()
         model = model.module
+
+
+def _module_refusals(model: Any) -> Iterator[Reason]:
+    """What is refused of the modules of a language model."""
+    if getattr(model, "position_embedding_type", "rope") == "mrope":
+        yield MROPE.given()
+    rotary = getattr(model, "rotary_pos_emb", None)
+    methods = ("forward", "get_emb")
+    if rotary is not None and not {owner(rotary, name) for name in methods} <= ROTARY:
+        yield OTHER_ROTARY.given(type(rotary).__name__)
+    yield from layer_refusals(model)
+    for name, module in model.named_modules():
+        if "Dropout" in type(module).__name__ and (getattr(module, "p", None) or 0) > 0:
+            yield DROPOUT.given(module.p, name)
+
+
+def layer_refusals(model: Any) -> Iterator[Reason]:
+    """What is refused of the layers of a language model."""
+    unknown = {*pattern_of(model)} - table.SYMBOLS
+    if unknown:  # on any stage: else ranks that have none would wait for those that refuse
+        yield OTHER_SYMBOLS.given(", ".join(sorted(unknown)))
+    yield from table.refusals(model)
+    yield from option_refusals(table.payload_parts(model), model.config)
 
 
 def offload_refusal(model: Any) -> Reason | None:
@@ -104,12 +139,11 @@ def check(model: Any, wrapped: Any = None) -> None:
         CannotShare: names the first feature in the way and the fix.
     """
     check_version()
-    found = [reason for config in _configs(model) for reason in refusals(config)]
-    found += _wrapper_refusals(wrapped)
-    if getattr(model, "position_embedding_type", "rope") == "mrope":
-        found.append(MROPE.given())
-    found += modules.refusals(model)
-    _refuse(found)
+    reasons = [reason for config in _configs(model) for reason in refusals(config)]
+    reasons += _wrapper_refusals(wrapped)
+    reasons += _module_refusals(model)
+    if reasons:
+        raise reasons[0].error(CANNOT_RUN)
 
 
 def check_options(config: Any, known: Iterable[Part]) -> None:
@@ -122,9 +156,45 @@ def check_options(config: Any, known: Iterable[Part]) -> None:
     Raises:
         CannotShare: as of `check`.
     """
-    _refuse([*refusals(config), *table.option_refusals(known, config)])
+    reasons = [*refusals(config), *option_refusals(known, config)]
+    if reasons:
+        raise reasons[0].error(CANNOT_RUN)
 
 
-def _refuse(found: list[Reason]) -> None:
-    if found:
-        raise found[0].error("the prefix schedule cannot run this model with ")
+def option_refusals(known: Iterable[Part], config: Any) -> Iterator[Reason]:
+    """What layers refuse of options that may have changed since `check`."""
+    for kind, module in known:
+        if kind is not None:
+            yield from kind.option_refusals(module, config)
+
+
+def needs_masks(parts: Iterable[Part]) -> bool:
+    """Whether some attention is causal only if the model's calls have a causal mask."""
+    cores = (part.module for part in parts if hasattr(part.module, "core_attention"))
+    return any(map(attention.needs_masks, cores))
+
+
+def pattern_of(model: Any) -> str:
+    """Symbols of all layers of a hybrid language model, on every stage; "" for another."""
+    own = getattr(model, "hybrid_layer_pattern", None)  # since 0.17; MTP is behind a slash
+    pattern = own or getattr(model, "hybrid_override_pattern", None) or ""
+    pattern = pattern.partition("/")[0].replace("|", "")
+    attention = getattr(model, "hybrid_attention_ratio", None)
+    if pattern or attention is None:
+        return pattern
+    # 0.16 has ratios as well, and its decoder keeps the layers of its own stage only.
+    from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
+
+    mlp = getattr(model, "hybrid_mlp_ratio", 0.0)
+    return "".join(allocate_layers(model.config.num_layers, attention, mlp))
+
+
+def recomputes(model: Any) -> bool:
+    """Whether a language model follows `recompute_granularity` "full": Mamba's decoder does so
+    since 0.18."""
+    for base in type(model.decoder).__mro__:
+        # Since 0.18 a function of megatron.core.recompute, before a method.
+        called = getattr(vars(base).get("forward"), "__globals__", {})
+        if "checkpointed_forward" in called or "_checkpointed_forward" in vars(base):
+            return True
+    return False

@@ -57,12 +57,13 @@ class Hooks:
         parts: what leaves a payload in its layers, in the order in which it runs; the sidecar has
             their numbers.
         forms: of these payloads.
+        needs_masks: whether some attention is causal only if calls have a causal mask.
         routers: its mixture-of-experts routers by layer.
         kernel: runs the attention blocks.
         keys_only: the layer of which a segment without loss needs K and V only: the last one of the
             last stage; None elsewhere, and where it cannot end early.
         current: the segment that runs, or None.
-        replay: makes the routers follow routes in this step; None where they choose themselves.
+        replay: makes the routers follow routes in this step; None if they choose themselves.
     """
 
     def __init__(self, model: nn.Module, kernel: str = "auto") -> None:
@@ -70,10 +71,11 @@ class Hooks:
         features.check(self.model, model)
         self.parts = table.payload_parts(self.model)
         self.forms = [part.kind.form for part in self.parts if part.kind and part.kind.form]
+        self.needs_masks = features.needs_masks(self.parts)
         self.routers: dict[int, Any] = versions.routers(self.model)
         config = self.model.config
         self._sequence_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        # A stage for the loss only has no layer.
+        # A stage for the loss alone has no layer.
         last = next(reversed(self.model.decoder.layers), None)
         ends_early = self.model.post_process and last is not None and _can_end_early(last)
         self.keys_only = len(self.parts) - 1 if ends_early else None
@@ -119,8 +121,8 @@ class Hooks:
             return
 
         def loss(*args: Any, **kwargs: Any) -> Tensor:
-            found: Tensor = (stock if self.current is None else in_segments)(*args, **kwargs)
-            return found
+            losses: Tensor = (stock if self.current is None else in_segments)(*args, **kwargs)
+            return losses
 
         self._override(self.model, "compute_language_model_loss", loss)
 
@@ -159,8 +161,17 @@ class Hooks:
             self.model.post_process = head
 
     def prepare(self, max_position: int) -> None:
-        """Begins a step: informs the kernel, and makes the rotary table long enough."""
+        """Begins a step: informs the kernel, and makes the rotary table long enough.
+
+        It also tells transformer-engine that no backward of this step is the first to write
+        main_grad. The first forward is an inner segment's, and its backward comes last: with the
+        flag True at that forward it would overwrite what every wave has accumulated
+        (`is_first_microbatch` in megatron/core/extensions/transformer_engine.py).
+        """
         self.kernel.begin_step()
+        for module in self.model.modules():
+            if getattr(module, "is_first_microbatch", False):
+                module.is_first_microbatch = False
         rope = getattr(self.model, "rotary_pos_emb", None)
         if rope is None or (self._rope is not None and len(self._rope) > max_position):
             return
@@ -168,21 +179,10 @@ class Hooks:
         table = rope.get_emb(1 << max_position.bit_length())
         self._rope = table[0] if isinstance(table, tuple) else table
 
-    def accumulate_weight_gradients(self) -> None:
-        """Tells transformer-engine that no backward of this step is the first to write main_grad.
-
-        The first forward is an inner segment's, and its backward comes last: with the flag True at
-        that forward it would overwrite what every wave has accumulated (`is_first_microbatch` in
-        megatron/core/extensions/transformer_engine.py).
-        """
-        for module in self.model.modules():
-            if getattr(module, "is_first_microbatch", False):
-                module.is_first_microbatch = False
-
     def _entering(self, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """The decoder's arguments: every token's own position, and an input with a gradient.
 
-        Under frozen layers (adapters) K and V would have none, and gK/gV would have no way on.
+        Under frozen layers (adapters) K and V would have none, and gK/gV would go no further.
         """
         if self.current is None:
             return None
@@ -200,11 +200,11 @@ class Hooks:
     def _saving(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.current is None or self.current.offload is None:
-                found = stock(*args, **kwargs)
+                hidden = stock(*args, **kwargs)
             else:
                 with self.current.offload.saving():
-                    found = stock(*args, **kwargs)
-            return found if self.keys_only is not None else self._read(found)
+                    hidden = stock(*args, **kwargs)
+            return hidden if self.keys_only is not None else self._read(hidden)
 
         return forward
 
@@ -261,7 +261,7 @@ class Hooks:
 
         def undo() -> None:
             if module.__dict__.get(name) is not method:
-                return  # somebody has put another in its place
+                return  # it has been replaced since
             delattr(module, name)
             if before is not None:
                 setattr(module, name, before)
@@ -276,8 +276,8 @@ def language_model(model: nn.Module) -> Any:
 
 def installed(model: nn.Module) -> Hooks | None:
     """The hooks of a model chunk, if it has them."""
-    found: Hooks | None = getattr(language_model(model), _INSTALLED, None)
-    return found
+    hooks: Hooks | None = getattr(language_model(model), _INSTALLED, None)
+    return hooks
 
 
 def install(model: nn.Module, kernel: str = "auto") -> Hooks:
@@ -290,20 +290,20 @@ def install(model: nn.Module, kernel: str = "auto") -> Hooks:
     Raises:
         UserError: the model uses a feature that the schedule cannot run; the message names it.
     """
-    found = installed(model)
-    if found is None:
+    hooks = installed(model)
+    if hooks is None:
         return Hooks(model, kernel)
-    if kernel != found._kernel_name:
-        found.use(kernel)
-    return found
+    if kernel != hooks._kernel_name:
+        hooks.use(kernel)
+    return hooks
 
 
 def uninstall(model: nn.Module) -> None:
     """Removes the hooks of a model chunk, if there are any."""
     inner = language_model(model)
-    found = getattr(inner, _INSTALLED, None)
-    if found is not None:
-        found.uninstall()
+    hooks = getattr(inner, _INSTALLED, None)
+    if hooks is not None:
+        hooks.uninstall()
 
 
 @contextlib.contextmanager
@@ -314,7 +314,7 @@ def intercepted(
 
     Args:
         model: the language model, wrapped or not.
-        replacement: (language model, its present `forward`) -> what takes its place.
+        replacement: (language model, its present `forward`) -> what replaces it.
     """
     inner = language_model(model)
     before = vars(inner).get("forward")  # some trainers put their own here
@@ -329,7 +329,7 @@ def intercepted(
 
 def _can_end_early(layer: Any) -> bool:
     """Whether what follows attention in a layer can run on some positions: not where a router
-    counts all of them, and not in a layer that is put together otherwise than Megatron's."""
+    counts all of them, and not in a layer that is put together differently from Megatron's."""
     add, mlp = getattr(layer, "self_attn_bda", None), getattr(layer, "mlp", None)
     attention = getattr(layer, "self_attention", None)
     projection = getattr(attention, "linear_proj", None)

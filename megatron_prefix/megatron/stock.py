@@ -1,4 +1,4 @@
-"""Megatron's own forward-backward function, whoever has taken its place in Megatron's modules.
+"""Megatron's own forward-backward function, whatever stands in its place in Megatron's modules.
 
 The only file that imports it: `megatron_prefix.auto` puts the prefix schedule there.
 """
@@ -13,5 +13,5 @@ from megatron.core.pipeline_parallel import schedules
 
 def stock_schedule(*args: Any, **options: Any) -> Callable[..., Any]:
     """What Megatron's `get_forward_backward_func` returns for these arguments."""
-    found = schedules.get_forward_backward_func
-    return getattr(found, "stock", found)(*args, **options)
+    function = schedules.get_forward_backward_func
+    return getattr(function, "stock", function)(*args, **options)

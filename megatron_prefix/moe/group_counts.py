@@ -5,9 +5,9 @@ On Implementing Load Balancing Loss for Training Specialized Mixture-of-Expert M
 scores of microbatch m with the counts of microbatches 0..m on all ranks of a stage's tensor,
 context and data-parallel group (megatron/core/transformer/moe/router.py, `_apply_global_aux_loss`).
 
-**Rule.** A rank starts one all-reduce a microbatch, of the counts of all its routers (of all model
-chunks), in order of microbatches: number m when its forwards have counted microbatches 0..m in
-every router. A backward of microbatch m's segments waits for the sums 0..m; nothing else waits.
+**Rule.** A rank starts one all-reduce per microbatch, of the counts of all its routers (of all
+model chunks), in order of microbatches: number m when its forwards have counted microbatches 0..m
+in every router. A backward of microbatch m's segments waits for the sums 0..m; nothing else waits.
 
 **Order.** Every rank of a group starts the same collectives in the same order, 0, 1, 2, ..., in
 forwards only, for any trees, chunks and virtual stages.
@@ -57,8 +57,8 @@ class GroupCounts:
         """
         self._complete.setdefault(microbatch, {})[place] = counts
         while len(self._complete.get(len(self._sums), ())) == self._num_routers:
-            found = self._complete.pop(len(self._sums))
-            total = torch.stack([found[place] for place in range(self._num_routers)]).long()
+            by_router = self._complete.pop(len(self._sums))
+            total = torch.stack([by_router[place] for place in range(self._num_routers)]).long()
             work = None
             if self._group.size() > 1:
                 work = dist.all_reduce(total, group=self._group, async_op=True)

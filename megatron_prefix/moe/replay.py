@@ -82,9 +82,9 @@ def _fill(
             for rollout in span.rollouts[:1]:  # a filler has none
                 routes = rollouts[rollout].routes
                 if routes is None or routes.shape[1:] != table.shape[1:]:
-                    found = None if routes is None else list(routes.shape[1:])
+                    shape = None if routes is None else list(routes.shape[1:])
                     raise UserError(
-                        f"rollout {rollout} has routes of [layers, topk] {found}, the model"
+                        f"rollout {rollout} has routes of [layers, topk] {shape}, the model"
                         f" {list(table.shape[1:])}: give those of all layers, also of dense ones"
                     )
                 table[offset : offset + span.length] = routes[span.start : span.end]

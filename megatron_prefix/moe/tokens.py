@@ -106,8 +106,8 @@ class LogicalTokens:
 
     def closing(self, microbatches: tuple[int, ...]) -> Closing:
         """The rollouts of `microbatches`; cached, since every layer asks for the same ones."""
-        found = self._closings.get(microbatches)
-        if found is None:
+        closing = self._closings.get(microbatches)
+        if closing is None:
             members = [self._members[m] for m in microbatches]
             columns = [
                 (rollout, place, len(rollouts), sum(self._lengths[r] for r in rollouts))
@@ -115,9 +115,9 @@ class LogicalTokens:
                 for rollout in rollouts
             ]
             # In the middle of a step: a plain copy to the device would wait for all before it.
-            found = Closing(*on(self._device, np.array(columns)).unbind(1))
-            self._closings[microbatches] = found
-        return found
+            closing = Closing(*on(self._device, np.array(columns)).unbind(1))
+            self._closings[microbatches] = closing
+        return closing
 
     def _numbers(self, spans: Sequence[Span]) -> dict[int, int]:
         numbers: dict[int, int] = {}

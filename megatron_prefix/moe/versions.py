@@ -28,7 +28,7 @@ def _log_of_losses() -> dict[str, Any]:
 
 
 def logged_losses() -> dict[str, Tensor]:
-    """Logged auxiliary losses: by name one value a layer; the log's own tensors."""
+    """Logged auxiliary losses: by name one value per layer; the log's own tensors."""
     return {
         name: entry["values"] if isinstance(entry, dict) else entry.values
         for name, entry in _log_of_losses().items()

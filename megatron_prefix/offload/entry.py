@@ -64,7 +64,7 @@ class Entry:
         self.state = state
 
     def as_bytes(self) -> Tensor | None:
-        """The storage as uint8 [num_bytes]; None where its owner has discarded it.
+        """The storage as uint8 [num_bytes]; None if its owner has discarded it.
 
         Raises:
             RuntimeError: it was changed in place after it was saved.

@@ -3,11 +3,11 @@
 Autograd's saved-tensor hooks see everything that the decoder saves. A storage is copied once, even
 if several views of it are saved. When a layer has run, what it saved is copied to the host and
 freed on the device. In the segment's backward, layers are loaded before they are needed, the first
-of them into memory that the backward before it frees; where there is no room, when they are needed.
+of them into memory that the backward before it frees; if there is no room, when they are needed.
 
 Never offloaded: parameters and buffers; the stage's input, which the schedule holds anyway; small
 tensors; and what Megatron's selective recomputation discards and fills again. K/V are in the
-sidecar and are no saved tensors.
+sidecar and are not saved tensors.
 
 An entry lives as long as autograd holds it: after a layer's backward its memory is freed.
 """

@@ -245,3 +245,16 @@ def _program_from(number: int, line: Sequence[str]) -> tuple[Action, ...]:
 def _shown(text: str) -> str:
     """A cell for a message, shortened."""
     return repr(text if len(text) <= 40 else f"{text[:40]}...")
+
+
+def policies(segments: Sequence[Segment], memory: str) -> tuple[str, ...]:
+    """The policy of every segment of a step, or () where all retain.
+
+    Args:
+        segments: of the step.
+        memory: the policy of inner segments. Waves retain: their backward follows their forward.
+            "auto" retains here; see memory_policy.py.
+    """
+    if memory in ("retain", "auto"):
+        return ()
+    return tuple(memory if segment.inner else "retain" for segment in segments)

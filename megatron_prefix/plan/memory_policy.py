@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.actions import Plan, policies
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.footprint import Footprint
 from megatron_prefix.plan.peak_memory import RankMemory, predict
-from megatron_prefix.tree import Segment
 
 BACKWARDS_AHEAD = 4
 """An offloaded segment is loaded during at most so many backwards before its own."""
-
-
-def policies(segments: Sequence[Segment], memory: str) -> tuple[str, ...]:
-    """The policy of every segment of a step, or () where all retain.
-
-    Args:
-        segments: of the step.
-        memory: the policy of inner segments. Waves retain: their backward follows their forward.
-            "auto" retains here; see `automatic`.
-    """
-    if memory in ("retain", "auto"):
-        return ()
-    return tuple(memory if segment.inner else "retain" for segment in segments)
 
 
 def leaner(plan: Plan) -> Plan | None:

@@ -12,11 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_prefix.config import SEGMENT_TOKENS, PrefixConfig
-from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.actions import Plan, policies
 from megatron_prefix.plan.chunking import ChunkChooser
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.joint_forest import JointForest
-from megatron_prefix.plan.memory_policy import policies
 from megatron_prefix.plan.planfile import PlanFile
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build

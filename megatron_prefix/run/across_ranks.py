@@ -1,7 +1,7 @@
 """What rollouts of one prompt could share, were they not on several data-parallel ranks.
 
 Every rank sends digests of how its samples begin, at lengths that grow by a quarter: some forty
-numbers a sample, no token. Where two digests of a length agree the samples agree up to there, so
+numbers per sample, no tokens. Where two digests of a length agree the samples agree up to there, so
 what comes out is a lower bound, at most a quarter off.
 
 Ranks exchange only in modes "observe" and "auto", in the first step with gradients and in every
@@ -41,7 +41,7 @@ class SharingAcrossRanks(NamedTuple):
     Attributes:
         tokens: of all samples.
         shareable: that need not run again, were all samples on one rank; at least.
-        shared: likewise, on the ranks where the samples are.
+        shared: the same, on the ranks where the samples are.
         num_ranks: data-parallel ranks.
     """
 
@@ -101,10 +101,10 @@ class Watch:
         if forward_only:
             return
         self._num_steps += 1
-        if self._num_steps % EVERY != 1 or not rank.is_first or rank.given_data_ranks is None:
+        if self._num_steps % EVERY != 1 or not rank.is_first or rank.data_ranks is None:
             return
         self.last = exchange(step.samples or (), rank.groups)
-        if rank.given_data_ranks.rank() == 0 and rank.groups.tp.rank() == 0:
+        if rank.data_ranks.rank() == 0 and rank.groups.tp.rank() == 0:
             tell(self.last)
 
 

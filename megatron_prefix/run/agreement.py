@@ -24,7 +24,7 @@ _FINE, _CANNOT_SHARE, _FAILED = range(3)
 
 
 def share_together(decision: Decision, group: Any, device: torch.device, why: str) -> Decision:
-    """The stock schedule on every rank of a group, where one of them takes it.
+    """The stock schedule on every rank of a group if one of them takes it.
 
     Args:
         decision: this rank's; every rank of the group calls this.
@@ -41,7 +41,7 @@ def share_together(decision: Decision, group: Any, device: torch.device, why: st
 
 
 def all_agree(mine: bool, group: Any, device: torch.device) -> bool:
-    """Whether something holds on all ranks of a group; None: on this one."""
+    """Whether something holds on all ranks of a group; without a group, on this one."""
     if group is None:
         return mine
     flag = torch.tensor([int(mine)], device=device)
@@ -99,7 +99,7 @@ def agree(
 
 
 def _first_reason(problem: BaseException | None, groups: Sequence[Any]) -> CannotShare | str:
-    """What a rank that has a problem says of it, on all ranks; only after something went wrong."""
+    """What a rank that has a problem says about it, on all ranks; called only if one has."""
     mine: CannotShare | str = ""
     if isinstance(problem, CannotShare):
         mine = problem  # with its refusal
@@ -119,7 +119,7 @@ def meet(forest: Forest, microbatch_of: Sequence[int], group: Any) -> JointFores
     Args:
         forest: this rank's segments.
         microbatch_of: the trainer's microbatch of each of its rollouts.
-        group: the process group whose ranks meet in every action; None: nobody meets.
+        group: the process group whose ranks meet in every action; None if no ranks meet.
     """
     if group is None:
         return JointForest.alone(forest, microbatch_of)
@@ -134,7 +134,7 @@ def check_programs(unplanned: Sequence[Any] | None, group: Any) -> None:
     """Refuses a step in which ranks of a group would wait for ever.
 
     Args:
-        unplanned: this rank's actions where a joint plan did not make them; None where one did.
+        unplanned: this rank's actions where a joint plan did not make them; None if one did.
         group: see `meet`; every rank of it calls this.
 
     Raises:

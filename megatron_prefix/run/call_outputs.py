@@ -32,9 +32,30 @@ from megatron_prefix.sidecar.context_parallel import Exchange
 from megatron_prefix.tree import Place, Span, cp_layout
 
 FLAT = -1
-"""In the place of a dimension: the tensor is [positions], without a dimension for the batch."""
+"""Instead of a dimension: the tensor is [positions], without a dimension for the batch."""
 CHECKED_ROWS = 1024
 """Rows of logits of which gradients are looked at together: each time these are copied."""
+
+
+class Piece(NamedTuple):
+    """Logits of a span, [rows, vocabulary], and the positions in it that they are of."""
+
+    logits: Tensor
+    positions: np.ndarray
+
+
+class SegmentOutput(NamedTuple):
+    """A segment's output.
+
+    Attributes:
+        leaves: its tensors, detached, and plain values.
+        rows: the positions that were computed; None: all.
+        pieces: per leaf of logits one per span; of other leaves none.
+    """
+
+    leaves: list[Any]
+    rows: ReadRows | None
+    pieces: list[list[Piece]]
 
 
 class CallOutputs:
@@ -42,19 +63,18 @@ class CallOutputs:
 
     Args:
         step: the step's segments and microbatches.
-        exchange: between context-parallel ranks; None where there is one.
+        exchange: between context-parallel ranks; None if there is one.
 
     Attributes:
+        kept: outputs of segments that answers still need.
         guards: zeros for positions that nobody computed; what reaches them is their
             `grad`.
     """
 
     def __init__(self, step: Step, exchange: Exchange | None = None) -> None:
         self._forest, self._packed, self._exchange = step.forest, step.packed, exchange
-        self._leaves: dict[int, list[Any]] = {}
-        self._rows: dict[int, ReadRows | None] = {}
+        self.kept: dict[int, SegmentOutput] = {}
         self._strays: list[Tensor] = []
-        self._spans: dict[int, list[list[_Piece]]] = {}
         self._structure: Any = None
         self._dims: list[int | None] = []
         self._plain: list[Any] = []
@@ -77,8 +97,7 @@ class CallOutputs:
         num = sum(lengths) // (1 if self._exchange is None else self._exchange.size)
         leaves, structure = pytree.tree_flatten(output)
         self._remember(leaves, structure, num if rows is None else len(rows.here))
-        self._rows[index] = rows
-        taken = []
+        taken: list[Any] = []
         for leaf, dim in zip(leaves, self._dims, strict=True):
             if dim is None:
                 taken.append(leaf)
@@ -90,12 +109,12 @@ class CallOutputs:
                 mine = self._exchange.whole(mine[None], lengths)[0]
             # A forward that will run again has no graph yet, so the leaf cannot ask for one.
             taken.append(mine.requires_grad_(differentiable and leaf.is_floating_point()))
-        self._leaves[index] = taken
-        kept = None if rows is None or self._exchange is not None else rows.here
-        self._spans[index] = [
-            [] if dim is None or leaf.dim() == 1 else _by_span(leaf, spans, kept)
+        here = None if rows is None or self._exchange is not None else rows.here
+        pieces = [
+            [] if dim is None or leaf.dim() == 1 else _by_span(leaf, spans, here)
             for leaf, dim in zip(taken, self._dims, strict=True)
         ]
+        self.kept[index] = SegmentOutput(taken, rows, pieces)
 
     def _is_whole(self, tensor: Tensor) -> bool:
         """Whether a leaf has all positions of its segment: logits, which are large, do not have to,
@@ -106,21 +125,20 @@ class CallOutputs:
         """Tensors of a segment's output that have a graph, and what all losses send to them."""
         lengths = [span.padded for span in self._forest.segments[index].spans]
         tensors, gradients = [], []
-        leaves = pytree.tree_leaves(output)
-        for tensor, leaf, dim in zip(leaves, self._leaves[index], self._dims, strict=True):
+        kept, made = self.kept[index], pytree.tree_leaves(output)
+        for tensor, leaf, dim in zip(made, kept.leaves, self._dims, strict=True):
             if dim is None or not tensor.requires_grad:
                 continue
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             if self._exchange is not None:
                 gradient = self._exchange.share(gradient[None], lengths)[0]
             tensors.append(tensor)
-            gradient = self._read(index, gradient)
+            gradient = self._read(kept.rows, gradient)
             gradients.append(gradient if dim == FLAT else gradient.unsqueeze(1 - dim))
         return tensors, gradients
 
-    def _read(self, index: int, gradient: Tensor) -> Tensor:
+    def _read(self, rows: ReadRows | None, gradient: Tensor) -> Tensor:
         """The gradient of positions whose output was computed; notes what reaches the others."""
-        rows = self._rows[index]
         if rows is None or not self._is_whole(gradient):
             return gradient
         read = gradient.index_select(0, rows.there)
@@ -133,9 +151,7 @@ class CallOutputs:
 
     def drop(self, index: int) -> None:
         """Drops a segment's output."""
-        self._leaves.pop(index, None)
-        self._spans.pop(index, None)
-        self._rows.pop(index, None)
+        self.kept.pop(index, None)
 
     def answer(self, microbatch: int, rollouts: Sequence[int]) -> Any:
         """A microbatch's output in the layout of its call, in memory of its own.
@@ -189,7 +205,7 @@ class CallOutputs:
     def _joined(self, rollouts: Sequence[int], number: int) -> Tensor:
         """One tensor's positions along the paths of rollouts, [positions, ...]."""
         places = [place for rollout in rollouts for place in self._forest.paths[rollout]]
-        like = self._leaves[places[-1].segment][number]
+        like = self.kept[places[-1].segment].leaves[number]
         if like.dim() > 1:
             return self._assembled(places, number, like)
         used = sorted({place.segment for place in places if self._is_computed(place)})
@@ -203,7 +219,7 @@ class CallOutputs:
             else:
                 start, missing = missing, missing + length
             index.append(np.arange(start, start + length))
-        outputs = [self._leaves[segment][number] for segment in used]
+        outputs = [self.kept[segment].leaves[number] for segment in used]
         whole = torch.cat([*outputs, self._guard(like, missing - total)])
         return whole.index_select(0, on(like.device, np.concatenate(index)))
 
@@ -226,7 +242,7 @@ class CallOutputs:
             length = self._forest.segments[place.segment].spans[place.number].length
             local = np.arange(0)
             if self._is_computed(place):
-                piece, local = self._spans[place.segment][number][place.number]
+                piece, local = self.kept[place.segment].pieces[number][place.number]
                 pieces.append(piece)
                 targets.append(offset + local)
             unread.append(offset + np.setdiff1d(np.arange(length), local))
@@ -247,14 +263,7 @@ class CallOutputs:
         return guard
 
 
-class _Piece(NamedTuple):
-    """Logits of a span, [rows, vocabulary], and the positions in it that they are of."""
-
-    logits: Tensor
-    positions: np.ndarray
-
-
-def _by_span(leaf: Tensor, spans: Sequence[Span], rows: np.ndarray | None) -> list[_Piece]:
+def _by_span(leaf: Tensor, spans: Sequence[Span], rows: np.ndarray | None) -> list[Piece]:
     """Logits of a segment by span: one split, whose backward writes every span's gradient once.
 
     Args:
@@ -270,7 +279,7 @@ def _by_span(leaf: Tensor, spans: Sequence[Span], rows: np.ndarray | None) -> li
     for span, end, (logits, held) in zip(spans, ends, parts, strict=True):
         local = held - (end - span.padded)
         num = int(np.searchsorted(local, span.length))  # padding is nobody's
-        pieces.append(_Piece(logits[:num], local[:num]))
+        pieces.append(Piece(logits[:num], local[:num]))
     return pieces
 
 
@@ -308,7 +317,7 @@ class _Assembled(torch.autograd.Function):
 def _size(gradient: Tensor) -> Tensor:
     """The largest element that is finite, by absolute value; `gradient` is overwritten.
 
-    A loss that is not finite sends NaN to masked positions, too, which is the trainer's to see.
+    A loss that is not finite sends NaN to masked positions, too, which is for the trainer to see.
     """
     return gradient.nan_to_num_(0.0, 0.0, 0.0).abs_().amax().float()
 

@@ -67,7 +67,7 @@ class ModelCall:
         """Refuses tensors that were written after the call: a buffer for all microbatches.
 
         Raises:
-            UserError: nothing can be made of such a step any more.
+            UserError: such a step can no longer be run at all.
         """
         if self.versions != _versions(self.arguments):
             raise refused(OVERWRITTEN, self.microbatch)
@@ -103,7 +103,7 @@ class Callbacks:
 
     Attributes:
         trained: (model call) -> bool or float like the call's input_ids on this rank, which
-            positions carry loss; where the call has no loss_mask and this is None, all count.
+            positions carry loss; if the call has no loss_mask and this is None, all count.
         routes: (model call) -> int like input_ids and [layers, topk] more: the experts that every
             layer of the model sends a token to; asked on the first stage where routers replay.
             `drawn` of the call is what its forward step drew from the data iterator.
@@ -182,7 +182,7 @@ def check(calls: Sequence[ModelCall], *, needs_masks: bool = False) -> None:
 
 
 def _check_masks(masks: Sequence[Tensor | None]) -> None:
-    """Refuses attention masks that are not causal; the host waits only where there are masks."""
+    """Refuses attention masks that are not causal; the host waits only if there are masks."""
     wrong = []
     for mask in masks:
         if mask is None:
@@ -227,7 +227,7 @@ def layouts(calls: Sequence[ModelCall], cp_size: int) -> list[CallLayout] | None
 
 
 def _shape(call: ModelCall) -> torch.Size | None:
-    """[samples, positions] of a call; None where nothing in it says."""
+    """[samples, positions] of a call; None if nothing in it says."""
     for name in ("input_ids", "labels", "loss_mask"):
         value = call[name]
         # verl gives nested tensors, which are not packed, where no embedding reads them.

@@ -56,7 +56,7 @@ class CostMeter:
             rank.config.num_layers, rank.num_stages, len(rank.models), rank.frozen_share,
         )  # fmt: skip
         self._groups = list(rank.companions)
-        if rank.experts is not None and rank.given_data_ranks is None:
+        if rank.experts is not None and rank.data_ranks is None:
             self._groups.append(rank.experts)
         self._measured = self._loaded() if config.cost_file else Evidence()
         self.times = first_says(self._measured.times(self._prior), self._groups)

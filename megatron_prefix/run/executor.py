@@ -1,8 +1,8 @@
-"""Runs one rank's program, one handler a kind of action.
+"""Runs one rank's program, with one handler per kind of action.
 
 A segment's forward on a stage begins with the previous stage's output and ends with handing its
 own on; its backward begins with the next stage's gradient, or with the losses' on the last stage,
-or with zeros there when no loss reaches the segment.  Zeros are no trick: gK/gV enter inside the
+or with zeros there when no loss reaches the segment.  Zeros are not a trick: gK/gV enter inside the
 layers, and a backward that starts at the stage's output passes every hook and every recomputation
 on its way.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,18 +20,17 @@ from megatron.core.pipeline_parallel.schedules import custom_backward, deallocat
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from megatron_prefix.layers.blocks.core import SegmentContext
-from megatron_prefix.layers.blocks.own import own_runs
+from megatron_prefix.layers.blocks.core import SegmentContext, own_runs
 from megatron_prefix.megatron.install import Hooks
 from megatron_prefix.moe.ledger import RouterLedger
 from megatron_prefix.offload.segment import OffloadedSegment, Offloader, addresses
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.memory_policy import BACKWARDS_AHEAD
-from megatron_prefix.run.inputs import ModelArguments, SegmentInputs
+from megatron_prefix.run.forward_step_state import Settings
+from megatron_prefix.run.inputs import SegmentInputs
 from megatron_prefix.run.losses import Losses
 from megatron_prefix.run.messages import Links
 from megatron_prefix.run.overlap import Reductions
-from megatron_prefix.run.suspend import Settings
 from megatron_prefix.sidecar.cache import SidecarCache
 
 
@@ -45,14 +44,15 @@ class Stage:
         cache: its sidecar.
         is_first: whether it holds the embedding and so receives no activations.
         is_last: whether it holds the output layer and so sends none.
-        arguments: calls the model on segments as the trainer does on microbatches.
         called: settings of the trainer's model calls.
+        has_labels: whether these have labels.
+        others: their other arguments that are about no position.
         losses: on the last stage only.
         ledger: accounts for the routers' losses; None without routers and without gradients.
         offloads: saved tensors of segments that wait on the host for their backward.
         ahead: those of them that the backwards after the one that runs want back.
         live: input and output of segments whose backward is still to come; the output with its
-            graph, or None where the forward will run again.
+            graph, or None if the forward will run again.
     """
 
     model: Any
@@ -60,8 +60,9 @@ class Stage:
     cache: SidecarCache
     is_first: bool
     is_last: bool
-    arguments: ModelArguments
     called: Settings
+    has_labels: bool
+    others: Mapping[str, Any]
     losses: Losses | None = None
     ledger: RouterLedger | None = None
     offloads: dict[int, OffloadedSegment] = field(default_factory=dict)
@@ -90,12 +91,12 @@ class Executor:
         inputs: SegmentInputs,
         links: Links,
         forward_only: bool,
-        timing: Callable[[Action], contextlib.AbstractContextManager] | None = None,
-        offloader: Offloader | None = None,
-        reductions: Reductions | None = None,
+        timing: Callable[[Action], contextlib.AbstractContextManager] | None,
+        offloader: Offloader | None,
+        reductions: Reductions | None,
     ) -> None:
         self._offloader, self._reductions = offloader, reductions
-        self._timing = timing or _untimed
+        self._timing = timing or contextlib.nullcontext
         self._plan, self._stages, self._inputs, self._links = plan, stages, inputs, links
         self._forward_only = forward_only
         self._handlers: dict[str, Callable[[Action, Stage], None]] = {
@@ -109,7 +110,6 @@ class Executor:
         try:
             for stage in self._stages:
                 stage.hooks.prepare(self._inputs.max_position)
-                stage.hooks.accumulate_weight_gradients()
             with gradients:
                 program = self._plan.programs[rank]
                 last = {one.chunk: place for place, one in enumerate(program) if one.kind == "B"}
@@ -136,7 +136,7 @@ class Executor:
         runs = own_runs(stage.cache.map.lengths[index], *self._inputs.place)
         num_levels = len(stage.cache.map.levels[index])
         positions = self._inputs[index][2]
-        unread, rows = stage.is_last and not segment.scored, self._inputs.rows(index)
+        unread, rows = stage.is_last and not segment.scored, self._inputs.rows[index]
         return SegmentContext(
             index, segment.inner, runs, num_levels, positions, stage.cache, stage.ledger,
             backward, None if backward else stage.offloads.get(index), stage.ahead,
@@ -156,7 +156,7 @@ class Executor:
             with torch.no_grad() if again else contextlib.nullcontext():
                 output = self._call(index, stage, received)
             if self._scored(index, stage):
-                rows = self._inputs.rows(index)
+                rows = self._inputs.rows[index]
                 stage.losses.take(index, output, rows, differentiable=not self._forward_only)  # type: ignore[union-attr]
         if not self._forward_only:
             stage.live[index] = received, None if again else output
@@ -171,7 +171,8 @@ class Executor:
         scored = self._scored(index, stage)
         context = self._context(index, stage)
         with stage.hooks.running(context, scored=scored), stage.called.autocasting():
-            return stage.arguments.call(stage.hooks.model.forward, index)
+            forward = stage.hooks.model.forward
+            return self._inputs.call(forward, index, stage.has_labels, stage.others)
 
     def _backward(self, action: Action, stage: Stage) -> None:
         index = action.segment
@@ -241,10 +242,6 @@ class Executor:
         """Whether outputs that were sent keep their graph only (Megatron's option)."""
         config = stage.hooks.model.config
         return config.deallocate_pipeline_outputs and not (stage.is_last or self._forward_only)
-
-
-def _untimed(_: Action) -> contextlib.AbstractContextManager:
-    return contextlib.nullcontext()
 
 
 def _annotated(action: Action) -> contextlib.AbstractContextManager:

@@ -1,19 +1,104 @@
-"""State of a model and of Megatron that a forward step may change around its model call.
+"""What a forward step may change around its model call: settings of torch, a model, Megatron.
 
-Each function gives a `Swap` (suspend.py): it puts what a suspended step has changed out of the way,
-and back when the step goes on.
+What Python and torch keep per thread would leak out of a suspended step (`Settings`). The rest is a
+`Swap` each: it puts what a suspended step has changed out of the way, and back when the step goes
+on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from megatron.core.tensor_parallel import random as megatron_random
+from torch.overrides import _get_current_function_mode_stack  # what a `with` has pushed
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from megatron_prefix.run.suspend import Swap
+DEVICE_TYPES = ("cpu", "cuda")
+_QUANTISING = ("quantization", "fp8")  # modules of transformer-engine, new and old name
+
+Swap = Callable[[Any, bool], Any]
+"""Exchanges a step's own state of something for the present one: (state, entering) -> state.
+
+Called whenever the step is entered or left, with what it returned the last time, at first with
+None.
+"""
+
+
+class Settings(NamedTuple):
+    """What torch keeps per thread and a forward step may change around its model call.
+
+    Attributes:
+        grad: whether gradients are recorded.
+        autocast: by device type whether it is on, and its dtype.
+        cache_enabled: autocast's cache of weights.
+        stream: the current CUDA stream, which names its device; None without CUDA.
+    """
+
+    grad: bool
+    autocast: tuple[tuple[bool, torch.dtype], ...]
+    cache_enabled: bool
+    stream: Any
+
+    @classmethod
+    def now(cls) -> Settings:
+        """The settings of this moment."""
+        autocast = tuple(
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in DEVICE_TYPES
+        )
+        is_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return cls(
+            torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled(),
+            torch.cuda.current_stream() if is_cuda else None,
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def autocasting(self) -> Iterator[None]:
+        """Autocast as in these settings, and after it as before."""
+        outside = Settings.now()
+        outside._replace(autocast=self.autocast, cache_enabled=self.cache_enabled).apply()
+        try:
+            yield
+        finally:
+            outside.apply()
+            if any(is_on for is_on, _ in self.autocast):
+                torch.clear_autocast_cache()  # of weights, as at the end of `torch.autocast`
+
+    def apply(self) -> None:
+        """Makes these the settings; work on the stream waits for what the last one has to do."""
+        before = Settings.now()
+        torch.set_grad_enabled(self.grad)
+        for kind, (is_on, dtype) in zip(DEVICE_TYPES, self.autocast, strict=True):
+            torch.set_autocast_enabled(kind, is_on)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self.cache_enabled)
+        if self.stream is not None and self.stream != before.stream:
+            torch.cuda.set_stream(self.stream)  # and its device
+            if before.stream is not None:
+                self.stream.wait_stream(before.stream)
+
+
+def quantises() -> bool:
+    """Whether transformer-engine's autocast to fp8 or fp4 is on: one for the whole process."""
+    modules = (sys.modules.get(f"transformer_engine.pytorch.{name}") for name in _QUANTISING)
+    managers = (getattr(module, "FP8GlobalStateManager", None) for module in modules)
+    return any(manager is not None and manager.is_fp8_enabled() for manager in managers)
+
+
+def fixed() -> tuple[Any, ...]:
+    """Settings of torch that cannot be taken away from a step and put back."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return (
+        tuple(map(id, _get_current_function_mode_stack())),
+        tuple(map(id, _get_current_dispatch_mode_stack())),
+        torch.is_inference_mode_enabled(),
+        None if hooks is None else id(hooks[0]),
+    )
 
 
 def training_modes(model: Any) -> Swap:
@@ -36,7 +121,7 @@ def training_modes(model: Any) -> Swap:
 
 def environment() -> Swap:
     """Variables of the environment: slime tells its routers by one what a call is for."""
-    # Private, for comparing: the public way reads every variable anew, twice a microbatch.
+    # Private, for comparing: the public way reads every variable again, twice per microbatch.
     encoded = os.environ._data  # type: ignore[attr-defined]
     outside, before = dict(os.environ), dict(encoded)
 
@@ -74,9 +159,9 @@ def replayed_routes(routers: Sequence[Any]) -> Swap:
 def watched_forks() -> Iterator[Swap]:
     """Forks of Megatron's tracker of random states that a step is inside of.
 
-    A fork puts another state into the generator, and at its end the one that it found.  For a
-    suspended step the generator gets back what its outermost fork found, and the forks end with
-    what the generator has by then.
+    A fork puts another state into the generator, and at its end the one that was there.  For a
+    suspended step the generator gets back what was there before its outermost fork, and the forks
+    end with what the generator has by then.
     """
     tracker, forks = megatron_random.get_cuda_rng_tracker(), []  # type: ignore[var-annotated]
     stock, before = tracker.fork, vars(tracker).get("fork")

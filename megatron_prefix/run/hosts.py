@@ -54,7 +54,7 @@ def named(rank: int) -> str:
 
 
 def told(rank: int, error: RuntimeError) -> str | None:
-    """What `rank` says of an error in communication; None where it is another error."""
+    """What `rank` says of an error in communication; None if it is another error."""
     from torch.distributed import DistError
 
     if not _hosts or not (isinstance(error, DistError) or _LOST.search(str(error))):

@@ -18,7 +18,8 @@ from megatron_prefix.tree.forest import any_trained
 class ReadRows(NamedTuple):
     """Positions of a segment on this rank that carry loss, ascending.
 
-    Others make up the number where it is below two, or odd for ranks of sequence parallelism.
+    Others make up the number if it is below two, or does not divide among ranks of sequence
+    parallelism.
 
     Attributes:
         there: int64 [rows], on the model's device.
@@ -42,6 +43,7 @@ class SegmentInputs:
 
     Attributes:
         max_position: the largest position of any segment.
+        rows: per segment the positions that carry loss; None if all do.
         place: `rank` and `size`.
     """
 
@@ -76,17 +78,40 @@ class SegmentInputs:
             table = np.ascontiguousarray(table[:, held])
             self._offsets //= size
         self._table = on(device, table[:3])
-        self._rows: list[ReadRows | None] = [None] * len(forest.segments)
+        self.rows: list[ReadRows | None] = [None] * len(forest.segments)
         if samples is not None:
-            self._rows = self._read_rows(table[3], device, sequence_ranks)
+            self.rows = self._read_rows(table[3], device, sequence_ranks)
 
     def __getitem__(self, index: int) -> Tensor:
         """Tokens, labels and positions of a segment, int64 [3, positions]."""
         return self._table[:, self._offsets[index] : self._offsets[index + 1]]
 
-    def rows(self, index: int) -> ReadRows | None:
-        """Those positions of a segment that carry loss; None where all do."""
-        return self._rows[index]
+    def call(
+        self, forward: Callable[..., Any], index: int, has_labels: bool, others: Mapping[str, Any]
+    ) -> Any:
+        """Calls a language model on a segment as the trainer calls it on microbatches.
+
+        Args:
+            forward: the model's own, inside its wrappers and hooks: the trainer's call goes through
+                those, and its answer comes back through them.
+            index: the segment.
+            has_labels: whether the trainer's calls have labels.
+            others: what else they have and is about no position (`runtime_gather_output`, ...).
+
+        Returns:
+            The model's output; on the last stage of the trainer's kind.
+        """
+        tokens, labels, positions = self[index].unsqueeze(1)
+        if has_labels and (rows := self.rows[index]) is not None:
+            # As many as there are hidden states in front of the output layer.
+            labels = labels.index_select(1, rows.there)
+        return forward(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=None,
+            labels=labels if has_labels else None,
+            **others,
+        )
 
     def _read_rows(
         self, flags: np.ndarray, device: torch.device, sequence_ranks: int
@@ -104,35 +129,3 @@ class SegmentInputs:
             None if len(here) == length else ReadRows(there, here)
             for there, here, length in zip(parts, by_segment, lengths, strict=True)
         ]
-
-
-class ModelArguments:
-    """Calls a model chunk on segments as the trainer calls it on microbatches.
-
-    Args:
-        inputs: of the segments.
-        has_labels: whether the trainer's calls have labels.
-        others: what else they have and is about no position (`runtime_gather_output`, ...).
-    """
-
-    def __init__(self, inputs: SegmentInputs, has_labels: bool, others: Mapping[str, Any]) -> None:
-        self._inputs, self._has_labels, self._others = inputs, has_labels, others
-
-    def call(self, forward: Callable[..., Any], index: int) -> Any:
-        """A language model's output for a segment: the trainer's kind on the last stage.
-
-        `forward` is the model's own, inside its wrappers and hooks: the trainer's call goes through
-        those, and its answer comes back through them.
-        """
-        tokens, labels, positions = self._inputs[index].unsqueeze(1)
-        rows = self._inputs.rows(index)
-        if self._has_labels and rows is not None:
-            # As many as there are hidden states in front of the output layer.
-            labels = labels.index_select(1, rows.there)
-        return forward(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=None,
-            labels=labels if self._has_labels else None,
-            **self._others,
-        )

@@ -18,8 +18,8 @@ import operator
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 DEPTH = 2
 """Of objects and dicts in one another: `self.state["batch"]`."""
@@ -29,8 +29,21 @@ MOST_PLACES = 300
 _LIBRARIES = {"torch", "megatron", *sys.stdlib_module_names}
 _NAMESPACES = {"SimpleNamespace", "Namespace"}
 _MISSING = object()
-Bindings = MutableMapping[str, Any]
-Changes = list[tuple[Bindings, Any, Any]]
+
+
+class Place(NamedTuple):
+    """Something that holds values by name.
+
+    Attributes:
+        read: its names and values now, in a dict of their own.
+        write: (name, value) gives a name another value.
+    """
+
+    read: Callable[[], dict[Any, Any]]
+    write: Callable[[Any, Any], None]
+
+
+Changes = list[tuple[Place, Any, Any]]
 """(place, name, value)"""
 
 
@@ -43,7 +56,7 @@ class LossVariables:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._places = [*_places(function)]
-        self._last: dict[tuple[int, Any], tuple[Bindings, Any]] = {}
+        self._last: dict[tuple[int, Any], tuple[Place, Any]] = {}
         self._set: dict[tuple[int, Any], Any] = {}
         self._counted: dict[tuple[int, Any], int] = {}
 
@@ -52,7 +65,7 @@ class LossVariables:
         if not entering:
             return self._changed(state) if state else []
         if state is None:  # it starts
-            return [dict(place) for place in self._places]
+            return [place.read() for place in self._places]
         self._bind(state)
         return None
 
@@ -61,94 +74,59 @@ class LossVariables:
         self._bind(
             (place, name, value)
             for (_, name), (place, value) in self._last.items()
-            if self._set.get((id(place), name), _MISSING) is place.get(name, _MISSING)
+            if self._set.get((id(place), name), _MISSING) is place.read().get(name, _MISSING)
         )
 
     def _changed(self, before: list[dict[Any, Any]]) -> Changes:
-        changes = [
-            (place, name, value)
-            for place, old in zip(self._places, before, strict=True)
-            if not _same(place, old)
-            for name, value in place.items()
-            if old.get(name, _MISSING) is not value
-        ]
-        for place, name, value in changes:
-            self._last[id(place), name] = place, value
+        changes = []
+        for place, old in zip(self._places, before, strict=True):
+            now = place.read()
+            if len(now) == len(old) and all(map(operator.is_, now.values(), old.values())):
+                continue
+            for name, value in now.items():
+                if old.get(name, _MISSING) is not value:
+                    changes.append((place, name, value))
+                    self._last[id(place), name] = place, value
         return changes
 
-    def _bind(self, changes: Iterable[tuple[Bindings, Any, Any]]) -> None:
+    def _bind(self, changes: Iterable[tuple[Place, Any, Any]]) -> None:
         for place, name, value in changes:
             key = id(place), name
             if type(value) is int:  # a counter: what losses have added so far stays in it
                 was = self._set.get(key, self._last[key][1])
-                now = place.get(name, was)
+                now = place.read().get(name, was)
                 added = now - was if type(now) is int and type(was) is int else 0
                 self._counted[key] = self._counted.get(key, 0) + added
                 value += self._counted[key]
-            self._set[key] = place[name] = value
+            self._set[key] = value
+            place.write(name, value)
 
 
-def _same(place: Bindings, old: dict[Any, Any]) -> bool:
-    return len(place) == len(old) and all(map(operator.is_, place.values(), old.values()))
+def _closure(function: types.FunctionType) -> Place:
+    """Variables of a function's closure, of those that are bound."""
+    names = function.__code__.co_freevars
+    cells = dict(zip(names, function.__closure__ or (), strict=True))
+
+    def read() -> dict[str, Any]:
+        values = {}
+        for name, cell in cells.items():
+            try:
+                values[name] = cell.cell_contents
+            except ValueError:  # an empty cell
+                continue
+        return values
+
+    return Place(read, lambda name, value: setattr(cells[name], "cell_contents", value))
 
 
-class _Cells(MutableMapping[str, Any]):
-    """Variables of a closure as a mapping; those that are not bound are not in it."""
-
-    def __init__(self, function: types.FunctionType) -> None:
-        names = function.__code__.co_freevars
-        self._cells = dict(zip(names, function.__closure__ or (), strict=True))
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name, cell in self._cells.items() if _is_bound(cell))
-
-    def __len__(self) -> int:
-        return sum(map(_is_bound, self._cells.values()))
-
-    def __getitem__(self, name: str) -> Any:
-        if not _is_bound(cell := self._cells[name]):
-            raise KeyError(name)
-        return cell.cell_contents
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._cells[name].cell_contents = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._cells[name].cell_contents
+def _globals(function: types.FunctionType) -> Place:
+    """Globals that a function names."""
+    module, names = function.__globals__, sorted({*_names(function.__code__)})
+    return Place(lambda: {n: module[n] for n in names if n in module}, module.__setitem__)
 
 
-class _Globals(MutableMapping[str, Any]):
-    """Some names of a module as a mapping."""
-
-    def __init__(self, names: set[str], module: dict[str, Any]) -> None:
-        self._names, self._module = sorted(names), module
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._names if name in self._module)
-
-    def __len__(self) -> int:
-        return sum(name in self._module for name in self._names)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._module[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._module[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._module[name]
-
-
-def _is_bound(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  # an empty cell raises
-    except ValueError:
-        return False
-    return True
-
-
-def _places(function: Callable[..., Any]) -> Iterator[Bindings]:
-    """Mappings whose values a function may bind, each once, the nearest first."""
+def _places(function: Callable[..., Any]) -> Iterator[Place]:
+    """Places whose values a function may change, each once, the nearest first."""
     called = inspect.getattr_static(type(function), "__call__", None)  # of an object that is called
     waiting = deque([(function, 0), (called, 0)])
     seen: set[int] = set()
@@ -165,25 +143,25 @@ def _places(function: Callable[..., Any]) -> Iterator[Bindings]:
         for place in _places_of(value):
             num += 1
             yield place
-            waiting += [(one, depth + 1) for one in list(place.values())]
+            waiting += [(one, depth + 1) for one in place.read().values()]
 
 
-def _places_of(value: Any) -> Iterator[Bindings]:
+def _places_of(value: Any) -> Iterator[Place]:
     """What a value holds: variables of a function, items of a dict, attributes of an object."""
     kind = type(value)
     if isinstance(value, types.FunctionType):
         if _package(value) not in _LIBRARIES:
-            yield _Cells(value)
-            yield _Globals({*_names(value.__code__)}, value.__globals__)
+            yield _closure(value)
+            yield _globals(value)
         return
     members = value if isinstance(value, dict) else getattr(value, "__dict__", None)
     if not isinstance(members, dict) or len(members) > MOST_NAMES:
         return
-    # What derives from torch's is a model, which is no state of a step.
+    # What derives from torch's is a model, which is not state of a step.
     is_library = _package(kind) in _LIBRARIES or "torch" in map(_package, kind.__mro__)
     is_plain = isinstance(value, dict) or kind.__name__ in _NAMESPACES
     if is_plain or not (is_library or isinstance(value, type | types.ModuleType)):
-        yield members
+        yield Place(functools.partial(dict, members), members.__setitem__)
 
 
 def _package(value: Any) -> str:

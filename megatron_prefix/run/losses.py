@@ -1,4 +1,4 @@
-"""Losses on the last stage: the trainer's own, one call a microbatch of its own.
+"""Losses on the last stage: the trainer's own, called once for each of its microbatches.
 
 When the last segment of a microbatch has been through, the suspended forward step goes on with the
 output of its model call (run/call_outputs.py), to its own loss.  Its backward leaves in every
@@ -46,20 +46,6 @@ class LossContract:
     collect_non_loss_data: bool
 
 
-def set_auxiliary_scales(contract: LossContract, model: Any, num_microbatches: int) -> None:
-    """Tells Megatron how to weigh auxiliary losses, as a stage without losses does in its schedule.
-
-    The scales are read when a backward runs, on every stage, and only the last has `Losses`.
-    """
-    config = contract.config
-    if config.timers is not None:
-        config.timers("forward-compute", log_level=2).start()
-    forward_step_calc_loss(
-        model, next(model.parameters()), None, config, getattr(model, "vp_stage", None),
-        contract.collect_non_loss_data, max(num_microbatches, 1), [], contract.cp_size, False,
-    )  # fmt: skip
-
-
 class Losses:
     """The trainer's losses on the last stage: answers its model calls, and keeps its order.
 
@@ -75,7 +61,7 @@ class Losses:
         contract: how losses are made.
         model: the model chunk as the trainer knows it.
         steps: its suspended forward steps.
-        exchange: between context-parallel ranks; None where there is one.
+        exchange: between context-parallel ranks; None if there is one.
     """
 
     def __init__(
@@ -87,7 +73,7 @@ class Losses:
         exchange: Exchange | None = None,
     ) -> None:
         self._contract, self._model, self._steps = contract, model, steps
-        self._forest, self._microbatch_of = step.forest, step.microbatch_of
+        self._forest = step.forest
         self._new_outputs = functools.partial(CallOutputs, step, exchange)
         self.outputs = self._new_outputs()
         self._strays: list[Tensor] = []
@@ -104,7 +90,12 @@ class Losses:
             max(self._forest.paths[rollout][-1][0] for rollout in rollouts)
             for rollouts in self._rollouts
         ]
-        self._through = [self._microbatches(index) for index in range(len(self._forest.segments))]
+        # The trainer's microbatches that each segment is a part of.
+        owners = step.microbatch_of
+        self._through = [
+            sorted({owners[rollout] for span in segment.spans for rollout in span.rollouts})
+            for segment in step.forest.segments
+        ]
         self._left = set(range(len(steps)))
         self._taken = -1
         self._released: set[int] = set()
@@ -198,11 +189,6 @@ class Losses:
         for index in [i for i in self._released if not self._left.intersection(self._through[i])]:
             self.outputs.drop(index)
             self._released.remove(index)
-
-    def _microbatches(self, index: int) -> list[int]:
-        """The trainer's microbatches that a segment is a part of."""
-        spans = self._forest.segments[index].spans
-        return sorted({self._microbatch_of[rollout] for span in spans for rollout in span.rollouts})
 
     def _score(self, microbatch: int) -> None:
         """Lets the trainer's forward step go on, and calls the loss function that it returns."""

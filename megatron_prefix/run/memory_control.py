@@ -53,8 +53,8 @@ class MemoryControl:
         self._before: Rewind | None = None
 
     def begin(self, rank: Rank, forward_only: bool) -> None:
-        """Notes how a step begins, where it could be made again; before the host plans, so that
-        the device looks at the gradients meanwhile."""
+        """Notes how a step begins, if it could run again; before the host plans, so that the device
+        looks at the gradients in the meantime."""
         leaner_left = not forward_only and self._config.memory != "recompute"
         self._before = Rewind(rank) if leaner_left and not rank.waiting else None
 
@@ -129,7 +129,7 @@ class MemoryControl:
         With memory "auto" inner segments may be recomputed.
         """
         lean = leaner(plan) if self._config.memory == "auto" else None
-        # Before it is known whether a rank keeps K/V of all: only where the user says so.
+        # Before it is known whether a rank keeps K/V of all: only if the user says so.
         footprint = self._footprint(rank, gathers=self._config.cp_reduce == "segment")
         return max(one.peak for one in predict(lean or plan, footprint)) <= free
 
@@ -138,7 +138,7 @@ class MemoryControl:
         return predict(plan, self._footprint(rank))[rank.stage]
 
     def offloader(self, plan: Plan, rank: Rank, forward_only: bool) -> Offloader | None:
-        """What takes tensors to the host in a step that begins; None where all stay.
+        """What takes tensors to the host in a step that begins; None if all stay.
 
         Raises:
             UserError: the model cannot run with "offload".
@@ -164,7 +164,7 @@ class MemoryControl:
         rank: Rank,
         why_final: Callable[[], str] = str,
     ) -> tuple[Result, Plan]:
-        """Makes a step, a second time where memory runs out and it can be; see `oom_retry.run`."""
+        """Runs a step, and again if memory runs out and it can be undone; see `oom_retry.run`."""
         before, self._before = self._before, None
         return oom_retry.run(
             attempt, plan, before, is_alone=not rank.waiting, why_final=why_final,

@@ -1,6 +1,6 @@
-"""A step in which device memory runs out: undone, and made once more with a leaner plan.
+"""A step in which device memory runs out: undone, and run once more with a leaner plan.
 
-In that one every inner segment is recomputed.  That takes a rank that nobody waits for: alone in
+In that one every inner segment is recomputed.  That takes a rank that no other waits for: alone in
 its pipeline, its tensor-, context- and expert-parallel groups.  Where others wait for it in a
 collective it cannot go back alone, and to ask them first would cost every step a collective; then
 the step ends with an error, and so do the other ranks, which lose a neighbour.
@@ -36,14 +36,14 @@ def run(
     why_final: Callable[[], str],
     failure: Callable[[str, Plan], StepOutOfMemory],
 ) -> tuple[Result, Plan]:
-    """Makes a step; where memory runs out, undoes it and makes it once more with a leaner plan.
+    """Runs a step; if memory runs out, undoes it and runs it once more with a leaner plan.
 
     Args:
         attempt: runs a plan, and leaves nothing behind when it fails.
         plan: of the step.
-        before: what the step changes, as it was; None where it is not to be made again.
+        before: what the step changes, as it was; None if it is not to run again.
         is_alone: whether no other rank waits for this one in the middle of a step.
-        why_final: asked when memory has run out; why the step cannot be made again, else empty.
+        why_final: asked when memory has run out; why the step cannot run again, else empty.
         failure: the error for a reason and the plan that did not fit.
 
     Returns:
@@ -70,7 +70,7 @@ def run(
         why = "gradients were not zero when the step began"
         raise failure(f"{reason}; not tried again: {why}", plan)
     before.undo()
-    logger.warning("%s: the step is made again, every inner segment recomputed", reason)
+    logger.warning("%s: the step runs again, every inner segment recomputed", reason)
     try:
         return attempt(lean), lean
     except torch.OutOfMemoryError as error:
@@ -80,7 +80,7 @@ def run(
 
 
 class Rewind:
-    """What a call changes besides the weights, as it was; the host does not wait for the device.
+    """What a call changes other than the weights, as it was; the host does not wait for the device.
 
     Gradients are not copied: a call can be repeated where they were zero when it began, as they are
     after the `zero_grad_buffer` of the usual training loop; then they are zeroed again.  Of the
@@ -98,9 +98,12 @@ class Rewind:
         self._parameters = [
             p for module in modules for p in module._parameters.values() if p is not None
         ]
-        self._copies = _copies(
-            [buffer for module in modules for buffer in module._buffers.values()]
-        )
+        self._copies = [
+            (buffer, buffer.clone())
+            for module in modules
+            for buffer in module._buffers.values()
+            if buffer is not None
+        ]
         self._losses = {name: values.clone() for name, values in self._logged().items()}
         self._has_gradients = any(parameter.grad is not None for parameter in self._parameters)
         # Looked at only when memory has run out; until then it is one pass over the gradients,
@@ -123,7 +126,7 @@ class Rewind:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Makes everything as it was.
+        """Puts everything back as it was.
 
         Raises:
             RuntimeError: gradients were not zero.
@@ -170,10 +173,6 @@ def _modules(models: Sequence[Any]) -> Iterator[Any]:
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-def _copies(buffers: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-    return [(buffer, buffer.clone()) for buffer in buffers if buffer is not None]
 
 
 def free_memory() -> None:

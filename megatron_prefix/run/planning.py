@@ -20,7 +20,7 @@ from megatron_prefix.plan.step_planner import Judge, StepPlanner
 from megatron_prefix.run import agreement, global_aux_sync
 from megatron_prefix.run.cost_meter import CostMeter
 from megatron_prefix.run.memory_control import MemoryControl
-from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.rank import Rank, default_groups
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.run.step import Step
 from megatron_prefix.tree import Forest, Pairs
@@ -85,8 +85,8 @@ class Planning:
         return replace(forest, ordered=True) if ordered else forest
 
     def judge(self, rank: Rank, *, forward_only: bool) -> Judge | None:
-        """Says of plans whether they fit in memory, and how long they take; all ranks call this,
-        and their answers are the same. None where there is no choice."""
+        """Says of plans whether they fit in memory and how long they take; all ranks call this, and
+        get the same answers. None if there is no choice."""
         if self._config.segment_tokens != "auto":
             return None
         free, times = self._memory.least_free(rank), self.meter(rank).times
@@ -164,7 +164,8 @@ class Planning:
         # bucket each.
         if self._config.mode == "auto" and not forward_only and rank.overlaps:
             why = "overlap_grad_reduce needs one schedule"
-            return agreement.share_together(decision, rank.data_ranks, rank.device, why)
+            everyone = rank.data_ranks or default_groups().dp_cp
+            return agreement.share_together(decision, everyone, rank.device, why)
         return decision
 
     def _unplanned(self, report: StepReport, step: Step, rank: Rank) -> Sequence[Any] | None:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from megatron_prefix.device.transfer import to_host
 from megatron_prefix.errors import refused
-from megatron_prefix.megatron import features, modules
+from megatron_prefix.layers.table import payload_parts
+from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.moe.versions import replays_routes
 from megatron_prefix.refusals.table import (
@@ -31,9 +32,9 @@ from megatron_prefix.refusals.table import (
 )
 from megatron_prefix.run import calls as model_calls
 from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall, layouts
-from megatron_prefix.run.capture import Capture
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.samples import trained_positions
+from megatron_prefix.run.suspend import Capture
 from megatron_prefix.tree import cp_layout
 
 Numbers = NDArray[np.int64]
@@ -44,7 +45,7 @@ class CallTokens(NamedTuple):
 
     Attributes:
         layouts: of every call.
-        tokens: int64 [positions] of all calls one behind the other; None where none are given.
+        tokens: int64 [positions] of all calls one behind the other; None if none are given.
         labels: likewise.
         trained: whether a position carries loss, 0 or 1, likewise.
         positions: `position_ids`, likewise; looked at only to refuse some.
@@ -80,9 +81,8 @@ def read_calls(
         CannotShare: the model or its calls cannot be run in segments.
     """
     for chunk, model in enumerate(rank.models):
-        inner = rank.language_models[chunk]
-        _check_features(inner, model)
-        model_calls.check(capture.calls(chunk), needs_masks=modules.needs_masks(inner))
+        needs_masks = _check_features(rank.language_models[chunk], model)
+        model_calls.check(capture.calls(chunk), needs_masks=needs_masks)
     capture.check_settings()
     first = last = None
     routes: list[Tensor | None] = []
@@ -105,14 +105,19 @@ def read_calls(
     return ReadCalls(first, last, routes)
 
 
-def _check_features(inner: Any, model: Any) -> None:
+def _check_features(inner: Any, model: Any) -> bool:
     """Refuses a model chunk that cannot run in segments. Modules are looked at until it has hooks;
-    options in every step, since Megatron reads some of them in every forward."""
+    options in every step, since Megatron reads some of them in every forward.
+
+    Returns:
+        Whether its calls need causal masks.
+    """
     hooks = installed(model)
     if hooks is not None:
         features.check_options(inner.config, hooks.parts)
-    else:
-        features.check(inner, model)
+        return hooks.needs_masks
+    features.check(inner, model)
+    return features.needs_masks(payload_parts(inner))
 
 
 def read_tokens(
@@ -123,7 +128,7 @@ def read_tokens(
     forward_only: bool = False,
     cp_rank: int = 0,
 ) -> CallTokens | None:
-    """Tokens, labels and loss flags of a chunk's calls, on the host; None where they say nothing.
+    """Tokens, labels and loss flags of a chunk's calls, on the host; None if they say nothing.
 
     Without gradients nothing tells whether somebody looks at a position that the calls' loss_mask
     leaves out, so only the callback may leave out any.
@@ -172,7 +177,7 @@ def _on_host(
     return [next(table) if use else None for use in usable]
 
 
-def check_positions(known: CallTokens | None, rank: int, size: int, *, used: bool) -> None:
+def check_positions(known: CallTokens, rank: int, size: int, *, used: bool) -> None:
     """Refuses position ids that the positions of segments do not have.
 
     Args:
@@ -184,7 +189,7 @@ def check_positions(known: CallTokens | None, rank: int, size: int, *, used: boo
     Raises:
         CannotShare: they count otherwise, or each rank holds one contiguous part of a sample.
     """
-    if known is None or not (used or size > 1):
+    if not (used or size > 1):
         return
     if known.positions is None:
         if used:

@@ -1,20 +1,106 @@
-"""What a step did, for metrics and benchmarks."""
+"""What a step did and how long it took, for metrics and benchmarks."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.peak_memory import RankMemory
 from megatron_prefix.plan.prediction import Prediction
-from megatron_prefix.plan.simulator import simulate
-from megatron_prefix.run.timing import Stopwatch
+from megatron_prefix.plan.simulator import Event, Timeline, simulate
 from megatron_prefix.tree import Forest
+
+
+class Stopwatch:
+    """Times what one rank computes in one step; its zero is where it was made.
+
+    On CUDA times are those of events in the current stream, on the CPU those of the host's clock.
+    Waiting for a neighbour is not in them.
+
+    Args:
+        group: the pipeline's process group, whose ranks make theirs together.
+        device: of the model.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._marks: list[tuple[Action, Any, Any]] = []
+        dist.barrier(group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._zero = self._now()
+
+    def forget(self) -> None:
+        """Drops what has been timed: the step runs again."""
+        self._marks.clear()
+
+    @contextlib.contextmanager
+    def timing(self, action: Action) -> Iterator[None]:
+        """Times what runs inside; an action may be timed in several parts."""
+        begin = self._now()
+        yield
+        self._marks.append((action, begin, self._now()))
+
+    def seconds(self) -> dict[Action, float]:
+        """What this rank's actions took, parts of an action added up; waits for the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        spent: dict[Action, float] = {}
+        for action, begin, end in self._marks:
+            spent[action] = spent.get(action, 0.0) + (self._ms(end) - self._ms(begin)) / 1e3
+        return spent
+
+    def span(self) -> float:
+        """Seconds from the begin of this rank's first action to the end of its last; waits for the
+        device."""
+        if not self._marks:
+            return 0.0
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return (self._ms(self._marks[-1][2]) - self._ms(self._marks[0][1])) / 1e3
+
+    def timeline(self, plan: Plan) -> Timeline:
+        """The step of all ranks in milliseconds; every rank of the pipeline calls this together."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        mine = [(action, self._ms(begin), self._ms(end)) for action, begin, end in self._marks]
+        ranks: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(ranks, mine, group=self._group)
+        first = min((begin for marks in ranks for _, begin, _ in marks), default=0.0)
+        events = tuple(
+            Event(rank, Action(*action), begin - first, end - first)
+            for rank, marks in enumerate(ranks)
+            for action, begin, end in marks
+        )
+        return Timeline(
+            events=events,
+            makespan=max((event.end for event in events), default=0.0),
+            busy=tuple(sum(end - begin for _, begin, end in marks) for marks in ranks),
+            peak_positions=simulate(plan).peak_positions,
+            unit="ms",
+        )
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _ms(self, mark: Any) -> float:
+        if self._device.type != "cuda":
+            return 1e3 * (mark - self._zero)
+        return self._zero.elapsed_time(mark)
 
 
 @dataclass
@@ -27,14 +113,14 @@ class StepReport:
         plan: what the prefix schedule runs or would have run.
         joint: the same actions on the segments of all pipelines that run side by side.
         fallback_count: steps so far in which the stock schedule ran although sharing was wanted.
-        prediction: both schedules' times; None where none was made.
+        prediction: both schedules' times; None if none was made.
         times: what it was made from.
         stopwatch: times of this rank's actions, in a step that was measured.
         memory: predicted of this rank, where the prefix schedule ran with gradients.
         base_bytes: allocated on the device when the step began.
-        room_bytes: what the step could still use then; 0 where nobody knows.
+        room_bytes: what the step could still use then; 0 if it is not known.
         cache_bytes: the most that K/V, states and their gradients took on the device at once.
-        retried: memory ran out, and the step was made once more.
+        retried: memory ran out, and the step ran once more.
     """
 
     forest: Forest

@@ -1,6 +1,6 @@
 """Megatron's forward-backward function, with the prefix schedule behind it.
 
-`get_forward_backward_func()` takes the place of Megatron's function of that name; what it returns
+`get_forward_backward_func()` replaces Megatron's function of that name; what it returns
 has Megatron's keyword contract (megatron/core/pipeline_parallel/schedules.py) and its return value.
 
 A call suspends the trainer's forward steps in their model calls, **reads** those (read_calls.py,
@@ -32,7 +32,6 @@ from megatron_prefix.refusals.table import HOST_LAYERS_CP
 from megatron_prefix.run.across_ranks import Watch
 from megatron_prefix.run.agreement import agree
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
-from megatron_prefix.run.capture import Capture
 from megatron_prefix.run.losses import LossContract
 from megatron_prefix.run.memory_control import MemoryControl
 from megatron_prefix.run.messages import channels_of
@@ -42,6 +41,7 @@ from megatron_prefix.run.read_calls import ReadCalls, read_calls
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.run.step import Step, read_step
 from megatron_prefix.run.step_run import StepRun
+from megatron_prefix.run.suspend import Capture
 from megatron_prefix.tree import Forest
 
 logger = logging.getLogger(__name__)
@@ -53,9 +53,9 @@ class PrefixSchedule:
 
     Attributes:
         config: what the user set.
-        callbacks: what the trainer says of its microbatches that its model calls do not.
+        callbacks: what the trainer says of its microbatches that its model calls do not say.
         report: what the last step did; None before the first.
-        measures: times every action of the next steps (`report.stopwatch`); costs a barrier a step.
+        measures: times every action of the next steps (`report.stopwatch`), for a barrier per step.
         watch: runs around the computation of every action, instead of `measures`.
         across_ranks: what groups on several data-parallel ranks could share, and do.
         memory: device memory of its steps.
@@ -122,11 +122,10 @@ class PrefixSchedule:
                     return stock_schedule()(**arguments | {"forward_step_func": capture.stock_step})
                 capture.forget_arguments()
                 contract = LossContract(rank.config, rank.groups.cp.size(), collect_non_loss_data)
-                run = StepRun(
+                return StepRun(
                     self, capture, rank, step, joint, contract, forward_only,
-                    self.measures or meter.due,
-                )  # fmt: skip
-                return run(force_all_reduce)
+                    self.measures or meter.due, force_all_reduce,
+                ).run()  # fmt: skip
 
     def _calls_otherwise(self, models: list[Any]) -> bool:
         """Whether the stock schedule gives forward steps more than an iterator and a model."""
@@ -137,7 +136,7 @@ class PrefixSchedule:
 
     def _rank(self, models: list[Any], groups: ProcessGroupCollection | None) -> Rank:
         """This rank; its layout has to suit the configuration."""
-        rank = Rank.of(models, groups)
+        rank = Rank(models, groups)
         if self.config.cache_host_layers and rank.groups.cp.size() > 1:
             raise refused(HOST_LAYERS_CP)
         if self.config.mode != "observe":  # by all ranks, whichever schedule each of them takes
@@ -145,7 +144,7 @@ class PrefixSchedule:
         return rank
 
     def _read(self, capture: Capture, rank: Rank, forward_only: bool) -> Step | None:
-        """The step; None, with `report` set, where its calls cannot be answered from segments.
+        """The step; None, with `report` set, if its calls cannot be answered from segments.
 
         All ranks end together where one cannot read its microbatches, and fall back together.
         """
@@ -180,7 +179,7 @@ class PrefixSchedule:
         return calls, None
 
     def _plan(self, step: Step, rank: Rank, forward_only: bool) -> JointForest | None:
-        """Sets `report` with the plan; None where the stock schedule is the better one."""
+        """Sets `report` with the plan; None if the stock schedule is the better one."""
         if self.config.mode != "on":
             self.across_ranks.look(step, rank, forward_only=forward_only)
         report, joint = self.planning.decided(step, rank, forward_only=forward_only)
@@ -206,7 +205,7 @@ class PrefixSchedule:
 
 @functools.lru_cache(maxsize=8)  # a new callback every step must not fill the memory
 def _schedule(config: PrefixConfig, callbacks: Callbacks) -> PrefixSchedule:
-    """One schedule a process and configuration: plans, kernels, pools and reports stay."""
+    """One schedule per process and configuration: plans, kernels, pools and reports stay."""
     return PrefixSchedule(config, callbacks)
 
 
@@ -218,7 +217,7 @@ def get_forward_backward_func(
     samples: Samples | None = None,
     **__: Any,
 ) -> PrefixSchedule:
-    """Takes the place of megatron.core.pipeline_parallel.get_forward_backward_func.
+    """Replaces megatron.core.pipeline_parallel.get_forward_backward_func.
 
     The same schedule every time for the same arguments, however often it is called.
 

@@ -8,7 +8,7 @@ ranks gather tokens, labels and loss flags once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -64,10 +64,6 @@ class Step:
         """The trainer's microbatches of the step."""
         return len(self.packed)
 
-    def with_fillers(self, forest: Forest) -> Step:
-        """The step with the segments that run beside those of other pipelines."""
-        return self if forest is self.forest else replace(self, forest=forest)
-
     def to_ints(self) -> Numbers:
         """The step as numbers, to tell the other stages; `from_ints` reads them."""
         owners = np.array(self.microbatch_of, np.int64)
@@ -109,7 +105,7 @@ def read_step(
     pp, cp = groups.pp, groups.cp
     samples: list[Pairs] | None = None
     step: Step | None = None
-    problem: BaseException = refused(NO_TREE)
+    problem: BaseException | None = None
     known = _tell_first(calls.last, calls.first, pp, device)
     try:
         if calls.first is not None and known is not None:
@@ -126,11 +122,11 @@ def read_step(
         except Exception as error:  # noqa: BLE001  # likewise
             problem = error
     if pp.size() == 1:
-        return step or problem
+        return step or problem or refused(NO_TREE)
     numbers = _broadcast(np.zeros(0, np.int64) if step is None else step.to_ints(), pp, 0, device)
-    if step is not None or not len(numbers):
-        return step or problem
-    return Step.from_ints(numbers, samples)
+    if step is None and len(numbers):
+        return Step.from_ints(numbers, samples)
+    return step or problem or refused(NO_TREE)
 
 
 def _not_built(samples: Sequence[Pairs], _: Sequence[int]) -> Forest:

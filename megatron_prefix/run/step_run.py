@@ -1,8 +1,16 @@
-"""One step of the prefix schedule on one rank: what an attempt needs, and what follows it."""
+"""One step of the prefix schedule on one rank: what an attempt needs, and what follows it.
+
+Every backward of the step runs without synchronisation, since no single one of them is "the last
+microbatch" that Megatron's overlapped reduction waits for: the last one is an inner segment's and
+touches no output layer.  Where Megatron would have started reductions from a backward hook
+(megatron/core/distributed/param_and_grad_buffer.py), they are started by hand: during the rank's
+last backwards where that can be (overlap.py), the rest afterwards.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -21,11 +29,11 @@ from megatron_prefix.offload.transfers import free_bytes
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import CHANGED_OUTPUT
-from megatron_prefix.run import gradients, routers
+from megatron_prefix.run import routers
 from megatron_prefix.run.calls import ModelCall
-from megatron_prefix.run.capture import Capture
 from megatron_prefix.run.executor import Executor, Stage
-from megatron_prefix.run.inputs import ModelArguments, SegmentInputs
+from megatron_prefix.run.forward_step_state import Settings
+from megatron_prefix.run.inputs import SegmentInputs
 from megatron_prefix.run.losses import LossContract, Losses
 from megatron_prefix.run.messages import (
     Links,
@@ -36,9 +44,9 @@ from megatron_prefix.run.messages import (
 )
 from megatron_prefix.run.overlap import Reductions
 from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.report import Stopwatch
 from megatron_prefix.run.step import Step
-from megatron_prefix.run.suspend import Settings
-from megatron_prefix.run.timing import Stopwatch
+from megatron_prefix.run.suspend import Capture
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.context_parallel import Exchange
 from megatron_prefix.sidecar.gathered import GatheredStore
@@ -59,6 +67,7 @@ class StepRun:
         contract: how losses are made.
         forward_only: see Megatron's schedules.
         measures: time every action.
+        force_all_reduce: see Megatron's schedules.
     """
 
     def __init__(
@@ -70,22 +79,23 @@ class StepRun:
         joint: JointForest,
         contract: LossContract,
         forward_only: bool,
-        measures: bool = False,
+        measures: bool,
+        force_all_reduce: bool | None,
     ) -> None:
-        self._measures = measures
+        self._measures, self._force_all_reduce = measures, force_all_reduce
         self._schedule, self._capture, self._rank = schedule, capture, rank
-        self._step, self._joint, self._contract = step.with_fillers(joint.forest), joint, contract
+        self._joint, self._contract = joint, contract
+        # With the segments that run side by side with those of other pipelines.
+        self._step = dataclasses.replace(step, forest=joint.forest)
         self._forward_only = forward_only
         self._config, self._memory = schedule.config, schedule.memory
         self._report = schedule.report
         self._losses: Losses | None = None
-        self._force_all_reduce: bool | None = False
         self._reductions: Reductions | None = None
 
-    def __call__(self, force_all_reduce: bool | None) -> list[Any]:
+    def run(self) -> list[Any]:
         """Runs the step; returns Megatron's `forward_data_store`."""
         report, rank = self._report, self._rank
-        self._force_all_reduce = force_all_reduce
         report.stopwatch = Stopwatch(rank.groups.pp, rank.device) if self._measures else None
         if rank.device.type == "cuda":
             report.base_bytes = torch.cuda.memory_allocated(rank.device)
@@ -101,13 +111,13 @@ class StepRun:
                 report.memory = self._memory.predicted(plan, rank)
                 finish_embedding_wgrad_compute(rank.config, embedding, rank.is_last, rank.groups.tp)
                 num_tokens = self._losses.num_tokens if self._losses is not None else 0
-                gradients.finish(rank, num_tokens, force_all_reduce, self._reductions)
+                _finish(rank, num_tokens, self._force_all_reduce, self._reductions)
             if self._losses is not None:
                 self._losses.check()  # waits for the device, so after what others wait for
         return self._losses.forward_data_store if self._losses is not None else []
 
     def _why_final(self) -> str:
-        """Why an attempt that has failed cannot be made again; empty where it can."""
+        """Why an attempt that has failed cannot be repeated; empty if it can."""
         if self._reductions is not None and self._reductions.begun:
             return "its gradients were being reduced: turn overlap_grad_reduce off"
         if self._losses is not None and not self._losses.repeatable:
@@ -152,7 +162,7 @@ class StepRun:
             self._step.forest, self._step.samples, rank.device, cp.rank(), cp.size(),
             rank.groups.tp.size() if config.sequence_parallel else 1,
         )  # fmt: skip
-        stages = self._stages(plan, inputs, offloader)
+        stages = self._stages(plan, offloader)
         if rank.has_experts:
             routers.begin(stages, self._step, self._contract, rank, forward_only)
         if report.stopwatch is not None:
@@ -169,14 +179,12 @@ class StepRun:
             offloader, self._reductions,
         )  # fmt: skip
         embedding = clear_embedding_activation_buffer(config, rank.models, stages[-1].is_last)
-        with contextlib.nullcontext() if forward_only else gradients.no_sync(rank):
+        with contextlib.nullcontext() if forward_only else _no_sync(rank):
             executor.run(rank.stage)
         report.cache_bytes = sum(stage.cache.peak_bytes for stage in stages)
         return embedding
 
-    def _stages(
-        self, plan: Plan, inputs: SegmentInputs, offloader: Offloader | None
-    ) -> list[Stage]:
+    def _stages(self, plan: Plan, offloader: Offloader | None) -> list[Stage]:
         """The rank's model chunks with hooks and sidecars; the last stage's has the losses."""
         cp = self._rank.groups.cp
         exchange = Exchange(cp) if cp.size() > 1 else None
@@ -188,8 +196,8 @@ class StepRun:
             called = steps[0].called if steps else Settings.now()
             stage = Stage(
                 model, hooks, self._cache(plan, chunk, hooks, exchange, offloader),
-                number == 0, number == plan.num_stages - 1,
-                ModelArguments(inputs, call["labels"] is not None, call.others), called,
+                number == 0, number == plan.num_stages - 1, called,
+                call["labels"] is not None, call.others,
             )  # fmt: skip
             if stage.is_last and self._losses is not None:  # memory ran out in an attempt before
                 self._losses.begin_again()
@@ -217,6 +225,51 @@ class StepRun:
             return SidecarCache(planned, forms, host)
         store = GatheredStore if gathers else ShardedStore
         return SidecarCache(planned, forms, transport=functools.partial(store, exchange))
+
+
+@contextlib.contextmanager
+def _no_sync(rank: Rank) -> Iterator[None]:
+    """No gradient leaves the rank inside; the trainer's own `no_sync_func` where it set one."""
+    given = rank.config.no_sync_func
+    contexts = given if isinstance(given, list) else [given] if given is not None else None
+    if contexts is None:
+        contexts = [model.no_sync for model in rank.models if hasattr(model, "no_sync")]
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
+
+
+def _finish(
+    rank: Rank,
+    num_tokens: int | Tensor,
+    force_all_reduce: bool | None,
+    reductions: Reductions | None,
+) -> None:
+    """Starts the reductions that no backward has started, then Megatron's finalize.
+
+    Args:
+        rank: whose gradients they are.
+        num_tokens: trained tokens of the step on this rank (last stage; 0 elsewhere).
+        force_all_reduce: see Megatron's schedules.
+        reductions: of the step, where backwards start some.
+
+    Raises:
+        RuntimeError: a gradient came too late for its reduction.
+    """
+    config = rank.config
+    if reductions is not None:
+        reductions.start_rest()
+    if config.finalize_model_grads_func is not None:
+        total = torch.zeros([], dtype=torch.int, device=rank.device) + num_tokens
+        config.finalize_model_grads_func(
+            rank.models,
+            total if config.calculate_per_token_loss else None,
+            pg_collection=rank.groups,
+            force_all_reduce=force_all_reduce,
+        )
+    if reductions is not None:
+        reductions.check()
 
 
 def _same(value: Tensor) -> Tensor:

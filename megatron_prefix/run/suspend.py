@@ -1,11 +1,14 @@
-"""A trainer's forward step, suspended in its model call and resumed with the answer.
+"""The trainer's forward steps of one schedule call, suspended in their model calls.
 
-A forward step runs on a greenlet: its own stack on the same thread.  What Python and torch keep per
-thread (whether gradients are on, autocast, the current device and stream) would leak out of a
-suspended step, so it is put back at every suspension and set again at every resumption: settings
-that a forward step makes around its model call nest as they do in a plain call.
+Each is run once for each of its microbatches on every model chunk, as the stock schedule has it,
+and suspended where it calls the model.  Then it is resumed with an answer that is made of segments,
+or it goes on with the model itself: that is the stock schedule.
 
-greenlet is a dependency because threads, the other way, break what Megatron keeps in one thread
+A forward step runs on a greenlet: its own stack on the same thread.  What it changes around its
+model call (forward_step_state.py) is put back at every suspension and set again at every
+resumption, so that it nests as in a plain call.
+
+greenlet is a dependency because threads, the alternative, break what Megatron keeps in one thread
 (the tracker of CUDA random states) and take four times as long (benchmarks/suspend_steps.py).
 """
 
@@ -13,106 +16,42 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import sys
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import functools
+import inspect
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import greenlet
 import torch
-from torch.overrides import _get_current_function_mode_stack  # what a `with` has pushed
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from megatron_prefix.errors import refused
-from megatron_prefix.refusals.table import FP8_INSIDE, NO_CALL, TORCH_MODES
+from megatron_prefix.errors import UserError, refused
+from megatron_prefix.megatron.install import intercepted
+from megatron_prefix.moe import versions
+from megatron_prefix.refusals.table import (
+    DIFFERENT_AUTOCAST,
+    FP8_AROUND,
+    FP8_INSIDE,
+    NO_CALL,
+    TORCH_MODES,
+    TRAINING_MODE,
+    TWO_CALLS,
+)
+from megatron_prefix.run import forward_step_state
+from megatron_prefix.run.calls import ModelCall, bound
+from megatron_prefix.run.forward_step_state import Settings, Swap, fixed, quantises
+from megatron_prefix.run.loss_variables import LossVariables
+from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.samples import RecordingIterator
 
-DEVICE_TYPES = ("cpu", "cuda")
-_QUANTISING = ("quantization", "fp8")  # modules of transformer-engine, new and old name
 _running: SuspendedStep | None = None
 
 
 def running() -> SuspendedStep | None:
     """The forward step whose code runs now; None outside of all."""
     return _running
-
-
-class Settings(NamedTuple):
-    """What torch keeps per thread and a forward step may change around its model call.
-
-    Attributes:
-        grad: whether gradients are recorded.
-        autocast: by device type whether it is on, and its dtype.
-        cache_enabled: autocast's cache of weights.
-        stream: the current CUDA stream, which names its device; None without CUDA.
-    """
-
-    grad: bool
-    autocast: tuple[tuple[bool, torch.dtype], ...]
-    cache_enabled: bool
-    stream: Any
-
-    @classmethod
-    def now(cls) -> Settings:
-        """The settings of this moment."""
-        autocast = tuple(
-            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in DEVICE_TYPES
-        )
-        is_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        return cls(
-            torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled(),
-            torch.cuda.current_stream() if is_cuda else None,
-        )  # fmt: skip
-
-    @contextlib.contextmanager
-    def autocasting(self) -> Iterator[None]:
-        """Autocast as in these settings, and after it as before."""
-        outside = Settings.now()
-        outside._replace(autocast=self.autocast, cache_enabled=self.cache_enabled).apply()
-        try:
-            yield
-        finally:
-            outside.apply()
-            if any(is_on for is_on, _ in self.autocast):
-                torch.clear_autocast_cache()  # of weights, as at the end of `torch.autocast`
-
-    def apply(self) -> None:
-        """Makes these the settings; work on the stream waits for what the last one has to do."""
-        before = Settings.now()
-        torch.set_grad_enabled(self.grad)
-        for kind, (is_on, dtype) in zip(DEVICE_TYPES, self.autocast, strict=True):
-            torch.set_autocast_enabled(kind, is_on)
-            torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(self.cache_enabled)
-        if self.stream is not None and self.stream != before.stream:
-            torch.cuda.set_stream(self.stream)  # and its device
-            if before.stream is not None:
-                self.stream.wait_stream(before.stream)
-
-
-def quantises() -> bool:
-    """Whether transformer-engine's autocast to fp8 or fp4 is on: one for the whole process."""
-    modules = (sys.modules.get(f"transformer_engine.pytorch.{name}") for name in _QUANTISING)
-    managers = (getattr(module, "FP8GlobalStateManager", None) for module in modules)
-    return any(manager is not None and manager.is_fp8_enabled() for manager in managers)
-
-
-def _fixed() -> tuple[Any, ...]:
-    """Settings that cannot be taken off a step and put back."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return (
-        tuple(map(id, _get_current_function_mode_stack())),
-        tuple(map(id, _get_current_dispatch_mode_stack())),
-        torch.is_inference_mode_enabled(),
-        None if hooks is None else id(hooks[0]),
-    )
-
-
-Swap = Callable[[Any, bool], Any]
-"""Exchanges a step's own state of something for the present one: (state, entering) -> state.
-
-Called whenever the step is entered or left, with what it returned the last time, at first with
-None; see forward_step_state.py.
-"""
 
 
 class SuspendedStep:
@@ -126,6 +65,7 @@ class SuspendedStep:
 
     Attributes:
         call: what the model was called with; None before.
+        called: the settings that it was called with; not there before.
         goes_on_itself: whether it was resumed with the model itself, which it may call again.
     """
 
@@ -138,20 +78,13 @@ class SuspendedStep:
     ) -> None:
         self.model, self.number = model, number
         self.call: Any = None
+        self.called: Settings
         self._stock: Any = None
         self.goes_on_itself = False
         self._states, self._kept = states, [None] * len(states)
         self._settings: Settings | None = None
-        self._called: Settings | None = None
         self._greenlet = greenlet.greenlet(function)
         self._greenlet.gr_context = contextvars.copy_context()
-
-    @property
-    def called(self) -> Settings:
-        """The settings that the model was called with."""
-        if self._called is None:
-            raise RuntimeError("the forward step has not called the model")
-        return self._called
 
     @property
     def changes_training(self) -> bool:
@@ -175,10 +108,10 @@ class SuspendedStep:
             call: what the model is called with.
             stock: runs the model itself.
         """
-        self.call, self._stock, self._called = call, stock, Settings.now()
+        self.call, self._stock, self.called = call, stock, Settings.now()
         if quantises() and not self._quantised:
             raise refused(FP8_INSIDE)
-        if _fixed() != self._before:
+        if fixed() != self._before:
             raise refused(TORCH_MODES)
         return self._greenlet.parent.switch()()
 
@@ -194,7 +127,7 @@ class SuspendedStep:
         return self._switch(lambda: self._greenlet.switch(answer))
 
     def run_model(self) -> Any:
-        """Goes on with the model itself, as if nobody had looked; see `resume`."""
+        """Goes on with the model itself, as if the call had never been caught; see `resume`."""
         self.goes_on_itself = True
         stock, self._stock, self.call = self._stock, None, None  # with the arguments they hold
         return self.resume(stock)
@@ -208,7 +141,7 @@ class SuspendedStep:
         """Runs the step until it is suspended or ends."""
         global _running
         outside, around = Settings.now(), _running
-        self._before, self._quantised = _fixed(), quantises()
+        self._before, self._quantised = fixed(), quantises()
         self._greenlet.parent = greenlet.getcurrent()
         if self._settings is not None:
             self._settings.apply()
@@ -225,3 +158,140 @@ class SuspendedStep:
     def _swap(self, *, entering: bool) -> None:
         pairs = zip(self._states, self._kept, strict=True)
         self._kept = [swap(kept, entering) for swap, kept in pairs]
+
+
+class Capture:
+    """The forward steps of one schedule call; use it as a context manager.
+
+    Args:
+        forward_step: the trainer's `forward_step_func`.
+        data_iterator: the trainer's: one, or a list with one per model chunk; it may be anything.
+        rank: with the model chunks that they call.
+        num_microbatches: of the trainer on this rank.
+        keeps_drawn: whether model calls keep what their forward step drew; iterators that have no
+            `__next__` stay as they are.
+
+    Attributes:
+        steps: per model chunk the suspended forward steps in the trainer's order.
+    """
+
+    def __init__(
+        self,
+        forward_step: Callable[..., Any],
+        data_iterator: Any,
+        rank: Rank,
+        num_microbatches: int,
+        keeps_drawn: bool,
+    ) -> None:
+        self._forward_step, self._rank = forward_step, rank
+        self._num = num_microbatches
+        many = isinstance(data_iterator, list)
+        given = data_iterator if many else [data_iterator]
+        if keeps_drawn:
+            given = [RecordingIterator(one) if hasattr(one, "__next__") else one for one in given]
+        self._iterators = given if many else given * len(rank.models)
+        self.steps: list[list[SuspendedStep]] = [[] for _ in rank.models]
+        self._stack, self._loss_variables = contextlib.ExitStack(), LossVariables(forward_step)
+        self._left = [deque[SuspendedStep]() for _ in rank.models]
+
+    def __enter__(self) -> Capture:
+        with contextlib.ExitStack() as stack:
+            self._forks = stack.enter_context(forward_step_state.watched_forks())
+            for model in self._rank.models:
+                stack.enter_context(intercepted(model, _intercepting))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._stack:
+            with contextlib.ExitStack() as stack:  # all of them, whatever one of them raises
+                for step in itertools.chain(*self.steps):
+                    stack.callback(step.close)
+            self._loss_variables.end()
+
+    def run(self) -> None:
+        """Runs every forward step up to its model call.
+
+        Raises:
+            UserError: the data ends early, or a forward step does not call the model.
+        """
+        environment = forward_step_state.environment()
+        for chunk, model in enumerate(self._rank.language_models):
+            swaps = [
+                forward_step_state.training_modes(model),
+                environment,
+                self._forks,
+                self._loss_variables.swap,
+            ]
+            if self._rank.has_experts:
+                routers = [*versions.routers(model).values()]
+                swaps.append(forward_step_state.replayed_routes(routers))
+            for number in range(self._num):
+                step = SuspendedStep(
+                    functools.partial(self._call, chunk), model, tuple(swaps), number
+                )
+                self.steps[chunk].append(step)
+                try:
+                    step.start()
+                except StopIteration:
+                    raise UserError(
+                        f"the data iterator ended after {number} of {self._num} microbatches"
+                    ) from None
+                if isinstance(iterator := self._iterators[chunk], RecordingIterator):
+                    step.call = replace(step.call, drawn=iterator.taken())
+            self._left[chunk] = deque(self.steps[chunk])
+
+    def calls(self, chunk: int) -> list[ModelCall]:
+        """The model calls of a chunk, in the trainer's order."""
+        return [step.call for step in self.steps[chunk]]
+
+    def check_settings(self) -> None:
+        """Refuses calls under settings that segments, which stand for several, cannot have.
+
+        Raises:
+            CannotShare: autocast differs from call to call, or is one to fp8; or the model is in
+                another mode.
+        """
+        if quantises():
+            raise refused(FP8_AROUND)
+        steps = list(itertools.chain(*self.steps))
+        if len({step.called.autocast for step in steps}) > 1:
+            raise refused(DIFFERENT_AUTOCAST)
+        if any(step.changes_training for step in steps):
+            raise refused(TRAINING_MODE)
+
+    def forget_arguments(self) -> None:
+        """Drops the tensors of all calls, once they are read."""
+        for step in itertools.chain(*self.steps):
+            step.call = step.call.without_tensors()
+
+    def stock_step(self, _: Any, model: Any) -> Any:
+        """A `forward_step_func` for the stock schedule: the suspended steps go on, in order."""
+        chunk = next(i for i, one in enumerate(self._rank.models) if one is model)
+        return self._left[chunk].popleft().run_model()
+
+    def _call(self, chunk: int) -> Any:
+        """One of the trainer's forward steps, as in `forward_step` of
+        megatron/core/pipeline_parallel/schedules.py."""
+        config = self._rank.language_models[chunk].config
+        autocast: Any = contextlib.nullcontext()
+        if config.enable_autocast:
+            autocast = torch.autocast("cuda", dtype=config.autocast_dtype)
+        with autocast:
+            return self._forward_step(self._iterators[chunk], self._rank.models[chunk])
+
+
+def _intercepting(model: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """A `forward` that suspends the forward step which calls it."""
+    signature = inspect.signature(stock)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        step = running()
+        if step is None or step.model is not model or step.goes_on_itself:
+            return stock(*args, **kwargs)
+        if step.call is not None:
+            raise refused(TWO_CALLS)
+        call = bound(signature, args, kwargs, step.number)
+        return step.pause(call, lambda: stock(*args, **kwargs))
+
+    return forward

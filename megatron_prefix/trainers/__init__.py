@@ -1,6 +1,6 @@
-"""[pure] Trainers on Megatron-Core, a small file each: what is known of them, and which runs here.
+"""[pure] Trainers on Megatron-Core, one small file each: what is known of it, and which one runs.
 
-Nothing of a trainer is imported here; it is looked for among the modules of the process.
+Nothing of a trainer is imported here; it is looked up among the modules of the process.
 """
 
 from __future__ import annotations
@@ -18,5 +18,5 @@ TRAINERS: tuple[Trainer, ...] = (
 
 
 def running() -> Trainer | None:
-    """The trainer that this process has imported; None: a loop of its own."""
+    """The trainer that this process has imported; None if it is a training loop of its own."""
     return next((one for one in TRAINERS if one.is_running()), None)

@@ -12,8 +12,8 @@ def samples(microbatch: Any) -> list[tuple[Any, Any]] | None:
     """Tokens and trained positions of a ProcessedMicrobatch; see `Samples` in run/samples.py.
 
     A position predicts the next token, so it carries loss where that one's `token_mask` says so;
-    `sample_mask` leaves out whole samples besides.  The last position counts, too: reward models
-    look at it.
+    `sample_mask` also leaves out whole samples.  The last position counts, too: reward models look
+    at it.
     """
     data = getattr(microbatch, "data_dict", None)
     if data is None or "input_ids" not in data or "token_mask" not in data:
@@ -41,7 +41,7 @@ TRAINER = Trainer(
     loss="those whose next token the microbatch's token_mask has, and each sample's last one, in"
     " updates; all in passes for log-probs, and where tokens of microbatch and model call differ",
     together="policy.sequence_packing.enabled=false and policy.dynamic_batching.enabled=false, and"
-    " whole groups a rank: grpo.num_prompts_per_step a multiple of the data-parallel size; either"
+    " whole groups per rank: grpo.num_prompts_per_step a multiple of the data-parallel size; either"
     " of the two deals out by length",
     refused=(MULTIMODAL, NEMO_MTP),
     samples=samples,

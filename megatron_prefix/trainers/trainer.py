@@ -1,4 +1,4 @@
-"""[pure] What this package knows of a trainer."""
+"""[pure] What this package knows about a trainer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron_prefix.errors import Refusal
 
 
 def version_of(module: str, package: str) -> str:
-    """The version of an imported module, or of its package if it has one; "" where none says."""
-    found = getattr(sys.modules.get(module), "__version__", None)
-    if found is not None:
-        return str(found)
+    """The version of an imported module, or of its package; "" if neither says."""
+    version = getattr(sys.modules.get(module), "__version__", None)
+    if version is not None:
+        return str(version)
     if not package:
         return ""
     try:
@@ -26,22 +26,22 @@ def version_of(module: str, package: str) -> str:
 
 @dataclass(frozen=True)
 class Trainer:
-    """A trainer, as read in its sources and run from them; docs/trainers has a page of each.
+    """A trainer, as read in its sources and run from them; docs/trainers has a page on each.
 
     Attributes:
         name: as its users write it.
         module: imported where it runs.
-        package: of Python's registry, for its version.
+        package: its name on PyPI, for its version.
         tried: versions and commits whose code ran with the prefix schedule; (): read only.
         on: what turns the schedule on without a change of its code.
         loss: which positions of a model call count as trained.
         together: what keeps the rollouts of a group on one data-parallel rank.
-        refused: options, besides what the model itself is refused for.
+        refused: its options that are refused, on top of what the model itself is refused for.
         samples: where a microbatch has its trained positions (`Samples` in run/samples.py); None:
-            nowhere, or not so that it could be heeded safely.
+            nowhere, or not in a form that can be relied on.
         is_used: whether it runs where `module` is imported.
-        refusal: of what this process is set to and cannot be right; None for nothing. The model
-            and its calls are looked at elsewhere (megatron/features.py, run/calls.py).
+        refusal: why this process, as it is set up, cannot be right; None if nothing is wrong. The
+            model and its calls are looked at elsewhere (megatron/features.py, run/calls.py).
     """
 
     name: str
@@ -61,7 +61,7 @@ class Trainer:
         return self.module in sys.modules and self.is_used()
 
     def described(self) -> str:
-        """Name and version, and where that is another than those that ran, which did."""
+        """Name and version; if that version was never tried, the one that was."""
         version = version_of(self.module, self.package)
         named = f"{self.name} {version}" if version else self.name
         if version in self.tried or not version:

@@ -10,7 +10,7 @@ TRAINER = Trainer(
     module="verl",
     package="verl",
     tried=("0.9.1",),
-    on="installing this package: it is a plugin of the group verl.plugins",
+    on="the package itself, once it is installed: it is a plugin in the group verl.plugins",
     loss="all: its mask (response_mask) stays in the loss, so the output layer runs on prompts too,"
     " once each",
     together="actor_rollout_ref.actor.use_prefix_grouper=True with trainer.use_v1=False; the V1"

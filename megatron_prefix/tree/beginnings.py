@@ -19,7 +19,7 @@ LONGEST_LOOK = 512
 
 
 def digests(rollout: Pairs, lengths: Iterable[int]) -> Iterator[bytes]:
-    """Digests of a rollout's first positions, one a length; of all of them where it is shorter.
+    """Digests of a rollout's first positions, one per length; of all of them if it is shorter.
 
     Rollouts that agree have equal ones; those that do not differ but for one in 2^64.
 

@@ -27,8 +27,7 @@ from megatron_prefix.tree.forest import (
     any_trained,
     check_routes,
 )
-from megatron_prefix.tree.node import Node, preorder
-from megatron_prefix.tree.packing import inner_segments, pack
+from megatron_prefix.tree.packing import Node, Packing, preorder
 
 _LEAST_SHARE = 16
 """An inner segment that saves one in so many of all positions of a step is kept, however small."""
@@ -48,11 +47,6 @@ class Tries:
     unshared_by_routes: int = 0
 
     @property
-    def num_positions(self) -> tuple[int, ...]:
-        """Positions of each rollout."""
-        return tuple(map(len, self.trained))
-
-    @property
     def executed_tokens(self) -> int:
         """Positions that the prefix schedule computes; chunks do not change it."""
         return sum(node.end - node.start for roots in self.trees for node in preorder(roots))
@@ -67,15 +61,16 @@ class Tries:
             microbatch_of: the trainer's microbatch of each rollout (default: one rollout each).
         """
         options, first = self.options, self.first_trained
+        num_positions = tuple(map(len, self.trained))
         if chunk_tokens is not None:
             options = replace(options, chunk_tokens=chunk_tokens)
         roots = _copied([root for tree in self.trees for root in tree])
-        roots = _worthwhile(roots, first, options, microbatch_of, sum(self.num_positions))
+        roots = _worthwhile(roots, first, options, microbatch_of, sum(num_positions))
         roots = _chunked(roots, first, options)
-        segments = pack(roots, first, options, microbatch_of)
+        segments = Packing(roots, first, options, microbatch_of).segments
         return Forest(
             tuple(segment._replace(trained=self._trained(segment)) for segment in segments),
-            self.num_positions, first, options.multiple, unshared_by_routes=self.unshared_by_routes,
+            num_positions, first, options.multiple, unshared_by_routes=self.unshared_by_routes,
         )  # fmt: skip
 
     def _trained(self, segment: Segment) -> int:
@@ -126,8 +121,8 @@ def find_shared(
     for index, group in enumerate(groups):
         trees.setdefault(group if options.share == "group" else 0, []).append(index)
     roots = (_trie(rollouts, members, first, options) for members in trees.values())
-    found = tuple(_dissolved(nodes, lambda node: node.saved >= options.min_gain) for nodes in roots)
-    tries = Tries(found, tuple(r.trained for r in rollouts), first, options)
+    worth = tuple(_dissolved(nodes, lambda node: node.saved >= options.min_gain) for nodes in roots)
+    tries = Tries(worth, tuple(r.trained for r in rollouts), first, options)
     if not any(rollout.routes is not None for rollout in rollouts):
         return tries
     free = find_shared([replace(r, routes=None) for r in rollouts], groups, options)
@@ -196,11 +191,12 @@ def _worthwhile(
     """Dissolves the nodes of inner segments that save too little.
 
     What is left is packed again, and may fill its segments better, so each time only the weaker
-    half of those segments goes. In a small step what an action costs is small beside a share of it.
+    half of those segments goes. In a small step what an action costs is small compared with a share
+    of it.
     """
     least = min(options.segment_gain, raw_tokens // _LEAST_SHARE)
     while least:
-        packed = inner_segments(roots, first, options, microbatch_of)
+        packed = Packing(roots, first, options, microbatch_of).inner
         saved = sorted(
             (entry for entry in ((sum(node.saved for node in nodes), nodes) for nodes in packed)
              if entry[0] < least),

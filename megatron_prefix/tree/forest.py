@@ -48,7 +48,7 @@ class Pairs:
         return int(hits[0]) if len(hits) else len(self) - 1
 
     def codes(self) -> np.ndarray:
-        """A code a position: equal where input, label and routes are, uint64 [num_positions, n]."""
+        """A code per position, equal if input, label and routes are: uint64 [num_positions, n]."""
         low = self.labels.astype(np.int64) & 0xFFFFFFFF
         pairs = (self.inputs.astype(np.int64) << 32 | low).astype(np.uint64)[:, None]
         if self.routes is None:
@@ -67,8 +67,8 @@ def check_routes(rollouts: Sequence[Pairs]) -> None:
     """
     shapes = {None if r.routes is None else r.routes.shape[1:] for r in rollouts}
     if len(shapes) > 1:
-        found = ", ".join("none" if shape is None else str(list(shape)) for shape in shapes)
-        raise UserError(f"rollouts with routes of several shapes ({found}): give all or none")
+        listed = ", ".join("none" if shape is None else str(list(shape)) for shape in shapes)
+        raise UserError(f"rollouts with routes of several shapes ({listed}): give all or none")
     for index, rollout in enumerate(rollouts):
         routes = rollout.routes
         if routes is None:
@@ -99,7 +99,7 @@ class TreeOptions:
             unless they are a 16th of the step: an action costs as much as some positions. 0
             dissolves nothing.
         loss_in_leaves: positions from the first trained one on are shared only by equal rollouts.
-        share: "group": one tree a group; "batch": one tree over all rollouts of the step.
+        share: "group": one tree per group; "batch": one tree over all rollouts of the step.
         cut: spans begin at multiples of it, too. Nothing is padded to it.
     """
 
@@ -185,7 +185,7 @@ class Segment(NamedTuple):
         spans: what it computes; spans with one parent are neighbours.
         inner: whether other segments read its K/V; a segment that nobody reads is a wave.
         scored: whether its outputs reach a loss.
-        trained: positions that carry loss in any rollout; None where that is not known.
+        trained: positions that carry loss in any rollout; None if that is not known.
     """
 
     spans: tuple[Span, ...]
@@ -213,7 +213,7 @@ class Segment(NamedTuple):
 
 def trees(segments: Sequence[Segment]) -> list[tuple[int, ...]]:
     """Per segment the tree of every span; trees are counted from 0 in the order of their roots."""
-    found: list[tuple[int, ...]] = []
+    tree_of: list[tuple[int, ...]] = []
     num_trees = 0
     for segment in segments:
         numbers = []
@@ -222,9 +222,9 @@ def trees(segments: Sequence[Segment]) -> list[tuple[int, ...]]:
                 numbers.append(num_trees)
                 num_trees += 1
             else:
-                numbers.append(found[span.parent.segment][span.parent.number])
-        found.append(tuple(numbers))
-    return found
+                numbers.append(tree_of[span.parent.segment][span.parent.number])
+        tree_of.append(tuple(numbers))
+    return tree_of
 
 
 @dataclass(frozen=True)

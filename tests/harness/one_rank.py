@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
@@ -15,6 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.run import schedule
+from megatron_prefix.run.rank import Rank
 from tests.harness import ranks  # noqa: F401  # applies the CPU platform
 
 
@@ -57,3 +60,14 @@ def small_model(
     """
     shape = resolve(name, **{"num_layers": 2, **(spec or {})}).with_vocab(vocab)
     return build_model(shape, **{"dtype": torch.float64, **options})[0]
+
+
+def change_rank(patch: pytest.MonkeyPatch, **attributes: Any) -> None:
+    """The schedule's ranks say something else of themselves."""
+
+    class Changed(Rank):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            vars(self).update(attributes)
+
+    patch.setattr(schedule, "Rank", Changed)

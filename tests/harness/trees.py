@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.planner import backward_order, loss_ready_after
 from megatron_prefix.tree import Forest, Pairs, Place, Segment, TreeOptions, build
-from megatron_prefix.tree.node import Node, preorder
-from megatron_prefix.tree.packing import pack
+from megatron_prefix.tree.packing import Node, Packing, preorder
 
 
 def as_pairs(inputs: Sequence[int], labels: Sequence[int], trained: Sequence[bool]) -> Pairs:
@@ -177,8 +176,8 @@ def random_forest(rng: random.Random, depth: int = 3) -> Forest:
     roots, first = random_trees(rng, depth)
     options = TreeOptions(segment_tokens=rng.choice((0, 1, 20, 60, 200, 1000)))
     odd = rng.random() < 0.3
-    segments = put_together(rng, roots, first) if odd else pack(roots, first, options)
-    return Forest(segments, _lengths(roots, len(first)), tuple(first))
+    packed = put_together(rng, roots, first) if odd else Packing(roots, first, options).segments
+    return Forest(tuple(packed), _lengths(roots, len(first)), tuple(first))
 
 
 def random_trees(rng: random.Random, depth: int = 3) -> tuple[list[Node], list[int]]:
@@ -196,7 +195,8 @@ def random_trees(rng: random.Random, depth: int = 3) -> tuple[list[Node], list[i
 def forest_of_nodes(roots: Sequence[Node], first: Sequence[int], options: TreeOptions) -> Forest:
     """The forest that trees are packed into."""
     lengths = _lengths(roots, len(first))
-    return Forest(pack(roots, first, options), lengths, tuple(first), options.multiple)
+    segments = tuple(Packing(roots, first, options).segments)
+    return Forest(segments, lengths, tuple(first), options.multiple)
 
 
 def _lengths(roots: Sequence[Node], num: int) -> tuple[int, ...]:

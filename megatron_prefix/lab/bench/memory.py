@@ -29,8 +29,7 @@ from megatron_prefix.lab.rl import loss, passes
 from megatron_prefix.lab.verify import align
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.offload.segment import addresses
-from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.memory_policy import policies
+from megatron_prefix.plan.actions import Action, Plan, policies
 from megatron_prefix.plan.peak_memory import RankMemory
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.memory_control import MemoryControl
@@ -255,7 +254,7 @@ def recomputing(chunks: list[Any], recompute: str) -> Iterator[None]:
 
 def predicted(shape: GroupShape, way: Way, chunks: list[Any], config: PrefixConfig) -> RankMemory:
     """Predicted memory of a shape (memory "auto": as if all were retained)."""
-    return MemoryControl(config).predicted(_plan(shape, way, config), Rank.of(chunks))
+    return MemoryControl(config).predicted(_plan(shape, way, config), Rank(chunks))
 
 
 def _plan(shape: GroupShape, way: Way, config: PrefixConfig) -> Plan:

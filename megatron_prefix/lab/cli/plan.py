@@ -20,10 +20,9 @@ from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.lab.view.drawing import timeline_svg
 from megatron_prefix.layers.model import cost_of, footprint_of
-from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.actions import Plan, policies
 from megatron_prefix.plan.chunking import ChunkChooser
 from megatron_prefix.plan.footprint import Execution
-from megatron_prefix.plan.memory_policy import policies
 from megatron_prefix.plan.peak_memory import RankMemory, predict
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.simulator import Timeline, simulate

@@ -16,7 +16,8 @@ import collections
 
 from torch import Tensor
 
-from megatron_prefix.layers.blocks.interface import Aux, Gradients, Kernel, Partial, Runs, batches
+from megatron_prefix.layers.blocks.batched import batches
+from megatron_prefix.layers.blocks.interface import Aux, Gradients, Kernel, Partial, Runs
 
 PLAN_S = 0.058
 """Seconds to build the forward and the backward plan of one shape."""
@@ -82,7 +83,7 @@ class AdaptiveKernel:
             calls = self._earlier[shape] + self._num_layers
             calls_of = batches(runs, q.shape[0], k.shape[0])
             shapes = [(mine.num, mine.length, seen.length) for mine, seen in calls_of]
-            # cuDNN takes a causal run with more keys than queries as two (layers/blocks/split.py).
+            # cuDNN takes a causal run with more keys than queries as two (batched.py).
             parts = [2 if runs.causal and keys > queries else 1 for _, queries, keys in shapes]
             hidden = 0.5 if runs.causal else 0.0  # of a square of queries and keys
             pairs = sum(n * queries * (keys - hidden * queries) for n, queries, keys in shapes)

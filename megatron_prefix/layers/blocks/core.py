@@ -6,8 +6,9 @@ sent to an inner segment's own dK/dV. That is exact: under a causal mask a suffi
 only through gK/gV, and the prefix's backward is linear in them ("Schedule-Level Shared-Prefix Reuse
 for LLM RL Training", section 3.1 and appendix A).
 
-With context parallelism the sidecar gathers what is read and scatters what is sent, and a segment's
-own attention runs over all ranks (megatron_prefix/layers/blocks/own.py).
+With context parallelism the sidecar gathers what is read and scatters what is sent. Each rank has
+two pieces of every span (megatron_prefix/tree/cp_layout.py). A piece is a run that sees its span up
+to its own end, so a rank attends to its segment's own keys in one call of the kernel in any case.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_prefix.layers.blocks.kernels import Kernel, Runs
+from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
 from megatron_prefix.layers.blocks.merge import merge
-from megatron_prefix.layers.blocks.own import OwnAttention, add_selected, selected, spread
 from megatron_prefix.layers.recurrent.spans import Spans
+from megatron_prefix.sidecar.arena import Rows
 from megatron_prefix.sidecar.cache import SidecarCache
+from megatron_prefix.tree import cp_layout
 
 if TYPE_CHECKING:
     from megatron_prefix.moe.ledger import RouterLedger
@@ -47,10 +49,10 @@ class SegmentContext:
         ledger: counts for its routers' losses; None without routers or without gradients.
         backward: whether its backward runs; a forward is then recomputation, from the last layer to
             the first.
-        offload: takes what its forward saves; None where that stays on the device.
+        offload: takes what its forward saves; None if that stays on the device.
         ahead: segments on the host that the next backwards will need; the executor changes it.
         keys_only: the layer of which only its K and V are computed (layers/blocks/unread.py).
-        rows: the positions on this rank whose output is read, int64, ascending; None where all are,
+        rows: the positions on this rank whose output is read, int64, ascending; None if all are,
             or the stage is not the last.
     """
 
@@ -124,6 +126,13 @@ def segment_attention(
     return out.flatten(1).unsqueeze(1)
 
 
+@functools.lru_cache(maxsize=256)
+def own_runs(lengths: tuple[int, ...], rank: int, size: int) -> Runs:
+    """What a rank's queries see of their own segment, for spans of these (whole) lengths."""
+    own = cp_layout.own_runs(lengths, rank, size)
+    return Runs(own.queries, own.keys, causal=True)
+
+
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
@@ -138,16 +147,15 @@ class _SegmentAttention(torch.autograd.Function):
     ) -> Tensor:
         cache = context.cache
         keys = cache.own_keys(layer, context.index, context.inner, (key, value))
-        own = OwnAttention(kernel, query, keys, scale, context.runs)
         context.enter(layer, backward=context.backward)
         above = []
         for number in range(context.num_levels):
             level = cache.level(context.index, number)
             seen, values = cache.read(layer, context.index, level)
             runs = context.level_runs[number]
-            part = kernel.forward(selected(query, level.queries), seen, values, runs, scale)
-            above.append(spread(part, level.queries, len(query)))
-        parts = [own.forward(), *above]
+            part = kernel.forward(_selected(query, level.queries), seen, values, runs, scale)
+            above.append(_spread(part, level.queries, len(query)))
+        parts = [kernel.forward(query, *keys.runs(), context.runs, scale), *above]
         out, lse = merge(parts)
         context.leave(layer, backward=False)
         ctx.call = (context, layer, scale, kernel, [part.aux for part in parts])
@@ -163,20 +171,49 @@ class _SegmentAttention(torch.autograd.Function):
         cache: SidecarCache = context.cache
         key, value = cache.own(layer, context.index) if context.inner else saved
         keys = cache.own_keys(layer, context.index, context.inner, (key, value))
-        own = OwnAttention(kernel, query, keys, scale, context.runs)
         context.enter(layer, backward=True)
-        query_grad = own.backward(out_grad, out, lse, aux[0])
+        query_grad, *gradients = kernel.backward(
+            out_grad, query, *keys.runs(), out, lse, aux[0], context.runs, scale
+        )
+        keys.send((gradients[0], gradients[1]))
+        del gradients  # perhaps of all ranks' keys; `take` returns those of this rank's
         for number, level_aux in enumerate(aux[1:]):
             level = cache.level(context.index, number)
             seen, values = cache.read(layer, context.index, level)
             mine = level.queries
             more, seen_grad, values_grad = kernel.backward(
-                selected(out_grad, mine), selected(query, mine), seen, values,
-                selected(out, mine), selected(lse, mine, 1), level_aux,
+                _selected(out_grad, mine), _selected(query, mine), seen, values,
+                _selected(out, mine), _selected(lse, mine, 1), level_aux,
                 context.level_runs[number], scale,
             )  # fmt: skip
-            query_grad = add_selected(query_grad, mine, more)
+            query_grad = _add_selected(query_grad, mine, more)
             cache.add(layer, context.index, level, (seen_grad, values_grad))
-        key_grad, value_grad = own.gradients()
+        key_grad, value_grad = keys.take()
         context.leave(layer, backward=True)
         return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), *(None,) * 4
+
+
+def _selected(x: Tensor, mine: Rows, dim: int = 0) -> Tensor:
+    """Some queries: a view of consecutive ones, else a copy."""
+    if isinstance(mine, slice):
+        return x.narrow(dim, mine.start, mine.stop - mine.start)
+    return x.index_select(dim, mine)
+
+
+def _spread(part: Partial, mine: Rows, num_queries: int) -> Partial:
+    """A result for some queries as one for all; the other queries see no key."""
+    if isinstance(mine, slice) and mine == slice(0, num_queries):
+        return part
+    out = part.out.new_zeros((num_queries, *part.out.shape[1:]))
+    lse = part.lse.new_full((part.lse.shape[0], num_queries), float("-inf"))
+    out[mine], lse[:, mine] = part.out, part.lse
+    return Partial(out, lse, part.aux)
+
+
+def _add_selected(total: Tensor, mine: Rows, part: Tensor) -> Tensor:
+    """Adds the gradient of some queries to that of all, in place."""
+    if isinstance(mine, slice):
+        total[mine].add_(part)
+    else:
+        total.index_add_(0, mine, part)
+    return total

@@ -84,7 +84,6 @@ def available(
     device: torch.device | str,
     dtype: torch.dtype,
     head_dim: int,
-    head_dim_v: int | None = None,
     group: int = 2,
 ) -> dict[str, str | None]:
     """Every kernel by name, with the reason why it does not work here; None: it works.
@@ -95,11 +94,10 @@ def available(
     Args:
         device: where it is to run.
         dtype: of queries, keys and values.
-        head_dim: width of a head of queries and keys.
-        head_dim_v: width of a head of values; ``head_dim`` if None.
+        head_dim: width of a head.
         group: query heads of each K/V head.
     """
-    probe = _probe(device, dtype, head_dim, head_dim_v, group)
+    probe = _probe(device, dtype, head_dim, head_dim, group)
     return {name: probe(name) for name in KERNELS}
 
 
@@ -144,17 +142,16 @@ def why(
     device: torch.device | str,
     dtype: torch.dtype,
     head_dim: int,
-    head_dim_v: int | None = None,
     group: int = 2,
 ) -> str:
     """The kernel that "auto" takes and the reason, in one line; arguments as in `available`.
 
     Raises UserError if none works.
     """
-    taken = choose("auto", device, dtype, head_dim, head_dim_v, group=group).name
+    taken = choose("auto", device, dtype, head_dim, group=group).name
     if dtype is torch.float64:
         return f"{taken}, which is exact"
-    probe, order = _probe(device, dtype, head_dim, head_dim_v, group), _order(device, dtype)
+    probe, order = _probe(device, dtype, head_dim, head_dim, group), _order(device, dtype)
     better: dict[str, list[str]] = {}  # by what is in the way
     for name in order[: order.index(taken.split()[0])]:
         better.setdefault(probe(name) or "", []).append(name)

@@ -72,14 +72,9 @@ def formula(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype) -> Merge
     for part, weight in zip(outs, weights, strict=True):
         # where() instead of a product: a block with weight 0 may hold NaN. A NaN with another
         # weight stays visible.
-        factor = _by_query(weight * share)
+        factor = (weight * share).transpose(0, 1).unsqueeze(-1)  # [s, h, 1]
         out = out + torch.where(factor == 0, 0.0, part.to(out.dtype) * factor)
     return out.to(dtype).contiguous(), origin + torch.log(total)
-
-
-def _by_query(x: Tensor) -> Tensor:
-    """[h, s] -> [s, h, 1], to scale an output."""
-    return x.transpose(0, 1).unsqueeze(-1)
 
 
 def prepare(device: torch.device, dtype: torch.dtype, heads: int, width: int) -> None:

@@ -18,7 +18,7 @@ BLOCK = 32
 
 @triton.jit
 def _weight(lse, largest):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """exp(lse - largest); 0 where no block of the query has a key, instead of -inf - -inf."""
+    """exp(lse - largest); 0 if no block of the query has a key, instead of -inf - -inf."""
     return tl.exp(lse - tl.where(largest == float("-inf"), 0.0, largest))
 
 
@@ -53,11 +53,11 @@ def _merge(  # type: ignore[no-untyped-def]  # noqa: ANN202
         weight_c = _weight(third, largest)
         total += weight_c
     share = tl.where(total == 0, 0.0, 1.0 / total)
-    found = _share(a, places, inside, weight_a, share)
-    found += _share(b, places, inside, weight_b, share)
+    total = _share(a, places, inside, weight_a, share)
+    total += _share(b, places, inside, weight_b, share)
     if NUM == 3:
-        found += _share(c, places, inside, weight_c, share)
-    tl.store(out + places, found.to(out.dtype.element_ty), mask=inside)
+        total += _share(c, places, inside, weight_c, share)
+    tl.store(out + places, total.to(out.dtype.element_ty), mask=inside)
     origin = tl.where(largest == float("-inf"), 0.0, largest)
     tl.store(lse_out + of_row, origin + tl.log(total), mask=known)
 

@@ -26,17 +26,8 @@ from torch import Tensor
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.layers.blocks import math as exact
-from megatron_prefix.layers.blocks.interface import (
-    Aux,
-    Batched,
-    Gradients,
-    Partial,
-    Runs,
-    Saved,
-    batches,
-    joined,
-)
-from megatron_prefix.layers.blocks.split import SplitCausal
+from megatron_prefix.layers.blocks.batched import Batched, Saved, SplitCausal, batches, joined
+from megatron_prefix.layers.blocks.interface import Aux, Gradients, Partial, Runs
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What of the last layer nobody reads, and what takes its place.
+"""What of the last layer nobody reads, and what stands in for it.
 
 Losses look at some positions of a segment only, and its descendants read K and V.  So where no loss
 looks at a segment (`keys_only`), its queries see nothing in the last layer, and neither the output
@@ -29,22 +29,22 @@ def keys_only(
     Returns:
         Zeros, [positions, 1, heads * value_dim], which must not be written to.
     """
-    found: Tensor = _KeysOnly.apply(
+    out: Tensor = _KeysOnly.apply(
         query.squeeze(1), key.squeeze(1), value.squeeze(1), context, layer
     )
-    return found.unsqueeze(1)
+    return out.unsqueeze(1)
 
 
 def skipped(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Zeros of a shape in the place of what a module makes of `x`; the graph goes on through it."""
-    found: Tensor = _Skipped.apply(x, Size(shape))
-    return found
+    """Zeros of a shape instead of what a module makes of `x`; the graph goes on through it."""
+    out: Tensor = _Skipped.apply(x, Size(shape))
+    return out
 
 
 def picked(x: Tensor, rows: Tensor) -> Tensor:
     """Some rows of `x`, all different, int64 [rows]; its gradient is zero in the others."""
-    found: Tensor = _Picked.apply(x, rows)
-    return found
+    out: Tensor = _Picked.apply(x, rows)
+    return out
 
 
 class _KeysOnly(Function):

@@ -22,7 +22,7 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout, RankError
 from megatron_prefix.lab.runtime.groups import RENDEZVOUS
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.run.inputs import ModelArguments
+from megatron_prefix.run.inputs import SegmentInputs
 from megatron_prefix.run.messages import Links, channels_of
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar.cache import SidecarCache
@@ -36,21 +36,21 @@ DEAD = 1
 SOON_S = 60.0  # of a loaded machine; gloo knows at once that a connection has closed
 
 
-def die_in_the_third_segment(self: ModelArguments, model: Any, index: int) -> Any:
+def die_in_the_third_segment(self: SegmentInputs, model: Any, index: int, *others: Any) -> Any:
     """Stands in for the model's call on the rank that dies."""
     if index == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    return stock_call(self, model, index)
+    return stock_call(self, model, index, *others)
 
 
-stock_call = ModelArguments.call
+stock_call = SegmentInputs.call
 
 
 def step_until_death(layout: Layout) -> None:
     """A rank's part: one of them is killed in its third forward."""
     runtime.initialize(layout)
     if dist.get_rank() == DEAD:
-        ModelArguments.call = die_in_the_third_segment  # type: ignore[method-assign]
+        SegmentInputs.call = die_in_the_third_segment  # type: ignore[method-assign]
     case = Case("several-groups")
     groups, vocab = rollouts_of(case.shape)
     chunks, items = build_chunks(case, layout, vocab), microbatches(groups)

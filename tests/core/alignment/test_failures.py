@@ -19,7 +19,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.megatron.install import Hooks, install
 from megatron_prefix.run import suspend
-from megatron_prefix.run.inputs import ModelArguments
+from megatron_prefix.run.inputs import SegmentInputs
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.arenas import Storages, offloaders, watch_arenas
@@ -58,15 +58,15 @@ def num_tensors() -> int:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     found = Watch(Storages(), [])
-    stock = ModelArguments.call
+    stock = SegmentInputs.call
 
-    def call(self: ModelArguments, model: Any, index: int) -> Any:
-        output = stock(self, model, index)
+    def call(*arguments: Any) -> Any:
+        output = stock(*arguments)
         found.outputs.append(weakref.ref(output))
         return output
 
     watch_arenas(monkeypatch, found.arenas.add)
-    monkeypatch.setattr(ModelArguments, "call", call)
+    monkeypatch.setattr(SegmentInputs, "call", call)
     return found
 
 

@@ -22,7 +22,7 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.layers import gdn, table
 from megatron_prefix.layers.recurrent import states
 from megatron_prefix.layers.recurrent.spans import Spans
-from megatron_prefix.megatron import decoder
+from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import install, installed, language_model
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.sidecar.arena import Arena
@@ -32,7 +32,7 @@ from tests.harness import hybrid, steps
 from tests.harness.arenas import offloaders
 from tests.harness.hybrid import GDN, MAMBA
 from tests.harness.one_group import schedule_with
-from tests.harness.one_rank import one_rank
+from tests.harness.one_rank import change_rank, one_rank
 from tests.harness.steps import Contract
 from tests.harness.trees import rollout_sets, tree_options
 
@@ -126,8 +126,8 @@ def test_full_recomputation_is_predicted_where_it_happens(
             if type(module).__name__ in KERNELS_OF:
                 module.register_forward_pre_hook(count)
         assert hybrid.worst(model, families[name].expected) <= EXACT
-        waves.append(Rank.of([model]).footprint(False, 0).wave)
-    assert calls[1] == (2 if decoder.recomputes(language_model(model)) else 1) * calls[0]
+        waves.append(Rank([model]).footprint(False, 0).wave)
+    assert calls[1] == (2 if features.recomputes(language_model(model)) else 1) * calls[0]
     assert (waves[1] < waves[0]) == (calls[1] > calls[0])
 
 
@@ -289,7 +289,7 @@ def test_a_layer_that_bypasses_the_replaced_kernels_fails(
 ) -> None:
     """As a release might under an option that is not refused yet."""
     model, _, expected = families[GDN]
-    monkeypatch.setattr(table, "option_refusals", lambda *_: ())
+    monkeypatch.setattr(features, "option_refusals", lambda *_: ())
     monkeypatch.setattr(*_deterministic(unwrap(model)))
     for fields in ({}, {"min_gain": 10**6}):
         with pytest.raises(RuntimeError, match="without the replaced kernels"):
@@ -546,7 +546,7 @@ def test_random_forests(
     model, twin, _ = families[name]
     fields = {n: getattr(options, n) for n in ("chunk_tokens", "segment_tokens", "min_gain")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rank, "alignment", options.multiple)
+        change_rank(patch, alignment=options.multiple)
         ours = schedule_with(memory=memory, cache_host_layers=host_layers, **fields)
         steps.zero_gradients(model)
         logs = steps.call(ours, Contract().step, model, items)

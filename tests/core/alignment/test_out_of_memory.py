@@ -14,11 +14,10 @@ import torch
 from megatron_prefix.errors import StepOutOfMemory
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.moe import versions
-from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.failures import CONFIG, PLACES, Countdown, assert_same, items, raised, run
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import change_rank, one_rank, small_model
 from tests.harness.steps import Contract
 
 
@@ -67,7 +66,7 @@ def test_the_step_is_made_again_and_is_exact(
         with caplog.at_level(logging.WARNING):
             found = run(schedule, model)
     assert_same(found, expected)
-    assert "the step is made again, every inner segment recomputed" in caplog.text
+    assert "the step runs again, every inner segment recomputed" in caplog.text
     assert schedule.report is not None and schedule.report.retried
     assert set(schedule.report.plan.policies) == {"recompute", "retain"}
     assert_same(run(schedule, model), expected)
@@ -156,8 +155,7 @@ def test_a_rank_that_others_wait_for_does_not_go_back_alone(
     model = small_model()
     schedule = PrefixSchedule(CONFIG)
     run(schedule, model)
-    others = [SimpleNamespace(size=lambda: 2)]
-    monkeypatch.setattr(Rank, "waiting", others)
+    change_rank(monkeypatch, waiting=[SimpleNamespace(size=lambda: 2)])
     out_of_memory(monkeypatch, model, "a dense block", 11)
     assert "not tried again: other ranks wait in this step" in raised(
         StepOutOfMemory, run, schedule, model

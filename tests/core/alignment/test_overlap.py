@@ -440,7 +440,7 @@ def test_hooks_cost_little() -> None:
         spec = resolve("tiny-qwen3", num_layers=33, hidden_size=16).with_vocab(VOCAB)
         (chunk,) = build_model(spec, layout=Layout(dp=2), overlap_grad_reduce=True)
         assert len(chunk.grad_accs) > 250
-        rank = Rank.of([chunk])
+        rank = Rank([chunk])
         reductions = overlap.Reductions(rank, False)
         with reductions.during(0, "kind", tuple):
             sum(p.sum() for p in chunk.parameters()).backward()

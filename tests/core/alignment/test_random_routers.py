@@ -21,10 +21,9 @@ from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.verify.observed import take_auxiliary
 from megatron_prefix.moe import versions
 from megatron_prefix.run import schedule
-from megatron_prefix.run.rank import Rank
 from megatron_prefix.tree import TreeOptions
 from tests.harness import steps
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import change_rank, one_rank, small_model
 from tests.harness.steps import Contract, Microbatch
 from tests.harness.trees import rollout_sets, tree_options, with_routes
 
@@ -178,7 +177,7 @@ def check(
 )
 def test_random_trees(models, name, items, contract, options: TreeOptions):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rank, "alignment", options.multiple)
+        change_rank(patch, alignment=options.multiple)
         config = PrefixConfig(
             chunk_tokens=options.chunk_tokens,
             segment_tokens=options.segment_tokens,

@@ -18,10 +18,9 @@ from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.run import schedule
 from megatron_prefix.run.calls import Callbacks
-from megatron_prefix.run.rank import Rank
 from megatron_prefix.tree import Pairs, TreeOptions
 from tests.harness import steps
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import change_rank, one_rank, small_model
 from tests.harness.steps import Contract, Microbatch
 from tests.harness.trees import rollout_sets, tree_options
 
@@ -89,7 +88,7 @@ def schedule_with(
     cache_host_layers: int = 0,
 ) -> schedule.PrefixSchedule:
     """The prefix schedule on trees made with `options`, whatever the layout asks for."""
-    monkeypatch.setattr(Rank, "alignment", options.multiple)
+    change_rank(monkeypatch, alignment=options.multiple)
     config = PrefixConfig(
         chunk_tokens=options.chunk_tokens,
         segment_tokens=options.segment_tokens,

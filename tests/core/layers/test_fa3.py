@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.layers.blocks import operators
-from megatron_prefix.layers.blocks.interface import Runs, batches
+from megatron_prefix.layers.blocks.batched import batches
+from megatron_prefix.layers.blocks.interface import Runs
 from megatron_prefix.layers.blocks.kernels import KERNELS
 from tests.harness.attention_cases import CASES, LAYOUTS, Case, check, on_cuda
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.layers.blocks import kernels, operators
-from megatron_prefix.layers.blocks.interface import Runs, batches
+from megatron_prefix.layers.blocks.batched import batches
+from megatron_prefix.layers.blocks.interface import Runs
 from megatron_prefix.layers.blocks.kernels import KERNELS, choose, why
 from tests.harness.attention_cases import CASES, LAYOUTS, NARROW, Case, check, make, on_cuda
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_prefix.lab.platforms import cpu
 from megatron_prefix.layers.recurrent import probe
 from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule
-from megatron_prefix.megatron import modules
+from megatron_prefix.megatron import features
 from megatron_prefix.refusals.table import DELTA_KERNEL
 from tests.harness import ranks  # noqa: F401  # applies the CPU platform
 
@@ -126,7 +126,7 @@ def test_a_wrong_rule_is_refused_when_a_model_is_installed(monkeypatch: pytest.M
             return {"GatedDeltaNet": "wrong output"}
 
         monkeypatch.setattr(probe, "refusals", refusals)
-        assert [*modules._layer_refusals(model)] == found
+        assert [*features.layer_refusals(model)] == found
         assert asked == ([("cuda", 64, 32, 4)] if found else [])
 
 

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_prefix.lab.numerics import assert_close
-from megatron_prefix.layers.blocks.core import SegmentContext, segment_attention
+from megatron_prefix.layers.blocks.core import SegmentContext, own_runs, segment_attention
 from megatron_prefix.layers.blocks.kernels import KERNELS
-from megatron_prefix.layers.blocks.own import own_runs
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import HostTransfers
 from megatron_prefix.plan.planner import make_plan

@@ -289,7 +289,7 @@ def test_transformer_engine_hears_that_no_backward_is_first() -> None:
     seen = []
     layers[0].register_forward_pre_hook(lambda *args: seen.append(layers[0].is_first_microbatch))
     hooks = install(model)
-    hooks.accumulate_weight_gradients()
+    hooks.prepare(0)
     assert [layer.is_first_microbatch for layer in layers] == [False, False]
     layers[0].is_first_microbatch = True
     mlp = unwrap(model).decoder.layers[0].mlp

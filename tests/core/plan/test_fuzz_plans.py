@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_prefix.plan.memory_policy import policies
+from megatron_prefix.plan.actions import policies
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness import fuzzing

@@ -11,7 +11,7 @@ import torch
 
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers.model import footprint_of
-from megatron_prefix.megatron.decoder import pattern_of
+from megatron_prefix.megatron.features import pattern_of
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.peak_memory import predict

@@ -13,9 +13,9 @@ import torch
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers.model import cost_of, footprint_of
-from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.actions import Plan, policies
 from megatron_prefix.plan.footprint import Execution, Footprint
-from megatron_prefix.plan.memory_policy import Rates, automatic, leaner, policies
+from megatron_prefix.plan.memory_policy import Rates, automatic, leaner
 from megatron_prefix.plan.peak_memory import predict
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.schedule import PrefixSchedule

@@ -17,9 +17,8 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.layers import model as layers_model
 from megatron_prefix.offload.segment import addresses
-from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.actions import Plan, policies
 from megatron_prefix.plan.footprint import Execution, Footprint
-from megatron_prefix.plan.memory_policy import policies
 from megatron_prefix.plan.peak_memory import RankMemory, predict, table
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.schedule import PrefixSchedule

@@ -17,7 +17,7 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.run import across_ranks
 from megatron_prefix.run.across_ranks import LENGTHS, SharingAcrossRanks, beginnings, tell
-from megatron_prefix.run.rank import Rank, default_groups
+from megatron_prefix.run.rank import default_groups
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs, TreeOptions, build
 from megatron_prefix.tree.beginnings import least_saved
@@ -115,17 +115,6 @@ def test_the_log_names_the_trainers_option(monkeypatch, caplog) -> None:
 
 def test_without_a_common_dp_group_nothing_is_exchanged() -> None:
     watch = across_ranks.Watch()
-    rank = Rank([], LackingDataGroups(), [], None, torch.device("cpu"))  # type: ignore[arg-type]
+    rank = SimpleNamespace(is_first=True, data_ranks=None)
     watch.look(None, rank, forward_only=False)  # type: ignore[arg-type]
     assert watch.last is None
-
-
-class LackingDataGroups:
-    """As a trainer may give them: see `Rank.companions`."""
-
-    class pp:  # noqa: N801
-        """The first stage."""
-
-        @staticmethod
-        def rank() -> int:
-            return 0

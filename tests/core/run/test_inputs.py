@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from hypothesis import given
 
-from megatron_prefix.run.inputs import ModelArguments, SegmentInputs
+from megatron_prefix.run.inputs import SegmentInputs
 from megatron_prefix.tree import Pairs, TreeOptions, build
 from tests.harness.trees import rollout_sets, tree_options
 
@@ -61,7 +61,7 @@ def test_the_model_is_called_as_the_trainer_calls_it() -> None:
     inputs = SegmentInputs(build(rollouts), rollouts, CPU)
     others = {"runtime_gather_output": True}
     for has_labels in (True, False):
-        found = ModelArguments(inputs, has_labels, others).call(dict, 0)
+        found = inputs.call(dict, 0, has_labels, others)
         assert found.pop("input_ids").tolist() == [[5, 6]]
         assert found.pop("position_ids").tolist() == [[0, 1]]
         labels = found.pop("labels")

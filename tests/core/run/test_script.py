@@ -147,5 +147,5 @@ def test_two_ranks_under_torchrun_train_as_stock(tmp_path: Path) -> None:
     )
     assert len(set(stock)) == 6  # of each rank other losses
     assert done.stdout.count("ran 439 1272;") == 2
-    assert done.stderr.count("in a loop of its own") == 1  # on the first rank
+    assert done.stderr.count("in a custom training loop") == 1  # on the first rank
     assert "mode on" in done.stderr

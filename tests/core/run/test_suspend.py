@@ -17,8 +17,9 @@ from torch.overrides import TorchFunctionMode
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.run import forward_step_state, suspend
+from megatron_prefix.run.forward_step_state import Settings
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.run.suspend import Settings, SuspendedStep
+from megatron_prefix.run.suspend import SuspendedStep
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract
@@ -149,10 +150,10 @@ def test_what_cannot_be_taken_off_is_refused(make: Any) -> None:
         with make():
             call()
 
-    before = suspend._fixed()
+    before = forward_step_state.fixed()
     with pytest.raises(UserError, match="cannot be suspended: enter it before"):
         SuspendedStep(function, None).start()
-    assert suspend._fixed() == before
+    assert forward_step_state.fixed() == before
     with make():
         step = suspended(call)  # the schedule is called inside of it
         assert step.resume(lambda: 3) == 3

@@ -16,9 +16,9 @@ from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.rl.batches import on_cp_rank
 from megatron_prefix.layers.blocks.adaptive import AdaptiveKernel
+from megatron_prefix.layers.blocks.core import own_runs
 from megatron_prefix.layers.blocks.interface import Kernel, Runs
 from megatron_prefix.layers.blocks.kernels import KERNELS, CompositeKernel
-from megatron_prefix.layers.blocks.own import OwnAttention, own_runs
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run import memory_control
 from megatron_prefix.run.calls import CallLayout
@@ -121,13 +121,14 @@ def test_ranks_compute_together_what_one_does(
         cache = spread("segment", lambda shares: planned, 1, rank)
         keys = cache.own_keys(0, 0, kept, (k[mine], v[mine]))
         runs = own_runs(lengths, rank.rank, size)
-        rows = OwnAttention(KERNELS[name], q[mine], keys, scale, runs)
-        found = rows.forward()
+        forward = KERNELS[name].forward(q[mine], *keys.runs(), runs, scale)
         if not kept:
             keys = cache.own_keys(0, 0, kept, (k[mine], v[mine]))
-            rows = OwnAttention(KERNELS[name], q[mine], keys, scale, runs)
-        query_grad = rows.backward(dout[mine], *found)
-        return [found.out, found.lse.T, query_grad, *rows.gradients()]
+        query_grad, *gradients = KERNELS[name].backward(
+            dout[mine], q[mine], *keys.runs(), *forward, runs, scale
+        )
+        keys.send((gradients[0], gradients[1]))
+        return [forward.out, forward.lse.T, query_grad, *keys.take()]
 
     in_order = torch.from_numpy(cp_layout.order(lengths, size))
     wanted = [whole.out, whole.lse.T, *gradients]

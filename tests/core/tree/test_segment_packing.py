@@ -16,8 +16,7 @@ from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Pairs, Place, TreeOptions, build, find_shared, packing
-from megatron_prefix.tree.node import Node, preorder
-from megatron_prefix.tree.packing import even_parts
+from megatron_prefix.tree.packing import Node, even_parts, preorder
 from megatron_prefix.tree.payload_map import payload_map
 from tests.harness import data
 from tests.harness.trees import (
@@ -37,9 +36,9 @@ randoms = st.randoms(use_true_random=True)
 def packed(rng: random.Random, budget: int) -> tuple[list[Node], Forest, int]:
     """Random trees, their forest, and the number of bundles in it."""
     roots, first = random_trees(rng, depth=rng.randint(1, 6))
-    bundles = packing._Packing._add_bundle
+    bundles = packing.Packing._add_bundle
     with mock.patch.object(
-        packing._Packing, "_add_bundle", autospec=True, side_effect=bundles
+        packing.Packing, "_add_bundle", autospec=True, side_effect=bundles
     ) as made:
         forest = forest_of_nodes(roots, first, TreeOptions(segment_tokens=budget))
     return roots, forest, made.call_count
