@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -33,7 +34,8 @@ def claimed(folder: Path) -> Iterator[None]:
     that nothing was written into are gone afterwards.
 
     Raises:
-        UserError: another run writes into it, or the folder cannot be written.
+        UserError: another run writes into it, the folder cannot be written, or its lock is no
+            file of its own.
     """
     new = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
@@ -57,7 +59,7 @@ def claimed(folder: Path) -> Iterator[None]:
 def _lock(folder: Path) -> BinaryIO:
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / LOCK, "a+b", buffering=0)  # noqa: SIM115  # it is the lock
+        file = _opened(folder / LOCK)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -68,6 +70,26 @@ def _lock(folder: Path) -> BinaryIO:
         if _same(file, folder / LOCK):
             return file
         file.close()
+
+
+def _opened(path: Path) -> BinaryIO:
+    """The lock, a file of its own: it is emptied, and what a link names would be.
+
+    Raises:
+        UserError: something else has its name.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        file = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+    else:
+        found = os.fstat(file.fileno())
+        if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
+            return file
+        file.close()
+    raise UserError(f"{path}: a link or no file, and a run would empty it; remove it")
 
 
 def _taken(folder: Path, file: BinaryIO) -> UserError:

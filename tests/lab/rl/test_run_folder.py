@@ -79,3 +79,23 @@ def test_folders_that_were_made_for_nothing_go(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="cannot be written"), claimed(path):
             pass
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_lock_is_never_another_file(tmp_path: Path) -> None:
+    """It is emptied, so a link of its name would cost what it names."""
+    thesis, lock = tmp_path / "thesis", tmp_path / "run" / LOCK
+    thesis.write_text("mine", encoding="utf-8")
+    lock.parent.mkdir()
+    for make in (
+        lambda: lock.symlink_to(thesis),
+        lambda: lock.symlink_to(tmp_path / "missing"),
+        lambda: lock.hardlink_to(thesis),
+        lambda: os.mkfifo(lock),
+    ):
+        make()
+        with pytest.raises(UserError, match=f"{lock}: a link or no file"), claimed(lock.parent):
+            pass
+        assert os.path.lexists(lock)
+        lock.unlink()
+    assert sorted(os.listdir(tmp_path)) == ["run", "thesis"]
+    assert thesis.read_text("utf-8") == "mine"
