@@ -22,7 +22,7 @@ from megatron_prefix.lab.cli.report import counted, print_json, print_table, to_
 from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
 from megatron_prefix.lab.verify import matrix
 from megatron_prefix.lab.verify.matrix import Result, Row
-from megatron_prefix.plan.files import writing
+from megatron_prefix.plan.files import read_text, writing
 
 HELP = """\
 Aligns the prefix schedule with Megatron-Core's stock schedule in many layouts: models without and
@@ -217,7 +217,7 @@ def _read(args: argparse.Namespace, world: int | None) -> dict[str, Result]:
         raise UserError(f"--continue {path}: under torchrun give a file that does not exist yet")
     known: dict[str, Result] = {}
     try:
-        lines = path.read_text("utf-8").splitlines() if path.exists() else []
+        lines = read_text(path).splitlines() if path.exists() else []
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--continue {shown(args.record)}: cannot be read ({error})") from None
     for number, line in enumerate(lines, 1):

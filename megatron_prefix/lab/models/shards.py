@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.plan.files import read_text
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CAST = ("F64", "F32", "F16", "BF16")
@@ -79,9 +80,9 @@ class Shards:
         if not path.is_file():
             return None
         try:
-            files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            files = json.loads(read_text(path))["weight_map"]
             fine = all(Path(name).name == name for name in files.values())
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             fine = False
         if not fine or not files:
             raise UserError(
