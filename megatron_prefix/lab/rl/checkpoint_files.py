@@ -32,7 +32,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.serialization import _get_layout
 
 from megatron_prefix.errors import shown
-from megatron_prefix.lab.rl.checkpoint_state import CheckpointError, read_json, reading, reason
+from megatron_prefix.lab.rl.checkpoint_state import (
+    CheckpointError,
+    opened_file,
+    read_json,
+    reading,
+    reason,
+)
 
 COMMON, INDEX, BACKEND = "common.pt", ".metadata", "metadata.json"
 _SHARD = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
@@ -110,7 +116,7 @@ def _check_backend(path: Path) -> None:
 
 def _check_common(path: Path, wanted: Mapping[str, Any]) -> None:
     with reading(path):
-        with open(path, "rb") as file:
+        with opened_file(path) as file:
             _check_sums(file)
         stored = torch.load(path, map_location="cpu", weights_only=True)
     fault = _difference({"optimizer": wanted["optimizer"]}, stored, "")
@@ -231,7 +237,8 @@ def _entries(path: Path) -> list[_Entry]:
         UserError: it cannot be read, or holds something else.
     """
     with reading(path):
-        content = path.read_bytes()
+        with opened_file(path) as file:
+            content = file.read()
         for operation, argument, _ in pickletools.genops(content):
             # The unpickler makes room for as much as is announced. What has a length is there, or
             # genops would have raised.
@@ -262,7 +269,7 @@ def _check_shards(entries: list[_Entry]) -> None:
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     for number, (path, offset, length) in enumerate(entries):
-        with reading(path), open(path, "rb") as file:
+        with reading(path), opened_file(path) as file:
             if file.seek(0, os.SEEK_END) < offset + length:
                 raise ValueError(f"it was cut to {file.tell()} bytes")
             if number % size == rank:
@@ -285,6 +292,6 @@ def _blame(entries: list[_Entry]) -> None:
         UserError: naming it.
     """
     for path, offset, length in entries:
-        with reading(path), open(path, "rb") as file:
+        with reading(path), opened_file(path) as file:
             file.seek(offset)
             torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import io
 import json
+import os
 import pickle
 import resource
 import shutil
@@ -235,6 +236,11 @@ def test_damaged_files_are_named_in_one_line(good: Path, tmp_path: Path) -> None
     changes |= {
         f"{n}: folder": lambda run, n=n: ((run / n).unlink(), (run / n).mkdir()) for n in files
     }  # type: ignore[misc]
+    changes |= {
+        f"{n}: pipe": lambda run, n=n: ((run / n).unlink(), os.mkfifo(run / n))  # type: ignore[misc]
+        for n in files
+        if n != "metrics.jsonl"  # whoever reads the pipe gets the metrics
+    }
     shard = f"{STEP}/__0_0.distcp"
     changes[f"{shard}: one bit"] = content(
         shard, lambda old: old[:2000] + bytes([old[2000] ^ 1]) + old[2001:]
