@@ -122,6 +122,12 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     add_switch(group, "--verbose", "show other packages' warnings on stderr too")
 
 
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """`OUT` and `--overwrite`; see outputs.write_and_print."""
+    parser.add_argument("out", metavar="OUT", help="rollout file to write; .gz compresses it")
+    add_switch(parser, "--overwrite", "replace OUT if it is there")
+
+
 def add_rollouts(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
     """`ROLLOUTS...` or `--rollouts FILE...`, `--groups`, `--max-tokens`; see inputs.load_groups."""
     group = parser.add_argument_group("rollouts")

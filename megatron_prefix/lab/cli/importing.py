@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_prefix.lab.cli.arguments import add_number
+from megatron_prefix.lab.cli.arguments import add_number, add_out
 from megatron_prefix.lab.cli.outputs import write_and_print
 from megatron_prefix.lab.data.importers import KINDS, import_file
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     parser.add_argument("kind", metavar="KIND", choices=KINDS, help=" | ".join(KINDS))
     parser.add_argument("source", metavar="IN", help="JSON lines, plain or gzip")
-    parser.add_argument("out", metavar="OUT", help="rollout file to write; .gz compresses it")
+    add_out(parser)
     parser.add_argument("--tokenizer", help="tokenizer.json, or a transformers folder or name")
     add_number(parser, "--vocab-size", "refuse token ids that are not below it")
 

@@ -96,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
 def _training(args: argparse.Namespace) -> Training:
     """Finds everything that a user can get wrong, before a rank is started."""
     from megatron_prefix.lab.rl.metrics import check_wandb
+    from megatron_prefix.lab.rl.run_folder import check_unused
 
     schedule = args.prefix_schedule
     if args.plan_svg and schedule == "off":
@@ -105,6 +106,8 @@ def _training(args: argparse.Namespace) -> Training:
             raise UserError(f"{option}: --prefix-schedule {schedule} runs no plan; give auto or on")
     output = args.output or time.strftime("runs/train-%Y%m%d-%H%M%S")
     check_folder_writable(output)
+    if args.resume is None:
+        check_unused(Path(output), overwrite=args.overwrite)
     if args.wandb is not None:
         check_wandb()
     check_outputs(args.plan_svg, *args.trace, makes_folders=True)
@@ -115,7 +118,7 @@ def _training(args: argparse.Namespace) -> Training:
     return Training(
         job,
         settings_of(args, per_step),
-        RunOptions(steps, Path(output), args.save_every, args.resume, args.wandb),
+        RunOptions(steps, Path(output), args.save_every, args.resume, args.wandb, args.overwrite),
         args.plan_svg,
         args.trace,
         args.progress,

@@ -20,6 +20,7 @@ from megatron_prefix.plan.files import writing
 logger = logging.getLogger(__name__)
 
 FOLDER, LATEST, STATE, LOCK = "checkpoints", "latest", "train.json", "run.lock"
+METRICS = "metrics.jsonl"
 _NAME = re.compile(r"step-\d{6,9}", re.ASCII)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -112,10 +113,26 @@ def _same(file: BinaryIO, path: Path) -> bool:
 # Its checkpoints ----------------------------------------------------------------------------------
 
 
-def holds_checkpoints(output: Path) -> bool:
-    """Whether a run's folder has checkpoints."""
-    folder = output / FOLDER
-    return (folder / LATEST).exists() or newest(folder) is not None
+def check_unused(output: Path, *, overwrite: bool) -> None:
+    """Refuses the folder of another run.
+
+    Args:
+        overwrite: whether its metrics may be replaced. Its checkpoints never are.
+
+    Raises:
+        UserError: saying how to go on with it.
+    """
+    folder, metrics = output / FOLDER, output / METRICS
+    if (folder / LATEST).exists() or newest(folder) is not None:
+        raise UserError(
+            f"--output {output}: holds the checkpoints of a run; add --resume to go "
+            "on with it, or name another folder"
+        )
+    if metrics.is_file() and metrics.stat().st_size and not overwrite:
+        raise UserError(
+            f"--output {output}: holds the metrics of a run; add --overwrite to replace them, or"
+            " name another folder"
+        )
 
 
 def find(path: Path) -> Path | None:

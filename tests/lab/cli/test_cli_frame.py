@@ -246,6 +246,9 @@ def test_generate_and_import_report_what_they_wrote(capsys, tmp_path) -> None:
     )
     made = result(capsys, "import", "tokens", str(tmp_path / "ids.jsonl"), other)
     assert (made["groups"], made["rollouts"], made["tokens"]) == (1, 1, 4)
-    code, out, _ = run(capsys, "generate", path, "--groups", "1")
+    assert failure(capsys, "generate", path, "--groups", "1").endswith(
+        f"{path}: is there; add --overwrite to replace it, or name another"
+    )
+    code, out, _ = run(capsys, "generate", path, "--groups", "1", "--overwrite")
     assert code == 0
     assert "rollout file" in out

@@ -70,6 +70,20 @@ def test_training_is_refused_in_a_folder_of_another_run(tmp_path: Path, holder) 
     assert os.listdir(tmp_path / "run") == [LOCK]
 
 
+def test_metrics_of_another_run_are_kept(tmp_path: Path) -> None:
+    """Without a checkpoint, too; --resume and --overwrite say what is wanted."""
+    metrics, part = tmp_path / "run" / "metrics.jsonl", settings(groups_per_step=1)
+    train(tmp_path / "run", 1, part)
+    before, there = metrics.read_bytes(), sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match="holds the metrics of a run; add --overwrite"):
+        train(tmp_path / "run", 2, part)
+    assert metrics.read_bytes() == before and sorted(tmp_path.rglob("*")) == there
+    train(tmp_path / "run", 2, part, overwrite=True)
+    assert len(metrics.read_bytes().splitlines()) == 2
+    train(tmp_path / "run", 1, part, resume="auto")
+    assert len(metrics.read_bytes().splitlines()) == 1
+
+
 def test_folders_that_were_made_for_nothing_go(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), claimed(tmp_path / "a" / "b"):
         raise RuntimeError
