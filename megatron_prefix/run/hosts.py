@@ -16,7 +16,8 @@ from megatron_prefix.errors import UserError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_LOST = re.compile(r"gloo|nccl|timed out|timeout|connection|broken pipe", re.IGNORECASE)
+LOST = re.compile(r"gloo|nccl|timed out|timeout|connection|broken pipe", re.IGNORECASE)
+"""What communication says of another rank that does not answer."""
 
 MOST_HOSTS = 8
 """Hosts that a message lists."""
@@ -57,7 +58,7 @@ def told(rank: int, error: RuntimeError) -> str | None:
     """What `rank` says of an error in communication; None where it is another error."""
     from torch.distributed import DistError
 
-    if not _hosts or not (isinstance(error, DistError) or _LOST.search(str(error))):
+    if not _hosts or not (isinstance(error, DistError) or LOST.search(str(error))):
         return None
     return (
         f"{named(rank)} has lost a rank ({_elsewhere(_hosts[rank])}): {error}. That rank has"
