@@ -161,7 +161,7 @@ def test_progress_goes_to_stderr_and_json_to_stdout(capsys) -> None:
 
 
 def test_progress_lines_come_now_and_then(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(progress, "_LINE_EVERY", 0.0)
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
     args = SimpleNamespace(progress=True)
     assert list(progress.watched(args, "abc", "letters", total=3)) == ["a", "b", "c"]
     lines = capsys.readouterr().err.splitlines()
