@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -238,6 +239,69 @@ def test_nodes_leave_nothing(tmp_path: Path, killed: bool) -> None:
     child.communicate(timeout=SOON_S)
     while processes(f"{tmp_path}/hosts"):
         assert time.monotonic() < soon
+    assert set(os.listdir("/sys/class/net")) == networks
+
+
+# launch/two_nodes.sh ------------------------------------------------------------------------------
+
+SCRIPT = REPOSITORY / "launch" / "two_nodes.sh"
+
+
+@contextlib.contextmanager
+def script(folder: Path, *arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """The script, whose temporary files and results are in this folder."""
+    (folder / "tmp").mkdir()
+    environment = {
+        **os.environ, "VENV": str(Path(sys.executable).parents[1]), "TMPDIR": str(folder / "tmp"),
+        "OUTPUT": str(folder / "out"), "NGPU": "1", **variables,
+    }  # fmt: skip
+    with subprocess.Popen(
+        ["bash", str(SCRIPT), *arguments], env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as started:  # fmt: skip
+        yield started
+
+
+def test_one_command_runs_two_nodes(tmp_path: Path) -> None:
+    """Either verb; what they print comes out, and nothing stays."""
+    networks = set(os.listdir("/sys/class/net"))
+    with script(tmp_path, "align", "--only", "dense/DP2/flat/none", "--json") as started:
+        out, err = started.communicate(timeout=240)
+    assert started.returncode == 0, err[-3000:]
+    told = json.loads(out)
+    assert told["counts"] == {"aligned": 1} and "2 ranks" in told["rows"][0]["run"]
+    (tmp_path / "tmp").rmdir()
+    few = "--groups 2 --max-tokens 96 --set num_layers=2 --json".split()
+    with script(tmp_path, "train", *few, STEPS="1", NGPU="2") as started:
+        out, err = started.communicate(timeout=240)
+    assert started.returncode == 0, err[-3000:]
+    assert json.loads(out)["last_step"] == 1
+    assert not os.listdir(tmp_path / "tmp")
+    assert set(os.listdir("/sys/class/net")) == networks
+
+
+def test_bad_arguments_end_both_nodes(tmp_path: Path) -> None:
+    with script(tmp_path, "align", "--only", "no such row") as started:
+        _, err = started.communicate(timeout=120)
+    assert started.returncode == 1, "torchrun's code for every failure"
+    assert "--only no such row: matches no row" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_nothing_stays_of_a_script_that_is_interrupted(tmp_path: Path, number: int) -> None:
+    networks, word = set(os.listdir("/sys/class/net")), f"{tmp_path}/table.md"
+    soon = time.monotonic() + 2 * SOON_S
+    with script(tmp_path, "align", "--markdown", word) as started:
+        while len(processes(word)) < 4:  # torchrun and a rank on each node, but for more shells
+            assert time.monotonic() < soon and started.poll() is None
+            time.sleep(0.1)
+        started.send_signal(number)
+        started.communicate(timeout=SOON_S)
+    assert started.returncode == (-9 if number == signal.SIGKILL else 128 + number)
+    while processes(word):
+        assert time.monotonic() < soon
+    if number != signal.SIGKILL:
+        assert not os.listdir(tmp_path / "tmp")
     assert set(os.listdir("/sys/class/net")) == networks
 
 
