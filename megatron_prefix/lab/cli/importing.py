@@ -6,11 +6,14 @@ import argparse
 
 from megatron_prefix.lab.cli.arguments import add_number, add_out
 from megatron_prefix.lab.cli.outputs import write_and_print
-from megatron_prefix.lab.data.importers import KINDS, import_file
+from megatron_prefix.lab.data.importers import FIELDS, KINDS, import_file
 
-HELP = """\
+HELP = f"""\
 Make a rollout file from what a trainer dumped: verl's rollout dump (input, output, score), messages
-in OpenAI's style through a chat template, or token ids."""
+in OpenAI's style through a chat template, or token ids.
+
+IN is JSON lines. The fields of a row, other names for one after a bar, optional ones in brackets:
+{FIELDS}"""
 EPILOG = """\
 examples:
   megatron-prefix import verl 17.jsonl rollouts.jsonl.gz --tokenizer Qwen/Qwen3-8B
