@@ -11,7 +11,7 @@ import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import UserError, listed
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -20,7 +20,7 @@ LOST = re.compile(r"gloo|nccl|timed out|timeout|connection|broken pipe", re.IGNO
 """What communication says of another rank that does not answer."""
 
 MOST_HOSTS = 8
-"""Hosts that a message lists."""
+"""Hosts, or ranks, that a message lists."""
 
 _hosts: tuple[str, ...] = ()  # by rank
 
@@ -43,8 +43,8 @@ def meet(store: dist.Store, rank: int, world_size: int, limit: timedelta) -> Non
     except DistError:
         missing = [number for number, key in enumerate(keys) if not store.check([key])]
         raise UserError(
-            f"ranks {missing} of {world_size} have not joined in {limit.total_seconds():.0f} s;"
-            " their nodes' logs say why"
+            f"ranks {listed(missing, MOST_HOSTS)} of {world_size} have not joined in"
+            f" {limit.total_seconds():.0f} s; their nodes' logs say why"
         ) from None
     _hosts = tuple(store.get(key).decode() for key in keys)
 
