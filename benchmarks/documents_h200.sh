@@ -53,7 +53,7 @@ layer_files() { # responses of unequal length, 1,090 tokens in the mean
     for shape in 5059:32 8192:16 16384:8 32768:4; do
         num=${shape#*:}
         files+=("$output/${shape%:*}_$num.jsonl.gz")
-        python3 -m megatron_prefix generate "${files[-1]}" --tree flat --groups 1 --uneven \
+        python3 -m megatron_prefix generate "${files[-1]}" --overwrite --tree flat --groups 1 --uneven \
             --prompt-tokens "${shape%:*}" --response-tokens 1453 --rollouts "$num" >&2 || status=1
     done
 }

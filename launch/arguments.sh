@@ -1,4 +1,5 @@
-# Sourced by the scripts in this folder: the arguments that they have in common.
+# Sourced by the scripts in this folder: the arguments that they have in common. They need an
+# environment (environment.sh says which is taken) and GPUs; if there is none, one line says so.
 #
 # Environment variables:
 #   MODEL            file in launch/models (default: llama3-8b)
@@ -12,10 +13,12 @@
 # Arguments of the script come last, so they override all of these.
 # shellcheck shell=bash disable=SC2034
 
-set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+find_environment
+check_gpus "$@"
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 MODEL=${MODEL:-llama3-8b}
+check_model
 # shellcheck source=models/llama3-8b.sh
 source "$root/launch/models/$MODEL.sh"
 

@@ -4,13 +4,15 @@
 #
 # Environment variables:
 #   PYTHON  interpreter that makes the environment: 3.10 or newer (default: python3)
-#   VENV    folder of the environment (default: .venv in the repository)
+#   VENV    folder of the environment (default: .venv in the repository; scripts that install nothing
+#           take an active environment before it)
 #   PIP_*   pip's own. If pip would take a CUDA build of torch and you do not want one, set
 #           PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels.
 # shellcheck shell=bash
 
 set -euo pipefail
 
+named=${VENV:-}
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 pins=$root/launch/requirements-cpu.txt
 PYTHON=${PYTHON:-python3}
@@ -44,6 +46,39 @@ make_environment() {
     fi
     say "Making the environment $VENV"
     "$PYTHON" -m venv --clear "$VENV"
+}
+
+# find_environment: for scripts that install nothing. Takes VENV, else the active environment, else the
+# one that quickstart.sh has made, else what is on PATH.
+find_environment() {
+    local folder
+    [[ -z $named || -x $VENV/bin/torchrun ]] || fail "VENV=$named holds no torchrun; name another"
+    for folder in ${named:+"$VENV"} "${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}" "$VENV"; do
+        if [[ -n $folder && -x $folder/bin/torchrun ]]; then
+            export PATH="$folder/bin:$PATH"
+            return
+        fi
+    done
+    command -v torchrun >/dev/null ||
+        fail "no environment here; bash launch/quickstart.sh makes one, or name yours: VENV=folder bash $0"
+}
+
+# check_gpus ARGUMENTS: NGPU ranks want as many GPUs, unless ARGUMENTS have --device cpu.
+check_gpus() {
+    local found
+    [[ " $* " =~ \ --device[=\ ]cpu\  ]] && return
+    found=$(python3 -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null) ||
+        fail "$(command -v python3) cannot import torch; bash launch/quickstart.sh makes an environment"
+    ((found > 0)) ||
+        fail "torch sees no GPU here (a CPU build, or none visible); launch/two_nodes.sh runs on the CPU"
+    ((found >= ${NGPU:-8})) || fail "torch sees $found GPUs here, not ${NGPU:-8}; set NGPU=$found"
+}
+
+# check_model: MODEL is a file in launch/models.
+check_model() {
+    [[ -f $root/launch/models/$MODEL.sh ]] && return
+    fail "MODEL=$MODEL is not there; give one of$(printf ' %s' "$root"/launch/models/*.sh |
+        sed "s|$root/launch/models/||g; s|\.sh||g")"
 }
 
 # What an environment depends on; a copy in the environment means that the install was finished.

@@ -25,4 +25,4 @@ fi
 say "Training: Megatron-Core's schedule and the prefix schedule side by side"
 exec megatron-prefix train "${ROLLOUTS:-$root/megatron_prefix/lab/data/bundled/agents.jsonl.gz}" \
     "${model[@]}" --steps "${STEPS:-4}" --lr 1e-4 --prefix-schedule on --compare \
-    --output "$output" --plan-svg "$output/plan.svg" --progress "$@"
+    --output "$output" --overwrite --plan-svg "$output/plan.svg" --progress "$@"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -76,17 +76,43 @@ def shown(value: object, limit: int = 48) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def listed(names: Iterable[Any], most: int = 3) -> str:
+    """The first few names or numbers in order, and how many more there are."""
+    names = sorted(names)
+    more = len(names) - most
+    return ", ".join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")
+
+
+MOST_LETTERS = 1000
+"""Of a message's first line."""
+
+
+def bounded(text: str) -> str:
+    """A message whose first line has at most `MOST_LETTERS`: of a longer one the begin, the end,
+    where the fix is, and how many characters are between. Tables below it stay."""
+    line, newline, rest = text.partition("\n")
+    if len(line) <= MOST_LETTERS:
+        return text
+    begin, end = MOST_LETTERS * 7 // 10, MOST_LETTERS * 2 // 10
+    more = f" … {len(line) - begin - end:,} more characters … "
+    return line[:begin] + more + line[-end:] + newline + rest
+
+
 class UserError(ValueError):
     """Bad usage or bad input.
 
     The message is one line that names what is wrong (file, row and field for data; the option for
-    usage) and how to fix it. The command line prints it on stderr and exits with code 2.
+    usage) and how to fix it. The command line prints it on stderr and exits with code 2. It is
+    `bounded`, whatever values are in it.
 
     Attributes:
         refusal: what the prefix schedule cannot run; None if the message is about something else.
     """
 
     refusal: Refusal | None = None
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(bounded(message))
 
 
 class StepOutOfMemory(UserError):

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError, shown
 from megatron_prefix.plan.cost_file import read_costs
+from megatron_prefix.plan.files import read_text
 from megatron_prefix.plan.planfile import PlanFile
 
 if sys.version_info >= (3, 11):
@@ -91,11 +92,10 @@ def _checked(values: dict[str, Any], where: str) -> PrefixConfig:
 def _read_file(path: str) -> dict[str, Any]:
     """Settings of a TOML file; its keys are the variables' names in lower case, without prefix."""
     try:
-        with open(path, "rb") as file:
-            values = toml.load(file)
+        values = toml.loads(read_text(path))
     except OSError as error:
         raise UserError(f"{FILE}: {path} cannot be read ({error.strerror})") from None
-    except (toml.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: of a number without end, too
         raise UserError(f"{path} is not valid TOML: {' '.join(str(error).split())}") from None
     for name, value in values.items():
         if name not in FIELDS:

@@ -8,14 +8,14 @@ wrote in the meantime stays, and of two that write at once the last one wins.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.plan.cost_fit import Evidence
-from megatron_prefix.plan.files import write_text, writing
+from megatron_prefix.plan.files import read_whole, write_text, writing
 
 FORMAT, VERSION = "megatron_prefix costs", 1
-_MOST_BYTES = 1 << 26
 _FIX = "name another file, or move this one away to measure again"
 
 
@@ -28,8 +28,9 @@ def read_costs(path: str) -> dict[str, Evidence]:
         UserError: unreadable, or no file of measurements.
     """
     try:
-        with open(path, "rb") as file:
-            text = file.read(_MOST_BYTES + 1)
+        text = read_whole(path)
+        if not os.path.isfile(path):
+            raise OSError("a device or a pipe")  # it is written, too
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -38,7 +39,7 @@ def read_costs(path: str) -> dict[str, Evidence]:
     if not text.strip():
         return {}
     try:
-        values = json.loads(text) if len(text) <= _MOST_BYTES else None
+        values = json.loads(text)
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict) or values.get("format") != FORMAT:

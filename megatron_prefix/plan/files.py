@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
 import secrets
 from collections.abc import Iterator
@@ -12,6 +14,45 @@ from typing import BinaryIO
 from megatron_prefix.errors import UserError
 
 PathLike = str | os.PathLike[str]
+
+MOST_BYTES = 1 << 26
+"""Of a file that is read whole: 64 MiB. What people write is far smaller; a device has no end."""
+
+
+def read_whole(path: PathLike) -> bytes:
+    """The content of a small file: a configuration, a plan, an index.
+
+    A pipe is read to its end, and is empty where nobody writes into it.
+
+    Raises:
+        OSError: it cannot be read, or holds more than `MOST_BYTES`.
+    """
+    with opened(path) as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"more than {MOST_BYTES >> 20} MiB", os.fspath(path))
+    return content
+
+
+def read_text(path: PathLike) -> str:
+    """The same as text in UTF-8, with its line ends as they are.
+
+    Raises:
+        OSError: see `read_whole`.
+        UnicodeDecodeError: it is no text in UTF-8.
+    """
+    return read_whole(path).decode("utf-8")
+
+
+def opened(path: PathLike) -> io.BufferedReader:
+    """A file to read, opened without waiting for who writes into a pipe; close it.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    os.set_blocking(descriptor, True)
+    return os.fdopen(descriptor, "rb")
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from megatron_prefix.errors import UserError
 from megatron_prefix.plan.actions import Plan, segment_cells
 from megatron_prefix.plan.check import PlanError, check_segments
+from megatron_prefix.plan.files import read_text
 from megatron_prefix.plan.planner import loss_ready_after
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Segment
@@ -20,8 +21,7 @@ def read_plan(path: str) -> Plan:
         UserError: unreadable, not a plan, or its segments are no forest.
     """
     try:
-        with open(path, encoding="utf-8", newline="") as file:
-            text = file.read()
+        text = read_text(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
     except UnicodeDecodeError:

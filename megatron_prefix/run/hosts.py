@@ -11,15 +11,16 @@ import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import UserError, listed
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_LOST = re.compile(r"gloo|nccl|timed out|timeout|connection|broken pipe", re.IGNORECASE)
+LOST = re.compile(r"gloo|nccl|timed out|timeout|connection|broken pipe", re.IGNORECASE)
+"""What communication says of another rank that does not answer."""
 
 MOST_HOSTS = 8
-"""Hosts that a message lists."""
+"""Hosts, or ranks, that a message lists."""
 
 _hosts: tuple[str, ...] = ()  # by rank
 
@@ -42,8 +43,8 @@ def meet(store: dist.Store, rank: int, world_size: int, limit: timedelta) -> Non
     except DistError:
         missing = [number for number, key in enumerate(keys) if not store.check([key])]
         raise UserError(
-            f"ranks {missing} of {world_size} have not joined in {limit.total_seconds():.0f} s;"
-            " their nodes' logs say why"
+            f"ranks {listed(missing, MOST_HOSTS)} of {world_size} have not joined in"
+            f" {limit.total_seconds():.0f} s; their nodes' logs say why"
         ) from None
     _hosts = tuple(store.get(key).decode() for key in keys)
 
@@ -57,7 +58,7 @@ def told(rank: int, error: RuntimeError) -> str | None:
     """What `rank` says of an error in communication; None if it is another error."""
     from torch.distributed import DistError
 
-    if not _hosts or not (isinstance(error, DistError) or _LOST.search(str(error))):
+    if not _hosts or not (isinstance(error, DistError) or LOST.search(str(error))):
         return None
     return (
         f"{named(rank)} has lost a rank ({_elsewhere(_hosts[rank])}): {error}. That rank has"

@@ -6,6 +6,7 @@ import argparse
 import ast
 import importlib.util
 import io
+import json
 import re
 import shlex
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_prefix.lab.cli.main import VERBS, make_parser
+from tests.harness.command_line import BUNDLED, command
 from tests.harness.data import REPOSITORY
 
 PACKAGE = REPOSITORY / "megatron_prefix"
@@ -215,6 +217,23 @@ def test_modules_that_are_named_exist() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_quick_starts_tokens_are_what_it_counts(tmp_path: Path) -> None:
+    """They depend on the rollouts only, so a smaller model counts them."""
+    done = command(
+        "train", BUNDLED, "--set", "num_layers=1", "--steps", "4", "--json", "--output",
+        str(tmp_path / "run"),
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    raw, executed = found["raw_tokens"], found["executed_tokens"]
+    counted = f"{executed:,} (-{1 - executed / raw:.1%})"
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    for what, text in (("tokens, all rollouts", f"{raw:,}"), ("tokens, executed", counted)):
+        (line,) = (line for line in readme.splitlines() if line.startswith(f"  {what} "))
+        assert line.split(what)[1].strip() == text
+    results = (REPOSITORY / "docs" / "results.md").read_text(encoding="utf-8")
+    assert f"have {raw:,}\ntokens, of which the prefix schedule executes {counted}" in results
 
 
 def test_the_checks_can_fail(tmp_path) -> None:

@@ -35,20 +35,30 @@ NODE = {"NODE_RANK": "0", "MASTER_ADDR": "node0"}
 
 @pytest.fixture
 def commands(tmp_path: Path) -> Path:
-    """A folder for PATH whose commands only say what they were asked."""
-    for name in ("torchrun", "srun", "scontrol", "megatron-prefix"):
-        path = tmp_path / name
-        path.write_text(f'#!/bin/sh\necho "{name}" "$@"\n', encoding="utf-8")
-        path.chmod(0o755)
-    (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf 'node7\\nnode8\\n'\n", encoding="utf-8")
-    return tmp_path
+    """An environment's folder of commands that only say what they were asked, on 8 GPUs."""
+    return commands_in(tmp_path / "bin")
+
+
+def commands_in(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    says = {name: f'echo "{name}" "$@"' for name in ("torchrun", "srun", "megatron-prefix")}
+    says |= {"scontrol": "printf 'node7\\nnode8\\n'", "python3": 'echo "${FAKE_GPUS:-8}"'}
+    for name, line in says.items():
+        (folder / name).write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def beside(commands: Path) -> dict[str, str]:
+    """Variables with which scripts take that environment."""
+    return {"PATH": f"{commands}:{os.environ['PATH']}", "VENV": str(commands.parent)}
 
 
 def asked(commands: Path, script: str, *arguments: str, **environment: str) -> list[str]:
     """The words of the one command that a script runs."""
     done = subprocess.run(
         ["bash", str(LAUNCH / script), *arguments],
-        env={"PATH": f"{commands}:{os.environ['PATH']}", **NODE, **environment},
+        env={**beside(commands), **NODE, **environment},
         capture_output=True,
         text=True,
         timeout=60,
@@ -143,7 +153,7 @@ def test_no_default_row_of_the_cluster_is_refused(commands):
 
 @pytest.mark.parametrize("script", ["train_1node.sh", "train_multinode.sh"])
 def test_random_weights_are_said(commands, script):
-    environment = {"PATH": f"{commands}:{os.environ['PATH']}", **NODE}
+    environment = {**beside(commands), **NODE}
     command = ["bash", str(LAUNCH / script)]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert "random weights; LOAD_HF=FOLDER" in said.stderr and said.stderr.count("\n") == 1
@@ -178,7 +188,7 @@ def test_several_nodes_meet_at_one_address(commands):
 def test_a_node_needs_its_number_and_the_address_of_the_first(commands, script, missing):
     done = subprocess.run(
         ["bash", str(LAUNCH / script)], capture_output=True, text=True, check=False,
-        env={"PATH": f"{commands}:{os.environ['PATH']}", **NODE, missing: ""},
+        env={**beside(commands), **NODE, missing: ""},
     )  # fmt: skip
     assert done.returncode != 0 and done.stdout == ""
     assert re.fullmatch(rf".*: {missing}: .*of.* node.*\n", done.stderr)
@@ -213,15 +223,89 @@ def test_slurm_names_the_first_node(commands):
     )
 
 
-def test_another_model_is_an_error(commands):
+def refusal(script: Path, *arguments: str, **environment: str) -> str:
+    """The one line with which a script ends before it has started anything."""
     done = subprocess.run(
-        ["bash", str(LAUNCH / "train_1node.sh")],
-        env={"PATH": f"{commands}:{os.environ['PATH']}", "MODEL": "gpt-5"},
-        capture_output=True,
-        text=True,
+        ["bash", str(script), *arguments], env=environment, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{script}: ")
+    return line
+
+
+GPU_SCRIPTS = ["train_1node.sh", "train_multinode.sh", "align_cluster.sh"]
+
+
+def test_another_model_is_an_error_that_lists_them(commands):
+    line = refusal(LAUNCH / "train_1node.sh", **beside(commands), MODEL="gpt-5")
+    assert line.endswith(f": MODEL=gpt-5 is not there; give one of {' '.join(MODELS)}")
+
+
+@pytest.mark.parametrize("script", GPU_SCRIPTS)
+def test_one_line_says_that_there_are_too_few_gpus(commands, script):
+    environment = {**beside(commands), **NODE}
+    line = refusal(LAUNCH / script, **environment, FAKE_GPUS="0")
+    assert "torch sees no GPU here" in line and "launch/two_nodes.sh" in line
+    line = refusal(LAUNCH / script, **environment, FAKE_GPUS="4")
+    assert line.endswith("torch sees 4 GPUs here, not 8; set NGPU=4")
+    asked(commands, script, FAKE_GPUS="4", NGPU="4")
+    for cpu in (["--device", "cpu"], ["--device=cpu"]):
+        assert asked(commands, script, *cpu, FAKE_GPUS="0")[0] == "torchrun"
+    (commands / "python3").write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
+    assert "cannot import torch; bash launch/quick" in refusal(LAUNCH / script, **environment)
+
+
+def test_two_nodes_need_namespaces_and_a_verb(commands, tmp_path):
+    script, environment = LAUNCH / "two_nodes.sh", {**beside(commands), "TMPDIR": str(tmp_path)}
+    (commands / "unshare").write_text(
+        "#!/bin/sh\necho 'a warning' >&2\necho 'unshare: Operation not permitted' >&2\nexit 1\n",
+        encoding="utf-8",
     )
-    assert done.returncode != 0
-    assert "gpt-5" in done.stderr and done.stdout == ""
+    (commands / "unshare").chmod(0o755)
+    line = refusal(script, "train", **environment)
+    assert "no namespaces here (unshare: Operation not permitted); run as root" in line
+    for arguments in ([], ["bench"]):
+        assert "give align or train: bash " in refusal(script, *arguments, **environment)
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """A copy of the scripts where nothing is installed."""
+    shutil.copytree(LAUNCH, tmp_path / "repository" / "launch")
+    return tmp_path / "repository"
+
+
+SYSTEM = {"PATH": "/usr/bin:/bin"}
+
+
+@pytest.mark.parametrize("script", [*GPU_SCRIPTS, "two_nodes.sh"])
+def test_one_line_says_that_there_is_no_environment(elsewhere, script):
+    if shutil.which("torchrun", path=SYSTEM["PATH"]):
+        pytest.skip("the system has a torchrun")
+    path = elsewhere / "launch" / script
+    line = refusal(path, "align", **SYSTEM, **NODE)
+    assert "no environment here; bash launch/quickstart.sh makes one" in line
+    line = refusal(path, "align", **SYSTEM, **NODE, VENV="mine")
+    assert line.endswith("VENV=mine holds no torchrun; name another")
+
+
+def test_the_quick_starts_environment_is_found(elsewhere):
+    """An active one comes before it, and one that is named before that."""
+    given: dict[str, str] = {}
+    for variable, name in ((None, ".venv"), ("VIRTUAL_ENV", "active"), ("VENV", "named")):
+        folder = elsewhere / name
+        torchrun = commands_in(folder / "bin") / "torchrun"
+        torchrun.write_text(f"#!/bin/sh\necho {name}\n", encoding="utf-8")
+        if variable is not None:
+            given[variable] = str(folder)
+        done = subprocess.run(
+            ["bash", str(elsewhere / "launch" / "train_1node.sh")], env={**SYSTEM, **given},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (0, f"{name}\n"), done.stderr
 
 
 def test_the_matrix_goes_on_where_it_stopped(tmp_path):

@@ -118,8 +118,15 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     """`--json`, `--progress` and `--verbose`, which every verb has; see report.py and main.py."""
     group = parser.add_argument_group("output")
     add_switch(group, "--json", "one JSON object on stdout, nothing else")
-    add_switch(group, "--progress", "show progress on stderr even if it is not a terminal")
+    text = "show progress on stderr even if it is not a terminal (train: a line for every step)"
+    add_switch(group, "--progress", text)
     add_switch(group, "--verbose", "show other packages' warnings on stderr too")
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """`OUT` and `--overwrite`; see outputs.write_and_print."""
+    parser.add_argument("out", metavar="OUT", help="rollout file to write; .gz compresses it")
+    add_switch(parser, "--overwrite", "replace OUT if it is there")
 
 
 def add_rollouts(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_prefix.lab.cli.arguments import add_number, add_switch, seed, whole
+from megatron_prefix.lab.cli.arguments import add_number, add_out, add_switch, seed, whole
 from megatron_prefix.lab.cli.outputs import write_and_print
 from megatron_prefix.lab.data.generate import TREES, generate
 
@@ -21,7 +21,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    parser.add_argument("out", metavar="OUT", help="rollout file to write; .gz compresses it")
+    add_out(parser)
     parser.add_argument("--tree", choices=TREES, default="flat", help="shape under the prompt")
     add_switch(parser, "--uneven", "responses of different length")
     for flag, kind, default, text in (

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_prefix.lab.cli.arguments import add_number
+from megatron_prefix.lab.cli.arguments import add_number, add_out
 from megatron_prefix.lab.cli.outputs import write_and_print
-from megatron_prefix.lab.data.importers import KINDS, import_file
+from megatron_prefix.lab.data.importers import FIELDS, KINDS, import_file
 
-HELP = """\
+HELP = f"""\
 Make a rollout file from what a trainer dumped: verl's rollout dump (input, output, score), messages
-in OpenAI's style through a chat template, or token ids."""
+in OpenAI's style through a chat template, or token ids.
+
+IN is JSON lines. The fields of a row, other names for one after a bar, optional ones in brackets:
+{FIELDS}"""
 EPILOG = """\
 examples:
   megatron-prefix import verl 17.jsonl rollouts.jsonl.gz --tokenizer Qwen/Qwen3-8B
@@ -23,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     parser.add_argument("kind", metavar="KIND", choices=KINDS, help=" | ".join(KINDS))
     parser.add_argument("source", metavar="IN", help="JSON lines, plain or gzip")
-    parser.add_argument("out", metavar="OUT", help="rollout file to write; .gz compresses it")
+    add_out(parser)
     parser.add_argument("--tokenizer", help="tokenizer.json, or a transformers folder or name")
     add_number(parser, "--vocab-size", "refuse token ids that are not below it")
 

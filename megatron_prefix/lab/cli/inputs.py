@@ -6,7 +6,7 @@ import argparse
 import itertools
 from collections.abc import Iterator
 
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import UserError, listed
 from megatron_prefix.lab.cli.progress import watched
 from megatron_prefix.lab.data.rollouts import Group, read_groups
 from megatron_prefix.lab.data.shorten import shorten
@@ -44,6 +44,6 @@ def load_groups(args: argparse.Namespace, vocab_size: int | None = None) -> tupl
     if not groups:
         raise UserError(
             f"--max-tokens {args.max_tokens}: no trained token is left in"
-            f" {', '.join(args.rollouts)}; give more"
+            f" {listed(args.rollouts)}; give more"
         )
     return groups, dropped

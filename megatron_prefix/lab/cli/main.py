@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from megatron_prefix import __version__
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import UserError, bounded
 from megatron_prefix.lab.cli.arguments import add_output
 from megatron_prefix.lab.runtime.launch import RankError
 
@@ -62,7 +62,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exits with code 2."""
-        self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
+        self.exit(
+            2, f"{self.prog}: {bounded(' '.join(message.split()))} (see {self.prog} --help)\n"
+        )
 
 
 def make_parser(verb: str | None) -> argparse.ArgumentParser:

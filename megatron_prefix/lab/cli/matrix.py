@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prefix.errors import UserError, shown
-from megatron_prefix.lab import runtime
+from megatron_prefix.lab import platforms, runtime
 from megatron_prefix.lab.cli.arguments import add_messages, add_switch, add_text, whole
 from megatron_prefix.lab.cli.modelling import Job, add_device
 from megatron_prefix.lab.cli.outputs import check_outputs, write_text
@@ -22,7 +22,7 @@ from megatron_prefix.lab.cli.report import counted, print_json, print_table, to_
 from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
 from megatron_prefix.lab.verify import matrix
 from megatron_prefix.lab.verify.matrix import Result, Row
-from megatron_prefix.plan.files import writing
+from megatron_prefix.plan.files import read_text, writing
 
 HELP = """\
 Aligns the prefix schedule with Megatron-Core's stock schedule in many layouts: models without and
@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if not chosen:
         known = ", ".join(matrix.LAYOUTS)
         raise UserError(f"--only {' '.join(args.only)}: matches no row; layouts: {known}")
+    platforms.check(args.device)  # else every row would be refused by itself
     check_outputs(args.markdown, args.record, makes_folders=True)
     world = runtime.env_world_size()
     known_results = _read(args, world) if args.record else {}
@@ -178,7 +179,6 @@ def align_row(
         UserError: the row cannot run.
         RankError: a rank failed, or the row took too long.
     """
-    from megatron_prefix.lab import platforms
     from megatron_prefix.lab.cli.align import align_rank
     from megatron_prefix.lab.rl.job import ModelOptions, fit_vocabulary
 
@@ -217,7 +217,7 @@ def _read(args: argparse.Namespace, world: int | None) -> dict[str, Result]:
         raise UserError(f"--continue {path}: under torchrun give a file that does not exist yet")
     known: dict[str, Result] = {}
     try:
-        lines = path.read_text("utf-8").splitlines() if path.exists() else []
+        lines = read_text(path).splitlines() if path.exists() else []
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--continue {shown(args.record)}: cannot be read ({error})") from None
     for number, line in enumerate(lines, 1):

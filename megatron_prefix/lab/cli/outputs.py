@@ -81,8 +81,15 @@ def save_figure(figure: Any, path: str) -> None:
 def write_and_print(
     args: argparse.Namespace, groups: Iterable[Group], total: int | None = None
 ) -> None:
-    """Writes `groups` to `args.out` as a rollout file, with progress, and prints what it holds."""
+    """Writes `groups` to `args.out` as a rollout file, with progress, and prints what it holds.
+
+    Raises:
+        UserError: the file is there already and `args.overwrite` is not given, or it cannot be
+            written.
+    """
     check_outputs(args.out)
+    if os.path.isfile(args.out) and not args.overwrite:
+        raise UserError(f"{args.out}: is there; add --overwrite to replace it, or name another")
     made = {"path": args.out, **write_rollouts(args.out, watched(args, groups, "groups", total))}
     if args.json:
         print_json(made)

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar if it is a terminal, else lines on demand. [pure]
+"""Progress on stderr: a bar if it is a terminal, else lines. [pure]
 
 rich is imported only for a bar.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -15,7 +17,9 @@ from typing import TypeVar
 T = TypeVar("T")
 Show = Callable[[int, str], None]
 """Takes how many are done, and words on the last of them."""
-_LINE_EVERY = 5.0  # seconds between lines
+LINE_EVERY = 5.0
+"""Seconds between lines."""
+_ALIVE_EVERY = 30.0  # seconds without a line after which one says that the job runs
 
 
 @contextlib.contextmanager
@@ -49,29 +53,59 @@ def progress(
 
 
 @contextlib.contextmanager
-def steps_shown(wanted: bool, total: int, first_rank: bool = True) -> Iterator[Show]:
+def steps_shown(every_s: float | None, total: int, first_rank: bool = True) -> Iterator[Show]:
     """Shows steps with a few words on each; yields the function that takes number and words.
 
     Args:
-        wanted: whether to print a line per step if stderr is not a terminal.
+        every_s: if stderr is not a terminal, at most one line in so many seconds, but for the first
+            step and the last; 0: a line per step; None: nothing.
         total: number of the last step.
         first_rank: whether this rank shows anything.
     """
-    if first_rank and sys.stderr.isatty():
-        with _bar("steps", total) as show:
-            yield show
-    else:
-        yield _line_per_step(total) if first_rank and wanted else _nothing
+    with contextlib.ExitStack() as shown:
+        show: Show = _nothing
+        if first_rank and sys.stderr.isatty():
+            show = shown.enter_context(_bar("steps", total))
+        elif first_rank and every_s is not None:
+            show = shown.enter_context(_step_lines(every_s, total))
+        yield show
 
 
 def _nothing(done: int, words: str) -> None:
     """Shows nothing."""
 
 
-def _line_per_step(total: int) -> Show:
-    return lambda number, words: print(
-        f"step {number} of {total}: {words}", file=sys.stderr, flush=True
-    )
+@contextlib.contextmanager
+def _step_lines(every_s: float, total: int) -> Iterator[Show]:
+    """Lines of steps; and one now and then while a step takes long, so that nobody takes it for a
+    job that hangs."""
+    done, printed = 0, -math.inf
+    ended = threading.Event()
+
+    def line(text: str) -> None:
+        nonlocal printed
+        printed = time.monotonic()
+        print(text, file=sys.stderr, flush=True)
+
+    def show(number: int, words: str) -> None:
+        nonlocal done
+        done = number
+        if number == total or time.monotonic() - printed >= every_s:
+            line(f"step {number} of {total}: {words}")
+
+    def watch() -> None:
+        begin = time.monotonic()
+        while not ended.wait(_ALIVE_EVERY):
+            if time.monotonic() - max(printed, begin) >= _ALIVE_EVERY:
+                line(f"{time.monotonic() - begin:.0f} s, {done} of {total} steps done")
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield show
+    finally:
+        ended.set()
+        watcher.join()
 
 
 @contextlib.contextmanager
@@ -131,7 +165,7 @@ def _lines(what: str, total: int | None) -> Iterator[Show]:
     def show(count: int, words: str) -> None:
         nonlocal done, last
         done = count
-        if time.monotonic() - last >= _LINE_EVERY:
+        if time.monotonic() - last >= LINE_EVERY:
             last = time.monotonic()
             line()
 

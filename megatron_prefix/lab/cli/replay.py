@@ -168,7 +168,7 @@ def replay_rank(replayed: Replayed) -> Any:
 
 def _watched(replayed: Replayed, steps: Iterator[Any]) -> Iterator[Any]:
     """The steps, with their progress on stderr."""
-    with steps_shown(replayed.args.progress, replayed.steps) as show:
+    with steps_shown(0.0 if replayed.args.progress else None, replayed.steps) as show:
         for step in steps:
             seconds = ", ".join(f"{name} {value:.2f} s" for name, value in step.seconds.items())
             drift, floor = step.drift.rms, step.floor.rms

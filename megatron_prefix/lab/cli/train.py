@@ -16,7 +16,7 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.cli import arguments
 from megatron_prefix.lab.cli.modelling import Job, add_model, job_of
 from megatron_prefix.lab.cli.outputs import check_outputs
-from megatron_prefix.lab.cli.progress import steps_shown
+from megatron_prefix.lab.cli.progress import LINE_EVERY, steps_shown
 from megatron_prefix.lab.cli.report import differences, facts, number, print_facts, print_json
 from megatron_prefix.lab.cli.training import (
     GROUPS_PER_STEP,
@@ -70,7 +70,7 @@ class Training:
         settings: of the updates.
         run: steps, folders and checkpoints.
         plan_svg, traces: files of the last update; see timelines.py.
-        progress: whether to show progress if stderr is not a terminal.
+        line_every_s: of progress if stderr is not a terminal; see `steps_shown`.
     """
 
     job: Job
@@ -78,7 +78,7 @@ class Training:
     run: RunOptions
     plan_svg: str | None
     traces: Sequence[str]
-    progress: bool
+    line_every_s: float | None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
 def _training(args: argparse.Namespace) -> Training:
     """Finds everything that a user can get wrong, before a rank is started."""
     from megatron_prefix.lab.rl.metrics import check_wandb
+    from megatron_prefix.lab.rl.run_folder import check_unused
 
     schedule = args.prefix_schedule
     if args.plan_svg and schedule == "off":
@@ -105,6 +106,8 @@ def _training(args: argparse.Namespace) -> Training:
             raise UserError(f"{option}: --prefix-schedule {schedule} runs no plan; give auto or on")
     output = args.output or time.strftime("runs/train-%Y%m%d-%H%M%S")
     check_folder_writable(output)
+    if args.resume is None:
+        check_unused(Path(output), overwrite=args.overwrite)
     if args.wandb is not None:
         check_wandb()
     check_outputs(args.plan_svg, *args.trace, makes_folders=True)
@@ -115,10 +118,10 @@ def _training(args: argparse.Namespace) -> Training:
     return Training(
         job,
         settings_of(args, per_step),
-        RunOptions(steps, Path(output), args.save_every, args.resume, args.wandb),
+        RunOptions(steps, Path(output), args.save_every, args.resume, args.wandb, args.overwrite),
         args.plan_svg,
         args.trace,
-        args.progress,
+        0.0 if args.progress else None if args.json else LINE_EVERY,
     )
 
 
@@ -156,7 +159,7 @@ def train_rank(training: Training) -> Summary:
             distributed_optimizer=settings.distributed_optimizer,
         )
         shows, total = world.rank == 0, training.run.steps
-        with steps_shown(training.progress, total, shows) as show:
+        with steps_shown(training.line_every_s, total, shows) as show:
             summary = run_steps(
                 trainer, training.run, identity, lambda step: show(step.number, _speed(step))
             )

@@ -70,6 +70,7 @@ def add_files(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("files")
     text = "folder of metrics and checkpoints (default: runs/train-DATE-TIME)"
     add_text(group, "--output", text, metavar="DIR")
+    add_switch(group, "--overwrite", "replace the metrics of another run in OUTPUT")
     add_fields(group, RunOptions, {"save_every": "steps between checkpoints; 0: none (default)"})
     text = "go on from a run's folder or a checkpoint; without DIR from OUTPUT, if it has one"
     add_text(group, "--resume", text, metavar="DIR", nargs="?", const="auto")

@@ -36,6 +36,21 @@ _WHOLE = ("tokens", "input_ids", "token_ids")
 _MASK = ("loss_mask", "response_mask", "completion_mask", "assistant_masks")
 _LOGPROBS = ("old_logprobs", "old_log_probs", "rollout_log_probs")
 
+_names = "|".join
+FIELDS = f"""\
+  verl      input, output
+  messages  messages (of OpenAI's chat API), [tools]
+  tokens    {_names(_PROMPT)},
+            {_names(_RESPONSE)};
+            or {_names(_WHOLE)} with one of
+            {_names((*_MASK, "labels"))},
+            prompt_len, response_length;
+            [{_names(_LOGPROBS)}]
+  in all    {_names(_REWARD)}, [advantage],
+            [{_names(_GROUP)}], [{_names(_UID)}], [step]
+"""
+"""The fields of each kind's rows, for people."""
+
 
 def import_file(
     path: PathLike,

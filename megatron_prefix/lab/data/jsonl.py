@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import io
 import json
 import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_prefix.errors import UserError, shown
-from megatron_prefix.plan.files import PathLike, replacing
+from megatron_prefix.plan.files import PathLike, opened, replacing
 
 Row = dict[str, Any]
 _GZIP_MAGIC = b"\x1f\x8b"
+_MOST_BYTES = 1 << 28  # of a row
 
 
 class Fault(Exception):
@@ -59,8 +61,10 @@ def read_rows(path: PathLike) -> Iterator[tuple[int, Row]]:
     """
     number, any_row = 0, False
     try:
-        with open(path, "rb") as raw:
-            for number, line in enumerate(_unpacked(raw), start=1):
+        with opened(path) as raw:
+            file = _unpacked(raw)
+            lines = iter(lambda: file.readline(_MOST_BYTES + 1), b"")
+            for number, line in enumerate(lines, start=1):
                 if line.strip():
                     any_row = True
                     with at_row(path, number):
@@ -77,13 +81,14 @@ def read_rows(path: PathLike) -> Iterator[tuple[int, Row]]:
         raise user_error(f"{os.fspath(path)}:1", text)
 
 
-def _unpacked(raw: BinaryIO) -> Iterable[bytes]:
-    start = raw.read(len(_GZIP_MAGIC))
-    raw.seek(0)
-    return gzip.GzipFile(fileobj=raw) if start == _GZIP_MAGIC else raw
+def _unpacked(raw: io.BufferedReader) -> BinaryIO:
+    start = raw.peek(len(_GZIP_MAGIC))[: len(_GZIP_MAGIC)]  # a pipe cannot be read twice
+    return cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if start == _GZIP_MAGIC else raw
 
 
 def _parsed(line: bytes) -> Row:
+    if len(line) > _MOST_BYTES:
+        raise Fault("row", f"longer than {_MOST_BYTES >> 20} MiB; write one JSON object a line")
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.presets import ModelSpec, RopeScaling
+from megatron_prefix.plan.files import read_text
 
 
 class _Config:
@@ -98,10 +99,10 @@ def load(path: str | Path) -> ModelSpec:
     if path.is_dir():
         path = path / "config.json"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_text(path))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: is not JSON ({error}); take the model's config.json") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds no JSON object; take the model's config.json")

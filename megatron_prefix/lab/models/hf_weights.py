@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from megatron_prefix.errors import UserError, shown
+from megatron_prefix.errors import UserError, listed, shown
 from megatron_prefix.lab.models import hf
 from megatron_prefix.lab.models.presets import ModelSpec
-from megatron_prefix.lab.models.shards import Shards, listed
+from megatron_prefix.lab.models.shards import Shards
 from megatron_prefix.lab.models.weights import global_name, tensor_split
 
 logger = logging.getLogger(__name__)

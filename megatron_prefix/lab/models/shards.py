@@ -8,25 +8,17 @@ only, and of those only the slice that is asked for.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import UserError, listed
+from megatron_prefix.plan.files import read_text
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CAST = ("F64", "F32", "F16", "BF16")
 """Dtypes, by their names in a header, whose values a model's parameters can take."""
-_NAMED = 3
-
-
-def listed(names: Iterable[str]) -> str:
-    """The first few names in order, and how many more there are."""
-    names = sorted(names)
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 class Shards:
@@ -79,9 +71,9 @@ class Shards:
         if not path.is_file():
             return None
         try:
-            files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            files = json.loads(read_text(path))["weight_map"]
             fine = all(Path(name).name == name for name in files.values())
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             fine = False
         if not fine or not files:
             raise UserError(

@@ -23,7 +23,7 @@ import numpy as np
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group, Rollout, write_rollouts
-from megatron_prefix.plan.files import write_text
+from megatron_prefix.plan.files import read_text, write_text
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.tree import TreeOptions, build
 
@@ -65,12 +65,12 @@ def read_catalogue(folder: Path) -> tuple[list[CanonicalStep], list[tuple[int, i
     """
     path = folder / "catalogue.toml"
     try:
-        content = toml.loads(path.read_text(encoding="utf-8"))
+        content = toml.loads(read_text(path))
         layouts = [(int(ranks), int(chunks)) for ranks, chunks in content["layouts"]]
         return [_shape(entry) for entry in content["shape"]], layouts
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except (toml.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a catalogue ({type(error).__name__}: {error})") from None
 
 

@@ -38,6 +38,24 @@ class Platform:
         return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
+def check(device: str) -> None:
+    """Refuses a device that is not there.
+
+    Raises:
+        UserError: unknown device, or "cuda" where torch sees none.
+    """
+    if device not in DEVICES:
+        raise UserError(f"device {device!r} is not known; choose one of {', '.join(DEVICES)}")
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UserError(
+                "device 'cuda': torch sees no GPU (CPU-only build, or none visible); "
+                "use device 'cpu' or a torch build for this GPU's driver"
+            )
+
+
 def select(device: str) -> Platform:
     """Make `device` ("cpu" or "cuda") ready in this process and describe it.
 
@@ -47,8 +65,7 @@ def select(device: str) -> Platform:
     Raises:
         UserError: unknown device, or "cuda" if torch sees none.
     """
-    if device not in DEVICES:
-        raise UserError(f"device {device!r} is not known; choose one of {', '.join(DEVICES)}")
+    check(device)
     if device == "cpu":
         from megatron_prefix.lab.platforms import cpu
 
@@ -57,9 +74,4 @@ def select(device: str) -> Platform:
 
     import torch
 
-    if not torch.cuda.is_available():
-        raise UserError(
-            "device 'cuda': torch sees no GPU (CPU-only build, or none visible); "
-            "use device 'cpu' or a torch build for this GPU's driver"
-        )
     return Platform("cuda", "nccl", torch.cuda.get_device_name())

@@ -26,13 +26,24 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+from megatron.core.dist_checkpointing import dict_utils
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedTensor,
+)
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.serialization import _get_layout
 
 from megatron_prefix.errors import shown
-from megatron_prefix.lab.rl.checkpoint_state import CheckpointError, read_json, reading, reason
+from megatron_prefix.lab.rl.checkpoint_state import (
+    CheckpointError,
+    opened_file,
+    read_json,
+    reading,
+    reason,
+)
 
 COMMON, INDEX, BACKEND = "common.pt", ".metadata", "metadata.json"
 _SHARD = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
@@ -70,6 +81,7 @@ def load(wanted: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
         _check_backend(checkpoint / BACKEND)
         _check_common(checkpoint / COMMON, wanted)
         entries = _entries(checkpoint / INDEX)
+        _check_dtypes(checkpoint / INDEX, entries, wanted)
         _check_shards(entries)
         try:
             loaded = dist_checkpointing.load(wanted, str(checkpoint))
@@ -110,7 +122,7 @@ def _check_backend(path: Path) -> None:
 
 def _check_common(path: Path, wanted: Mapping[str, Any]) -> None:
     with reading(path):
-        with open(path, "rb") as file:
+        with opened_file(path) as file:
             _check_sums(file)
         stored = torch.load(path, map_location="cpu", weights_only=True)
     fault = _difference({"optimizer": wanted["optimizer"]}, stored, "")
@@ -217,11 +229,13 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class _Entry(NamedTuple):
-    """Where a shard holds one value."""
+    """Where a shard holds one value, and of a tensor the dtype."""
 
     path: Path
     offset: int
     length: int
+    key: str
+    dtype: torch.dtype | None
 
 
 def _entries(path: Path) -> list[_Entry]:
@@ -231,18 +245,24 @@ def _entries(path: Path) -> list[_Entry]:
         UserError: it cannot be read, or holds something else.
     """
     with reading(path):
-        content = path.read_bytes()
+        with opened_file(path) as file:
+            content = file.read()
         for operation, argument, _ in pickletools.genops(content):
             # The unpickler makes room for as much as is announced. What has a length is there, or
             # genops would have raised.
             if "PUT" in operation.name and (argument or 0) > len(content):
                 raise ValueError(f"{argument} values announced")
         index = _IndexUnpickler(io.BytesIO(content)).load()
-        places = list(index.storage_data.values())
-        known = isinstance(index, metadata.Metadata) and all(map(_possible, places))
-    if not known or not places:
-        raise CheckpointError(path, "not an index of this checkpoint's shards")
-    return [_Entry(path.with_name(p.relative_path), p.offset, p.length) for p in places]
+        places = index.storage_data
+        known = isinstance(index, metadata.Metadata) and all(map(_possible, places.values()))
+        if not known or not places:
+            raise CheckpointError(path, "not an index of this checkpoint's shards")
+        found = index.state_dict_metadata
+        dtypes = {key: one.properties.dtype for key, one in found.items() if _is_tensor(one)}
+        return [
+            _Entry(path.with_name(p.relative_path), p.offset, p.length, key, dtypes.get(key))
+            for key, p in ((at.fqn, place) for at, place in places.items())
+        ]
 
 
 def _possible(place: Any) -> bool:
@@ -254,20 +274,42 @@ def _possible(place: Any) -> bool:
     )
 
 
+def _is_tensor(one: Any) -> bool:
+    return isinstance(one, metadata.TensorStorageMetadata)
+
+
+def _check_dtypes(path: Path, entries: list[_Entry], wanted: Mapping[str, Any]) -> None:
+    """Torch would cast what a checkpoint holds in another dtype.
+
+    Raises:
+        UserError: naming the tensor.
+    """
+    theirs = {entry.key: entry.dtype for entry in entries}
+    for one in dict_utils.nested_values(wanted):
+        ours = getattr(one, "dtype", None)
+        if isinstance(one, ShardedTensor) and theirs.get(one.key, ours) != ours:
+            raise CheckpointError(path, f"{one.key} is {theirs[one.key]}, and {ours} in this run")
+
+
 def _check_shards(entries: list[_Entry]) -> None:
-    """Checks that every value is where the index says and undamaged; ranks share the reading.
+    """Checks that every value is where the index says, undamaged and of its dtype; ranks share the
+    reading.
 
     Raises:
         UserError: naming the shard.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    for number, (path, offset, length) in enumerate(entries):
-        with reading(path), open(path, "rb") as file:
+    for number, (path, offset, length, key, dtype) in enumerate(entries):
+        with reading(path), opened_file(path) as file:
             if file.seek(0, os.SEEK_END) < offset + length:
                 raise ValueError(f"it was cut to {file.tell()} bytes")
             if number % size == rank:
                 file.seek(offset)
-                _check_sums(io.BytesIO(file.read(length)))
+                value = io.BytesIO(file.read(length))
+                _check_sums(value)
+                found = None if dtype is None else _dtype_of(value)
+                if found != dtype:
+                    raise ValueError(f"{key} is {found}, and {dtype} in the index")
 
 
 def _check_sums(value: BinaryIO) -> None:
@@ -278,13 +320,20 @@ def _check_sums(value: BinaryIO) -> None:
         raise ValueError(f"{changed} is not what was written")
 
 
+def _dtype_of(value: BinaryIO) -> torch.dtype | None:
+    """The dtype of a tensor as torch.save wrote it; None of another value."""
+    value.seek(0)
+    found = torch.load(value, map_location="cpu", weights_only=True)
+    return found.dtype if torch.is_tensor(found) else None
+
+
 def _blame(entries: list[_Entry]) -> None:
     """Finds the shard that cannot be read, if that is the cause.
 
     Raises:
         UserError: naming it.
     """
-    for path, offset, length in entries:
-        with reading(path), open(path, "rb") as file:
+    for path, offset, length, *_ in entries:
+        with reading(path), opened_file(path) as file:
             file.seek(offset)
             torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=True)

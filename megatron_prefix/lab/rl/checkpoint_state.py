@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.rl.run_folder import STATE
+from megatron_prefix.plan.files import opened
 
 FORMAT = 1
 
@@ -36,6 +39,19 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001
         raise CheckpointError(path, f"cannot be read ({reason(error)})") from None
+
+
+def opened_file(path: Path) -> BinaryIO:
+    """A file of a checkpoint to read; close it.
+
+    Raises:
+        OSError: it cannot be opened, or is a pipe or a device, which might have no end.
+    """
+    file = opened(path)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError("it is a pipe or a device")
+    return file
 
 
 def reason(error: BaseException) -> str:
@@ -107,8 +123,8 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         UserError: there is none.
     """
-    with reading(path):
-        value = json.loads(path.read_text(encoding="utf-8"))
+    with reading(path), opened_file(path) as file:
+        value = json.loads(file.read().decode("utf-8"))
     if not isinstance(value, dict):
         raise CheckpointError(path, "holds no JSON object")
     return value

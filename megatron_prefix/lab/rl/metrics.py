@@ -20,13 +20,13 @@ from typing import Any, TextIO
 import torch
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.lab.rl.run_folder import METRICS
 from megatron_prefix.lab.rl.updates import Update
 from megatron_prefix.plan.files import check_folder_writable, check_writable, write_text, writing
 from megatron_prefix.run.report import StepReport
 
 logger = logging.getLogger(__name__)
 
-FILE = "metrics.jsonl"
 GIB = float(1 << 30)
 Metrics = dict[str, float | int | str | None]
 
@@ -171,7 +171,7 @@ class MetricsWriter:
 
     def __init__(self, folder: Path, first_step: int = 1, wandb_project: str | None = None) -> None:
         self.path, self._board_folder, self._first = (
-            folder / FILE,
+            folder / METRICS,
             folder / "tensorboard",
             first_step,
         )
@@ -255,7 +255,7 @@ def _tensorboard(folder: Path, first_step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        logger.info("tensorboard is not installed: metrics go to %s only", FILE)
+        logger.info("tensorboard is not installed: metrics go to %s only", METRICS)
         return None
     return SummaryWriter(str(folder), purge_step=first_step)
 

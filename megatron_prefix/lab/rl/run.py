@@ -16,7 +16,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab.numerics import compare
 from megatron_prefix.lab.rl import checkpoint, run_folder
 from megatron_prefix.lab.rl.checkpoint import Identity
-from megatron_prefix.lab.rl.metrics import FILE, Metrics, MetricsWriter
+from megatron_prefix.lab.rl.metrics import Metrics, MetricsWriter
 from megatron_prefix.lab.rl.settings import RunOptions
 from megatron_prefix.lab.rl.trainer import CompletedStep, Trainer
 from megatron_prefix.lab.rl.updates import TrainingError
@@ -98,7 +98,8 @@ def run(
                 f"--steps {options.steps}: the run is at step {trainer.num_steps} already; give"
                 " more"
             )
-        summary = Summary(first, options.steps, str(options.output), str(options.output / FILE))
+        metrics = options.output / run_folder.METRICS
+        summary = Summary(first, options.steps, str(options.output), str(metrics))
         if options.save_every:
             checkpoint.check_saving(options.output)
         writer = None
@@ -146,21 +147,21 @@ def _train(
 
 def _resume(trainer: Trainer, options: RunOptions, identity: Identity) -> None:
     if options.resume is None:
-        if run_folder.holds_checkpoints(options.output):
-            raise UserError(
-                f"--output {options.output}: holds the checkpoints of a run; add --resume to go "
-                "on with it, or name another folder"
-            )
+        run_folder.check_unused(options.output, overwrite=options.overwrite)
         return
     auto = options.resume == "auto"
     if auto and not options.output.exists():
         return
     folder = run_folder.find(options.output if auto else Path(options.resume))
     if folder is not None:
+        if options.output.resolve() not in folder.resolve().parents:
+            run_folder.check_unused(options.output, overwrite=options.overwrite)
         checkpoint.load(trainer, folder, identity)
         logger.info("resumed from %s", folder)
     elif not auto:
         raise UserError(f"--resume {options.resume}: holds no checkpoint; name one that does")
+    elif (options.output / run_folder.METRICS).is_file() and dist.get_rank() == 0:
+        logger.warning("%s holds no checkpoint: metrics begin anew, too", options.output)
 
 
 def _fill(summary: Summary, steps: list[CompletedStep]) -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -19,6 +20,7 @@ from megatron_prefix.plan.files import writing
 logger = logging.getLogger(__name__)
 
 FOLDER, LATEST, STATE, LOCK = "checkpoints", "latest", "train.json", "run.lock"
+METRICS = "metrics.jsonl"
 _NAME = re.compile(r"step-\d{6,9}", re.ASCII)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -33,7 +35,8 @@ def claimed(folder: Path) -> Iterator[None]:
     that nothing was written into are gone afterwards.
 
     Raises:
-        UserError: another run writes into it, or the folder cannot be written.
+        UserError: another run writes into it, the folder cannot be written, or its lock is no
+            file of its own.
     """
     new = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
@@ -57,7 +60,7 @@ def claimed(folder: Path) -> Iterator[None]:
 def _lock(folder: Path) -> BinaryIO:
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / LOCK, "a+b", buffering=0)  # noqa: SIM115  # it is the lock
+        file = _opened(folder / LOCK)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -68,6 +71,26 @@ def _lock(folder: Path) -> BinaryIO:
         if _same(file, folder / LOCK):
             return file
         file.close()
+
+
+def _opened(path: Path) -> BinaryIO:
+    """The lock, a file of its own: it is emptied, and what a link names would be.
+
+    Raises:
+        UserError: something else has its name.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        file = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+    else:
+        found = os.fstat(file.fileno())
+        if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
+            return file
+        file.close()
+    raise UserError(f"{path}: a link or no file, and a run would empty it; remove it")
 
 
 def _taken(folder: Path, file: BinaryIO) -> UserError:
@@ -90,10 +113,26 @@ def _same(file: BinaryIO, path: Path) -> bool:
 # Its checkpoints ----------------------------------------------------------------------------------
 
 
-def holds_checkpoints(output: Path) -> bool:
-    """Whether a run's folder has checkpoints."""
-    folder = output / FOLDER
-    return (folder / LATEST).exists() or newest(folder) is not None
+def check_unused(output: Path, *, overwrite: bool) -> None:
+    """Refuses the folder of another run.
+
+    Args:
+        overwrite: whether its metrics may be replaced. Its checkpoints never are.
+
+    Raises:
+        UserError: saying how to go on with it.
+    """
+    folder, metrics = output / FOLDER, output / METRICS
+    if (folder / LATEST).exists() or newest(folder) is not None:
+        raise UserError(
+            f"--output {output}: holds the checkpoints of a run; add --resume to go "
+            "on with it, or name another folder"
+        )
+    if metrics.is_file() and metrics.stat().st_size and not overwrite:
+        raise UserError(
+            f"--output {output}: holds the metrics of a run; add --overwrite to replace them, or"
+            " name another folder"
+        )
 
 
 def find(path: Path) -> Path | None:

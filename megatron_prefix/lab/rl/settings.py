@@ -140,6 +140,7 @@ class RunOptions:
         save_every: steps between checkpoints; the last step is saved too. 0: no checkpoints.
         resume: run folder or checkpoint to go on from; "auto": `output`, if it has one.
         wandb_project: see MetricsWriter.
+        overwrite: whether to replace the metrics of another run in `output`.
     """
 
     steps: int
@@ -147,3 +148,4 @@ class RunOptions:
     save_every: int = 0
     resume: str | None = None
     wandb_project: str | None = None
+    overwrite: bool = False

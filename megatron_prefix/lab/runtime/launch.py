@@ -33,7 +33,7 @@ T = TypeVar("T")
 GRACE_S = 5.0
 """Seconds that a rank may take to end, after its result or a signal, before it is killed."""
 NOTICE_S = 1.0
-"""Seconds to look, after a rank's failure, for another that a signal has ended; and seconds that
+"""Seconds to look, after a rank's failure, for another that has failed before; and seconds that
 ranks have to write their stacks."""
 
 
@@ -45,6 +45,10 @@ ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 class RankError(RuntimeError):
     """A rank failed; the message holds its number and its traceback, or how it died."""
+
+
+class _DiedError(RankError):
+    """A rank ended without an answer."""
 
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -293,13 +297,50 @@ def _collect(ranks: list[_Rank], timeout_s: float | None) -> list[Any]:
             late = sorted(waiting.values())
             places = _places({number: ranks[number] for number in late})
             raise RankError(f"{places}ranks {late} did not finish in {timeout_s} s")
-        for connection in ready:
-            number = waiting.pop(connection)
-            try:
-                results[number] = _answer(number, ranks[number])
-            except RankError as error:
-                raise RankError(f"{error}{_causes(str(error), ranks, number)}") from None
+        failures = _answers(ready, waiting, ranks, results)
+        if failures:
+            raise _cause(failures, waiting, ranks, results) from None
     return [results[number] for number in range(len(ranks))]
+
+
+def _answers(
+    ready: Sequence[Any], waiting: dict[Any, int], ranks: list[_Rank], results: dict[int, Any]
+) -> dict[int, UserError | RankError]:
+    """Takes in the answers that are there; returns the failures among them, by rank."""
+    failures: dict[int, UserError | RankError] = {}
+    for connection in ready:
+        number = waiting.pop(connection)
+        try:
+            results[number] = _answer(number, ranks[number])
+        except (UserError, RankError) as error:
+            failures[number] = error
+    return failures
+
+
+def _cause(
+    failures: dict[int, UserError | RankError],
+    waiting: dict[Any, int],
+    ranks: list[_Rank],
+    results: dict[int, Any],
+) -> UserError | RankError:
+    """The failure to tell. A rank that has lost another may be heard before that other."""
+    first, deadline = next(iter(failures.values())), time.monotonic() + NOTICE_S
+    while waiting and min(map(_doubt, failures.values())) and time.monotonic() < deadline:
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        failures |= _answers(ready, waiting, ranks, results)
+    number = min(failures, key=lambda rank: _doubt(failures[rank]))
+    cause = failures[number]
+    if isinstance(cause, UserError):
+        return cause
+    text = str(cause) if first is cause else f"{cause}\n{first}"
+    return RankError(text + _causes(str(cause), ranks, number))
+
+
+def _doubt(error: UserError | RankError) -> int:
+    """How likely another rank is the cause of a failure; 0: it is not."""
+    if isinstance(error, UserError | _DiedError):
+        return 0
+    return 2 if hosts.LOST.search(str(error).rstrip().rpartition("\n")[2]) else 1
 
 
 def _answer(number: int, rank: _Rank) -> Any:
@@ -308,7 +349,7 @@ def _answer(number: int, rank: _Rank) -> Any:
         kind, answer = rank.results.recv()
     except EOFError:
         rank.process.join(GRACE_S)
-        raise RankError(
+        raise _DiedError(
             f"rank {number} died with exit code {rank.process.exitcode}{_tail(rank.log)}"
         ) from None
     value = pickle.loads(answer)  # from a process started here
@@ -320,23 +361,11 @@ def _answer(number: int, rank: _Rank) -> Any:
 
 
 def _causes(error: str, ranks: list[_Rank], failed: int) -> str:
-    """Why a rank may have failed: others that a signal has ended or stopped, or too little time."""
-    others = {number: rank.process for number, rank in enumerate(ranks) if number != failed}
-    # The connections of a killed rank close a moment before it is gone.
-    deadline, killed = time.monotonic() + NOTICE_S, False
-    while not killed and time.monotonic() < deadline:
-        left = [process.sentinel for process in others.values() if process.exitcode is None]
-        wait(left, deadline - time.monotonic())
-        killed = not left or any((process.exitcode or 0) < 0 for process in others.values())
+    """Why a rank may have failed: others that a signal has stopped, or too little time."""
     reasons = [
-        f"\nrank {number} died with exit code {process.exitcode}"
-        for number, process in others.items()
-        if (process.exitcode or 0) < 0
-    ]
-    reasons += [
         f"\nrank {number} is stopped; kill -CONT {rank.process.pid} would have let it go on"
         for number, rank in enumerate(ranks)
-        if _stopped(rank)
+        if number != failed and _stopped(rank)
     ]
     if not reasons and "timed out" in error.lower():
         reasons = ["\na rank hangs, or needs longer than --message-timeout-minutes: give more"]

@@ -271,6 +271,8 @@ def test_a_bad_variable_is_one_line(environ: dict[str, str], message: str) -> No
     [
         ("mode = ", "is not valid TOML: "),
         ("\xff", "is not valid TOML: "),
+        (f"min_gain = {'9' * 5000}", "is not valid TOML: "),
+        (f"x = {'[' * 5000}", "is not valid TOML: "),
         ("mode = 'maybe'", "mode: mode is 'maybe': give one of"),
         ("min_gain = '4'", "min_gain is '4': give an integer"),
         ("min_gain = true", "min_gain is True: give an integer"),

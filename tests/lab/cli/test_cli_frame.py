@@ -161,7 +161,7 @@ def test_progress_goes_to_stderr_and_json_to_stdout(capsys) -> None:
 
 
 def test_progress_lines_come_now_and_then(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(progress, "_LINE_EVERY", 0.0)
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
     args = SimpleNamespace(progress=True)
     assert list(progress.watched(args, "abc", "letters", total=3)) == ["a", "b", "c"]
     lines = capsys.readouterr().err.splitlines()
@@ -246,6 +246,9 @@ def test_generate_and_import_report_what_they_wrote(capsys, tmp_path) -> None:
     )
     made = result(capsys, "import", "tokens", str(tmp_path / "ids.jsonl"), other)
     assert (made["groups"], made["rollouts"], made["tokens"]) == (1, 1, 4)
-    code, out, _ = run(capsys, "generate", path, "--groups", "1")
+    assert failure(capsys, "generate", path, "--groups", "1").endswith(
+        f"{path}: is there; add --overwrite to replace it, or name another"
+    )
+    code, out, _ = run(capsys, "generate", path, "--groups", "1", "--overwrite")
     assert code == 0
     assert "rollout file" in out

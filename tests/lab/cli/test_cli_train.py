@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megatron_prefix.lab.cli import progress
 from megatron_prefix.lab.cli.main import main
 from megatron_prefix.lab.rl import updates
 from megatron_prefix.lab.rl.run import Summary
@@ -59,6 +61,28 @@ def a_file(folder: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
+def test_a_pipe_is_told_how_far_the_run_is(tmp_path: Path) -> None:
+    code, out, err = train(str(BUNDLED), *SMALL, "--output", str(tmp_path / "run"))
+    assert code == 0 and "GRPO updates" in out
+    first, *_, last = err.splitlines()
+    assert first.startswith("step 1 of 2: loss ") and last.startswith("step 2 of 2: loss ")
+    code, _, err = train(str(BUNDLED), *SMALL, "--output", str(tmp_path / "other"), "--json")
+    assert (code, err) == (0, ""), "machines are told nothing"
+
+
+def test_lines_of_progress_are_few_but_come(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    with progress.steps_shown(5.0, 100) as show:
+        for number in range(1, 101):
+            show(number, "words")
+    assert capsys.readouterr().err.splitlines() == [
+        "step 1 of 100: words", "step 100 of 100: words"
+    ]  # fmt: skip
+    monkeypatch.setattr(progress, "_ALIVE_EVERY", 0.02)
+    with progress.steps_shown(5.0, 100):
+        time.sleep(0.5)
+    assert "0 s, 0 of 100 steps done" in capsys.readouterr().err.splitlines()
+
+
 def test_json_is_one_object_and_progress_goes_elsewhere(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     picture = folder / "pictures" / "plan.svg"
@@ -82,7 +106,7 @@ def test_json_is_one_object_and_progress_goes_elsewhere(tmp_path: Path) -> None:
 
 def test_table_says_what_was_compared_and_where_things_are(tmp_path: Path) -> None:
     code, out, err = train(str(BUNDLED), *SMALL, "--compare", "--output", str(tmp_path))
-    assert (code, err) == (0, "")
+    assert code == 0 and all(line.startswith("step ") for line in err.splitlines())
     for text in ("tokens, executed", "stock schedule", "prefix schedule", "speedup", "aligned"):
         assert text in out
     assert "metrics.jsonl" in out and "checkpoint" not in out and "NOT" not in out

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_prefix.lab.data import importers
 from megatron_prefix.lab.data import tokenizer as tokenizers
 from megatron_prefix.lab.data.importers import KINDS, import_file
 from megatron_prefix.lab.data.rollouts import read_groups
 from tests.harness import importing
-from tests.harness.command_line import failure, result
+from tests.harness.command_line import failure, result, run
 from tests.harness.importing import BOS, Characters, names, refused, write
 
 source = importing.source  # a fixture
+FIELD_LISTS = ("_GROUP", "_UID", "_REWARD", "_PROMPT", "_RESPONSE", "_WHOLE", "_MASK", "_LOGPROBS")
 
 # verl ---------------------------------------------------------------------------------------------
 
@@ -123,6 +126,16 @@ def test_options_are_named(source: Path) -> None:
     assert refused(source, "chat").startswith("KIND: unknown ('chat')")
     for kind in ("verl", "messages"):
         assert refused(source, kind).startswith(f"--tokenizer: missing for {kind}")
+
+
+def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "import", "--help")
+    lists = (value for name, value in vars(importers).items() if name in FIELD_LISTS)
+    fields = {name for names in lists for name in names}
+    fields |= set("input output messages tools labels prompt_len response_length step".split())
+    assert code == 0 and len(fields) > 25
+    assert fields <= set(re.findall(r"\w+", out))
+    assert max(map(len, out.splitlines())) <= 100
 
 
 def test_a_missing_package_is_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

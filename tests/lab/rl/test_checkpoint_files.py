@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import io
 import json
+import os
 import pickle
 import resource
 import shutil
@@ -235,6 +236,11 @@ def test_damaged_files_are_named_in_one_line(good: Path, tmp_path: Path) -> None
     changes |= {
         f"{n}: folder": lambda run, n=n: ((run / n).unlink(), (run / n).mkdir()) for n in files
     }  # type: ignore[misc]
+    changes |= {
+        f"{n}: pipe": lambda run, n=n: ((run / n).unlink(), os.mkfifo(run / n))  # type: ignore[misc]
+        for n in files
+        if n != "metrics.jsonl"  # whoever reads the pipe gets the metrics
+    }
     shard = f"{STEP}/__0_0.distcp"
     changes[f"{shard}: one bit"] = content(
         shard, lambda old: old[:2000] + bytes([old[2000] ^ 1]) + old[2001:]
@@ -324,6 +330,39 @@ def test_options_of_a_newer_release_are_told(good: Path, tmp_path: Path) -> None
     ((code, err, _),) = resumed(good, tmp_path, {"": change}).values()
     assert code == 0
     assert err == "the checkpoint has options that this release does not know: also, new\n"
+
+
+def in_bfloat16(run: Path, *, told: bool) -> None:
+    """One tensor in another dtype, with or without the index knowing."""
+    path = run / STEP / ".metadata"
+    index = pickle.loads(path.read_bytes())  # noqa: S301  # our own
+    key = "decoder.final_layernorm.weight"
+    (place,) = (info for at, info in index.storage_data.items() if at.fqn == key)
+    shard, value = run / STEP / place.relative_path, io.BytesIO()
+    with open(shard, "rb") as file:
+        file.seek(place.offset)
+        tensor = torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
+    torch.save(tensor.bfloat16(), value)
+    place.offset, place.length = shard.stat().st_size, value.tell()
+    with open(shard, "ab") as file:
+        file.write(value.getvalue())
+    if told:
+        index.state_dict_metadata[key].properties.dtype = torch.bfloat16
+    path.write_bytes(pickle.dumps(index))
+
+
+def test_a_shard_of_another_dtype_is_not_cast(good: Path, tmp_path: Path) -> None:
+    changes: dict[str, Change] = {
+        "decoder.final_layernorm.weight is torch.bfloat16, and torch.float32 in this run; resume": (
+            lambda run: in_bfloat16(run, told=True)
+        ),
+        "decoder.final_layernorm.weight is torch.bfloat16, and torch.float32 in the index); res": (
+            lambda run: in_bfloat16(run, told=False)
+        ),
+    }
+    for message, (code, err, same) in resumed(good, tmp_path, changes).items():
+        assert (code, err.count("\n"), same) == (2, 1, True), err
+        assert message in err
 
 
 # Full disks, and runs that are refused ------------------------------------------------------------

@@ -13,12 +13,13 @@ import torch
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.rl import flops, metrics
-from megatron_prefix.lab.rl.metrics import FILE, MetricsWriter
+from megatron_prefix.lab.rl.metrics import MetricsWriter
+from megatron_prefix.lab.rl.run_folder import METRICS
 from tests.harness.command_line import BUNDLED, failure
 
 
 def lines(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / FILE).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (folder / METRICS).read_text("utf-8").splitlines()]
 
 
 def write(folder, steps: range, first: int = 1, value: float = 0.5) -> None:
@@ -71,7 +72,7 @@ def test_times_and_rates_under_verls_names() -> None:
 
 def test_resuming_drops_what_comes_again_and_a_cut_line(tmp_path) -> None:
     write(tmp_path, range(1, 5))
-    with open(tmp_path / FILE, "a", encoding="utf-8") as file:
+    with open(tmp_path / METRICS, "a", encoding="utf-8") as file:
         file.write('{"step": 5, "train/lo')
     write(tmp_path, range(3, 5), first=3, value=0.25)
     assert [(row["step"], row["train/loss"]) for row in lines(tmp_path)] == [
@@ -180,7 +181,7 @@ def test_a_refused_first_step_leaves_nothing_in_wandb(tmp_path) -> None:
         writer.begin()
         assert (tmp_path / "wandb").is_dir()
         writer.close()
-        assert (tmp_path / "wandb").is_dir() == earlier and not (tmp_path / FILE).exists()
+        assert (tmp_path / "wandb").is_dir() == earlier and not (tmp_path / METRICS).exists()
     *_, exit_code = json.loads((tmp_path / "wandb" / "rows.json").read_text("utf-8"))
     assert exit_code == 1
 

@@ -70,6 +70,20 @@ def test_training_is_refused_in_a_folder_of_another_run(tmp_path: Path, holder) 
     assert os.listdir(tmp_path / "run") == [LOCK]
 
 
+def test_metrics_of_another_run_are_kept(tmp_path: Path) -> None:
+    """Without a checkpoint, too; --resume and --overwrite say what is wanted."""
+    metrics, part = tmp_path / "run" / "metrics.jsonl", settings(groups_per_step=1)
+    train(tmp_path / "run", 1, part)
+    before, there = metrics.read_bytes(), sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match="holds the metrics of a run; add --overwrite"):
+        train(tmp_path / "run", 2, part)
+    assert metrics.read_bytes() == before and sorted(tmp_path.rglob("*")) == there
+    train(tmp_path / "run", 2, part, overwrite=True)
+    assert len(metrics.read_bytes().splitlines()) == 2
+    train(tmp_path / "run", 1, part, resume="auto")
+    assert len(metrics.read_bytes().splitlines()) == 1
+
+
 def test_folders_that_were_made_for_nothing_go(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), claimed(tmp_path / "a" / "b"):
         raise RuntimeError
@@ -79,3 +93,23 @@ def test_folders_that_were_made_for_nothing_go(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="cannot be written"), claimed(path):
             pass
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_lock_is_never_another_file(tmp_path: Path) -> None:
+    """It is emptied, so a link of its name would cost what it names."""
+    thesis, lock = tmp_path / "thesis", tmp_path / "run" / LOCK
+    thesis.write_text("mine", encoding="utf-8")
+    lock.parent.mkdir()
+    for make in (
+        lambda: lock.symlink_to(thesis),
+        lambda: lock.symlink_to(tmp_path / "missing"),
+        lambda: lock.hardlink_to(thesis),
+        lambda: os.mkfifo(lock),
+    ):
+        make()
+        with pytest.raises(UserError, match=f"{lock}: a link or no file"), claimed(lock.parent):
+            pass
+        assert os.path.lexists(lock)
+        lock.unlink()
+    assert sorted(os.listdir(tmp_path)) == ["run", "thesis"]
+    assert thesis.read_text("utf-8") == "mine"

@@ -7,8 +7,10 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,6 +240,78 @@ def test_nodes_leave_nothing(tmp_path: Path, killed: bool) -> None:
     child.communicate(timeout=SOON_S)
     while processes(f"{tmp_path}/hosts"):
         assert time.monotonic() < soon
+    assert set(os.listdir("/sys/class/net")) == networks
+
+
+# launch/two_nodes.sh ------------------------------------------------------------------------------
+
+SCRIPT = REPOSITORY / "launch" / "two_nodes.sh"
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder with a name short enough for the sockets that Megatron's writers have there."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def script(
+    output: Path, temporary: Path, *arguments: str, **variables: str
+) -> Iterator[subprocess.Popen[str]]:
+    """The script, with the folders of its results and its temporary files."""
+    environment = {
+        **os.environ, "VENV": str(Path(sys.executable).parents[1]), "TMPDIR": str(temporary),
+        "OUTPUT": str(output), "NGPU": "1", **variables,
+    }  # fmt: skip
+    with subprocess.Popen(
+        ["bash", str(SCRIPT), *arguments], env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as started:  # fmt: skip
+        yield started
+
+
+def test_one_command_runs_two_nodes(tmp_path: Path, temporary: Path) -> None:
+    """Either verb; what they print comes out, and nothing stays."""
+    networks = set(os.listdir("/sys/class/net"))
+    with script(tmp_path, temporary, "align", "--only", "dense/DP2/flat/none", "--json") as started:
+        out, err = started.communicate(timeout=240)
+    assert started.returncode == 0, err[-3000:]
+    told = json.loads(out)
+    assert told["counts"] == {"aligned": 1} and "2 ranks" in told["rows"][0]["run"]
+    few = "--groups 2 --max-tokens 96 --set num_layers=2 --json".split()
+    with script(tmp_path, temporary, "train", *few, STEPS="1", NGPU="2") as started:
+        out, err = started.communicate(timeout=240)
+    assert started.returncode == 0, err[-3000:]
+    assert json.loads(out)["last_step"] == 1
+    assert not os.listdir(temporary)
+    assert set(os.listdir("/sys/class/net")) == networks
+
+
+def test_bad_arguments_end_both_nodes(tmp_path: Path, temporary: Path) -> None:
+    with script(tmp_path, temporary, "align", "--only", "no such row") as started:
+        _, err = started.communicate(timeout=120)
+    assert started.returncode == 1, "torchrun's code for every failure"
+    assert "--only no such row: matches no row" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_nothing_stays_of_a_script_that_is_interrupted(
+    tmp_path: Path, temporary: Path, number: int
+) -> None:
+    networks, word = set(os.listdir("/sys/class/net")), f"{tmp_path}/table.md"
+    soon = time.monotonic() + 2 * SOON_S
+    with script(tmp_path, temporary, "align", "--markdown", word) as started:
+        while len(processes(word)) < 4:  # torchrun and a rank on each node, but for more shells
+            assert time.monotonic() < soon and started.poll() is None
+            time.sleep(0.1)
+        started.send_signal(number)
+        started.communicate(timeout=SOON_S)
+    assert started.returncode == (-9 if number == signal.SIGKILL else 128 + number)
+    while processes(word):
+        assert time.monotonic() < soon
+    if number != signal.SIGKILL:
+        assert not os.listdir(temporary)
     assert set(os.listdir("/sys/class/net")) == networks
 
 

@@ -105,6 +105,24 @@ def test_one_failure_ends_the_set_and_is_told(rank, fail, error, message):
     assert time.monotonic() - start < 60
 
 
+@pytest.mark.parametrize("cause", ["died", "exception", "user error"])
+def test_a_lost_connection_is_not_taken_for_the_cause(cause):
+    """Rank 0 is heard first, though the other has failed before it."""
+    fail = {"died": die, "exception": raise_error, "user error": raise_user_error}[cause]
+
+    def job():
+        if os.environ["RANK"] == "0":
+            raise RuntimeError("[gloo] Connection closed by peer")
+        time.sleep(0.3)
+        fail()
+
+    with pytest.raises((RankError, UserError)) as caught:
+        run_ranks(2, job)
+    begins = {"died": "rank 1 died with exit code 7", "exception": "rank 1 failed:"}
+    assert str(caught.value).startswith(begins.get(cause, "row 3 is empty; delete it"))
+    assert ("Connection closed by peer" in str(caught.value)) == (cause != "user error")
+
+
 def test_what_a_silent_rank_wrote_is_told_when_it_dies():
     with pytest.raises(RankError, match="it wrote:\nlast words"):
         run_ranks(2, fail_on_second)

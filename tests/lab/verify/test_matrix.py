@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab import runtime
@@ -19,6 +20,7 @@ from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.lab.verify import matrix
 from megatron_prefix.lab.verify.matrix import LAYOUTS, SHAPES, Result, Row, rows
 from megatron_prefix.tree import TreeOptions
+from tests.harness.command_line import failure
 
 VERDICT = SimpleNamespace(
     passed=True, failures=(), grad_max_rel_diff=3e-15, tolerance=3e-14, grad_error_ratio_max=None,
@@ -36,6 +38,13 @@ def answers(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Row], SimpleNames
 
     monkeypatch.setattr(verb, "align_row", align_row)
     return ran
+
+
+def test_without_a_gpu_no_row_is_tried(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ran = answers(monkeypatch, lambda row: VERDICT)
+    line = failure(capsys, "matrix", "--device", "cuda", "--only", "*")
+    assert line.startswith("megatron-prefix matrix: device 'cuda': torch sees no GPU") and not ran
 
 
 # The table of layouts -----------------------------------------------------------------------------
