@@ -151,3 +151,13 @@ def test_every_kind_of_call_is_made_before_the_first_step(monkeypatch: pytest.Mo
 
 def test_nothing_is_compiled_on_the_cpu() -> None:
     assert merging.implementation("cpu") is formula
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("place", range(3))
+def test_the_largest_block_may_stand_anywhere(place: int, dtype: torch.dtype) -> None:
+    """exp of its distance to any other overflows."""
+    parts = [random_part(i, dtype) for i in range(3)]
+    parts[place] = Partial(parts[place].out, parts[place].lse + 8192.0)
+    out, lse = merge(parts)
+    assert torch.equal(out, parts[place].out) and torch.equal(lse, parts[place].lse)

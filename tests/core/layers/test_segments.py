@@ -413,3 +413,16 @@ def test_gradients_of_waves_add_up_in_fp32() -> None:
     found = by_segments(forest, given, heads, "math")
     expected = torch.full((1, 1, 2), 512 * (1 + 2**-7), dtype=torch.float64)
     assert torch.equal(found["dv"][0].double(), expected)
+
+
+@pytest.mark.parametrize("tree", ["a segment a level", "large and small"])
+def test_low_scores(tree: str) -> None:
+    """What a query does not see weighs nothing beside them.
+
+    Scores are about -127: keys that a mask hides, and levels that some queries do not have, would
+    count with a score of -50 instead of -inf.
+    """
+    heads, forest = Heads(), PACKED[tree]
+    given = random_tensors(forest, heads, torch.float64)
+    given["q"], given["k"] = [x + 8 for x in given["q"]], [x - 8 for x in given["k"]]
+    compare(forest, heads, torch.float64, "math", given, by_segments(forest, given, heads, "math"))

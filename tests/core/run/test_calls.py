@@ -196,3 +196,18 @@ def test_learned_embeddings_need_positions_that_start_at_zero() -> None:
     check_positions(known([7, 8, 9], 3), 0, 1, used=False)
     with pytest.raises(CannotShare, match="do not count from 0"):
         check_positions(known([0, 1, 2, 3, 4], 3, 2), 0, 1, used=True)
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["sees the future", "hides the past"])
+@pytest.mark.parametrize(("query", "key"), [(1, 2), (0, 3)])
+def test_masks_that_hide_one_key_too_few_or_too_many_are_refused(
+    hidden: bool, query: int, key: int
+) -> None:
+    """One entry of the second of two samples."""
+    tokens, mask = torch.zeros(2, 4, dtype=torch.int64), CAUSAL.repeat(2, 1, 1, 1)
+    check([call(tokens, None, mask)])
+    if hidden:
+        query, key = key, query
+    mask[1, 0, query, key] = hidden
+    with pytest.raises(CannotShare, match="attention_mask of a model call is not causal"):
+        check([call(tokens, None, CAUSAL), call(tokens, None, mask)])

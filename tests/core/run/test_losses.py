@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.plan.planner import make_plan
+from megatron_prefix.run.call_outputs import CHECKED_ROWS
 from megatron_prefix.run.losses import LossContract, Losses
 from megatron_prefix.run.step import Step
 from megatron_prefix.tree import Pairs, TreeOptions, build
@@ -416,3 +417,60 @@ def test_a_released_segment_is_gone() -> None:
     job = two(6, [6, 6])
     job.run()
     assert job.made.seen and job.left() == 0
+
+
+def as_logits(output: Tensor) -> Tensor:
+    """[1, positions, vocabulary]."""
+    return output[..., None] * torch.ones(3, dtype=output.dtype)
+
+
+def long(read: int | None) -> Job:
+    """Logits of two rollouts of 2,500 positions, of which the last 100 carry loss; the loss of the
+    second looks at one position more."""
+
+    def loss(output: Tensor, batch: dict[str, Any]) -> Any:
+        total = (output * batch["loss_mask"][..., None]).sum()
+        if read is not None and batch["uid"] == 1:
+            total = total + 1e-9 * output[0, read, 2]
+        return total, torch.tensor(1, dtype=torch.int32), {}
+
+    tokens = [np.r_[np.arange(2400), np.full(100, 3000 + number)] for number in range(2)]
+    rollouts = [Pairs(one, one, np.arange(2500) >= 2400) for one in tokens]
+    options = TreeOptions(min_gain=0)
+    return Job(rollouts, [0, 0], [0, 1], options, loss, shape=as_logits)
+
+
+@pytest.mark.parametrize("read", [0, CHECKED_ROWS - 1, CHECKED_ROWS, 2 * CHECKED_ROWS, 2399])
+def test_a_gradient_of_any_part_of_the_masked_logits_is_an_error(read: int) -> None:
+    """They are looked at `CHECKED_ROWS` at a time."""
+    job = long(read)
+    job.run()
+    with pytest.raises(UserError, match="positions without loss, which were not"):
+        job.losses.check()
+
+
+@pytest.mark.parametrize("read", [None, 2400, 2499])
+def test_masked_logits_without_a_gradient_are_no_error(read: int | None) -> None:
+    job = long(read)
+    job.run()
+    job.losses.check()
+
+
+def test_one_position_behind_many_does_not_fix_the_order_either() -> None:
+    """One rollout is another's beginning: the rest of that one is a segment of one position."""
+    tokens = np.arange(10)
+    rollouts = [Pairs(tokens[:n], tokens[:n], np.ones(n, bool)) for n in (9, 10)]
+
+    def shape(output: Tensor) -> Tensor:
+        return output.t()[..., None]  # [positions, 1, 1]
+
+    def loss(output: Tensor, batch: dict[str, Any]) -> Any:
+        assert output.shape == (9 + batch["uid"], 1, 1)
+        return output.sum(), torch.tensor(1, dtype=torch.int32), {}
+
+    job = Job(rollouts, [0, 0], [0, 1], TreeOptions(min_gain=0), loss, shape=shape)
+    assert [sum(s.padded for s in one.spans) for one in job.forest.segments] == [9, 1]
+    found = job.run()
+    twin = Job(rollouts, [0, 0], [0, 1], TreeOptions(min_gain=0), loss)
+    (sum(twin.values(n, 0, 9 + n).sum() for n in range(2)) / 2).backward()  # type: ignore[union-attr]
+    assert_close(found, twin.table.grad, 10)  # type: ignore[arg-type]
