@@ -98,6 +98,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert outcome(["plan", BUNDLED, "--groups", "1", "--csv", "plan.csv"]) == (0, "")
 
 
+SHORT = ["--prompt-tokens=16", "--response-tokens=64"]
 BASES = {
     "plan": [BUNDLED, "--groups=1", "--max-tokens=64"],
     "show": ["plan.csv"],
@@ -107,8 +108,8 @@ BASES = {
     "replay": [BUNDLED, "--groups=1", "--max-tokens=64"],
     "bench": ["--shapes=8:8:2"],
     "doctor": ["--device=cpu"],
-    "generate": ["made.jsonl", "--groups=1", "--prompt-tokens=16", "--response-tokens=64"],
-    "import": ["tokens", "ids.jsonl", "made.jsonl"],
+    "generate": ["made.jsonl", "--overwrite", "--groups=1", *SHORT],
+    "import": ["tokens", "ids.jsonl", "made.jsonl", "--overwrite"],
 }
 
 
