@@ -115,6 +115,10 @@ class UserError(ValueError):
         super().__init__(bounded(message))
 
 
+class DataEnded(UserError, StopIteration):
+    """The data iterator has ended before the step; the stock schedule raises StopIteration."""
+
+
 class StepOutOfMemory(UserError):
     """A step does not fit in device memory.
 

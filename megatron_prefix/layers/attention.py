@@ -131,7 +131,7 @@ def _in_segments(attention: Any, number: int, running: Running) -> Callable[...,
     from megatron_prefix.layers.blocks.unread import keys_only
 
     core = attention.core_attention
-    stock, scale = core.forward, _softmax_scale(attention, core)
+    stock = core.forward
     norms = attention.config.qk_layernorm
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -145,6 +145,7 @@ def _in_segments(attention: Any, number: int, running: Running) -> Callable[...,
             # A wave saves its values; a view would keep the whole projection in memory. With
             # norms of queries and keys the projection is kept anyway.
             value = value.contiguous()
+        scale = _softmax_scale(attention, core)  # it may be changed between steps
         return segment_attention(query, key, value, context, number, scale, running.kernel)
 
     return forward

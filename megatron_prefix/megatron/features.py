@@ -24,10 +24,12 @@ from megatron_prefix.refusals.table import (
     DELAYED_WGRAD,
     DROPOUT,
     FULLY_SHARDED,
+    GRADIENT_HOOKS,
     MROPE,
     OFFLOAD_OVERLAP,
     OLD_MEGATRON,
     OPTIONS,
+    OTHER_FORWARD,
     OTHER_ROTARY,
     OTHER_SYMBOLS,
     OVERLAPPED_EXPERTS,
@@ -96,6 +98,10 @@ def _module_refusals(model: Any) -> Iterator[Reason]:
     """What is refused of the modules of a language model."""
     if getattr(model, "position_embedding_type", "rope") == "mrope":
         yield MROPE.given()
+    given = next(one for one in type(model).__mro__ if "forward" in vars(one))
+    if not given.__module__.startswith("megatron.core."):
+        yield OTHER_FORWARD.given(type(model).__name__)
+    yield from gradient_hooks(model)
     rotary = getattr(model, "rotary_pos_emb", None)
     methods = ("forward", "get_emb")
     if rotary is not None and not {owner(rotary, name) for name in methods} <= ROTARY:
@@ -104,6 +110,15 @@ def _module_refusals(model: Any) -> Iterator[Reason]:
     for name, module in model.named_modules():
         if "Dropout" in type(module).__name__ and (getattr(module, "p", None) or 0) > 0:
             yield DROPOUT.given(module.p, name)
+
+
+def gradient_hooks(model: Any) -> Iterator[Reason]:
+    """What is refused of hooks on gradients of parameters, in every step."""
+    for name, parameter in model.named_parameters():
+        # Private: torch has no other way to ask.  Megatron's own hooks are on autograd's nodes.
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            yield GRADIENT_HOOKS.given(name)
+            return
 
 
 def layer_refusals(model: Any) -> Iterator[Reason]:
@@ -146,17 +161,18 @@ def check(model: Any, wrapped: Any = None) -> None:
         raise reasons[0].error(CANNOT_RUN)
 
 
-def check_options(config: Any, known: Iterable[Part]) -> None:
-    """Refuses options that may have changed since `check`.
+def check_again(model: Any, known: Iterable[Part]) -> None:
+    """Refuses what may have changed since `check`: options, and hooks on gradients.
 
     Args:
-        config: the language model's TransformerConfig.
+        model: the language model.
         known: what leaves a payload in its layers.
 
     Raises:
         CannotShare: as of `check`.
     """
-    reasons = [*refusals(config), *option_refusals(known, config)]
+    config = model.config
+    reasons = [*refusals(config), *option_refusals(known, config), *gradient_hooks(model)]
     if reasons:
         raise reasons[0].error(CANNOT_RUN)
 

@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from megatron_prefix.errors import refused
@@ -42,7 +42,7 @@ from megatron_prefix.megatron import features
 from megatron_prefix.megatron.cross_entropy import without_waiting
 from megatron_prefix.moe import versions
 from megatron_prefix.moe.replay import Replay
-from megatron_prefix.refusals.table import ROTARY_TABLES
+from megatron_prefix.refusals.table import NO_LANGUAGE_MODEL, ROTARY_TABLES
 from megatron_prefix.tree.payload_map import Form
 
 logger = logging.getLogger(__name__)
@@ -83,6 +83,7 @@ class Hooks:
         self.current: SegmentContext | None = None
         self.replay: Replay | None = None
         self._rope: Tensor | None = None
+        self._rope_of: Any = None
         self._undo: list[Callable[[], None]] = []
         try:
             self._install()
@@ -173,8 +174,12 @@ class Hooks:
             if getattr(module, "is_first_microbatch", False):
                 module.is_first_microbatch = False
         rope = getattr(self.model, "rotary_pos_emb", None)
-        if rope is None or (self._rope is not None and len(self._rope) > max_position):
+        if rope is None:
             return
+        made_of = _made_of(rope)
+        if self._rope is not None and len(self._rope) > max_position and made_of == self._rope_of:
+            return
+        self._rope_of = made_of
         # Not `forward`: that is cached for the whole class and slices by context-parallel rank.
         table = rope.get_emb(1 << max_position.bit_length())
         self._rope = table[0] if isinstance(table, tuple) else table
@@ -270,8 +275,26 @@ class Hooks:
 
 
 def language_model(model: nn.Module) -> Any:
-    """The language model inside its wrappers."""
-    return get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+    """The language model inside its wrappers: the module that owns the decoder.
+
+    A wrapper may show the decoder of the model inside it (vision-language models do), and it has
+    neither its embedding nor its rotary tables.
+
+    Raises:
+        CannotShare: there is none of Megatron's, or more than one.
+    """
+    while isinstance(inside := getattr(model, "module", None), nn.Module):
+        model = inside
+    if _is_language_model(model):
+        return model
+    found = [one for one in model.modules() if _is_language_model(one)]
+    if len(found) != 1:
+        raise refused(NO_LANGUAGE_MODEL, len(found) or "no")
+    return found[0]
+
+
+def _is_language_model(module: nn.Module) -> bool:
+    return isinstance(module, LanguageModule) and "decoder" in module._modules
 
 
 def installed(model: nn.Module) -> Hooks | None:
@@ -322,9 +345,18 @@ def intercepted(
     try:
         yield
     finally:
-        del inner.forward
+        vars(inner).pop("forward", None)
         if before is not None:
             inner.forward = before
+
+
+def _made_of(rope: nn.Module) -> list[Any]:
+    """What tells that a rotary embedding was changed: its numbers, and writes to its tensors."""
+    return [
+        (name, id(value), value._version) if isinstance(value, Tensor) else (name, value)
+        for name, value in vars(rope).items()
+        if isinstance(value, Tensor | int | float)
+    ]
 
 
 def _can_end_early(layer: Any) -> bool:

@@ -214,12 +214,14 @@ def _balance(
     """
     tokens = weighed = closing.tokens.to(counts.dtype)
     share = torch.ones_like(tokens)
-    if kind == "seq_aux_loss":  # each sample alone, then the mean over samples
+    whole = torch.zeros_like(counts).index_add_(0, closing.place, counts)[closing.place]
+    if kind == "seq_aux_loss":  # each sample alone, then the mean; a pack is one (Megatron's rows)
+        counts = torch.where((closing.samples == 1).unsqueeze(1), whole, counts)
         share = 1 / closing.samples.to(counts.dtype)
         tokens = tokens * share
         weighed = weighed if sample_losses_weigh_batch() else tokens
     elif kind == "aux_loss":
-        counts = torch.zeros_like(counts).index_add_(0, closing.place, counts)[closing.place]
+        counts = whole
     group, form = router.tp_cp_group, {}
     if kind == "global_aux_loss":
         group, form = router.tp_dp_cp_group, global_loss_is_whole(router)

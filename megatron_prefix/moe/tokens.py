@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ class Closing(NamedTuple):
     Attributes:
         rollout: int64 [n].
         place: number of each one's microbatch among these microbatches, int64 [n].
-        samples: rollouts of its microbatch, int64 [n].
+        samples: how many samples Megatron takes its microbatch for, int64 [n]: rows, or one pack.
         tokens: tokens of its microbatch, int64 [n].
     """
 
@@ -57,6 +58,7 @@ class LogicalTokens:
         device: where the model is.
         rank: in the context-parallel group, whose ranks share the positions of every span.
         size: of that group.
+        packed: of every microbatch whether its samples are one behind the other in one row.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class LogicalTokens:
         device: torch.device,
         rank: int = 0,
         size: int = 1,
+        packed: Sequence[bool] = (),
     ) -> None:
         self._lengths, self._microbatch_of, self._device = (
             forest.num_positions,
@@ -75,6 +78,7 @@ class LogicalTokens:
         self._members: list[list[int]] = [[] for _ in range(max(microbatch_of, default=-1) + 1)]
         for rollout, microbatch in enumerate(microbatch_of):
             self._members[microbatch].append(rollout)
+        self._packed = tuple(packed) or (False,) * len(self._members)
         self._closings: dict[tuple[int, ...], Closing] = {}
         columns = [c for segment in forest.segments for c in columns_of(segment.spans, rank, size)]
         table = on(device, np.concatenate([np.zeros(0, np.int64), *columns]))
@@ -97,8 +101,9 @@ class LogicalTokens:
 
     @property
     def has_even_samples(self) -> bool:
-        """Whether the samples of every microbatch are equally long."""
-        return all(len({self._lengths[r] for r in members}) == 1 for members in self._members)
+        """Whether the rows of every microbatch are equally long."""
+        rows = itertools.compress(self._members, (not packed for packed in self._packed))
+        return all(len({self._lengths[r] for r in members}) == 1 for members in rows)
 
     def __getitem__(self, index: int) -> SegmentTokens:
         """The spans of segment `index`."""
@@ -110,8 +115,8 @@ class LogicalTokens:
         if closing is None:
             members = [self._members[m] for m in microbatches]
             columns = [
-                (rollout, place, len(rollouts), sum(self._lengths[r] for r in rollouts))
-                for place, rollouts in enumerate(members)
+                (rollout, place, 1 if self._packed[m] else len(rollouts), self.num_tokens[m])
+                for place, (m, rollouts) in enumerate(zip(microbatches, members, strict=True))
                 for rollout in rollouts
             ]
             # In the middle of a step: a plain copy to the device would wait for all before it.

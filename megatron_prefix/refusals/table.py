@@ -14,6 +14,7 @@ from megatron_prefix.refusals.options import (
     Test,
     balances,
     equal_to,
+    limited,
     on,
     other_than,
     with_experts,
@@ -24,6 +25,7 @@ GROUPS = {
     "module": "layers and other modules of the model",
     "wrapper": "wrappers of the model",
     "call": "how a forward step calls the model",
+    "step": "what forward steps and losses do besides calling the model",
     "mask": "attention masks, loss masks and positions of a call",
     "setting": "what is on around the schedule or a call, and our own settings",
     "output": "what the model returns, and losses",
@@ -67,7 +69,7 @@ FP4 = _option("fp4", WRONG, f"train in bf16: {_SCALES}")
 QUANT_RECIPE = _option("quant_recipe", WRONG, f"leave it out: {_SCALES}")
 MTP = _option("mtp_num_layers", NOT_YET, "turn multi-token prediction off: its last prompt inputs are response tokens")
 MLA = _option("multi_latent_attention", NOT_YET, "use the stock schedule: rotary positions are set inside MLA layers")
-WINDOW = _option("window_size", NOT_YET, "use the stock schedule: a sliding window is not a dense block")
+WINDOW = _option("window_size", NOT_YET, "use the stock schedule: a sliding window is not a dense block", limited)
 SINKS = _option("softmax_type", NOT_YET, "use the stock schedule: sinks are not wired up yet", other_than("vanilla"))
 QK_CLIP = _option("qk_clip", NOT_YET, f"use the stock schedule: {_LARGEST}")
 LARGEST_LOGIT = _option("log_max_attention_logit", NOT_YET, f"turn it off: {_LARGEST}")
@@ -100,6 +102,9 @@ OLD_MEGATRON = Refusal("megatron-core … is too old", "module", NOT_YET, "insta
 OWN_FORWARD = Refusal("layer …'s attention …, which has a forward of its own", "module", NOT_YET, "use Megatron's SelfAttention, or the stock schedule")
 OTHER_CORE = Refusal("layer …'s core attention …", "module", NOT_YET, "use Megatron's DotProductAttention or TEDotProductAttention, or the stock schedule")
 MASK_TYPE = Refusal("layer …'s attn_mask_type …", "module", WRONG, "use causal attention, or the stock schedule")
+NO_LANGUAGE_MODEL = Refusal("a model with … language models of Megatron's", "module", NOT_YET, "give a model with one GPTModel, or one MambaModel, which owns its decoder")
+OTHER_FORWARD = Refusal("…, which has a forward of its own", "module", NOT_YET, "use the stock schedule: what it does before or after Megatron's would be left out")
+GRADIENT_HOOKS = Refusal("hooks on the gradient of …", "module", WRONG, "change gradients after the schedule: a hook sees those of segments instead of microbatches")
 OTHER_ROTARY = Refusal("rotary embedding …", "module", NOT_YET, "use Megatron's RotaryEmbedding or YarnRotaryEmbedding, or the stock schedule")
 ROTARY_TABLES = Refusal("the model gives its layers rotary_pos_emb …, and its rotary_pos_emb makes one table for all", "module", NOT_YET, "use the stock schedule", ends=True)
 DROPOUT = Refusal("dropout of … in …", "module", WRONG, _DROPS)
@@ -125,6 +130,7 @@ INFERENCE_PARAMS = Refusal("a model call with inference_params", "call", WRONG, 
 PADDING_MASK = Refusal("a model call with padding_mask", "call", NOT_YET, "leave it out (verl's and Megatron's dynamic context parallelism set it): it keeps padding out of the routers' losses")
 OTHER_TENSORS = Refusal("a model call with …, which has tensors", "call", NOT_YET, "leave it out: only input_ids, position_ids, labels and loss_mask can be cut into segments")
 SOME_HAVE = Refusal("some model calls of the step have … and some have none", "call", NOT_YET, "give it to all or to none")
+EMPTY_ARGUMENT = Refusal("a model call with …, which is empty", "call", NOT_YET, "leave it out: what the model would put into it is one thing per segment, not per microbatch")
 DIFFERENT_ARGUMENTS = Refusal("model calls of one step differ in …", "call", NOT_YET, "give all microbatches the same")
 NO_POSITION = Refusal("a model call has no position", "call", NOT_YET, "leave empty microbatches out")
 NO_TOKENS = Refusal("model calls of the first pipeline stage have no input_ids", "call", NOT_YET, "give them the tokens")
@@ -132,9 +138,18 @@ OTHER_PACKING = Refusal("packed_seq_params has qkv_format …", "call", NOT_YET,
 COLUMN_LENGTH = Refusal("… of a model call has … of … positions", "call", NOT_YET, "give one for every position of input_ids")
 STAGES_DIFFER = Refusal("the last stage's labels have not as many positions as the tokens", "call", NOT_YET, "call the model on every stage with the same samples")
 NO_TREE = Refusal("the first pipeline stage cannot build the step's tree", "call", NOT_YET, "its own message says why")
-NO_CALL = Refusal("the forward step has not called the model", "call", NOT_YET, "return the model's output for every microbatch: microbatches are taken from that call", ends=True)
-TWO_CALLS = Refusal("the forward step calls the model twice", "call", NOT_YET, "use mode off for such steps: one microbatch is taken from one call", ends=True)
-OVERWRITTEN = Refusal("the tokens, labels or masks of microbatch … were overwritten after its model call", "call", NOT_YET, "give every microbatch tensors of its own (no static buffers), or use mode off: all forward steps run before the first segment", ends=True)
+NO_CALL = Refusal("the forward step does not call the model", "call", NOT_YET, "return the model's output for every microbatch: microbatches are taken from that call")
+TWO_CALLS = Refusal("the forward step calls the model more than once", "call", NOT_YET, "use the stock schedule (mode off or auto) for such steps: one microbatch is taken from one call")
+CALL_IN_LOSS = Refusal("the loss calls the model", "call", NOT_YET, "call it before the schedule (reference log-probs), or use the stock schedule")
+CALL_IN_BACKWARD = Refusal("the model is called in a backward", "call", NOT_YET, "leave out a reentrant checkpoint around the model call: use Megatron's recompute_granularity")
+OVERWRITTEN = Refusal("… of microbatch … is overwritten by a later forward step", "call", NOT_YET, "give every microbatch tensors, dicts and lists of its own (no static buffers): all forward steps run before the first segment")
+
+# --- forward steps and losses ---------------------------------------------------------------------
+
+DRAWN_AGAIN = Refusal("the data iterator yields one … again and again", "step", NOT_YET, "yield a new one for every microbatch: all forward steps run before the first loss")
+RANDOM_IN_BOTH = Refusal("random numbers (…) are drawn both before the model call and after it", "step", WRONG, "draw in one of the two, or from a generator of its own: all forward steps run before the first loss")
+DATA_EXCHANGE = Refusal("forward steps or losses exchange with other data-parallel ranks", "step", WRONG, "communicate before the schedule or after it: each rank has its own order of losses")
+LOSS_LEAVES = Refusal("a loss sets …, which the next forward step reads before its model call", "step", WRONG, "set it before the schedule or after it: all forward steps run before the first loss")
 
 # --- masks ----------------------------------------------------------------------------------------
 
@@ -144,21 +159,21 @@ ODD_SLICES = Refusal("a sample has … positions on a context-parallel rank, whi
 CONTIGUOUS = Refusal("context-parallel ranks hold contiguous parts of a sample", "mask", NOT_YET, "give every rank its chunks of Megatron's zig-zag (slime: leave out --allgather-cp)")
 NO_POSITION_IDS = Refusal("the model learns positions, and a model call's position_ids are not one for every position", "mask", NOT_YET, "give them in the shape of input_ids")
 OTHER_POSITIONS = Refusal("position_ids of a sample do not count from 0, and the model learns positions", "mask", NOT_YET, "pack samples without padding in front")
-STRAY_GRADIENT = Refusal("a gradient reaches positions without loss, which were not computed", "mask", WRONG, "the loss looks at positions that the call's loss_mask, or the callback `trained`, says carry none; correct it, or leave both out (a trainer's own mask: MEGATRON_PREFIX_TRAINER_MASKS=false)", ends=True)
+STRAY_GRADIENT = Refusal("a gradient reaches positions without loss, which were not computed", "mask", WRONG, "the loss looks at positions that the call's loss_mask, or the callback `trained`, says carry none; correct it, or leave both out (a trainer's own mask: MEGATRON_PREFIX_TRAINER_MASKS=false)")
 
 # --- settings -------------------------------------------------------------------------------------
 
 FP8_AROUND = Refusal("transformer-engine's fp8 autocast is on around the schedule", "setting", WRONG, f"leave it out: {_SCALES}")
-FP8_INSIDE = Refusal("the forward step calls the model inside transformer-engine's fp8 autocast", "setting", WRONG, f"leave it out, or use mode off: {_SCALES}", ends=True)
-TORCH_MODES = Refusal("the forward step calls the model inside a torch function or dispatch mode, inference_mode or saved_tensors_hooks, which cannot be suspended", "setting", NOT_YET, "enter it before the schedule is called", ends=True)
+FP8_INSIDE = Refusal("the forward step calls the model inside transformer-engine's fp8 autocast", "setting", WRONG, f"leave it out, or use mode off: {_SCALES}")
+TORCH_MODES = Refusal("the forward step calls the model inside a torch function or dispatch mode, inference_mode or saved_tensors_hooks, which cannot be suspended", "setting", NOT_YET, "enter it before the schedule is called")
 DIFFERENT_AUTOCAST = Refusal("model calls of one step run under different autocast settings", "setting", NOT_YET, "give all the same")
 TRAINING_MODE = Refusal("the forward step calls model.train() or model.eval() around its model call", "setting", NOT_YET, "call it before the schedule")
 HOST_LAYERS_CP = Refusal("cache_host_layers is for whole sequences, and there are context-parallel ranks", "setting", NOT_YET, "set it to 0: they exchange K/V and gK/gV from device memory", ends=True)
 
 # --- outputs --------------------------------------------------------------------------------------
 
-OTHER_OUTPUT = Refusal("the model returns a …, in which the prefix schedule finds no tensors", "output", NOT_YET, "return a tensor, a dict, a tuple, or register it with torch.utils.pytree", ends=True)
-OTHER_SHAPE = Refusal("the model returns a tensor of shape … for … positions", "output", NOT_YET, "return what is per position: [batch, positions, ...], [positions, batch, ...] or [positions]", ends=True)
+OTHER_OUTPUT = Refusal("the model returns a …, in which the prefix schedule finds no tensors", "output", NOT_YET, "return a tensor, a dict, a tuple, or register it with torch.utils.pytree")
+OTHER_SHAPE = Refusal("the model returns a tensor of shape … for … positions", "output", NOT_YET, "return what is per position: [batch, positions, ...], [positions, batch, ...] or [positions]")
 FLAT_ROWS = Refusal("the model returns [positions] for … rows, whose order in it is not known", "output", NOT_YET, "return [batch, positions], or pack the samples", ends=True)
 DIFFERENT_OUTPUTS = Refusal("outputs of the model differ from segment to segment in …", "output", NOT_YET, "return what is per position: everything else must be the same for all", ends=True)
 CHANGED_OUTPUT = Refusal("the forward step changes what the model returns on a stage that has no loss", "output", NOT_YET, "let it change the last stage's output only", ends=True)
@@ -167,8 +182,8 @@ CHANGED_OUTPUT = Refusal("the forward step changes what the model returns on a s
 
 SOME_ROUTES = Refusal("some microbatches have routes and some have none", "routes", NOT_YET, "give all or none")
 NUMBER_OF_ROUTES = Refusal("… routes for … positions", "routes", NOT_YET, "give one each")
-RECORDS_ROUTES = Refusal("RouterReplay records routes, and segments run in another order than microbatches", "routes", NOT_YET, "run this pass with the stock schedule (mode off)", ends=True)
-UNKNOWN_ROUTES = Refusal("RouterReplay's action is …, and the step's routes are not known", "routes", NOT_YET, "give get_forward_backward_func the callback `routes`; `set_replay_data` has those of one stage's layers only", ends=True)
+RECORDS_ROUTES = Refusal("RouterReplay records routes, and segments run in another order than microbatches", "routes", NOT_YET, "run this pass with the stock schedule (mode off)")
+UNKNOWN_ROUTES = Refusal("RouterReplay's action is …, and the step's routes are not known", "routes", NOT_YET, "give get_forward_backward_func the callback `routes`; `set_replay_data` has those of one stage's layers only")
 
 # --- ranks ----------------------------------------------------------------------------------------
 

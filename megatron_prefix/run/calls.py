@@ -23,6 +23,7 @@ from megatron_prefix.errors import refused
 from megatron_prefix.refusals.table import (
     DECODER_INPUT,
     DIFFERENT_ARGUMENTS,
+    EMPTY_ARGUMENT,
     INFERENCE_CONTEXT,
     INFERENCE_PARAMS,
     NO_MASK,
@@ -70,7 +71,7 @@ class ModelCall:
             UserError: such a step can no longer be run at all.
         """
         if self.versions != _versions(self.arguments):
-            raise refused(OVERWRITTEN, self.microbatch)
+            raise refused(OVERWRITTEN, "an argument of the model", self.microbatch)
 
     def without_tensors(self) -> ModelCall:
         """The call with True for every tensor and packing."""
@@ -88,8 +89,9 @@ class ModelCall:
     def others(self) -> dict[str, Any]:
         """Arguments that are about no position and go along with every segment."""
         own = {*PER_POSITION, *REFUSED, "attention_mask", "packed_seq_params"}
-        others = {n: v for n, v in self.arguments.items() if n not in own}
-        return {n: v for n, v in others.items() if v is not None and v != {}}
+        others = {n: v for n, v in self.arguments.items() if n not in own and v is not None}
+        # Keywords for something else: an empty dict is as good as none.
+        return {n: v for n, v in others.items() if not (n.endswith("_kwargs") and v == {})}
 
 
 Samples = Callable[[Any], Sequence[tuple[Tensor, Tensor]] | None]
@@ -132,7 +134,9 @@ def bound(
 
 
 def _versions(arguments: Mapping[str, Any]) -> tuple[int, ...]:
-    tensors = (arguments.get(name) for name in PER_POSITION)
+    tensors = [arguments.get(name) for name in (*PER_POSITION, "attention_mask")]
+    packing = arguments.get("packed_seq_params")
+    tensors += [getattr(packing, name, None) for name in ("cu_seqlens_q", "cu_seqlens_q_padded")]
     return tuple(
         t._version
         for t in tensors
@@ -169,6 +173,8 @@ def check(calls: Sequence[ModelCall], *, needs_masks: bool = False) -> None:
         for name, value in call.others.items():
             if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
                 raise refused(OTHER_TENSORS, name)
+            if isinstance(value, dict | list | set) and not value:
+                raise refused(EMPTY_ARGUMENT, name)
     for name in ("labels", "loss_mask"):
         if len({call[name] is None for call in calls}) > 1:
             raise refused(SOME_HAVE, name)

@@ -39,14 +39,11 @@ _KERNELS = ("flash-attn", "flash-attn-4", "nvidia-cudnn-frontend", "transformer-
 
 
 class CostMeter:
-    """What work of one model takes in one layout; all ranks make theirs together.
+    """What work of one model takes in one layout; ranks of one schedule make theirs together.
 
     Args:
         config: what the user set.
         rank: with the model.
-
-    Raises:
-        UserError: the user's file cannot be read or written; on every rank.
     """
 
     def __init__(self, config: PrefixConfig, rank: Rank) -> None:
@@ -58,8 +55,9 @@ class CostMeter:
         self._groups = list(rank.companions)
         if rank.experts is not None and rank.data_ranks is None:
             self._groups.append(rank.experts)
-        self._measured = self._loaded() if config.cost_file else Evidence()
-        self.times = first_says(self._measured.times(self._prior), self._groups)
+        self._measured = Evidence()
+        # Data-parallel ranks need not call without gradients equally often: they meet in `begin`.
+        self.times = first_says(self._measured.times(self._prior), rank.same_schedule)
         self._num_steps = 0
         self._ran: set[bool] = set()
         self.due = False
@@ -78,11 +76,20 @@ class CostMeter:
         return read
 
     def begin(self, forward_only: bool) -> None:
-        """Counts a step; all ranks call this for every step, and measure the same ones (`due`)."""
+        """Counts a step; all ranks call this for every step, and measure the same ones (`due`).
+
+        Raises:
+            UserError: the user's file cannot be read or written; on every rank.
+        """
         self.due = False
-        if forward_only or self._config.mode != "auto":
+        if forward_only:
             return
+        if not self._num_steps:
+            self._measured = self._loaded() if self._config.cost_file else Evidence()
+            self.times = first_says(self._measured.times(self._prior), self._groups)
         self._num_steps += 1
+        if self._config.mode != "auto":
+            return
         first = self._num_steps in FIRST and not self._knows_both
         self.due = first or self._num_steps % EVERY == 0
 

@@ -26,6 +26,8 @@ DEPTH = 2
 MOST_NAMES = 1000
 """Of one place: what is larger is data, and copying it in every step would cost time."""
 MOST_PLACES = 300
+MOST_LETTERS = 64
+"""Of a text in a function that is taken for a key."""
 _LIBRARIES = {"torch", "megatron", *sys.stdlib_module_names}
 _NAMESPACES = {"SimpleNamespace", "Namespace"}
 _MISSING = object()
@@ -55,7 +57,7 @@ class LossVariables:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._places = [*_places(function)]
+        self._places = [*places(function)]
         self._last: dict[tuple[int, Any], tuple[Place, Any]] = {}
         self._set: dict[tuple[int, Any], Any] = {}
         self._counted: dict[tuple[int, Any], int] = {}
@@ -125,7 +127,7 @@ def _globals(function: types.FunctionType) -> Place:
     return Place(lambda: {n: module[n] for n in names if n in module}, module.__setitem__)
 
 
-def _places(function: Callable[..., Any]) -> Iterator[Place]:
+def places(function: Callable[..., Any]) -> Iterator[Place]:
     """Places whose values a function may change, each once, the nearest first."""
     called = inspect.getattr_static(type(function), "__call__", None)  # of an object that is called
     waiting = deque([(function, 0), (called, 0)])
@@ -146,11 +148,48 @@ def _places(function: Callable[..., Any]) -> Iterator[Place]:
             waiting += [(one, depth + 1) for one in place.read().values()]
 
 
+def used_names(function: Any) -> set[str] | None:
+    """Names of variables, attributes and items in a function's code and in that of the functions
+    and methods that it names; None if it has no code of its own."""
+    waiting, used, has_code = [function], set[str](), False
+    owners: list[Any] = []
+    seen: set[int] = set()
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, functools.partial):
+            waiting.append(one.func)
+            continue
+        if isinstance(one, types.MethodType):
+            owners.append(one.__self__)
+            one = one.__func__
+        elif not isinstance(one, types.FunctionType):
+            one = inspect.getattr_static(type(one), "__call__", None)
+        if not isinstance(one, types.FunctionType) or id(one) in seen or _is_library(one):
+            continue
+        seen.add(id(one))
+        has_code = True
+        names = {*_names(one.__code__), *one.__code__.co_freevars}
+        used |= names
+        near = [_closure(one), _globals(one)]
+        waiting += [value for place in near for value in place.read().values() if _is_code(value)]
+        methods = (getattr(owner, name, None) for owner in owners for name in names)
+        waiting += [method for method in methods if isinstance(method, types.MethodType)]
+    return used if has_code else None
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, types.FunctionType | types.MethodType | functools.partial)
+
+
+def _is_library(function: types.FunctionType) -> bool:
+    return _package(function) in _LIBRARIES
+
+
 def _places_of(value: Any) -> Iterator[Place]:
     """What a value holds: variables of a function, items of a dict, attributes of an object."""
     kind = type(value)
     if isinstance(value, types.FunctionType):
-        if _package(value) not in _LIBRARIES:
+        if not _is_library(value):
             yield _closure(value)
             yield _globals(value)
         return
@@ -169,8 +208,11 @@ def _package(value: Any) -> str:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Names of globals and attributes in a function, and in those inside it."""
+    """Names of globals and attributes in a function, and in those inside it; and texts, which may
+    be keys of a dict."""
     yield from code.co_names
     for one in code.co_consts:
+        if isinstance(one, str) and len(one) < MOST_LETTERS:
+            yield one
         if isinstance(one, types.CodeType):
             yield from _names(one)

@@ -86,6 +86,11 @@ class Rank:
         self.cost = cost_of(config, self.vocab_size, self.pattern)
         self.parts = groups.tp.size() * groups.cp.size()
 
+    def agreeing(self, forward_only: bool) -> list[Any]:
+        """Groups whose ranks end or fall back together.  Data-parallel ranks need not make equally
+        many calls without gradients (evaluation, log-probs), so none waits for another there."""
+        return self.same_schedule if forward_only else self.companions
+
     def footprint(self, gathers: bool, host_layers: int) -> Footprint:
         """Bytes per row of the model on this rank.
 

@@ -114,7 +114,7 @@ def _check_features(inner: Any, model: Any) -> bool:
     """
     hooks = installed(model)
     if hooks is not None:
-        features.check_options(inner.config, hooks.parts)
+        features.check_again(inner, hooks.parts)
         return hooks.needs_masks
     features.check(inner, model)
     return features.needs_masks(payload_parts(inner))

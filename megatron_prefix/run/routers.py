@@ -7,15 +7,26 @@ from typing import Any
 
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 
+from megatron_prefix.moe import versions
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.moe.ledger import RouterLedger
 from megatron_prefix.moe.replay import Replay, SegmentRoutes, forward_action
 from megatron_prefix.moe.tokens import LogicalTokens
-from megatron_prefix.moe.versions import replays_routes
 from megatron_prefix.run.executor import Stage
 from megatron_prefix.run.losses import LossContract
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.step import Step
+
+
+def check(step: Step, rank: Rank) -> None:
+    """Refuses routers that replay in a way that segments cannot follow, before any of them runs.
+
+    Raises:
+        CannotShare: they record routes, or follow routes that the schedule has not been given.
+    """
+    if rank.has_experts:
+        for model in rank.language_models:
+            forward_action(versions.routers(model).values(), _routed(step, rank))
 
 
 def begin(
@@ -41,15 +52,21 @@ def begin(
     if not forward_only and any(stage.hooks.routers for stage in stages):
         _set_auxiliary_scales(contract, stages[-1].model, step.num_microbatches)
         cp = rank.groups.cp
-        tokens = LogicalTokens(step.forest, step.microbatch_of, rank.device, cp.rank(), cp.size())
+        tokens = LogicalTokens(
+            step.forest, step.microbatch_of, rank.device, cp.rank(), cp.size(),
+            step.packed,
+        )  # fmt: skip
         group_counts = GroupCounts()
         for stage in stages:
             stage.ledger = RouterLedger(tokens, stage.hooks.routers, group_counts)
 
 
+def _routed(step: Step, rank: Rank) -> bool:
+    return step.routed and versions.replays_routes(rank.config)
+
+
 def _set_routes(stages: Sequence[Stage], step: Step, rank: Rank) -> None:
-    config = rank.config
-    routed = step.routed and replays_routes(config)
+    config, routed = rank.config, _routed(step, rank)
     actions = [forward_action(stage.hooks.routers.values(), routed) for stage in stages]
     routes = None
     if routed:  # on all stages, whether they have routers or not

@@ -9,7 +9,7 @@ positions count.  A loss that looks at others is an error at the step's end (`Lo
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,25 @@ class RecordingIterator:
         """What was drawn, if it is one thing; forgets it."""
         items, self._items = self._items, []
         return items[0] if len(items) == 1 else None
+
+
+class WatchedIterator(RecordingIterator):
+    """A data iterator that tells what `next` draws from it.
+
+    Args:
+        iterator: the trainer's.
+        drew: called with every item.
+    """
+
+    def __init__(self, iterator: Iterator[Any], drew: Callable[[Any], None]) -> None:
+        super().__init__(iterator)
+        self._drew = drew
+
+    def __next__(self) -> Any:
+        item = super().__next__()
+        self.taken()
+        self._drew(item)
+        return item
 
 
 def trained_positions(

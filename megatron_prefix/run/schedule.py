@@ -22,16 +22,18 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.errors import UserError, refused
+from megatron_prefix.errors import CannotShare, UserError, refused
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import HOST_LAYERS_CP
+from megatron_prefix.run import routers
 from megatron_prefix.run.across_ranks import Watch
 from megatron_prefix.run.agreement import agree
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
+from megatron_prefix.run.first_step import FirstStep, code_name
 from megatron_prefix.run.losses import LossContract
 from megatron_prefix.run.memory_control import MemoryControl
 from megatron_prefix.run.messages import channels_of
@@ -57,6 +59,8 @@ class PrefixSchedule:
         report: what the last step did; None before the first.
         measures: times every action of the next steps (`report.stopwatch`), for a barrier per step.
         watch: runs around the computation of every action, instead of `measures`.
+        looks_first: watches the first step of a kind (first_step.py), in modes "auto" and "observe"
+            with the stock schedule; for trainers whose code is not known.
         across_ranks: what groups on several data-parallel ranks could share, and do.
         memory: device memory of its steps.
         planning: plans that it knows, and times that it has measured.
@@ -67,9 +71,12 @@ class PrefixSchedule:
     report: StepReport | None = None
     measures: bool = False
     watch: Callable[[Action], contextlib.AbstractContextManager] | None = None
+    looks_first: bool = False
     across_ranks: Watch = field(default_factory=Watch, init=False)
     memory: MemoryControl = field(init=False, repr=False)
     planning: Planning = field(init=False, repr=False)
+    _told: set[str] = field(default_factory=set, init=False, repr=False)
+    _kinds: dict[Any, UserError | None] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.memory = MemoryControl(self.config)
@@ -109,23 +116,63 @@ class PrefixSchedule:
         models = model if isinstance(model, list) else [model]
         if self.config.mode == "off" or self._calls_otherwise(models):
             return stock_schedule()(**arguments)
-        rank = self._rank(models, pg_collection)
+        try:
+            rank = self._rank(models, pg_collection)
+        except CannotShare as error:  # all ranks have the same model
+            self._refused(error)
+            return stock_schedule()(**arguments)
+        kind = forward_only, code_name(forward_step_func), *map(id, rank.language_models)
+        first = None
+        if self.looks_first and kind not in self._kinds:
+            first = FirstStep(forward_step_func, rank)
+            if self.config.mode != "on":
+                return self._watched(first, kind, arguments)
+            data_iterator = first.iterator(data_iterator)
+        elif (refusal := self._kinds.get(kind)) is not None:
+            self._refused(refusal)
+            return stock_schedule()(**arguments)
         keeps_drawn = self.callbacks.needs_drawn(forward_only)
-        capturing = Capture(forward_step_func, data_iterator, rank, num_microbatches, keeps_drawn)
+        capturing = Capture(
+            forward_step_func, data_iterator, rank, num_microbatches, keeps_drawn,
+            None if first is None else first.forward_step,
+        )  # fmt: skip
+        watching = contextlib.nullcontext() if first is None else first.watching()
         meter = self.planning.meter(rank)
         meter.begin(forward_only)
-        with capturing as capture, self.memory.step():
-            step = self._read(capture, rank, forward_only)
+        with capturing as capture, watching, self.memory.step():
+            step = self._read(capture, rank, forward_only, first)
             joint = None if step is None else self._plan(step, rank, forward_only)
             with meter.step(self.report, rank.stage):  # type: ignore[arg-type]
                 if step is None or joint is None:
                     return stock_schedule()(**arguments | {"forward_step_func": capture.stock_step})
                 capture.forget_arguments()
                 contract = LossContract(rank.config, rank.groups.cp.size(), collect_non_loss_data)
-                return StepRun(
+                store = StepRun(
                     self, capture, rank, step, joint, contract, forward_only,
                     self.measures or meter.due, force_all_reduce,
                 ).run()  # fmt: skip
+        if first is not None:
+            self._kinds[kind] = None
+            if first.reason is not None:  # in mode "on": what was computed is wrong
+                raise first.reason.error()
+        return store
+
+    def _watched(self, first: FirstStep, kind: Any, arguments: dict[str, Any]) -> list[Any]:
+        """The stock schedule's step, watched; what is in its way is remembered."""
+        rank = first.rank
+        with first.watching():
+            store: list[Any] = stock_schedule()(
+                **arguments
+                | {"forward_step_func": first.forward_step}
+                | {"data_iterator": first.iterator(arguments["data_iterator"])}
+            )
+        mine = None if first.reason is None else first.reason.error()
+        refusal = self._kinds[kind] = agree(mine, rank.same_schedule, rank.device)
+        if refusal is None:
+            self._stock_report(Decision(False, "the first step of its kind is watched", False, 1.0))
+        else:
+            self._refused(refusal)
+        return store
 
     def _calls_otherwise(self, models: list[Any]) -> bool:
         """Whether the stock schedule gives forward steps more than an iterator and a model."""
@@ -143,13 +190,15 @@ class PrefixSchedule:
             channels_of(rank.groups.pp, rank.device)
         return rank
 
-    def _read(self, capture: Capture, rank: Rank, forward_only: bool) -> Step | None:
+    def _read(
+        self, capture: Capture, rank: Rank, forward_only: bool, first: FirstStep | None
+    ) -> Step | None:
         """The step; None, with `report` set, if its calls cannot be answered from segments.
 
         All ranks end together where one cannot read its microbatches, and fall back together.
         """
-        calls, problem = self._read_calls(capture, rank, forward_only)
-        if (reason := agree(problem, rank.companions, rank.device)) is not None:
+        calls, problem = self._read_calls(capture, rank, forward_only, first)
+        if (reason := agree(problem, rank.agreeing(forward_only), rank.device)) is not None:
             self._refused(reason)
             return None
         planning, judge = self.planning, self.planning.judge(rank, forward_only=forward_only)
@@ -158,18 +207,20 @@ class PrefixSchedule:
             functools.partial(planning.build, rank=rank, judge=judge, forward_only=forward_only),
             rank.device, functools.partial(planning.shares_nothing, rank=rank),
         )  # fmt: skip
-        problem = step if isinstance(step, BaseException) else None
-        if (reason := agree(problem, rank.companions, rank.device)) is not None:
+        problem = step if isinstance(step, BaseException) else _problem(step, rank)
+        if (reason := agree(problem, rank.agreeing(forward_only), rank.device)) is not None:
             self._refused(reason)
             return None
         return step  # type: ignore[return-value]
 
     def _read_calls(
-        self, capture: Capture, rank: Rank, forward_only: bool
+        self, capture: Capture, rank: Rank, forward_only: bool, first: FirstStep | None
     ) -> tuple[ReadCalls | None, BaseException | None]:
         """What this rank's model calls say, or what is wrong with them."""
         try:
             capture.run()
+            if first is not None and first.reason is not None:
+                raise first.reason.error()
             calls = read_calls(capture, rank, self.callbacks, forward_only=forward_only)
             if self.config.mode != "observe":
                 self.memory.begin(rank, forward_only)
@@ -190,8 +241,12 @@ class PrefixSchedule:
         """Counts a fallback for a step whose calls cannot be answered; mode "on" raises."""
         if self.config.mode == "on":
             raise reason
+        self._stock_report(Decision(False, str(reason), self.config.mode == "auto", 1.0))
+        self._told.add(str(reason))  # it is the same in every step, and logged once
+
+    def _stock_report(self, decision: Decision) -> None:
+        """Sets `report` for a step of which there is no forest."""
         plan = Plan((), ((),), 1)
-        decision = Decision(False, str(reason), self.config.mode == "auto", 1.0)
         self._report(StepReport(Forest((), (), ()), decision, plan, plan))
 
     def _report(self, report: StepReport) -> None:
@@ -199,14 +254,23 @@ class PrefixSchedule:
         before = self.report.fallback_count if self.report else 0
         report.fallback_count = before + bool(report.decision.fallback)
         self.report = report
-        if report.decision.fallback:
+        if report.decision.fallback and report.decision.reason not in self._told:
             logger.warning("stock schedule for this step: %s", report.decision.reason)
+
+
+def _problem(step: Step, rank: Rank) -> UserError | None:
+    """What is in the way of a step that was read."""
+    try:
+        routers.check(step, rank)
+    except UserError as error:
+        return error
+    return None
 
 
 @functools.lru_cache(maxsize=8)  # a new callback every step must not fill the memory
 def _schedule(config: PrefixConfig, callbacks: Callbacks) -> PrefixSchedule:
     """One schedule per process and configuration: plans, kernels, pools and reports stay."""
-    return PrefixSchedule(config, callbacks)
+    return PrefixSchedule(config, callbacks, looks_first=True)
 
 
 def get_forward_backward_func(

@@ -27,7 +27,7 @@ from typing import Any
 import greenlet
 import torch
 
-from megatron_prefix.errors import UserError, refused
+from megatron_prefix.errors import DataEnded, UserError, refused
 from megatron_prefix.megatron.install import intercepted
 from megatron_prefix.moe import versions
 from megatron_prefix.refusals.table import (
@@ -80,6 +80,8 @@ class SuspendedStep:
         self.call: Any = None
         self.called: Settings
         self._stock: Any = None
+        self._problem: UserError | None = None
+        self._result: Any = None
         self.goes_on_itself = False
         self._states, self._kept = states, [None] * len(states)
         self._settings: Settings | None = None
@@ -95,11 +97,12 @@ class SuspendedStep:
         """Runs the forward step up to its model call.
 
         Raises:
-            UserError: it ends without a call, or changes what cannot be put back.
+            CannotShare: it has run to its end, without a call or since it cannot be suspended;
+                `run_model` has what it returned.
         """
-        self._switch(self._greenlet.switch)
+        self._result = self._switch(self._greenlet.switch)
         if self._greenlet.dead:
-            raise refused(NO_CALL)
+            raise self._problem or refused(NO_CALL)
 
     def pause(self, call: Any, stock: Callable[[], Any]) -> Any:
         """Suspends the step, which runs now; what it is resumed with, called, is the result.
@@ -110,9 +113,12 @@ class SuspendedStep:
         """
         self.call, self._stock, self.called = call, stock, Settings.now()
         if quantises() and not self._quantised:
-            raise refused(FP8_INSIDE)
-        if fixed() != self._before:
-            raise refused(TORCH_MODES)
+            self._problem = refused(FP8_INSIDE)
+        elif fixed() != self._before:
+            self._problem = refused(TORCH_MODES)
+        if self._problem is not None:
+            self.goes_on_itself = True
+            return stock()
         return self._greenlet.parent.switch()()
 
     def resume(self, answer: Callable[[], Any]) -> Any:
@@ -128,6 +134,9 @@ class SuspendedStep:
 
     def run_model(self) -> Any:
         """Goes on with the model itself, as if the call had never been caught; see `resume`."""
+        if self._greenlet.dead:
+            result, self._result = self._result, None
+            return result
         self.goes_on_itself = True
         stock, self._stock, self.call = self._stock, None, None  # with the arguments they hold
         return self.resume(stock)
@@ -170,6 +179,7 @@ class Capture:
         num_microbatches: of the trainer on this rank.
         keeps_drawn: whether model calls keep what their forward step drew; iterators that have no
             `__next__` stay as they are.
+        watched: `forward_step` in what watches it, if anything does (first_step.py).
 
     Attributes:
         steps: per model chunk the suspended forward steps in the trainer's order.
@@ -182,8 +192,9 @@ class Capture:
         rank: Rank,
         num_microbatches: int,
         keeps_drawn: bool,
+        watched: Callable[..., Any] | None = None,
     ) -> None:
-        self._forward_step, self._rank = forward_step, rank
+        self._forward_step, self._rank = watched or forward_step, rank
         self._num = num_microbatches
         many = isinstance(data_iterator, list)
         given = data_iterator if many else [data_iterator]
@@ -213,7 +224,9 @@ class Capture:
         """Runs every forward step up to its model call.
 
         Raises:
-            UserError: the data ends early, or a forward step does not call the model.
+            UserError: the data ends early.
+            CannotShare: a forward step does not call the model, or cannot be suspended there; then
+                those after it have not begun.
         """
         environment = forward_step_state.environment()
         for chunk, model in enumerate(self._rank.language_models):
@@ -231,15 +244,15 @@ class Capture:
                     functools.partial(self._call, chunk), model, tuple(swaps), number
                 )
                 self.steps[chunk].append(step)
+                self._left[chunk].append(step)
                 try:
                     step.start()
                 except StopIteration:
-                    raise UserError(
+                    raise DataEnded(
                         f"the data iterator ended after {number} of {self._num} microbatches"
                     ) from None
                 if isinstance(iterator := self._iterators[chunk], RecordingIterator):
                     step.call = replace(step.call, drawn=iterator.taken())
-            self._left[chunk] = deque(self.steps[chunk])
 
     def calls(self, chunk: int) -> list[ModelCall]:
         """The model calls of a chunk, in the trainer's order."""
@@ -266,9 +279,12 @@ class Capture:
             step.call = step.call.without_tensors()
 
     def stock_step(self, _: Any, model: Any) -> Any:
-        """A `forward_step_func` for the stock schedule: the suspended steps go on, in order."""
+        """A `forward_step_func` for the stock schedule: the suspended steps go on, in order, and
+        those that have not begun begin."""
         chunk = next(i for i, one in enumerate(self._rank.models) if one is model)
-        return self._left[chunk].popleft().run_model()
+        if self._left[chunk]:
+            return self._left[chunk].popleft().run_model()
+        return self._forward_step(self._iterators[chunk], model)
 
     def _call(self, chunk: int) -> Any:
         """One of the trainer's forward steps, as in `forward_step` of

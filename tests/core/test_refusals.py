@@ -112,8 +112,8 @@ def test_values_are_put_in_and_the_error_has_its_refusal() -> None:
     found = refused(table.COLUMN_LENGTH, "labels", 2, 3)
     assert str(found).startswith("labels of a model call has 2 of 3 positions: give one")
     assert type(found) is CannotShare and found.refusal is table.COLUMN_LENGTH
-    ended = refused(table.TWO_CALLS)
-    assert type(ended) is UserError and ended.refusal is table.TWO_CALLS
+    ended = refused(table.FLAT_ROWS, 2)
+    assert type(ended) is UserError and ended.refusal is table.FLAT_ROWS
     assert UserError("x").refusal is None
     with pytest.raises(ValueError, match="zip"):
         refused(table.COLUMN_LENGTH, "labels", 2)

@@ -61,7 +61,7 @@ def _schedules(case: Case, mode: str) -> Callable[[], Any]:
 
         return get_forward_backward_func
     fields = {"mode": mode, "min_gain": 0, "min_speedup": 1e-6, **OPTIONS[case.options]}
-    one = PrefixSchedule(PrefixConfig(**fields))
+    one = PrefixSchedule(PrefixConfig(**fields), looks_first=True)
     return lambda: one
 
 
@@ -98,7 +98,7 @@ def _raises(mode: str, expected: Call, found: Call) -> Verdict | None:
         return Verdict(REFUSED, (), _line(found.raised))
     if expected.raised is None:
         return Verdict(ENDED, ("raise",), _line(found.raised))
-    if type(found.raised) is not type(expected.raised):
+    if not isinstance(found.raised, type(expected.raised)):
         return Verdict(
             WRONG, ("raise",), f"{_line(found.raised)} instead of {_line(expected.raised)}"
         )

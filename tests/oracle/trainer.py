@@ -33,15 +33,16 @@ NOISE = 1.0
 held: Any = None
 """The axis writes=module_global."""
 SESSIONS = {
-    "train": ("train",),
-    "evaluate": ("evaluate",),
-    "evaluate_then_train": ("evaluate", "train"),
+    # Twice: the first step of a kind is watched, with the stock schedule in auto and observe.
+    "train": ("train", "train"),
+    "evaluate": ("evaluate", "evaluate"),
+    "evaluate_then_train": ("evaluate", "evaluate", "train", "train"),
     "train_thrice": ("train", "train", "train"),
-    "scale_changed": ("train", "scale", "train"),
-    "inv_freq_changed": ("train", "frequency", "train"),
-    "train_eval_mixed": ("train", "eval_mode", "train"),
-    "mode_in_step": ("train",),
-    "uneven": ("evaluate", "uneven", "train"),
+    "scale_changed": ("train", "train", "scale", "train"),
+    "inv_freq_changed": ("train", "train", "frequency", "train"),
+    "train_eval_mixed": ("train", "eval_mode", "train", "eval_mode", "train"),
+    "mode_in_step": ("train", "train"),
+    "uneven": ("evaluate", "uneven", "evaluate", "train", "train"),
 }
 
 

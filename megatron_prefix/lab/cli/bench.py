@@ -66,7 +66,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="speed",
         help="speed (default): time both schedules; memory: device memory of a step by policy",
     )
-    group = parser.add_argument_group("sweep")
+    _add_sweep(parser.add_argument_group("sweep"))
+    arguments.add_baseline(parser)
+    bench_memory.add_arguments(parser)
+    add_model(parser, model="tiny-llama", dtype="float32")
+    arguments.add_layout(parser)
+    arguments.add_lengths(parser)
+    arguments.add_messages(parser)
+
+
+def _add_sweep(group: Any) -> None:
+    """What is timed, how often, and where the result goes."""
     text = (
         "prompt tokens, response tokens, rollouts, and optionally the wave's tokens (default"
         " 1024:64:8, if no rollouts are given)"
@@ -95,12 +105,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " of `bench memory` the peaks by policy (png, svg, pdf)"
     )
     arguments.add_text(group, "--plot", text)
-    arguments.add_baseline(parser)
-    bench_memory.add_arguments(parser)
-    add_model(parser, model="tiny-llama", dtype="float32")
-    arguments.add_layout(parser)
-    arguments.add_lengths(parser)
-    arguments.add_messages(parser)
 
 
 def run(args: argparse.Namespace) -> int:

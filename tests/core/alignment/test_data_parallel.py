@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import UserError
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_optimizer, unwrap
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.refusals import table
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.one_rank import small_model
@@ -107,3 +110,62 @@ def test_two_data_parallel_ranks(
         first, second = (rank[0] for rank in found)
         pairs = zip(first, second, strict=True)
         assert all(torch.equal(a, b) for x, y in pairs for a, b in zip(x, y, strict=True))
+
+
+def evaluate(mode: str) -> tuple[int, bool]:
+    """Calls without gradients, more on one rank than on the other, and then a step with them."""
+    world = runtime.initialize(Layout(dp=2))
+    model = small_model(dtype=torch.float32, layout=Layout(dp=2))
+    schedule = PrefixSchedule(replace(CONFIG, mode=mode, min_speedup=0.01), looks_first=True)
+    logs = 0
+    for number in range(1 + 2 * world.rank):
+        data = items(number + 5 * world.rank, num=3)
+        with torch.no_grad():
+            logs += len(steps.call(schedule, Contract().step, model, data, forward_only=True))
+    for number in range(2):
+        steps.zero_gradients(model)
+        steps.call(schedule, Contract().step, model, items(number + world.rank, num=3))
+    runtime.shutdown()
+    assert schedule.report is not None
+    return logs, schedule.report.decision.share
+
+
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_ranks_need_not_evaluate_equally_often(mode: str) -> None:
+    assert run_ranks(2, evaluate, mode) == [(3, True), (9, True)]
+
+
+def exchange_in_losses(mode: str) -> tuple[bool, bool, str]:
+    """A trainer whose losses take the mean over data-parallel ranks."""
+    world = runtime.initialize(Layout(dp=2))
+
+    class Exchanging(Contract):
+        def loss_func(self, batch: Microbatch) -> Any:
+            loss = super().loss_func(batch)
+
+            def exchanging(output: Tensor) -> Any:
+                scale = torch.ones(()) * (1 + world.rank)
+                torch.distributed.all_reduce(scale)
+                return loss(output * scale)
+
+            return exchanging
+
+    found = []
+    schedule = PrefixSchedule(replace(CONFIG, mode=mode), looks_first=True)
+    for one in (schedule, get_forward_backward_func()):
+        model = small_model(dtype=torch.float32, layout=Layout(dp=2))
+        for number in range(2):
+            steps.zero_gradients(model)
+            steps.call(one, Exchanging().step, model, items(number + world.rank, num=3))
+        found.append(steps.gradients(model))
+    runtime.shutdown()
+    assert schedule.report is not None
+    same = all(torch.equal(one, found[1][name]) for name, one in found[0].items())
+    return same, schedule.report.decision.share, schedule.report.decision.reason
+
+
+def test_losses_that_exchange_over_ranks_keep_stocks_order() -> None:
+    for same, share, reason in run_ranks(2, exchange_in_losses, "auto"):
+        assert same and not share and reason.endswith(table.DATA_EXCHANGE.fix)
+    with pytest.raises(UserError, match="exchange with other data-parallel ranks"):
+        run_ranks(2, exchange_in_losses, "on")

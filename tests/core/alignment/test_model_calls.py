@@ -88,6 +88,9 @@ ROUTERS = {
     "moe_aux_loss_coeff": 0.05,
     "moe_z_loss_coeff": 0.01,
 }
+BY_SAMPLE = {**ROUTERS, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+             "moe_aux_loss_coeff": [0.05, 0.1]}  # fmt: skip
+PACKS_BY_SAMPLE = Case(Form(pad=4), model="tiny-moe", overrides=BY_SAMPLE)
 EP2 = {
     "auxiliary losses": Case(Form(pad=4), model="tiny-moe", overrides=ROUTERS),
     "balanced by sample": Case(
@@ -95,8 +98,10 @@ EP2 = {
         overrides={**ROUTERS, "moe_router_load_balancing_type": "seq_aux_loss"},
     ),
 }  # fmt: skip
+EP2["packs balanced by sample"] = PACKS_BY_SAMPLE
+CP2["packs balanced by sample"] = PACKS_BY_SAMPLE
 JOBS = {
-    "one rank": (Layout(), ONE),
+    "one rank": (Layout(), {**ONE, "packs balanced by sample": PACKS_BY_SAMPLE}),
     "TP2": (Layout(tp=2), TP2),
     "TP2 SP": (Layout(tp=2, sequence_parallel=True), {k: TP2[k] for k in ("packed", "rows")}),
     "PP2": (Layout(pp=2), PP2),
@@ -390,8 +395,8 @@ def refusal(change: str, mode: str) -> str:
     [
         ("reset mask", "CannotShare: the attention_mask of a model call is not causal", True),
         ("eval", "CannotShare: the forward step calls model.train() or model.eval()", True),
-        ("no call", "UserError: the forward step has not called the model", False),
-        ("two calls", "UserError: the forward step calls the model twice", False),
+        ("no call", "CannotShare: the forward step does not call the model", True),
+        ("two calls", "CannotShare: the forward step calls the model more than once", False),
     ],
 )
 def test_forward_steps_that_cannot_be_run_are_refused_by_name(

@@ -158,7 +158,7 @@ def test_tensors_overwritten_after_the_call_are_an_error(name: str) -> None:
     made = call(attention_mask=None, **given)
     columns_of([made])
     given[name].zero_()
-    with pytest.raises(UserError, match="microbatch 0 were overwritten"):
+    with pytest.raises(UserError, match="of microbatch 0 is overwritten"):
         columns_of([made])
 
 

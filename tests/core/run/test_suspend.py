@@ -102,7 +102,7 @@ def test_errors_of_a_step_come_out_where_it_is_run(where: str) -> None:
 
 
 def test_a_step_that_does_not_call_the_model_is_refused() -> None:
-    with pytest.raises(UserError, match="has not called the model"):
+    with pytest.raises(UserError, match="does not call the model"):
         SuspendedStep(lambda: 1, None).start()
 
 

@@ -1,0 +1,374 @@
+"""A trainer's step with the stock schedule, watched before any of its steps is shared.
+
+The prefix schedule runs what all forward steps do before their model calls first, then the
+segments, and then what follows the calls.  Stock takes turns: forward step, loss, forward step,
+loss.  To most trainers that is the same.  It is not to one that draws random numbers in both parts,
+reads in a loss what a later forward step has written by then, exchanges with other data-parallel
+ranks, or calls the model more than once or not at all; and only outputs show whether a head returns
+something per position.  So mode "auto" runs the first step of a kind as stock does, bit for bit,
+and looks.  What nothing here can see is under Limits in docs/operations.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import inspect
+import itertools
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import (
+    _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
+)
+
+from megatron_prefix.errors import Reason
+from megatron_prefix.megatron.install import installed, intercepted
+from megatron_prefix.refusals.table import (
+    CALL_IN_BACKWARD,
+    CALL_IN_LOSS,
+    DATA_EXCHANGE,
+    DRAWN_AGAIN,
+    LOSS_LEAVES,
+    NO_CALL,
+    OTHER_OUTPUT,
+    OTHER_SHAPE,
+    OVERWRITTEN,
+    RANDOM_IN_BOTH,
+    STRAY_GRADIENT,
+    TRAINING_MODE,
+    TWO_CALLS,
+)
+from megatron_prefix.run import traces
+from megatron_prefix.run.loss_variables import Place, places, used_names
+from megatron_prefix.run.rank import Rank, default_groups
+from megatron_prefix.run.samples import WatchedIterator
+
+HELD = 256
+"""Values that one loss may read, and places of them, that are looked at."""
+_READS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CONST"}
+_NUMBERS = (bool, int, float, str, bytes, type(None))
+
+
+class _Marks(NamedTuple):
+    """What the parts of a forward step around its model call may change."""
+
+    random: dict[str, bytes]
+    exchanges: list[int]
+    bound: list[dict[str, Any]]
+
+
+@dataclass
+class _Running:
+    """A forward step, or its loss, that runs.
+
+    Attributes:
+        number: of its microbatch on this model chunk's rank, in the order in which they begin.
+        start: marks at its begin; None once it has called the model.
+        resumed: marks when the model had returned, or at the begin of a loss.
+        num_calls: of the model.
+        depth: of calls in one another: wrappers, and the model in them.
+        before: what the microbatch before it reads, as it was when this one began.
+        held: lists, dicts and tensors that it may write in place, as they were when it began.
+    """
+
+    number: int
+    start: _Marks | None = None
+    resumed: _Marks | None = None
+    num_calls: int = 0
+    depth: int = 0
+    before: traces.Values | None = None
+    held: traces.Values | None = None
+
+
+_running: ContextVar[_Running | None] = ContextVar("running", default=None)
+# A suspended forward step has a context of its own (suspend.py).
+
+
+class FirstStep:
+    """Watches a step; its microbatches run one after another, or are suspended in their calls.
+
+    Args:
+        function: the trainer's `forward_step_func`.
+        rank: with the model chunks that it calls.
+
+    Attributes:
+        rank: as given.
+        reason: why steps of this kind cannot be shared; None if nothing is in the way.
+    """
+
+    def __init__(self, function: Callable[..., Any], rank: Rank) -> None:
+        self._function, self.rank = function, rank
+        self.reason: Reason | None = None
+        self._places = [*places(function)]
+        self._restored = {id(_dict_of(place)) for place in self._places}
+        groups = rank.groups
+        inside = {r for one in (groups.tp, groups.pp, groups.cp) for r in traces.ranks(one)}
+        data = rank.data_ranks or default_groups().dp_cp
+        self._groups = traces.groups_beyond(inside, traces.ranks(data))
+        self._drawn: list[Any] = []
+        self._seen: list[tuple[str, Any]] = []
+        self._written: dict[int, Any] = {}
+        self._random: tuple[set[str], set[str]] = set(), set()
+        self._reads: set[str] = set()
+        self._strays: list[Tensor] = []
+        self._modes = [m.training for model in rank.models for m in model.modules()]
+        self._number = 0
+
+    def iterator(self, given: Any) -> Any:
+        """The trainer's data iterator, or its list of one per model chunk; its items are noted."""
+        if isinstance(given, list):
+            return [self.iterator(one) for one in given]
+        return WatchedIterator(given, self._drew) if hasattr(given, "__next__") else given
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around the step."""
+        with contextlib.ExitStack() as stack:
+            for model in self.rank.models:
+                stack.enter_context(intercepted(model, self._intercepting))
+                for hook in (
+                    model.register_forward_pre_hook(self._enter, prepend=True),
+                    model.register_forward_hook(self._leave, always_call=True),
+                ):
+                    stack.callback(hook.remove)
+            yield
+        if self._strays and bool(torch.stack(self._strays).any()):
+            self._note(STRAY_GRADIENT.given())
+
+    def forward_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The `forward_step_func` of a step that is watched."""
+        seen, self._seen = self._seen, []
+        step = _Running(
+            self._number, self._marks(), before=traces.Values(seen),
+            held=traces.Values(itertools.islice(self._own(), HELD)),
+        )  # fmt: skip
+        self._number += 1
+        token = _running.set(step)
+        try:
+            found = self._function(*args, **kwargs)
+            self._ended(step)
+        finally:
+            _running.reset(token)
+        if step.num_calls != 1:
+            self._note(TWO_CALLS.given() if step.num_calls else NO_CALL.given())
+        if not (isinstance(found, tuple) and len(found) == 2 and callable(found[1])):
+            return found
+        read = [*itertools.islice(_read_by(found[1], self._restored), HELD)]
+        for name, value in read:
+            if id(value) in self._written:
+                self._note(OVERWRITTEN.given(name, step.number))
+        self._seen += read
+        return found[0], functools.partial(self._loss, found[1])
+
+    def _loss(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loss = _Running(self._number - 1, resumed=self._marks())
+        token = _running.set(loss)
+        try:
+            found = function(*args, **kwargs)
+            self._ended(loss)
+        finally:
+            _running.reset(token)
+        if loss.num_calls:
+            self._note(CALL_IN_LOSS.given())
+        return found
+
+    # The model call -------------------------------------------------------------------------------
+
+    def _intercepting(self, model: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            step, hooks = _running.get(), installed(model)
+            if step is None or (hooks is not None and hooks.current is not None):
+                if hooks is None or hooks.current is None:  # no segment: a checkpoint runs again
+                    self._note(CALL_IN_BACKWARD.given())
+                return stock(*args, **kwargs)
+            step.num_calls += 1
+            self._seen += [("an argument of the model", one) for one in (*args, kwargs)]
+            self._enter()
+            try:
+                found = stock(*args, **kwargs)
+            finally:
+                self._leave()
+            if getattr(model, "post_process", True):
+                self._look_at(found, args[0] if args else kwargs.get("input_ids"))
+                self._watch_gradient(found, kwargs.get("loss_mask"))
+            return found
+
+        return forward
+
+    def _enter(self, *_: Any) -> None:
+        """The model is called, or a wrapper of it: the first part of the forward step ends."""
+        step = _running.get()
+        if step is None:
+            return
+        step.depth += 1
+        if step.start is None:
+            return
+        before, now, step.start = step.start, self._marks(), None
+        if self._modes != [m.training for model in self.rank.models for m in model.modules()]:
+            self._note(TRAINING_MODE.given())
+        self._random[0].update(_differ(before.random, now.random))
+        self._compare_exchanges(before, now)
+        for name, _ in step.before.changed() if step.before else ():
+            self._note(OVERWRITTEN.given(name, step.number - 1))
+        # Not what a later step may write to once more: with one microbatch nothing is wrong.
+        if step.held and step.number:
+            self._written |= {id(one): one for _, one in step.held.changed()}
+        self._reads |= _loads(self._function)
+
+    def _leave(self, *_: Any) -> None:
+        """The model has returned."""
+        step = _running.get()
+        if step is None:
+            return
+        step.depth -= 1
+        if not step.depth and step.resumed is None:
+            step.resumed = self._marks()
+
+    def _look_at(self, output: Any, tokens: Any) -> None:
+        """Notes an output that is not per position."""
+        if not isinstance(tokens, Tensor) or tokens.is_nested or tokens.dim() != 2:
+            return
+        rows, num = tokens.shape
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, _NUMBERS):
+                continue
+            if not isinstance(leaf, Tensor):
+                self._note(OTHER_OUTPUT.given(type(leaf).__name__))
+            elif leaf.shape[:2] not in ((rows, num), (num, rows)) and leaf.shape != (rows * num,):
+                self._note(OTHER_SHAPE.given(list(leaf.shape), rows * num))
+
+    def _own(self) -> Iterator[tuple[str, Any]]:
+        """What the forward step's own code holds: see loss_variables.py."""
+        for place in self._places:
+            yield from ((str(n), one) for n, one in place.read().items() if _in_place(one))
+
+    def _watch_gradient(self, output: Any, mask: Any) -> None:
+        """Looks for gradients of positions that the call's loss_mask leaves out."""
+        if not isinstance(mask, Tensor):
+            return
+
+        def look(gradient: Tensor) -> None:
+            if gradient.shape[:2] == mask.shape:
+                left_out = gradient.detach()[mask == 0]
+                self._strays.append(left_out.nan_to_num(0.0, 0.0, 0.0).abs().sum())
+
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(look)
+
+    # What was changed -----------------------------------------------------------------------------
+
+    def _marks(self) -> _Marks:
+        return _Marks(
+            traces.random_states(self.rank.device), traces.exchanges(self._groups),
+            [place.read() for place in self._places],
+        )  # fmt: skip
+
+    def _drew(self, item: Any) -> None:
+        if isinstance(item, (*_NUMBERS, tuple)):
+            return
+        if any(item is one for one in self._drawn):
+            self._note(DRAWN_AGAIN.given(type(item).__name__))
+        self._drawn.append(item)
+
+    def _ended(self, step: _Running) -> None:
+        """What follows the model call has run, or the loss."""
+        if step.resumed is None:
+            return
+        now = self._marks()
+        self._random[1].update(_differ(step.resumed.random, now.random))
+        self._compare_exchanges(step.resumed, now)
+        if both := sorted(self._random[0] & self._random[1]):
+            self._note(RANDOM_IN_BOTH.given(", ".join(both)))
+        for old, new in zip(step.resumed.bound, now.bound, strict=True):
+            changed = {str(n) for n, value in new.items() if old.get(n, self) is not value}
+            for name in sorted(changed & self._reads):
+                self._note(LOSS_LEAVES.given(name))
+
+    def _compare_exchanges(self, before: _Marks, now: _Marks) -> None:
+        if before.exchanges != now.exchanges:
+            self._note(DATA_EXCHANGE.given())
+
+    def _note(self, reason: Reason) -> None:
+        self.reason = self.reason or reason
+
+
+def _differ(before: dict[str, bytes], now: dict[str, bytes]) -> set[str]:
+    return {name for name, state in now.items() if before.get(name) != state}
+
+
+def _read_by(loss: Callable[..., Any], restored: set[int]) -> Iterator[tuple[str, Any]]:
+    """What a loss function may read and a later forward step may write, by name.
+
+    Args:
+        loss: as the forward step returned it.
+        restored: identities of dicts whose items are set again for a loss (loss_variables.py).
+    """
+    used = used_names(loss)
+    while isinstance(loss, functools.partial):
+        given = (*((f"argument {n}", one) for n, one in enumerate(loss.args)),)
+        yield from ((name, one) for name, one in (*given, *loss.keywords.items()) if _holds(one))
+        loss = loss.func
+    for place in itertools.islice(places(loss), HELD):
+        if isinstance(held := _dict_of(place), dict) and id(held) not in restored:
+            yield "a dict", held
+        for name, value in place.read().items():
+            if _holds(value) and (used is None or name in used):
+                yield str(name), value
+
+
+def _dict_of(place: Place) -> Any:
+    """The dict of a place that is one; None for a closure."""
+    return getattr(place.write, "__self__", None)
+
+
+def _in_place(value: Any) -> bool:
+    """Whether a value is written in place, and bound under no name that is restored."""
+    return isinstance(value, list | deque | set | np.ndarray | Tensor)
+
+
+def _holds(value: Any) -> bool:
+    """Whether a value can be written in place, and is no model, function or module."""
+    if isinstance(value, (*_NUMBERS, type, nn.Module, types.ModuleType)):
+        return False
+    return isinstance(value, Tensor) or not callable(value)
+
+
+def code_name(function: Any) -> tuple[str, int] | None:
+    """Where the code of a function is written; the same for partials of it, made anew every step,
+    and on all ranks."""
+    code = _code_of(function)
+    return None if code is None else (code.co_filename, code.co_firstlineno)
+
+
+def _code_of(function: Any) -> types.CodeType | None:
+    while isinstance(function, functools.partial):
+        function = function.func
+    called = inspect.getattr_static(type(function), "__call__", None)  # of an object
+    return getattr(function, "__code__", getattr(called, "__code__", None))
+
+
+def _loads(function: Any) -> set[str]:
+    """Names that a forward step has read by now, in its own code: it is on the stack."""
+    code, frame = _code_of(function), sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return set()
+    steps = [one for one in dis.get_instructions(frame.f_code) if one.offset <= frame.f_lasti]
+    reads = set()
+    for one, after in zip(steps, [*steps[1:], None], strict=True):
+        stored = after is not None and after.opname.startswith("STORE_SUBSCR")
+        if one.opname in _READS and isinstance(one.argval, str) and not stored:
+            reads.add(one.argval)
+    return reads
