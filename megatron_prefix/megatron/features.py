@@ -99,7 +99,7 @@ def _module_refusals(model: Any) -> Iterator[Reason]:
     if getattr(model, "position_embedding_type", "rope") == "mrope":
         yield MROPE.given()
     given = next(one for one in type(model).__mro__ if "forward" in vars(one))
-    if not given.__module__.startswith("megatron.core."):
+    if not given.__module__.startswith(("megatron.core.", "megatron_prefix.")):
         yield OTHER_FORWARD.given(type(model).__name__)
     yield from gradient_hooks(model)
     rotary = getattr(model, "rotary_pos_emb", None)
@@ -116,7 +116,7 @@ def gradient_hooks(model: Any) -> Iterator[Reason]:
     """What is refused of hooks on gradients of parameters, in every step."""
     for name, parameter in model.named_parameters():
         # Private: torch has no other way to ask.  Megatron's own hooks are on autograd's nodes.
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if parameter._backward_hooks:
             yield GRADIENT_HOOKS.given(name)
             return
 

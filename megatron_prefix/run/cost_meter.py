@@ -57,7 +57,9 @@ class CostMeter:
             self._groups.append(rank.experts)
         self._measured = Evidence()
         # Data-parallel ranks need not call without gradients equally often: they meet in `begin`.
-        self.times = first_says(self._measured.times(self._prior), rank.same_schedule)
+        # Until then stages have one guess, whatever each of them has of frozen weights.
+        stages = [rank.groups.pp] if rank.num_stages > 1 else []
+        self.times = first_says(self._measured.times(self._prior), stages)
         self._num_steps = 0
         self._ran: set[bool] = set()
         self.due = False

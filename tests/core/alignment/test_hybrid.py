@@ -252,7 +252,7 @@ def test_refused_by_name(
 ) -> None:
     model = unwrap(hybrid.model_of(name, wrap_ddp=False))
     if change is _gdn_of_context_parallel:
-        monkeypatch.setattr(gdn.megatron.core, "__version__", "0.17.1")
+        monkeypatch.setattr(megatron.core, "__version__", "0.17.1")
     monkeypatch.setattr(*change(model), raising=False)
     with pytest.raises(UserError, match=message) as caught:
         install(model)
