@@ -19,8 +19,8 @@ from megatron_prefix.lab.platforms.exact import by_definition
 from megatron_prefix.lab.rl import job, packing
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.layers import gdn, table
-from megatron_prefix.layers.recurrent import states
+from megatron_prefix.layers import table
+from megatron_prefix.layers.recurrent import delta, states
 from megatron_prefix.layers.recurrent.spans import Spans
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import install, installed, language_model
@@ -416,7 +416,7 @@ def _padding_makes_steps(patch: pytest.MonkeyPatch) -> None:
 
 
 def _edges_not_computed_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(gdn, "overwritten", lambda y, *_: y)
+    patch.setattr(delta, "overwritten", lambda y, *_: y)
 
 
 def _gradients_of_what_is_overwritten(patch: pytest.MonkeyPatch) -> None:
@@ -425,7 +425,7 @@ def _gradients_of_what_is_overwritten(patch: pytest.MonkeyPatch) -> None:
         change[0] = change[0].index_copy(0, places, again - y[0, places].detach())
         return y + change
 
-    patch.setattr(gdn, "overwritten", wrong)
+    patch.setattr(delta, "overwritten", wrong)
 
 
 BREAKS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...], dict[str, Any]]] = {

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.verify import align
-from megatron_prefix.layers import attention as module
+from megatron_prefix.layers.blocks import core
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.one_rank import one_rank, small_model
 
@@ -27,13 +27,13 @@ def test_a_wave_holds_the_projection_only_where_norms_do(
     name: str, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     larger: dict[bool, set[bool]] = {True: set(), False: set()}
-    attention = module.segment_attention
+    attention = core.segment_attention
 
     def watched(query: Tensor, key: Tensor, value: Tensor, context: Any, *more: Any) -> Tensor:
         larger[context.inner].add(value.untyped_storage().nbytes() > value.nbytes)
         return attention(query, key, value, context, *more)
 
-    monkeypatch.setattr(module, "segment_attention", watched)
+    monkeypatch.setattr(core, "segment_attention", watched)
     groups = list(generate(1, 9, 4, 3, vocab_size=64))
     schedule = PrefixSchedule(PrefixConfig(kernel="math", min_gain=0, segment_tokens=4))
     align.run_step(schedule, [small_model(name)], align.microbatches(groups, 0))
