@@ -98,6 +98,16 @@ KNOWN: tuple[Known, ...] = (
         Known({"around": value}, STOCK, "what cannot be suspended around the model call")
         for value in ("checkpoint", "saved_hooks", "function_mode")
     ),
+    Known({"model": "seq_aux_loss", "form": "thd", "lengths": "varied"}, AUTO,
+          "found: seq_aux_loss with packed samples of several lengths ends auto", may=("on",)),
+    Known({"model": "seq_aux_loss", "form": "thd_padded"}, SHARED,
+          "seq_aux_loss takes a pack as one sample"),
+    # Several ranks: a hang costs a test minutes, so these are run by hand (--ranks 2).
+    Known({"layout": "dp2", "session": "uneven"}, AUTO,
+          "data-parallel ranks that call the schedule a different number of times hang",
+          may=("on", "observe")),
+    Known({"layout": "ep2", "exchange": "in_loss"}, AUTO,
+          "losses that exchange over data-parallel ranks, with experts: hang", may=("on",)),
     # Not in the issue.
     Known({"reads": "all"}, AUTO, "found: a loss that reads positions without loss ends auto"),
     Known({"session": "mode_in_step"}, STOCK,
