@@ -102,6 +102,11 @@ KNOWN: tuple[Known, ...] = (
           "found: seq_aux_loss with packed samples of several lengths ends auto", may=("on",)),
     Known({"model": "seq_aux_loss", "form": "thd_padded"}, SHARED,
           "seq_aux_loss takes a pack as one sample"),
+    *(
+        Known({"around": "reentrant", "dropout": value}, STOCK,
+              "found: dropout in a reentrant checkpoint is drawn anew in backward")
+        for value in ("hidden", "attention")
+    ),
     # Several ranks: a hang costs a test minutes, so these are run by hand (--ranks 2).
     Known({"layout": "dp2", "session": "uneven"}, AUTO,
           "data-parallel ranks that call the schedule a different number of times hang",
@@ -141,7 +146,7 @@ PERMITTED: tuple[Permitted, ...] = (
     Permitted({"leaves": "next_step"}, _WRITTEN),
     Permitted({"leaves": "ema"}, _ORDER, ("kept",)),
     Permitted({}, _ORDER, ("order",)),
-    Permitted({"draws": "loss"}, _ORDER),
+    *(Permitted({"draws": value}, _ORDER) for value in ("loss", "python", "numpy")),
     Permitted({"reads": "all_detached"}, _UNREAD, ("returned",)),
 )
 """The first line that fits counts."""
