@@ -70,7 +70,7 @@ PERMITTED: tuple[Permitted, ...] = (
     Permitted({"leaves": "next_step"}, _WRITTEN),
     Permitted({"leaves": "ema"}, _ORDER, ("kept",)),
     Permitted({}, _ORDER, ("order",)),
-    Permitted({"draws": "loss"}, _ORDER),
+    *(Permitted({"draws": value}, _ORDER) for value in ("loss", "python", "numpy")),
     Permitted({"reads": "all_detached"}, _UNREAD, ("returned",)),
 )
 """The first line that fits counts."""

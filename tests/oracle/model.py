@@ -13,6 +13,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor, nn
 
@@ -55,6 +56,7 @@ class Parts:
 def build(case: Case) -> Parts:
     """The same weights every time for the same case."""
     RouterReplay.clear_global_router_replay_instances()
+    moe_utils.get_moe_layer_wise_logging_tracker().clear()  # names stay in it from run to run
     language = _language(case, seed=case.seed + 1)
     if case.model in ("record", "replay_forward"):
         action = getattr(RouterReplayAction, case.model.upper())
