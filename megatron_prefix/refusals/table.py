@@ -146,7 +146,7 @@ OVERWRITTEN = Refusal("… of microbatch … is overwritten by a later forward s
 
 # --- forward steps and losses ---------------------------------------------------------------------
 
-DRAWN_AGAIN = Refusal("the data iterator yields one … again and again", "step", NOT_YET, "yield a new one for every microbatch: all forward steps run before the first loss")
+DRAWN_AGAIN = Refusal("the data iterator yields one … again, with other values", "step", NOT_YET, "yield a new one for every microbatch: all forward steps run before the first loss")
 RANDOM_IN_BOTH = Refusal("random numbers (…) are drawn both before the model call and after it", "step", WRONG, "draw in one of the two, or from a generator of its own: all forward steps run before the first loss")
 DATA_EXCHANGE = Refusal("forward steps or losses exchange with other data-parallel ranks", "step", WRONG, "communicate before the schedule or after it: each rank has its own order of losses")
 LOSS_LEAVES = Refusal("a loss sets …, which the next forward step reads before its model call", "step", WRONG, "set it before the schedule or after it: all forward steps run before the first loss")

@@ -115,7 +115,7 @@ class FirstStep:
         inside = {r for one in (groups.tp, groups.pp, groups.cp) for r in traces.ranks(one)}
         data = rank.data_ranks or default_groups().dp_cp
         self._groups = traces.groups_beyond(inside, traces.ranks(data))
-        self._drawn: list[Any] = []
+        self._drawn: dict[int, traces.Values] = {}
         self._seen: list[tuple[str, Any]] = []
         self._written: dict[int, Any] = {}
         self._random: tuple[set[str], set[str]] = set(), set()
@@ -277,9 +277,10 @@ class FirstStep:
     def _drew(self, item: Any) -> None:
         if isinstance(item, (*_NUMBERS, tuple)):
             return
-        if any(item is one for one in self._drawn):
+        known = self._drawn.get(id(item))
+        if known is not None and known.changed():
             self._note(DRAWN_AGAIN.given(type(item).__name__))
-        self._drawn.append(item)
+        self._drawn[id(item)] = traces.Values([("", item)])  # it holds the item: no other has its id
 
     def _ended(self, step: _Running) -> None:
         """What follows the model call has run, or the loss."""
