@@ -185,13 +185,11 @@ class Executor:
         gradient = None if stage.is_last else self._links.receive(action)
         if index in stage.offloads:
             stage.offloads[index].prefetch()
+        context = self._context(index, stage, backward=True)
         if scored:  # outside of the hooks: a loss may call the model
             with self._timing(action):
                 stage.losses.backward(index)  # type: ignore[union-attr]
-        with (
-            self._timing(action),
-            stage.hooks.running(self._context(index, stage, backward=True), scored=scored),
-        ):
+        with self._timing(action), stage.hooks.running(context, scored=scored):
             if scored:
                 torch.autograd.backward(*stage.losses.outputs.gradients(index, output))  # type: ignore[union-attr]
             elif freed:

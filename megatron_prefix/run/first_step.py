@@ -280,7 +280,9 @@ class FirstStep:
         known = self._drawn.get(id(item))
         if known is not None and known.changed():
             self._note(DRAWN_AGAIN.given(type(item).__name__))
-        self._drawn[id(item)] = traces.Values([("", item)])  # it holds the item: no other has its id
+        self._drawn[id(item)] = traces.Values(
+            [("", item)]
+        )  # it holds the item: no other has its id
 
     def _ended(self, step: _Running) -> None:
         """What follows the model call has run, or the loss."""
