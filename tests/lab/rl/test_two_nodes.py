@@ -267,6 +267,8 @@ def script(
     with subprocess.Popen(
         ["bash", str(SCRIPT), *arguments], env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        # bash cannot trap what it was started to ignore, as jobs in the background are.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
     ) as started:  # fmt: skip
         yield started
 
