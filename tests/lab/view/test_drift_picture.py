@@ -134,6 +134,15 @@ def test_json_table_and_files(tmp_path: Path) -> None:
     assert "<svg" in Path(files[1]).read_text("utf-8")
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """A job in the background ignores SIGINT, and so would this process."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 @pytest.mark.parametrize(
     ("ranks", "number", "code"),
     [(1, signal.SIGINT, 130), (2, signal.SIGINT, 130), (2, signal.SIGTERM, 143)],
