@@ -292,7 +292,7 @@ def _mamba(config: Any, options: dict[str, Any]) -> Any:
             given = input_ids, position_ids, attention_mask, decoder_input, labels
             return super().forward(*given, **others)
 
-    Hybrid.__module__ = "megatron_prefix.benchmarks"  # a stranger's own forward is refused
+    Hybrid.__module__ = Stock.__module__  # a stranger's own forward is refused
     name, pattern = "hybrid_override_pattern", PATTERN
     if "hybrid_layer_pattern" in inspect.signature(Stock.__init__).parameters:
         per_stage = len(PATTERN) // config.pipeline_model_parallel_size

@@ -127,13 +127,30 @@ class PrefixSchedule:
             first = FirstStep(forward_step_func, rank)
             if self.config.mode != "on":
                 return self._watched(first, kind, arguments)
-            data_iterator = first.iterator(data_iterator)
         elif (refusal := self._kinds.get(kind)) is not None:
             self._refused(refusal)
             return stock_schedule()(**arguments)
-        keeps_drawn = self.callbacks.needs_drawn(forward_only)
+        store = self._captured(first, rank, arguments)
+        self._kinds.setdefault(kind, None)
+        if first is not None and first.reason is not None:  # what was computed is wrong
+            raise first.reason.error()
+        return store
+
+    def _captured(
+        self, first: FirstStep | None, rank: Rank, arguments: dict[str, Any]
+    ) -> list[Any]:
+        """Runs a step whose forward steps are suspended in their model calls.
+
+        Args:
+            first: watches them, in mode "on"; None if they are known.
+            rank: this one.
+            arguments: of the call.
+        """
+        forward_only, iterator = arguments["forward_only"], arguments["data_iterator"]
         capturing = Capture(
-            forward_step_func, data_iterator, rank, num_microbatches, keeps_drawn,
+            arguments["forward_step_func"],
+            iterator if first is None else first.iterator(iterator), rank,
+            arguments["num_microbatches"], self.callbacks.needs_drawn(forward_only),
             None if first is None else first.forward_step,
         )  # fmt: skip
         watching = contextlib.nullcontext() if first is None else first.watching()
@@ -146,16 +163,13 @@ class PrefixSchedule:
                 if step is None or joint is None:
                     return stock_schedule()(**arguments | {"forward_step_func": capture.stock_step})
                 capture.forget_arguments()
-                contract = LossContract(rank.config, rank.groups.cp.size(), collect_non_loss_data)
-                store = StepRun(
+                contract = LossContract(
+                    rank.config, rank.groups.cp.size(), arguments["collect_non_loss_data"]
+                )
+                return StepRun(
                     self, capture, rank, step, joint, contract, forward_only,
-                    self.measures or meter.due, force_all_reduce,
+                    self.measures or meter.due, arguments["force_all_reduce"],
                 ).run()  # fmt: skip
-        if first is not None:
-            self._kinds[kind] = None
-            if first.reason is not None:  # in mode "on": what was computed is wrong
-                raise first.reason.error()
-        return store
 
     def _watched(self, first: FirstStep, kind: Any, arguments: dict[str, Any]) -> list[Any]:
         """The stock schedule's step, watched; what is in its way is remembered."""
