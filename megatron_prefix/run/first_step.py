@@ -31,7 +31,7 @@ from torch.utils import (
     _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
 )
 
-from megatron_prefix.errors import Reason
+from megatron_prefix.errors import Reason, UserError
 from megatron_prefix.megatron.install import installed, intercepted
 from megatron_prefix.refusals.table import (
     CALL_IN_BACKWARD,
@@ -123,6 +123,20 @@ class FirstStep:
         self._strays: list[Tensor] = []
         self._modes = [m.training for model in rank.models for m in model.modules()]
         self._number = 0
+
+    @property
+    def error(self) -> UserError | None:
+        """What to raise of `reason`."""
+        return None if self.reason is None else self.reason.error()
+
+    def check(self) -> None:
+        """Raises what is in the way.
+
+        Raises:
+            CannotShare: see `reason`.
+        """
+        if self.reason is not None:
+            raise self.reason.error()
 
     def iterator(self, given: Any) -> Any:
         """The trainer's data iterator, or its list of one per model chunk; its items are noted."""

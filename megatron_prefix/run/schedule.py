@@ -131,9 +131,9 @@ class PrefixSchedule:
             self._refused(refusal)
             return stock_schedule()(**arguments)
         store = self._captured(first, rank, arguments)
-        self._kinds.setdefault(kind, None)
-        if first is not None and first.reason is not None:  # what was computed is wrong
-            raise first.reason.error()
+        if first is not None:
+            self._kinds[kind] = first.error
+            first.check()  # else what was computed may be wrong
         return store
 
     def _captured(
@@ -180,8 +180,7 @@ class PrefixSchedule:
                 | {"forward_step_func": first.forward_step}
                 | {"data_iterator": first.iterator(arguments["data_iterator"])}
             )
-        mine = None if first.reason is None else first.reason.error()
-        refusal = self._kinds[kind] = agree(mine, rank.same_schedule, rank.device)
+        refusal = self._kinds[kind] = agree(first.error, rank.same_schedule, rank.device)
         if refusal is None:
             self._stock_report(Decision(False, "the first step of its kind is watched", False, 1.0))
         else:
@@ -233,8 +232,8 @@ class PrefixSchedule:
         """What this rank's model calls say, or what is wrong with them."""
         try:
             capture.run()
-            if first is not None and first.reason is not None:
-                raise first.reason.error()
+            if first is not None:
+                first.check()
             calls = read_calls(capture, rank, self.callbacks, forward_only=forward_only)
             if self.config.mode != "observe":
                 self.memory.begin(rank, forward_only)
