@@ -142,12 +142,12 @@ class CallOutputs:
         if rows is None or not self._is_whole(gradient):
             return gradient
         read = gradient.index_select(0, rows.there)
-        self._strays.append(_size(gradient.index_fill_(0, rows.there, 0.0)))
+        self._strays.append(largest(gradient.index_fill_(0, rows.there, 0.0)))
         return read
 
     def strays(self) -> list[Tensor]:
         """Sizes of the gradients that have reached positions which nobody computed."""
-        return [*self._strays, *(_size(one.grad) for one in self.guards if one.grad is not None)]
+        return [*self._strays, *(largest(one.grad) for one in self.guards if one.grad is not None)]
 
     def drop(self, index: int) -> None:
         """Drops a segment's output."""
@@ -309,12 +309,12 @@ class _Assembled(torch.autograd.Function):
         stray = None
         if len(others):
             parts = others.split(CHECKED_ROWS)
-            sizes = [_size(gradient.index_select(0, part)) for part in parts]
+            sizes = [largest(gradient.index_select(0, part)) for part in parts]
             stray = torch.stack(sizes).amax().view(1).to(gradient.dtype)
         return stray, None, None, None, *(gradient[place] for place in rows)
 
 
-def _size(gradient: Tensor) -> Tensor:
+def largest(gradient: Tensor) -> Tensor:
     """The largest element that is finite, by absolute value; `gradient` is overwritten.
 
     A loss that is not finite sends NaN to masked positions, too, which is for the trainer to see.

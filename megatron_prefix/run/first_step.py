@@ -49,12 +49,15 @@ from megatron_prefix.refusals.table import (
     TWO_CALLS,
 )
 from megatron_prefix.run import traces
+from megatron_prefix.run.call_outputs import CHECKED_ROWS, largest
 from megatron_prefix.run.loss_variables import Place, places, used_names
 from megatron_prefix.run.rank import Rank, default_groups
 from megatron_prefix.run.samples import WatchedIterator
 
 HELD = 256
 """Values that one loss may read, and places of them, that are looked at."""
+DRAWN = 4
+"""Things drawn last that are looked for again."""
 _READS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CONST"}
 _NUMBERS = (bool, int, float, str, bytes, type(None))
 
@@ -273,8 +276,9 @@ class FirstStep:
 
         def look(gradient: Tensor) -> None:
             if gradient.shape[:2] == mask.shape:
-                left_out = gradient.detach()[mask == 0]
-                self._strays.append(left_out.nan_to_num(0.0, 0.0, 0.0).abs().sum())
+                rows, left_out = gradient.flatten(0, 1), (mask == 0).flatten().nonzero()[:, 0]
+                for part in left_out.split(CHECKED_ROWS) if len(left_out) else ():
+                    self._strays.append(largest(rows.index_select(0, part)))
 
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -294,9 +298,10 @@ class FirstStep:
         known = self._drawn.get(id(item))
         if known is not None and known.changed():
             self._note(DRAWN_AGAIN.given(type(item).__name__))
-        self._drawn[id(item)] = traces.Values(
-            [("", item)]
-        )  # it holds the item: no other has its id
+        # It holds the item, so that no other gets its id; not all of a step's, for their memory.
+        self._drawn[id(item)] = traces.Values([("", item)])
+        if len(self._drawn) > DRAWN:
+            del self._drawn[next(iter(self._drawn))]
 
     def _ended(self, step: _Running) -> None:
         """What follows the model call has run, or the loss."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import operator
 import sys
 import types
@@ -168,12 +169,14 @@ def used_names(function: Any) -> set[str] | None:
             continue
         seen.add(id(one))
         has_code = True
-        names = {*_names(one.__code__), *one.__code__.co_freevars}
+        names = {*_names(one.__code__), *_texts(one.__code__), *one.__code__.co_freevars}
         used |= names
         near = [_closure(one), _globals(one)]
         waiting += [value for place in near for value in place.read().values() if _is_code(value)]
-        methods = (getattr(owner, name, None) for owner in owners for name in names)
-        waiting += [method for method in methods if isinstance(method, types.MethodType)]
+        for owner, name in itertools.product(owners, names):  # statically: a property would run
+            method = inspect.getattr_static(type(owner), str(name), None)
+            if isinstance(method, types.FunctionType):
+                waiting.append(types.MethodType(method, owner))
     return used if has_code else None
 
 
@@ -208,11 +211,17 @@ def _package(value: Any) -> str:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Names of globals and attributes in a function, and in those inside it; and texts, which may
-    be keys of a dict."""
+    """Names of globals and attributes in a function, and in those inside it."""
     yield from code.co_names
     for one in code.co_consts:
-        if isinstance(one, str) and len(one) < MOST_LETTERS:
-            yield one
         if isinstance(one, types.CodeType):
             yield from _names(one)
+
+
+def _texts(code: types.CodeType) -> Iterator[str]:
+    """Short texts in a function, and in those inside it: they may be keys of a dict."""
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            yield from _texts(one)
+        elif isinstance(one, str) and len(one) < MOST_LETTERS:
+            yield one

@@ -272,3 +272,43 @@ def test_an_ordinary_trainer_shares_from_its_second_step() -> None:
 def test_a_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     two_steps(watching(), Twice())
     assert sum("stock schedule for this step" in one.getMessage() for one in caplog.records) == 1
+
+
+class Touchy(Trainer):
+    """What looking must not touch: a property that raises, and a tensor without strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sparse = torch.eye(3).to_sparse()
+
+    @property
+    def world(self) -> Any:
+        raise RuntimeError("not before the job has begun")
+
+    def loss(self, batch: Microbatch, output: Any) -> Any:
+        if self.log:
+            return self.world, self.sparse
+        return super().loss(batch, output)
+
+
+def test_looking_ends_no_step() -> None:
+    schedule = watching()
+    first, _ = two_steps(schedule, Touchy())
+    assert_bitwise(first, two_steps(stock_schedule(), Touchy())[0])
+    assert schedule.report is not None and schedule.report.decision.share
+
+
+class Unmasked(Trainer):
+    """A loss that looks at positions that the call's loss_mask leaves out."""
+
+    def loss(self, batch: Microbatch, output: Any) -> Any:
+        return super().loss({**batch, "loss_mask": torch.ones_like(batch["loss_mask"])}, output)
+
+
+def test_a_loss_of_masked_positions_gets_what_stock_gives() -> None:
+    schedule = watching()
+    found, wanted = two_steps(schedule, Unmasked()), two_steps(stock_schedule(), Unmasked())
+    for mine, its in zip(found, wanted, strict=True):
+        assert_bitwise(mine, its)
+    assert schedule.report is not None
+    assert schedule.report.decision.reason.endswith(table.STRAY_GRADIENT.fix)
