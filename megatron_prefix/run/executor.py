@@ -186,17 +186,17 @@ class Executor:
         if index in stage.offloads:
             stage.offloads[index].prefetch()
         context = self._context(index, stage, backward=True)
-        if scored:  # outside of the hooks: a loss may call the model
-            with self._timing(action):
+        with self._timing(action):
+            if scored:  # outside of the hooks: a loss may call the model
                 stage.losses.backward(index)  # type: ignore[union-attr]
-        with self._timing(action), stage.hooks.running(context, scored=scored):
-            if scored:
-                torch.autograd.backward(*stage.losses.outputs.gradients(index, output))  # type: ignore[union-attr]
-            elif freed:
-                custom_backward(output, gradient)
-            else:
-                gradient = torch.zeros_like(output) if gradient is None else gradient
-                torch.autograd.backward(output, gradient)
+            with stage.hooks.running(context, scored=scored):
+                if scored:
+                    torch.autograd.backward(*stage.losses.outputs.gradients(index, output))  # type: ignore[union-attr]
+                elif freed:
+                    custom_backward(output, gradient)
+                else:
+                    gradient = torch.zeros_like(output) if gradient is None else gradient
+                    torch.autograd.backward(output, gradient)
         if received is not None:
             if received.grad is None:
                 raise RuntimeError(f"{action}: no gradient has reached the stage's input")
