@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from megatron_prefix.errors import Reason
@@ -27,10 +28,13 @@ CORES = {
     "megatron.core.extensions.transformer_engine.TEDotProductAttention",
 }
 """Classes of core attention whose rule segments follow; another one adds its name."""
+IGNORES_MASKS = {"megatron.core.extensions.transformer_engine.TEDotProductAttention"}
+"""Of these, those that are causal whatever mask a call has if their attn_mask_type is `causal`;
+another one adds its name. Megatron's own puts a given mask in the causal one's place."""
 _ATTENTION = {"megatron.core.transformer.attention.Attention"}
 _CAUSAL = ("causal", "padding_causal", "arbitrary")
 """Names of Megatron's AttnMaskType. With `arbitrary` (ModelOpt's layers) a call's mask decides: see
-`needs_masks`."""
+`mask_use`."""
 
 
 class Attention(Kind):
@@ -109,9 +113,24 @@ class Attention(Kind):
         yield module.core_attention, "forward", _in_segments(module, number, running)
 
 
-def needs_masks(module: Any) -> bool:
-    """Whether attention is causal only if its calls have a causal mask."""
-    return any(_mask_type(one) == "arbitrary" for one in (module, module.core_attention))
+class MaskUse(IntEnum):
+    """What attention does with a call's attention_mask; of several layers the largest counts."""
+
+    IGNORED = 0
+    """It is causal whatever the mask says."""
+    OBEYED = 1
+    """It is causal, unless there is a mask."""
+    NEEDED = 2
+    """Only a mask makes it causal."""
+
+
+def mask_use(module: Any) -> MaskUse:
+    """What a module does with a call's mask."""
+    types = {_mask_type(one) for one in (module, module.core_attention)} - {""}
+    if "arbitrary" in types:
+        return MaskUse.NEEDED
+    ignores = owner(module.core_attention, "forward") in IGNORES_MASKS and types <= {"causal"}
+    return MaskUse.IGNORED if ignores else MaskUse.OBEYED
 
 
 def _mask_type(module: Any) -> str:

@@ -184,10 +184,10 @@ def option_refusals(known: Iterable[Part], config: Any) -> Iterator[Reason]:
             yield from kind.option_refusals(module, config)
 
 
-def needs_masks(parts: Iterable[Part]) -> bool:
-    """Whether some attention is causal only if the model's calls have a causal mask."""
+def mask_use(parts: Iterable[Part]) -> attention.MaskUse:
+    """What a model's attention does with the attention_mask of its calls."""
     cores = (part.module for part in parts if hasattr(part.module, "core_attention"))
-    return any(map(attention.needs_masks, cores))
+    return max(map(attention.mask_use, cores), default=attention.MaskUse.IGNORED)
 
 
 def pattern_of(model: Any) -> str:

@@ -57,7 +57,7 @@ class Hooks:
         parts: what leaves a payload in its layers, in the order in which it runs; the sidecar has
             their numbers.
         forms: of these payloads.
-        needs_masks: whether some attention is causal only if calls have a causal mask.
+        mask_use: what attention does with the attention_mask of calls.
         routers: its mixture-of-experts routers by layer.
         kernel: runs the attention blocks.
         keys_only: the layer of which a segment without loss needs K and V only: the last one of the
@@ -71,7 +71,7 @@ class Hooks:
         features.check(self.model, model)
         self.parts = table.payload_parts(self.model)
         self.forms = [part.kind.form for part in self.parts if part.kind and part.kind.form]
-        self.needs_masks = features.needs_masks(self.parts)
+        self.mask_use = features.mask_use(self.parts)
         self.routers: dict[int, Any] = versions.routers(self.model)
         config = self.model.config
         self._sequence_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1

@@ -127,7 +127,7 @@ OFFLOAD_OVERLAP = Refusal("memory policy offload with gradient_accumulation_fusi
 DECODER_INPUT = Refusal("a model call with decoder_input", "call", NOT_YET, "give input_ids: embeddings that the trainer makes are not supported")
 INFERENCE_CONTEXT = Refusal("a model call with inference_context", "call", WRONG, "leave it out: it is for generation")
 INFERENCE_PARAMS = Refusal("a model call with inference_params", "call", WRONG, "leave it out: it is for generation")
-PADDING_MASK = Refusal("a model call with padding_mask", "call", NOT_YET, "leave it out (verl's and Megatron's dynamic context parallelism set it): it keeps padding out of the routers' losses")
+PADDING_MASK = Refusal("a model call's padding_mask leaves tokens out, and routers count tokens", "call", NOT_YET, "leave it out (verl's and Megatron's dynamic context parallelism set it): it keeps padding out of the routers' losses")
 OTHER_TENSORS = Refusal("a model call with …, which has tensors", "call", NOT_YET, "leave it out: only input_ids, position_ids, labels and loss_mask can be cut into segments")
 SOME_HAVE = Refusal("some model calls of the step have … and some have none", "call", NOT_YET, "give it to all or to none")
 EMPTY_ARGUMENT = Refusal("a model call with …, which is empty", "call", NOT_YET, "leave it out: what the model would put into it is one thing per segment, not per microbatch")
@@ -153,7 +153,7 @@ LOSS_LEAVES = Refusal("a loss sets …, which the next forward step reads before
 
 # --- masks ----------------------------------------------------------------------------------------
 
-NOT_CAUSAL = Refusal("the attention_mask of a model call is not causal", "mask", WRONG, "leave out --reset-attention-mask and padding masks, and pack samples with packed_seq_params")
+NOT_CAUSAL = Refusal("the attention_mask of a model call is not causal", "mask", WRONG, "leave out --reset-attention-mask, and pack samples with packed_seq_params (a mask [samples, positions] that only cuts off the ends is taken with transformer-engine's attention)")
 NO_MASK = Refusal("a model call has no attention_mask, and the layers' attn_mask_type is arbitrary", "mask", WRONG, "give a causal one, or build the model with attn_mask_type causal")
 ODD_SLICES = Refusal("a sample has … positions on a context-parallel rank, which are not two chunks", "mask", NOT_YET, "pad samples to a multiple of …, twice the context-parallel size, and give every rank its slice of the zig-zag")
 CONTIGUOUS = Refusal("context-parallel ranks hold contiguous parts of a sample", "mask", NOT_YET, "give every rank its chunks of Megatron's zig-zag (slime: leave out --allgather-cp)")

@@ -26,13 +26,10 @@ from megatron_prefix.refusals.table import (
     EMPTY_ARGUMENT,
     INFERENCE_CONTEXT,
     INFERENCE_PARAMS,
-    NO_MASK,
     NO_POSITION,
-    NOT_CAUSAL,
     OTHER_PACKING,
     OTHER_TENSORS,
     OVERWRITTEN,
-    PADDING_MASK,
     SOME_HAVE,
 )
 
@@ -43,9 +40,10 @@ REFUSED = {
     "decoder_input": DECODER_INPUT,
     "inference_context": INFERENCE_CONTEXT,
     "inference_params": INFERENCE_PARAMS,
-    "padding_mask": PADDING_MASK,
 }
 """Arguments of the model that cannot be given."""
+MASKS = ("attention_mask", "padding_mask")
+"""Arguments of the model that segments do not have: see masks.py."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class ModelCall:
     @property
     def others(self) -> dict[str, Any]:
         """Arguments that are about no position and go along with every segment."""
-        own = {*PER_POSITION, *REFUSED, "attention_mask", "packed_seq_params"}
+        own = {*PER_POSITION, *REFUSED, *MASKS, "packed_seq_params"}
         others = {n: v for n, v in self.arguments.items() if n not in own and v is not None}
         # Keywords for something else: an empty dict is as good as none.
         return {n: v for n, v in others.items() if not (n.endswith("_kwargs") and v == {})}
@@ -134,7 +132,7 @@ def bound(
 
 
 def _versions(arguments: Mapping[str, Any]) -> tuple[int, ...]:
-    tensors = [arguments.get(name) for name in (*PER_POSITION, "attention_mask")]
+    tensors = [arguments.get(name) for name in (*PER_POSITION, *MASKS)]
     packing = arguments.get("packed_seq_params")
     tensors += [getattr(packing, name, None) for name in ("cu_seqlens_q", "cu_seqlens_q_padded")]
     return tuple(
@@ -156,12 +154,11 @@ class CallLayout(NamedTuple):
     packed: bool
 
 
-def check(calls: Sequence[ModelCall], *, needs_masks: bool = False) -> None:
-    """Refuses calls that cannot be answered from segments.
+def check(calls: Sequence[ModelCall]) -> None:
+    """Refuses calls that cannot be answered from segments; of their masks see masks.py.
 
     Args:
         calls: of one model chunk.
-        needs_masks: whether its attention is causal only by a mask.
 
     Raises:
         CannotShare: naming the argument, and the fix.
@@ -181,25 +178,6 @@ def check(calls: Sequence[ModelCall], *, needs_masks: bool = False) -> None:
     for call in calls[1:]:
         if call.others != calls[0].others:
             raise refused(DIFFERENT_ARGUMENTS, ", ".join({*call.others, *calls[0].others}))
-    masks = [call["attention_mask"] for call in calls]
-    if needs_masks and any(mask is None for mask in masks):
-        raise refused(NO_MASK)
-    _check_masks(masks)
-
-
-def _check_masks(masks: Sequence[Tensor | None]) -> None:
-    """Refuses attention masks that are not causal; the host waits only if there are masks."""
-    wrong = []
-    for mask in masks:
-        if mask is None:
-            continue
-        if mask.dtype != torch.bool or mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
-            wrong.append(torch.ones((), dtype=torch.bool, device=mask.device))
-            continue
-        causal = torch.ones_like(mask[(0,) * (mask.dim() - 2)]).triu(1)
-        wrong.append((mask != causal).any())
-    if wrong and bool(torch.stack(wrong).any()):
-        raise refused(NOT_CAUSAL)
 
 
 def layouts(calls: Sequence[ModelCall], cp_size: int) -> list[CallLayout] | None:

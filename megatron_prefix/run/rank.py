@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 from megatron_prefix.layers.model import cost_of, footprint_of
 from megatron_prefix.megatron.features import pattern_of, recomputes
 from megatron_prefix.megatron.install import language_model
-from megatron_prefix.moe.versions import has_global_loss
+from megatron_prefix.moe.versions import counts_tokens, has_global_loss
 from megatron_prefix.plan.footprint import Execution, Footprint
 
 
@@ -42,6 +42,7 @@ class Rank:
         alignment: segment boundaries are multiples of it: tp under sequence parallelism, times
             2*cp.
         has_experts: whether layers of the model, on this rank or another, have experts.
+        counts_tokens: whether routers count how many tokens each expert gets.
         has_global_loss: whether a microbatch's losses need all microbatches before it
             (global_aux_loss).
         overlaps: whether Megatron's DDP is to reduce gradients during backwards.
@@ -70,7 +71,8 @@ class Rank:
         self.sequence_ranks = tp if config.sequence_parallel else 1
         self.alignment = self.sequence_ranks * (2 * cp if cp > 1 else 1)
         self.has_experts = bool(config.num_moe_experts)
-        self.has_global_loss = self.has_experts and has_global_loss(config)
+        self.counts_tokens = counts_tokens(config)
+        self.has_global_loss = has_global_loss(config)
         self.overlaps = any(map(overlaps, models))
         # A trainer's own collection of groups need not have `ep` and `dp_cp`.
         experts = getattr(groups, "ep", None)

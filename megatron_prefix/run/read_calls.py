@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_prefix.device.transfer import to_host
 from megatron_prefix.errors import refused
+from megatron_prefix.layers.attention import MaskUse
 from megatron_prefix.layers.table import payload_parts
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import installed
@@ -31,6 +32,7 @@ from megatron_prefix.refusals.table import (
     OTHER_POSITIONS,
 )
 from megatron_prefix.run import calls as model_calls
+from megatron_prefix.run import masks
 from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall, layouts
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.samples import trained_positions
@@ -81,8 +83,9 @@ def read_calls(
         CannotShare: the model or its calls cannot be run in segments.
     """
     for chunk, model in enumerate(rank.models):
-        needs_masks = _check_features(rank.language_models[chunk], model)
-        model_calls.check(capture.calls(chunk), needs_masks=needs_masks)
+        use, calls = _check_features(rank.language_models[chunk], model), capture.calls(chunk)
+        model_calls.check(calls)
+        masks.check(calls, use, counts_tokens=rank.counts_tokens)
     capture.check_settings()
     first = last = None
     routes: list[Tensor | None] = []
@@ -105,19 +108,19 @@ def read_calls(
     return ReadCalls(first, last, routes)
 
 
-def _check_features(inner: Any, model: Any) -> bool:
+def _check_features(inner: Any, model: Any) -> MaskUse:
     """Refuses a model chunk that cannot run in segments. Modules are looked at until it has hooks;
     options in every step, since Megatron reads some of them in every forward.
 
     Returns:
-        Whether its calls need causal masks.
+        What its attention does with masks.
     """
     hooks = installed(model)
     if hooks is not None:
         features.check_again(inner, hooks.parts)
-        return hooks.needs_masks
+        return hooks.mask_use
     features.check(inner, model)
-    return features.needs_masks(payload_parts(inner))
+    return features.mask_use(payload_parts(inner))
 
 
 def read_tokens(
@@ -144,13 +147,13 @@ def read_tokens(
         return None
     for call in calls:
         call.check_unchanged()
-    masks = [None if forward_only else call["loss_mask"] for call in calls]
-    if callbacks.trained is not None and all(mask is None for mask in masks):
-        masks = [callbacks.trained(call) for call in calls]
-    elif callbacks.samples is not None and not forward_only and all(m is None for m in masks):
-        masks = trained_positions(calls, where, callbacks.samples, cp_rank, cp_size)
+    trained = [None if forward_only else call["loss_mask"] for call in calls]
+    if callbacks.trained is not None and all(one is None for one in trained):
+        trained = [callbacks.trained(call) for call in calls]
+    elif callbacks.samples is not None and not forward_only and all(one is None for one in trained):
+        trained = trained_positions(calls, where, callbacks.samples, cp_rank, cp_size)
     columns = {name: [call[name] for call in calls] for name in ("input_ids", "labels")}
-    columns["trained positions"] = [None if mask is None else mask != 0 for mask in masks]
+    columns["trained positions"] = [None if one is None else one != 0 for one in trained]
     lengths = [sum(layout.lengths) for layout in where]
     for name, column in columns.items():
         for value, num in zip(column, lengths, strict=True):

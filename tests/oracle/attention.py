@@ -18,7 +18,7 @@ from megatron_prefix.layers import attention as known
 
 class DefinedAttention(LocalAttention):
     """Causal in every sample; a given 4-D mask (True: hidden) takes the causal one's place, as in
-    Megatron's own module; one of [rows, keys] (True: a token) hides more keys."""
+    Megatron's own module."""
 
     def forward(
         self,
@@ -49,7 +49,7 @@ class DefinedAttention(LocalAttention):
         if attention_mask is not None and attention_mask.dim() == 4:
             seen = ~attention_mask
         elif attention_mask is not None:
-            seen = seen & attention_mask.bool()[:, None, None, :]
+            raise ValueError(f"a mask of {list(attention_mask.shape)}: one of four dimensions")
         shared = query.shape[2] // key.shape[2]
         key, value = (x.repeat_interleave(shared, dim=2) for x in (key, value))
         q, k, v = (x.double() for x in (query, key, value))
@@ -60,7 +60,17 @@ class DefinedAttention(LocalAttention):
         return out.squeeze(1) if packed else out
 
 
-known.CORES.add(f"{DefinedAttention.__module__}.{DefinedAttention.__qualname__}")
+class CausalAttention(DefinedAttention):
+    """Causal in every sample whatever the mask, as transformer-engine's is."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, _: Any, **more: Any) -> Tensor:
+        """See `DefinedAttention.forward`."""
+        return super().forward(query, key, value, None, **more)
+
+
+for each in (DefinedAttention, CausalAttention):
+    known.CORES.add(f"{each.__module__}.{each.__qualname__}")
+known.IGNORES_MASKS.add(f"{CausalAttention.__module__}.{CausalAttention.__qualname__}")
 
 
 def _lengths(packing: Any, total: int) -> list[int]:
@@ -82,10 +92,11 @@ def _places(lengths: list[int], rank: int, ranks: int) -> tuple[Tensor, Tensor]:
     return torch.cat(samples), torch.cat(places)
 
 
-def put_into(model: Any) -> None:
-    """Gives every attention layer of a model this module."""
+def put_into(model: Any, *, ignores_masks: bool) -> None:
+    """Gives every attention layer of a model one of these modules."""
+    which = CausalAttention if ignores_masks else DefinedAttention
     for module in [module for module in model.modules() if hasattr(module, "core_attention")]:
-        module.core_attention = DefinedAttention(
+        module.core_attention = which(
             module.config, module.layer_number, module.attn_mask_type, module.attention_type,
             softmax_scale=module.config.softmax_scale, pg_collection=module.pg_collection,
         )  # fmt: skip

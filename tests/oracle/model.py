@@ -93,7 +93,7 @@ def _language(case: Case, seed: int) -> Any:
         shape, layout=LAYOUTS[case.layout], dtype=case.dtype, recompute=case.recompute, seed=seed,
         wrap_ddp=False, config_overrides=overrides,
     )[0]  # fmt: skip
-    attention.put_into(model)
+    attention.put_into(model, ignores_masks=case.mask == "pad_2d")
     return model
 
 

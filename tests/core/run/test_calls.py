@@ -71,21 +71,12 @@ def test_labels_alone_say_the_shape() -> None:
     assert layouts([call(None, None, None, torch.zeros(2, 4))], 1) == [CallLayout((4, 4), False)]
 
 
-CAUSAL = torch.ones(1, 1, 4, 4, dtype=torch.bool).triu(1)
-RESET = CAUSAL.clone()
-RESET[..., 2:, :2] = True
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"decoder_input": torch.zeros(4, 1, 8)}, "decoder_input: give input_ids"),
-        ({"padding_mask": torch.zeros(1, 4)}, "padding_mask: leave it out"),
         ({"inference_context": object()}, "inference_context: leave it out"),
         ({"inference_params": object()}, "inference_params"),
-        ({"attention_mask": RESET}, "attention_mask of a model call is not causal"),
-        ({"attention_mask": torch.zeros(1, 1, 1, 4, dtype=torch.bool)}, "not causal"),
-        ({"attention_mask": CAUSAL.float()}, "not causal"),
         ({"output_processor_context": {"x": torch.zeros(3)}}, "which has tensors"),
     ],
 )
@@ -93,10 +84,9 @@ def test_what_cannot_be_answered_is_refused_by_name(
     arguments: dict[str, Any], message: str
 ) -> None:
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    given = {"attention_mask": None, **arguments}
-    check([call(tokens, None, CAUSAL)])
+    check([call(tokens, None, None)])
     with pytest.raises(CannotShare, match=message):
-        check([call(tokens, None, None), call(tokens, None, **given)])
+        check([call(tokens, None, None), call(tokens, None, attention_mask=None, **arguments)])
 
 
 def test_calls_of_one_step_are_alike() -> None:
@@ -196,18 +186,3 @@ def test_learned_embeddings_need_positions_that_start_at_zero() -> None:
     check_positions(known([7, 8, 9], 3), 0, 1, used=False)
     with pytest.raises(CannotShare, match="do not count from 0"):
         check_positions(known([0, 1, 2, 3, 4], 3, 2), 0, 1, used=True)
-
-
-@pytest.mark.parametrize("hidden", [False, True], ids=["sees the future", "hides the past"])
-@pytest.mark.parametrize(("query", "key"), [(1, 2), (0, 3)])
-def test_masks_that_hide_one_key_too_few_or_too_many_are_refused(
-    hidden: bool, query: int, key: int
-) -> None:
-    """One entry of the second of two samples."""
-    tokens, mask = torch.zeros(2, 4, dtype=torch.int64), CAUSAL.repeat(2, 1, 1, 1)
-    check([call(tokens, None, mask)])
-    if hidden:
-        query, key = key, query
-    mask[1, 0, query, key] = hidden
-    with pytest.raises(CannotShare, match="attention_mask of a model call is not causal"):
-        check([call(tokens, None, CAUSAL), call(tokens, None, mask)])
