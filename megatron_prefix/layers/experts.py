@@ -13,7 +13,7 @@ from megatron_prefix.layers.kind import Kind, Override, Running, Slot
 from megatron_prefix.layers.mlp import matrices, saved, saving
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
-from megatron_prefix.refusals.table import OTHER_ROUTER
+from megatron_prefix.refusals.table import OTHER_ROUTER, ROUTES_IN_ORDER
 
 
 class Experts(Kind):
@@ -61,6 +61,9 @@ class Experts(Kind):
 
         if not isinstance(module.router, TopKRouter):
             yield OTHER_ROUTER.given(number, type(module.router).__name__)
+        # Inside Megatron's top-k: slime/utils/routing_replay.py and miles/utils/replay_base.py.
+        if hasattr(module.router, "routing_replay"):
+            yield ROUTES_IN_ORDER.given(number)
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
         """See Kind."""

@@ -109,6 +109,7 @@ OTHER_ROTARY = Refusal("rotary embedding …", "module", NOT_YET, "use Megatron'
 ROTARY_TABLES = Refusal("the model gives its layers rotary_pos_emb …, and its rotary_pos_emb makes one table for all", "module", NOT_YET, "use the stock schedule", ends=True)
 DROPOUT = Refusal("dropout of … in …", "module", WRONG, _DROPS)
 OTHER_ROUTER = Refusal("layer …'s router …", "module", NOT_YET, "use Megatron's TopKRouter")
+ROUTES_IN_ORDER = Refusal("layer …'s router takes its routes from a queue, in the order of microbatches", "module", NOT_YET, "use the stock schedule with slime's and miles' routing replay")
 OTHER_MIXER = Refusal("layer …'s mixer …", "module", NOT_YET, "use Megatron's own attention, GatedDeltaNet or MambaMixer, or the stock schedule")
 OTHER_SYMBOLS = Refusal("hybrid layers …", "module", NOT_YET, "use M G * - E")
 DETERMINISTIC = Refusal("deterministic_mode with recurrent layers", "module", NOT_YET, "turn it off: its recurrences take no states")

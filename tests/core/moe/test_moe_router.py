@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.megatron import features, install
 from megatron_prefix.moe import versions
@@ -255,6 +255,16 @@ def test_taking_the_hooks_off_leaves_the_routers_as_they_were(model):
     assert all("routing" in router.__dict__ for router in routers)
     install.uninstall(model)
     assert [dict(router.__dict__) for router in routers] == before
+
+
+def test_a_trainers_own_queue_of_routes_is_refused(model):
+    """As slime's register_routing_replay and miles' register_to_module leave a router."""
+    router = versions.routers(model)[1]
+    router.routing_replay = SimpleNamespace(forward_index=0, backward_index=0, top_indices_list=[])
+    with pytest.raises(CannotShare, match="layer 1's router takes its routes from a queue"):
+        features.check(model, model)
+    del router.routing_replay
+    features.check(model, model)
 
 
 @pytest.fixture
