@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole suite on the CPU, two files at a time: bash launch/test.sh
+# The whole suite on the CPU, three files at a time: bash launch/test.sh
 # A part of it:                                  bash launch/test.sh ARGUMENTS OF PYTEST
 # Installs what it needs first; environment.sh has the variables that change where and with what.
 
@@ -10,5 +10,5 @@ prepare test
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 cd "$root"
 # Many tests wait for processes to start or for time to pass; meanwhile others run.
-if [[ $# -eq 0 ]]; then set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder; fi
+if [[ $# -eq 0 ]]; then set -- --numprocesses 3 --dist loadfile --no-loadscope-reorder; fi
 exec python -m pytest "$@"

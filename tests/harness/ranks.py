@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
+from multiprocessing.context import ForkProcess
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +12,7 @@ import torch._dynamo  # the optimizer wants it; imported here once, not in every
 
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.platforms import cpu
+from megatron_prefix.lab.runtime.launch import kept_from_collection
 
 T = TypeVar("T")
 
@@ -26,3 +29,12 @@ def run_ranks(
     returns must pickle. A failing rank ends the set and raises with that rank's traceback.
     """
     return runtime.run_ranks(fn, world_size, args, timeout_s=timeout_s)
+
+
+def forked(target: Callable[..., object], *args: Any, daemon: bool = False) -> ForkProcess:
+    """A process that runs `target(*args)`; it never collects the garbage of this one."""
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=target, args=args, daemon=daemon)
+    with kept_from_collection():
+        process.start()
+    return process

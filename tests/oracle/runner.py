@@ -16,7 +16,7 @@ import torch
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab import runtime
 from tests.harness.one_rank import one_rank
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import forked, run_ranks
 from tests.oracle import judge, model
 from tests.oracle.case import Case
 from tests.oracle.judge import ENDED, HUNG, INVALID, REFUSED, Verdict
@@ -77,10 +77,8 @@ class _Process:
     """A worker, and the job that it is at."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("fork")
-        self.pipe, other = context.Pipe()
-        self.process = context.Process(target=_worker, args=(other,), daemon=True)
-        self.process.start()
+        self.pipe, other = multiprocessing.Pipe()
+        self.process = forked(_worker, other, daemon=True)
         other.close()
         self.job: Job | None = None
         self.done = 0

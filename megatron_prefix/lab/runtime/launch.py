@@ -137,7 +137,7 @@ def run_ranks(
     with _terminable(), folders.new_folder() as folder:
         ranks: list[_Rank] = []
         try:
-            with _kept_from_collection():
+            with kept_from_collection():
                 for rank in range(world_size):
                     ranks.append(_start(fn, args, rank, world_size, folder, start_method, threads))
             results = _collect(ranks, timeout_s)
@@ -155,7 +155,7 @@ def _refuse_inherited_group() -> None:
 
 
 @contextlib.contextmanager
-def _kept_from_collection() -> Iterator[None]:
+def kept_from_collection() -> Iterator[None]:
     """Processes that are forked inside never collect what this one had made until then.
 
     Its garbage may hold a process group, whose destructor waits for threads that no child has.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -29,7 +28,7 @@ from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Segment, Span
 from tests.harness.data import BUNDLED, REPOSITORY
 from tests.harness.pipelines import Case, build_chunks, microbatches, rollouts_of, run_step
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import forked, run_ranks
 from tests.harness.steps import Contract
 
 DEAD = 1
@@ -71,14 +70,8 @@ def lone_rank(rank: int, layout: Layout, folder: Path) -> None:
 
 @pytest.mark.parametrize("layout", [Layout(pp=3), Layout(pp=2, vpp=2)], ids=["pp3", "pp2-vpp2"])
 def test_the_other_ranks_end_by_themselves(tmp_path: Path, layout: Layout) -> None:
-    context = multiprocessing.get_context("fork")
-    ranks = [
-        context.Process(target=lone_rank, args=(rank, layout, tmp_path))
-        for rank in range(layout.world_size)
-    ]
     begin = time.monotonic()
-    for rank in ranks:
-        rank.start()
+    ranks = [forked(lone_rank, rank, layout, tmp_path) for rank in range(layout.world_size)]
     try:
         for rank in ranks:
             rank.join(max(0.0, begin + 2 * SOON_S - time.monotonic()))

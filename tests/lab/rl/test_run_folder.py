@@ -14,6 +14,7 @@ import pytest
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.rl.run_folder import LOCK, claimed
+from tests.harness.ranks import forked
 from tests.harness.training import settings, train
 
 
@@ -26,10 +27,8 @@ def hold(folder: Path, pipe: Connection) -> None:
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[tuple[Any, Connection]]:
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe()
-    process = context.Process(target=hold, args=(tmp_path / "run", there))
-    process.start()
+    here, there = multiprocessing.Pipe()
+    process = forked(hold, tmp_path / "run", there)
     assert here.poll(30)
     yield process, here
     process.kill()
