@@ -24,6 +24,8 @@ from megatron_prefix.tree import Forest, Segment
 
 ACTION_SECONDS, CALL_SECONDS = 3e-4, 5e-5
 """A layer's forward beyond its FLOPs, and an attention call's: launches of kernels."""
+FLOPS_PER_SECOND = {"cuda": 4e14, "cpu": 5e10}
+"""A guess for each of torch's types of device, until actions have been measured."""
 
 
 class Work(NamedTuple):

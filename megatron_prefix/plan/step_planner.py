@@ -29,7 +29,7 @@ class StepPlanner:
 
     Args:
         config: what the user set.
-        cost: of the model, for choosing chunk lengths.
+        cost: seconds on one rank, for choosing chunk lengths.
         align: alignment of segment boundaries.
         num_ranks: pipeline size.
         num_chunks: model chunks a rank.

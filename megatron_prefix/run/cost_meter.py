@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron_prefix import __version__
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
-from megatron_prefix.plan.cost import action_features
+from megatron_prefix.plan.cost import FLOPS_PER_SECOND, CostModel, action_features
 from megatron_prefix.plan.cost_file import read_costs, write_costs
 from megatron_prefix.plan.cost_fit import KEPT, Evidence, StepTime, together
 from megatron_prefix.plan.files import check_writable
@@ -33,9 +33,15 @@ logger = logging.getLogger(__name__)
 
 FIRST, EVERY = (2, 3, 4, 5), 50
 """Steps with gradients that are measured: these, and every so many."""
-FLOPS_PER_SECOND = {"cuda": 4e14, "cpu": 5e10}
-"""By torch's type of device, until actions have been measured."""
 _KERNELS = ("flash-attn", "flash-attn-4", "nvidia-cudnn-frontend", "transformer-engine")
+
+
+def guessed(rank: Rank, frozen: float = 0.0) -> CostModel:
+    """What work of a rank takes, until actions have been measured; see `CostModel.in_seconds`."""
+    rate = FLOPS_PER_SECOND.get(rank.device.type, FLOPS_PER_SECOND["cuda"])
+    return rank.cost.in_seconds(
+        rate * rank.parts, rank.config.num_layers, rank.num_stages, len(rank.models), frozen
+    )
 
 
 class CostMeter:
@@ -48,10 +54,7 @@ class CostMeter:
 
     def __init__(self, config: PrefixConfig, rank: Rank) -> None:
         self._config, self._key, self._device = config, key_of(rank, config.kernel), rank.device
-        self._prior = rank.cost.in_seconds(
-            FLOPS_PER_SECOND.get(rank.device.type, FLOPS_PER_SECOND["cuda"]) * rank.parts,
-            rank.config.num_layers, rank.num_stages, len(rank.models), rank.frozen_share,
-        )  # fmt: skip
+        self._prior = guessed(rank, rank.frozen_share)
         self._groups = list(rank.companions)
         if rank.experts is not None and rank.data_ranks is None:
             self._groups.append(rank.experts)

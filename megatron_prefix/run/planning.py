@@ -18,7 +18,7 @@ from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.prediction import predict
 from megatron_prefix.plan.step_planner import Judge, StepPlanner
 from megatron_prefix.run import agreement, global_aux_sync
-from megatron_prefix.run.cost_meter import CostMeter
+from megatron_prefix.run.cost_meter import CostMeter, guessed
 from megatron_prefix.run.memory_control import MemoryControl
 from megatron_prefix.run.rank import Rank, default_groups
 from megatron_prefix.run.report import StepReport
@@ -47,7 +47,7 @@ class Planning:
     def planner(self, rank: Rank) -> StepPlanner:
         """The planner of a rank's pipeline, which remembers its plans."""
         turn = rank.config.microbatch_group_size_per_vp_stage
-        key = rank.cost, rank.alignment, rank.num_stages, len(rank.models), turn
+        key = guessed(rank), rank.alignment, rank.num_stages, len(rank.models), turn
         if key not in self._planners:
             self._planners[key] = StepPlanner(self._config, *key)
         return self._planners[key]

@@ -17,22 +17,27 @@ from megatron_prefix.lab.cli.report import counted, facts, number, print_facts, 
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
+from megatron_prefix.lab.rl.baseline import PACK_TOKENS, pack_sizes
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.lab.view.drawing import timeline_svg
 from megatron_prefix.layers.model import cost_of, footprint_of
 from megatron_prefix.plan.actions import Plan, policies
 from megatron_prefix.plan.chunking import ChunkChooser
+from megatron_prefix.plan.cost import FLOPS_PER_SECOND, CostModel
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.peak_memory import RankMemory, predict
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
+from megatron_prefix.plan.prediction import Prediction
+from megatron_prefix.plan.prediction import predict as predicted_times
 from megatron_prefix.plan.simulator import Timeline, simulate
 from megatron_prefix.tree import Forest, TreeOptions, build
 
 HELP = """\
 What sharing saves on rollout files: trees, ratios, compression, predicted speedup, and the plan of
 one step with its simulated bubble and memory.  All groups make one step unless --groups limits it.
-Tokens are positions with a label: a rollout of n tokens has n-1.  Simulated times count tokens of
-forward work, a backward twice, communication nothing."""
+Tokens are positions with a label: a rollout of n tokens has n-1.  Makespan and bubble count tokens
+of forward work, a backward twice, communication nothing.  The speedup is of the layout: waiting and
+launches included, over the stock schedule on rollouts packed to at most 16,384 tokens."""
 EPILOG = """\
 examples:
   megatron-prefix plan rollouts.jsonl.gz
@@ -121,7 +126,10 @@ def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
     chunk_tokens = args.chunk_tokens
     if chunk_tokens == "auto":
         options = _options(args, config, layout)
-        chooser = ChunkChooser(layout.pp, num_chunks=layout.vpp, run_ahead=config.run_ahead)
+        chooser = ChunkChooser(
+            layout.pp, num_chunks=layout.vpp, run_ahead=config.run_ahead,
+            cost=_seconds(model, layout).segment,
+        )  # fmt: skip
         chunk_tokens = chooser.choose(rollouts, numbers, options)
     config = arguments.config_of(args, chunk_tokens=chunk_tokens)
     options = _options(args, config, layout)
@@ -143,13 +151,13 @@ FACTS = {
     "segments": "{segments:n}, {inner_segments:n} inner{cut}",
     "spans begin at multiples of": "{align:n}{reasons}",
     "depth of the tree": "{max_depth:n}",
-    "predicted speedup, {model}": "{predicted_speedup:.2f}x",
+    "predicted speedup, {model}": "{predicted_speedup:.2f}x (FLOPs: {flop_ratio:.2f}x)",
     "stages": "{num_stages:n}",
     "actions": "{num_actions:n}",
     "makespan": "{makespan:n} tokens of forward work",
     "bubble": "{bubble_fraction:.1%}",
     "peak of live tokens": "{peak_live_tokens:n}",
-    "memory per stage, bf16, GiB": "{peaks}",
+    "memory per stage, bf16, GiB": "{peaks} (without weights, their gradients and the optimizer)",
     "of which {sidecar}": "{sidecar_gib:.1f}",
     "in addition on the host": "{host_gib:.1f}",
     "dropped, no trained token left": "{dropped:n}",
@@ -175,7 +183,8 @@ def _result(step: _PlannedStep) -> dict[str, Any]:
         "max_depth": forest.max_depth,
         "prefix_ratio_p50": float(np.percentile(ratios, 50)),
         "prefix_ratio_p95": float(np.percentile(ratios, 95)),
-        "predicted_speedup": cost_of(step.model).speedup(forest),
+        "predicted_speedup": _predicted(step).speedup,
+        "flop_ratio": cost_of(step.model).speedup(forest),
         "align": step.options.boundary,
         "align_reasons": _alignment_reasons(step),
         "chunk_tokens": step.options.chunk_tokens,
@@ -189,6 +198,23 @@ def _result(step: _PlannedStep) -> dict[str, Any]:
         "sidecar_bytes": round(memory["retain"].cache_peak),
         "sidecar_host_bytes": round(memory["retain"].cache_staged),
     }
+
+
+def _seconds(spec: ModelSpec, layout: Layout) -> CostModel:
+    """What work takes on one rank of a GPU cluster, as mode auto guesses it before it measures."""
+    rate = FLOPS_PER_SECOND["cuda"] * layout.tp * layout.cp
+    return cost_of(spec).in_seconds(rate, spec.num_layers, layout.pp, layout.vpp)
+
+
+def _predicted(step: _PlannedStep) -> Prediction:
+    """Both schedules in the layout, waiting included; stock on packs, as trainers make them."""
+    lengths = [
+        -(-num // step.options.multiple) * step.options.multiple
+        for num in step.forest.num_positions
+    ]
+    sizes = pack_sizes(lengths, PACK_TOKENS)
+    microbatch_of = [number for number, size in enumerate(sizes) for _ in range(size)]
+    return predicted_times(_seconds(step.model, step.layout), step.forest, microbatch_of, step.plan)
 
 
 def _facts(step: _PlannedStep, result: dict[str, Any]) -> dict[str, str]:

@@ -41,7 +41,8 @@ def test_plan_json_has_the_keys_of_the_contract_and_their_values(capsys) -> None
     # Nothing but compression, fewer actions and a smaller output layer makes a step faster.
     linear, head, _, action, _ = cost_of(resolve("llama3-8b")).forward
     most = found["compression"] + action / linear * len(rollouts) / trie
-    assert 2 < found["predicted_speedup"] < most * (1 + head / linear)
+    assert 2 < found["flop_ratio"] < most * (1 + head / linear)
+    assert 1 < found["predicted_speedup"] < found["flop_ratio"]
     # All in one bundle: a segment a level of the trees, the last one a wave.
     assert found["max_depth"] > 2
     assert found["segments"] == found["inner_segments"] + 1 == found["max_depth"]
@@ -165,6 +166,14 @@ def test_nothing_left_is_bad_input(capsys, tmp_path) -> None:
     path.write_text(row(tokens=list(range(10)), prompt_len=10, loss=[]), encoding="utf-8")
     line = failure(capsys, "plan", str(path), "--max-tokens", "5")
     assert line.endswith(f"--max-tokens 5: no trained token is left in {path}; give more")
+
+
+def test_the_speedup_is_that_of_the_layout(capsys) -> None:
+    """Stages that wait for one another wait longer where one step has few long segments."""
+    found = [result(capsys, "plan", BUNDLED, "--pp", str(pp)) for pp in (1, 2, 4, 8)]
+    speedups = [one["predicted_speedup"] for one in found]
+    assert all(one < 0.95 * speedups[0] for one in speedups[1:])
+    assert len({one["flop_ratio"] for one in found}) == 1
 
 
 def test_the_model_decides_the_speedup_only(capsys) -> None:
