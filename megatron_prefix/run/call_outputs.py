@@ -38,10 +38,26 @@ CHECKED_ROWS = 1024
 
 
 class Piece(NamedTuple):
-    """Logits of a span, [rows, vocabulary], and the positions in it that they are of."""
+    """Logits of a span, [rows, vocabulary].
+
+    Attributes:
+        logits: a leaf; its gradient is a part of that of `whole`.
+        positions: in the span, that they are of.
+        whole: the segment's logits.
+        place: rows in it.
+    """
 
     logits: Tensor
     positions: np.ndarray
+    whole: Tensor
+    place: slice
+
+    def prepare(self) -> None:
+        """Makes room for the gradient, to which autograd adds what every loss sends."""
+        if self.logits.grad is None:
+            if self.whole.grad is None:
+                self.whole.grad = torch.zeros_like(self.whole)
+            self.logits.grad = self.whole.grad[self.place]
 
 
 class SegmentOutput(NamedTuple):
@@ -242,8 +258,9 @@ class CallOutputs:
             length = self._forest.segments[place.segment].spans[place.number].length
             local = np.arange(0)
             if self._is_computed(place):
-                piece, local = self.kept[place.segment].pieces[number][place.number]
+                piece = self.kept[place.segment].pieces[number][place.number]
                 pieces.append(piece)
+                local = piece.positions
                 targets.append(offset + local)
             unread.append(offset + np.setdiff1d(np.arange(length), local))
             offset += length
@@ -252,7 +269,8 @@ class CallOutputs:
         *places_of, others = index.split([*map(len, targets), len(missing)])
         rows = [_as_interval(*both) for both in zip(targets, places_of, strict=True)]
         guard = self._guard(like, min(1, len(missing)))
-        logits: Tensor = _Assembled.apply(guard, rows, others, offset, *pieces)
+        parts = [piece.logits for piece in pieces]
+        logits: Tensor = _Assembled.apply(guard, rows, others, offset, pieces, *parts)
         return logits
 
     def _guard(self, like: Tensor, length: int) -> Tensor:
@@ -264,7 +282,8 @@ class CallOutputs:
 
 
 def _by_span(leaf: Tensor, spans: Sequence[Span], rows: np.ndarray | None) -> list[Piece]:
-    """Logits of a segment by span: one split, whose backward writes every span's gradient once.
+    """Logits of a segment by span. What losses send to them, one after the other, is added up in
+    parts of one buffer, the gradient of the segment's.
 
     Args:
         leaf: [rows, vocabulary].
@@ -275,11 +294,13 @@ def _by_span(leaf: Tensor, spans: Sequence[Span], rows: np.ndarray | None) -> li
     rows = np.arange(ends[-1]) if rows is None else rows
     counts = np.diff(np.searchsorted(rows, ends), prepend=0)
     pieces = []
-    parts = zip(leaf.split(counts.tolist()), np.split(rows, np.cumsum(counts)[:-1]), strict=True)
-    for span, end, (logits, held) in zip(spans, ends, parts, strict=True):
+    parts = zip(np.cumsum(counts), np.split(rows, np.cumsum(counts)[:-1]), strict=True)
+    for span, end, (stop, held) in zip(spans, ends, parts, strict=True):
         local = held - (end - span.padded)
         num = int(np.searchsorted(local, span.length))  # padding is nobody's
-        pieces.append(Piece(logits[:num], local[:num]))
+        place = slice(int(stop) - len(held), int(stop) - len(held) + num)
+        logits = leaf.detach()[place].requires_grad_(leaf.requires_grad)
+        pieces.append(Piece(logits, local[:num], leaf, place))
     return pieces
 
 
@@ -295,12 +316,13 @@ class _Assembled(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, guard: Tensor, rows: Sequence[Rows], others: Tensor, num: int, *pieces: Tensor
-    ) -> Tensor:
-        ctx.rows = rows, others
-        out = pieces[0].new_zeros((num, *pieces[0].shape[1:]))
-        for place, piece in zip(rows, pieces, strict=True):
-            out[place] = piece
+        ctx: Any, guard: Tensor, rows: Sequence[Rows], others: Tensor, num: int,
+        pieces: Sequence[Piece], *parts: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.rows, ctx.pieces = (rows, others), pieces
+        out = parts[0].new_zeros((num, *parts[0].shape[1:]))
+        for place, part in zip(rows, parts, strict=True):
+            out[place] = part
         return out
 
     @staticmethod
@@ -311,7 +333,9 @@ class _Assembled(torch.autograd.Function):
             parts = others.split(CHECKED_ROWS)
             sizes = [largest(gradient.index_select(0, part)) for part in parts]
             stray = torch.stack(sizes).amax().view(1).to(gradient.dtype)
-        return stray, None, None, None, *(gradient[place] for place in rows)
+        for piece in ctx.pieces:
+            piece.prepare()
+        return stray, None, None, None, None, *(gradient[place] for place in rows)
 
 
 def largest(gradient: Tensor) -> Tensor:

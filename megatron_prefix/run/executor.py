@@ -188,7 +188,7 @@ class Executor:
         context = self._context(index, stage, backward=True)
         with self._timing(action):
             if scored:  # outside of the hooks: a loss may call the model
-                stage.losses.backward(index)  # type: ignore[union-attr]
+                stage.losses.complete(index)  # type: ignore[union-attr]
             with stage.hooks.running(context, scored=scored):
                 if scored:
                     torch.autograd.backward(*stage.losses.outputs.gradients(index, output))  # type: ignore[union-attr]

@@ -1,10 +1,11 @@
 """Losses on the last stage: the trainer's own, called once for each of its microbatches.
 
 When the last segment of a microbatch has been through, the suspended forward step goes on with the
-output of its model call (run/call_outputs.py), to its own loss.  Its backward leaves in every
-segment's output a sum of what all microbatches send it, and with that the segment's own backward
-starts: the same superposition as for gK/gV, applied to the outputs ("Schedule-Level Shared-Prefix
-Reuse for LLM RL Training", appendix A.5, the direct adjoints of prefix tokens).
+output of its model call (run/call_outputs.py), to its own loss, which runs back to that output at
+once.  What all microbatches send to a segment's output is added up there, and with that the
+segment's own backward starts: the same superposition as for gK/gV, applied to the outputs
+("Schedule-Level Shared-Prefix Reuse for LLM RL Training", appendix A.5, the direct adjoints of
+prefix tokens).
 """
 
 from __future__ import annotations
@@ -81,7 +82,6 @@ class Losses:
         self._small, self._inside = True, False
         self._sent: dict[int, list[Tensor | None]] = {}
         self._again: dict[int, list[Tensor | None]] = {}
-        self._losses: dict[int, Tensor] = {}
         self._stores: list[list[Any]] = [[] for _ in steps]
         self._rollouts: list[list[int]] = [[] for _ in steps]
         for rollout, microbatch in enumerate(step.microbatch_of):
@@ -115,23 +115,16 @@ class Losses:
         while self._left and self._ready_after[first := min(self._left)] <= index:
             self._score(first)
 
-    def backward(self, index: int) -> None:
-        """Runs the backward of every loss that reaches a segment, down to the answers."""
+    def complete(self, index: int) -> None:
+        """Sees to it that every loss that reaches a segment has sent its gradient."""
         for microbatch in self._through[index]:
             if microbatch in self._left:
                 self._score(microbatch)
             if microbatch in self._again:
                 self._send_again(microbatch, self._again.pop(microbatch))
-        losses = [self._losses.pop(m) for m in self._through[index] if m in self._losses]
-        if losses:
-            with self._once():
-                torch.autograd.backward(losses)
 
     def begin_again(self) -> None:
         """Forgets all segments, which will run again; losses that were called stay as they are."""
-        if self._losses:
-            torch.autograd.backward(list(self._losses.values()))
-            self._losses.clear()
         self._again = dict(self._sent)
         self._strays += self.outputs.strays()
         self.outputs, self._taken = self._new_outputs(), -1
@@ -191,22 +184,24 @@ class Losses:
             self._released.remove(index)
 
     def _score(self, microbatch: int) -> None:
-        """Lets the trainer's forward step go on, and calls the loss function that it returns."""
+        """Lets the trainer's forward step go on, calls the loss function that it returns, and runs
+        the loss back to the answer: no other microbatch's logits are there at the same time."""
         contract, step = self._contract, self._steps[microbatch]
         if self._ready_after[microbatch] > self._taken:
             raise RuntimeError(f"microbatch {microbatch} is asked for before its last segment")
         self._left.discard(microbatch)
-        with self._once(), _timer_of_forward(contract.config):
-            output, loss_func = step.resume(functools.partial(self._answer, microbatch))
-            loss, num_tokens = forward_step_calc_loss(
-                self._model, output, loss_func, contract.config,
-                getattr(self._model, "vp_stage", None), contract.collect_non_loss_data,
-                len(self._steps), self._stores[microbatch], contract.cp_size, True,
-            )  # fmt: skip
-        self.num_tokens = self.num_tokens + num_tokens
-        if torch.is_grad_enabled() and isinstance(loss, Tensor) and loss.requires_grad:
-            scale = contract.config.grad_scale_func
-            self._losses[microbatch] = loss if scale is None else scale(loss)
+        with self._once():
+            with _timer_of_forward(contract.config):
+                output, loss_func = step.resume(functools.partial(self._answer, microbatch))
+                loss, num_tokens = forward_step_calc_loss(
+                    self._model, output, loss_func, contract.config,
+                    getattr(self._model, "vp_stage", None), contract.collect_non_loss_data,
+                    len(self._steps), self._stores[microbatch], contract.cp_size, True,
+                )  # fmt: skip
+            self.num_tokens = self.num_tokens + num_tokens
+            if torch.is_grad_enabled() and isinstance(loss, Tensor) and loss.requires_grad:
+                scale = contract.config.grad_scale_func
+                torch.autograd.backward(loss if scale is None else scale(loss))
         self._drop()
 
 

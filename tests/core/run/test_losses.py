@@ -119,7 +119,7 @@ class Job:
                 outputs[index] = self.output(index)
                 self.losses.take(index, outputs[index], differentiable=True)
             elif scored:
-                self.losses.backward(index)
+                self.losses.complete(index)
                 tensors, sent = self.losses.outputs.gradients(index, outputs.pop(index))
                 torch.autograd.backward(tensors, sent)
             if action.kind == "B":
@@ -411,6 +411,34 @@ def test_without_gradients_nothing_is_differentiable() -> None:
                 job.losses.take(index, job.output(index), differentiable=False)
     assert len(job.losses.forward_data_store) == len(job.seen) == 2
     assert not any(output.requires_grad for _, output in job.seen)
+
+
+def test_logits_of_one_microbatch_at_a_time() -> None:
+    """The next one begins when nothing holds the one before, nor what its loss has saved."""
+    rollouts = [Pairs(np.array([1, 2, n]), np.array([1, 2, n]), np.ones(3, bool)) for n in range(4)]
+    before, jobs = Storages(), list[Job]()
+
+    def loss(output: Tensor, batch: dict[str, Any]) -> Any:
+        jobs[0].seen.clear()
+        assert not before.num_alive
+        saved = output.exp()
+        before.add(output)
+        before.add(saved)
+        return (saved * saved).sum(), torch.tensor(1, dtype=torch.int32), {}
+
+    def logits(output: Tensor) -> Tensor:
+        return output[..., None] * torch.arange(1.0, 4.0, dtype=torch.float64)
+
+    job = Job(rollouts, [0] * 4, [0, 1, 2, 3], TreeOptions(min_gain=0), loss, shape=logits)
+    jobs.append(job)
+    assert [len(s.spans) for s in job.forest.segments] == [1, 4]
+    found = job.run()
+    assert len(before.seen) == 8
+    twin = job.table.detach().requires_grad_()
+    job.table = twin
+    whole = sum((logits(job.values(n, 0, 3)[None]).exp() ** 2).sum() for n in range(4))
+    (whole / 4).backward()  # type: ignore[union-attr]
+    assert_close(found, twin.grad, 10)  # type: ignore[arg-type]
 
 
 def test_a_released_segment_is_gone() -> None:
