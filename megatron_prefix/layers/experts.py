@@ -61,7 +61,7 @@ class Experts(Kind):
 
         if not isinstance(module.router, TopKRouter):
             yield OTHER_ROUTER.given(number, type(module.router).__name__)
-        # Inside Megatron's top-k: slime/utils/routing_replay.py and miles/utils/replay_base.py.
+        # The routing replay of slime and of miles, inside Megatron's top-k.
         if hasattr(module.router, "routing_replay"):
             yield ROUTES_IN_ORDER.given(number)
 

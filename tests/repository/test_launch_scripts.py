@@ -222,7 +222,7 @@ def test_another_python_of_the_system_runs_tests_that_are_there(sandbox, environ
             f'import site; site.addsitedir("{sandbox.venv}/bin/packages")\n'
         )
     tests = [word for word in last.split() if word.startswith("tests/")]
-    assert last.startswith("python -m pytest --numprocesses 3")
+    assert last.startswith("python -m pytest --numprocesses 2")
     assert len(tests) > 5
     for test in tests:
         path, _, name = test.partition("::")
