@@ -61,7 +61,7 @@ class PrefixConfig:
             which the predicted peak fits in free memory.
         memory_budget_gb: GiB of device memory that a step may use in addition to what is in use
             when it begins; 0: what is free. Limits prefetches of "offload" and the choices of
-            "auto".
+            "auto"; in mode "auto" a step that is predicted to need more runs as Megatron's.
         cache_host_layers: layers of every model chunk, of those with attention or a recurrence,
             whose K/V or states and their gradients are in host memory, and on the device only while
             the layer runs; evenly spread.

@@ -47,6 +47,24 @@ def decide(config: PrefixConfig, speedup: float) -> Decision:
     return Decision(False, reason, True, speedup)
 
 
+def kept_to_budget(config: PrefixConfig, decision: Decision, peak: float) -> Decision:
+    """The decision, unless mode "auto" would share and needs more memory than the user gives.
+
+    Args:
+        config: of the schedule.
+        decision: without a look at memory.
+        peak: predicted bytes of the rank with most, besides weights and gradients.
+    """
+    budget = config.memory_budget
+    if config.mode != "auto" or not decision.share or budget is None or peak <= budget:
+        return decision
+    reason = (
+        f"sharing would take {peak / 2**30:.3g} GiB, and memory_budget_gb is"
+        f" {config.memory_budget_gb:g}"
+    )
+    return Decision(False, reason, True, decision.predicted_speedup)
+
+
 def other_way(config: PrefixConfig, decision: Decision) -> Decision:
     """The other schedule, to time it, where the prediction leaves that open; else the decision."""
     ratio = decision.predicted_speedup / config.min_speedup

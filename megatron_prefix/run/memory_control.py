@@ -88,7 +88,7 @@ class MemoryControl:
                 self._free = [*self._free, self._least_of(rank.same_schedule, rank)][-STEPS_ASKED:]
             self._settled += 1
         if self._free:
-            longest = replace(plan, segments=_longest(joint))
+            longest = replace(plan, segments=longest_segments(joint))
             peaks = predict(longest, self._footprint(rank, gathers=True))
             self.gathers = max(one.peak for one in peaks) <= min(self._free)
 
@@ -105,7 +105,7 @@ class MemoryControl:
         numbers = _least([free, measured.flops, measured.link], rank.waiting, rank.device)
         free, flops, link = map(_rounded, numbers)
         policies = automatic(
-            replace(plan, segments=_longest(joint)), self._footprint(rank), rank.cost,
+            replace(plan, segments=longest_segments(joint)), self._footprint(rank), rank.cost,
             Rates(flops, link), free, not any(map(offload_refusal, rank.models)),
         )  # fmt: skip
         return replace(plan, policies=policies)
@@ -124,14 +124,15 @@ class MemoryControl:
         return _rounded(_least(free, groups, rank.device)[0])
 
     def fits(self, plan: Plan, rank: Rank, free: float) -> bool:
-        """Whether a plan is predicted to fit in so many bytes on every rank.
+        """Whether a plan is predicted to fit in so many bytes on every rank."""
+        return self.least_peak(plan, rank) <= free
 
-        With memory "auto" inner segments may be recomputed.
-        """
+    def least_peak(self, plan: Plan, rank: Rank) -> float:
+        """Predicted bytes of the rank with most, with the leanest policies that are allowed."""
         lean = leaner(plan) if self._config.memory == "auto" else None
         # Before it is known whether a rank keeps K/V of all: only if the user says so.
         footprint = self._footprint(rank, gathers=self._config.cp_reduce == "segment")
-        return max(one.peak for one in predict(lean or plan, footprint)) <= free
+        return max(one.peak for one in predict(lean or plan, footprint))
 
     def predicted(self, plan: Plan, rank: Rank) -> RankMemory:
         """What a rank is predicted to hold."""
@@ -199,7 +200,7 @@ def _rounded(number: float) -> float:
     return math.ldexp(math.floor(mantissa * 64) / 64, exponent)
 
 
-def _longest(joint: JointForest) -> tuple[Segment, ...]:
+def longest_segments(joint: JointForest) -> tuple[Segment, ...]:
     """As long as on the rank that has most rows, place by place, in as many spans as on the rank
     that has most, all of them below the last parent."""
     if len(joint.lengths[0]) == 1:

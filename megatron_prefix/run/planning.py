@@ -13,13 +13,19 @@ from typing import Any
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.gate import Decision, decide, unshared, without_sharing
+from megatron_prefix.plan.gate import (
+    Decision,
+    decide,
+    kept_to_budget,
+    unshared,
+    without_sharing,
+)
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.prediction import predict
 from megatron_prefix.plan.step_planner import Judge, StepPlanner
 from megatron_prefix.run import agreement, global_aux_sync
 from megatron_prefix.run.cost_meter import CostMeter, guessed
-from megatron_prefix.run.memory_control import MemoryControl
+from megatron_prefix.run.memory_control import MemoryControl, longest_segments
 from megatron_prefix.run.rank import Rank, default_groups
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.run.step import Step
@@ -138,6 +144,10 @@ class Planning:
         decision = decide(self._config, prediction.speedup)
         if meter.due and self._may_try(plan, rank):
             decision = meter.chosen(decision)
+        if self._config.memory_budget is not None and not forward_only:
+            longest = replace(plan, segments=longest_segments(joint))
+            peak = self._memory.least_peak(longest, rank)
+            decision = kept_to_budget(self._config, decision, peak)
         return StepReport(
             step.forest, decision, plan, union, prediction=prediction, times=meter.times
         )

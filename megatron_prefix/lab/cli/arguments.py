@@ -202,8 +202,8 @@ _TEXTS = {
     "memory": "what an inner segment keeps until its backward. retain (default): its saved tensors;"
     " offload: the same on the host; recompute: only K/V and its input, and its forward runs"
     " again; auto: the cheapest that fits, by step and segment",
-    "memory_budget_gb": "GiB of device memory that a step may use, for --memory auto and offload"
-    " (default 0: what is free)",
+    "memory_budget_gb": "GiB of device memory that a step may use: --memory auto and offload keep"
+    " to it; a step of mode auto that would need more runs as stock's (default 0: what is free)",
     "cache_host_layers": "layers whose K/V, or recurrent states, and their gradients are in host"
     " memory while other layers run, for prompts whose K/V do not fit (default {})",
     "cp_reduce": "with --cp: gather K/V and send gK/gV back for every wave, or once per"

@@ -100,6 +100,23 @@ def test_mode_auto_shares_where_it_pays(caplog: pytest.LogCaptureFixture) -> Non
     assert report.decision.fallback is False and not caplog.records and installed(model) is not None
 
 
+def test_a_budget_that_sharing_exceeds_is_kept_by_stock() -> None:
+    """One that it keeps to is no reason, and without gradients little is kept."""
+    model, twin = small_model(), small_model()
+    expected = run(stock_schedule(), twin)
+    rich = schedule_with(mode="auto", min_speedup=0.01, memory_budget_gb=1.0)
+    run(rich, model)
+    assert rich.report is not None and rich.report.decision.share
+    assert rich.report.memory is not None
+    peak_gb = rich.report.memory.peak / 2**30
+    poor = schedule_with(mode="auto", min_speedup=0.01, memory_budget_gb=0.9 * peak_gb)
+    assert_bitwise(run(poor, model), expected)
+    decision = poor.report.decision  # type: ignore[union-attr]
+    assert decision.fallback and "and memory_budget_gb is" in decision.reason
+    run(poor, model, forward_only=True)
+    assert poor.report.decision.share  # type: ignore[union-attr]
+
+
 def test_falling_back_is_counted_over_steps() -> None:
     """Steps that share in between do not reset the count."""
     model = small_model()

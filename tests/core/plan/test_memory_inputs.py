@@ -16,7 +16,7 @@ from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.peak_memory import predict
 from megatron_prefix.plan.planner import best_plan
-from megatron_prefix.run.memory_control import _longest
+from megatron_prefix.run.memory_control import longest_segments
 from megatron_prefix.run.oom_retry import _modules
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 
@@ -42,7 +42,7 @@ def test_parallel_pipelines_are_predicted_with_all_spans(place: int) -> None:
     forests = [groups(30, 0), groups(24, 1)]
     microbatches = [list(range(len(forest.num_positions))) for forest in forests]
     joint = joint_forest(forests, microbatches, place)
-    longest = _longest(joint)
+    longest = longest_segments(joint)
     assert [len(segment.spans) for segment in longest] == list(joint.spans)
     assert [segment.padded_length for segment in longest] == [max(one) for one in joint.lengths]
     assert max(joint.spans) > 20
