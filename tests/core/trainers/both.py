@@ -1,13 +1,15 @@
 """A schedule that runs every step twice, stock and prefix, and keeps how far they are apart.
 
 A trainer that gets it instead of Megatron's runs as it always does: its own data iterator,
-forward step and loss, first under the stock schedule and then under the prefix schedule. It goes on
-with the gradients and the results of the second.
+forward step and loss, first under the stock schedule and then under the prefix schedule; in mode
+"auto" under that twice, since the first step of a kind is stock's, watched. It goes on with the
+gradients and the results of the last.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import math
@@ -25,6 +27,8 @@ from megatron_prefix.run.schedule import get_forward_backward_func
 
 CONFIG = PrefixConfig(min_gain=0, segment_tokens=128, chunk_tokens=32, kernel="math")
 """Small segments, so that small steps have many; the kernel without probing."""
+AUTO = dataclasses.replace(CONFIG, mode="auto", min_speedup=1e-3)
+"""The same, and what can be shared is, whatever is predicted."""
 
 
 @dataclass
@@ -39,6 +43,7 @@ class Step:
             parameter, or to a hundredth of the largest of all where that is more.
         results: largest difference of what the schedule returned, likewise.
         scored: positions that went through the output layer.
+        reason: why the stock schedule ran; "" where the step was shared.
     """
 
     kind: str
@@ -48,10 +53,18 @@ class Step:
     gradient: float
     results: float
     scored: int = 0
+    reason: str = ""
 
     @property
     def problem(self) -> str:
-        """What is wrong; "" for nothing."""
+        """What is wrong; "" for nothing. A step of the stock schedule is stock's, bit for bit."""
+        if self.reason:
+            if self.gradient == self.results == 0:
+                return ""
+            return (
+                f"{self.kind}: gradients differ by {self.gradient:.1e}, results by"
+                f" {self.results:.1e} in a step of the stock schedule: {self.reason}"
+            )
         if not (self.gradient <= self.limit and self.results <= self.limit):
             return (
                 f"{self.kind}: gradients differ by {self.gradient:.1e}, results by"
@@ -71,6 +84,8 @@ class Both:
         trained: see `get_forward_backward_func`.
         samples: likewise.
         swapped: what has taken Megatron's place; its schedule runs, not that of `config`.
+        state: what holds more of the trainer's than the model does, such as routes in a queue; its
+            attributes are the same before every run.
         steps: what was seen of every step.
     """
 
@@ -78,6 +93,7 @@ class Both:
     trained: Callable[..., Any] | None = None
     samples: Callable[..., Any] | None = None
     swapped: Callable[..., Any] | None = None
+    state: Callable[[], list[Any]] = list
     steps: list[Step] = field(default_factory=list)
 
     def __call__(self, *_: Any, **__: Any) -> Callable[..., Any]:
@@ -86,20 +102,31 @@ class Both:
 
     def _run(self, *, data_iterator: Any, model: Any, **arguments: Any) -> Any:
         chunks = model if isinstance(model, list) else [model]
-        first, second = twice(data_iterator)
+        first, *others = copies(data_iterator, 3 if self.config.mode == "auto" else 2)
         arguments["model"] = model
+        put_back = saved(self.state())
         expected = stock_schedule()(data_iterator=first, **arguments)
         wanted = gradients(chunks)
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
+        for other in others:
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            put_back()
+            found = self._prefix(other, wanted, expected, chunks, arguments)
+        return found
+
+    def _prefix(
+        self, iterator: Any, wanted: Any, expected: Any, chunks: list[Any], arguments: Any
+    ) -> Any:
+        """One run of the prefix schedule, compared with stock's gradients and results."""
         ours = self.swapped or functools.partial(
             get_forward_backward_func, prefix_config=self.config, trained=self.trained,
             samples=self.samples,
         )  # fmt: skip
         schedule = ours()
-        found = schedule(data_iterator=second, **arguments)
+        found = schedule(data_iterator=iterator, **arguments)
         forward_only = bool(arguments.get("forward_only"))
-        forest = schedule.report.forest  # type: ignore[union-attr]
+        report = schedule.report
+        forest, decision = report.forest, report.decision  # type: ignore[union-attr]
         self.steps.append(
             Step(
                 "forward" if forward_only else "update",
@@ -108,24 +135,43 @@ class Both:
                 0.0 if forward_only else furthest(gradients(chunks), wanted),
                 furthest(flat(found), flat(expected)),
                 sum(segment.num_read for segment in forest.segments),
+                "" if decision.share else decision.reason,
             )
         )  # fmt: skip
         return found
 
 
-def twice(iterator: Any) -> tuple[Any, Any]:
-    """A data iterator for each schedule, over the same microbatches."""
+def config_of(layout: str) -> PrefixConfig:
+    """The configuration for a layout's name: mode "auto" where that is in it."""
+    return AUTO if "auto" in layout else CONFIG
+
+
+def saved(objects: list[Any]) -> Callable[[], None]:
+    """Puts back the attributes of objects, its lists' items too, and torch's random state."""
+
+    def attributes(one: Any) -> dict[str, Any]:
+        return {name: value[:] if isinstance(value, list) else value for name, value in one.items()}
+
+    before, random = [attributes(vars(one)) for one in objects], torch.get_rng_state()
+
+    def put_back() -> None:
+        for one, values in zip(objects, before, strict=True):
+            vars(one).update(attributes(values))
+        torch.set_rng_state(random)
+
+    return put_back
+
+
+def copies(iterator: Any, num: int) -> list[Any]:
+    """`num` data iterators over the same microbatches; the given one is used up by the last."""
     if isinstance(iterator, list):
-        pairs = [twice(one) for one in iterator]
-        return [one for one, _ in pairs], [other for _, other in pairs]
+        return [list(one) for one in zip(*(copies(one, num) for one in iterator), strict=True)]
     if iterator is None:
-        return None, None
+        return [None] * num
     if hasattr(iterator, "__next__"):  # Megatron-LM's has no __iter__
-        pair = itertools.tee(iter(iterator.__next__, object()))
         # pretrain_gpt of 0.19 puts this rank's slices into the dict that it gets.
-        first, second = (map(_own, one) for one in pair)
-        return first, second
-    return copy.copy(iterator), iterator  # a place in a list, as slime has it
+        return [map(_own, one) for one in itertools.tee(iter(iterator.__next__, object()), num)]
+    return [copy.copy(iterator) for _ in range(num - 1)] + [iterator]  # a place in a list: slime
 
 
 def _own(batch: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.core.trainers import run_sources, stand_ins
-from tests.core.trainers.both import Step, flat, furthest, twice
+from tests.core.trainers.both import Step, copies, flat, furthest, saved
 from tests.harness import ranks  # noqa: F401  # applies the CPU platform
 
 
@@ -44,14 +44,14 @@ def numbers(iterator: Any) -> list[int]:
 @pytest.mark.parametrize("make", [OnlyNext, Indexed, lambda: iter(range(5))])
 def test_both_schedules_read_the_same_microbatches(make: Any) -> None:
     given = make()
-    (first,), (second,) = twice([given])
+    (first,), (second,) = copies([given], 2)
     assert numbers(first) == numbers(second) == [0, 1, 2]
     assert (given.get_next() if hasattr(given, "get_next") else next(given)) == 3
-    assert twice(None) == (None, None)
+    assert copies(None, 2) == [None, None]
 
 
 def test_a_forward_step_may_change_its_batch() -> None:
-    first, second = twice(iter([{"tokens": 1}]))
+    first, second = copies(iter([{"tokens": 1}]), 2)
     next(first)["tokens"] = 2
     assert next(second) == {"tokens": 1}
 

@@ -1,11 +1,14 @@
 """verl's own engine steps: log-probs and the actor's update, packed, in dynamic batches.
 
 "fused" in a layout's name: with `use_fused_kernels`, which replaces the model's `forward`;
+"padded": without `use_remove_padding`, with a mask [rollouts, positions] at the model call;
+"r2", "r3": experts, with routes that the pass for log-probs records, or that rollouts bring;
 "plugin": with the schedule that verl's plugin has put into the engine's module.
 """
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,22 +20,27 @@ from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.trainers import worker
-from tests.core.trainers.both import Both, Step
+from tests.core.trainers.both import Both, Step, config_of
+from tests.oracle import attention
 
 VOCAB, PROMPT, ANSWER, GROUPS, SIZE = 128, 40, 12, 3, 4
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
 
-def engine_of(layout: Any, chunks: list[Any], *, fused: bool) -> Any:
+def engine_of(name: str, chunks: list[Any]) -> Any:
     """verl's engine around a model; its `__init__` would build one with mbridge."""
     from verl.workers.config import McoreEngineConfig
+    from verl.workers.config.engine import EngineRouterReplayConfig
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
-    engine = object.__new__(MegatronEngineWithLMHead)
+    engine, layout, replay = object.__new__(MegatronEngineWithLMHead), worker.layout_of(name), ""
+    if routes := re.search(r"\br[23]\b", name):
+        replay = routes.group().upper()
     engine.engine_config = McoreEngineConfig(
         tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
-        context_parallel_size=layout.cp, use_remove_padding=True, use_dynamic_bsz=True,
-        use_fused_kernels=fused,
+        context_parallel_size=layout.cp, use_remove_padding="padded" not in name,
+        use_dynamic_bsz=True, use_fused_kernels="fused" in name,
+        router_replay=EngineRouterReplayConfig(mode=replay or "disabled"),
     )  # fmt: skip
     engine.model_config = SimpleNamespace(
         hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
@@ -40,7 +48,7 @@ def engine_of(layout: Any, chunks: list[Any], *, fused: bool) -> Any:
         model_type="language_model", tokenizer=SimpleNamespace(pad_token_id=0),
     )  # fmt: skip
     engine.tf_config, engine.module = unwrap(chunks[0]).config, chunks
-    engine.enable_routing_replay = False
+    engine.enable_routing_replay, engine.mini_layer_topk_idx_list = bool(replay), []
     engine.is_mp_src_rank_with_outputs = lambda: True
     return engine
 
@@ -86,8 +94,13 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
     return ids[order], mask[order]
 
 
-def batch() -> Any:
-    """What a step of verl's trainer gives the engine."""
+def batch(routes: Any = None, *, replay: bool = False) -> Any:
+    """What a step of verl's trainer gives the engine.
+
+    Args:
+        routes: a layer's experts for every token, nested [rollouts, positions, layers, experts].
+        replay: whether routers record routes, or follow those.
+    """
     from tensordict import TensorDict
     from verl.utils import tensordict_utils
     from verl.workers.utils.padding import left_right_2_no_padding
@@ -106,24 +119,56 @@ def batch() -> Any:
     data = TensorDict(columns, batch_size=[num])
     tensordict_utils.assign_non_tensor(
         data, use_dynamic_bsz=True, max_token_len_per_gpu=150, global_batch_size=num,
-        calculate_entropy=True,
+        calculate_entropy=True, enable_routing_replay=replay,
     )  # fmt: skip
-    return left_right_2_no_padding(data)
+    data = left_right_2_no_padding(data)
+    if routes is not None:
+        data["routed_experts"] = routes
+    return data
+
+
+def drawn_routes(spec: Any) -> Any:
+    """Routes as rollouts bring them: two rollouts may send a token of their prompt elsewhere."""
+    draw = torch.Generator().manual_seed(5)
+    lengths = rows()[1].sum(1).tolist()
+    shape = spec.num_layers, spec.num_moe_experts
+    every = [torch.rand(length, *shape, generator=draw) for length in lengths]
+    chosen = [one.topk(2).indices.to(torch.int16) for one in every]
+    return torch.nested.as_nested_tensor(chosen, layout=torch.jagged)
+
+
+def model_of(name: str, layout: Any) -> tuple[Any, list[Any]]:
+    """The model's numbers, and its chunk on this rank."""
+    from verl.utils.megatron import router_replay_utils
+    from verl.utils.megatron.router_replay_patch import apply_router_replay_patch
+
+    router_replay_utils.device_name = "cpu"
+    overrides: dict[str, Any] = {"variable_seq_lengths": True}
+    experts = re.search(r"\br[23]\b", name)
+    if experts:
+        apply_router_replay_patch()
+        overrides["moe_enable_routing_replay"] = True
+    spec = resolve("tiny-moe" if experts else "tiny-qwen3", num_layers=2).with_vocab(VOCAB)
+    chunks = build_model(spec, layout=layout, config_overrides=overrides)
+    if "padded" in name:
+        attention.put_into(chunks[0], ignores_masks=True)
+    if "fused" in name:
+        fuse(chunks[0])
+    return spec, chunks
 
 
 def steps(name: str) -> list[Step]:
     """A pass for log-probs and an update, on one rank."""
+    from verl.utils.megatron.router_replay_patch import RouterReplay
     from verl.workers.config import ActorConfig
     from verl.workers.engine.megatron import transformer_impl
     from verl.workers.utils.losses import ppo_loss
 
     layout = worker.layout_of(name)
     runtime.initialize(layout)
-    spec = resolve("tiny-qwen3", num_layers=2).with_vocab(VOCAB)
-    chunks = build_model(spec, layout=layout, config_overrides={"variable_seq_lengths": True})
-    engine, both = engine_of(layout, chunks, fused="fused" in name), Both()
-    if "fused" in name:
-        fuse(chunks[0])
+    spec, chunks = model_of(name, layout)
+    engine, both = engine_of(name, chunks), Both(config_of(name))
+    both.state = lambda: [engine, *RouterReplay.router_instances]
     if "plugin" in name:
         both.swapped = transformer_impl.get_forward_backward_func
         assert isinstance(both.swapped(), PrefixSchedule), "verl has not loaded the plugin"
@@ -132,10 +177,19 @@ def steps(name: str) -> list[Step]:
         strategy="megatron", rollout_n=SIZE, ppo_mini_batch_size=GROUPS * SIZE,
         ppo_micro_batch_size_per_gpu=1, entropy_coeff=0.01, loss_agg_mode="token-mean",
     )  # fmt: skip
+    replay, routes = engine.enable_routing_replay, drawn_routes(spec) if "r3" in name else None
     with torch.no_grad():
-        engine.forward_backward_batch(batch(), None, forward_only=True)
+        found = engine.forward_backward_batch(
+            batch(routes, replay=replay), None, forward_only=True
+        )
+    if "r2" in name:  # the last stage has them; verl's driver gives them to all workers
+        recorded = [found["model_output"]["routed_experts"] if found else None]
+        torch.distributed.broadcast_object_list(recorded, layout.world_size - 1)
+        routes = recorded[0]
     chunks[0].zero_grad_buffer()
-    engine.forward_backward_batch(batch(), partial(ppo_loss, config=actor), forward_only=False)
+    engine.forward_backward_batch(
+        batch(routes, replay=replay), partial(ppo_loss, config=actor), forward_only=False
+    )
     return both.steps
 
 
