@@ -1,0 +1,85 @@
+"""SkyRL's MegatronModelWrapper: log-probs, and an update with its policy loss and KL, packed.
+
+"unpacked" in a layout's name: without `remove_microbatch_padding`, with a mask at the model call;
+"fused": with `fused_lm_head_logprob`, which wants Megatron-Core 0.18 or newer (`output_processor`).
+"""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+import torch
+import typing_extensions
+
+from tests.core.trainers import stand_ins
+
+stand_ins.for_megatron()
+
+from megatron_prefix.lab import runtime  # noqa: E402
+from megatron_prefix.lab.models.build import build_model  # noqa: E402
+from megatron_prefix.lab.models.presets import resolve  # noqa: E402
+from tests.core.trainers import worker  # noqa: E402
+from tests.core.trainers.both import Both, Step, config_of  # noqa: E402
+from tests.core.trainers.megatron_lm_steps import run_on_cpu  # noqa: E402
+from tests.core.trainers.verl_steps import ANSWER, PROMPT, SIZE, VOCAB, rows  # noqa: E402
+from tests.oracle import attention  # noqa: E402
+
+WRAPPER = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
+
+
+def microbatches() -> list[dict[str, Any]]:
+    """What SkyRL's worker gives the wrapper; three microbatches of four rollouts."""
+    ids, mask = rows()
+    num = len(ids)
+    answered = mask[:, PROMPT:].float()
+    columns = {
+        "sequences": ids, "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        "old_action_log_probs": torch.full((num, ANSWER), -4.9),
+        "base_action_log_probs": torch.full((num, ANSWER), -4.8),
+        "rollout_action_logprobs": torch.full((num, ANSWER), -4.85),
+        "advantages": torch.linspace(-1, 1, num)[:, None] * answered / answered.sum(),
+        "loss_mask": answered, "response_mask": mask[:, PROMPT:],
+    }  # fmt: skip
+    return [
+        {name: column[start : start + SIZE] for name, column in columns.items()}
+        | {"num_actions": ANSWER, "num_microbatches": num // SIZE, "rollout_expert_indices": None}
+        for start in range(0, num, SIZE)
+    ]
+
+
+def steps(name: str) -> list[Step]:
+    """A pass for log-probs and an update, on one rank."""
+    from skyrl.backends.skyrl_train.utils.ppo_utils import ppo_policy_loss
+    from skyrl.backends.skyrl_train.workers.megatron import megatron_model_wrapper
+    from skyrl.train.config import TrainerConfig
+
+    layout = worker.layout_of(name)
+    runtime.initialize(layout)
+    spec = resolve("tiny-qwen3", num_layers=2).with_vocab(VOCAB)
+    (chunk,) = build_model(spec, layout=layout, config_overrides={"variable_seq_lengths": True})
+    packed = "unpacked" not in name
+    if not packed:
+        attention.put_into(chunk, ignores_masks=True)
+    config = TrainerConfig(
+        strategy="megatron", remove_microbatch_padding=packed,
+        fused_lm_head_logprob="fused" in name,
+    )  # fmt: skip
+    wrapper = megatron_model_wrapper.MegatronModelWrapper(
+        config, [chunk], policy_loss_fn=ppo_policy_loss
+    )
+    megatron_model_wrapper.get_forward_backward_func = both = Both(config_of(name))
+    given = microbatches()
+    with torch.no_grad():
+        wrapper.forward(given, PROMPT + ANSWER, SIZE, temperature=0.9)
+    chunk.zero_grad_buffer()
+    wrapper.forward_backward_mini_batch(given, PROMPT + ANSWER, SIZE, temperature=0.9)
+    return both.steps
+
+
+if __name__ == "__main__":
+    run_on_cpu()
+    typing.TypedDict = typing_extensions.TypedDict  # type: ignore[misc]  # pydantic, before 3.12
+    stand_ins.where_missing("loguru", "jaxtyping", "cloudpathlib")
+    worker.main([WRAPPER], steps)
