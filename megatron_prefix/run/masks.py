@@ -45,14 +45,28 @@ def _changes_attention(call: ModelCall, use: MaskUse) -> Tensor:
     if mask.dim() < 2:
         return _yes(mask)
     square = mask.shape[-1] == mask.shape[-2]
-    if use is MaskUse.IGNORED and not square and tokens is not None and mask.shape == tokens.shape:
-        # [samples, positions]; no token that it keeps sees one that it leaves out, at the end.
-        kept = mask != 0
-        return ~kept[:, 0].all() | (kept[:, 1:] & ~kept[:, :-1]).any()
+    if use is MaskUse.IGNORED and not square and tokens is not None:
+        kept = _kept(mask, tokens)
+        if kept is not None:  # no token that it keeps sees one that it leaves out, at the end
+            return ~kept[:, 0].all() | (kept[:, 1:] & ~kept[:, :-1]).any()
     if mask.dtype != torch.bool or not square:
         return _yes(mask)
     causal = torch.ones_like(mask[(0,) * (mask.dim() - 2)]).triu(1)
     return (mask != causal).any()
+
+
+def _kept(mask: Tensor, tokens: Tensor) -> Tensor | None:
+    """Which tokens a mask of padding keeps, bool [samples, positions]; None for other masks.
+
+    It has that shape itself, or that of transformer-engine's, [samples, 1, 1, positions], in which
+    True is padding (SkyRL's).
+    """
+    if mask.shape == tokens.shape:
+        return mask != 0
+    rows, *middle = mask.shape[:-1]
+    if mask.dtype == torch.bool and middle == [1, 1] and (rows, mask.shape[-1]) == tokens.shape:
+        return ~mask[:, 0, 0]
+    return None
 
 
 def _yes(like: Tensor) -> Tensor:

@@ -24,6 +24,13 @@ HEAD = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
 HOLE = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])
 NONE_LEFT = torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]])
 IGNORED, OBEYED, NEEDED = MaskUse
+
+
+def padding(kept: torch.Tensor) -> torch.Tensor:
+    """Transformer-engine's mask of padding, [samples, 1, 1, positions], for SkyRL's unpacked calls."""
+    return (kept == 0)[:, None, None]
+
+
 NOT_CAUSAL, PADS = "attention_mask of a model call is not causal", "padding_mask leaves tokens out"
 
 
@@ -47,9 +54,15 @@ def test_the_causal_mask_is_taken_in_any_case(use: MaskUse) -> None:
 @pytest.mark.parametrize("use", MaskUse)
 @pytest.mark.parametrize(
     "mask",
-    [RESET, FUTURE, CAUSAL.float(), CAUSAL[..., :1, :], torch.zeros(4), HEAD, HOLE, NONE_LEFT],
-    ids=["reset", "future", "float", "one row", "vector", "head", "hole", "none left"],
-)
+    [
+        RESET, FUTURE, CAUSAL.float(), CAUSAL[..., :1, :], torch.zeros(4), HEAD, HOLE, NONE_LEFT,
+        padding(HEAD), padding(HOLE), padding(NONE_LEFT), padding(TAIL).long(), ~padding(TAIL),
+    ],
+    ids=[
+        "reset", "future", "float", "one row", "vector", "head", "hole", "none left", "padded head",
+        "padded hole", "none but padding", "padding as a number", "padding upside down",
+    ],
+)  # fmt: skip
 def test_masks_that_are_not_causal_are_refused(use: MaskUse, mask: torch.Tensor) -> None:
     assert NOT_CAUSAL in accepts(use, attention_mask=mask)
 
@@ -58,10 +71,12 @@ def test_masks_that_are_not_causal_are_refused(use: MaskUse, mask: torch.Tensor)
 def test_a_mask_that_cuts_off_the_end_is_taken_if_ignored(dtype: torch.dtype) -> None:
     assert not accepts(IGNORED, attention_mask=TAIL.to(dtype))
     assert not accepts(IGNORED, attention_mask=torch.ones(2, 4, dtype=dtype))
+    assert not accepts(IGNORED, attention_mask=padding(TAIL))
     # Of another shape than the tokens', and where attention would obey it.
     assert NOT_CAUSAL in accepts(IGNORED, attention_mask=TAIL[:, :3].to(dtype))
     for use in (OBEYED, NEEDED):
-        assert NOT_CAUSAL in accepts(use, attention_mask=TAIL.to(dtype))
+        for mask in (TAIL.to(dtype), padding(TAIL)):
+            assert NOT_CAUSAL in accepts(use, attention_mask=mask)
 
 
 def test_layers_that_need_a_mask_get_one() -> None:

@@ -1,19 +1,24 @@
-"""slime's forward_only and train_one_step: log-probs, and an update with its policy loss."""
+"""slime's forward_only and train_one_step: log-probs, and an update with its policy loss.
+
+"replay" in a layout's name: experts, with slime's own queue of routes, which log-probs record.
+"""
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe import router
 
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.optimizer import build_optimizer
 from megatron_prefix.lab.models.presets import resolve
 from tests.core.trainers import worker
-from tests.core.trainers.both import Both, Step
+from tests.core.trainers.both import Both, Step, config_of
 from tests.core.trainers.megatron_lm_steps import run_on_cpu
 from tests.core.trainers.verl_steps import GROUPS, PROMPT, SIZE, VOCAB, rows
 
@@ -57,19 +62,51 @@ def rollout_data() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def replay_routes(chunk: Any) -> None:
+    """What slime's patch of Megatron does: a queue for every router, used inside the top-k.
+
+    Megatron asks an object for the top-k, where there is one; slime's answers in its place.
+    """
+    from slime.utils import routing_replay
+
+    os.environ["ENABLE_ROUTING_REPLAY"] = "1"
+    stock = router.topk_routing_with_score_function
+
+    def topk(scores: Any, num: int, groups: Any, group_topk: Any, topk: Any) -> Any:
+        ours = routing_replay.get_routing_replay_compute_topk(topk)
+        return ours(scores, num, groups, group_topk)
+
+    def routed(*args: Any, **options: Any) -> Any:
+        queue = SimpleNamespace(get_replay_topk=topk)
+        return stock(*args, **options | {"router_replay": queue})
+
+    router.topk_routing_with_score_function = routed
+    routing_replay.RoutingReplay.record = lambda self, indices: self.top_indices_list.append(
+        indices.clone()  # slime pins a copy
+    )
+    for module in chunk.modules():
+        if isinstance(module, router.TopKRouter):
+            routing_replay.register_routing_replay(module)
+
+
 def steps(name: str) -> list[Step]:
     """A pass for log-probs and an update, on one rank."""
     from slime.backends.megatron_utils import model as slime_model
     from slime.backends.megatron_utils.data import get_data_iterator
     from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
     from slime.utils import accelerator
+    from slime.utils.routing_replay import RoutingReplay
 
     layout = worker.layout_of(name)
     runtime.initialize(layout)
     accelerator.device = accelerator.current_device = lambda: torch.device("cpu")
-    spec = resolve("tiny-qwen3", num_layers=2).with_vocab(VOCAB)
+    replay = "replay" in name
+    spec = resolve("tiny-moe" if replay else "tiny-qwen3", num_layers=2).with_vocab(VOCAB)
     chunks = build_model(spec, layout=layout, config_overrides={"variable_seq_lengths": True})
-    both = Both()
+    both = Both(config_of(name), state=lambda: RoutingReplay.all_routing_replays)
+    if replay:
+        replay_routes(chunks[0])
+    os.environ["ROUTING_REPLAY_STAGE"] = "record"  # as slime's actor sets it
     slime_model.get_forward_backward_func = both
     slime_model.get_args = lambda: ARGUMENTS
     iterators = get_data_iterator(rollout_data())
@@ -78,6 +115,7 @@ def steps(name: str) -> list[Step]:
         slime_model.forward_only(get_log_probs_and_entropy, ARGUMENTS, chunks, iterators, [num])
     for iterator in iterators:
         iterator.reset()
+    os.environ["ROUTING_REPLAY_STAGE"] = "replay_backward"
     slime_model.train_one_step(
         ARGUMENTS, 0, 0, iterators, chunks, build_optimizer(chunks),
         SimpleNamespace(step=lambda increment: None), num, GROUPS * SIZE,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.core.trainers import run_sources, stand_ins
-from tests.core.trainers.both import Step, copies, flat, furthest, saved
+from tests.core.trainers.both import Step, copies, flat, furthest
 from tests.harness import ranks  # noqa: F401  # applies the CPU platform
 
 

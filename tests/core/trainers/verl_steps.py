@@ -179,9 +179,7 @@ def steps(name: str) -> list[Step]:
     )  # fmt: skip
     replay, routes = engine.enable_routing_replay, drawn_routes(spec) if "r3" in name else None
     with torch.no_grad():
-        found = engine.forward_backward_batch(
-            batch(routes, replay=replay), None, forward_only=True
-        )
+        found = engine.forward_backward_batch(batch(routes, replay=replay), None, forward_only=True)
     if "r2" in name:  # the last stage has them; verl's driver gives them to all workers
         recorded = [found["model_output"]["routed_experts"] if found else None]
         torch.distributed.broadcast_object_list(recorded, layout.world_size - 1)
