@@ -57,7 +57,8 @@ def check_version(version: str | None = None) -> None:
     release = Version(version or megatron.core.__version__)
     if Version(release.base_version) < OLDEST:
         raise refused(OLD_MEGATRON, release, OLDEST)
-    if release > NEWEST_TRIED:
+    # 0.19 adds the commit of a git repository around it: 0.19.2+dc4f901.
+    if Version(release.public) > NEWEST_TRIED:
         logger.warning("megatron-core %s is newer than %s, the newest tried", release, NEWEST_TRIED)
 
 

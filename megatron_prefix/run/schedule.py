@@ -47,6 +47,8 @@ from megatron_prefix.run.suspend import Capture
 from megatron_prefix.tree import Forest
 
 logger = logging.getLogger(__name__)
+WATCHED = "the first step of its kind is watched"
+"""Why the stock schedule runs a step that nothing is in the way of."""
 
 
 @dataclass
@@ -182,7 +184,7 @@ class PrefixSchedule:
             )
         refusal = self._kinds[kind] = agree(first.error, rank.same_schedule, rank.device)
         if refusal is None:
-            self._stock_report(Decision(False, "the first step of its kind is watched", False, 1.0))
+            self._stock_report(Decision(False, WATCHED, False, 1.0))
         else:
             self._refused(refusal)
         return store

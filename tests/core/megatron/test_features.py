@@ -315,7 +315,10 @@ def test_an_old_megatron_is_refused(version: str) -> None:
         features.check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.16.1rc0", "0.17.1", "0.18.1", "0.19.2", "0.19.0"])
+@pytest.mark.parametrize(
+    "version",
+    ["0.16.1", "0.16.1rc0", "0.17.1", "0.18.1", "0.19.0", "0.19.2", "0.19.2+dc4f901"],
+)
 def test_versions_that_were_read_are_taken_quietly(
     version: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -27,7 +27,7 @@ IGNORED, OBEYED, NEEDED = MaskUse
 
 
 def padding(kept: torch.Tensor) -> torch.Tensor:
-    """Transformer-engine's mask of padding, [samples, 1, 1, positions], for SkyRL's unpacked calls."""
+    """Transformer-engine's mask of padding, [samples, 1, 1, positions], as SkyRL gives it."""
     return (kept == 0)[:, None, None]
 
 

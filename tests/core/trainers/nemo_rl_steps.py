@@ -1,4 +1,8 @@
-"""NeMo-RL's megatron_forward_backward: log-probs, and an update with its NLL loss, packed."""
+"""NeMo-RL's megatron_forward_backward: log-probs, and an update with its NLL loss, packed.
+
+"dpo" in a layout's name: with its DPO loss, on pairs of rollouts of one prompt; "unpacked": rows of
+padded samples, as DPO has them; "fused": with `use_fused_linear_logprobs`.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,17 @@ from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.trainers import nemo_rl
 from tests.core.trainers import worker
-from tests.core.trainers.both import Both, Step
+from tests.core.trainers.both import Both, Step, config_of
 from tests.core.trainers.megatron_lm_steps import run_on_cpu
 from tests.core.trainers.verl_steps import PROMPT, VOCAB, rows
+from tests.oracle import attention
 
 NEWER = "megatron.core.transformer.moe.moe_logging"
-PACKING = {"enabled": True, "max_total_tokens": 150}
+ROWS = 4
 
 
-def batches(layout: Any) -> list[Any]:
-    """Processed microbatches of three rollouts each, packed by NeMo-RL."""
+def batches(layout: Any, config: dict[str, Any]) -> list[Any]:
+    """Processed microbatches of four rollouts each, packed by NeMo-RL or padded."""
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
     from nemo_rl.models.megatron import data as nemo_data
 
@@ -33,15 +38,18 @@ def batches(layout: Any) -> list[Any]:
         **{name: value for name, value in given.items() if name in fields}
     )
     ids, mask = rows()
+    alike = sorted(range(len(ids)), key=lambda row: ids[row, :PROMPT].tolist())
+    ids, mask = ids[alike], mask[alike]  # pairs of one prompt
     lengths = mask.sum(1)
     found = []
-    for start in range(0, len(ids), 3):
-        members = slice(start, start + 3)
+    for start in range(0, len(ids), ROWS):
+        members = slice(start, start + ROWS)
         width = int(lengths[members].max())
         data = BatchedDataDict(
-            input_ids=torch.zeros(3, width, dtype=torch.long),
-            input_lengths=lengths[members], sample_mask=torch.ones(3),
-            token_mask=torch.zeros(3, width),
+            input_ids=torch.zeros(ROWS, width, dtype=torch.long),
+            input_lengths=lengths[members], sample_mask=torch.ones(ROWS),
+            token_mask=torch.zeros(ROWS, width),
+            reference_policy_logprobs=torch.full((ROWS, width), -4.9),
         )  # fmt: skip
         for row, (tokens, held) in enumerate(zip(ids[members], mask[members], strict=True)):
             prompt, num = int(held[:PROMPT].sum()), int(held.sum())
@@ -51,39 +59,55 @@ def batches(layout: Any) -> list[Any]:
     multiple = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
     return list(
         nemo_data.make_processed_microbatch_iterator(
-            iter(found), {"sequence_packing": PACKING}, "input_lengths", multiple, 1, None, None
+            iter(found), config, "input_lengths", multiple, 1, None, None
         )
     )
+
+
+def model_of(name: str, layout: Any) -> Any:
+    """The model's chunk on this rank."""
+    from nemo_rl.distributed import model_utils
+
+    if "fused" in name:
+        model_utils.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=32)
+    spec = resolve("tiny-qwen3", num_layers=2).with_vocab(VOCAB)
+    (chunk,) = build_model(spec, layout=layout, config_overrides={"variable_seq_lengths": True})
+    if "unpacked" in name:
+        attention.put_into(chunk, ignores_masks=True)
+    return chunk
 
 
 def steps(name: str) -> list[Step]:
     """A pass for log-probs and an update, on one rank."""
     from nemo_rl.algorithms.loss import NLLLossFn
+    from nemo_rl.algorithms.loss.loss_functions import DPOLossConfig, DPOLossFn
     from nemo_rl.models.megatron import train
 
     if not hasattr(sys.modules[NEWER], "__file__"):
         sys.modules[NEWER] = None  # type: ignore[assignment]  # not there, as before the stand-in
     layout = worker.layout_of(name)
     runtime.initialize(layout)
-    spec = resolve("tiny-qwen3", num_layers=2).with_vocab(VOCAB)
-    (chunk,) = build_model(spec, layout=layout, config_overrides={"variable_seq_lengths": True})
-    train.get_forward_backward_func = both = Both(samples=nemo_rl.TRAINER.samples)
-    given = batches(layout)
-    config = {"sequence_packing": PACKING}
+    chunk, fused = model_of(name, layout), {"use_fused_linear_logprobs": "fused" in name}
+    train.get_forward_backward_func = both = Both(config_of(name), samples=nemo_rl.TRAINER.samples)
+    packing = {"enabled": "unpacked" not in name, "max_total_tokens": 200}
+    config = {"sequence_packing": packing}
+    given = batches(layout, config)
     with torch.no_grad():
         train.megatron_forward_backward(
-            chunk, iter(given), len(given), 64, 1, train.LogprobsPostProcessor(config),
-            forward_only=True,
+            chunk, iter(given), len(given), 64, 1, train.LogprobsPostProcessor(config, **fused),
+            forward_only=True, **fused,
         )  # fmt: skip
     chunk.zero_grad_buffer()
     trained = sum(float(one.data_dict["token_mask"].sum()) for one in given)
+    loss = DPOLossFn(DPOLossConfig(), **fused) if "dpo" in name else NLLLossFn(**fused)
     train.megatron_forward_backward(
         chunk, iter(given), len(given), 64, 1,
-        train.LossPostProcessor(NLLLossFn(), config, num_microbatches=len(given)),
+        train.LossPostProcessor(loss, config, num_microbatches=len(given)), **fused,
         global_valid_seqs=torch.tensor(12.0), global_valid_toks=torch.tensor(trained),
     )  # fmt: skip
-    forward, update = both.steps
-    assert update.scored < forward.scored == forward.executed, "token_mask was ignored"
+    forward, update = both.steps[len(both.steps) // 2 - 1], both.steps[-1]
+    if not update.reason:
+        assert update.scored < forward.scored == forward.executed, "token_mask was ignored"
     return both.steps
 
 

@@ -2,22 +2,28 @@
 
     python -m tests.core.trainers.run_sources FOLDER [TRAINER...]
 
-FOLDER holds one folder a trainer: Megatron-LM, slime, RL (NeMo-RL) and verl (an installation with
-`pip install --target`, which test_verl.py makes: other trainers take packages from it, too), each a
-checkout, or an export with the commit in a file COMMIT. Nothing is fetched. Every layout runs in a
-process of its own and may take five minutes. Prints a table for docs/results.md; what did not run
-is in it with the reason, and the exit code is then 1.
+FOLDER holds one folder a trainer: Megatron-LM, slime, RL (NeMo-RL), SkyRL and verl (an installation
+with `pip install --target`, which test_verl.py makes: other trainers take packages from it, too),
+each a checkout, or an export with the commit in a file COMMIT, and megatron-core, an installation
+of 0.19 for SkyRL. Nothing is fetched. Every layout runs in a process of its own and may take five
+minutes. Prints a table for docs/results.md; what did not run is in it with the reason, and the exit
+code is then 1.
+
+A layout with "auto" in its name has a form that mode "auto" shares, or leaves to the stock schedule
+for the reason in the table, bit for bit.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_prefix.run.schedule import WATCHED
 from tests.core.trainers.both import Step
 
 TIME_LIMIT_S = 300
@@ -30,18 +36,21 @@ class Trainer(NamedTuple):
         module: of tests/trainers.
         folders: in the folder of sources; the first one is the trainer's own.
         layouts: see worker.py.
+        core: the folder with its Megatron-Core, if it is not this environment's.
     """
 
     module: str
     folders: tuple[str, ...]
     layouts: tuple[str, ...]
+    core: str = ""
 
 
 TRAINERS = {
     "verl, engine": Trainer(
         "verl_steps", ("verl",),
         ("1", "tp2", "tp2-sp", "pp2", "tp2-pp2", "cp2", "pp2-cp2", "1-fused", "tp2-fused",
-         "pp2-fused"),
+         "pp2-fused", "1-padded-auto", "tp2-sp-padded-auto", "pp2-padded-auto", "1-r2-auto",
+         "pp2-r2-auto", "tp2-sp-r2-auto", "1-r3-auto", "pp2-r3-auto", "tp2-sp-fused-auto"),
     ),
     "Megatron-LM, pretrain_gpt": Trainer(
         "megatron_lm_steps", ("Megatron-LM",),
@@ -51,10 +60,22 @@ TRAINERS = {
         "megatron_rl_steps", ("Megatron-LM", "verl"), ("1", "tp2", "pp2", "tp2-pp2")
     ),
     "slime, model.py": Trainer(
-        "slime_steps", ("slime", "Megatron-LM"), ("1", "tp2", "pp2", "cp2", "tp2-pp2")
+        "slime_steps", ("slime", "Megatron-LM"),
+        ("1", "tp2", "pp2", "cp2", "tp2-pp2", "1-auto", "1-replay-auto", "tp2-replay-auto",
+         "pp2-replay-auto"),
     ),
     "NeMo-RL, train.py": Trainer(
-        "nemo_rl_steps", ("RL", "Megatron-LM", "verl"), ("1", "tp2", "pp2", "cp2", "tp2-pp2")
+        "nemo_rl_steps", ("RL", "Megatron-LM", "verl"),
+        ("1", "tp2", "pp2", "cp2", "tp2-pp2", "1-auto", "1-unpacked-auto", "1-unpacked-dpo-auto",
+         "pp2-unpacked-dpo-auto", "1-fused-auto", "1-unpacked-fused-auto", "tp2-fused-auto",
+         "pp2-fused-auto", "1-unpacked-fused-dpo-auto"),
+    ),
+    "SkyRL, megatron_model_wrapper": Trainer(
+        "skyrl_steps", ("SkyRL", "SkyRL/skyrl-gym", "verl"),
+        ("1", "tp2", "pp2", "cp2", "tp2-pp2", "1-auto", "1-unpacked-auto", "tp2-unpacked-auto",
+         "pp2-unpacked-auto", "1-fused-auto", "tp2-fused-auto", "pp2-fused-auto",
+         "1-unpacked-fused-auto"),
+        "megatron-core",
     ),
 }  # fmt: skip
 
@@ -71,6 +92,10 @@ def commit_of(folder: Path) -> str:
 def run(trainer: Trainer, sources: Path, layout: str) -> str:
     """What the table says of one layout: figures, or why there are none."""
     folders = os.pathsep.join(str(sources / name) for name in trainer.folders)
+    environ = dict(os.environ)
+    if trainer.core:
+        given = [str(sources / trainer.core), environ.get("PYTHONPATH", "")]
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, given))
     command = [
         sys.executable,
         "-W",
@@ -81,18 +106,26 @@ def run(trainer: Trainer, sources: Path, layout: str) -> str:
     ]
     try:
         done = subprocess.run(
-            [*command, layout], capture_output=True, text=True, timeout=TIME_LIMIT_S
+            [*command, layout], capture_output=True, text=True, timeout=TIME_LIMIT_S, env=environ
         )
     except subprocess.TimeoutExpired:
         return f"failed: longer than {TIME_LIMIT_S} s"
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"layout"')]
+    lines = re.findall(r'\{"layout".*', done.stdout)  # behind a progress bar, in slime
     seen = json.loads(lines[0]) if lines else {"error": done.stderr, "ranks": []}
     if seen["error"] or not seen["ranks"]:
         return f"failed: {(seen['error'].split() and seen['error'].strip().splitlines()[-1])[:200]}"
-    steps = [Step(**step) for rank in seen["ranks"] for step in rank]
-    problem = next((step.problem for step in steps if step.problem), "")
-    if problem:
+    return told([Step(**step) for rank in seen["ranks"] for step in rank])
+
+
+def told(steps: list[Step]) -> str:
+    """What the table says of steps that ran; the watched ones only have to be stock's."""
+    if problem := next((step.problem for step in steps if step.problem), ""):
         return f"failed: {problem}"
+    steps = [step for step in steps if step.reason != WATCHED]
+    if not steps:
+        return "failed: nothing ran but watched steps"
+    if reasons := dict.fromkeys(step.reason for step in steps if step.reason):
+        return f"0 | 0 | 0 | stock schedule: {'; '.join(reasons)}"
     worst = max(steps, key=lambda step: step.gradient)
     results = max(step.results for step in steps)
     return (
@@ -111,7 +144,8 @@ def main() -> int:
     for name, trainer in TRAINERS.items():
         if not any(one in name for one in wanted):
             continue
-        missing = [one for one in trainer.folders if not (sources / one).is_dir()]
+        folders = filter(None, (*trainer.folders, trainer.core))
+        missing = [one for one in folders if not (sources / one).is_dir()]
         for layout in trainer.layouts:
             said = f"failed: no folder {missing[0]}" if missing else run(trainer, sources, layout)
             failed |= said.startswith("failed")

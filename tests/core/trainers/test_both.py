@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_prefix.run.schedule import WATCHED
 from tests.core.trainers import run_sources, stand_ins
-from tests.core.trainers.both import Step, copies, flat, furthest
+from tests.core.trainers.both import Step, copies, flat, furthest, saved
 from tests.harness import ranks  # noqa: F401  # applies the CPU platform
 
 
@@ -91,6 +92,38 @@ def test_the_comparison_sees(found: dict[str, list[float]], difference: float) -
     assert furthest(given, expected) == pytest.approx(difference)
     step = Step("update", 50, 100, 1e-5, furthest(given, expected), 0.0)
     assert bool(step.problem) == (difference > 0)
+
+
+def test_a_step_of_the_stock_schedule_is_stocks_bit_for_bit() -> None:
+    known = {"executed": 0, "raw": 0, "limit": 1.0, "reason": "routes in order"}
+    assert not Step("update", gradient=0.0, results=0.0, **known).problem
+    for gradient, results in ((1e-9, 0.0), (0.0, 1e-9), (float("nan"), 0.0)):
+        step = Step("update", gradient=gradient, results=results, **known)
+        assert "routes in order" in step.problem
+
+
+def test_the_table_tells_why_a_form_falls_back() -> None:
+    watched = Step("update", 0, 0, 1.0, 0.0, 0.0, reason=WATCHED)
+    fell_back = Step("update", 0, 0, 1.0, 0.0, 0.0, reason="routes in order")
+    shared = Step("forward", 40, 100, 1e-5, 0.0, 2e-6)
+    assert run_sources.told([watched, shared]) == "0.0e+00 | 2.0e-06 | 1.0e-05 | 40 of 100"
+    assert run_sources.told([watched, fell_back]).endswith("stock schedule: routes in order")
+    assert "failed" in run_sources.told([watched])
+    watched.gradient = 1e-7
+    assert "failed" in run_sources.told([watched, shared])
+
+
+def test_what_a_trainer_keeps_is_put_back_as_often_as_needed() -> None:
+    queue = OnlyNext()
+    queue.routes, queue.place = [1, 2], 0
+    put_back = saved([queue])
+    drawn = torch.rand(2)
+    for _ in range(2):
+        queue.routes.append(3)
+        queue.place = 1
+        put_back()
+        assert (queue.routes, queue.place) == ([1, 2], 0)
+        assert torch.equal(torch.rand(2), drawn)
 
 
 def test_a_step_in_which_nothing_was_shared_is_a_problem() -> None:

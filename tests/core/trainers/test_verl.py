@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 
+from megatron_prefix.run.schedule import WATCHED
 from tests.core.trainers.both import Step
 from tests.core.trainers.registry import installed
 
 ROOT = Path(__file__).parents[3]
 LAYOUTS = ("1", "tp2-sp", "pp2", "tp2-pp2", "cp2", "pp2-fused")
+FORMS = {"1-padded-auto": ("", ""), "pp2-r2-auto": ("records routes", "routes are not known")}
+"""Of mode "auto": why log-probs and updates run as stock's do; "" if they share."""
 
 
 def run(*layouts: str, **environ: str) -> dict[str, dict[str, Any]]:
@@ -32,7 +35,7 @@ def run(*layouts: str, **environ: str) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, dict[str, Any]]:
-    return run(*LAYOUTS)
+    return run(*LAYOUTS, *FORMS)
 
 
 @pytest.fixture
@@ -61,6 +64,21 @@ def check(run: dict[str, Any]) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_verl_gets_the_stock_schedules_results(runs: dict[str, Any], layout: str) -> None:
     check(runs[layout])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", FORMS)
+def test_in_mode_auto_verl_shares_or_gets_the_stock_schedules_bits(
+    runs: dict[str, Any], layout: str
+) -> None:
+    assert not runs[layout]["error"], runs[layout]["error"]
+    for rank in runs[layout]["ranks"]:
+        watched, forward, again, update = (Step(**step) for step in rank)
+        assert [watched.reason, again.reason] == [WATCHED] * 2
+        assert [step.problem for step in (watched, forward, again, update)] == [""] * 4
+        for step, reason in zip((forward, update), FORMS[layout], strict=True):
+            assert reason in step.reason
+            assert bool(reason) == bool(step.reason)
 
 
 @pytest.mark.slow
