@@ -61,13 +61,13 @@ TRAINERS = {
     ),
     "slime, model.py": Trainer(
         "slime_steps", ("slime", "Megatron-LM"),
-        ("1", "tp2", "pp2", "cp2", "tp2-pp2", "1-auto", "1-replay-auto", "tp2-replay-auto",
+        ("1", "tp2", "pp2", "cp2", "tp2-pp2", "1-auto", "1-replay-auto", "tp2-sp-replay-auto",
          "pp2-replay-auto"),
     ),
     "NeMo-RL, train.py": Trainer(
         "nemo_rl_steps", ("RL", "Megatron-LM", "verl"),
         ("1", "tp2", "pp2", "cp2", "tp2-pp2", "1-auto", "1-unpacked-auto", "1-unpacked-dpo-auto",
-         "pp2-unpacked-dpo-auto", "1-fused-auto", "1-unpacked-fused-auto", "tp2-fused-auto",
+         "pp2-unpacked-dpo-auto", "1-fused-auto", "1-unpacked-fused-auto", "tp2-sp-fused-auto",
          "pp2-fused-auto", "1-unpacked-fused-dpo-auto"),
     ),
     "SkyRL, megatron_model_wrapper": Trainer(

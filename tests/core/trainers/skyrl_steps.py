@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import typing_extensions
+from megatron.core.utils import get_model_config
 
 from tests.core.trainers import stand_ins
 
@@ -66,9 +67,12 @@ def steps(name: str) -> list[Step]:
         strategy="megatron", remove_microbatch_padding=packed,
         fused_lm_head_logprob="fused" in name,
     )  # fmt: skip
+    settings = get_model_config(chunk)
+    reduce = settings.finalize_model_grads_func
     wrapper = megatron_model_wrapper.MegatronModelWrapper(
         config, [chunk], policy_loss_fn=ppo_policy_loss
     )
+    settings.finalize_model_grads_func = reduce  # SkyRL puts it off until its optimizer's step
     megatron_model_wrapper.get_forward_backward_func = both = Both(config_of(name))
     given = microbatches()
     with torch.no_grad():
