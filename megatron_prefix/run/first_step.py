@@ -103,14 +103,15 @@ class FirstStep:
     Args:
         function: the trainer's `forward_step_func`.
         rank: with the model chunks that it calls.
+        suspended: whether forward steps are suspended in their calls, which stock does not run.
 
     Attributes:
         rank: as given.
         reason: why steps of this kind cannot be shared; None if nothing is in the way.
     """
 
-    def __init__(self, function: Callable[..., Any], rank: Rank) -> None:
-        self._function, self.rank = function, rank
+    def __init__(self, function: Callable[..., Any], rank: Rank, *, suspended: bool) -> None:
+        self._function, self.rank, self._suspended = function, rank, suspended
         self.reason: Reason | None = None
         self._places = [*places(function)]
         self._restored = {id(_dict_of(place)) for place in self._places}
@@ -216,7 +217,8 @@ class FirstStep:
             finally:
                 self._leave()
             if getattr(model, "post_process", True):
-                self._look_at(found, args[0] if args else kwargs.get("input_ids"))
+                tokens = args[0] if args else kwargs.get("input_ids")
+                self._look_at(found, self._shape_of_call(model, tokens))
                 self._watch_gradient(found, kwargs.get("loss_mask"))
             return found
 
@@ -251,11 +253,28 @@ class FirstStep:
         if not step.depth and step.resumed is None:
             step.resumed = self._marks()
 
-    def _look_at(self, output: Any, tokens: Any) -> None:
-        """Notes an output that is not per position."""
+    def _shape_of_call(self, model: Any, tokens: Any) -> tuple[int, int] | None:
+        """Samples and positions of a call that stock runs; None where nothing says them.
+
+        Off the first stage a trainer may give any tokens (SkyRL: those of another layout).
+        """
+        if not getattr(model, "pre_process", True):
+            if self._suspended:  # the segments' outputs are checked
+                return None
+            received = model.decoder.input_tensor
+            if not isinstance(received, Tensor):
+                return None
+            parts = self.rank.groups.tp.size() if self.rank.config.sequence_parallel else 1
+            return received.shape[1], received.shape[0] * parts
         if not isinstance(tokens, Tensor) or tokens.is_nested or tokens.dim() != 2:
+            return None
+        return tokens.shape[0], tokens.shape[1]
+
+    def _look_at(self, output: Any, shape: tuple[int, int] | None) -> None:
+        """Notes an output that is not per position."""
+        if shape is None:
             return
-        rows, num = tokens.shape
+        rows, num = shape
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, _NUMBERS):
                 continue

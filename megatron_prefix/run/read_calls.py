@@ -104,8 +104,18 @@ def read_calls(
         if callbacks.routes is not None and rank.has_experts and replays_routes(rank.config):
             routes = [callbacks.routes(call) for call in calls]
     if rank.is_last and not (rank.is_first and len(rank.models) == 1):
-        last = read(capture.calls(-1))
+        calls = capture.calls(-1)
+        last = read(calls) if _tell_loss(calls, callbacks) else None
     return ReadCalls(first, last, routes)
+
+
+def _tell_loss(calls: Sequence[ModelCall], callbacks: Callbacks) -> bool:
+    """Whether the last stage's calls say labels, or which positions carry loss. Else there is
+    nothing to read: its tokens may be any (SkyRL: those of another layout)."""
+    if callbacks.trained is not None or callbacks.samples is not None:
+        return True
+    told = (call[name] is not None for call in calls for name in ("labels", "loss_mask"))
+    return any(told)
 
 
 def _check_features(inner: Any, model: Any) -> MaskUse:

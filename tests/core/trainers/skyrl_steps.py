@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 import typing_extensions
-from megatron.core.utils import get_model_config
 
 from tests.core.trainers import stand_ins
 
 stand_ins.for_megatron()
+
+from megatron.core.utils import get_model_config  # noqa: E402
 
 from megatron_prefix.lab import runtime  # noqa: E402
 from megatron_prefix.lab.models.build import build_model  # noqa: E402
