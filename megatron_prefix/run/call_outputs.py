@@ -12,6 +12,7 @@ joined outputs; what reaches a leaf on any rank is added up before the segment's
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -95,6 +96,7 @@ class CallOutputs:
         self._dims: list[int | None] = []
         self._plain: list[Any] = []
         self._index: dict[tuple[int, ...], Tensor] = {}
+        self._bounds: dict[int, list[int]] = {}
         self.guards: list[Tensor] = []
 
     def take(
@@ -225,13 +227,16 @@ class CallOutputs:
         if like.dim() > 1:
             return self._assembled(places, number, like)
         used = sorted({place.segment for place in places if self._is_computed(place)})
-        starts, total = self._starts(used)
+        begins, total = dict[int, int](), 0  # of segments whose outputs lie one behind the other
+        for segment in used:
+            begins[segment] = total
+            total += self._bounds_of(segment)[-1]
         index = []
         missing = total  # zeros behind the outputs stand for positions that nobody computed
         for place in places:
             length = self._forest.segments[place.segment].spans[place.number].length
             if self._is_computed(place):
-                start = starts[place]
+                start = begins[place.segment] + self._bounds_of(place.segment)[place.number]
             else:
                 start, missing = missing, missing + length
             index.append(np.arange(start, start + length))
@@ -242,14 +247,12 @@ class CallOutputs:
     def _is_computed(self, place: Place) -> bool:
         return self._forest.segments[place.segment].scored
 
-    def _starts(self, segments: Sequence[int]) -> tuple[dict[Place, int], int]:
-        """Where spans begin when the outputs of segments lie one behind the other, and the end."""
-        starts, total = {}, 0
-        for index in segments:
-            for number, span in enumerate(self._forest.segments[index].spans):
-                starts[Place(index, number)] = total
-                total += span.padded
-        return starts, total
+    def _bounds_of(self, index: int) -> list[int]:
+        """Where the spans of a segment begin in its output, and where the last one ends."""
+        if index not in self._bounds:
+            lengths = (span.padded for span in self._forest.segments[index].spans)
+            self._bounds[index] = [*itertools.accumulate(lengths, initial=0)]
+        return self._bounds[index]
 
     def _assembled(self, places: Sequence[Place], number: int, like: Tensor) -> Tensor:
         """Logits along places: no second copy of them, and zeros where nobody computed any."""
