@@ -39,6 +39,7 @@ from megatron_prefix.refusals.table import (
     DATA_EXCHANGE,
     DRAWN_AGAIN,
     LOSS_LEAVES,
+    LOSS_READS,
     NO_CALL,
     OTHER_OUTPUT,
     OTHER_SHAPE,
@@ -50,6 +51,7 @@ from megatron_prefix.refusals.table import (
 )
 from megatron_prefix.run import traces
 from megatron_prefix.run.call_outputs import CHECKED_ROWS, largest
+from megatron_prefix.run.loss_graph import CallGraph, next_number
 from megatron_prefix.run.loss_variables import Place, places, used_names
 from megatron_prefix.run.rank import Rank, default_groups
 from megatron_prefix.run.samples import WatchedIterator
@@ -127,6 +129,7 @@ class FirstStep:
         self._strays: list[Tensor] = []
         self._modes = [m.training for model in rank.models for m in model.modules()]
         self._number = 0
+        self._graphs: dict[int, CallGraph] = {}
 
     @property
     def error(self) -> UserError | None:
@@ -186,10 +189,10 @@ class FirstStep:
             if id(value) in self._written:
                 self._note(OVERWRITTEN.given(name, step.number))
         self._seen += read
-        return found[0], functools.partial(self._loss, found[1])
+        return found[0], functools.partial(self._loss, found[1], step.number)
 
-    def _loss(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        loss = _Running(self._number - 1, resumed=self._marks())
+    def _loss(self, function: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> Any:
+        loss = _Running(number, resumed=self._marks())
         token = _running.set(loss)
         try:
             found = function(*args, **kwargs)
@@ -198,6 +201,12 @@ class FirstStep:
             _running.reset(token)
         if loss.num_calls:
             self._note(CALL_IN_LOSS.given())
+        graph = self._graphs.pop(number, None)
+        value = found[0] if isinstance(found, tuple) else found
+        if graph is not None and isinstance(value, Tensor) and graph.is_read_inside(value):
+            self._note(LOSS_READS.given())
+            if self._suspended:  # what it reads is of segments: its backward would fail
+                self.check()
         return found
 
     # The model call -------------------------------------------------------------------------------
@@ -211,12 +220,14 @@ class FirstStep:
                 return stock(*args, **kwargs)
             step.num_calls += 1
             self._seen += [("an argument of the model", one) for one in (*args, kwargs)]
+            begin = next_number()
             self._enter()
             try:
                 found = stock(*args, **kwargs)
             finally:
                 self._leave()
             if getattr(model, "post_process", True):
+                self._graphs[step.number] = CallGraph.of(begin, found)
                 tokens = args[0] if args else kwargs.get("input_ids")
                 self._look_at(found, self._shape_of_call(model, tokens))
                 self._watch_gradient(found, kwargs.get("loss_mask"))

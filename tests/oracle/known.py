@@ -43,7 +43,6 @@ _STATIC = {"lengths": "equal"}
 KNOWN: tuple[Known, ...] = (
     Known({"wrapper": "instance_forward"}, SHARED, "a forward of the instance derives positions"),
     Known({"hook": "regulariser"}, SHARED, "activation regularisers inside a layer"),
-    Known({"hook": "activation_read"}, SHARED, "activation regularisers read by the loss"),
 )  # fmt: skip
 _WRITTEN = (
     "Not noticed: what a forward step's helper functions (not its own code) read of what a loss has"
