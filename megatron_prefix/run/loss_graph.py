@@ -34,8 +34,10 @@ class CallGraph(NamedTuple):
     @classmethod
     def of(cls, begin: int, output: Any) -> CallGraph:
         """The call that has just returned this, and before which `next_number` was `begin`."""
-        leaves = pytree.tree_leaves(output)
-        nodes = (leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor))
+        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        # A write to a view, as trainers divide logits, hangs the graph on to what it is a view of.
+        bases = [leaf._base for leaf in leaves if leaf._base is not None]
+        nodes = (tensor.grad_fn for tensor in (*leaves, *bases))
         return cls(begin, next_number(), tuple(node for node in nodes if node is not None))
 
     def is_read_inside(self, loss: Tensor) -> bool:

@@ -126,9 +126,8 @@ class PrefixSchedule:
         kind = forward_only, code_name(forward_step_func), *map(id, rank.language_models)
         first = None
         if self.looks_first and kind not in self._kinds:
-            is_on = self.config.mode == "on"
-            first = FirstStep(forward_step_func, rank, suspended=is_on)
-            if not is_on:
+            first = FirstStep(forward_step_func, rank, suspended=self.config.mode == "on")
+            if self.config.mode != "on":
                 return self._watched(first, kind, arguments)
         elif (refusal := self._kinds.get(kind)) is not None:
             self._refused(refusal)

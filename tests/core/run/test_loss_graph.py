@@ -71,6 +71,20 @@ def test_outputs_may_be_trees_and_recomputed() -> None:
     assert reads_inside(lambda model, output: output["logits"].sum() + model.inside.sum(), tree)
 
 
+@pytest.mark.parametrize("shape", [(4, 1), (1, 4)])
+def test_a_view_that_is_returned_may_be_written(shape: tuple[int, int]) -> None:
+    """Megatron's logits of one sample are a transposed view, and verl divides them in place."""
+
+    def viewed(model: Model, x: Tensor) -> Any:
+        return model.forward(x).unflatten(0, shape).transpose(0, 1).contiguous()
+
+    def divided(model: Model, output: Any) -> Tensor:
+        return output.div_(0.9).logsumexp(-1).sum()
+
+    assert not reads_inside(divided, viewed)
+    assert reads_inside(lambda model, output: divided(model, output) + model.inside.sum(), viewed)
+
+
 def test_what_was_computed_before_or_after_is_the_trainers() -> None:
     before = torch.ones(4, 2, requires_grad=True).exp()
     assert not reads_inside(lambda model, output: (output * before).sum())
