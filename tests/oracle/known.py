@@ -56,7 +56,12 @@ _UNREAD = (
     "If a model call has a `loss_mask`, or the callback `trained` is given, positions without loss"
     " are zero in the model's output, even in the middle of a sample"
 )
+_INSIDE = "without gradients, a loss that reads activations which a hook has kept"
 PERMITTED: tuple[Permitted, ...] = (
+    *(
+        Permitted({"hook": "activation_read", "session": session}, _INSIDE, ("returned", "kept"))
+        for session in ("evaluate", "evaluate_then_train", "uneven")
+    ),
     *(
         Permitted({"writes": value}, _WRITTEN)
         for value in (
