@@ -241,6 +241,8 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     # Megatron's local layers have no backward under autocast.
     yield case.around == "autocast" and case.session != "evaluate", {"session": "evaluate"}
     yield not static and case.static != "all", {"static": "all"}
+    # Stock's warm-up still needs what the next microbatch overwrites.
+    yield static and case.layout == "pp2", {"batch": "fresh", "static": "all"}
     yield static and case.lengths != "equal", {"lengths": "equal"}
     yield case.static == "packing" and not case.packed, {"static": "all"}
     yield case.static == "masks" and case.mask == "none", {"static": "all"}
