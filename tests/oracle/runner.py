@@ -136,7 +136,7 @@ def _answer(one: _Process, *, late: bool) -> Verdicts:
 
 
 def _on_ranks(case: Case, mode: str) -> Verdict:
-    """The worst verdict of the ranks; refused if all stopped and one said why."""
+    """The worst verdict of the ranks; refused if one says why it stops."""
 
     def on_rank() -> Verdict:
         _quiet()
@@ -151,11 +151,10 @@ def _on_ranks(case: Case, mode: str) -> Verdict:
         late = "did not finish" in str(error) or "imed out" in str(error)
         last = str(error).strip().splitlines()[-1][:200]
         return Verdict(HUNG if late else ENDED, (), last)
-    for bad in (INVALID, judge.WRONG):
+    # One rank that refuses ends the job: the others stop with the next message, if not before.
+    refused = [one for one in found if one.what == REFUSED]
+    for bad in (INVALID, *([] if refused else [judge.WRONG, ENDED])):
         for one in found:
             if one.what == bad:
                 return one
-    refused = [one for one in found if one.what == REFUSED]
-    if refused:  # the others fail because of it
-        return refused[0] if all(one.what in (REFUSED, ENDED) for one in found) else found[0]
-    return next((one for one in found if one.what == ENDED), found[0])
+    return (refused or found)[0]
