@@ -24,6 +24,7 @@ from megatron.core.utils import get_model_config
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError, refused
 from megatron_prefix.megatron import features
+from megatron_prefix.megatron.install import installed
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.gate import Decision
@@ -182,7 +183,9 @@ class PrefixSchedule:
                 | {"forward_step_func": first.forward_step}
                 | {"data_iterator": first.iterator(arguments["data_iterator"])}
             )
-        refusal = self._kinds[kind] = agree(first.error, rank.same_schedule, rank.device)
+        # A model that cannot run in segments is never captured: its dropout draws in stock's order.
+        found = first.error or _refusal_of(rank)
+        refusal = self._kinds[kind] = agree(found, rank.same_schedule, rank.device)
         if refusal is None:
             self._stock_report(Decision(False, WATCHED, False, 1.0))
         else:
@@ -286,6 +289,17 @@ def _problem(step: Step, rank: Rank) -> UserError | None:
 def _schedule(config: PrefixConfig, callbacks: Callbacks) -> PrefixSchedule:
     """One schedule per process and configuration: plans, kernels, pools and reports stay."""
     return PrefixSchedule(config, callbacks, looks_first=True)
+
+
+def _refusal_of(rank: Rank) -> UserError | None:
+    """Why the model cannot run in segments; None if nothing is in the way."""
+    try:
+        for inner, model in zip(rank.language_models, rank.models, strict=True):
+            if installed(model) is None:
+                features.check(inner, model)
+    except CannotShare as error:
+        return error
+    return None
 
 
 def get_forward_backward_func(

@@ -298,6 +298,31 @@ def test_looking_ends_no_step() -> None:
     assert schedule.report is not None and schedule.report.decision.share
 
 
+class DrawsBesideDropout(DrawsInBoth):
+    """Its forward step draws, and so does the model, by turns."""
+
+    def prepare(self, model: Any) -> None:
+        inner = language_model(model)
+        inner.config.hidden_dropout = 0.1
+        for layer in inner.decoder.layers:
+            layer.hidden_dropout = 0.1
+
+    def loss(self, batch: Microbatch, output: Any) -> Any:
+        return Trainer.loss(self, batch, output)
+
+
+@pytest.mark.parametrize("mode", ["auto", "observe"])
+def test_a_model_that_is_refused_is_never_captured(mode: str) -> None:
+    schedule = watching(mode)
+    found = two_steps(schedule, DrawsBesideDropout())
+    for mine, its in zip(found, two_steps(stock_schedule(), DrawsBesideDropout()), strict=True):
+        assert_bitwise(mine, its)
+    assert schedule.report is not None
+    assert schedule.report.decision.reason.endswith(
+        "copies of a prompt would drop different values"
+    )
+
+
 class Unmasked(Trainer):
     """A loss that looks at positions that the call's loss_mask leaves out."""
 
