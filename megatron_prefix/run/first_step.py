@@ -108,12 +108,12 @@ class FirstStep:
         suspended: whether forward steps are suspended in their calls, which stock does not run.
 
     Attributes:
-        rank: as given.
+        rank, suspended: as given.
         reason: why steps of this kind cannot be shared; None if nothing is in the way.
     """
 
     def __init__(self, function: Callable[..., Any], rank: Rank, *, suspended: bool) -> None:
-        self._function, self.rank, self._suspended = function, rank, suspended
+        self._function, self.rank, self.suspended = function, rank, suspended
         self.reason: Reason | None = None
         self._places = [*places(function)]
         self._restored = {id(_dict_of(place)) for place in self._places}
@@ -205,7 +205,7 @@ class FirstStep:
         value = found[0] if isinstance(found, tuple) else found
         if graph is not None and isinstance(value, Tensor) and graph.is_read_inside(value):
             self._note(LOSS_READS.given())
-            if self._suspended:  # what it reads is of segments: its backward would fail
+            if self.suspended:  # what it reads is of segments: its backward would fail
                 self.check()
         return found
 
@@ -270,7 +270,7 @@ class FirstStep:
         Off the first stage a trainer may give any tokens (SkyRL: those of another layout).
         """
         if not getattr(model, "pre_process", True):
-            if self._suspended:  # the segments' outputs are checked
+            if self.suspended:  # the segments' outputs are checked
                 return None
             received = model.decoder.input_tensor
             if not isinstance(received, Tensor):

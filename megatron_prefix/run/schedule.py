@@ -125,12 +125,10 @@ class PrefixSchedule:
             self._refused(error)
             return stock_schedule()(**arguments)
         kind = forward_only, code_name(forward_step_func), *map(id, rank.language_models)
-        first = None
-        if self.looks_first and kind not in self._kinds:
-            first = FirstStep(forward_step_func, rank, suspended=self.config.mode == "on")
-            if self.config.mode != "on":
-                return self._watched(first, kind, arguments)
-        elif (refusal := self._kinds.get(kind)) is not None:
+        first = self._first(kind, forward_step_func, rank)
+        if first is not None and not first.suspended:
+            return self._watched(first, kind, arguments)
+        if (refusal := self._kinds.get(kind)) is not None:
             self._refused(refusal)
             return stock_schedule()(**arguments)
         store = self._captured(first, rank, arguments)
@@ -138,6 +136,17 @@ class PrefixSchedule:
             self._kinds[kind] = first.error
             first.check()  # else what was computed may be wrong
         return store
+
+    def _first(self, kind: Any, function: Any, rank: Rank) -> FirstStep | None:
+        """What watches the first step of a kind; None in later ones.
+
+        In mode "on" it is shared meanwhile, but for ranks that share experts: those would wait for
+        ever for ranks that exchange in a loss.
+        """
+        if not self.looks_first or kind in self._kinds:
+            return None
+        shares = self.config.mode == "on" and rank.experts is None
+        return FirstStep(function, rank, suspended=shares)
 
     def _captured(
         self, first: FirstStep | None, rank: Rank, arguments: dict[str, Any]
