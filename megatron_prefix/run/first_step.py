@@ -38,6 +38,7 @@ from megatron_prefix.refusals.table import (
     CALL_IN_LOSS,
     DATA_EXCHANGE,
     DRAWN_AGAIN,
+    FP8_INSIDE,
     LOSS_LEAVES,
     LOSS_READS,
     NO_CALL,
@@ -46,11 +47,13 @@ from megatron_prefix.refusals.table import (
     OVERWRITTEN,
     RANDOM_IN_BOTH,
     STRAY_GRADIENT,
+    TORCH_MODES,
     TRAINING_MODE,
     TWO_CALLS,
 )
 from megatron_prefix.run import traces
 from megatron_prefix.run.call_outputs import CHECKED_ROWS, largest
+from megatron_prefix.run.forward_step_state import fixed, quantises
 from megatron_prefix.run.loss_graph import CallGraph, next_number
 from megatron_prefix.run.loss_variables import Place, places, used_names
 from megatron_prefix.run.rank import Rank, default_groups
@@ -84,6 +87,7 @@ class _Running:
         depth: of calls in one another: wrappers, and the model in them.
         before: what the microbatch before it reads, as it was when this one began.
         held: lists, dicts and tensors that it may write in place, as they were when it began.
+        modes: torch's, and transformer-engine's quantisation, when it began; None in a loss.
     """
 
     number: int
@@ -93,6 +97,7 @@ class _Running:
     depth: int = 0
     before: traces.Values | None = None
     held: traces.Values | None = None
+    modes: tuple[Any, bool] | None = None
 
 
 _running: ContextVar[_Running | None] = ContextVar("running", default=None)
@@ -171,7 +176,7 @@ class FirstStep:
         seen, self._seen = self._seen, []
         step = _Running(
             self._number, self._marks(), before=traces.Values(seen),
-            held=traces.Values(itertools.islice(self._own(), HELD)),
+            held=traces.Values(itertools.islice(self._own(), HELD)), modes=(fixed(), quantises()),
         )  # fmt: skip
         self._number += 1
         token = _running.set(step)
@@ -219,6 +224,7 @@ class FirstStep:
                     self._note(CALL_IN_BACKWARD.given())
                 return stock(*args, **kwargs)
             step.num_calls += 1
+            self._compare_modes(step)
             self._seen += [("an argument of the model", one) for one in (*args, kwargs)]
             begin = next_number()
             self._enter()
@@ -346,6 +352,16 @@ class FirstStep:
             changed = {str(n) for n, value in new.items() if old.get(n, self) is not value}
             for name in sorted(changed & self._reads):
                 self._note(LOSS_LEAVES.given(name))
+
+    def _compare_modes(self, step: _Running) -> None:
+        """Notes modes around the model call in which no segment can run."""
+        if step.modes is None:
+            return
+        before, quantised = step.modes
+        if quantises() and not quantised:
+            self._note(FP8_INSIDE.given())
+        elif fixed() != before:
+            self._note(TORCH_MODES.given())
 
     def _compare_exchanges(self, before: _Marks, now: _Marks) -> None:
         if before.exchanges != now.exchanges:

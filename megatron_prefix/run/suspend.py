@@ -117,6 +117,8 @@ class SuspendedStep:
         elif fixed() != self._before:
             self._problem = refused(TORCH_MODES)
         if self._problem is not None:
+            if not getattr(self.model, "pre_process", True):
+                raise self._problem  # behind the first stage the model has no input yet
             self.goes_on_itself = True
             return stock()
         return self._greenlet.parent.switch()()

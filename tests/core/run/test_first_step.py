@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from megatron_prefix.config import PrefixConfig
@@ -92,6 +93,19 @@ class Reentrant(Trainer):
         start = torch.ones((), requires_grad=True)
         output = checkpoint(lambda one: call(batch, model) * one, start, use_reentrant=True)
         return output, partial(self.loss, batch)
+
+
+class Passing(TorchFunctionMode):
+    """Changes nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class UnderAMode(Trainer):
+    def step(self, iterator: Iterator[Microbatch], model: Any) -> Any:
+        with Passing():
+            return super().step(iterator, model)
 
 
 class Shortened(Trainer):
@@ -192,6 +206,7 @@ ODD = {
     Twice: table.TWO_CALLS,
     Never: table.NO_CALL,
     InLoss: table.CALL_IN_LOSS,
+    UnderAMode: table.TORCH_MODES,
     Reentrant: table.CALL_IN_BACKWARD,
     Shortened: table.OTHER_SHAPE,
     Static: table.OVERWRITTEN,
