@@ -56,7 +56,7 @@ class CallGraph(NamedTuple):
 
 def next_number() -> int:
     """The number of a node that this thread makes now."""
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         return _number(torch.ones((), requires_grad=True).clone().grad_fn)
 
 

@@ -85,6 +85,12 @@ def test_a_view_that_is_returned_may_be_written(shape: tuple[int, int]) -> None:
     assert reads_inside(lambda model, output: divided(model, output) + model.inside.sum(), viewed)
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_read(context: Callable[[], Any]) -> None:
+    with context():
+        assert not reads_inside(INSIDE["alone"])
+
+
 def test_what_was_computed_before_or_after_is_the_trainers() -> None:
     before = torch.ones(4, 2, requires_grad=True).exp()
     assert not reads_inside(lambda model, output: (output * before).sum())
