@@ -53,11 +53,11 @@ def _merge(  # type: ignore[no-untyped-def]  # noqa: ANN202
         weight_c = _weight(third, largest)
         total += weight_c
     share = tl.where(total == 0, 0.0, 1.0 / total)
-    total = _share(a, places, inside, weight_a, share)
-    total += _share(b, places, inside, weight_b, share)
+    merged = _share(a, places, inside, weight_a, share)
+    merged += _share(b, places, inside, weight_b, share)
     if NUM == 3:
-        total += _share(c, places, inside, weight_c, share)
-    tl.store(out + places, total.to(out.dtype.element_ty), mask=inside)
+        merged += _share(c, places, inside, weight_c, share)
+    tl.store(out + places, merged.to(out.dtype.element_ty), mask=inside)
     origin = tl.where(largest == float("-inf"), 0.0, largest)
     tl.store(lse_out + of_row, origin + tl.log(total), mask=known)
 
