@@ -5,15 +5,6 @@
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare test
-# Triton's interpreter runs our kernels on the CPU (tests/core/device/test_triton_kernels.py). In a folder
-# of its own: other packages behave differently when they find it.
-triton=$(grep -E '^triton==' "$pins" || true)
-if [[ $triton && ! -d $VENV/triton-only ]]; then
-    say "Installing $triton for its interpreter"
-    python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile \
-        --target "$VENV/triton-only.part" "$triton"
-    mv "$VENV/triton-only.part" "$VENV/triton-only"
-fi
 
 # Tests start several ranks on a few cores: one thread each.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -1,8 +1,8 @@
 """Our Triton kernels, run on the CPU by Triton's interpreter, equal torch's formulas.
 
-Only a GPU compiles them, so without this a kernel could lose its meaning unseen. The interpreter is
-chosen by a variable that Triton reads when it is imported, so it has a process of its own; Triton is
-in a folder of its own (launch/test.sh), since other packages behave differently when they find it.
+Only a GPU compiles them, so without this a kernel could lose its meaning unseen. The interpreter
+is chosen by a variable that Triton reads when it is imported, so it has a process of its own; Triton
+is in a folder of its own (.ci/run), since other packages behave differently when they find it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.harness.data import REPOSITORY
 
-FOLDER = Path(sys.prefix) / "triton-only"
+FOLDER = REPOSITORY / ".triton"
 
 MERGE = """
 import torch
@@ -61,7 +60,7 @@ def test_a_kernel_equals_its_formula(code: str) -> None:
     path = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     if importlib.util.find_spec("triton") is None:
         if not FOLDER.is_dir():
-            pytest.skip("Triton is not installed; launch/test.sh does it")
+            pytest.skip("Triton is not installed (.ci/run does it)")
         path.append(str(FOLDER))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path)}
     environment |= {"CUDA_VISIBLE_DEVICES": ""}
