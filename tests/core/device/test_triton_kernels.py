@@ -1,8 +1,8 @@
 """Our Triton kernels, run on the CPU by Triton's interpreter, equal torch's formulas.
 
 Only a GPU compiles them, so without this a kernel could lose its meaning unseen. The interpreter
-is chosen by a variable that Triton reads when it is imported, so it has a process of its own; Triton
-is in a folder of its own (.ci/run), since other packages behave differently when they find it.
+is chosen by a variable that Triton reads when it is imported, so it has a process of its own.
+Triton is in a folder of its own (.ci/run), since other packages act differently when they find it.
 """
 
 from __future__ import annotations
