@@ -27,6 +27,8 @@ MOST_MEMORY_GB = 1e6
 
 SEGMENT_TOKENS = (2048, 4096, 8192, 16384, 32768)
 """What segment_tokens "auto" chooses from."""
+LEAST_SEGMENT = 1024
+"""Segments are not made shorter than this to keep a limit of memory."""
 SEGMENT_GAIN = 32
 """Times `min_gain` that an inner segment saves at least. On an H200, with 12 layers of Qwen3-8B's
 widths, forward and backward of a segment of 26 positions took as long as those of 2,600 more
@@ -44,7 +46,8 @@ class PrefixConfig:
             simulated step.
         segment_tokens: most positions in a segment (a single span may exceed it); 0: no limit;
             "auto": for every step the number of SEGMENT_TOKENS with the shortest predicted time
-            among those whose predicted peak fits in free memory.
+            among those that keep the limit of memory. A half or a quarter of a number, from
+            LEAST_SEGMENT on, is taken where that keeps the limit sooner, or a pipeline waits less.
         min_gain: a shared span that saves fewer positions is dissolved, and an inner segment that
             saves fewer than SEGMENT_GAIN times as many and less than a 16th of the step; 0
             dissolves nothing.
@@ -58,10 +61,12 @@ class PrefixConfig:
         memory: what an inner segment keeps between its forward and its backward. "retain": its
             saved tensors; "offload": the same, on the host; "recompute": its K/V and its input, and
             its forward runs again; "auto": for every step and segment the cheapest policy with
-            which the predicted peak fits in free memory.
+            which the predicted peak keeps the limit: that of Megatron's own schedule on the same
+            microbatches and 5 % (run/memory_control.py), or `memory_budget_gb`. Without a budget
+            it does not offload.
         memory_budget_gb: GiB of device memory that a step may use in addition to what is in use
-            when it begins; 0: what is free. Limits prefetches of "offload" and the choices of
-            "auto"; in mode "auto" a step that is predicted to need more runs as Megatron's.
+            when it begins, instead of the limit of "auto". Limits prefetches of "offload", too.
+            0: not set. In mode "auto" a step that cannot keep its limit runs as Megatron's.
         cache_host_layers: layers of every model chunk, of those with attention or a recurrence,
             whose K/V or states and their gradients are in host memory, and on the device only while
             the layer runs; evenly spread.
@@ -80,13 +85,13 @@ class PrefixConfig:
 
     mode: str = "on"
     chunk_tokens: int | str = 0
-    segment_tokens: int | str = 8192
+    segment_tokens: int | str = 16384
     min_gain: int = 64
     align: int = 1
     loss_in_leaves: bool = False
     trainer_masks: bool = True
     kernel: str = "auto"
-    memory: str = "retain"
+    memory: str = "auto"
     memory_budget_gb: float = 0.0
     cache_host_layers: int = 0
     cp_reduce: str = "auto"

@@ -47,21 +47,24 @@ def decide(config: PrefixConfig, speedup: float) -> Decision:
     return Decision(False, reason, True, speedup)
 
 
-def kept_to_budget(config: PrefixConfig, decision: Decision, peak: float) -> Decision:
-    """The decision, unless mode "auto" would share and needs more memory than the user gives.
+def kept_to_limit(config: PrefixConfig, decision: Decision, peak: float, limit: float) -> Decision:
+    """The decision, unless mode "auto" would share and needs more memory than it may.
 
     Args:
         config: of the schedule.
         decision: without a look at memory.
         peak: predicted bytes of the rank with most, besides weights and gradients.
+        limit: the same of the limit.
     """
-    budget = config.memory_budget
-    if config.mode != "auto" or not decision.share or budget is None or peak <= budget:
+    if config.mode != "auto" or not decision.share or peak <= limit:
         return decision
-    reason = (
-        f"sharing would take {peak / 2**30:.3g} GiB, and memory_budget_gb is"
-        f" {config.memory_budget_gb:g}"
+    budget = config.memory_budget_gb
+    most = (
+        f"memory_budget_gb is {budget:g}"
+        if budget
+        else f"the limit, that of Megatron's schedule, is {limit / 2**30:.3g}"
     )
+    reason = f"sharing would take {peak / 2**30:.3g} GiB beside the weights, and {most}"
     return Decision(False, reason, True, decision.predicted_speedup)
 
 

@@ -57,7 +57,7 @@ class PlanFile:
 
     def __init__(self, path: str, memory: str = "retain") -> None:
         self.path, self.plan = path, read_plan(path)
-        if self.plan.policies and memory != "retain":
+        if self.plan.policies and memory not in ("retain", "auto"):
             raise UserError(
                 f"{path}: says what each segment keeps, and so does memory {memory!r}; leave"
                 " --memory out"

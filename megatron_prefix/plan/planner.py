@@ -8,6 +8,7 @@ section 4.5, reorders phases stage by stage for flat groups; here for any tree.)
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,25 +18,33 @@ from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Segment
 
 
-def backward_order(segments: Sequence[Segment]) -> list[int]:
-    """B-order: waves in F-order, and every inner segment right after the last one that reads it.
+def backward_order(
+    segments: Sequence[Segment], ready_after: Sequence[int] | None = None
+) -> list[int]:
+    """B-order: segments as their losses are ready, and an inner one right after its last reader.
 
     For trees that are walked depth first it is their postorder; F-order is their preorder.
+
+    Args:
+        segments: in F-order.
+        ready_after: see `loss_ready_after` (default: every wave is ready after its own forward).
     """
+    ready_after = range(len(segments)) if ready_after is None else ready_after
     parents = [segment.parents for segment in segments]
     readers = [0] * len(segments)
     for parent in itertools.chain.from_iterable(parents):
         readers[parent] += 1
+    # A parent before waves that are ready as early; among parents the deepest first.
+    todo = [(ready_after[i], 1, i, i) for i, waits in enumerate(readers) if not waits]
+    heapq.heapify(todo)
     order: list[int] = []
-    for index in range(len(segments)):
-        ready = [] if readers[index] else [index]
-        while ready:
-            done = ready.pop()
-            order.append(done)
-            for parent in parents[done]:  # ascending, so the deepest is next
-                readers[parent] -= 1
-                if not readers[parent]:
-                    ready.append(parent)
+    while todo:
+        index = heapq.heappop(todo)[-1]
+        order.append(index)
+        for parent in parents[index]:
+            readers[parent] -= 1
+            if not readers[parent]:
+                heapq.heappush(todo, (ready_after[parent], 0, -parent, parent))
     return order
 
 
@@ -123,7 +132,7 @@ def make_plan(
     size = (group_size or num_ranks) if num_chunks > 1 else 1
     ready_after = loss_ready_after(forest, microbatches)
     forwards = forward_items(len(forest.segments), num_chunks, size)
-    backwards = backward_items(backward_order(forest.segments), num_chunks, size)
+    backwards = backward_items(backward_order(forest.segments, ready_after), num_chunks, size)
     place = {item: position for position, item in enumerate(forwards)}
     # Forwards that the j-th backward needs; never fewer than Megatron's own warm-up.
     demands = (

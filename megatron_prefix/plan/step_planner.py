@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_prefix.config import SEGMENT_TOKENS, PrefixConfig
+from megatron_prefix.config import LEAST_SEGMENT, SEGMENT_TOKENS, PrefixConfig
 from megatron_prefix.plan.actions import Plan, policies
 from megatron_prefix.plan.chunking import ChunkChooser
 from megatron_prefix.plan.cost import CostModel
@@ -20,8 +20,23 @@ from megatron_prefix.plan.planfile import PlanFile
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 
-Judge = Callable[[Forest, Sequence[int], Plan], tuple[bool, float]]
-"""(segments, microbatch of each rollout, plan) -> (whether it fits in memory, seconds)"""
+
+class Verdict(NamedTuple):
+    """What a plan would do.
+
+    Attributes:
+        over: bytes by which its predicted peak is above the limit.
+        seconds: predicted.
+        retains: whether every segment keeps what it has saved.
+    """
+
+    over: float
+    seconds: float
+    retains: bool
+
+
+Judge = Callable[[Forest, Sequence[int], Plan], Verdict]
+"""Of a step's segments, the microbatch of each rollout, and a plan."""
 
 
 class StepPlanner:
@@ -50,7 +65,9 @@ class StepPlanner:
     ) -> None:
         self._options, self._shape = config.tree_options(align), (num_ranks, num_chunks)
         self._memory = config.memory
-        self._segments = SEGMENT_TOKENS if config.segment_tokens == "auto" else ()
+        self._lengths = _lengths(config)
+        # Alone a rank launches least with the longest; in a pipeline shorter ones may wait less.
+        self._least = len(self._lengths) if config.segment_tokens == "auto" else min(2, num_ranks)
         self._file = PlanFile(config.plan_file, config.memory) if config.plan_file else None
         self._chooser: ChunkChooser | None = None
         pipeline: dict[str, Any] = dict(
@@ -77,18 +94,19 @@ class StepPlanner:
             microbatch_of: the trainer's microbatch of each rollout.
             judge: chooses among lengths of segments, where that is "auto".
         """
-        if not self._segments or judge is None:
+        if judge is None or len(self._lengths) == 1:
             return self._built(rollouts, groups, microbatch_of, self._options)
-        found: list[tuple[bool, float, Forest]] = []
-        for number in self._segments:
+        tried: list[tuple[float, float, Forest]] = []
+        for number in self._lengths:
             options = replace(self._options, segment_tokens=max(number, self._options.multiple))
             forest = self._built(rollouts, groups, microbatch_of, options)
             plan = self._best(forest, microbatches=tuple(microbatch_of))
             plan = replace(plan, policies=policies(forest.segments, self._memory))
-            fits, seconds = judge(forest, microbatch_of, plan)
-            found.append((fits, seconds, forest))
-        fitting = [entry for entry in found if entry[0]] or found[:1]
-        return min(fitting, key=lambda entry: entry[1])[2]
+            over, seconds, retains = judge(forest, microbatch_of, plan)
+            tried.append((over, seconds, forest))
+            if retains and not over and len(tried) >= self._least:
+                break
+        return min(tried, key=lambda entry: entry[:2])[2]
 
     def _built(
         self,
@@ -119,3 +137,13 @@ class StepPlanner:
         else:
             plan = self._best(joint.union, microbatches=joint.union_microbatch_of)
         return replace(plan, segments=joint.forest.segments, policies=kept)
+
+
+def _lengths(config: PrefixConfig) -> tuple[int, ...]:
+    """Lengths of segments to try."""
+    number = config.segment_tokens
+    if config.plan_file or not number:
+        return (0,)
+    if isinstance(number, str):
+        return SEGMENT_TOKENS
+    return (number, *(number // part for part in (2, 4) if number // part >= LEAST_SEGMENT))

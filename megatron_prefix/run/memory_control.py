@@ -21,13 +21,17 @@ from megatron_prefix.offload.transfers import free_bytes, transfers_of
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.footprint import Footprint
 from megatron_prefix.plan.joint_forest import JointForest
-from megatron_prefix.plan.memory_policy import Rates, automatic, leaner
+from megatron_prefix.plan.memory_policy import Rates, automatic
 from megatron_prefix.plan.peak_memory import RankMemory, predict, table
+from megatron_prefix.plan.stock_plan import heaviest_stock_plan
 from megatron_prefix.run import oom_retry
 from megatron_prefix.run.oom_retry import Result, Rewind
 from megatron_prefix.run.rank import Rank
-from megatron_prefix.tree import Place, Segment, Span
+from megatron_prefix.tree import Forest, Place, Segment, Span
 
+OVER_STOCK, LEAST_OVER = 0.05, 0.5 * 2**30
+"""What a step may take beyond Megatron's own: a share of its peak, weights and gradients included,
+and no less than so many bytes, which nobody misses."""
 STEPS_ASKED, STEPS_BETWEEN = 3, 50
 """Training steps, first of all and later on, in which all ranks say how much memory is free. The
 optimizer's state is there from the second one on; other things may come later."""
@@ -43,6 +47,7 @@ class MemoryControl:
 
     Attributes:
         gathers: whether every context-parallel rank keeps K/V of all, in the step that runs.
+        limit: bytes besides weights and gradients that the last planned step may take on a rank.
     """
 
     def __init__(self, config: PrefixConfig) -> None:
@@ -50,6 +55,9 @@ class MemoryControl:
         self._offloader: Offloader | None = None
         self._free: list[float] = []
         self._settled = 0
+        self._known: dict[Any, tuple[float, Rates]] = {}
+        self._static, self._rates = 0.0, Rates(1.0, 1.0)
+        self.limit = math.inf
         self._before: Rewind | None = None
 
     def begin(self, rank: Rank, forward_only: bool) -> None:
@@ -90,49 +98,74 @@ class MemoryControl:
         if self._free:
             longest = replace(plan, segments=longest_segments(joint))
             peaks = predict(longest, self._footprint(rank, gathers=True))
-            self.gathers = max(one.peak for one in peaks) <= min(self._free)
+            self.gathers = max(one.peak for one in peaks) <= min(*self._free, self.limit)
 
-    def chosen(self, plan: Plan, joint: JointForest, rank: Rank) -> Plan:
-        """The plan with policies that fit, by memory "auto"; all ranks that meet call this.
+    def ask_once(self, rank: Rank) -> None:
+        """Asks what weights and their gradients take on the stage with the least, and how fast the
+        slowest rank is, where something may be offloaded; all ranks that meet call this."""
+        key = rank.cost, rank.config.num_layers, rank.num_stages, len(rank.models), rank.parts
+        if key not in self._known:
+            stages = [rank.groups.pp] if rank.num_stages > 1 else []
+            static = _least([rank.static_bytes], stages, rank.device)[0]
+            self._known[key] = static, self._slowest(rank)
+        self._static, self._rates = self._known[key]
+
+    def _slowest(self, rank: Rank) -> Rates:
+        if self._config.memory != "auto" or self._config.memory_budget is None:
+            return Rates(1.0, 1.0)  # nothing is offloaded, so only their ratio would matter
+        measured = rates.measured(rank.device, rank.config.params_dtype)
+        numbers = _least([measured.flops, measured.link], rank.waiting, rank.device)
+        return Rates(*map(_rounded, numbers))
+
+    def limited(self, plan: Plan, forest: Forest, owners: Sequence[int], rank: Rank) -> Plan:
+        """The plan with policies that keep the limit, by memory "auto"; sets `limit`.
+
+        Without a budget the limit is the predicted peak of Megatron's own schedule on the same
+        microbatches, with the user's own recomputation, and a little more. All ranks that make a
+        step together come to the same answer.
 
         Args:
-            plan: of the step.
-            joint: its segments among those of ranks that share experts.
+            plan: of the step, on segments as long as on the longest rank.
+            forest: of the step, of all ranks that share experts.
+            owners: the microbatch of each of its rollouts.
             rank: that runs it.
         """
-        measured = rates.measured(rank.device, rank.config.params_dtype)
-        free = free_bytes(rank.device, self._config.memory_budget)
-        numbers = _least([free, measured.flops, measured.link], rank.waiting, rank.device)
-        free, flops, link = map(_rounded, numbers)
+        self.limit = self._limit(forest, owners, rank)
+        if self._config.memory != "auto" or self._config.plan_file:
+            return plan
+        may_offload = self._config.memory_budget is not None and not any(
+            map(offload_refusal, rank.models)
+        )
         policies = automatic(
-            replace(plan, segments=longest_segments(joint)), self._footprint(rank), rank.cost,
-            Rates(flops, link), free, not any(map(offload_refusal, rank.models)),
-        )  # fmt: skip
+            plan, self._before_settled(rank), rank.cost, self._rates, self.limit, may_offload
+        )
         return replace(plan, policies=policies)
+
+    def _limit(self, forest: Forest, owners: Sequence[int], rank: Rank) -> float:
+        if self._config.memory_budget is not None:
+            return self._config.memory_budget
+        plan = heaviest_stock_plan(forest, owners, rank.num_stages, len(rank.models))
+        stock = max(one.peak for one in predict(plan, self._before_settled(rank)))
+        if forest.ordered and rank.experts is not None:
+            stock /= rank.experts.size()  # its microbatches are those of all ranks together
+        return stock + max(OVER_STOCK * (stock + self._static), LEAST_OVER)
+
+    def peak(self, plan: Plan, rank: Rank) -> float:
+        """Predicted bytes of the rank with most."""
+        return max(one.peak for one in predict(plan, self._before_settled(rank)))
+
+    def _before_settled(self, rank: Rank) -> Footprint:
+        """Before it is known whether a rank keeps K/V of all: only if the user says so."""
+        return self._footprint(rank, gathers=self._config.cp_reduce == "segment")
 
     def _footprint(self, rank: Rank, gathers: bool | None = None) -> Footprint:
         """Bytes per row of the model on a rank, in the step that runs unless `gathers` is given."""
         gathers = self.gathers if gathers is None else gathers
         return rank.footprint(gathers, self._config.cache_host_layers)
 
-    def least_free(self, rank: Rank) -> float:
-        """Free bytes of the rank with the least; all ranks that meet call this, and agree."""
-        return self._least_of(rank.waiting, rank)
-
     def _least_of(self, groups: Sequence[Any], rank: Rank) -> float:
         free = [float(free_bytes(rank.device, self._config.memory_budget))]
         return _rounded(_least(free, groups, rank.device)[0])
-
-    def fits(self, plan: Plan, rank: Rank, free: float) -> bool:
-        """Whether a plan is predicted to fit in so many bytes on every rank."""
-        return self.least_peak(plan, rank) <= free
-
-    def least_peak(self, plan: Plan, rank: Rank) -> float:
-        """Predicted bytes of the rank with most, with the leanest policies that are allowed."""
-        lean = leaner(plan) if self._config.memory == "auto" else None
-        # Before it is known whether a rank keeps K/V of all: only if the user says so.
-        footprint = self._footprint(rank, gathers=self._config.cp_reduce == "segment")
-        return max(one.peak for one in predict(lean or plan, footprint))
 
     def predicted(self, plan: Plan, rank: Rank) -> RankMemory:
         """What a rank is predicted to hold."""

@@ -16,13 +16,13 @@ from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.gate import (
     Decision,
     decide,
-    kept_to_budget,
+    kept_to_limit,
     unshared,
     without_sharing,
 )
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.prediction import predict
-from megatron_prefix.plan.step_planner import Judge, StepPlanner
+from megatron_prefix.plan.step_planner import Judge, StepPlanner, Verdict
 from megatron_prefix.run import agreement, global_aux_sync
 from megatron_prefix.run.cost_meter import CostMeter, guessed
 from megatron_prefix.run.memory_control import MemoryControl, longest_segments
@@ -91,15 +91,19 @@ class Planning:
         return replace(forest, ordered=True) if ordered else forest
 
     def judge(self, rank: Rank, *, forward_only: bool) -> Judge | None:
-        """Says of plans whether they fit in memory and how long they take; all ranks call this, and
-        get the same answers. None if there is no choice."""
-        if self._config.segment_tokens != "auto":
+        """Says of plans whether they keep the limit of memory, and how long they take; all ranks
+        call this. None if there is no choice."""
+        if forward_only:
             return None
-        free, times = self._memory.least_free(rank), self.meter(rank).times
+        self._memory.ask_once(rank)
+        times = self.meter(rank).times
 
-        def judged(forest: Forest, microbatch_of: Sequence[int], plan: Plan) -> tuple[bool, float]:
-            predicted = predict(times, forest, microbatch_of, plan, forward_only=forward_only)
-            return self._memory.fits(plan, rank, free), predicted.prefix_seconds
+        def judged(forest: Forest, microbatch_of: Sequence[int], plan: Plan) -> Verdict:
+            plan = self._memory.limited(plan, forest, microbatch_of, rank)
+            over = max(0.0, self._memory.peak(plan, rank) - self._memory.limit)
+            predicted = predict(times, forest, microbatch_of, plan)
+            retains = self._config.memory != "auto" or not any(plan.policies)
+            return Verdict(over, predicted.prefix_seconds, retains)
 
         return judged
 
@@ -134,6 +138,12 @@ class Planning:
     ) -> StepReport:
         """This rank's decision, and what it rests on."""
         plan, meter = self.planner(rank).plan(joint), self.meter(rank)
+        peak = limit = 0.0
+        if not forward_only:
+            longest = replace(plan, segments=longest_segments(joint))
+            longest = self._memory.limited(longest, joint.union, joint.union_microbatch_of, rank)
+            peak, limit = self._memory.peak(longest, rank), self._memory.limit
+            plan = replace(plan, policies=longest.policies)
         union = plan
         if joint.union is not joint.forest:
             union = replace(plan, segments=joint.union.segments)
@@ -142,23 +152,14 @@ class Planning:
             num_pipelines=1 if rank.experts is None else rank.experts.size(),
         )  # fmt: skip
         decision = decide(self._config, prediction.speedup)
-        if meter.due and self._may_try(plan, rank):
+        # Ranks that share experts need equally many microbatches for one schedule and may need
+        # segments of equal lengths for the other, so nothing is tried there.
+        if meter.due and peak <= limit and not rank.experts:
             decision = meter.chosen(decision)
-        if self._config.memory_budget is not None and not forward_only:
-            longest = replace(plan, segments=longest_segments(joint))
-            peak = self._memory.least_peak(longest, rank)
-            decision = kept_to_budget(self._config, decision, peak)
+        decision = kept_to_limit(self._config, decision, peak, limit)
         return StepReport(
             step.forest, decision, plan, union, prediction=prediction, times=meter.times
         )
-
-    def _may_try(self, plan: Plan, rank: Rank) -> bool:
-        """Whether either schedule can run the step, to time it; the same on all ranks.
-
-        Ranks that share experts need equally many microbatches for one schedule and may need
-        segments of equal lengths for the other, so nothing is tried there.
-        """
-        return self._memory.fits(plan, rank, self._memory.least_free(rank)) and not rank.experts
 
     def _together(
         self, decision: Decision, step: Step, rank: Rank, *, ordered: bool, forward_only: bool

@@ -6,6 +6,7 @@ Whatever asks for numbers of the model (FLOPs, bytes, vocabulary, layers) asks h
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,6 +103,17 @@ class Rank:
         """
         form = Execution.of_config(self.config, recomputes(self.language_models[0]))
         return footprint_of(self.config, form, self.vocab_size, self.pattern, gathers, host_layers)
+
+    @property
+    def static_bytes(self) -> float:
+        """Bytes of the rank's weights and of their gradients."""
+        total = 0
+        for weight in itertools.chain(*(model.parameters() for model in self.models)):
+            gradient = getattr(weight, "main_grad", None)
+            gradient = weight if gradient is None and weight.requires_grad else gradient
+            total += weight.numel() * weight.element_size()
+            total += 0 if gradient is None else gradient.numel() * gradient.element_size()
+        return float(total)
 
     @functools.cached_property
     def frozen_share(self) -> float:

@@ -101,8 +101,6 @@ class StepRun:
             report.base_bytes = torch.cuda.memory_allocated(rank.device)
             report.room_bytes = free_bytes(rank.device, self._config.memory_budget)
         self._memory.settle(report.plan, self._joint, rank, self._forward_only)
-        if self._config.memory == "auto" and not self._forward_only:
-            report.plan = self._memory.chosen(report.plan, self._joint, rank)
         with _timed(rank.config), closing_on_failure(rank.groups.pp):
             self._resume_other_stages()
             embedding, plan = self._memory.run(self._attempt, report.plan, rank, self._why_final)

@@ -1,30 +1,23 @@
-"""Prefix trees -> segments: what is small is packed, what is large is walked.  Pure.
+"""Prefix trees -> segments that follow the trainer's microbatches.  Pure.
 
-A microbatch of a hundred tokens costs nearly what one of thousands costs. So small subtrees, of one
-tree or of many, are put together into *bundles*. A bundle runs level by level: first the nodes that
-others read, those of one depth packed into segments, then all its leaves, packed into waves. What
-is too large for a bundle is walked depth first: a node alone, then what hangs below it.
+A microbatch's loss needs all its outputs, and until then they take memory. So the leaves of whole
+microbatches, as many as fit into a segment, run in a *round*: they are its waves, meet their losses
+and run backward before the next round. What they read runs right before the first round that needs
+it, level by level, and lives to the last one. (Prompts first, then microbatches of suffixes:
+"Schedule-Level Shared-Prefix Reuse for LLM RL Training", section 3.)
 
-Bundles bound memory: at most `_BUNDLE` segments' worth of positions wait for their backward, with
-what lies above them, unless a depth-first walk with these segments needs more.
-
-A backward waits for the losses of its microbatches. Where a subtree has parts of microbatches that
-are far from one another, a walk would hold its leaves until the last of them is complete. Such a
-node is *opened*: it runs when its first rollout needs it, and what hangs below it runs in the order
-of the rollouts, among its siblings.
+A segment of a hundred tokens costs nearly what one of thousands costs. So what few tokens of
+prompts several rounds read runs together, before the first of them.
 """
 
 from __future__ import annotations
 
 import collections
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from megatron_prefix.tree.forest import Place, Segment, Span, TreeOptions
-
-_BUNDLE = 4
-"""Largest bundle, in budgets of a segment, together with all nodes above it."""
 
 
 @dataclass
@@ -70,7 +63,7 @@ class Packing:
     """The segments of trees.
 
     Args:
-        roots: of all trees of a step, in the order in which they are to run.
+        roots: of all trees of a step.
         first_trained: of every rollout.
         options: see TreeOptions.
         microbatch_of: the trainer's microbatch of every rollout; None: one rollout each.
@@ -91,107 +84,50 @@ class Packing:
         self.inner: list[Sequence[Node]] = []
         self._first, self._multiple = first_trained, options.multiple
         self._budget = options.segment_tokens
-        # By identity of nodes: those that are opened, the positions of subtrees, places, parents.
-        self._scattered = _scattered(roots, microbatch_of)
-        self._rows: dict[int, int] = {}
+        # By identity of nodes.
         self._places: dict[int, Place] = {}
         self._parents: dict[int, Node] = {}
-        for node in reversed(list(preorder(roots))):
-            below = sum(self._rows[id(child)] for child in node.children)
-            self._rows[id(node)] = node.padded(self._multiple) + below
-            self._parents.update((id(child), node) for child in node.children)
-        self._walk(roots)
+        owner = range(len(first_trained)) if microbatch_of is None else microbatch_of
+        rounds = _Rounds(self._inner(roots), _leaves(roots), owner, options)
+        for together in rounds.together():
+            levels: dict[int, list[Node]] = collections.defaultdict(list)
+            for depth, node in itertools.chain(*(rounds.inner[number] for number in together)):
+                levels[depth].append(node)
+            for depth in sorted(levels):
+                self._fill(levels[depth], inner=True)
+            for number in together:
+                self._fill(rounds.lasting[number], inner=False)
+                self._fill([self._part(*part) for part in rounds.leaves[number]], inner=False)
 
-    def _walk(self, roots: Sequence[Node]) -> None:
-        """Goes through siblings in turn; what hangs below a node comes before its next sibling."""
-        todo = list(reversed(self._split(roots, 0)))
-        while todo:
-            nodes, above = todo.pop()
-            first = nodes[0]
-            is_alone = len(nodes) == 1 and first.children
-            if id(first) in self._scattered:
-                self._add(nodes, inner=True)
-            elif is_alone and self._rows[id(first)] > self._limit(above):
-                self._add(nodes, inner=True)
-                above += first.padded(self._multiple)
-                todo.extend(reversed(self._split(first.children, above)))
-            else:
-                self._add_bundle(nodes)
+    def _inner(self, roots: Sequence[Node]) -> Iterator[tuple[int, Node]]:
+        """The nodes that others read, each with the number of nodes above it, level by level."""
+        here = [node for node in roots if node.children]
+        for depth in itertools.count():
+            if not here:
+                return
+            yield from ((depth, node) for node in here)
+            below = [(node, child) for node in here for child in node.children]
+            self._parents.update((id(child), node) for node, child in below)
+            here = [child for _, child in below if child.children]
 
-    def _limit(self, above: int) -> int:
-        """Most positions of a bundle below so many."""
-        return max(self._budget, _BUNDLE * self._budget - above) if self._budget else sys.maxsize
+    def _part(self, leaf: Node, members: list[int]) -> Node:
+        """A leaf of some of its rollouts."""
+        if len(members) == len(leaf.members):
+            return leaf
+        part = replace(leaf, members=members)
+        if id(leaf) in self._parents:
+            self._parents[id(part)] = self._parents[id(leaf)]
+        return part
 
-    def _split(self, nodes: Sequence[Node], above: int) -> list[tuple[list[Node], int]]:
-        """Siblings as bundles, and single nodes too large for one or opened, in their order.
+    def _fill(self, nodes: Sequence[Node], *, inner: bool) -> None:
+        """Adds nodes as the fewest segments of about equal length.
 
-        Args:
-            nodes: siblings.
-            above: positions of all nodes above them.
-        """
-        bundles: list[tuple[list[Node], int]] = []
-        room = -1  # in the last bundle
-        for node in self._in_turn(nodes):
-            rows = self._rows[id(node)]
-            if id(node) in self._scattered:
-                bundles.append(([node], above))
-                above += node.padded(self._multiple)
-                room = -1
-            elif rows > self._limit(above) and node.children:
-                bundles.append(([node], above))
-                room = -1
-            elif room >= rows:
-                bundles[-1][0].append(node)
-                room -= rows
-            else:
-                bundles.append(([node], above))
-                room = max(0, self._limit(above) - rows)
-        return bundles
-
-    def _in_turn(self, nodes: Sequence[Node]) -> list[Node]:
-        """Siblings; if some of them are opened, the nodes that hang below these among the others,
-        in the order of first rollouts, and an opened node in front of the first that needs it."""
-        if not any(id(node) in self._scattered for node in nodes):
-            return list(nodes)
-        below: list[Node] = []
-        opened: set[int] = set()
-        todo = list(nodes)
-        while todo:
-            node = todo.pop()
-            if id(node) in self._scattered:
-                todo.extend(node.children)
-            else:
-                below.append(node)
-        in_turn: list[Node] = []
-        for node in sorted(below, key=lambda node: node.members[0]):
-            path = []
-            above = self._parents.get(id(node))
-            while above is not None and id(above) in self._scattered and id(above) not in opened:
-                path.append(above)
-                opened.add(id(above))
-                above = self._parents.get(id(above))
-            in_turn += [*reversed(path), node]
-        return in_turn
-
-    def _add_bundle(self, nodes: Sequence[Node]) -> None:
-        """Inner nodes level by level, then all leaves.
-
-        What hangs below one node is side by side in a segment, so that it is one run of queries.
+        What hangs below one node is side by side, so that it is one run of queries.
         """
         nodes = sorted(nodes, key=self._path)
-        level: Sequence[Node] = [node for node in nodes if node.children]
-        while level:
-            for spans in self._filled(level):
-                self._add(spans, inner=True)
-            level = [child for node in level for child in node.children if child.children]
-        leaves = [node for node in preorder(nodes) if not node.children]
-        for wave in self._filled(sorted(leaves, key=self._path)):
-            self._add(wave, inner=False)
-
-    def _filled(self, nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
-        """Nodes in order as the fewest segments of about equal length."""
         lengths = [node.padded(self._multiple) for node in nodes]
-        yield from (nodes[start:stop] for start, stop in even_parts(lengths, self._budget))
+        for start, stop in even_parts(lengths, self._budget):
+            self._add(nodes[start:stop], inner=inner)
 
     def _add(self, nodes: Sequence[Node], *, inner: bool) -> None:
         for number, node in enumerate(nodes):
@@ -216,20 +152,100 @@ class Packing:
         return path[::-1]
 
 
-def _scattered(roots: Sequence[Node], microbatch_of: Sequence[int] | None) -> set[int]:
-    """Inner nodes (by identity) with parts of microbatches, and others between those that they
-    have."""
-    if microbatch_of is None:
-        return set()
-    size = collections.Counter(microbatch_of)
-    opened = set()
-    for node in preorder(roots):
-        inside = collections.Counter(microbatch_of[member] for member in node.members)
-        parts = any(num < size[microbatch] for microbatch, num in inside.items())
-        between = range(min(inside) + 1, max(inside))
-        if node.children and parts and any(inside[m] < size[m] for m in between):
-            opened.add(id(node))
-    return opened
+def _leaves(roots: Sequence[Node]) -> list[Node]:
+    return [node for node in preorder(roots) if not node.children]
+
+
+class _Rounds:
+    """Which microbatches run together.
+
+    Args:
+        inner: nodes that others read, each with the number of nodes above it.
+        leaves: the others.
+        owner: the microbatch of every rollout.
+        options: see TreeOptions.
+
+    Attributes:
+        inner: per round the nodes of `inner` that no earlier one needs.
+        leaves: per round its leaves, each with those of its rollouts that are in the round.
+        lasting: per round the leaves that it needs first, and later rounds too.
+    """
+
+    def __init__(
+        self,
+        inner: Iterable[tuple[int, Node]],
+        leaves: list[Node],
+        owner: Sequence[int],
+        options: TreeOptions,
+    ) -> None:
+        self._owner, self._multiple, self._budget = owner, options.multiple, options.segment_tokens
+        inner = [*inner]
+        rows = self._rows(node for _, node in inner), self._rows(leaves)
+        rounds = list(self._rounds(sorted({*owner}), *rows))
+        self._round_of = {one: number for number, some in enumerate(rounds) for one in some}
+        self.inner: list[list[tuple[int, Node]]] = [[] for _ in rounds]
+        self.leaves: list[list[tuple[Node, list[int]]]] = [[] for _ in rounds]
+        self.lasting: list[list[Node]] = [[] for _ in rounds]
+        for depth, node in inner:
+            self.inner[self._round_of[self._first(node)]].append((depth, node))
+        for leaf in leaves:
+            self._place(leaf, options.segment_gain)
+
+    def _first(self, node: Node) -> int:
+        """The first microbatch that needs a node."""
+        return min(self._owner[member] for member in node.members)
+
+    def _place(self, leaf: Node, least: int) -> None:
+        """Gives a leaf to its rounds. Equal rollouts of several rounds have one leaf, in a segment
+        that waits for all their losses, unless that saves fewer positions than `least`."""
+        parts: dict[int, list[int]] = collections.defaultdict(list)
+        for member in leaf.members:
+            parts[self._round_of[self._owner[member]]].append(member)
+        if len(parts) > 1 and (len(parts) - 1) * (leaf.end - leaf.start) >= least:
+            self.lasting[min(parts)].append(leaf)
+            return
+        for number, members in parts.items():
+            self.leaves[number].append((leaf, members))
+
+    def together(self) -> Iterator[range]:
+        """Rounds whose inner nodes run together: those that have a segment of them at most."""
+        start, rows = 0, 0
+        for number, nodes in enumerate(self.inner):
+            new = sum(node.padded(self._multiple) for _, node in nodes)
+            if number > start and 0 < self._budget < rows + new:
+                yield range(start, number)
+                start, rows = number, 0
+            rows += new
+        yield range(start, len(self.inner))
+
+    def _rows(self, nodes: Iterable[Node]) -> collections.Counter[int]:
+        """Per microbatch the positions of nodes that no earlier one needs."""
+        rows = collections.Counter[int]()
+        for node in nodes:
+            rows[self._first(node)] += node.padded(self._multiple)
+        return rows
+
+    def _rounds(
+        self,
+        microbatches: Sequence[int],
+        inner: collections.Counter[int],
+        leaves: collections.Counter[int],
+    ) -> Iterator[Sequence[int]]:
+        """Microbatches in order, as many a round as fit, about equally many positions in each.
+
+        What lives at once counts: leaves, and what inner nodes a later microbatch adds. One that
+        adds more than half a segment of them begins a round.
+        """
+        begins = [
+            place
+            for place, one in enumerate(microbatches)
+            if not place or 0 < self._budget < 2 * inner[one]
+        ]
+        for start, stop in itertools.pairwise([*begins, len(microbatches)]):
+            run = microbatches[start:stop]
+            added = [leaves[one] + inner[one] * (one != run[0]) for one in run]
+            for low, high in even_parts([max(1, num) for num in added], self._budget):
+                yield run[low:high]
 
 
 def even_parts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:

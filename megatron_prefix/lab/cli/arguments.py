@@ -187,7 +187,8 @@ _TEXTS = {
     "chunk_tokens": "cut longer spans into chunks of at most N; 0: never; auto: the length with the"
     " shortest simulated step (default {})",
     "segment_tokens": "most positions that one forward runs, of one tree or of many; 0: no limit;"
-    " auto: by step, what is fastest and fits in free memory (default {})",
+    " auto: by step, what is fastest within the limit of memory; a half or a quarter is taken where"
+    " only that keeps it (default {})",
     "min_gain": "dissolve a shared span that saves fewer positions, and an inner segment that saves"
     " fewer than 32 times as many and less than a 16th of the step; 0 dissolves nothing"
     " (default {})",
@@ -199,11 +200,13 @@ _TEXTS = {
     "plan_file": "run this plan (a file of `plan --csv`) instead of the planner's; it must fit the"
     " rollouts, the lengths and the layout",
     "cost_file": "keep what mode auto measures of this model, layout and device, for the next run",
-    "memory": "what an inner segment keeps until its backward. retain (default): its saved tensors;"
-    " offload: the same on the host; recompute: only K/V and its input, and its forward runs"
-    " again; auto: the cheapest that fits, by step and segment",
-    "memory_budget_gb": "GiB of device memory that a step may use: --memory auto and offload keep"
-    " to it; a step of mode auto that would need more runs as stock's (default 0: what is free)",
+    "memory": "what an inner segment keeps until its backward. retain: its saved tensors; offload:"
+    " the same on the host; recompute: only K/V and its input, and its forward runs again; auto"
+    " (default): by step and segment the cheapest that takes no more memory than the stock"
+    " schedule and 5 %%",
+    "memory_budget_gb": "GiB of device memory that a step may use, instead of the stock schedule's;"
+    " then --memory auto offloads, too; a step of mode auto that would need more runs as stock's"
+    " (default 0: not set)",
     "cache_host_layers": "layers whose K/V, or recurrent states, and their gradients are in host"
     " memory while other layers run, for prompts whose K/V do not fit (default {})",
     "cp_reduce": "with --cp: gather K/V and send gK/gV back for every wave, or once per"
@@ -277,7 +280,7 @@ def add_lengths(parser: argparse.ArgumentParser) -> None:
 
 
 def add_baseline(parser: argparse.ArgumentParser) -> None:
-    """`--baseline --pack-tokens`; see `baseline_of`."""
+    """`--baseline --pack-tokens --shuffle`; see `baseline_of`."""
     group = parser.add_argument_group("baseline")
     text = (
         "microbatches of both schedules. packed (default): rollouts one after another (THD), as"
@@ -289,11 +292,13 @@ def add_baseline(parser: argparse.ArgumentParser) -> None:
         " rollout is alone (default {})"
     )
     add_fields(group, Baseline, {"pack_tokens": text})
+    text = "take a step's rollouts in a random order, which spreads groups over microbatches"
+    group.add_argument("--shuffle", action="store_true", help=text)
 
 
 def baseline_of(args: argparse.Namespace) -> Baseline:
     """The baseline that `add_baseline` read."""
-    return Baseline(args.baseline, args.pack_tokens)
+    return Baseline(args.baseline, args.pack_tokens, args.shuffle)
 
 
 def config_of(args: argparse.Namespace, **more: Any) -> PrefixConfig:

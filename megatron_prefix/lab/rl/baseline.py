@@ -7,6 +7,7 @@ over data-parallel ranks on one number of microbatches if those meet inside a st
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,12 +28,15 @@ class Baseline:
         name: "packed": several rollouts one after another (THD); "rollout": one each.
         pack_tokens: most positions of a packed microbatch, padding included and over all context-
             parallel ranks; a longer rollout is alone.
+        shuffle: take a step's rollouts in a random order, so that groups are spread over
+            microbatches; always the same one for as many rollouts.
         backwards: the same microbatches in reverse, and the rollouts of each: the same sums in
             another order.
     """
 
     name: str = "packed"
     pack_tokens: int = PACK_TOKENS
+    shuffle: bool = False
     backwards: bool = False
 
     def __post_init__(self) -> None:
@@ -45,6 +49,10 @@ class Baseline:
     def packed(self) -> bool:
         """Whether microbatches are packed."""
         return self.name == "packed"
+
+    def order(self, num: int) -> list[int]:
+        """In which order so many rollouts become microbatches."""
+        return random.Random(num).sample(range(num), num) if self.shuffle else [*range(num)]
 
 
 def pack_sizes(lengths: Sequence[int], pack_tokens: int, least: int = 1) -> list[int]:
@@ -106,7 +114,8 @@ def num_packs(ranks: Sequence[Sequence[int]], baseline: Baseline, layout: Layout
         baseline: how they are packed.
         layout: of the job.
     """
-    counts = [len(pack_sizes(lengths, baseline.pack_tokens)) for lengths in ranks]
+    orders = [[lengths[place] for place in baseline.order(len(lengths))] for lengths in ranks]
+    counts = [len(pack_sizes(lengths, baseline.pack_tokens)) for lengths in orders]
     if layout.ep > 1 or layout.vpp > 1:
         counts = [max(counts)] * len(counts)
     if layout.vpp > 1:

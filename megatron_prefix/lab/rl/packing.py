@@ -39,8 +39,9 @@ def microbatches(
         least: see `pack_sizes`.
     """
     step = -1 if baseline.backwards else 1
+    items = [items[place] for place in baseline.order(len(items))]
     if not baseline.packed:
-        return list(items)[::step]
+        return items[::step]
     lengths = [cp_size * item["tokens"].shape[1] for item in items]
     rest = iter(items)
     sizes = pack_sizes(lengths, baseline.pack_tokens, least)

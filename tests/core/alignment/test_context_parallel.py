@@ -201,15 +201,15 @@ def decisions(budgets: list[float]) -> list[list[Any]]:
     groups = list(generate(1, *shape, vocab_size=VOCAB, uneven=True))
     items = align.on_this_cp_rank(align.microbatches(groups, 7, layout.alignment))
     found: list[list[Any]] = []
-    chosen = MemoryControl.chosen
+    settle = MemoryControl.settle
 
     def heard(control: Any, plan: Any, *more: Any) -> Any:
         found.append([None] * 4)
-        policies = chosen(control, plan, *more).policies
-        torch.distributed.all_gather_object(found[-1], (control.gathers, policies))
+        settle(control, plan, *more)
+        torch.distributed.all_gather_object(found[-1], (control.gathers, plan.policies))
         raise Decided
 
-    MemoryControl.chosen = heard  # type: ignore[method-assign, assignment]
+    MemoryControl.settle = heard  # type: ignore[method-assign]
     for budget in budgets:
         config = PrefixConfig(
             min_gain=0, chunk_tokens=64, segment_tokens=256, memory="auto", memory_budget_gb=budget

@@ -109,7 +109,8 @@ def test_a_budget_that_sharing_exceeds_is_kept_by_stock() -> None:
     assert rich.report is not None and rich.report.decision.share
     assert rich.report.memory is not None
     peak_gb = rich.report.memory.peak / 2**30
-    poor = schedule_with(mode="auto", min_speedup=0.01, memory_budget_gb=0.9 * peak_gb)
+    less: dict[str, Any] = dict(memory_budget_gb=0.9 * peak_gb, memory="retain")
+    poor = schedule_with(mode="auto", min_speedup=0.01, **less)
     assert_bitwise(run(poor, model), expected)
     decision = poor.report.decision  # type: ignore[union-attr]
     assert decision.fallback and "and memory_budget_gb is" in decision.reason

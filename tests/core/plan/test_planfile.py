@@ -136,8 +136,8 @@ def test_a_plan_runs_with_the_policies_of_its_file(tmp_path) -> None:
         config = PrefixConfig(plan_file=path, memory=memory)
         return StepPlanner(config, COST, 1, 2, 1, None).plan(joint).policies
 
-    assert planned("retain") == own
-    for memory in ("recompute", "auto"):
+    assert planned("retain") == planned("auto") == own
+    for memory in ("recompute", "offload"):
         with pytest.raises(UserError, match=f"plan.csv: .* memory '{memory}'; leave --memory out"):
             planned(memory)
     saved(tmp_path, make_plan(step, 2))
@@ -162,7 +162,7 @@ def test_steps_are_planned_as_the_user_set() -> None:
     config = PrefixConfig(chunk_tokens=200, segment_tokens=256, run_ahead=1)
     planner = StepPlanner(config, COST, 8, 4, 2, None)
     step = planner.build(rollouts, groups, microbatch_of)
-    assert step == build(rollouts, groups, TreeOptions(8, 200, 256))
+    assert step == build(rollouts, groups, TreeOptions(8, 200, 256), microbatch_of)
     plan = planner.plan(joint_forest([step], [microbatch_of]))
     assert plan == best_plan(step, 4, num_chunks=2, microbatches=microbatch_of, run_ahead=1)
     assert (

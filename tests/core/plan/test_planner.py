@@ -98,7 +98,7 @@ def test_a_leaf_waits_for_nothing_but_itself() -> None:
 @settings(max_examples=100)
 def test_all_ranks_follow_the_same_two_orders(forest, num_ranks, run_ahead) -> None:
     plan = make_plan(forest, num_ranks, run_ahead=run_ahead)
-    order, num = backward_order(forest.segments), len(forest.segments)
+    order, num = backward_order(forest.segments, loss_ready_after(forest)), len(forest.segments)
     assert (plan.num_ranks, plan.num_chunks, plan.segments) == (num_ranks, 1, forest.segments)
     for program in plan.programs:
         assert [a for a in program if a.kind == "F"] == [Action("F", i) for i in range(num)]
@@ -241,7 +241,7 @@ def test_virtual_stages_follow_megatron_order_and_run(
     """`group_size` segments a turn of each model chunk, on every rank alike."""
     plan = make_plan(forest, num_ranks, num_chunks=num_chunks, group_size=group_size)
     num, size = len(forest.segments), group_size or num_ranks
-    order = backward_order(forest.segments)
+    order = backward_order(forest.segments, loss_ready_after(forest))
     for kind, segments, chunks in (
         ("F", list(range(num)), range(num_chunks)),
         ("B", order, reversed(range(num_chunks))),

@@ -10,7 +10,7 @@ from megatron_prefix.config import SEGMENT_TOKENS, PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.cost import CostModel
-from megatron_prefix.plan.step_planner import StepPlanner
+from megatron_prefix.plan.step_planner import StepPlanner, Verdict
 from megatron_prefix.tree import Forest
 from tests.harness.command_line import failure
 from tests.harness.trees import flat_rollouts
@@ -18,14 +18,15 @@ from tests.harness.trees import flat_rollouts
 COST = CostModel.of_flops(1.0, 1.0, 0.0)
 
 
-def chosen(room: int, per_action: float) -> int:
+def chosen(room: int, per_action: float, given: int | str = "auto") -> int:
     """The longest segment, where at most `room` positions fit and an action costs so much."""
     rollouts, groups = flat_rollouts(100, 900, 4, 20)
-    planner = StepPlanner(PrefixConfig(segment_tokens="auto"), COST, 1, 1, 1, None)
+    planner = StepPlanner(PrefixConfig(segment_tokens=given), COST, 1, 1, 1, None)
 
-    def judge(forest: Forest, _: Sequence[int], plan: Plan) -> tuple[bool, float]:
+    def judge(forest: Forest, _: Sequence[int], plan: Plan) -> Verdict:
         longest = max(segment.padded_length for segment in plan.segments)
-        return longest <= room, sum(s.padded_length + per_action for s in plan.segments)
+        seconds = sum(s.padded_length + per_action for s in plan.segments)
+        return Verdict(max(0, longest - room), seconds, retains=True)
 
     forest = planner.build(rollouts, groups, list(range(len(rollouts))), judge)
     return max(segment.padded_length for segment in forest.segments)
@@ -38,6 +39,13 @@ def test_the_longest_that_fits_where_actions_cost() -> None:
 
 def test_the_shortest_where_nothing_fits() -> None:
     assert chosen(room=10, per_action=500.0) <= SEGMENT_TOKENS[0]
+
+
+def test_a_given_length_is_halved_only_to_keep_the_limit() -> None:
+    assert 4096 < chosen(room=8192, per_action=-2000.0, given=8192) <= 8192
+    assert 2048 < chosen(room=5000, per_action=500.0, given=8192) <= 4096
+    assert 1024 < chosen(room=10, per_action=500.0, given=8192) <= 2048
+    assert 1024 < chosen(room=10, per_action=500.0, given=1900) <= 1900
 
 
 def test_no_other_word() -> None:

@@ -14,7 +14,7 @@ from tests.harness.trees import flat_rollouts
 
 
 @pytest.mark.parametrize(
-    ("budget", "most"), [(16, 1), (64, 2)], ids=["a tree a segment", "both trees in a segment"]
+    ("budget", "most"), [(16, 1), (256, 2)], ids=["a tree a segment", "both trees in a segment"]
 )
 def test_every_action_is_one_event(budget: int, most: int) -> None:
     options = TreeOptions(segment_tokens=budget, chunk_tokens=32)

@@ -1,0 +1,109 @@
+"""Memory and speed of steps of real rollouts beside Megatron's own schedule, as they are predicted.
+
+    python -m benchmarks.waves FOLDER --layers 12 --pp 1 2 4
+
+FOLDER has rollout files SET.jsonl.gz.  Every set's rollouts are packed as trainers pack them, in
+the order of their groups and shuffled; each row has both schedules' predicted peaks (bf16,
+transformer-engine's layers, weights and gradients included), what keeps the limit, and the
+predicted speedup.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab.data.pairs import pairs_of_groups
+from megatron_prefix.lab.data.rollouts import read_groups
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.rl.baseline import PACK_TOKENS, pack_sizes
+from megatron_prefix.layers.model import cost_of, footprint_of
+from megatron_prefix.plan.actions import Plan, policies
+from megatron_prefix.plan.cost import FLOPS_PER_SECOND
+from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.plan.memory_policy import Rates, automatic
+from megatron_prefix.plan.peak_memory import predict as predict_memory
+from megatron_prefix.plan.planner import best_plan
+from megatron_prefix.plan.prediction import predict
+from megatron_prefix.plan.step_planner import StepPlanner, Verdict
+from megatron_prefix.plan.stock_plan import heaviest_stock_plan
+from megatron_prefix.run.memory_control import LEAST_OVER, OVER_STOCK
+from megatron_prefix.tree import Forest
+
+SETS = {"gsm8k": 60, "math_cot": 16, "rag_musique": 8, "rag_hotpot_llm": 8}
+SETS |= {"tau2_mixed": 8, "tau_airline": 8}
+GIB = float(1 << 30)
+
+
+def row(name: str, folder: Path, args: argparse.Namespace, pp: int, shuffle: bool) -> str:
+    """A line of the table."""
+    spec = resolve(args.model, num_layers=args.layers)
+    groups = list(read_groups(folder / f"{name}.jsonl.gz"))[: SETS[name]]
+    rollouts, _ = pairs_of_groups(groups)
+    if shuffle:
+        rollouts = random.Random(1).sample(rollouts, len(rollouts))
+    sizes = pack_sizes([len(rollout) for rollout in rollouts], PACK_TOKENS)
+    owners = [number for number, size in enumerate(sizes) for _ in range(size)]
+    footprint = footprint_of(spec, Execution(num_stages=pp))
+    cost, static = cost_of(spec), 6.0 * spec.parameters() / pp
+    seconds = cost.in_seconds(FLOPS_PER_SECOND["cuda"], args.layers, pp)
+    stock = limit = 0.0
+
+    def judge(forest: Forest, _: object, plan: Plan) -> Verdict:
+        nonlocal stock, limit
+        heaviest = heaviest_stock_plan(forest, owners, pp)
+        stock = max(one.peak for one in predict_memory(heaviest, footprint))
+        limit = stock + max(OVER_STOCK * (stock + static), LEAST_OVER)
+        chosen = automatic(plan, footprint, cost, Rates(1.0, 1.0), limit, False)
+        plan = replace(plan, policies=chosen)
+        peak = max(one.peak for one in predict_memory(plan, footprint))
+        predicted = predict(seconds, forest, owners, plan)
+        return Verdict(max(0.0, peak - limit), predicted.prefix_seconds, not any(chosen))
+
+    planner = StepPlanner(PrefixConfig(segment_tokens=args.segment_tokens), seconds, 1, pp, 1, None)
+    begin = time.perf_counter()
+    forest = planner.build(rollouts, [0] * len(rollouts), owners, judge)
+    took = time.perf_counter() - begin
+    plan = best_plan(forest, pp, microbatches=owners)
+    policy = automatic(plan, footprint, cost, Rates(1.0, 1.0), limit, False)
+    plan = replace(plan, policies=policy or policies(forest.segments, "retain"))
+    memory = max(predict_memory(plan, footprint), key=lambda one: one.peak)
+    speedup = predict(seconds, forest, owners, plan).speedup
+    longest = max(segment.padded_length for segment in forest.segments)
+    before, now = ((peak + static) / GIB for peak in (stock, memory.peak))
+    order, recomputed = "shuffled" if shuffle else "in groups", policy.count("recompute")
+    return (
+        f"{name:15} {order:9} pp{pp} {len(sizes):3} packs {len(forest.segments):3} segments to"
+        f" {longest:5}, {recomputed:2} recomputed, peak {before:5.1f} {now:5.1f} GiB"
+        f" ({now / before:.2f}), {speedup:.2f}x, planned in {took:.2f} s"
+    )
+
+
+def _length(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def main() -> None:
+    """Prints a line a set, order and layout."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="of the rollout files")
+    parser.add_argument("--model", default="qwen3-8b", help="a preset (default qwen3-8b)")
+    parser.add_argument("--layers", type=int, default=12, help="(default 12)")
+    parser.add_argument("--pp", type=int, nargs="+", default=[1], help="pipeline sizes (default 1)")
+    text = "a number, or auto (default 8192)"
+    parser.add_argument("--segment-tokens", type=_length, default=8192, help=text)
+    args = parser.parse_args()
+    for pp in args.pp:
+        for name in SETS:
+            for shuffle in (False, True):
+                print(row(name, args.folder, args, pp, shuffle), flush=True)
+
+
+if __name__ == "__main__":
+    main()
