@@ -75,10 +75,9 @@ def row(name: str, folder: Path, args: argparse.Namespace, pp: int, shuffle: boo
     speedup = predict(seconds, forest, owners, plan).speedup
     longest = max(segment.padded_length for segment in forest.segments)
     before, now = ((peak + static) / GIB for peak in (stock, memory.peak))
-    order, recomputed = "shuffled" if shuffle else "in groups", policy.count("recompute")
     return (
-        f"{name:15} {order:9} pp{pp} {len(sizes):3} packs {len(forest.segments):3} segments to"
-        f" {longest:5}, {recomputed:2} recomputed, peak {before:5.1f} {now:5.1f} GiB"
+        f"{name:15} {'shuffled' if shuffle else 'in groups':9} pp{pp} {len(sizes):3} packs {len(forest.segments):3} segments to"
+        f" {longest:5}, {policy.count('recompute'):2} recomputed, peak {before:5.1f} {now:5.1f} GiB"
         f" ({now / before:.2f}), {speedup:.2f}x, planned in {took:.2f} s"
     )
 

@@ -233,8 +233,8 @@ class _Rounds:
     ) -> Iterator[Sequence[int]]:
         """Microbatches in order, as many a round as fit, about equally many positions in each.
 
-        What lives at once counts: leaves, and what inner nodes a later microbatch adds. One that
-        adds more than half a segment of them begins a round.
+        One that adds more than half a segment of inner nodes begins a round: they would live at
+        once with those of the microbatches before it.
         """
         begins = [
             place
@@ -243,8 +243,7 @@ class _Rounds:
         ]
         for start, stop in itertools.pairwise([*begins, len(microbatches)]):
             run = microbatches[start:stop]
-            added = [leaves[one] + inner[one] * (one != run[0]) for one in run]
-            for low, high in even_parts([max(1, num) for num in added], self._budget):
+            for low, high in even_parts([max(1, leaves[one]) for one in run], self._budget):
                 yield run[low:high]
 
 

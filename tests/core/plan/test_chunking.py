@@ -24,7 +24,7 @@ from tests.harness.trees import flat_rollouts
         (16384, 64, 16, 4, 1024, 1),
         (8192, 1024, 16, 4, 4096, 1),
         (10240, 2048, 8, 4, 2048, 2),
-        (1024, 2048, 4, 2, 2048, 1),
+        (2048, 1024, 8, 2, 2048, 1),
     ],
 )
 def test_auto_is_within_five_percent_of_a_sweep(p, r, n, stages, wave, chunks) -> None:

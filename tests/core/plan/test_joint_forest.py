@@ -137,7 +137,7 @@ def test_the_union_of_like_forests_has_no_fillers() -> None:
 
 def test_plans_made_apart_hang_together() -> None:
     """What a joint plan is for: the play finds it."""
-    forests = [build(*flat_rollouts(64, 4096, *size)) for size in ((8, 1), (2, 4))]
+    forests = [build(*flat_rollouts(6000, 4096, *size)) for size in ((8, 1), (2, 4))]
     microbatches_of = [range(len(forest.num_positions)) for forest in forests]
     filled = [each.forest for each in all_of(forests, microbatches_of)]
     apart = [make_plan(forest, 4) for forest in filled]
