@@ -65,20 +65,21 @@ def row(name: str, folder: Path, args: argparse.Namespace, pp: int, shuffle: boo
         return Verdict(max(0.0, peak - limit), predicted.prefix_seconds, not any(chosen))
 
     planner = StepPlanner(PrefixConfig(segment_tokens=args.segment_tokens), seconds, 1, pp, 1, None)
-    begin = time.perf_counter()
+    took = -time.perf_counter()
     forest = planner.build(rollouts, [0] * len(rollouts), owners, judge)
-    took = time.perf_counter() - begin
+    took += time.perf_counter()
     plan = best_plan(forest, pp, microbatches=owners)
     policy = automatic(plan, footprint, cost, Rates(1.0, 1.0), limit, False)
     plan = replace(plan, policies=policy or policies(forest.segments, "retain"))
-    memory = max(predict_memory(plan, footprint), key=lambda one: one.peak)
-    speedup = predict(seconds, forest, owners, plan).speedup
+    peak = max(one.peak for one in predict_memory(plan, footprint))
     longest = max(segment.padded_length for segment in forest.segments)
-    before, now = ((peak + static) / GIB for peak in (stock, memory.peak))
+    before, now = ((peak + static) / GIB for peak in (stock, peak))
+    order, recomputed = ("in groups", "shuffled")[shuffle], policy.count("recompute")
     return (
-        f"{name:15} {'shuffled' if shuffle else 'in groups':9} pp{pp} {len(sizes):3} packs {len(forest.segments):3} segments to"
-        f" {longest:5}, {policy.count('recompute'):2} recomputed, peak {before:5.1f} {now:5.1f} GiB"
-        f" ({now / before:.2f}), {speedup:.2f}x, planned in {took:.2f} s"
+        f"{name:15} {order:9} pp{pp} {len(sizes):3} packs {len(forest.segments):3} segments to"
+        f" {longest:5}, {recomputed:2} recomputed, peak {before:5.1f} {now:5.1f} GiB"
+        f" ({now / before:.2f}), {predict(seconds, forest, owners, plan).speedup:.2f}x,"
+        f" planned in {took:.2f} s"
     )
 
 
@@ -95,8 +96,8 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-8b", help="a preset (default qwen3-8b)")
     parser.add_argument("--layers", type=int, default=12, help="(default 12)")
     parser.add_argument("--pp", type=int, nargs="+", default=[1], help="pipeline sizes (default 1)")
-    text = "a number, or auto (default 8192)"
-    parser.add_argument("--segment-tokens", type=_length, default=8192, help=text)
+    text = "a number, or auto (default 16384)"
+    parser.add_argument("--segment-tokens", type=_length, default=16384, help=text)
     args = parser.parse_args()
     for pp in args.pp:
         for name in SETS:

@@ -33,7 +33,7 @@ from tests.harness.trees import flat_rollouts
 VOCAB, GIB = 128, float(1 << 30)
 # prompt, response, rollouts, segment tokens, chunk tokens, groups; five small groups are packed; in
 # shorter segments later prompts take the rows of earlier ones.
-PACKED = (40, 24, 3, 1024, 0, 5), (40, 24, 3, 150, 0, 5)
+PACKED = (40, 24, 3, 1024, 0, 5), (40, 24, 3, 110, 0, 5)
 SHAPES = [
     (384, 64, 3, 1, 0, 1),
     (128, 192, 2, 1, 0, 1),
