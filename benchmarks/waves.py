@@ -22,7 +22,7 @@ from megatron_prefix.lab.data.rollouts import read_groups
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.rl.baseline import PACK_TOKENS, pack_sizes
 from megatron_prefix.layers.model import cost_of, footprint_of
-from megatron_prefix.plan.actions import Plan, policies
+from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.cost import FLOPS_PER_SECOND
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.memory_policy import Rates, automatic
@@ -69,12 +69,11 @@ def row(name: str, folder: Path, args: argparse.Namespace, pp: int, shuffle: boo
     forest = planner.build(rollouts, [0] * len(rollouts), owners, judge)
     took += time.perf_counter()
     plan = best_plan(forest, pp, microbatches=owners)
-    policy = automatic(plan, footprint, cost, Rates(1.0, 1.0), limit, False)
-    plan = replace(plan, policies=policy or policies(forest.segments, "retain"))
+    plan = replace(plan, policies=automatic(plan, footprint, cost, Rates(1, 1), limit, False))
     peak = max(one.peak for one in predict_memory(plan, footprint))
     longest = max(segment.padded_length for segment in forest.segments)
     before, now = ((peak + static) / GIB for peak in (stock, peak))
-    order, recomputed = ("in groups", "shuffled")[shuffle], policy.count("recompute")
+    order, recomputed = ("in groups", "shuffled")[shuffle], plan.policies.count("recompute")
     return (
         f"{name:15} {order:9} pp{pp} {len(sizes):3} packs {len(forest.segments):3} segments to"
         f" {longest:5}, {recomputed:2} recomputed, peak {before:5.1f} {now:5.1f} GiB"
