@@ -19,5 +19,5 @@ if [[ ${#shapes[@]} -eq 0 ]]; then
     done
 fi
 exec python3 -m megatron_prefix bench --model llama3-8b --dtype bfloat16 --device cuda \
-    --baseline "${BASELINE:-rollout}" --align-layers 1 --warm-up-calls 1 --repeats "${REPEATS:-2}" \
+    --baseline "${BASELINE:-rollout}" --memory retain --align-layers 1 --warm-up-calls 1 --repeats "${REPEATS:-2}" \
     --shapes "${shapes[@]}" --bench-json "${1:-grid.json}"

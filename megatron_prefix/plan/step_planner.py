@@ -146,4 +146,4 @@ def _lengths(config: PrefixConfig) -> tuple[int, ...]:
         return (0,)
     if isinstance(number, str):
         return SEGMENT_TOKENS
-    return (number, *(number // part for part in (2, 4) if number // part >= LEAST_SEGMENT))
+    return (number, *(number // part for part in (2, 4, 8) if number // part >= LEAST_SEGMENT))

@@ -66,15 +66,23 @@ def first_says(value: Any, groups: Sequence[Any]) -> Any:
 def agree(
     problem: BaseException | None, groups: Sequence[Any], device: torch.device
 ) -> CannotShare | None:
+    """What `agree_on` says of a problem."""
+    return agree_on(problem, False, groups, device)[0]
+
+
+def agree_on(
+    problem: BaseException | None, wish: bool, groups: Sequence[Any], device: torch.device
+) -> tuple[CannotShare | None, bool]:
     """Tells all ranks of a grid of groups what has happened; every rank of them calls this.
 
     Args:
         problem: of this rank.
+        wish: of this rank.
         groups: see `Rank.companions`; after the last of them every rank has heard of all.
         device: where their tensors live.
 
     Returns:
-        Why no rank can share in this step, or None.
+        Why no rank can share in this step, or None; and whether all ranks have the wish.
 
     Raises:
         StepFailed: another rank has failed. A rank's own failure is raised as it is.
@@ -82,17 +90,17 @@ def agree(
     level = _FINE if problem is None else _FAILED
     if isinstance(problem, CannotShare):
         level = _CANNOT_SHARE
-    highest = level
+    highest, against = level, int(not wish)
     if groups:  # a tensor from the host waits for all that the device has to do
-        worst = torch.tensor([level], device=device)
+        worst = torch.tensor([level, against], device=device)
         for group in groups:
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
-        highest = int(worst)
+        highest, against = worst.tolist()
     if highest == _FINE:
-        return None
+        return None, not against
     reason: Any = _first_reason(problem if level == highest else None, groups)
     if highest == _CANNOT_SHARE:
-        return problem if isinstance(problem, CannotShare) else reason
+        return (problem if isinstance(problem, CannotShare) else reason), False
     if problem is not None and level == _FAILED:
         raise problem
     raise StepFailed(f"the step ends on all ranks: {reason}")

@@ -32,12 +32,13 @@ from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import HOST_LAYERS_CP
 from megatron_prefix.run import routers
 from megatron_prefix.run.across_ranks import Watch
-from megatron_prefix.run.agreement import agree
+from megatron_prefix.run.agreement import agree, agree_on
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
 from megatron_prefix.run.first_step import FirstStep, code_name
 from megatron_prefix.run.losses import LossContract
 from megatron_prefix.run.memory_control import MemoryControl
 from megatron_prefix.run.messages import channels_of
+from megatron_prefix.run.pause import Pause
 from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read_calls import ReadCalls, read_calls
@@ -78,6 +79,7 @@ class PrefixSchedule:
     across_ranks: Watch = field(default_factory=Watch, init=False)
     memory: MemoryControl = field(init=False, repr=False)
     planning: Planning = field(init=False, repr=False)
+    _pauses: dict[Any, Pause] = field(default_factory=dict, init=False, repr=False)
     _told: set[str] = field(default_factory=set, init=False, repr=False)
     _kinds: dict[Any, UserError | None] = field(default_factory=dict, init=False, repr=False)
 
@@ -131,7 +133,11 @@ class PrefixSchedule:
         if (refusal := self._kinds.get(kind)) is not None:
             self._refused(refusal)
             return stock_schedule()(**arguments)
-        store = self._captured(first, rank, arguments)
+        pause = self._pauses.setdefault(kind, Pause(self.config))
+        if (decision := pause.next()) is not None:
+            self._stock_report(decision)
+            return stock_schedule()(**arguments)
+        store = self._captured(first, pause, rank, arguments)
         if first is not None:
             self._kinds[kind] = first.error
             first.check()  # else what was computed may be wrong
@@ -149,12 +155,13 @@ class PrefixSchedule:
         return FirstStep(function, rank, suspended=shares)
 
     def _captured(
-        self, first: FirstStep | None, rank: Rank, arguments: dict[str, Any]
+        self, first: FirstStep | None, pause: Pause, rank: Rank, arguments: dict[str, Any]
     ) -> list[Any]:
         """Runs a step whose forward steps are suspended in their model calls.
 
         Args:
             first: watches them, in mode "on"; None if they are known.
+            pause: of their kind.
             rank: this one.
             arguments: of the call.
         """
@@ -169,8 +176,8 @@ class PrefixSchedule:
         meter = self.planning.meter(rank)
         meter.begin(forward_only)
         with capturing as capture, watching, self.memory.step():
-            step = self._read(capture, rank, forward_only, first)
-            joint = None if step is None else self._plan(step, rank, forward_only)
+            step = self._read(capture, rank, forward_only, first, pause)
+            joint = None if step is None else self._plan(step, rank, forward_only, pause)
             with meter.step(self.report, rank.stage):  # type: ignore[arg-type]
                 if step is None or joint is None:
                     return stock_schedule()(**arguments | {"forward_step_func": capture.stock_step})
@@ -218,15 +225,26 @@ class PrefixSchedule:
         return rank
 
     def _read(
-        self, capture: Capture, rank: Rank, forward_only: bool, first: FirstStep | None
+        self,
+        capture: Capture,
+        rank: Rank,
+        forward_only: bool,
+        first: FirstStep | None,
+        pause: Pause,
     ) -> Step | None:
         """The step; None, with `report` set, if its calls cannot be answered from segments.
 
         All ranks end together where one cannot read its microbatches, and fall back together.
         """
         calls, problem = self._read_calls(capture, rank, forward_only, first)
-        if (reason := agree(problem, rank.agreeing(forward_only), rank.device)) is not None:
+        wish, ranks = pause.wanted(rank), rank.agreeing(forward_only)
+        reason, paused = agree_on(problem, wish, ranks, rank.device)
+        if reason is not None:
             self._refused(reason)
+            return None
+        if paused:
+            self._stock_report(pause.begin())
+            self._told.add(self.report.decision.reason)  # type: ignore[union-attr]  # told once
             return None
         planning, judge = self.planning, self.planning.judge(rank, forward_only=forward_only)
         step = read_step(
@@ -235,7 +253,7 @@ class PrefixSchedule:
             rank.device, functools.partial(planning.shares_nothing, rank=rank),
         )  # fmt: skip
         problem = step if isinstance(step, BaseException) else _problem(step, rank)
-        if (reason := agree(problem, rank.agreeing(forward_only), rank.device)) is not None:
+        if (reason := agree(problem, ranks, rank.device)) is not None:
             self._refused(reason)
             return None
         return step  # type: ignore[return-value]
@@ -256,12 +274,14 @@ class PrefixSchedule:
             return None, error
         return calls, None
 
-    def _plan(self, step: Step, rank: Rank, forward_only: bool) -> JointForest | None:
+    def _plan(self, step: Step, rank: Rank, forward_only: bool, pause: Pause) -> JointForest | None:
         """Sets `report` with the plan; None if the stock schedule is the better one."""
         if self.config.mode != "on":
             self.across_ranks.look(step, rank, forward_only=forward_only)
         report, joint = self.planning.decided(step, rank, forward_only=forward_only)
         self._report(report)
+        if not forward_only and not self.planning.meter(rank).due:  # else it may run to be timed
+            pause.note(report.decision)
         return joint if report.decision.share else None
 
     def _refused(self, reason: UserError) -> None:
