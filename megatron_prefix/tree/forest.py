@@ -105,7 +105,7 @@ class TreeOptions:
 
     multiple: int = 1
     chunk_tokens: int = 0
-    segment_tokens: int = 8192
+    segment_tokens: int = 16384
     min_gain: int = 64
     segment_gain: int = 0
     loss_in_leaves: bool = False

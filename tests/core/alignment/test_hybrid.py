@@ -439,7 +439,7 @@ BREAKS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...], d
     "a short chunk leaves its own inputs only": (
         _short_tail_not_moved, (GDN, MAMBA), {"chunk_tokens": 2},
     ),
-    "sums of rows that are used again": (_sums_of_rows_before, (GDN, MAMBA), {"segment_tokens": 8}),
+    "sums of rows that are used again": (_sums_of_rows_before, (GDN, MAMBA), {"segment_tokens": 4}),
     "padding behind a span makes steps": (_padding_makes_steps, (MAMBA,), {}),
     "the convolution looks into other spans": (_edges_not_computed_again, (GDN,), {}),
     "its gradients go into other spans": (_gradients_of_what_is_overwritten, (GDN,), {}),

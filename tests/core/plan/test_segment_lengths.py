@@ -44,7 +44,7 @@ def test_the_shortest_where_nothing_fits() -> None:
 def test_a_given_length_is_halved_only_to_keep_the_limit() -> None:
     assert 4096 < chosen(room=8192, per_action=-2000.0, given=8192) <= 8192
     assert 2048 < chosen(room=5000, per_action=500.0, given=8192) <= 4096
-    assert 1024 < chosen(room=10, per_action=500.0, given=8192) <= 2048
+    assert 512 < chosen(room=10, per_action=500.0, given=8192) <= 1024
     assert 1024 < chosen(room=10, per_action=500.0, given=1900) <= 1900
 
 
