@@ -130,18 +130,23 @@ class PrefixSchedule:
         first = self._first(kind, forward_step_func, rank)
         if first is not None and not first.suspended:
             return self._watched(first, kind, arguments)
-        if (refusal := self._kinds.get(kind)) is not None:
-            self._refused(refusal)
+        if self._needs_no_look(kind):
             return stock_schedule()(**arguments)
-        pause = self._pauses.setdefault(kind, Pause(self.config))
-        if (decision := pause.next()) is not None:
-            self._stock_report(decision)
-            return stock_schedule()(**arguments)
-        store = self._captured(first, pause, rank, arguments)
+        store = self._captured(first, self._pauses[kind], rank, arguments)
         if first is not None:
             self._kinds[kind] = first.error
             first.check()  # else what was computed may be wrong
         return store
+
+    def _needs_no_look(self, kind: Any) -> bool:
+        """Whether steps of a kind are the stock schedule's for now, refused or in a pause."""
+        if (refusal := self._kinds.get(kind)) is not None:
+            self._refused(refusal)
+            return True
+        decision = self._pauses.setdefault(kind, Pause(self.config)).next()
+        if decision is not None:
+            self._stock_report(decision)
+        return decision is not None
 
     def _first(self, kind: Any, function: Any, rank: Rank) -> FirstStep | None:
         """What watches the first step of a kind; None in later ones.
