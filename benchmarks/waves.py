@@ -30,8 +30,7 @@ from megatron_prefix.plan.peak_memory import predict as predict_memory
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.plan.prediction import predict
 from megatron_prefix.plan.step_planner import StepPlanner, Verdict
-from megatron_prefix.plan.stock_plan import heaviest_stock_plan
-from megatron_prefix.run.memory_control import LEAST_OVER, OVER_STOCK
+from megatron_prefix.plan.stock_plan import heaviest_stock_plan, limit_of
 from megatron_prefix.tree import Forest
 
 SETS = {"gsm8k": 60, "math_cot": 16, "rag_musique": 8, "rag_hotpot_llm": 8}
@@ -57,7 +56,7 @@ def row(name: str, folder: Path, args: argparse.Namespace, pp: int, shuffle: boo
         nonlocal stock, limit
         heaviest = heaviest_stock_plan(forest, owners, pp)
         stock = max(one.peak for one in predict_memory(heaviest, footprint))
-        limit = stock + max(OVER_STOCK * (stock + static), LEAST_OVER)
+        limit = limit_of(stock, static)
         chosen = automatic(plan, footprint, cost, Rates(1.0, 1.0), limit, False)
         plan = replace(plan, policies=chosen)
         peak = max(one.peak for one in predict_memory(plan, footprint))

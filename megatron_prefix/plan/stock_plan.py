@@ -9,6 +9,20 @@ from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.tree import Forest, Segment, Span
 
+OVER_STOCK, LEAST_OVER = 0.05, 0.5 * 2**30
+"""What a step may take beyond Megatron's own: a share of its peak, weights and gradients included,
+and no less than so many bytes, which nobody misses."""
+
+
+def limit_of(stock: float, static: float) -> float:
+    """Bytes besides weights and gradients that a step may take.
+
+    Args:
+        stock: what the stock schedule takes, likewise.
+        static: bytes of weights and gradients.
+    """
+    return stock + max(OVER_STOCK * (stock + static), LEAST_OVER)
+
 
 def heaviest_stock_plan(
     forest: Forest, microbatch_of: Sequence[int], num_ranks: int = 1, num_chunks: int = 1

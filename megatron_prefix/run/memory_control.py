@@ -23,15 +23,12 @@ from megatron_prefix.plan.footprint import Footprint
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.memory_policy import Rates, automatic
 from megatron_prefix.plan.peak_memory import RankMemory, predict, table
-from megatron_prefix.plan.stock_plan import heaviest_stock_plan
+from megatron_prefix.plan.stock_plan import heaviest_stock_plan, limit_of
 from megatron_prefix.run import oom_retry
 from megatron_prefix.run.oom_retry import Result, Rewind
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.tree import Forest, Place, Segment, Span
 
-OVER_STOCK, LEAST_OVER = 0.05, 0.5 * 2**30
-"""What a step may take beyond Megatron's own: a share of its peak, weights and gradients included,
-and no less than so many bytes, which nobody misses."""
 STEPS_ASKED, STEPS_BETWEEN = 3, 50
 """Training steps, first of all and later on, in which all ranks say how much memory is free. The
 optimizer's state is there from the second one on; other things may come later."""
@@ -148,7 +145,7 @@ class MemoryControl:
         stock = max(one.peak for one in predict(plan, self._before_settled(rank)))
         if forest.ordered and rank.experts is not None:
             stock /= rank.experts.size()  # its microbatches are those of all ranks together
-        return stock + max(OVER_STOCK * (stock + self._static), LEAST_OVER)
+        return limit_of(stock, self._static)
 
     def peak(self, plan: Plan, rank: Rank) -> float:
         """Predicted bytes of the rank with most."""

@@ -84,7 +84,8 @@ class Packing:
         self.inner: list[Sequence[Node]] = []
         self._first, self._multiple = first_trained, options.multiple
         self._budget = options.segment_tokens
-        # By identity of nodes.
+        # By identity of nodes, so none of them may be gone before the end.
+        self._parts: list[Node] = []
         self._places: dict[int, Place] = {}
         self._parents: dict[int, Node] = {}
         owner = range(len(first_trained)) if microbatch_of is None else microbatch_of
@@ -115,6 +116,7 @@ class Packing:
         if len(members) == len(leaf.members):
             return leaf
         part = replace(leaf, members=members)
+        self._parts.append(part)
         if id(leaf) in self._parents:
             self._parents[id(part)] = self._parents[id(leaf)]
         return part

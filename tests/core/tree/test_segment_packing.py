@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given, settings
@@ -254,6 +255,25 @@ def test_equal_rollouts_far_from_one_another_hold_up_no_other() -> None:
     assert live(forest, microbatch_of) == 50 + 30 + 60
     again = TreeOptions(min_gain=0, segment_tokens=60, segment_gain=31)
     assert build(rollouts, None, again, microbatch_of).executed_tokens == 50 + 9 * 30
+
+
+def test_leaves_that_run_again_keep_their_parents() -> None:
+    """Equal rollouts in many rounds, some below a prompt and some on their own."""
+    below, _ = flat_rollouts(prefix=50, suffix=30, num=8, num_groups=1)
+    alone = [as_whole(number) for number in range(8)]
+    rollouts = [one for pair in zip(below, alone, strict=True) for one in pair] * 6
+    options = TreeOptions(min_gain=0, segment_tokens=60, segment_gain=10**6)
+    shared = find_shared(rollouts, None, TreeOptions(min_gain=0, segment_tokens=60))
+    forest = replace(shared, options=options).forest()
+    is_prefix_tree(forest)
+    for segment in forest.segments:
+        for span in segment.spans:
+            assert (span.parent is None) == (span.start == 0)
+
+
+def as_whole(number: int) -> Pairs:
+    tokens = np.arange(31) + 10_000 * (number + 1)
+    return Pairs(tokens[:-1], tokens[1:], np.ones(30, bool))
 
 
 @given(rollout_sets(), tree_options(), st.integers(1, 4))
