@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = "steps to run to find it, near what the memory model predicts (default {}: only predict)"
     add_number(group, "--tries", text, 0, whole(0, MOST))
-    text = "GiB besides weights and gradients that may be used (default {}: what is free)"
+    text = "GiB besides weights and gradients that may be used (default {}: not set)"
     add_number(group, "--capacity-gb", text, 0.0, real(0, MOST_MEMORY_GB), "X")
 
 

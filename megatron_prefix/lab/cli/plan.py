@@ -83,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
     layout = _layout(args)
     if args.segment_tokens == "auto":
         raise UserError(
-            "--segment-tokens auto depends on the free memory of a running model; give `plan` a"
-            " number"
+            "--segment-tokens auto depends on the memory of a running model; give `plan` a number"
         )
     if args.json and args.csv == "-":
         raise UserError("--csv - and --json both write to stdout; give --csv a file")

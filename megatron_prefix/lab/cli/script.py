@@ -40,7 +40,7 @@ _HELP = {
     "trainer_masks": ("true|false", "follow the masks of a trainer's microbatches"),
     "kernel": ("NAME", "attention kernel, or auto"),
     "memory": ("{" + ",".join(MEMORY_POLICIES) + "}", "what inner segments keep"),
-    "memory_budget_gb": ("X", "GiB that a step may use; 0: what is free"),
+    "memory_budget_gb": ("X", "GiB that a step may use, not the stock schedule's; 0: not set"),
     "cache_host_layers": ("N", "layers whose K/V or states, and gradients, are in host memory"),
     "cp_reduce": ("{" + ",".join(CP_REDUCE) + "}", "how often context parallelism sends gK/gV"),
     "run_ahead": ("{1,2}", "forwards that a pipeline stage runs ahead of the next"),
