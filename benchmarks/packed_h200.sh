@@ -8,6 +8,7 @@
 #
 # Environment variables:
 #   LAYERS  (default: 12)
+#   SETS    the sets, by their files' names (default: all six)
 #   STEPS   timed steps of a set, after one warm-up step, for gsm8k two (default: 3)
 set -uo pipefail
 
@@ -15,12 +16,14 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 folder=${1:?FOLDER of the rollout files}
 output=${2:-runs/packed_h200}
 mkdir -p "$output" || exit 2
+sets=${SETS:-gsm8k rag_hotpot_llm rag_musique tau2_mixed tau_airline math_cot}
 status=0
 
 timed() { # TOKENS of a step, WARM-UP steps, SETS
-    local tokens=$1 warm_up=$2 files=()
+    local tokens=$1 warm_up=$2 files=() name
     shift 2
-    for name; do files+=("$folder/$name.jsonl.gz"); done
+    for name; do [[ " $sets " == *" $name "* ]] && files+=("$folder/$name.jsonl.gz"); done
+    ((${#files[@]})) || return
     python3 -m megatron_prefix bench --model qwen3-8b --set "num_layers=${LAYERS:-12}" \
         --dtype bfloat16 --device cuda --rollouts "${files[@]}" --step-tokens "$tokens" --warm-up "$warm_up" \
         --steps "${STEPS:-3}" --bench-json "$output/$1.json" "${options[@]}" || status=1

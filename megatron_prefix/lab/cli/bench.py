@@ -278,7 +278,7 @@ COLUMNS = [
 WAVE = [("wave", "{segment_tokens}")]
 LINE = (
     "{name}: {stock_ms:.1f} ms, {prefix_ms:.1f} ms, {speedup:.3f}x of {bound:.3f}x, {of_bound:.3f}"
-    " of bound"
+    " of bound, peaks {stock_gib:.1f} and {prefix_gib:.1f} GiB"
 )
 """A row as soon as it has been timed."""
 STEPS = (
