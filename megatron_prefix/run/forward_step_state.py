@@ -51,10 +51,9 @@ class Settings(NamedTuple):
             (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in DEVICE_TYPES
         )
-        is_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         return cls(
             torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled(),
-            torch.cuda.current_stream() if is_cuda else None,
+            torch.cuda.current_stream() if torch.cuda.is_initialized() else None,
         )  # fmt: skip
 
     @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import platform
 from collections import Counter
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_prefix import __version__, trainers
 from megatron_prefix.errors import UserError
-from megatron_prefix.lab.cli import packages
+from megatron_prefix.lab.cli import arguments, packages
 from megatron_prefix.lab.cli.report import print_facts, print_json, print_table
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.refusals.table import GROUPS, TABLE
@@ -21,11 +22,14 @@ if TYPE_CHECKING:
 
 HELP = """\
 Versions, devices, the attention kernels that work here, all that the prefix schedule refuses, and
-optional packages that are missing. Exit code 0 if the prefix schedule can run here, else 1."""
+optional packages that are missing. Kernels that compile for longer, FlashAttention-4's and those of
+recurrent layers, are only tried with --probe. Exit code 0 if the prefix schedule can run here,
+else 1."""
 EPILOG = """\
 examples:
   megatron-prefix doctor
   megatron-prefix doctor --model qwen3-8b
+  megatron-prefix doctor --model qwen3-8b --probe
   megatron-prefix doctor --model path/to/config.json --device cpu --json
 """
 
@@ -36,6 +40,7 @@ GROUP = 2  # query heads per K/V head, likewise
 RECURRENT = ("fla-core", "mamba-ssm", "causal-conv1d", "triton")  # kernels of recurrent layers
 GIB = 1 << 30
 REFUSAL = ("name", "where", "fix", "kind")  # what is told of one
+UNTRIED = "not tried (--probe tries it)"
 MODEL = ("config", "module", "wrapper")  # what a model is refused for
 
 
@@ -49,11 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="what to check (default: cuda if there is one)"
     )
+    arguments.add_switch(
+        parser, "--probe", "try kernels that compile first too, some for minutes; a run finds them"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Examines and prints; returns 0 if the prefix schedule can run here, else 1."""
-    report = examine(args.device, args.model)
+    report = examine(args.device, args.model, args.probe)
     if args.json:
         print_json(report)
     else:
@@ -61,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report["ok"] else 1
 
 
-def examine(device: str | None = None, model: str | None = None) -> dict[str, Any]:
+def examine(
+    device: str | None = None, model: str | None = None, probe: bool = False
+) -> dict[str, Any]:
     """Everything that `doctor` reports; the keys of its --json.
 
     Keys: ok; problems, one line each; device, the one that was checked; versions, None if
@@ -69,7 +79,7 @@ def examine(device: str | None = None, model: str | None = None) -> dict[str, An
     tried, what turns the schedule on, and what keeps groups together; devices; kernels, by dtype
     and name None or why it does not work; chosen, the kernel that "auto" takes by dtype; why, the
     same with the reason; recurrent, by Megatron's recurrent module None or why its kernels do not
-    work; stock_packs, what is wrong with transformer-engine's attention of packs, which stock steps
+    work; untried, kernels and recurrent modules that are there but were not tried; stock_packs, what is wrong with transformer-engine's attention of packs, which stock steps
     run, or None; refused_features, what to do about each that a model can have; refusals, the whole
     table: name, where, fix and kind ("wrong" or "not yet") of each; extras, by name the missing
     packages and the command; model, its name and the features in its way, or None.
@@ -77,6 +87,7 @@ def examine(device: str | None = None, model: str | None = None) -> dict[str, An
     Args:
         device: "cpu" or "cuda"; None: "cuda" if torch sees a GPU.
         model: a preset's name or the path of a config.json.
+        probe: try what compiles first too.
 
     Raises:
         UserError: `model` is neither.
@@ -95,6 +106,7 @@ def examine(device: str | None = None, model: str | None = None) -> dict[str, An
         "chosen": {},
         "why": {},
         "recurrent": {},
+        "untried": [],
         "stock_packs": None,
         "refused_features": {one.name: one.fix for one in TABLE if one.where in MODEL},
         "refusals": [{name: getattr(one, name) for name in REFUSAL} for one in TABLE],
@@ -102,7 +114,7 @@ def examine(device: str | None = None, model: str | None = None) -> dict[str, An
         "model": None,
     }
     if not problems:
-        report |= _attempt(problems, _what_runs, report["device"], spec) or {}
+        report |= _attempt(problems, _what_runs, report["device"], spec, probe) or {}
     in_the_way = report["model"]["refused"] if report["model"] else []
     problems += [f"{report['model']['name']} has {line}" for line in in_the_way]
     problems = list(dict.fromkeys(problems))  # a package that is missing is met more than once
@@ -189,7 +201,7 @@ def _gpus() -> list[dict[str, Any]]:
 # What runs ----------------------------------------------------------------------------------------
 
 
-def _what_runs(device: str, spec: ModelSpec | None) -> dict[str, Any]:
+def _what_runs(device: str, spec: ModelSpec | None, probes: bool) -> dict[str, Any]:
     """Kernels and the model, after the platform has been selected.
 
     Raises:
@@ -211,15 +223,18 @@ def _what_runs(device: str, spec: ModelSpec | None) -> dict[str, Any]:
     group = heads // kv_heads
     reasons, chosen, why = {}, {}, {}
     for name in DTYPES:
-        dtype = getattr(torch, name)
-        reasons[name] = kernels.available(device, dtype, width, group=group)
-        chosen[name] = kernels.choose("auto", device, dtype, width, group=group).name
-        why[name] = kernels.why(device, dtype, width, group=group)
+        heads_of = device, getattr(torch, name), width
+        reasons[name] = kernels.available(*heads_of, group=group, compiles=probes)
+        chosen[name] = kernels.choose("auto", *heads_of, group=group, compiles=probes).name
+        why[name] = kernels.why(*heads_of, group=group, compiles=probes)
+    recurrent = _recurrent(functools.partial(probe.refusals, compiles=probes), device, spec)
+    untried = [] if probes or device == "cpu" else [*kernels.COMPILED, *probe.COMPILED]
     return {
         "kernels": reasons,
         "chosen": chosen,
         "why": why,
-        "recurrent": _recurrent(probe.refusals, device, spec),
+        "recurrent": recurrent,
+        "untried": untried,
         "stock_packs": stock_packs.refusal(heads, kv_heads, width) if device == "cuda" else None,
         "model": _check_model(spec, torch.device(device)) if spec else None,
     }
@@ -271,7 +286,11 @@ def _print(report: Mapping[str, Any]) -> None:
     dtypes = ["", *report["kernels"]]
     print_table(f"attention kernels on {device}", dtypes, _kernel_rows(report), left=len(dtypes))
     print_facts("kernel auto", report["why"])
-    recurrent = {name: why or "works" for name, why in report["recurrent"].items()}
+    untried = report["untried"]
+    recurrent = {
+        name: why or (UNTRIED if name in untried else "works")
+        for name, why in report["recurrent"].items()
+    }
     print_facts(f"kernels of recurrent layers on {device}", recurrent)
     if report["stock_packs"]:
         fix = "use another attention in stock steps, such as flash-attn"
@@ -305,5 +324,7 @@ def _kernel_rows(report: Mapping[str, Any]) -> list[list[str]]:
         for name, reason in reasons.items():
             # "cudnn or flash by shape" are two.
             works = "chosen" if name in report["chosen"][dtype].split() else "works"
+            if name in report["untried"]:
+                works = f"{works}, {UNTRIED}" if works == "chosen" else UNTRIED
             by_name.setdefault(name, []).append(reason or works)
     return [[name, *cells] for name, cells in by_name.items()]

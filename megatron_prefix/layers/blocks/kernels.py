@@ -74,6 +74,8 @@ KERNELS: dict[str, Kernel] = {
     name: next(kernel for kernel in _HERE if kernel.name == name) for name in config.KERNELS
 }
 """Those that the help names, and no other."""
+COMPILED = ("fa4",)
+"""Those that compile for about half a minute before they first run."""
 PROBE_ROWS = FA4_SHORT + 32
 """Queries of a probe: long enough for every call that has to be compiled."""
 Probe = Callable[[str], "str | None"]
@@ -85,6 +87,7 @@ def available(
     dtype: torch.dtype,
     head_dim: int,
     group: int = 2,
+    compiles: bool = True,
 ) -> dict[str, str | None]:
     """Every kernel by name, with the reason why it does not work here; None: it works.
 
@@ -96,8 +99,10 @@ def available(
         dtype: of queries, keys and values.
         head_dim: width of a head.
         group: query heads of each K/V head.
+        compiles: if not, kernels of `COMPILED` are not run, only asked whether they would take such
+            tensors.
     """
-    probe = _probe(device, dtype, head_dim, head_dim, group)
+    probe = _probe(device, dtype, head_dim, head_dim, group, compiles)
     return {name: probe(name) for name in KERNELS}
 
 
@@ -109,6 +114,7 @@ def choose(
     head_dim_v: int | None = None,
     num_layers: int = 1,
     group: int = 2,
+    compiles: bool = True,
 ) -> Kernel:
     """The kernel called ``name`` (see the table above), or the best one here for "auto".
 
@@ -118,7 +124,7 @@ def choose(
     many attention layers will use it; the others as in `available`. Only kernels that could be
     chosen are tried.
     """
-    probe = _probe(device, dtype, head_dim, head_dim_v, group)
+    probe = _probe(device, dtype, head_dim, head_dim_v, group, compiles)
     if name == "auto":
         best = _best(probe, torch.device(device), dtype)
         if best == "cudnn" and probe("flash") is None:
@@ -143,15 +149,17 @@ def why(
     dtype: torch.dtype,
     head_dim: int,
     group: int = 2,
+    compiles: bool = True,
 ) -> str:
     """The kernel that "auto" takes and the reason, in one line; arguments as in `available`.
 
     Raises UserError if none works.
     """
-    taken = choose("auto", device, dtype, head_dim, group=group).name
+    taken = choose("auto", device, dtype, head_dim, group=group, compiles=compiles).name
     if dtype is torch.float64:
         return f"{taken}, which is exact"
-    probe, order = _probe(device, dtype, head_dim, head_dim, group), _order(device, dtype)
+    probe = _probe(device, dtype, head_dim, head_dim, group, compiles)
+    order = _order(device, dtype)
     better: dict[str, list[str]] = {}  # by what is in the way
     for name in order[: order.index(taken.split()[0])]:
         better.setdefault(probe(name) or "", []).append(name)
@@ -182,14 +190,14 @@ def _best(probe: Probe, device: torch.device, dtype: torch.dtype) -> str:
 
 def _probe(
     device: torch.device | str, dtype: torch.dtype, head_dim: int, head_dim_v: int | None,
-    group: int,
+    group: int, compiles: bool,
 ) -> Probe:  # fmt: skip
     """Why a kernel does not work for these heads, by its name."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     width_v = head_dim if head_dim_v is None else head_dim_v
-    return lambda name: probed(name, device, dtype, head_dim, width_v, group)
+    return lambda name: probed(name, device, dtype, head_dim, width_v, group, compiles)
 
 
 @functools.cache
@@ -200,6 +208,7 @@ def probed(
     head_dim: int,
     head_dim_v: int,
     group: int = 2,
+    compiles: bool = True,
 ) -> str | None:
     """Tries one kernel on small blocks; returns why it fails, or None."""
     if not dtype.is_floating_point:
@@ -214,7 +223,8 @@ def probed(
     kernel, truth = KERNELS[name], KERNELS["math"]
     try:
         refusal = kernel.refusal(q, k, v)
-        if refusal is not None or kernel is truth:
+        untried = name in COMPILED and not compiles
+        if refusal is not None or kernel is truth or untried:
             return refusal
         terms = max(PROBE_ROWS * group, head_dim)
         for got, wanted in zip(

@@ -23,6 +23,8 @@ from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule
 logger = logging.getLogger(__name__)
 PACKAGES = ("fla-core", "flash-linear-attention", "mamba-ssm", "causal-conv1d", "triton")
 """What the kernels depend on, for messages."""
+COMPILED = ("GatedDeltaNet",)
+"""Those whose kernels compile for minutes before they first run."""
 _BOUNDS = (0, 70, 73, 200)
 
 
@@ -60,18 +62,19 @@ def rule_refusal(
 
 @functools.cache
 def refusals(
-    device: str, key_dim: int = 128, value_dim: int = 128, heads: int = 32
+    device: str, key_dim: int = 128, value_dim: int = 128, heads: int = 32, compiles: bool = True
 ) -> dict[str, str | None]:
     """By Megatron's module, why its kernels cannot be used on a device; None where they can.
 
     Mamba2's kernels are only imported. Triton compiles and tunes those of GatedDeltaNet for these
     widths and this number of a rank's value heads (fla's autotuners ask for them), for minutes
-    unless its cache has them: give a model's own, and its first step finds them done.
+    unless its cache has them: give a model's own, and its first step finds them done. Without
+    `compiles` they are only imported too.
     """
     if device == "cpu":  # the CPU platform runs the definition itself
         return {"GatedDeltaNet": None, "MambaMixer": None}
     found = {"GatedDeltaNet": _missing("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")}
-    if found["GatedDeltaNet"] is None:
+    if found["GatedDeltaNet"] is None and compiles:
         rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
         logger.warning(
             "GatedDeltaNet's kernels are tried for %d heads of widths %d and %d: Triton takes some"

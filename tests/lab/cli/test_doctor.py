@@ -74,7 +74,7 @@ def test_a_model_is_checked_with_its_own_heads(monkeypatch):
     probed = kernels.probed
 
     def noted(*args):
-        asked.add(args[3:])
+        asked.add(args[3:6])
         return probed(*args)
 
     monkeypatch.setattr(kernels, "probed", noted)
@@ -83,6 +83,31 @@ def test_a_model_is_checked_with_its_own_heads(monkeypatch):
     asked.clear()
     assert doctor.examine("cpu")["ok"]
     assert asked == {(128, 128, 2)}
+
+
+@pytest.mark.parametrize("probe", [False, True])
+def test_what_compiles_first_is_only_run_to_probe(monkeypatch, probe):
+    ran, small_run = set(), kernels._small_run
+
+    def noted(kernel, *tensors):
+        ran.add(kernel.name)
+        return small_run(kernel, *tensors)
+
+    kernels.probed.cache_clear()
+    monkeypatch.setattr(kernels, "COMPILED", ("flash_cpu",))
+    monkeypatch.setattr(kernels, "_small_run", noted)
+    assert doctor.examine("cpu", probe=probe)["chosen"]["float32"] == "flash_cpu"
+    assert ("flash_cpu" in ran) is probe
+    kernels.probed.cache_clear()
+
+
+def test_what_was_not_tried_is_said(capsys):
+    found = {"kernels": {"bfloat16": {"fa4": None}}, "chosen": {"bfloat16": "fa4"}}
+    found |= {"recurrent": {"GatedDeltaNet": None}, "untried": ["fa4", "GatedDeltaNet"]}
+    doctor._print({**EMPTY, "trainers": {}, **found})
+    said = capsys.readouterr().out
+    assert "chosen, not tried" in said
+    assert said.count("--probe tries it") == 2
 
 
 def test_every_refused_feature_is_listed_with_what_to_do(report):
@@ -206,7 +231,7 @@ def test_installed_trainers_are_listed_with_tried_versions(monkeypatch, capsys):
 
 EMPTY = {
     "ok": True, "problems": [], "device": "cpu", "versions": {}, "devices": [], "kernels": {},
-    "chosen": {}, "why": {}, "recurrent": {}, "stock_packs": None, "refusals": [],
+    "chosen": {}, "why": {}, "recurrent": {}, "untried": [], "stock_packs": None, "refusals": [],
     "extras": {}, "model": None,
 }  # fmt: skip
 
