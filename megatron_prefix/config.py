@@ -12,12 +12,14 @@ from megatron_prefix.tree import TreeOptions
 MODES = ("off", "observe", "auto", "on")
 MEMORY_POLICIES = ("retain", "offload", "recompute", "auto")
 CP_REDUCE = ("auto", "wave", "segment")
+ACROSS_RANKS = ("off", "auto", "on")
 KERNELS = ("math", "flash_cpu", "flash", "cudnn", "fa3", "fa4")
 """Names of the attention kernels (megatron_prefix/layers/blocks/kernels.py)."""
 CHOICES: dict[str, tuple[Any, ...]] = {
     "mode": MODES,
     "memory": MEMORY_POLICIES,
     "cp_reduce": CP_REDUCE,
+    "across_ranks": ACROSS_RANKS,
     "run_ahead": (1, 2),
 }
 """What a field of PrefixConfig may be, where that is a list."""
@@ -75,6 +77,9 @@ class PrefixConfig:
             of them: nothing is gathered twice, and the sidecar takes cp times the memory. "auto":
             "segment" in steps whose predicted peak, nothing recomputed, then fits in what the first
             training steps had free.
+        across_ranks: whether what rollouts on several data-parallel ranks begin with runs once, on
+            one of them, which sends its K/V or states to the others. "auto": where it can be;
+            "on": what is in the way is an error; "off": every rank shares what it has.
         run_ahead: forwards that a pipeline stage runs ahead of its successor (1 or 2).
         min_speedup: in mode "auto", the predicted speedup below which the stock schedule runs.
         cost_file: where mode "auto" keeps what it measures of this model, layout and device, for
@@ -95,6 +100,7 @@ class PrefixConfig:
     memory_budget_gb: float = 0.0
     cache_host_layers: int = 0
     cp_reduce: str = "auto"
+    across_ranks: str = "off"
     run_ahead: int = 2
     min_speedup: float = 1.05
     cost_file: str | None = None

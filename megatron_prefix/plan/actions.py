@@ -252,9 +252,12 @@ def policies(segments: Sequence[Segment], memory: str) -> tuple[str, ...]:
 
     Args:
         segments: of the step.
-        memory: the policy of inner segments. Waves retain: their backward follows their forward.
+        memory: the policy of inner segments. Waves retain: their backward follows their forward;
+            and so do segments of other ranks.
             "auto" retains here; see memory_policy.py.
     """
     if memory in ("retain", "auto"):
         return ()
-    return tuple(memory if segment.inner else "retain" for segment in segments)
+    return tuple(
+        memory if segment.inner and segment.source < 0 else "retain" for segment in segments
+    )

@@ -10,6 +10,7 @@ from megatron_prefix.plan.actions import Plan, policies
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.footprint import Footprint
 from megatron_prefix.plan.peak_memory import RankMemory, predict
+from megatron_prefix.tree import Segment
 
 BACKWARDS_AHEAD = 4
 """An offloaded segment is loaded during at most so many backwards before its own."""
@@ -77,6 +78,11 @@ def automatic(
     return found[0] if peaks[0] <= max(free, peaks[1]) else found[1]
 
 
+def _computed(segment: Segment) -> bool:
+    """Whether a segment is an inner one that this rank runs itself."""
+    return segment.inner and segment.source < 0
+
+
 class _Choice:
     """The search of `automatic`: starts with "retain" for all segments."""
 
@@ -104,7 +110,7 @@ class _Choice:
         offers = sorted(
             self._cheapest(rank, index)
             for index, _ in memory.held
-            if self.plan.segments[index].inner and self.plan.policy(index) == "retain"
+            if self.plan.policy(index) == "retain" and _computed(self.plan.segments[index])
         )
         for _, index, policy in offers:
             size = self._size(index)

@@ -98,7 +98,11 @@ class _MemoryRun:
     def __init__(self, plan: Plan, footprint: Footprint) -> None:
         self.plan, self.one = plan, footprint
         self.payloads = [Counter(stage) for stage in footprint.payloads]
-        self.positions = [segment.padded_length / footprint.parts for segment in plan.segments]
+        # What another rank computes takes the memory of its payload here, and no more.
+        self.positions = [
+            segment.padded_length / footprint.parts if segment.source < 0 else 0.0
+            for segment in plan.segments
+        ]
         message = footprint.stage_input * max(self.positions, default=0.0)
         self.messages = MESSAGES * message if plan.num_ranks > 1 else 0.0
 
@@ -154,6 +158,8 @@ class _MemoryRun:
     def _kept(self, rank: int, action: Action) -> float:
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
         first, last = self._ends(rank, action)
+        if segment.source >= 0:
+            return 0.0
         one = self.one.kept(policy, segment.inner, _read(segment, self.one.parts), first, last)
         spans = self._of_spans(rank, action) if policy == "retain" else 0.0
         return self.positions[action.segment] * one + spans
@@ -185,6 +191,8 @@ class _MemoryRun:
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
         first, last = self._ends(rank, action)
         positions, one = self.positions[action.segment], self.one
+        if segment.source >= 0:
+            return 0.0, 0.0
         temporary = positions * max(one.temporary, one.exchanged(action.kind == "B"))
         temporary += self._of_ancestors(arena.map.levels[action.segment])
         if segment.inner or arena.map.levels[action.segment]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.exchanges import in_windows
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Segment
 
@@ -170,7 +171,7 @@ def best_plan(
         forest, num_ranks, run_ahead=run_ahead, max_live_positions=max_live_positions, **options
     )
     if num_ranks == 1:
-        return first
+        return in_windows(first, forest)
     ready_after = loss_ready_after(forest, microbatches)
     base = simulate(first, ready_after=ready_after)
     tried = [(base.makespan, 0, first)]

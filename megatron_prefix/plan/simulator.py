@@ -91,8 +91,9 @@ class Timeline:
 
 
 def token_cost(segment: Segment, kind: str) -> float:
-    """The default cost: a forward costs its positions, a backward twice that."""
-    return segment.padded_length * (1 if kind == "F" else 2)
+    """The default cost: a forward costs its positions, a backward twice that; what another rank
+    computes costs nothing."""
+    return 0 if segment.source >= 0 else segment.padded_length * (1 if kind == "F" else 2)
 
 
 def simulate(

@@ -19,6 +19,8 @@ from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.planfile import PlanFile
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
+from megatron_prefix.tree.across_ranks import CommonSpans
+from megatron_prefix.tree.build import find_below
 
 
 class Verdict(NamedTuple):
@@ -35,6 +37,8 @@ class Verdict(NamedTuple):
     retains: bool
 
 
+Common = tuple[Sequence[int], CommonSpans]
+"""Per rollout the number of its beginning, and what data-parallel ranks have in common."""
 Judge = Callable[[Forest, Sequence[int], Plan], Verdict]
 """Of a step's segments, the microbatch of each rollout, and a plan."""
 
@@ -79,12 +83,18 @@ class StepPlanner:
             functools.partial(best_plan, num_ranks=num_ranks, **pipeline)
         )
 
+    @property
+    def options(self) -> TreeOptions:
+        """Of trees, with the longest segments that are tried."""
+        return self._options
+
     def build(
         self,
         rollouts: Sequence[Pairs],
         groups: Sequence[int],
         microbatch_of: Sequence[int],
         judge: Judge | None = None,
+        common: Common | None = None,
     ) -> Forest:
         """The step's segments.
 
@@ -93,13 +103,15 @@ class StepPlanner:
             groups: see `tree.build`.
             microbatch_of: the trainer's microbatch of each rollout.
             judge: chooses among lengths of segments, where that is "auto".
+            common: per rollout the number of its beginning, and what data-parallel ranks have in
+                common.
         """
         if judge is None or len(self._lengths) == 1:
-            return self._built(rollouts, groups, microbatch_of, self._options)
+            return self._built(rollouts, groups, microbatch_of, self._options, common)
         tried: list[tuple[float, float, Forest]] = []
         for number in self._lengths:
             options = replace(self._options, segment_tokens=max(number, self._options.multiple))
-            forest = self._built(rollouts, groups, microbatch_of, options)
+            forest = self._built(rollouts, groups, microbatch_of, options, common)
             plan = self._best(forest, microbatches=tuple(microbatch_of))
             plan = replace(plan, policies=policies(forest.segments, self._memory))
             over, seconds, retains = judge(forest, microbatch_of, plan)
@@ -114,7 +126,10 @@ class StepPlanner:
         groups: Sequence[int],
         microbatch_of: Sequence[int],
         options: TreeOptions,
+        common: Common | None,
     ) -> Forest:
+        if common is not None:
+            return find_below(rollouts, *common, options).forest(microbatch_of=microbatch_of)
         if self._chooser is not None:
             chunk_tokens = self._chooser.choose(rollouts, groups, options, microbatch_of)
             options = replace(options, chunk_tokens=chunk_tokens)

@@ -26,6 +26,7 @@ from megatron_prefix.moe.ledger import RouterLedger
 from megatron_prefix.offload.segment import OffloadedSegment, Offloader, addresses
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.memory_policy import BACKWARDS_AHEAD
+from megatron_prefix.run.exchanges import Exchanges
 from megatron_prefix.run.forward_step_state import Settings
 from megatron_prefix.run.inputs import SegmentInputs
 from megatron_prefix.run.losses import Losses
@@ -82,6 +83,7 @@ class Executor:
         timing: what times the computation of an action, if anything does.
         offloader: takes what segments with policy "offload" save.
         reductions: of the step's gradients; None without.
+        exchanges: with other data-parallel ranks; None without.
     """
 
     def __init__(
@@ -94,8 +96,10 @@ class Executor:
         timing: Callable[[Action], contextlib.AbstractContextManager] | None,
         offloader: Offloader | None,
         reductions: Reductions | None,
+        exchanges: Exchanges | None = None,
     ) -> None:
         self._offloader, self._reductions = offloader, reductions
+        self._exchanges = exchanges
         self._timing = timing or contextlib.nullcontext
         self._plan, self._stages, self._inputs, self._links = plan, stages, inputs, links
         self._forward_only = forward_only
@@ -118,9 +122,14 @@ class Executor:
                     stage.ahead[:] = self._wanted(program[place : place + 1 + BACKWARDS_AHEAD])
                     is_last = last.get(action.chunk) == place
                     with _annotated(action), self._reducing(action, stage, is_last):
-                        self._handlers[action.kind](action, stage)
+                        if self._exchanges is None:
+                            self._handlers[action.kind](action, stage)
+                        else:
+                            self._crossing(action, stage, self._exchanges)
                     self._links.advance()
             self._links.finish()
+            if self._exchanges is not None:
+                self._exchanges.finish()
         finally:
             for stage in self._stages:
                 stage.hooks.replay = None
@@ -130,6 +139,24 @@ class Executor:
                 stage.cache.clear()
             if self._offloader is not None:
                 self._offloader.end_step()
+
+    def _crossing(self, action: Action, stage: Stage, exchanges: Exchanges) -> None:
+        """An action, and what crosses data-parallel ranks before and after it."""
+        index, forward = action.segment, action.kind == "F"
+        if self._plan.segments[index].source >= 0:
+            if forward:
+                exchanges.begin(index)
+                return
+            exchanges.give_back(index)
+            self._release(action, stage)
+            return
+        if forward:
+            exchanges.arrive(stage.cache.map.seen(index))
+        elif not self._forward_only:
+            exchanges.collect(index)
+        self._handlers[action.kind](action, stage)
+        if forward:
+            exchanges.leave(index)
 
     def _context(self, index: int, stage: Stage, backward: bool = False) -> SegmentContext:
         segment = self._plan.segments[index]

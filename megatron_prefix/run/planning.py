@@ -22,7 +22,7 @@ from megatron_prefix.plan.gate import (
 )
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.prediction import predict
-from megatron_prefix.plan.step_planner import Judge, StepPlanner, Verdict
+from megatron_prefix.plan.step_planner import Common, Judge, StepPlanner, Verdict
 from megatron_prefix.run import agreement, global_aux_sync
 from megatron_prefix.run.cost_meter import CostMeter, guessed
 from megatron_prefix.run.memory_control import MemoryControl, longest_segments
@@ -69,7 +69,7 @@ class Planning:
     def shares_nothing(self, samples: Sequence[Pairs] | None, rank: Rank) -> bool:
         """Whether a step is without sharing, for which no tree is built; all ranks of a first
         stage that share experts ask, and all of their steps must be such."""
-        if self._config.mode != "auto":
+        if self._config.mode != "auto" or rank.crosses:
             return False
         unit = rank.cost.forward
         head = unit.scored / (unit.positions + unit.scored)
@@ -84,9 +84,11 @@ class Planning:
         judge: Judge | None,
         *,
         forward_only: bool,
+        common: Common | None = None,
     ) -> Forest:
         """The segments of a step; see `StepPlanner.build`."""
-        forest = self.planner(rank).build(samples, [0] * len(samples), microbatch_of, judge)
+        groups = [0] * len(samples)
+        forest = self.planner(rank).build(samples, groups, microbatch_of, judge, common)
         ordered = rank.has_global_loss and not forward_only
         return replace(forest, ordered=True) if ordered else forest
 
@@ -154,7 +156,7 @@ class Planning:
         decision = decide(self._config, prediction.speedup)
         # Ranks that share experts need equally many microbatches for one schedule and may need
         # segments of equal lengths for the other, so nothing is tried there.
-        if meter.due and peak <= limit and not rank.experts:
+        if meter.due and peak <= limit and not (rank.experts or rank.crosses):
             decision = meter.chosen(decision)
         decision = kept_to_limit(self._config, decision, peak, limit)
         return StepReport(
@@ -169,6 +171,9 @@ class Planning:
             global_aux_sync.check_counts(step.num_microbatches, rank.groups.dp_cp, rank.device)
             why = "global_aux_loss needs one schedule"
             return agreement.share_together(decision, rank.groups.dp_cp, rank.device, why)
+        if rank.crosses:
+            why = "payloads cross data-parallel ranks"
+            return agreement.share_together(decision, rank.data_ranks, rank.device, why)
         # Buckets that are reduced during the backward are reduced in the order in which the stock
         # schedule's backward completes them, and ours is a fixed one (run/overlap.py): the two
         # differ for chunks that are interleaved, and where neighbouring weights of a layer fill a

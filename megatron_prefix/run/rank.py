@@ -53,12 +53,15 @@ class Rank:
         companions: process groups whose grid holds all ranks that take part in a step. Here and
             below groups of one rank are left out.
         same_schedule: groups that take the same schedule in every step.
+        crosses: whether payloads cross data-parallel ranks in this call.
         waiting: groups whose ranks wait for one another in the middle of a step.
         vocab_size: the model's vocabulary, which every pipeline stage knows; 0 if it does not say.
         pattern: one letter per layer of the whole model, as hybrid models name them; "" for others.
         cost: FLOPs of the whole model; the same on every rank.
         parts: ranks that share the work of every layer: tensor and context parallelism.
     """
+
+    crosses = False
 
     def __init__(self, models: Sequence[Any], groups: ProcessGroupCollection | None = None) -> None:
         self.models = list(models)
@@ -88,6 +91,11 @@ class Rank:
         self.pattern = pattern_of(self.language_models[0])
         self.cost = cost_of(config, self.vocab_size, self.pattern)
         self.parts = groups.tp.size() * groups.cp.size()
+
+    def cross(self) -> None:
+        """Payloads cross data-parallel ranks in this call, so that these wait for one another."""
+        self.crosses = True
+        self.waiting = self.waiting + _several(self.data_ranks)
 
     def agreeing(self, forward_only: bool) -> list[Any]:
         """Groups whose ranks end or fall back together.  Data-parallel ranks need not make equally

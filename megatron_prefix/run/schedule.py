@@ -11,6 +11,7 @@ go on with the stock schedule.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import HOST_LAYERS_CP
-from megatron_prefix.run import routers
+from megatron_prefix.run import joint_step, routers
 from megatron_prefix.run.across_ranks import Watch
 from megatron_prefix.run.agreement import agree, agree_on
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
@@ -43,7 +44,7 @@ from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read_calls import ReadCalls, read_calls
 from megatron_prefix.run.report import StepReport
-from megatron_prefix.run.step import Step, read_step
+from megatron_prefix.run.step import Step, not_built, read_step
 from megatron_prefix.run.step_run import StepRun
 from megatron_prefix.run.suspend import Capture
 from megatron_prefix.tree import Forest
@@ -122,7 +123,7 @@ class PrefixSchedule:
         if self.config.mode == "off" or self._calls_otherwise(models):
             return stock_schedule()(**arguments)
         try:
-            rank = self._rank(models, pg_collection)
+            rank = self._rank(models, pg_collection, forward_only)
         except CannotShare as error:  # all ranks have the same model
             self._refused(error)
             return stock_schedule()(**arguments)
@@ -220,9 +221,13 @@ class PrefixSchedule:
             self._refused(reason.error())
         return reason is not None
 
-    def _rank(self, models: list[Any], groups: ProcessGroupCollection | None) -> Rank:
+    def _rank(
+        self, models: list[Any], groups: ProcessGroupCollection | None, forward_only: bool
+    ) -> Rank:
         """This rank; its layout has to suit the configuration."""
         rank = Rank(models, groups)
+        if joint_step.crosses(self.config, rank, forward_only):
+            rank.cross()
         if self.config.cache_host_layers and rank.groups.cp.size() > 1:
             raise refused(HOST_LAYERS_CP)
         if self.config.mode != "observe":  # by all ranks, whichever schedule each of them takes
@@ -252,16 +257,31 @@ class PrefixSchedule:
             self._told.add(self.report.decision.reason)  # type: ignore[union-attr]  # told once
             return None
         planning, judge = self.planning, self.planning.judge(rank, forward_only=forward_only)
+        build = functools.partial(planning.build, rank=rank, judge=judge, forward_only=forward_only)
         step = read_step(
             calls, rank.groups,  # type: ignore[arg-type]
-            functools.partial(planning.build, rank=rank, judge=judge, forward_only=forward_only),
+            not_built if rank.crosses else build,
             rank.device, functools.partial(planning.shares_nothing, rank=rank),
         )  # fmt: skip
         problem = step if isinstance(step, BaseException) else _problem(step, rank)
         if (reason := agree(problem, ranks, rank.device)) is not None:
             self._refused(reason)
             return None
-        return step  # type: ignore[return-value]
+        return self._joint(step, rank, build) if rank.crosses else step  # type: ignore
+
+    def _joint(self, step: Step, rank: Rank, build: Callable[..., Forest]) -> Step:
+        """A step with its segments, some of which cross data-parallel ranks; these end together."""
+        problem: BaseException | None = None
+        try:
+            options = self.planning.planner(rank).options
+            common = joint_step.common_of(step, options, rank.data_ranks)
+            forest = build(step.samples, step.microbatch_of, common=common)
+            forest = forest.all_read() if step.reads_all else forest
+            step = dataclasses.replace(step, forest=forest)
+        except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it
+            problem = error
+        agree(problem, [rank.data_ranks], rank.device)
+        return step
 
     def _read_calls(
         self, capture: Capture, rank: Rank, forward_only: bool, first: FirstStep | None

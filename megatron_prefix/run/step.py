@@ -49,6 +49,7 @@ class Step:
         packed: per microbatch whether its samples are one behind the other in one row.
         samples: whole; None on stages in the middle. Routes are on the first stage.
         routed: whether the samples have routes.
+        reads_all: losses look at all positions of segments with loss; known on the first stage.
         unshared: the prefilter says that sharing does not pay; the forest has no segments then.
     """
 
@@ -58,6 +59,7 @@ class Step:
     samples: Sequence[Pairs] | None
     routed: bool = False
     unshared: bool = False
+    reads_all: bool = False
 
     @property
     def num_microbatches(self) -> int:
@@ -118,7 +120,7 @@ def read_step(
         unshared = prefilter(samples)
         try:
             if known is not None and samples is not None:
-                step = _built(known, samples, _not_built if unshared else build, unshared)
+                step = _built(known, samples, not_built if unshared else build, unshared)
         except Exception as error:  # noqa: BLE001  # likewise
             problem = error
     if pp.size() == 1:
@@ -129,7 +131,7 @@ def read_step(
     return step or problem or refused(NO_TREE)
 
 
-def _not_built(samples: Sequence[Pairs], _: Sequence[int]) -> Forest:
+def not_built(samples: Sequence[Pairs], _: Sequence[int]) -> Forest:
     """Samples without their tree; nobody asks for their first trained positions."""
     return Forest((), tuple(map(len, samples)), (0,) * len(samples))
 
@@ -143,7 +145,8 @@ def _built(known: CallTokens, samples: Sequence[Pairs], build: Builder, unshared
         forest = forest.all_read()
     packed = tuple(layout.packed for layout in known.layouts)
     routed = any(sample.routes is not None for sample in samples)
-    return Step(forest, tuple(microbatch_of), packed, samples, routed, unshared)
+    reads_all = known.labels is None
+    return Step(forest, tuple(microbatch_of), packed, samples, routed, unshared, reads_all)
 
 
 def _tell_first(

@@ -31,6 +31,7 @@ from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import CHANGED_OUTPUT
 from megatron_prefix.run import routers
 from megatron_prefix.run.calls import ModelCall
+from megatron_prefix.run.exchanges import Communicator, Exchanges, communicator_of
 from megatron_prefix.run.executor import Executor, Stage
 from megatron_prefix.run.forward_step_state import Settings
 from megatron_prefix.run.inputs import SegmentInputs
@@ -92,6 +93,7 @@ class StepRun:
         self._report = schedule.report
         self._losses: Losses | None = None
         self._reductions: Reductions | None = None
+        self._communicator: Communicator | None = None
 
     def run(self) -> list[Any]:
         """Runs the step; returns Megatron's `forward_data_store`."""
@@ -101,7 +103,12 @@ class StepRun:
             report.base_bytes = torch.cuda.memory_allocated(rank.device)
             report.room_bytes = free_bytes(rank.device, self._config.memory_budget)
         self._memory.settle(report.plan, self._joint, rank, self._forward_only)
-        with _timed(rank.config), closing_on_failure(rank.groups.pp):
+        with (
+            _timed(rank.config),
+            closing_on_failure(rank.groups.pp),
+            communicator_of(rank.data_ranks if rank.crosses else None, rank.device) as communicator,
+        ):
+            self._communicator = communicator
             self._resume_other_stages()
             embedding, plan = self._memory.run(self._attempt, report.plan, rank, self._why_final)
             report.retried, report.plan = plan is not report.plan, plan
@@ -171,10 +178,16 @@ class StepRun:
         )  # fmt: skip
         if rank.overlaps and not forward_only:
             self._reductions = Reductions(rank, self._force_all_reduce)
+        exchanges = None
+        if self._communicator is not None:
+            exchanges = Exchanges(
+                self._step.forest, self._communicator, stages[0].cache, rank.device, forward_only
+            )
         executor = Executor(
             plan, stages, inputs, links, forward_only,
             self._schedule.watch or (report.stopwatch.timing if report.stopwatch else None),
-            offloader, self._reductions,
+            # Gradients are reduced after the last exchange: ranks must not wait for both.
+            offloader, None if exchanges else self._reductions, exchanges,
         )  # fmt: skip
         embedding = clear_embedding_activation_buffer(config, rank.models, stages[-1].is_last)
         with contextlib.nullcontext() if forward_only else _no_sync(rank):

@@ -166,8 +166,13 @@ class Arena:
 
 
 def wide(like: Tensor) -> torch.dtype:
-    """The dtype in which gradients are summed."""
-    return torch.promote_types(like.dtype, torch.float32)
+    """The dtype in which gradients of a tensor are summed."""
+    return wider(like.dtype)
+
+
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of a dtype are summed."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _size(tensors: Sequence[Tensor]) -> int:

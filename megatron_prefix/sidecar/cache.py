@@ -12,6 +12,7 @@ instead of wrong gradients.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -30,6 +31,7 @@ from megatron_prefix.sidecar.arena import (
     Payload,
     Reading,
     Rows,
+    wide,
 )
 from megatron_prefix.sidecar.store import OwnKeys, Store, Transport, no_transport
 from megatron_prefix.tree.payload_map import Form, PayloadMap, one_interval
@@ -175,6 +177,43 @@ class SidecarCache:
         one = self._expect(layer, index, SegmentState.CAPTURED)
         one.states[index] = SegmentState.CONSUMED
         one.live.discard(index)
+
+    def leaving(self, index: int, spans: Sequence[int]) -> list[Payload]:
+        """What some spans of a segment leave in every layer: views, or copies if they are not
+        neighbours."""
+        return [
+            self.own(layer, index) if len(spans) == len(self.map.lengths[index])
+            else self._layers[layer].store.read((), Reading(self._rows_of(layer, index, spans)))
+            for layer in range(len(self._layers))
+        ]  # fmt: skip
+
+    def sums(self, index: int) -> list[Payload]:
+        """What a segment's descendants have sent in every layer, zeros if nothing; only once."""
+        found = []
+        for layer in range(len(self._layers)):
+            own = self.own(layer, index)
+            zeros = tuple(torch.zeros_like(one, dtype=wide(one)) for one in own)
+            found.append(self.take(layer, index) or zeros)
+        return found
+
+    def add_to(self, index: int, spans: Sequence[int], gradients: Sequence[Payload]) -> None:
+        """Adds in every layer what another rank's descendants of some spans send back."""
+        for layer, parts in enumerate(gradients):
+            one = self._expect(layer, index, SegmentState.CAPTURED)
+            one.store.add((), Reading(self._rows_of(layer, index, spans)), parts)
+
+    def _rows_of(self, layer: int, index: int, spans: Sequence[int]) -> Rows:
+        """Rows of some spans of a segment in a layer's arena."""
+        rows = self.map.rows(self.forms[layer])
+        whole = rows.intervals[index]
+        if whole is None:
+            raise RuntimeError(f"segment {index} is a wave: it leaves nothing here")
+        if self.forms[layer] is Form.SPANS:
+            lengths = [1] * len(self.map.lengths[index])
+        else:
+            lengths = [length // self.map.shares for length in self.map.lengths[index]]
+        ends = [*itertools.accumulate(lengths, initial=whole.start)]
+        return _rows(self._device, [(ends[span], ends[span + 1]) for span in spans])
 
     def prefetch(self, layer: int, index: int, *, backward: bool = False) -> None:
         """Announces that a segment will run in a layer.

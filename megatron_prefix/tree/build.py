@@ -13,12 +13,13 @@ experts of a position belong to its pair.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans, tree_of
 from megatron_prefix.tree.forest import (
     Forest,
     Pairs,
@@ -27,7 +28,8 @@ from megatron_prefix.tree.forest import (
     any_trained,
     check_routes,
 )
-from megatron_prefix.tree.packing import Node, Packing, preorder
+from megatron_prefix.tree.nodes import Node, preorder
+from megatron_prefix.tree.packing import Packing
 
 _LEAST_SHARE = 16
 """An inner segment that saves one in so many of all positions of a step is kept, however small."""
@@ -45,6 +47,7 @@ class Tries:
     first_trained: tuple[int, ...]
     options: TreeOptions
     unshared_by_routes: int = 0
+    common: CommonSpans = NOTHING_IN_COMMON
 
     @property
     def executed_tokens(self) -> int:
@@ -65,12 +68,15 @@ class Tries:
         if chunk_tokens is not None:
             options = replace(options, chunk_tokens=chunk_tokens)
         roots = _copied([root for tree in self.trees for root in tree])
-        roots = _worthwhile(roots, first, options, microbatch_of, sum(num_positions))
+        roots = _worthwhile(roots, first, options, microbatch_of, sum(num_positions), self.common)
         roots = _chunked(roots, first, options)
-        segments = Packing(roots, first, options, microbatch_of).segments
+        packed = Packing(roots, first, options, microbatch_of, self.common)
+        across = len(packed.exchanges) > 0
         return Forest(
-            tuple(segment._replace(trained=self._trained(segment)) for segment in segments),
+            tuple(segment._replace(trained=self._trained(segment)) for segment in packed.segments),
             num_positions, first, options.multiple, unshared_by_routes=self.unshared_by_routes,
+            exchanges=tuple(packed.exchanges), windows=tuple(packed.windows) if across else (),
+            num_windows=self.common.num_windows,
         )  # fmt: skip
 
     def _trained(self, segment: Segment) -> int:
@@ -120,8 +126,7 @@ def find_shared(
     trees: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         trees.setdefault(group if options.share == "group" else 0, []).append(index)
-    roots = (_trie(rollouts, members, first, options) for members in trees.values())
-    worth = tuple(_dissolved(nodes, lambda node: node.saved >= options.min_gain) for nodes in roots)
+    worth = tuple(_worth(rollouts, members, options) for members in trees.values())
     tries = Tries(worth, tuple(r.trained for r in rollouts), first, options)
     if not any(rollout.routes is not None for rollout in rollouts):
         return tries
@@ -129,16 +134,57 @@ def find_shared(
     return replace(tries, unshared_by_routes=tries.executed_tokens - free.executed_tokens)
 
 
-def _trie(
-    rollouts: Sequence[Pairs], members: list[int], first: Sequence[int], options: TreeOptions
+def find_below(
+    rollouts: Sequence[Pairs], beginnings: Sequence[int], common: CommonSpans, options: TreeOptions
+) -> Tries:
+    """Finds what the rollouts of a rank share behind what they have in common with other ranks.
+
+    Args:
+        rollouts: the step's, on this rank.
+        beginnings: the number of each one's beginning; see `across_ranks.beginnings_of`.
+        common: what the ranks have in common.
+        options: see TreeOptions; all rollouts are compared.
+    """
+    members: dict[int, list[int]] = {}
+    for rollout, number in enumerate(beginnings):
+        members.setdefault(common.below[number], []).append(rollout)
+    ends = {number: common.spans[number].end if number >= 0 else 0 for number in members}
+    below = {
+        number: _worth(rollouts, some, options, ends[number]) for number, some in members.items()
+    }
+    trained, first = zip(*((one.trained, one.first_trained) for one in rollouts), strict=True)
+    return Tries((tree_of(common, below),), trained, first, options, common=common)
+
+
+def _worth(
+    rollouts: Sequence[Pairs], members: Sequence[int], options: TreeOptions, start: int = 0
 ) -> list[Node]:
-    """The compressed trie of `members`, with boundaries rounded down to multiples of `boundary`."""
-    codes = {m: rollouts[m].codes() for m in members}
+    """The tree of some rollouts from a position on, with nodes that save enough."""
+    codes = {m: rollouts[m].codes()[start:] for m in members}
+    first = {m: rollouts[m].first_trained - start for m in members}
+    roots = trie(codes, options, first if options.loss_in_leaves else {}, start)
+    return _dissolved(roots, lambda node: node.saved >= options.min_gain)
+
+
+def trie(
+    codes: Mapping[int, np.ndarray],
+    options: TreeOptions,
+    first: Mapping[int, int] | None = None,
+    start: int = 0,
+) -> list[Node]:
+    """The compressed trie of codes, with boundaries rounded down to multiples of `boundary`.
+
+    Args:
+        codes: of rollouts, by number; see `Pairs.codes`.
+        options: see TreeOptions.
+        first: positions from which they are shared only by equal rollouts; none where it is empty.
+        start: the position at which the codes begin, a multiple of the boundary.
+    """
     same: dict[bytes, list[int]] = {}
-    for m in members:
-        same.setdefault(codes[m].astype(">u8").tobytes(), []).append(m)
+    for m, code in codes.items():
+        same.setdefault(code.astype(">u8").tobytes(), []).append(m)
     # Equal rollouts have one node; with loss_in_leaves the earliest trained position counts.
-    earliest = {copies[0]: min(first[m] for m in copies) for copies in same.values()}
+    earliest = {copies[0]: min(first[m] for m in copies) for copies in same.values() if first}
     top = Node(0, 0, [])
     stack, before = [top], -1
     for _, copies in sorted(same.items()):
@@ -159,17 +205,19 @@ def _trie(
         stack.append(leaf)
         before = rollout
     _gather_members(top)
+    for node in preorder(top.children) if start else ():
+        node.start, node.end = node.start + start, node.end + start
     return top.children
 
 
 def _shared(
-    codes: dict[int, np.ndarray], first: dict[int, int], a: int, b: int, options: TreeOptions
+    codes: Mapping[int, np.ndarray], first: Mapping[int, int], a: int, b: int, options: TreeOptions
 ) -> int:
     """Positions that two different rollouts share, rounded toward the root."""
     num = min(len(codes[a]), len(codes[b]))
     differs = (codes[a][:num] != codes[b][:num]).any(axis=1)
     shared = int(differs.argmax()) if differs.any() else num
-    if options.loss_in_leaves:
+    if first:
         shared = min(shared, first[a], first[b])
     return options.rounded(shared)
 
@@ -187,6 +235,7 @@ def _worthwhile(
     options: TreeOptions,
     microbatch_of: Sequence[int] | None,
     raw_tokens: int,
+    common: CommonSpans,
 ) -> list[Node]:
     """Dissolves the nodes of inner segments that save too little.
 
@@ -196,7 +245,7 @@ def _worthwhile(
     """
     least = min(options.segment_gain, raw_tokens // _LEAST_SHARE)
     while least:
-        packed = Packing(roots, first, options, microbatch_of).inner
+        packed = Packing(roots, first, options, microbatch_of, common).inner
         saved = sorted(
             (entry for entry in ((sum(node.saved for node in nodes), nodes) for nodes in packed)
              if entry[0] < least),
@@ -241,6 +290,8 @@ def _chunked(roots: list[Node], first: Sequence[int], options: TreeOptions) -> l
     if not longest:
         return roots
     for node in list(preorder(roots)):
+        if node.common >= 0:
+            continue
         # With loss_in_leaves only the part before the first trained position may be cut.
         end = node.end
         if options.loss_in_leaves:

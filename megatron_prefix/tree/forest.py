@@ -186,12 +186,15 @@ class Segment(NamedTuple):
         inner: whether other segments read its K/V; a segment that nobody reads is a wave.
         scored: whether its outputs reach a loss.
         trained: positions that carry loss in any rollout; None if that is not known.
+        source: the data-parallel rank that computes it and sends its payload here; -1: it is
+            computed here. What is received is inner and not scored.
     """
 
     spans: tuple[Span, ...]
     inner: bool
     scored: bool
     trained: int | None = None
+    source: int = -1
 
     @property
     def padded_length(self) -> int:
@@ -227,6 +230,23 @@ def trees(segments: Sequence[Segment]) -> list[tuple[int, ...]]:
     return tree_of
 
 
+class Exchange(NamedTuple):
+    """A segment that a rank computes for other data-parallel ranks, or gets from one of them.
+
+    Attributes:
+        segment: its index on this rank.
+        first: the window (see `Forest.windows`) at whose beginning its payload crosses.
+        last: the window at whose end its gradients come back.
+        peers: the ranks that get it, each with the numbers of the spans that it gets; or the rank
+            that it comes from, with all of them.
+    """
+
+    segment: int
+    first: int
+    last: int
+    peers: tuple[tuple[int, tuple[int, ...]], ...]
+
+
 @dataclass(frozen=True)
 class Forest:
     """All segments of a step in F-order: parents before children.
@@ -238,6 +258,10 @@ class Forest:
         multiple: what their spans are padded to.
         ordered: whether a microbatch's losses need all microbatches before it (global_aux_loss).
         unshared_by_routes: positions computed again because routes differ.
+        exchanges: segments that cross data-parallel ranks, in the order that all ranks have.
+        windows: per segment the part of the step in which it runs forward, of `num_windows` parts
+            that all ranks begin with an exchange and end with another; empty without exchanges.
+        num_windows: at least 1.
     """
 
     segments: tuple[Segment, ...]
@@ -246,6 +270,9 @@ class Forest:
     multiple: int = 1
     ordered: bool = False
     unshared_by_routes: int = 0
+    exchanges: tuple[Exchange, ...] = ()
+    windows: tuple[int, ...] = ()
+    num_windows: int = 1
 
     @property
     def raw_tokens(self) -> int:
@@ -254,8 +281,13 @@ class Forest:
 
     @cached_property
     def executed_tokens(self) -> int:
-        """Positions that the prefix schedule computes, padding not counted."""
-        return sum(span.length for segment in self.segments for span in segment.spans)
+        """Positions that the prefix schedule computes on this rank, padding not counted."""
+        return sum(s.length for one in self.segments if one.source < 0 for s in one.spans)
+
+    @cached_property
+    def received_tokens(self) -> int:
+        """Positions whose payloads other data-parallel ranks send."""
+        return sum(s.length for one in self.segments if one.source >= 0 for s in one.spans)
 
     @cached_property
     def max_depth(self) -> int:

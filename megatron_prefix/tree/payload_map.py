@@ -117,6 +117,10 @@ class PayloadMap:
     parts: int = 1
     shares: int = 1
 
+    def seen(self, index: int) -> set[int]:
+        """The segments whose payloads, of any form, a segment reads."""
+        return {*self.positions.seen[index], *self.spans.seen[index]}
+
     def rows(self, form: Form) -> RowMap:
         """Rows of payloads of one form."""
         return self.positions if form is Form.POSITIONS else self.spans

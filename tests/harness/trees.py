@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.planner import backward_order, loss_ready_after
 from megatron_prefix.tree import Forest, Pairs, Place, Segment, TreeOptions, build
-from megatron_prefix.tree.packing import Node, Packing, preorder
+from megatron_prefix.tree.nodes import Node, preorder
+from megatron_prefix.tree.packing import Packing
 
 
 def as_pairs(inputs: Sequence[int], labels: Sequence[int], trained: Sequence[bool]) -> Pairs:

@@ -79,10 +79,11 @@ def examine(
     tried, what turns the schedule on, and what keeps groups together; devices; kernels, by dtype
     and name None or why it does not work; chosen, the kernel that "auto" takes by dtype; why, the
     same with the reason; recurrent, by Megatron's recurrent module None or why its kernels do not
-    work; untried, kernels and recurrent modules that are there but were not tried; stock_packs, what is wrong with transformer-engine's attention of packs, which stock steps
-    run, or None; refused_features, what to do about each that a model can have; refusals, the whole
-    table: name, where, fix and kind ("wrong" or "not yet") of each; extras, by name the missing
-    packages and the command; model, its name and the features in its way, or None.
+    work; untried, kernels and recurrent modules that are there but were not tried; stock_packs,
+    what is wrong with transformer-engine's attention of packs, which stock steps run, or None;
+    refused_features, what to do about each that a model can have; refusals, the whole table: name,
+    where, fix and kind ("wrong" or "not yet") of each; extras, by name the missing packages and the
+    command; model, its name and the features in its way, or None.
 
     Args:
         device: "cpu" or "cuda"; None: "cuda" if torch sees a GPU.

@@ -59,7 +59,15 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         " backward runs, like Megatron's option of that name; both schedules"
     )
     add_switch(group, "--overlap-grad-reduce", text)
-    add_config(group, "memory", "memory_budget_gb", "cache_host_layers", "cp_reduce", "kernel")
+    add_config(
+        group,
+        "memory",
+        "memory_budget_gb",
+        "cache_host_layers",
+        "cp_reduce",
+        "kernel",
+        "across_ranks",
+    )
     add_number(group, "--seed", "of weights and random draws (default {})", 1234, seed)
 
 

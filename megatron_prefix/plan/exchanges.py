@@ -1,0 +1,60 @@
+"""Where payloads cross data-parallel ranks in a rank's program.  Pure.
+
+A segment of another rank has an F, which gets its payload, and a B, which sends its gradients back.
+The F of a segment that others get sends its payload as well, and its B gets their gradients first.
+All ranks have the same windows (tree/across_ranks.py), and in each of them the same order: the
+payloads that cross when it begins, what a rank runs for itself, the gradients that cross when it
+ends. So whatever an exchange waits for comes before it on every rank, and none waits in a circle,
+even if every exchange holds up both of its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.tree import Forest
+
+
+def in_windows(plan: Plan, forest: Forest) -> Plan:
+    """A plan of one stage, in which what crosses does so when windows begin and end.
+
+    Args:
+        plan: that runs segments in F-order, and a segment's backward after that of its readers.
+        forest: its segments.
+
+    Raises:
+        ValueError: exchanges in a pipeline of several ranks.
+    """
+    if not forest.exchanges:
+        return plan
+    if plan.num_stages > 1:
+        raise ValueError("segments of a pipeline do not cross data-parallel ranks yet")
+    return replace(plan, programs=(tuple(_ordered(plan.programs[0], forest)),))
+
+
+def _ordered(program: tuple[Action, ...], forest: Forest) -> Iterator[Action]:
+    crossing = {one.segment for one in forest.exchanges}
+    window = -1
+    for action in program:
+        if action.segment in crossing:
+            continue
+        while window < forest.windows[action.segment] and action.kind == "F":
+            yield from _ending(forest, window)
+            window += 1
+            yield from _beginning(forest, window)
+        yield action
+    while window < forest.num_windows - 1:
+        yield from _ending(forest, window)
+        window += 1
+        yield from _beginning(forest, window)
+    yield from _ending(forest, window)
+
+
+def _beginning(forest: Forest, window: int) -> Iterator[Action]:
+    return (Action("F", one.segment) for one in forest.exchanges if one.first == window)
+
+
+def _ending(forest: Forest, window: int) -> Iterator[Action]:
+    return (Action("B", one.segment) for one in reversed(forest.exchanges) if one.last == window)

@@ -1,0 +1,71 @@
+"""One forest for the rollouts of all data-parallel ranks: what they begin with runs once.
+
+Ranks tell one another what their rollouts begin with, and each comes to the same common spans
+(tree/across_ranks.py). That is only done in calls that all of them make, those with gradients, and
+after they have agreed to go on with the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import Refusal, refused
+from megatron_prefix.refusals.table import (
+    ACROSS_EXPERTS,
+    ACROSS_NO_GROUP,
+    ACROSS_PARTS,
+    ACROSS_PLAN,
+)
+from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.step import Step
+from megatron_prefix.tree.across_ranks import CommonSpans, beginnings_of, common_spans
+from megatron_prefix.tree.build import trie
+from megatron_prefix.tree.forest import TreeOptions
+
+
+def crosses(config: PrefixConfig, rank: Rank, forward_only: bool) -> bool:
+    """Whether payloads cross data-parallel ranks in a call; the same on all of them.
+
+    Raises:
+        UserError: `across_ranks` is "on", and something is in the way.
+    """
+    if config.across_ranks == "off" or forward_only or config.mode in ("off", "observe"):
+        return False
+    if rank.data_ranks is not None and rank.data_ranks.size() == 1:
+        return False
+    found = _in_the_way(config, rank)
+    if found is not None and config.across_ranks == "on":
+        raise refused(found)
+    return found is None
+
+
+def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
+    if rank.data_ranks is None:
+        return ACROSS_NO_GROUP
+    if rank.num_stages > 1 or rank.groups.cp.size() > 1:
+        return ACROSS_PARTS
+    if rank.has_experts:
+        return ACROSS_EXPERTS
+    if config.plan_file or config.cache_host_layers:
+        return ACROSS_PLAN
+    return None
+
+
+def common_of(step: Step, options: TreeOptions, group: Any) -> tuple[list[int], CommonSpans]:
+    """What this rank's rollouts have in common with those of other ranks; all ranks call this.
+
+    Args:
+        step: this rank's.
+        options: see TreeOptions; the same on all ranks.
+        group: the data-parallel ranks.
+
+    Returns:
+        Per rollout the number of its beginning, and the common spans.
+    """
+    mine, numbers = beginnings_of(step.samples or (), step.microbatch_of, options)
+    heard: list[Any] = [None] * group.size()
+    dist.all_gather_object(heard, mine, group=group)
+    return numbers, common_spans(heard, group.rank(), lambda codes: trie(codes, options), options)

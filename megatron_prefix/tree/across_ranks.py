@@ -1,0 +1,267 @@
+"""Spans that rollouts on several data-parallel ranks have in common.  Pure: numpy only.
+
+Trainers deal the rollouts of a prompt to several ranks. What they begin with, up to the first
+position that carries loss, runs once in the whole job: on an *owner*, one of the ranks that have
+it, which sends its payload to the others and gets their gradients back. All ranks know the
+beginnings of all, and each comes to the same answer: the common spans, their owners, the segments
+that they are in, and when they cross.
+
+A step has *windows*: equal parts of every rank's microbatches. A segment crosses when the first
+window begins in which any rank needs it, and its gradients cross when the last one ends. In this
+order, the same on all ranks, no exchange waits for a later one: a span's parents cross before it,
+and their gradients after its own.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_prefix.tree.forest import Pairs, TreeOptions
+from megatron_prefix.tree.nodes import Node
+from megatron_prefix.tree.parts import even_parts
+
+Trie = Callable[[Mapping[int, np.ndarray]], list[Node]]
+"""Makes the prefix tree of codes, by number; see `build.trie`."""
+
+
+class Beginning(NamedTuple):
+    """What some rollouts of one rank begin with, before any position that carries loss.
+
+    Attributes:
+        codes: of its positions (`Pairs.codes`), uint64 [positions, n].
+        first, last: the first and the last of the rank's microbatches that have it.
+    """
+
+    codes: np.ndarray
+    first: int
+    last: int
+
+
+class RankBeginnings(NamedTuple):
+    """What a rank tells the others.
+
+    Attributes:
+        beginnings: all different.
+        own: positions of its rollouts behind them.
+        num_microbatches: of the trainer.
+    """
+
+    beginnings: tuple[Beginning, ...]
+    own: int
+    num_microbatches: int
+
+
+class CommonSpan(NamedTuple):
+    """Positions [start, end) of beginnings on several ranks.
+
+    Attributes:
+        start, end: multiples of the trees' boundary.
+        parent: the common span that it continues, with a smaller number; -1: none.
+        level: common spans above it.
+        ranks: that have it, ascending.
+        first, last: the windows in which any of them needs it first and last.
+    """
+
+    start: int
+    end: int
+    parent: int
+    level: int
+    ranks: tuple[int, ...]
+    first: int
+    last: int
+
+
+class CommonSegment(NamedTuple):
+    """Common spans that one rank computes at once.
+
+    Attributes:
+        owner: the rank.
+        spans: their numbers; spans with one parent are neighbours.
+        first, last: see CommonSpan; of all of them.
+    """
+
+    owner: int
+    spans: tuple[int, ...]
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class CommonSpans:
+    """What the ranks of a job have in common, as one of them sees it.
+
+    Attributes:
+        rank: this one.
+        spans: parents before children.
+        segments: in the order in which they cross.
+        below: per beginning of this rank the last common span of it; -1: none.
+        num_microbatches: of this rank.
+        num_windows: of the step.
+    """
+
+    rank: int = 0
+    spans: tuple[CommonSpan, ...] = ()
+    segments: tuple[CommonSegment, ...] = ()
+    below: tuple[int, ...] = ()
+    num_microbatches: int = 1
+    num_windows: int = 1
+
+    def window_of(self, microbatch: int) -> int:
+        """The window in which one of this rank's microbatches runs."""
+        return _window(microbatch, self.num_microbatches, self.num_windows)
+
+    def beginning(self, window: int) -> Iterator[CommonSegment]:
+        """The segments of this rank that cross when a window begins."""
+        return (one for one in self.segments if one.first == window and self.here(one))
+
+    def source(self, segment: CommonSegment) -> int:
+        """The rank that sends a segment's payload; -1: this one computes it."""
+        return -1 if segment.owner == self.rank else segment.owner
+
+    def here(self, segment: CommonSegment) -> tuple[int, ...]:
+        """Spans of a segment that this rank has."""
+        return tuple(span for span in segment.spans if self.rank in self.spans[span].ranks)
+
+    def peers(self, segment: CommonSegment) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The ranks that get a segment's payload, each with the places of its spans in it."""
+        places = collections.defaultdict(list)
+        for place, span in enumerate(segment.spans):
+            for rank in self.spans[span].ranks:
+                places[rank].append(place)
+        places.pop(segment.owner, None)
+        return tuple((rank, tuple(places[rank])) for rank in sorted(places))
+
+
+NOTHING_IN_COMMON = CommonSpans()
+"""Of a rank that is alone."""
+
+
+def beginnings_of(
+    rollouts: Sequence[Pairs], microbatch_of: Sequence[int], options: TreeOptions
+) -> tuple[RankBeginnings, list[int]]:
+    """What a rank tells the others, and per rollout the number of its beginning.
+
+    Args:
+        rollouts: of the step, on this rank.
+        microbatch_of: the trainer's microbatch of each.
+        options: see TreeOptions; beginnings end at a multiple of the boundary.
+    """
+    known: dict[bytes, int] = {}
+    found: list[Beginning] = []
+    number_of, own = [], 0
+    for rollout, microbatch in zip(rollouts, microbatch_of, strict=True):
+        end = options.rounded(rollout.first_trained)
+        codes = rollout.codes()[:end]
+        own += len(rollout) - end
+        number = known.setdefault(codes.tobytes(), len(found))
+        if number == len(found):
+            found.append(Beginning(codes, microbatch, microbatch))
+        before = found[number]
+        found[number] = before._replace(
+            first=min(before.first, microbatch), last=max(before.last, microbatch)
+        )
+        number_of.append(number)
+    num_microbatches = max(microbatch_of, default=0) + 1
+    return RankBeginnings(tuple(found), own, num_microbatches), number_of
+
+
+def common_spans(
+    ranks: Sequence[RankBeginnings],
+    rank: int,
+    trie: Trie,
+    options: TreeOptions,
+    num_windows: int = 1,
+) -> CommonSpans:
+    """What ranks have in common; the same on all of them but for `below`.
+
+    Args:
+        ranks: what each of them tells.
+        rank: this one.
+        trie: makes the prefix tree of codes.
+        options: see TreeOptions. A span that saves fewer than `min_gain` positions on all ranks
+            together is not common.
+        num_windows: of the step.
+    """
+    named = [(place, one) for place, told in enumerate(ranks) for one in told.beginnings]
+    codes = {number: one.codes for number, (_, one) in enumerate(named) if len(one.codes)}
+    spans: list[CommonSpan] = []
+    below = [-1] * len(named)
+    todo = [(node, 0, -1) for node in reversed(trie(codes))]
+    while todo:
+        node, start, parent = todo.pop()
+        of_ranks = tuple(sorted({named[member][0] for member in node.members}))
+        if len(of_ranks) < 2:
+            continue
+        if (len(of_ranks) - 1) * (node.end - start) >= max(1, options.min_gain):
+            members = [
+                (ranks[place].num_microbatches, one)
+                for place, one in (named[member] for member in node.members)
+            ]
+            first = min(_window(one.first, num, num_windows) for num, one in members)
+            last = max(_window(one.last, num, num_windows) for num, one in members)
+            level = spans[parent].level + 1 if parent >= 0 else 0
+            spans.append(CommonSpan(start, node.end, parent, level, of_ranks, first, last))
+            start, parent = node.end, len(spans) - 1
+            for member in node.members:
+                below[member] = parent
+        todo.extend((child, start, parent) for child in reversed(node.children))
+    before = sum(len(told.beginnings) for told in ranks[:rank])
+    mine = ranks[rank]
+    return CommonSpans(
+        rank, tuple(spans), tuple(_segments(spans, _owners(spans, ranks), options.segment_tokens)),
+        tuple(below[before : before + len(mine.beginnings)]), mine.num_microbatches, num_windows,
+    )  # fmt: skip
+
+
+def _window(microbatch: int, num_microbatches: int, num_windows: int) -> int:
+    return min(microbatch * num_windows // num_microbatches, num_windows - 1)
+
+
+def _owners(spans: Sequence[CommonSpan], ranks: Sequence[RankBeginnings]) -> list[int]:
+    """The rank that computes each span: of those that have it the one with least to compute so
+    far; long spans choose first."""
+    load = [told.own for told in ranks]
+    owners = [0] * len(spans)
+    for number in sorted(range(len(spans)), key=lambda n: (spans[n].start - spans[n].end, n)):
+        owner = min(spans[number].ranks, key=lambda rank: (load[rank], rank))
+        load[owner] += spans[number].end - spans[number].start
+        owners[number] = owner
+    return owners
+
+
+def _segments(
+    spans: Sequence[CommonSpan], owners: Sequence[int], budget: int
+) -> Iterator[CommonSegment]:
+    """Spans of one owner, level and pair of windows together; parents cross before children."""
+    together: dict[tuple[int, int, int, int], list[int]] = collections.defaultdict(list)
+    for number, span in enumerate(spans):
+        together[span.first, span.level, span.last, owners[number]].append(number)
+    for (first, _, last, owner), numbers in sorted(together.items()):
+        numbers.sort(key=lambda number: (spans[number].parent, number))
+        lengths = [spans[number].end - spans[number].start for number in numbers]
+        for begin, stop in even_parts(lengths, budget):
+            yield CommonSegment(owner, tuple(numbers[begin:stop]), first, last)
+
+
+def tree_of(common: CommonSpans, below: Mapping[int, list[Node]]) -> list[Node]:
+    """The roots of one rank's tree: its common spans, and below them what it has for itself.
+
+    Args:
+        common: what the rank has in common with others.
+        below: by common span (-1: above all of them) the roots of what continues it there.
+    """
+    children = {number: [*nodes] for number, nodes in below.items()}
+    for number in reversed(range(len(common.spans))):  # children first
+        span = common.spans[number]
+        if common.rank not in span.ranks:
+            continue
+        under = sorted(children.pop(number), key=lambda child: child.members[0])
+        members = sorted({member for child in under for member in child.members})
+        node = Node(span.start, span.end, members, under, number)
+        children.setdefault(span.parent, []).append(node)
+    return sorted(children.get(-1, ()), key=lambda child: child.members[0])
