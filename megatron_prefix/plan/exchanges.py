@@ -18,20 +18,21 @@ from megatron_prefix.tree import Forest
 
 
 def in_windows(plan: Plan, forest: Forest) -> Plan:
-    """A plan of one stage, in which what crosses does so when windows begin and end.
+    """A plan in which what crosses data-parallel ranks does so when windows begin and end.
 
     Args:
         plan: that runs segments in F-order, and a segment's backward after that of its readers.
         forest: its segments.
 
     Raises:
-        ValueError: exchanges in a pipeline of several ranks.
+        ValueError: several windows in a pipeline, whose stages run ahead of their windows; or
+            virtual stages.
     """
     if not forest.exchanges:
         return plan
-    if plan.num_stages > 1:
-        raise ValueError("segments of a pipeline do not cross data-parallel ranks yet")
-    return replace(plan, programs=(tuple(_ordered(plan.programs[0], forest)),))
+    if plan.num_chunks > 1 or (plan.num_ranks > 1 and forest.num_windows > 1):
+        raise ValueError("a pipeline that exchanges has one window and no virtual stages")
+    return replace(plan, programs=tuple(tuple(_ordered(one, forest)) for one in plan.programs))
 
 
 def _ordered(program: tuple[Action, ...], forest: Forest) -> Iterator[Action]:

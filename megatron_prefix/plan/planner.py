@@ -143,7 +143,8 @@ def make_plan(
     orders = _Orders(
         forwards, backwards, list(itertools.accumulate(demands, max)),
         [place[index, num_chunks - 1] for index in ready_after],
-        [segment.padded_length for segment in forest.segments], num_ranks, num_chunks,
+        [segment.padded_length if segment.source < 0 else 0 for segment in forest.segments],
+        num_ranks, num_chunks,
     )  # fmt: skip
     programs = _Merge(orders, run_ahead, max_live_positions).run()
     return Plan(forest.segments, programs, num_chunks)
@@ -170,8 +171,9 @@ def best_plan(
     first = make_plan(
         forest, num_ranks, run_ahead=run_ahead, max_live_positions=max_live_positions, **options
     )
+    first = in_windows(first, forest)
     if num_ranks == 1:
-        return in_windows(first, forest)
+        return first
     ready_after = loss_ready_after(forest, microbatches)
     base = simulate(first, ready_after=ready_after)
     tried = [(base.makespan, 0, first)]
@@ -183,6 +185,7 @@ def best_plan(
             max_live_positions=base.peak_live_positions,
             **options,
         )
+        plan = in_windows(plan, forest)
         timeline = simulate(plan, ready_after=ready_after)
         if timeline.peak_live_positions <= base.peak_live_positions:
             tried.append((timeline.makespan, number, plan))

@@ -11,6 +11,7 @@ Using Megatron-LM", section 2.2, counts bubbles so).
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -138,6 +139,12 @@ class _Simulation:
         }
         self.arrivals["F"][0] = [0.0] * num
         self.arrivals["B"][stages - 1] = [0.0] * num
+        # What comes from another pipeline comes to every stage by itself.
+        self.received = [segment.source >= 0 for segment in plan.segments]
+        for stage, index in itertools.product(
+            range(stages), itertools.compress(range(num), self.received)
+        ):
+            self.arrivals["F"][stage][index] = self.arrivals["B"][stage][index] = 0.0
         self.events: list[list[Event]] = [[] for _ in plan.programs]
         self.clock = [0.0] * plan.num_ranks
         self.live = [0] * plan.num_ranks
@@ -184,12 +191,15 @@ class _Simulation:
             start = arrival if arrival > clock else clock
             clock = start + self.durations[stage][kind][index]
             events.append(Event(rank, action, start, clock))
+            if self.received[index]:
+                continue
+            positions = self.positions[index]
             if kind == "F":
-                live += self.positions[index]
+                live += positions
                 peak = live if live > peak else peak
                 target = stage + 1
             else:
-                live -= self.positions[index]
+                live -= positions
                 target = stage - 1
             if 0 <= target < num_stages:
                 arrivals[target][index] = clock

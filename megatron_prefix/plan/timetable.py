@@ -81,6 +81,8 @@ def exchanges(plan: Plan, rank: int, cost: Cost = token_cost) -> list[list[Messa
 
 def _message(plan: Plan, event: Event) -> Message | None:
     """The message that an action makes, if any."""
+    if plan.segments[event.action.segment].source >= 0:
+        return None
     step = 1 if event.action.kind == "F" else -1
     stage = plan.stage(event.rank, event.action.chunk) + step
     if not 0 <= stage < plan.num_stages:

@@ -7,6 +7,8 @@ after they have agreed to go on with the step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -21,7 +23,8 @@ from megatron_prefix.refusals.table import (
 )
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.step import Step
-from megatron_prefix.tree.across_ranks import CommonSpans, beginnings_of, common_spans
+from megatron_prefix.tree import Forest
+from megatron_prefix.tree.across_ranks import beginnings_of, common_spans
 from megatron_prefix.tree.build import trie
 from megatron_prefix.tree.forest import TreeOptions
 
@@ -45,7 +48,7 @@ def crosses(config: PrefixConfig, rank: Rank, forward_only: bool) -> bool:
 def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
     if rank.data_ranks is None:
         return ACROSS_NO_GROUP
-    if rank.num_stages > 1 or rank.groups.cp.size() > 1:
+    if len(rank.models) > 1 or rank.groups.cp.size() > 1:
         return ACROSS_PARTS
     if rank.has_experts:
         return ACROSS_EXPERTS
@@ -54,18 +57,19 @@ def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
     return None
 
 
-def common_of(step: Step, options: TreeOptions, group: Any) -> tuple[list[int], CommonSpans]:
-    """What this rank's rollouts have in common with those of other ranks; all ranks call this.
+def joint(step: Step, options: TreeOptions, group: Any, build: Callable[..., Forest]) -> Step:
+    """A step with segments that cross data-parallel ranks; all of these call this.
 
     Args:
-        step: this rank's.
+        step: this rank's, without segments.
         options: see TreeOptions; the same on all ranks.
         group: the data-parallel ranks.
-
-    Returns:
-        Per rollout the number of its beginning, and the common spans.
+        build: makes segments of samples, their microbatches, and what is `common`.
     """
-    mine, numbers = beginnings_of(step.samples or (), step.microbatch_of, options)
+    samples = step.samples or ()
+    mine, numbers = beginnings_of(samples, step.microbatch_of, options)
     heard: list[Any] = [None] * group.size()
     dist.all_gather_object(heard, mine, group=group)
-    return numbers, common_spans(heard, group.rank(), lambda codes: trie(codes, options), options)
+    common = common_spans(heard, group.rank(), lambda codes: trie(codes, options), options)
+    forest = build(samples, step.microbatch_of, common=(numbers, common))
+    return replace(step, forest=forest.all_read() if step.reads_all else forest)

@@ -11,7 +11,6 @@ go on with the stock schedule.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -44,7 +43,7 @@ from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read_calls import ReadCalls, read_calls
 from megatron_prefix.run.report import StepReport
-from megatron_prefix.run.step import Step, not_built, read_step
+from megatron_prefix.run.step import Step, not_built, read_step, told
 from megatron_prefix.run.step_run import StepRun
 from megatron_prefix.run.suspend import Capture
 from megatron_prefix.tree import Forest
@@ -272,16 +271,16 @@ class PrefixSchedule:
     def _joint(self, step: Step, rank: Rank, build: Callable[..., Forest]) -> Step:
         """A step with its segments, some of which cross data-parallel ranks; these end together."""
         problem: BaseException | None = None
+        joint: Step | None = None
         try:
-            options = self.planning.planner(rank).options
-            common = joint_step.common_of(step, options, rank.data_ranks)
-            forest = build(step.samples, step.microbatch_of, common=common)
-            forest = forest.all_read() if step.reads_all else forest
-            step = dataclasses.replace(step, forest=forest)
+            if rank.is_first:
+                options = self.planning.planner(rank).options
+                joint = joint_step.joint(step, options, rank.data_ranks, build)
         except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it
             problem = error
-        agree(problem, [rank.data_ranks], rank.device)
-        return step
+        joint = told(joint, step.samples, rank.groups.pp, rank.device)
+        agree(problem, rank.agreeing(forward_only=False), rank.device)
+        return joint or step
 
     def _read_calls(
         self, capture: Capture, rank: Rank, forward_only: bool, first: FirstStep | None

@@ -123,12 +123,25 @@ def read_step(
                 step = _built(known, samples, not_built if unshared else build, unshared)
         except Exception as error:  # noqa: BLE001  # likewise
             problem = error
-    if pp.size() == 1:
-        return step or problem or refused(NO_TREE)
-    numbers = _broadcast(np.zeros(0, np.int64) if step is None else step.to_ints(), pp, 0, device)
-    if step is None and len(numbers):
-        return Step.from_ints(numbers, samples)
-    return step or problem or refused(NO_TREE)
+    return told(step, samples, pp, device) or problem or refused(NO_TREE)
+
+
+def told(
+    step: Step | None, samples: Sequence[Pairs] | None, group: Any, device: torch.device
+) -> Step | None:
+    """The first stage's step on every stage, and None where it has none; all of them call this.
+
+    Args:
+        step: on the first stage.
+        samples: what this stage knows of them.
+        group: the pipeline.
+        device: where its tensors live.
+    """
+    if group.size() == 1:
+        return step
+    mine = np.zeros(0, np.int64) if step is None else step.to_ints()
+    numbers = _broadcast(mine, group, 0, device)
+    return Step.from_ints(numbers, samples) if step is None and len(numbers) else step
 
 
 def not_built(samples: Sequence[Pairs], _: Sequence[int]) -> Forest:

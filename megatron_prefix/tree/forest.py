@@ -320,11 +320,18 @@ class Forest:
 
     def to_ints(self) -> list[int]:
         """The forest as numbers, to send to ranks that read no data; `from_ints` reads them."""
-        numbers = [self.multiple, int(self.ordered), self.unshared_by_routes]
+        numbers = [self.multiple, int(self.ordered), self.unshared_by_routes, self.num_windows]
+        numbers.append(len(self.exchanges))
+        for one in self.exchanges:
+            numbers += [*one[:3], len(one.peers)]
+            for rank, spans in one.peers:
+                numbers += [rank, len(spans), *spans]
         numbers += [len(self.num_positions), *self.num_positions, *self.first_trained]
-        for segment in self.segments:
+        windows = self.windows or (0,) * len(self.segments)
+        for segment, window in zip(self.segments, windows, strict=True):
             known = -1 if segment.trained is None else segment.trained
-            numbers += [segment.inner + 2 * segment.scored, known, len(segment.spans)]
+            numbers += [segment.inner + 2 * segment.scored, known, segment.source, window]
+            numbers.append(len(segment.spans))
             for span in segment.spans:
                 numbers += [*(span.parent or (-1, -1)), *span[:3]]
                 numbers += [len(span.rollouts), *span.rollouts]
@@ -338,16 +345,27 @@ class Forest:
         def take(count: int) -> tuple[int, ...]:
             return tuple(itertools.islice(stream, count))
 
-        align, ordered, unshared, num_rollouts = take(4)
+        align, ordered, unshared, num_windows, num_exchanges = take(5)
+        exchanges = []
+        for _ in range(num_exchanges):
+            *whole, num_peers = take(4)
+            peers = ((rank, take(num)) for rank, num in (take(2) for _ in range(num_peers)))
+            exchanges.append(Exchange(*whole, tuple(peers)))
+        (num_rollouts,) = take(1)
         num_positions, first_trained = take(num_rollouts), take(num_rollouts)
-        segments = []
-        while head := take(3):
-            flags, known, num_spans = head
+        segments, windows = [], []
+        while head := take(5):
+            flags, known, source, window, num_spans = head
             spans = []
             for _ in range(num_spans):
                 *parent, start, length, padded, members = take(6)
                 place = None if parent[0] < 0 else Place(*parent)
                 spans.append(Span(start, length, padded, take(members), place))
             trained = None if known < 0 else known
-            segments.append(Segment(tuple(spans), bool(flags & 1), bool(flags & 2), trained))
-        return cls(tuple(segments), num_positions, first_trained, align, bool(ordered), unshared)
+            inner, scored = bool(flags & 1), bool(flags & 2)
+            segments.append(Segment(tuple(spans), inner, scored, trained, source))
+            windows.append(window)
+        return cls(
+            tuple(segments), num_positions, first_trained, align, bool(ordered), unshared,
+            tuple(exchanges), tuple(windows) if exchanges else (), num_windows,
+        )  # fmt: skip
