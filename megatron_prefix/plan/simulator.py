@@ -141,10 +141,10 @@ class _Simulation:
         self.arrivals["B"][stages - 1] = [0.0] * num
         # What comes from another pipeline comes to every stage by itself.
         self.received = [segment.source >= 0 for segment in plan.segments]
-        for stage, index in itertools.product(
-            range(stages), itertools.compress(range(num), self.received)
+        for arrivals, index in itertools.product(
+            itertools.chain(*self.arrivals.values()), itertools.compress(range(num), self.received)
         ):
-            self.arrivals["F"][stage][index] = self.arrivals["B"][stage][index] = 0.0
+            arrivals[index] = 0.0
         self.events: list[list[Event]] = [[] for _ in plan.programs]
         self.clock = [0.0] * plan.num_ranks
         self.live = [0] * plan.num_ranks

@@ -348,9 +348,9 @@ class Forest:
         align, ordered, unshared, num_windows, num_exchanges = take(5)
         exchanges = []
         for _ in range(num_exchanges):
-            *whole, num_peers = take(4)
+            segment, first, last, num_peers = take(4)
             peers = ((rank, take(num)) for rank, num in (take(2) for _ in range(num_peers)))
-            exchanges.append(Exchange(*whole, tuple(peers)))
+            exchanges.append(Exchange(segment, first, last, tuple(peers)))
         (num_rollouts,) = take(1)
         num_positions, first_trained = take(num_rollouts), take(num_rollouts)
         segments, windows = [], []
