@@ -162,9 +162,7 @@ def aligned(
     try:
         verdicts = []
         for config in configs:
-            mine, packs = align.of_this_rank(
-                small, layout, groups, config, baseline, options.seed
-            )
+            mine, packs = align.of_this_rank(small, layout, groups, config, baseline, options.seed)
             verdict = align.align(
                 chunks, mine, config, seed=options.seed, multiple=layout.alignment,
                 reference=exact, baseline=baseline, least=packs,
