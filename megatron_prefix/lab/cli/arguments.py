@@ -303,7 +303,7 @@ def add_deal(group: Any) -> None:
     text = (
         "how a step's rollouts go to data-parallel ranks. groups (default): whole groups, balanced"
         " by what ranks execute; length: equally many and near equally long rollouts a rank,"
-        " whatever their groups, as verl does by default; random: equally many, by --seed"
+        " whatever their groups, as verl does by default; random: equally many, by the seed"
     )
     add_fields(group, Baseline, {"deal": text})
 

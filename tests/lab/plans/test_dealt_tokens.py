@@ -24,7 +24,7 @@ SPEC = resolve("tiny-llama").with_vocab(64)
     st.sampled_from(["group", "batch"]), st.integers(0, 99),
 )  # fmt: skip
 def test_tokens_are_those_of_tries(how, dp, tree, share, seed) -> None:
-    groups = list(generate(3, 20, 12, 4, tree=tree, depth=2, vocab_size=64, seed=seed))
+    groups = list(generate(3, 24, 32, 4, tree=tree, depth=2, vocab_size=64, seed=seed))
     config = PrefixConfig(min_gain=0)
     ranks = deal(groups, SPEC, Layout(dp=dp), config, how, stock=False, seed=seed)
     found = dealt_tokens(ranks, TreeOptions(min_gain=0, share=share))
