@@ -90,7 +90,6 @@ class Trainer:
         self.settings, self.rollouts, self.world, self.spec = settings, rollouts, world, spec
         self.num_steps = self.position = 0
         self.routes: list[routes.Routes] = []
-        self._seed = options.seed
         if settings.routes != "own":
             routes.check(spec, options.recompute)
         self.chunks = _build(settings, options, spec, world)
@@ -111,7 +110,7 @@ class Trainer:
         self._reference: list[Any] = []
         if settings.grpo.kl_coeff:
             self._reference = _build(settings, options, spec, world, reference=True)
-        self._peak_flops = flops.peak_flops(options.dtype)
+        self._peak_flops, self._seed = flops.peak_flops(options.dtype), options.seed
         self._seconds: dict[str, float] = {}
         self.schedule.measures = True  # the host waits for the device after every update anyway
         self.updater = Updater(
