@@ -15,8 +15,9 @@ import pytest
 from megatron_prefix.lab.cli import train
 from megatron_prefix.lab.cli.main import main, make_parser
 from megatron_prefix.lab.models.presets import PRESETS, resolve
+from megatron_prefix.lab.plans.dealing import deal
 from megatron_prefix.lab.rl.dataset import RolloutSet, minibatches
-from megatron_prefix.lab.rl.job import ModelOptions, fit_vocabulary, place_groups
+from megatron_prefix.lab.rl.job import ModelOptions, fit_vocabulary
 from megatron_prefix.lab.rl.trainer import check_layout
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.lab.verify import matrix
@@ -125,7 +126,7 @@ def test_no_default_of_training_ends_in_a_refusal(commands, monkeypatch, capsys,
         groups = rollouts.take(position, settings.groups_per_step)
         position = (position + len(groups)) % len(rollouts.groups)
         for part in minibatches(groups, settings.num_minibatches):
-            place_groups(part, job.spec, job.layout, config, stock=config.mode != "on")
+            deal(part, job.spec, job.layout, config, stock=config.mode != "on")
     lengths = [f"--max-tokens={args.max_tokens}", f"--chunk-tokens={args.chunk_tokens}"]
     lengths += [f"--segment-tokens={args.segment_tokens}", f"--pp={args.pp}", "--json"]
     assert main(["plan", *args.rollouts, *lengths]) == 0, capsys.readouterr().err
@@ -147,7 +148,7 @@ def test_no_default_row_of_the_cluster_is_refused(commands):
             matrix.MODELS[row.model], "bfloat16", overrides=tuple(row.overrides("bfloat16").items())
         )
         spec, groups = fit_vocabulary(options, shape.groups(layout.dp, "bfloat16"))
-        placed = place_groups(groups, spec, layout, shape.config("bfloat16"), stock=True)
+        placed = deal(groups, spec, layout, shape.config("bfloat16"), stock=True)
         assert len(placed) == layout.dp
 
 

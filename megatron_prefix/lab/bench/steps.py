@@ -65,7 +65,7 @@ def time_work(
 def _microbatches(work: Work, setting: Setting, groups: Sequence[Any], seed: int) -> list[Any]:
     """This rank's microbatches of a step."""
     layout, baseline = setting.layout, setting.baseline
-    mine, least = align.of_this_rank(setting.spec, layout, groups, work.config, baseline)
+    mine, least = align.of_this_rank(setting.spec, layout, groups, work.config, baseline, seed)
     return align.made(mine, baseline, layout.alignment, least, seed)
 
 
@@ -162,7 +162,7 @@ def aligned(
     try:
         verdicts = []
         for config in configs:
-            mine, packs = align.of_this_rank(small, layout, groups, config, baseline)
+            mine, packs = align.of_this_rank(small, layout, groups, config, baseline, options.seed)
             verdict = align.align(
                 chunks, mine, config, seed=options.seed, multiple=layout.alignment,
                 reference=exact, baseline=baseline, least=packs,

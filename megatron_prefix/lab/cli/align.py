@@ -25,6 +25,7 @@ examples:
   megatron-prefix align --rollouts rollouts.jsonl.gz --groups 2 --max-tokens 512
   megatron-prefix align --rollouts rollouts.jsonl.gz --model tiny-qwen3 --dtype float32 --json
   megatron-prefix align --rollouts rollouts.jsonl.gz --baseline packed --pack-tokens 4096
+  megatron-prefix align --rollouts rollouts.jsonl.gz --dp 2 --deal length
   megatron-prefix align --rollouts rollouts.jsonl.gz --model llama3-8b --set num_layers=4 \\
       --dtype bfloat16 --device cuda
   megatron-prefix align --rollouts rollouts.jsonl.gz --load-hf Qwen3-0.6B --dtype float32
@@ -81,7 +82,7 @@ def align_rank(job: Job, config: Any, baseline: Any, args: argparse.Namespace | 
     with options.joined(layout):
         chunks = options.build(spec, layout)
         exact = options.reference(spec, layout, chunks) if options.dtype == "bfloat16" else None
-        mine, least = align.of_this_rank(spec, layout, groups, config, baseline)
+        mine, least = align.of_this_rank(spec, layout, groups, config, baseline, options.seed)
         with draws_aligned(args, options.dtype) as advance:
             verdict = align.align(
                 chunks, mine, config, seed=options.seed, multiple=layout.alignment,
@@ -93,7 +94,7 @@ def align_rank(job: Job, config: Any, baseline: Any, args: argparse.Namespace | 
 
 def _print(args: argparse.Namespace, result: Any, dropped: int) -> None:
     if args.json:
-        print_json({**vars(result), "dropped_rollouts": dropped})
+        print_json({**vars(result), "deal": args.deal, "dropped_rollouts": dropped})
         return
     packs = f"packed to {number(result.pack_tokens)} tokens"
     values = {

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_prefix.config import CHOICES, KERNELS, MOST_MEMORY_GB, PrefixConfig
 from megatron_prefix.errors import shown
+from megatron_prefix.lab.plans.dealing import DEALS
 from megatron_prefix.lab.rl.baseline import BASELINES, Baseline
 from megatron_prefix.lab.rl.settings import LEAST, LOSS_MEANS
 from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
@@ -217,7 +218,7 @@ _TEXTS = {
     "kernel": f"attention kernel: {', '.join(KERNELS)}, dense+causal, or auto (default)",
 }
 _OLD_FLAGS = {"segment_tokens": ["--wave-tokens"]}
-_CHOICES = {**CHOICES, "loss_mean": LOSS_MEANS}
+_CHOICES = {**CHOICES, "loss_mean": LOSS_MEANS, "deal": DEALS}
 _LEAST = {**LEAST, **dict.fromkeys(("align", "pack_tokens", "steps", *SIZES), 1)}
 
 
@@ -282,7 +283,7 @@ def add_lengths(parser: argparse.ArgumentParser) -> None:
 
 
 def add_baseline(parser: argparse.ArgumentParser) -> None:
-    """`--baseline --pack-tokens --shuffle`; see `baseline_of`."""
+    """`--baseline --pack-tokens --shuffle --deal`; see `baseline_of`."""
     group = parser.add_argument_group("baseline")
     text = (
         "microbatches of both schedules. packed (default): rollouts one after another (THD), as"
@@ -296,11 +297,22 @@ def add_baseline(parser: argparse.ArgumentParser) -> None:
     add_fields(group, Baseline, {"pack_tokens": text})
     text = "take a step's rollouts in a random order, which spreads groups over microbatches"
     group.add_argument("--shuffle", action="store_true", help=text)
+    add_deal(group)
+
+
+def add_deal(group: Any) -> None:
+    """`--deal`."""
+    text = (
+        "how a step's rollouts go to data-parallel ranks. groups (default): whole groups, balanced"
+        " by what ranks execute; length: equally many and near equally long rollouts a rank,"
+        " whatever their groups, as verl does by default; random: equally many, by the seed"
+    )
+    add_fields(group, Baseline, {"deal": text})
 
 
 def baseline_of(args: argparse.Namespace) -> Baseline:
     """The baseline that `add_baseline` read."""
-    return Baseline(args.baseline, args.pack_tokens, args.shuffle)
+    return Baseline(args.baseline, args.pack_tokens, args.shuffle, deal=args.deal)
 
 
 def config_of(args: argparse.Namespace, **more: Any) -> PrefixConfig:

@@ -34,6 +34,7 @@ examples:
   megatron-prefix bench --model qwen3-8b --set num_layers=12 --dtype bfloat16 --device cuda \\
       --rollouts rollouts.jsonl.gz --groups 8 --steps 4 --pack-tokens 16384
   megatron-prefix bench --rollouts rollouts.jsonl.gz --groups 2 --steps 2 --prefix-schedule auto
+  megatron-prefix bench --rollouts rollouts.jsonl.gz --groups 4 --dp 2 --deal length
   torchrun --nproc-per-node 2 -m megatron_prefix bench --model llama3-8b --dtype bfloat16 \\
       --device cuda --cp 2 --shapes 10240:2048:8 --bench-json cp2.json
   megatron-prefix bench --load-hf Qwen3-8B --set num_layers=12 --dtype bfloat16 --device cuda
@@ -132,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
     result = {
         **machine(args),
         "layout": layout,
+        "deal": args.deal,
         "forward_only": args.forward_only,
         "overlap_grad_reduce": args.overlap_grad_reduce,
         "rehearsed": args.rehearse,

@@ -14,11 +14,12 @@ from typing import Any
 
 from megatron_prefix.errors import UserError, shown
 from megatron_prefix.lab import platforms, runtime
-from megatron_prefix.lab.cli.arguments import add_messages, add_switch, add_text, whole
+from megatron_prefix.lab.cli.arguments import add_deal, add_messages, add_switch, add_text, whole
 from megatron_prefix.lab.cli.modelling import Job, add_device
 from megatron_prefix.lab.cli.outputs import check_outputs, write_text
 from megatron_prefix.lab.cli.progress import progress
 from megatron_prefix.lab.cli.report import counted, print_json, print_table, to_line
+from megatron_prefix.lab.plans.dealing import DEALS
 from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
 from megatron_prefix.lab.verify import matrix
 from megatron_prefix.lab.verify.matrix import Result, Row
@@ -34,6 +35,7 @@ EPILOG = """\
 examples:
   megatron-prefix matrix --only 'dense/*/flat/none' '*/TP2xPP2/*'
   megatron-prefix matrix --only '*/packed/*' --device cpu
+  megatron-prefix matrix --only '*/DP2/*' --deal length
   megatron-prefix matrix --continue rows.jsonl --markdown matrix.md
   torchrun --nproc-per-node 8 -m megatron_prefix matrix --device cuda --only 'dense/*'
 """
@@ -58,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_text(group, "--continue", text, dest="record")
     add_switch(group, "--allow-refused", "exit code 0 even if rows were refused")
     add_device(group, None, "(default: float64 on the CPU, bfloat16 on a GPU)")
+    add_deal(group)
     group.add_argument(
         "--timeout",
         type=whole(1, 10**6),
@@ -92,7 +95,8 @@ def _run_name(args: argparse.Namespace, world: int | None) -> str:
     """What rows must have in common to be shown together."""
     ranks = "" if world is None else f", {world} ranks"
     layers = "" if args.layer_spec == "auto" else f", {args.layer_spec} layers"
-    return f"{args.dtype} on {args.device}{ranks}{layers}"
+    deal = "" if args.deal == DEALS[0] else f", deal {args.deal}"
+    return f"{args.dtype} on {args.device}{ranks}{layers}{deal}"
 
 
 def _results(
@@ -140,6 +144,7 @@ def _run_row(args: argparse.Namespace, row: Row, world: int | None) -> Result:
             world,
             args.layer_spec,
             args.message_timeout_minutes,
+            args.deal,
             timeout_s=args.timeout,
         )
     except UserError as error:
@@ -162,6 +167,7 @@ def align_row(
     world: int | None = None,
     layer_spec: str = "auto",
     message_timeout_minutes: float = MESSAGE_TIMEOUT_MINUTES,
+    deal: str = DEALS[0],
     **options: Any,
 ) -> Any:
     """The `Alignment` of a row, in a fresh set of ranks, or in torchrun's world.
@@ -173,6 +179,7 @@ def align_row(
         world: size of torchrun's world, of which this process is a rank; None starts the ranks.
         layer_spec: see ModelOptions.
         message_timeout_minutes: see ModelOptions.
+        deal: see Baseline.
         options: of `runtime.run_ranks`.
 
     Raises:
@@ -194,7 +201,8 @@ def align_row(
     )
     spec, groups = fit_vocabulary(model, shape.groups(layout.dp, dtype))
     job = Job(model, spec, layout, tuple(groups))
-    work = (job, shape.config(dtype), shape.baseline(dtype))
+    baseline = dataclasses.replace(shape.baseline(dtype), deal=deal)
+    work = (job, shape.config(dtype), baseline)
     if world is not None:
         return runtime.launch(align_rank, world, *work)
     fork = device == "cpu" and sys.platform == "linux"

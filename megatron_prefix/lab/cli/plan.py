@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
-from megatron_prefix.lab.cli import arguments
+from megatron_prefix.lab.cli import arguments, plan_ranks
 from megatron_prefix.lab.cli.inputs import load_groups
 from megatron_prefix.lab.cli.outputs import check_outputs, write_text
 from megatron_prefix.lab.cli.report import counted, facts, number, print_facts, print_json
@@ -37,13 +37,20 @@ What sharing saves on rollout files: trees, ratios, compression, predicted speed
 one step with its simulated bubble and memory.  All groups make one step unless --groups limits it.
 Tokens are positions with a label: a rollout of n tokens has n-1.  Makespan and bubble count tokens
 of forward work, a backward twice, communication nothing.  The speedup is of the layout: waiting and
-launches included, over the stock schedule on rollouts packed to at most 16,384 tokens."""
+launches included, over the stock schedule on rollouts packed to at most 16,384 tokens.
+With --dp N the step is dealt to N ranks: a table shows the tokens that each has and executes if it
+shares alone, and what is left if every prompt runs once in the whole job; all else is of the rank
+that executes most.  In JSON that is data_parallel (null with one rank): lists by rank (rollouts,
+raw_tokens, executed_tokens, own_tokens: those on no other rank), executed_tokens_across_ranks,
+speedup and speedup_across_ranks of the slowest rank by tokens, the latter if owners of prompts even
+ranks out, deal, and planned_rank."""
 EPILOG = """\
 examples:
   megatron-prefix plan rollouts.jsonl.gz
   megatron-prefix plan rollouts.jsonl.gz --groups 4 --pp 4 --chunk-tokens auto --svg plan.svg
   megatron-prefix plan a.jsonl.gz b.jsonl.gz --align 1 --min-gain 0 --json
   megatron-prefix plan rollouts.jsonl.gz --groups 1 --model qwen3-8b --csv plan.csv
+  megatron-prefix plan rollouts.jsonl.gz --dp 8 --deal length
 """
 
 
@@ -52,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_rollouts(parser, positional=True)
     arguments.add_lengths(parser)
     arguments.add_layout(parser)
+    group = parser.add_argument_group("data-parallel ranks")
+    arguments.add_deal(group)
+    arguments.add_number(group, "--seed", "of a random deal (default {})", 1234, arguments.seed)
     parser.add_argument(
         "--model",
         default="llama3-8b",
@@ -65,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _PlannedStep(NamedTuple):
-    """The rollouts, options, plan and timeline of the step."""
+    """The rollouts, options, plan and timeline of the step, of one data-parallel rank."""
 
     groups: list[Group]
     dropped: int
@@ -76,11 +86,12 @@ class _PlannedStep(NamedTuple):
     timeline: Timeline
     model: ModelSpec
     layout: Layout
+    dealt: plan_ranks.Dealt | None = None
 
 
 def run(args: argparse.Namespace) -> int:
     """Plans, simulates, prints and writes."""
-    layout = _layout(args)
+    layout = arguments.layout_of(args)
     if args.segment_tokens == "auto":
         raise UserError(
             "--segment-tokens auto depends on the memory of a running model; give `plan` a number"
@@ -99,18 +110,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(result)
     else:
-        print_facts(_title(args, step), _facts(step, result), stderr=args.csv == "-")
+        stderr = args.csv == "-"
+        print_facts(_title(args, step), _facts(step, result), stderr=stderr)
+        if step.dealt is not None:
+            plan_ranks.show(step.dealt, stderr=stderr)
     return 0
-
-
-def _layout(args: argparse.Namespace) -> Layout:
-    layout = arguments.layout_of(args)
-    if layout.dp > 1:
-        raise UserError(
-            f"--dp {layout.dp} (and --ep {layout.ep}): a plan is of one data-parallel rank;"
-            " leave them out and give that rank's groups with --groups"
-        )
-    return layout
 
 
 def _options(args: argparse.Namespace, config: PrefixConfig, layout: Layout) -> TreeOptions:
@@ -119,8 +123,14 @@ def _options(args: argparse.Namespace, config: PrefixConfig, layout: Layout) -> 
 
 def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
     model = resolve(args.model)
-    config = arguments.config_of(args, chunk_tokens=0)
+    uncut = 0 if args.chunk_tokens == "auto" else args.chunk_tokens
+    config = arguments.config_of(args, chunk_tokens=uncut)
     groups, dropped = load_groups(args)
+    dealt = None
+    if layout.dp > 1:
+        options = _options(args, config, layout)
+        dealt = plan_ranks.dealt(groups, model, layout, config, options, args.deal, args.seed)
+        groups = list(dealt.ranks[dealt.tokens.slowest])
     rollouts, numbers = pairs_of_groups(groups)
     chunk_tokens = args.chunk_tokens
     if chunk_tokens == "auto":
@@ -138,7 +148,9 @@ def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
     largest = max(int(rollout.tokens.max()) for group in groups for rollout in group.rollouts)
     # The model only gives costs; an open vocabulary takes its size from the rollouts.
     model = model if model.vocab_size else model.with_vocab(largest + 1)
-    return _PlannedStep(groups, dropped, config, options, forest, plan, timeline, model, layout)
+    return _PlannedStep(
+        groups, dropped, config, options, forest, plan, timeline, model, layout, dealt
+    )
 
 
 FACTS = {
@@ -196,6 +208,7 @@ def _result(step: _PlannedStep) -> dict[str, Any]:
         "peak_bytes": peak_bytes,
         "sidecar_bytes": round(memory["retain"].cache_peak),
         "sidecar_host_bytes": round(memory["retain"].cache_staged),
+        "data_parallel": None if step.dealt is None else plan_ranks.result(step.dealt),
     }
 
 
@@ -253,7 +266,8 @@ def _alignment_reasons(step: _PlannedStep) -> list[str]:
 def _title(args: argparse.Namespace, step: _PlannedStep) -> str:
     names = ", ".join(path.rpartition("/")[2] for path in args.rollouts)
     groups, stages = len(step.groups), step.plan.num_stages
-    return f"{names}: {counted(groups, 'group')}, {counted(stages, 'stage')}"
+    rank = "" if step.dealt is None else f", data-parallel rank {step.dealt.tokens.slowest}"
+    return f"{names}: {counted(groups, 'group')}, {counted(stages, 'stage')}{rank}"
 
 
 def peaks(

@@ -131,6 +131,7 @@ def print_records(
     records: Iterable[Mapping[str, Any]],
     *,
     wrap: bool = True,
+    stderr: bool = False,
 ) -> None:
     """Prints a table with a row per record.
 
@@ -139,10 +140,12 @@ def print_records(
         columns: heading and template of each column; a cell is empty if its value is None.
         records: values by name.
         wrap: whether cells may take several lines.
+        stderr: where to print.
     """
     rows = ([filled(cell, record) or "" for _, cell in columns] for record in records)
     unwrapped = 0 if wrap else len(columns)
-    print_table(title, [heading for heading, _ in columns], rows, unwrapped=unwrapped)
+    head = [heading for heading, _ in columns]
+    print_table(title, head, rows, unwrapped=unwrapped, stderr=stderr)
 
 
 def print_table(

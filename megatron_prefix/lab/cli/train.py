@@ -42,6 +42,7 @@ EPILOG = """\
 examples:
   megatron-prefix train rollouts.jsonl.gz --steps 10 --lr 1e-3 --output runs/tiny
   megatron-prefix train rollouts.jsonl.gz --compare --plan-svg plan.svg
+  megatron-prefix train rollouts.jsonl.gz --dp 2 --deal length --compare
   megatron-prefix train rollouts.jsonl.gz --steps 20 --save-every 5 --output runs/tiny --resume
   torchrun --nproc-per-node 8 -m megatron_prefix train rollouts.jsonl.gz --device cuda \\
       --load-hf Qwen3-8B --dtype bfloat16 --tp 4 --sequence-parallel --recompute full

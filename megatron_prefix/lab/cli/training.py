@@ -9,11 +9,13 @@ from megatron_prefix.config import MODES
 from megatron_prefix.lab.cli.arguments import (
     add_choice,
     add_config,
+    add_deal,
     add_fields,
     add_switch,
     add_text,
     config_of,
 )
+from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.rl.settings import GrpoConfig, RunOptions, TrainSettings
 
 GROUPS_PER_STEP = 4
@@ -53,7 +55,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def add_schedule(parser: argparse.ArgumentParser) -> None:
-    """`--prefix-schedule`, `--cost-file` and `--compare`."""
+    """`--prefix-schedule`, `--cost-file`, `--deal` and `--compare`."""
     group = parser.add_argument_group("schedule")
     text = (
         "off: Megatron's; observe: Megatron's, and metrics say what sharing would give; auto: share"
@@ -61,6 +63,7 @@ def add_schedule(parser: argparse.ArgumentParser) -> None:
     )
     add_choice(group, "--prefix-schedule", text, MODES, "on")
     add_config(group, "cost_file")
+    add_deal(group)
     text = "run Megatron's schedule too, time and compare both"
     add_fields(group, TrainSettings, {"compare": text})
 
@@ -105,5 +108,6 @@ def settings_of(args: argparse.Namespace, groups_per_step: int) -> TrainSettings
             "divide_by_std": not args.no_std,
             "grpo": GrpoConfig(args.clip_low, args.clip_high, args.kl_coeff),
             "prefix": config_of(args),
+            "baseline": Baseline("rollout", deal=args.deal),
         }
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -120,7 +120,7 @@ def place(
         method, parts = _best(leaves, num_ranks)
     else:
         parts = partition(leaves, num_ranks, method)
-    ranks = [_as_groups(groups, [leaves.order[leaf] for leaf in part]) for part in parts]
+    ranks = [parts_of(groups, [leaves.order[leaf][:2] for leaf in part]) for part in parts]
     ranks += [()] * (num_ranks - len(ranks))
     return Placement(tuple(ranks), method, cost, options)
 
@@ -203,11 +203,15 @@ def _depth_first(groups: Sequence[Group], options: TreeOptions) -> Iterator[_Lea
             before = g, rollout, first
 
 
-def _as_groups(groups: Sequence[Group], leaves: Sequence[_Leaf]) -> tuple[Group, ...]:
-    """A rank's groups and rollouts, in the order in which they were given."""
-    chosen = sorted((leaf.group, leaf.rollout) for leaf in leaves)
+def parts_of(groups: Sequence[Group], chosen: Iterable[tuple[int, int]]) -> tuple[Group, ...]:
+    """The groups with the chosen rollouts only, all in the order in which they were given.
+
+    Args:
+        groups: of the step.
+        chosen: the number of each rollout's group, and its own number in that.
+    """
     parts = []
-    for g, members in itertools.groupby(chosen, key=lambda pair: pair[0]):
+    for g, members in itertools.groupby(sorted(chosen), key=lambda pair: pair[0]):
         rollouts = tuple(groups[g].rollouts[r] for _, r in members)
         parts.append(replace(groups[g], rollouts=rollouts))
     return tuple(parts)
@@ -291,11 +295,19 @@ def _greedy(units: Sequence[Part], costs: Sequence[float], num_ranks: int) -> li
 
 
 def _equal(leaves: Leaves, num_ranks: int) -> list[Part]:
-    num = len(leaves.order)
+    size = equal_size(len(leaves.order), num_ranks)
+    return [range(rank * size, (rank + 1) * size) for rank in range(num_ranks)]
+
+
+def equal_size(num: int, num_ranks: int) -> int:
+    """Rollouts of each rank if `num` rollouts are dealt equally.
+
+    Raises:
+        UserError: `num_ranks` does not divide them.
+    """
     if num % num_ranks:
         raise UserError(
             f"{num} rollouts on {num_ranks} data-parallel ranks, which meet in every microbatch and"
             f" need equally many; give a multiple of {num_ranks}"
         )
-    size = num // num_ranks
-    return [range(rank * size, (rank + 1) * size) for rank in range(num_ranks)]
+    return num // num_ranks

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.data.rollouts import Group
+from megatron_prefix.lab.plans.dealing import DEALS
 from megatron_prefix.lab.runtime.layout import Layout
 
 BASELINES = ("packed", "rollout")
@@ -32,16 +33,20 @@ class Baseline:
             microbatches; always the same one for as many rollouts.
         backwards: the same microbatches in reverse, and the rollouts of each: the same sums in
             another order.
+        deal: how rollouts go to data-parallel ranks before that, one of `plans.dealing.DEALS`.
     """
 
     name: str = "packed"
     pack_tokens: int = PACK_TOKENS
     shuffle: bool = False
     backwards: bool = False
+    deal: str = DEALS[0]
 
     def __post_init__(self) -> None:
         if self.name not in BASELINES:
             raise UserError(f"baseline {self.name!r}: give one of {', '.join(BASELINES)}")
+        if self.deal not in DEALS:
+            raise UserError(f"deal {self.deal!r}: give one of {', '.join(DEALS)}")
         if self.pack_tokens < 1:
             raise UserError(f"pack_tokens is {self.pack_tokens}: give a number from 1")
 

@@ -9,14 +9,11 @@ from typing import Any
 
 import torch
 
-from megatron_prefix.config import PrefixConfig
-from megatron_prefix.errors import UserError
-from megatron_prefix.lab.data.rollouts import Group, Rollout, dense_vocabulary
+from megatron_prefix.lab.data.rollouts import Group, dense_vocabulary
 from megatron_prefix.lab.models import presets
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.models.weights import global_parameters
-from megatron_prefix.lab.plans.placement import place
 from megatron_prefix.lab.platforms.exact import by_definition
 from megatron_prefix.lab.runtime.groups import (
     MESSAGE_TIMEOUT_MINUTES,
@@ -25,7 +22,6 @@ from megatron_prefix.lab.runtime.groups import (
     shutdown,
 )
 from megatron_prefix.lab.runtime.layout import Layout
-from megatron_prefix.layers.model import cost_of
 
 
 @dataclass(frozen=True)
@@ -102,53 +98,6 @@ class ModelOptions:
             return exact
 
         return make
-
-
-def place_groups(
-    groups: Sequence[Group],
-    spec: ModelSpec,
-    layout: Layout,
-    config: PrefixConfig,
-    *,
-    stock: bool,
-) -> list[tuple[Group, ...]]:
-    """The groups of every data-parallel rank; every rank gets the same answer.
-
-    A rank without rollouts gets one position without loss: Megatron's schedules need a microbatch,
-    and the other ranks wait for this one when gradients are reduced.
-
-    Args:
-        groups: of one optimizer update.
-        spec: the model's shape.
-        layout: of the job.
-        config: of the prefix schedule.
-        stock: whether Megatron's own schedule runs these rollouts, too.
-
-    Raises:
-        UserError: the rollouts cannot be placed as the layout needs: equally many on every rank
-            (if ranks share experts and Megatron's own schedule may run, or for global_aux_loss),
-            or multiples of the pipeline's size (for Megatron's interleaved schedule).
-    """
-    options = config.tree_options(layout.alignment)
-    interleaved = stock and layout.vpp > 1
-    method = "auto" if config.mode in ("auto", "on") else "tokens"
-    side_by_side = layout.ep > 1 and (stock or config.mode != "on")
-    counted_together = (
-        spec.moe_router_load_balancing_type == "global_aux_loss" and spec.moe_aux_loss_coeff > 0
-    )
-    if layout.dp > 1 and (interleaved or side_by_side or counted_together):
-        method = "equal"
-    placed = place(groups, layout.dp, cost_of(spec), options, method)
-    first = groups[0].rollouts[0]
-    idle = Rollout("idle", "0", first.tokens[:2], prompt_len=1, loss=(), reward=0.0)
-    num = sum(len(group.rollouts) for group in placed.ranks[0])
-    if interleaved and num % layout.pp:
-        raise UserError(
-            f"--vpp {layout.vpp}: Megatron's interleaved schedule needs the rollouts of a rank in"
-            f" multiples of --pp {layout.pp}, and there are {num}; take other groups, or use"
-            " --vpp 1"
-        )
-    return [rank or (Group("idle", (idle,)),) for rank in placed.ranks]
 
 
 def fit_vocabulary(options: ModelOptions, groups: Sequence[Group]) -> tuple[ModelSpec, list[Group]]:

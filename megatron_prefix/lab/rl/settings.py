@@ -71,8 +71,8 @@ class TrainSettings:
         divide_by_std: see batches.advantages.
         grpo: the loss of a token.
         prefix: the schedule.
-        baseline: the microbatches: one rollout each, or packs, which `loss_mean` "rollout" is not
-            for.
+        baseline: how rollouts go to ranks, and the microbatches: one rollout each, or packs, which
+            `loss_mean` "rollout" is not for.
         compare: run the stock schedule too, on the same weights and update, and compare.
         max_skipped: updates in a row that may be skipped because loss or gradient is not finite.
         distributed_optimizer: Megatron's, which shards its state over data-parallel ranks.

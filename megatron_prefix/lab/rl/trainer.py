@@ -19,10 +19,11 @@ from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.optimizer import build_optimizer
 from megatron_prefix.lab.models.presets import ModelSpec
+from megatron_prefix.lab.plans.dealing import deal
 from megatron_prefix.lab.rl import batches, flops, loss, metrics, packing, passes, routes
 from megatron_prefix.lab.rl.baseline import packs_of
 from megatron_prefix.lab.rl.dataset import RolloutSet, minibatches
-from megatron_prefix.lab.rl.job import ModelOptions, place_groups
+from megatron_prefix.lab.rl.job import ModelOptions
 from megatron_prefix.lab.rl.metrics import Metrics
 from megatron_prefix.lab.rl.passes import Microbatch
 from megatron_prefix.lab.rl.recorded_routes import recorded
@@ -109,7 +110,7 @@ class Trainer:
         self._reference: list[Any] = []
         if settings.grpo.kl_coeff:
             self._reference = _build(settings, options, spec, world, reference=True)
-        self._peak_flops = flops.peak_flops(options.dtype)
+        self._peak_flops, self._seed = flops.peak_flops(options.dtype), options.seed
         self._seconds: dict[str, float] = {}
         self.schedule.measures = True  # the host waits for the device after every update anyway
         self.updater = Updater(
@@ -159,7 +160,10 @@ class Trainer:
             batches.with_advantages(group, divide_by_std=settings.divide_by_std) for group in groups
         ]
         stock = settings.prefix.mode != "on" or settings.compare
-        ranks = place_groups(groups, self.spec, layout, settings.prefix, stock=stock)
+        ranks = deal(
+            groups, self.spec, layout, settings.prefix, settings.baseline.deal,
+            stock=stock, seed=self._seed + self.num_steps,
+        )  # fmt: skip
         mine = parallel_state.get_data_parallel_rank()
         least = packs_of(ranks, settings.baseline, layout)[mine]
         own = self._routed(number, ranks[mine], least)

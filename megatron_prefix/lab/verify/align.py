@@ -27,9 +27,9 @@ from megatron_prefix.lab.models.weights import global_parameters
 from megatron_prefix.lab.numerics import DRAWS, compare
 from megatron_prefix.lab.numerics.compare import Trace, Verdict
 from megatron_prefix.lab.numerics.pooled import Errors
+from megatron_prefix.lab.plans.dealing import deal
 from megatron_prefix.lab.rl import batches, loss, packing, passes, snapshot
 from megatron_prefix.lab.rl.baseline import Baseline, packs_of
-from megatron_prefix.lab.rl.job import place_groups
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.lab.verify.observed import take_auxiliary
 from megatron_prefix.megatron.install import install
@@ -251,13 +251,15 @@ def of_this_rank(
     groups: Sequence[Group],
     config: PrefixConfig,
     baseline: Baseline,
+    seed: int,
 ) -> tuple[Sequence[Group], int]:
     """This rank's groups of a step, and its least number of packed microbatches.
 
-    Both schedules run the same placement, so they can be compared as they are.
+    Both schedules run what is dealt so, and can be compared as they are. `seed` is that of a random
+    deal.
     """
     stock = not baseline.packed  # packs can be made equally many of any placement
-    ranks = place_groups(groups, spec, layout, config, stock=stock)
+    ranks = deal(groups, spec, layout, config, baseline.deal, stock=stock, seed=seed)
     return ranks[data_rank()], packs_of(ranks, baseline, layout)[data_rank()]
 
 

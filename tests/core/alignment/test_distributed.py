@@ -20,8 +20,8 @@ from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.build import build_model, build_optimizer
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics import assert_close, tolerance
+from megatron_prefix.lab.plans.dealing import deal
 from megatron_prefix.lab.rl import passes
-from megatron_prefix.lab.rl.job import place_groups
 from megatron_prefix.lab.runtime import Layout
 from tests.harness.ranks import run_ranks
 from tests.harness.reductions import Watch, Watched
@@ -89,7 +89,7 @@ def take_steps(
     from megatron_prefix.run.schedule import PrefixSchedule
 
     spec = resolve("tiny-qwen3", num_layers=2).with_vocab(VOCAB)
-    ranks = place_groups(groups, spec, layout, CONFIG, stock=True)
+    ranks = deal(groups, spec, layout, CONFIG, stock=True)
     mine = ranks[parallel_state.get_data_parallel_rank()]
     (chunk,) = build_model(spec, layout=layout, dtype=dtype, **build)
     # A large eps, so that the update does not magnify the rounding of small gradients.
@@ -159,7 +159,7 @@ def test_a_rank_without_rollouts_meets_the_others(build: dict[str, Any]) -> None
     """Copies of one rollout stay on one of three ranks."""
     groups = list(generate(1, 40, 8, 2, num_copies=1, vocab_size=VOCAB))
     layout, spec = Layout(dp=3), resolve("tiny-qwen3").with_vocab(VOCAB)
-    placed = place_groups(groups, spec, layout, CONFIG, stock=True)
+    placed = deal(groups, spec, layout, CONFIG, stock=True)
     assert [group.name for rank in placed for group in rank] == ["synthetic-0000", "idle", "idle"]
     stock, ours = (on_ranks(turns, groups, layout, build=build) for turns in (STOCK, OURS))
     for wanted, found in zip(stock, ours, strict=True):

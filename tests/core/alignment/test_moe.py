@@ -24,8 +24,8 @@ from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group, Rollout
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.plans.dealing import deal
 from megatron_prefix.lab.rl import passes
-from megatron_prefix.lab.rl.job import place_groups
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.moe import tokens
@@ -308,7 +308,7 @@ def test_ranks_that_count_together_get_equally_many_rollouts():
         replace(group, rollouts=group.rollouts[: 2 + n]) for n, group in enumerate(groups(True, 0))
     ]
     config, layout = PrefixConfig(mode="on"), Layout(dp=2)
-    apart = place_groups(mine, resolve("tiny-moe", **AUX), layout, config, stock=False)
+    apart = deal(mine, resolve("tiny-moe", **AUX), layout, config, stock=False)
     assert sorted(sum(len(group.rollouts) for group in rank) for rank in apart) == [2, 3]
     with pytest.raises(UserError, match="5 rollouts"):
-        place_groups(mine, resolve("tiny-moe", **GLOBAL), layout, config, stock=False)
+        deal(mine, resolve("tiny-moe", **GLOBAL), layout, config, stock=False)

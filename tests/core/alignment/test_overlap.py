@@ -22,8 +22,8 @@ from megatron_prefix.lab.models.build import build_model, build_optimizer, unwra
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.models.weights import global_parameters
 from megatron_prefix.lab.numerics import assert_close
+from megatron_prefix.lab.plans.dealing import deal
 from megatron_prefix.lab.rl import loss, passes
-from megatron_prefix.lab.rl.job import place_groups
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.run import overlap
@@ -120,7 +120,7 @@ def trees(number: int, rank: int, spec: Any, layout: Layout) -> Sequence[Group]:
         *generate(2, 40, 24, 6, tree="branch", depth=2, vocab_size=VOCAB, seed=number, name="a"),
         *generate(2, 32, 12, 2, vocab_size=VOCAB, seed=number + 1, name="b"),
     ]
-    return place_groups(made, spec, layout, CONFIG, stock=True)[rank]
+    return deal(made, spec, layout, CONFIG, stock=True)[rank]
 
 
 def alone(number: int, rank: int, spec: Any, layout: Layout) -> Sequence[Group]:

@@ -273,8 +273,6 @@ def test_groups_of_one_and_copies_are_valid(capsys, tmp_path) -> None:
         (["plan", "/no/such/file"], "megatron-prefix plan: /no/such/file: cannot be read"),
         (["plan", BUNDLED, "--vpp", "2"], "--vpp 2 needs --pp of at least 2"),
         (["plan", BUNDLED, "--sequence-parallel"], "--sequence-parallel needs --tp"),
-        (["plan", BUNDLED, "--dp", "2"], "--dp 2 (and --ep 1): a plan is of one data-parallel"),
-        (["plan", BUNDLED, "--ep", "2"], "--dp 2 (and --ep 2)"),
         (["plan", BUNDLED, "--model", "gpt-9"], "model 'gpt-9' is neither a preset"),
         (["plan", BUNDLED, "--csv", "/no/such/plan.csv"], "/no/such/plan.csv: cannot be written"),
         (["plan", BUNDLED, "--svg", "/no/such/plan.svg"], "/no/such/plan.svg: cannot be written"),

@@ -14,6 +14,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.numerics import assert_close, compare
 from megatron_prefix.lab.rl import snapshot
+from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.rl.job import ModelOptions
 from megatron_prefix.lab.runtime import Layout
 from tests.harness.training import SMALL, bundled, metrics_of, settings, train
@@ -53,6 +54,20 @@ def test_data_parallel_ranks_make_the_same_update(
         assert rows[0][name] == rows[1][name]
     for name in ("train/loss", "train/kl", "train/ratio"):
         assert rows[0][name] == pytest.approx(rows[1][name], abs=1e-5)
+
+
+@pytest.mark.parametrize("how", ["length", "random"])
+def test_scattered_groups_make_the_same_update(tmp_path: Path, how: str) -> None:
+    """Advantages stay those of the whole group, and each rank computes the prompts again."""
+    groups = bundled()[:2]
+    job = settings(clip_grad=0.0, baseline=Baseline("rollout", deal=how))
+    found = on_one_rank_and_two(tmp_path, job, groups)
+    ((alone, wanted),) = found[0]
+    for summary, gradients in found[1]:
+        assert summary.raw_tokens == alone.raw_tokens
+        assert summary.executed_tokens > alone.executed_tokens + 10
+        for name, value in wanted.items():
+            assert_close(gradients[name], value, alone.raw_tokens, what=name)
 
 
 MOE = ModelOptions("tiny-moe", overrides=(("num_layers", 2),))

@@ -173,9 +173,10 @@ def test_continue_runs_what_is_not_aligned_yet(monkeypatch, capsys, tmp_path):
     assert main(command) == 0
     assert again == ["dense/TP2/flat/none", "dense/TP2/flat/full"]
     assert "4 rows: 4 aligned" in capsys.readouterr().out
-    other = answers(monkeypatch, lambda row: VERDICT)
-    assert main([*command, "--dtype", "float32"]) == 0  # results of another kind do not count
-    assert len(other) == 4
+    for more in (["--dtype", "float32"], ["--deal", "length"]):
+        other = answers(monkeypatch, lambda row: VERDICT)
+        assert main([*command, *more]) == 0  # results of another kind do not count
+        assert len(other) == 4
 
 
 @pytest.mark.parametrize(
