@@ -186,12 +186,15 @@ class Segment(NamedTuple):
         inner: whether other segments read its K/V; a segment that nobody reads is a wave.
         scored: whether its outputs reach a loss.
         trained: positions that carry loss in any rollout; None if that is not known.
+        source: the data-parallel rank that computes it and sends its payload here; -1: it is
+            computed here. What is received is inner and not scored.
     """
 
     spans: tuple[Span, ...]
     inner: bool
     scored: bool
     trained: int | None = None
+    source: int = -1
 
     @property
     def padded_length(self) -> int:
