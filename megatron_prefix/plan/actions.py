@@ -2,9 +2,10 @@
 
 A plan is data: one line a rank, one cell an action. `F3` is the forward of segment 3, `B3` its
 backward; with virtual stages `F3.1` is the forward on model chunk 1 of that rank. Sends and
-receives are not written: a stage receives right before the action that needs the message and sends
-right after the action that made it. torch.distributed.pipelining prints its schedules in the same
-way.
+receives between stages are not written: a stage receives right before the action that needs the
+message and sends right after the action that made it. torch.distributed.pipelining prints its
+schedules in the same way. Those between data-parallel ranks are: `S3>1` sends to rank 1, `R3<1`
+receives from it (`S3.1>0` on model chunk 1).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ VERSION = 4
 POLICIES = ("retain", "offload", "recompute")
 """What a segment can keep between its forward and its backward; see PrefixConfig.memory."""
 _MAKE = "make one with `megatron-prefix plan … --csv`"
-_CELL = re.compile(r"([FB])(\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
+_CELL = re.compile(r"([FBSR])(\d{1,9})(?:\.(\d{1,9}))?(?:([<>])(\d{1,9}))?", re.ASCII)
+_SIGNS = {"S": ">", "R": "<"}  # before the peer
 _SPAN = re.compile(
     r"(\d{1,9})\+(\d{1,9})/(\d{1,9}):((?:\d{1,9}(?: \d{1,9})*)?)(?:<(\d{1,9})\.(\d{1,9}))?",
     re.ASCII,
@@ -46,17 +48,21 @@ class Action(NamedTuple):
     """One cell of a plan.
 
     Attributes:
-        kind: "F" or "B".
+        kind: "F" or "B"; "S" or "R", which send or receive a segment's payload or its gradients.
         segment: index in F-order.
         chunk: model chunk of the rank (0 without virtual stages).
+        peer: the other data-parallel rank of "S" or "R"; -1 of "F" and "B".
     """
 
     kind: str
     segment: int
     chunk: int = 0
+    peer: int = -1
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.segment}" + (f".{self.chunk}" if self.chunk else "")
+        chunk = f".{self.chunk}" if self.chunk else ""
+        peer = f"{_SIGNS[self.kind]}{self.peer}" if self.kind in _SIGNS else ""
+        return f"{self.kind}{self.segment}{chunk}{peer}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -66,11 +72,26 @@ class Action(NamedTuple):
             UserError: the text is not an action.
         """
         match = _CELL.fullmatch(text.strip())
-        if not match:
+        if not match or _SIGNS.get(match[1]) != match[4]:
             raise UserError(
-                f"{_shown(text)} is not an action: write F3, B3, or F3.1 for model chunk 1"
+                f"{_shown(text)} is not an action: write F3, B3, or F3.1 for model chunk 1; S3>1 or"
+                " R3<1 to send to or receive from data-parallel rank 1"
             )
-        return cls(match[1], int(match[2]), int(match[3] or 0))
+        return cls(match[1], int(match[2]), int(match[3] or 0), int(match[5] or -1))
+
+
+class Transfer(NamedTuple):
+    """A segment that this rank computes and another data-parallel rank reads.
+
+    Attributes:
+        segment: index in F-order.
+        peer: the data-parallel rank that gets its payload.
+        spans: numbers of the segment's spans that the peer gets.
+    """
+
+    segment: int
+    peer: int
+    spans: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -82,12 +103,14 @@ class Plan:
         programs: per pipeline rank its actions in order.
         num_chunks: model chunks a rank (virtual stages), 1 without interleaving.
         policies: per segment one of POLICIES; empty: all retain.
+        transfers: payloads that this data-parallel rank sends, one of each segment and peer.
     """
 
     segments: tuple[Segment, ...]
     programs: tuple[tuple[Action, ...], ...]
     num_chunks: int = 1
     policies: tuple[str, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -105,7 +128,7 @@ class Plan:
 
     def actions_of(self, rank: int, chunk: int) -> list[tuple[str, int]]:
         """("F" or "B", segment) of one model chunk of a rank, in order."""
-        return [(kind, index) for kind, index, on in self.programs[rank] if on == chunk]
+        return [(kind, index) for kind, index, on, _ in self.programs[rank] if on == chunk]
 
     def policy(self, index: int) -> str:
         """What a segment keeps between its forward and its backward."""

@@ -76,7 +76,7 @@ class _Program:
         num, num_chunks = len(self.plan.segments), self.plan.num_chunks
         last = self.plan.num_stages - 1
         for place, action in enumerate(self.plan.programs[self.rank]):
-            kind, index, chunk = action
+            kind, index, chunk, _ = action
             if kind not in take or not (0 <= index < num and 0 <= chunk < num_chunks):
                 what = f"{num} segments and {num_chunks} model chunks a rank, counted from 0"
                 raise self._error(place, f"does not exist: the plan has {what}")
@@ -143,11 +143,11 @@ def _check_link(plan: Plan, kind: str, source: int, target: int) -> None:
     size = plan.num_ranks  # plan.stage() is too slow for thousands of plans
     sent = [
         (index, chunk * size + source + step)
-        for this, index, chunk in plan.programs[source]
+        for this, index, chunk, _ in plan.programs[source]
         if this == kind and chunk * size + source != last
     ]
     places, received = [], []
-    for place, (this, index, chunk) in enumerate(plan.programs[target]):
+    for place, (this, index, chunk, _) in enumerate(plan.programs[target]):
         stage = chunk * size + target
         if this == kind and stage != first:
             places.append(place)

@@ -182,7 +182,7 @@ class _Simulation:
         begun, clock, live, peak = len(events), self.clock[rank], self.live[rank], self.peak[rank]
         for place in range(begun, len(program)):
             action = program[place]
-            kind, index, chunk = action
+            kind, index, chunk, _ = action
             stage = chunk * num_ranks + rank
             arrivals = self.arrivals[kind]
             arrival = arrivals[stage][index]

@@ -256,7 +256,7 @@ class Executor:
     def _wanted(self, actions: Sequence[Action]) -> list[OffloadedSegment]:
         """What the backwards right after the first action, a backward too, want back."""
         backwards = itertools.takewhile(lambda action: action.kind == "B", actions)
-        stages = ((index, self._stages[chunk]) for _, index, chunk in [*backwards][1:])
+        stages = ((index, self._stages[chunk]) for _, index, chunk, _ in [*backwards][1:])
         return [stage.offloads[index] for index, stage in stages if index in stage.offloads]
 
     def _release(self, action: Action, stage: Stage) -> None:

@@ -32,9 +32,9 @@ rank 1,F0,F1,F2,B2,B1,B0
 """
 
 
-@given(st.sampled_from("FB"), st.integers(0, 10**6), st.integers(0, 99))
-def test_an_action_is_read_back(kind, segment, chunk) -> None:
-    action = Action(kind, segment, chunk)
+@given(st.sampled_from("FBSR"), st.integers(0, 10**6), st.integers(0, 99), st.integers(0, 99))
+def test_an_action_is_read_back(kind, segment, chunk, peer) -> None:
+    action = Action(kind, segment, chunk, peer if kind in "SR" else -1)
     assert Action.parse(str(action)) == action
     assert Action.parse(f" {action} ") == action
 
@@ -42,9 +42,19 @@ def test_an_action_is_read_back(kind, segment, chunk) -> None:
 def test_actions_as_text() -> None:
     assert str(Action("F", 3)) == "F3"
     assert str(Action("B", 12, 1)) == "B12.1"
+    assert str(Action("S", 3, 0, 1)) == "S3>1"
+    assert str(Action("R", 3, 0, 1)) == "R3<1"
+    assert str(Action("S", 3, 1, 0)) == "S3.1>0"
+    assert Action.parse("R3<0").peer == 0
 
 
-@pytest.mark.parametrize("text", ["", "F", "3", "f3", "F-1", "F3.", "F3.1.2", "W3", "F 3", "F3B3"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *["", "F", "3", "f3", "F-1", "F3.", "F3.1.2", "W3", "F 3", "F3B3"],
+        *["S3", "R3", "S3<1", "R3>1", "F3>1", "B3<1", "S3>", "S3>-1", "S3>1.1"],
+    ],
+)
 def test_what_is_no_action_is_refused(text) -> None:
     with pytest.raises(UserError, match="is not an action"):
         Action.parse(text)

@@ -52,7 +52,7 @@ def play_together(plans: list[Plan], ready_after: list[list[int]]) -> int:
         action = plans[pipeline].programs[rank][places[rank]]
         if action != plans[0].programs[rank][places[rank]]:
             return False
-        kind, index, chunk = action
+        kind, index, chunk, _ = action
         stage, ran = plans[pipeline].stage(rank, chunk), done[pipeline]
         if kind == "F":
             return stage == 0 or ("F", index, stage - 1) in ran
@@ -68,7 +68,7 @@ def play_together(plans: list[Plan], ready_after: list[list[int]]) -> int:
                 ready(pipeline, rank) for pipeline in range(len(plans))
             ):
                 for pipeline, plan in enumerate(plans):
-                    kind, index, chunk = plan.programs[rank][places[rank]]
+                    kind, index, chunk, _ = plan.programs[rank][places[rank]]
                     done[pipeline].add((kind, index, plan.stage(rank, chunk)))
                 places[rank] += 1
                 moved = True

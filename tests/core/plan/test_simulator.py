@@ -139,7 +139,7 @@ def test_a_timeline_keeps_every_dependency(sets, options, num_ranks, run_ahead) 
     at = {(e.rank, str(e.action)): e for e in timeline.events}
     clock = [0.0] * num_ranks
     for event in timeline.events:
-        rank, (kind, index, _) = event.rank, event.action
+        rank, (kind, index, *_) = event.rank, event.action
         assert event.start >= clock[rank]
         assert event.end - event.start == token_cost(forest.segments[index], kind)
         source = rank - 1 if kind == "F" else rank + 1

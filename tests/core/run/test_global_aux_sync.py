@@ -86,7 +86,7 @@ class Replicas:
         program = plan.programs[rank]
         if place == len(program):
             return False
-        kind, index, chunk = program[place]
+        kind, index, chunk, _ = program[place]
         stage, step = plan.stage(rank, chunk), 1 if kind == "F" else -1
         received = 0 <= stage - step < plan.num_stages
         if received and (kind, index, stage - step) not in self.done[number]:

@@ -1,0 +1,311 @@
+"""Plans of several data-parallel ranks: those that can run, and what is refused by name."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+
+import pytest
+
+from megatron_prefix.plan.actions import Action, Plan, Transfer
+from megatron_prefix.plan.check import PlanError
+from megatron_prefix.plan.job import simulate_job
+from megatron_prefix.tree import Place, Segment, Span
+from tests.harness.jobs import Job, played, random_job
+
+
+def inner(start: int, length: int, parent: Place | None = None, source: int = -1) -> Segment:
+    return Segment((Span(start, length, length, (0,), parent),), True, False, source=source)
+
+
+def wave(start: int, length: int, parent: Place) -> Segment:
+    return Segment((Span(start, length, length, (0,), parent),), False, True)
+
+
+def plan(segments, text: str, *transfers: Transfer) -> Plan:
+    return Plan(tuple(segments), (tuple(map(Action.parse, text.split())),), transfers=transfers)
+
+
+def two(sender="F0 S0>1 F1 B1 R0<1 B0", receiver="R0<0 F1 B1 S0>0") -> list[Plan]:
+    """Rank 0 computes a prompt of 4 positions, and both have a wave of 2 below it."""
+    return [
+        plan([inner(0, 4), wave(4, 2, Place(0, 0))], sender, Transfer(0, 1, (0,))),
+        plan([inner(0, 4, source=0), wave(4, 2, Place(0, 0))], receiver),
+    ]
+
+
+def chain(last="R0<0 R1<1 F2 B2 S1>1 S0>0", owner="F0 S0>1 S0>2 R0<1 R0<2 B0") -> list[Plan]:
+    """Rank 0 computes a prompt, rank 1 what continues it; rank 2 has a wave below both."""
+    top, below = Place(0, 0), Place(1, 0)
+    return [
+        plan([inner(0, 4)], owner, Transfer(0, 1, (0,)), Transfer(0, 2, (0,))),
+        plan(
+            [inner(0, 4, source=0), inner(4, 3, top), wave(7, 2, below)],
+            "R0<0 F1 S1>2 F2 B2 R1<2 B1 S0>0",
+            Transfer(1, 2, (0,)),
+        ),
+        plan([inner(0, 4, source=0), inner(4, 3, top, 1), wave(7, 2, below)], last),
+    ]
+
+
+def crossed(first="F0 S0>1 R1<1 F2 B2 S1>1 R0<1 B0", second="F1 R0<0 S1>0 F2 B2 R1<0 S0>0 B1"):
+    """Each of two ranks computes a prompt for both; rank 1 has its own second."""
+    waves = Segment(
+        (Span(4, 2, 2, (0,), Place(0, 0)), Span(5, 2, 2, (1,), Place(1, 0))), False, True
+    )
+    return [
+        plan([inner(0, 4), inner(0, 5, source=1), waves], first, Transfer(0, 1, (0,))),
+        plan([inner(0, 4, source=0), inner(0, 5), waves], second, Transfer(1, 0, (0,))),
+    ]
+
+
+def same(rank0: str, rank1: str) -> list[Plan]:
+    """Rank 0 computes two prompts of one length, and rank 1 has a wave below both."""
+    waves = Segment(
+        (Span(4, 2, 2, (0,), Place(0, 0)), Span(4, 2, 2, (1,), Place(1, 0))), False, True
+    )
+    return [
+        plan([inner(0, 4), inner(0, 4)], rank0, Transfer(0, 1, (0,)), Transfer(1, 1, (0,))),
+        plan([inner(0, 4, source=0), inner(0, 4, source=0), waves], rank1),
+    ]
+
+
+def refused(plans: list[Plan], ready_after=None) -> str:
+    """The first line; a grid of all ranks follows."""
+    with pytest.raises(PlanError) as caught:
+        simulate_job(plans, ready_after)
+    first, _, grid = str(caught.value).partition("\n")
+    assert all(f"rank {rank}" in grid.splitlines()[0] for rank in range(len(plans)))
+    for rank, place in caught.value.marked:
+        program = plans[rank].programs[0]
+        assert f">{program[place] if place < len(program) else 'end'}<" in grid
+    return first
+
+
+# What runs ----------------------------------------------------------------------------------------
+
+
+def test_times_of_two_ranks() -> None:
+    found = simulate_job(two(), [[0, 1], [0, 1]], seconds_per_position_sent=0.5)
+    # The payload crosses from 4 to 6, the gradients from 12 to 14.
+    assert [(event.start, event.end) for event in found.events] == [
+        *[(0, 4), (4, 6), (4, 6), (6, 10), (12, 14), (14, 22)],
+        *[(4, 6), (6, 8), (8, 12), (12, 14)],
+    ]
+    assert (found.makespan, found.busy, found.waiting) == (22, (18, 6), (4, 8))
+    assert (found.received_positions, found.peak_received) == ((0, 4), (0, 4))
+
+
+def test_three_ranks() -> None:
+    found = simulate_job(chain())
+    assert found.busy == (12, 15, 6)
+    assert (found.received_positions, found.peak_received) == ((0, 4, 7), (0, 4, 7))
+    assert simulate_job(crossed()).received_positions == (5, 4)
+
+
+def test_a_window_holds_fewer() -> None:
+    """Two prompts, one after the other: the second arrives when the first one's gradients left."""
+    waves = [wave(4, 2, Place(0, 0)), wave(4, 2, Place(2, 0))]
+    table = [inner(0, 4, source=0), waves[0], inner(0, 4, source=0), waves[1]]
+    owner = [Transfer(0, 1, (0,)), Transfer(1, 1, (0,))]
+    for sends, takes, peak in (
+        ("F0 F1 S0>1 R0<1 S1>1 R1<1 B1 B0", "R0<0 F1 B1 S0>0 R2<0 F3 B3 S2>0", 4),
+        ("F0 F1 S0>1 S1>1 R0<1 R1<1 B1 B0", "R0<0 F1 B1 R2<0 S0>0 F3 B3 S2>0", 8),
+    ):
+        plans = [plan([inner(0, 4), inner(0, 4)], sends, *owner), plan(table, takes)]
+        assert simulate_job(plans).peak_received == (0, peak)
+
+
+def test_messages_of_a_rank_follow_one_another() -> None:
+    """Rank 0's second payload begins when its first has crossed, though rank 2 waits for it."""
+    events = simulate_job(chain(), seconds_per_position_sent=1).events
+    crossings = {str(one.action): (one.start, one.end) for one in events if one.rank == 0}
+    assert (crossings["S0>1"], crossings["S0>2"]) == ((4, 8), (8, 12))
+
+
+def test_ranks_without_data_and_costs() -> None:
+    found = simulate_job([*two(), plan([], "")], cost=lambda segment, kind: 1.0)
+    assert (found.busy, found.makespan) == ((4, 2, 0), 4)
+    assert simulate_job([]).makespan == 0
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plans", "message"),
+    [
+        (two("F0 S0>1 F1 B1 R0<1"), "rank 0 never runs B0"),
+        (two("F0 F1 B1 R0<1 B0"), "rank 0, place 3: R0<1 runs before S0>1"),
+        (two("F0 S0>1 F1 B1 B0"), "rank 0, place 4: B0 runs before R0<1"),
+        (two(receiver="R0<0 F1 B1"), "rank 1 never runs S0>0"),
+        (two("F0 S0>1 S0>1 F1 B1 R0<1 B0"), "rank 0, place 2: S0>1 runs a second time"),
+        (two("F0 S0>1 F7 F1 B1 R0<1 B0"), "rank 0, place 2: F7 does not exist"),
+        (two("F0 S0>0 F1 B1 R0<1 B0"), "rank 0, place 1: S0>0 does not exist"),
+        (two(receiver="F0 F1 B1 S0>0"), "rank 1, place 0: F0 does not exist"),
+        (two("F1 F0 S0>1 B1 R0<1 B0"), "rank 0, place 0: F1 runs before F0"),
+        (two(receiver="F1 R0<0 B1 S0>0"), "rank 1, place 0: F1 runs before R0<0"),
+        (two("S0>1 F0 F1 B1 R0<1 B0"), "rank 0, place 0: S0>1 runs before F0"),
+        (two("F0 S0>1 F1 B1 B0 R0<1"), "rank 0, place 4: B0 runs before R0<1"),
+        (two("F0 S0>1 F1 R0<1 B0 B1"), "rank 0, place 4: B0 runs before B1"),
+        (two(receiver="R0<0 F1 S0>0 B1"), "rank 1, place 2: S0>0 runs before B1"),
+        (two("F0 S0>1 B1 F1 R0<1 B0"), "rank 0, place 2: B1 runs before F1"),
+        (chain("R1<1 F2 R0<0 B2 S1>1 S0>0"), "rank 2, place 1: F2 runs before R0<0"),
+        (chain("R0<0 R1<1 F2 B2 S0>0 S1>1"), "rank 2, place 4: S0>0 runs before S1>1"),
+    ],
+)
+def test_a_program_that_breaks_a_rule(plans, message) -> None:
+    assert refused(plans).startswith(message)
+
+
+def test_a_loss_that_is_not_there_yet() -> None:
+    top = Place(0, 0)
+    plans = two(receiver="R0<0 F1 B1 F2 B2 S0>0")
+    plans[1] = replace(plans[1], segments=(*plans[1].segments, wave(4, 3, top)))
+    simulate_job(plans, [[0, 1], [0, 1, 2]])
+    message = "rank 1, place 2: B1 needs a loss that takes all forwards up to F2"
+    assert refused(plans, [[0, 1], [0, 2, 2]]) == message
+
+
+def test_a_transfer_without_its_other_end() -> None:
+    sends, takes = two()
+    alone = plan([inner(0, 4), wave(4, 2, Place(0, 0))], "F0 F1 B1 B0")
+    message = "rank 0, place 1: S0>1 sends what rank 1 does not receive"
+    assert refused([sends, alone]) == message
+    assert refused([alone, takes]) == "rank 1, place 0: R0<0 receives what rank 0 does not send"
+
+
+@pytest.mark.parametrize("change", [{"start": 1}, {"length": 3}, {"padded": 8}])
+def test_spans_that_differ(change) -> None:
+    plans = two()
+    received, below = plans[1].segments
+    span = received.spans[0]._replace(**change)
+    plans[1] = replace(plans[1], segments=(received._replace(spans=(span,)), below))
+    theirs = f"{span.start}+{span.length}/{span.padded}"
+    message = f"rank 1, place 0: R0<0 takes spans {theirs}, and S0>1 of rank 0 has 0+4/4"
+    assert refused(plans) == message
+
+
+def test_spans_in_another_order() -> None:
+    both = (Span(0, 4, 4, (0,)), Span(0, 3, 3, (1,)))
+    for numbers, fits in (((0, 1), True), ((1, 0), False), ((0,), False)):
+        plans = [
+            plan([Segment(both, True, False)], "F0 S0>1 R0<1 B0", Transfer(0, 1, numbers)),
+            plan([Segment(both, True, False, source=0)], "R0<0 S0>0"),
+        ]
+        if fits:
+            simulate_job(plans)
+        else:
+            assert "takes spans 0+4/4 0+3/3, and S0>1 of rank 0 has" in refused(plans)
+
+
+def test_links_with_two_orders() -> None:
+    """Payloads of one shape would cross, each as the other; so would gradients."""
+    sends, takes = "F0 F1 S0>1 S1>1 R1<1 R0<1 B1 B0", "R0<0 R1<0 F2 B2 S1>0 S0>0"
+    simulate_job(same(sends, takes))
+    message = "rank 1, place 0: R1<0 takes message 0 from rank 0, which sends S0>1 there"
+    assert refused(same(sends, "R1<0 R0<0 F2 B2 S1>0 S0>0")) == message
+    message = "rank 0, place 4: R1<1 takes message 0 from rank 1, which sends S0>0 there"
+    assert refused(same(sends, "R0<0 R1<0 F2 B2 S0>0 S1>0")) == message
+
+
+def test_deadlocks() -> None:
+    """Both send first, which only messages that do not block would survive."""
+    first = "F1 S1>0 R0<0 F2 B2 R1<0 S0>0 B1"
+    assert refused(crossed(second=first)) == (
+        "deadlock: rank 0, place 1: S0>1 for rank 1, rank 1, place 1: S1>0 for rank 0"
+        " wait in a circle"
+    )
+    late = chain("R1<1 R0<0 F2 B2 S1>1 S0>0", "F0 S0>2 S0>1 R0<1 R0<2 B0")
+    message = refused(late)
+    assert message.startswith("deadlock: ") and message.count("place") == 3
+
+
+@pytest.mark.parametrize(
+    ("transfers", "message"),
+    [
+        ([(1, 1, (0,))], "segment 1 goes to rank 1, and is not inner"),
+        ([(9, 1, (0,))], "segment 9 goes to rank 1, and is not computed here"),
+        ([(0, 0, (0,))], "segment 0 goes to rank 0, which is no other rank"),
+        ([(0, 2, (0,))], "segment 0 goes to rank 2, which is no other rank"),
+        ([(0, 1, (0,))] * 2, "segment 0 goes to rank 1 twice"),
+        ([(0, 1, ())], r"segment 0 goes to rank 1 with spans \(\)"),
+        ([(0, 1, (1,))], r"segment 0 goes to rank 1 with spans \(1,\)"),
+        ([(0, 1, (0, 0))], r"segment 0 goes to rank 1 with spans \(0, 0\)"),
+    ],
+)
+def test_transfers_of_what_does_not_exist(transfers, message) -> None:
+    sends, takes = two()
+    bad = replace(sends, transfers=tuple(Transfer(*one) for one in transfers))
+    assert re.match(f"rank 0: {message}", refused([bad, takes]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"source": 1}, "comes from rank 1, which is no other rank"),
+        ({"source": 5}, "comes from rank 5, which is no other rank"),
+        ({"scored": True}, "is received: it must be inner and without loss"),
+        ({"inner": False}, "is received: it must be inner and without loss"),
+    ],
+)
+def test_segments_that_cannot_be_received(change, message) -> None:
+    sends, takes = two()
+    received = takes.segments[0]._replace(**change)
+    bad = replace(takes, segments=(received, takes.segments[1]))
+    assert refused([sends, bad]) == f"rank 1: segment 0 {message}"
+
+
+def test_pipelines_are_no_plan_error() -> None:
+    staged = Plan((), ((), ()))
+    with pytest.raises(ValueError, match="has 2 pipeline ranks with 1 model chunks each"):
+        simulate_job([*two(), staged])
+    with pytest.raises(ValueError, match="data-parallel rank 0 has 1 pipeline ranks with 2"):
+        simulate_job([Plan((), ((),), num_chunks=2)])
+
+
+# At random ----------------------------------------------------------------------------------------
+
+
+def judged(job: Job) -> str:
+    try:
+        found = simulate_job(job.plans, job.ready_after, seconds_per_position_sent=0.1)
+    except PlanError as error:
+        return str(error).partition("\n")[0]
+    assert len(found.events) == sum(len(plan.programs[0]) for plan in job.plans)
+    for rank, one in enumerate(job.plans):
+        assert found.busy[rank] + found.waiting[rank] <= found.makespan + 1e-6
+        assert found.peak_received[rank] <= found.received_positions[rank]
+        assert sum(segment.source >= 0 for segment in one.segments) == sum(
+            transfer.peer == rank for plan in job.plans for transfer in plan.transfers
+        )
+    return ""
+
+
+def test_random_jobs_run() -> None:
+    sent = 0
+    for seed in range(300):
+        job = random_job(random.Random(seed))
+        assert (seed, played(job), judged(job)) == (seed, "", "")
+        sent += sum(len(plan.transfers) for plan in job.plans)
+    assert sent > 900
+
+
+def test_swapped_actions_are_refused_or_run() -> None:
+    """What is accepted can be played; what is refused cannot, but for messages of no gradients."""
+    counts = {True: 0, False: 0}
+    stricter = []
+    for seed in range(300):
+        rng = random.Random(seed)
+        job = random_job(rng)
+        for _ in range(5):
+            swapped = job.swapped(rng)
+            verdict, fault = judged(swapped), played(swapped)
+            counts[not verdict] += 1
+            assert verdict or not fault, (seed, fault)
+            if verdict and not fault:
+                stricter.append(verdict)
+    assert min(counts.values()) > 300
+    assert all(re.search(r"runs before [SR]", verdict) for verdict in stricter)
+    assert len(stricter) < 20
