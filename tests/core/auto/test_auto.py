@@ -189,7 +189,8 @@ TEXTS = {
     "segment_tokens": ("4096", 4096), "min_gain": ("0", 0), "loss_in_leaves": ("true", True),
     "kernel": ("math", "math"), "memory": ("offload", "offload"),
     "memory_budget_gb": ("1.5", 1.5), "cache_host_layers": ("2", 2),
-    "cp_reduce": ("wave", "wave"), "run_ahead": ("1", 1), "min_speedup": ("2", 2.0),
+    "cp_reduce": ("wave", "wave"), "across_ranks": ("on", "on"),
+    "run_ahead": ("1", 1), "min_speedup": ("2", 2.0),
     "align": ("2", 2), "trainer_masks": ("false", False),
     "cost_file": ("no-such.json", "no-such.json"),
 }  # fmt: skip

@@ -1,0 +1,50 @@
+"""Prompts whose rollouts are on several data-parallel ranks run once, with the stock schedule's
+losses and gradients."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.harness.command_line import BUNDLED, command
+
+SMALL = "--groups 3 --max-tokens 96 --set num_layers=2 --min-gain 8 --dtype float64 --json"
+LAYOUTS = {
+    "packs": "--dp 2",
+    "rows": "--dp 2 --baseline rollout",
+    "by length": "--dp 2 --deal length",
+    "short segments": "--dp 2 --segment-tokens 64 --pack-tokens 128",
+    "recomputed": "--dp 2 --memory recompute",
+    "overlapped reduction": "--dp 2 --overlap-grad-reduce",
+    "sequence parallel": "--dp 2 --tp 2 --sequence-parallel",
+    "pipeline": "--dp 2 --pp 2",
+    "three ranks": "--dp 3",
+    "GatedDeltaNet": "--dp 2 --model tiny-qwen3-next --baseline rollout",
+    "Mamba": "--dp 2 --model tiny-nemotron-h --set num_layers=4 --baseline rollout",
+}
+
+
+def aligned(options: str) -> dict:
+    done = command("align", "--rollouts", BUNDLED, *SMALL.split(), *options.split())
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_prompt_runs_once_in_the_job(layout: str) -> None:
+    options = LAYOUTS[layout]
+    if "--deal" not in options:
+        options += " --deal random"
+    alone, across = (aligned(f"{options} --across-ranks {how}") for how in ("off", "on"))
+    assert across["passed"]
+    assert across["raw_tokens"] == alone["raw_tokens"]
+    assert across["executed_tokens"] < alone["executed_tokens"]
+
+
+@pytest.mark.parametrize("options", ["--cp 2", "--pp 2 --vpp 2 --set num_layers=4"])
+def test_what_cannot_cross_is_refused(options: str) -> None:
+    arguments = [*SMALL.split(), "--dp", "2", *options.split(), "--deal", "random"]
+    done = command("align", "--rollouts", BUNDLED, *arguments, "--across-ranks", "on")
+    assert done.returncode == 2
+    assert "across_ranks with virtual pipeline stages or context parallelism" in done.stderr

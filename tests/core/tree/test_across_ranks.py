@@ -1,0 +1,120 @@
+"""What data-parallel ranks have in common: every beginning once in the job, and plans that run."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from megatron_prefix.plan.planner import best_plan, loss_ready_after
+from megatron_prefix.plan.simulator import simulate
+from megatron_prefix.tree import Forest, Pairs, TreeOptions
+from megatron_prefix.tree.across_ranks import beginnings_of, common_spans
+from megatron_prefix.tree.build import find_below, trie
+from tests.harness.trees import trie_size
+
+
+def dealt(seed: int, num_ranks: int) -> list[list[Pairs]]:
+    """Rollouts of some prompts, some of which begin another way half way down, on random ranks."""
+    draw = random.Random(seed)
+    ranks: list[list[Pairs]] = [[] for _ in range(num_ranks)]
+    for _ in range(draw.randint(1, 6)):
+        prompt = [draw.randrange(50) for _ in range(draw.randint(5, 60))]
+        for _ in range(draw.randint(1, 6)):
+            cut = draw.choice([len(prompt), draw.randint(1, len(prompt))])
+            tokens = prompt[:cut] + [draw.randrange(50) for _ in range(draw.randint(2, 20))]
+            trained = np.arange(len(tokens) - 1) >= cut - 1
+            rollout = Pairs(np.array(tokens[:-1]), np.array(tokens[1:]), trained)
+            ranks[draw.randrange(num_ranks)].append(rollout)
+    for rank in ranks:  # a rank without data has one position without loss
+        rank or rank.append(Pairs(np.array([0]), np.array([0]), np.array([False])))
+    return ranks
+
+
+def forests_of(
+    ranks: list[list[Pairs]], options: TreeOptions, num_windows: int
+) -> tuple[list[Forest], list[list[int]]]:
+    """Every rank's forest, and its microbatches of two rollouts each."""
+    owners = [[number // 2 for number in range(len(rank))] for rank in ranks]
+    told = [beginnings_of(*both, options) for both in zip(ranks, owners, strict=True)]
+    forests = []
+    for place, rank in enumerate(ranks):
+        heard = [mine for mine, _ in told]
+        common = common_spans(heard, place, lambda c: trie(c, options), options, num_windows)
+        tries = find_below(rank, told[place][1], common, options)
+        forests.append(tries.forest(microbatch_of=owners[place]))
+    return forests, owners
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_windows", [1, 2, 3])
+@pytest.mark.parametrize("segment_tokens", [0, 64, 200])
+def test_every_rank_has_its_rollouts_and_a_plan_that_runs(
+    num_ranks: int, num_windows: int, segment_tokens: int
+) -> None:
+    options = TreeOptions(segment_tokens=segment_tokens, min_gain=0, share="batch")
+    for seed in range(25):
+        ranks = dealt(seed, num_ranks)
+        forests, owners = forests_of(ranks, options, num_windows)
+        for rank, forest, microbatch_of in zip(ranks, forests, owners, strict=True):
+            assert Forest.from_ints(forest.to_ints()) == forest
+            for rollout, path in zip(rank, forest.paths, strict=True):
+                spans = [forest.segments[place.segment].spans[place.number] for place in path]
+                bounds = [0, *(span.end for span in spans)]
+                assert bounds[:-1] == [span.start for span in spans]
+                assert bounds[-1] == len(rollout)
+            plan = best_plan(forest, 1, microbatches=microbatch_of)
+            simulate(plan, ready_after=loss_ready_after(forest, microbatch_of))
+
+
+def test_both_ends_of_every_exchange_agree() -> None:
+    options = TreeOptions(segment_tokens=64, min_gain=0, share="batch")
+    crossed = 0
+    for seed in range(60):
+        forests, _ = forests_of(dealt(seed, 3), options, 2)
+        sent, got = {}, {}
+        for place, forest in enumerate(forests):
+            for one in forest.exchanges:
+                segment = forest.segments[one.segment]
+                for peer, numbers in one.peers:
+                    spans = [segment.spans[n][:3] for n in numbers]
+                    received = segment.source >= 0
+                    ends = (peer, place) if received else (place, peer)
+                    (got if received else sent).setdefault(ends, []).append(
+                        (one.first, one.last, spans)
+                    )
+        assert sent == got
+        crossed += sum(map(len, sent.values()))
+    assert crossed > 100
+
+
+def test_a_beginning_runs_once_in_the_job() -> None:
+    options = TreeOptions(min_gain=0, share="batch")
+    for seed in range(60):
+        ranks = dealt(seed, 3)
+        forests, _ = forests_of(ranks, options, 1)
+        beginnings = [
+            Pairs(*(c[: one.first_trained] for c in (one.inputs, one.labels, one.trained)))
+            for rank in ranks for one in rank if one.first_trained
+        ]  # fmt: skip
+        once = trie_size(beginnings) if beginnings else 0
+        behind = sum(len(one) - one.first_trained for rank in ranks for one in rank)
+        assert sum(forest.executed_tokens for forest in forests) <= once + behind
+
+
+def test_owners_even_out_what_ranks_compute() -> None:
+    draw = random.Random(3)
+    options = TreeOptions(share="batch")
+    ranks: list[list[Pairs]] = [[], []]
+    for _ in range(8):
+        prompt = [draw.randrange(1000) for _ in range(300)]
+        for rank in ranks:
+            tokens = np.array(prompt + [draw.randrange(1000) for _ in range(20)])
+            trained = np.arange(len(tokens) - 1) >= 299
+            rank.append(Pairs(tokens[:-1], tokens[1:], trained))
+    forests, _ = forests_of(ranks, options, 1)
+    executed = [forest.executed_tokens for forest in forests]
+    assert sum(executed) == 8 * 299 + 16 * 20
+    assert max(executed) == min(executed)
+    assert [forest.received_tokens for forest in forests] == [4 * 299] * 2
