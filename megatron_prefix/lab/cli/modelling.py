@@ -27,6 +27,10 @@ from megatron_prefix.lab.runtime import Layout, env_world_size
 logger = logging.getLogger(__name__)
 
 
+CONFIG = ("memory", "memory_budget_gb", "cache_host_layers", "cp_reduce", "kernel", "across_ranks")
+"""Fields of PrefixConfig that are about how a model runs."""
+
+
 def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> None:
     """Of the model, how it is built, and what its segments keep."""
     group = parser.add_argument_group("model")
@@ -59,15 +63,7 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         " backward runs, like Megatron's option of that name; both schedules"
     )
     add_switch(group, "--overlap-grad-reduce", text)
-    add_config(
-        group,
-        "memory",
-        "memory_budget_gb",
-        "cache_host_layers",
-        "cp_reduce",
-        "kernel",
-        "across_ranks",
-    )
+    add_config(group, *CONFIG)
     add_number(group, "--seed", "of weights and random draws (default {})", 1234, seed)
 
 
