@@ -46,6 +46,8 @@ class Communicator:
         self.ranks, self._device = dist.get_process_group_ranks(group), device
         timeout = group._get_backend(device).options._timeout  # torch has no public name for it
         self._group = dist.new_group(self.ranks, timeout=timeout, use_local_synchronization=True)
+        # NCCL connects at first use, and for messages in batches all ranks must take part in it.
+        dist.all_reduce(torch.zeros(1, device=device), group=self._group)
         self._told: set[int] = set()
         self._rows: dict[int, list[list[Row]]] = {}
 
