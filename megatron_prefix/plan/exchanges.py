@@ -10,11 +10,12 @@ even if every exchange holds up both of its ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.actions import Action, Plan, Transfer
 from megatron_prefix.tree import Forest
+from megatron_prefix.tree.forest import Exchange
 
 
 def in_windows(plan: Plan, forest: Forest) -> Plan:
@@ -33,6 +34,37 @@ def in_windows(plan: Plan, forest: Forest) -> Plan:
     if plan.num_chunks > 1 or (plan.num_ranks > 1 and forest.num_windows > 1):
         raise ValueError("a pipeline that exchanges has one window and no virtual stages")
     return replace(plan, programs=tuple(tuple(_ordered(one, forest)) for one in plan.programs))
+
+
+def with_messages(plan: Plan, forest: Forest) -> Plan:
+    """A plan of `in_windows` with every exchange written out, as plan/job.py judges it."""
+    exchange_of = {one.segment: one for one in forest.exchanges}
+    transfers = tuple(
+        Transfer(one.segment, peer, spans)
+        for one in forest.exchanges
+        if forest.segments[one.segment].source < 0
+        for peer, spans in one.peers
+    )
+    programs = tuple(
+        tuple(message for action in program for message in _messages(action, forest, exchange_of))
+        for program in plan.programs
+    )
+    return replace(plan, programs=programs, transfers=transfers)
+
+
+def _messages(
+    action: Action, forest: Forest, exchange_of: Mapping[int, Exchange]
+) -> Iterator[Action]:
+    """An action with its sends and receives, as run/executor.py makes them."""
+    one, forward = exchange_of.get(action.segment), action.kind == "F"
+    peers = one.peers if one is not None else ()
+    received = forest.segments[action.segment].source >= 0
+    kind = "S" if forward is not received else "R"
+    crossing = [Action(kind, action.segment, action.chunk, peer) for peer, _ in peers]
+    if received:
+        yield from crossing
+    else:
+        yield from [action, *crossing] if forward else [*crossing, action]
 
 
 def _ordered(program: tuple[Action, ...], forest: Forest) -> Iterator[Action]:

@@ -131,6 +131,9 @@ class Exchanges:
         cache: the sidecar of the rank's model.
         device: of the model.
         forward_only: no gradients come back.
+
+    Raises:
+        ValueError: several windows: rows of gradients could be taken again while they leave.
     """
 
     def __init__(
@@ -141,6 +144,8 @@ class Exchanges:
         device: torch.device,
         forward_only: bool = False,
     ) -> None:
+        if forest.num_windows > 1:
+            raise ValueError("a step with exchanges has one window")
         self._of = {one.segment: one for one in forest.exchanges}
         self._segments, self._communicator, self._cache = forest.segments, communicator, cache
         self._device, self._forward_only = device, forward_only

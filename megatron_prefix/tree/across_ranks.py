@@ -15,6 +15,7 @@ and their gradients after its own.
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,7 +24,7 @@ import numpy as np
 
 from megatron_prefix.tree.forest import Pairs, TreeOptions
 from megatron_prefix.tree.nodes import Node
-from megatron_prefix.tree.parts import even_parts
+from megatron_prefix.tree.parts import equal_bounds, even_parts
 
 Trie = Callable[[Mapping[int, np.ndarray]], list[Node]]
 """Makes the prefix tree of codes, by number; see `build.trie`."""
@@ -204,9 +205,11 @@ def common_spans(
             ]
             first = min(_window(one.first, num, num_windows) for num, one in members)
             last = max(_window(one.last, num, num_windows) for num, one in members)
-            level = spans[parent].level + 1 if parent >= 0 else 0
-            spans.append(CommonSpan(start, node.end, parent, level, of_ranks, first, last))
-            start, parent = node.end, len(spans) - 1
+            for begin, end in itertools.pairwise(_bounds(start, node.end, options)):
+                level = spans[parent].level + 1 if parent >= 0 else 0
+                spans.append(CommonSpan(begin, end, parent, level, of_ranks, first, last))
+                parent = len(spans) - 1
+            start = node.end
             for member in node.members:
                 below[member] = parent
         todo.extend((child, start, parent) for child in reversed(node.children))
@@ -216,6 +219,12 @@ def common_spans(
         rank, tuple(spans), tuple(_segments(spans, _owners(spans, ranks), options.segment_tokens)),
         tuple(below[before : before + len(mine.beginnings)]), mine.num_microbatches, num_windows,
     )  # fmt: skip
+
+
+def _bounds(start: int, end: int, options: TreeOptions) -> list[int]:
+    """Of the chunks of a span, each of which may have another owner."""
+    longest = options.rounded(options.chunk_tokens)
+    return equal_bounds(start, end, longest, options.boundary) if longest else [start, end]
 
 
 def _window(microbatch: int, num_microbatches: int, num_windows: int) -> int:

@@ -30,6 +30,7 @@ from megatron_prefix.tree.forest import (
 )
 from megatron_prefix.tree.nodes import Node, preorder
 from megatron_prefix.tree.packing import Packing
+from megatron_prefix.tree.parts import equal_bounds
 
 _LEAST_SHARE = 16
 """An inner segment that saves one in so many of all positions of a step is kept, however small."""
@@ -152,7 +153,8 @@ def find_below(
     below = {
         number: _worth(rollouts, some, options, ends[number]) for number, some in members.items()
     }
-    trained, first = zip(*((one.trained, one.first_trained) for one in rollouts), strict=True)
+    trained = tuple(one.trained for one in rollouts)
+    first = tuple(one.first_trained for one in rollouts)
     return Tries((tree_of(common, below),), trained, first, options, common=common)
 
 
@@ -297,7 +299,7 @@ def _chunked(roots: list[Node], first: Sequence[int], options: TreeOptions) -> l
         if options.loss_in_leaves:
             end = min(end, *(first[m] for m in node.members))
         end = node.end if end == node.end else options.rounded(end)
-        bounds = _equal_bounds(node.start, end, longest, options.boundary)
+        bounds = equal_bounds(node.start, end, longest, options.boundary)
         if end < node.end:
             bounds.append(node.end)
         tail, last = Node(bounds[-2], bounds[-1], node.members, node.children), node
@@ -309,13 +311,3 @@ def _chunked(roots: list[Node], first: Sequence[int], options: TreeOptions) -> l
             last.children, last = [chunk], chunk
         last.children = [tail]
     return roots
-
-
-def _equal_bounds(start: int, end: int, longest: int, align: int) -> list[int]:
-    """Bounds of the fewest nearly equal chunks, each at most `longest`, multiples of `align`."""
-    if end <= start:
-        return [start]
-    num = -(-(end - start) // longest)
-    units = -(-(end - start) // align)
-    bounds = [start + align * (units * i // num) for i in range(num)]
-    return [*bounds, end]

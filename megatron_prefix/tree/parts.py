@@ -39,3 +39,13 @@ def _parts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
             total = 0
         total += length
     return [*zip(bounds, [*bounds[1:], len(lengths)], strict=True)]
+
+
+def equal_bounds(start: int, end: int, longest: int, align: int) -> list[int]:
+    """Bounds of the fewest nearly equal chunks, each at most `longest`, multiples of `align`."""
+    if end <= start:
+        return [start]
+    num = -(-(end - start) // longest)
+    units = -(-(end - start) // align)
+    bounds = [start + align * (units * i // num) for i in range(num)]
+    return [*bounds, end]

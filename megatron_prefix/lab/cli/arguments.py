@@ -214,7 +214,7 @@ _TEXTS = {
     " segment, which sends less, while every rank keeps K/V of all; auto (default): segment if it"
     " fits",
     "across_ranks": "run what rollouts on several data-parallel ranks begin with once in the job:"
-    " auto: where it can be; on: what is in the way is an error (default {})",
+    " auto: where it can be; on: what is in the way is refused (default {})",
     "kernel": f"attention kernel: {', '.join(KERNELS)}, dense+causal, or auto (default)",
 }
 _OLD_FLAGS = {"segment_tokens": ["--wave-tokens"]}

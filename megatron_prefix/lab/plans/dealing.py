@@ -91,14 +91,14 @@ def _one_by_one(
     if equal:
         equal_size(len(places), num_ranks)
     if how == "length":
-        parts = even_parts([len(groups[g].rollouts[r]) for g, r in places], num_ranks)
+        parts = balanced_parts([len(groups[g].rollouts[r]) for g, r in places], num_ranks)
     else:
         order = random.Random(seed).sample(range(len(places)), len(places))
         parts = [order[rank::num_ranks] for rank in range(num_ranks)]
     return [parts_of(groups, [places[number] for number in part]) for part in parts]
 
 
-def even_parts(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
+def balanced_parts(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
     """Numbers of the lengths in parts of equal counts, at most one apart, and near equal sums.
 
     The largest differencing method (Karmarkar and Karp, "The differencing method of set

@@ -15,6 +15,7 @@ LAYOUTS = {
     "rows": "--dp 2 --baseline rollout",
     "by length": "--dp 2 --deal length",
     "short segments": "--dp 2 --segment-tokens 64 --pack-tokens 128",
+    "chunks": "--dp 2 --chunk-tokens 16",
     "recomputed": "--dp 2 --memory recompute",
     "overlapped reduction": "--dp 2 --overlap-grad-reduce",
     "sequence parallel": "--dp 2 --tp 2 --sequence-parallel",

@@ -7,6 +7,8 @@ import random
 import numpy as np
 import pytest
 
+from megatron_prefix.plan.exchanges import with_messages
+from megatron_prefix.plan.job import JobTimeline, simulate_job
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Pairs, TreeOptions
@@ -47,6 +49,15 @@ def forests_of(
     return forests, owners
 
 
+def judged(forests: list[Forest], owners: list[list[int]]) -> JobTimeline:
+    """The planner's programs of all ranks, played together where every message blocks."""
+    both = [*zip(forests, owners, strict=True)]
+    plans = [with_messages(best_plan(one, 1, microbatches=of), one) for one, of in both]
+    found = simulate_job(plans, [loss_ready_after(*one) for one in both])
+    assert found.received_positions == tuple(one.received_tokens for one in forests)
+    return found
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("num_windows", [1, 2, 3])
 @pytest.mark.parametrize("segment_tokens", [0, 64, 200])
@@ -66,6 +77,7 @@ def test_every_rank_has_its_rollouts_and_a_plan_that_runs(
                 assert bounds[-1] == len(rollout)
             plan = best_plan(forest, 1, microbatches=microbatch_of)
             simulate(plan, ready_after=loss_ready_after(forest, microbatch_of))
+        judged(forests, owners)
 
 
 def test_both_ends_of_every_exchange_agree() -> None:
@@ -101,6 +113,22 @@ def test_a_beginning_runs_once_in_the_job() -> None:
         once = trie_size(beginnings) if beginnings else 0
         behind = sum(len(one) - one.first_trained for rank in ranks for one in rank)
         assert sum(forest.executed_tokens for forest in forests) <= once + behind
+
+
+def test_common_spans_are_no_longer_than_a_chunk() -> None:
+    options = TreeOptions(min_gain=0, share="batch", chunk_tokens=12)
+    for seed in range(40):
+        forests, owners = forests_of(dealt(seed, 3), options, 1)
+        spans = [s for one in forests for segment in one.segments for s in segment.spans]
+        assert max(span.length for span in spans) <= 12
+        judged(forests, owners)
+
+
+def test_a_rank_without_rollouts_has_no_segments() -> None:
+    options = TreeOptions(min_gain=0, share="batch")
+    forests, owners = forests_of([*dealt(1, 2), []], options, 1)
+    assert forests[2].segments == ()
+    judged(forests, owners)
 
 
 def test_owners_even_out_what_ranks_compute() -> None:

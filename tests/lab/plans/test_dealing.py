@@ -14,7 +14,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import resolve
-from megatron_prefix.lab.plans.dealing import DEALS, deal, even_parts
+from megatron_prefix.lab.plans.dealing import DEALS, balanced_parts, deal
 from megatron_prefix.lab.plans.placement import place
 from megatron_prefix.lab.rl.batches import with_advantages
 from megatron_prefix.lab.runtime import Layout
@@ -41,28 +41,28 @@ def names(groups) -> list[tuple[str, str]]:
 
 @given(LENGTHS, st.integers(1, 8))
 def test_parts_hold_each_once_in_equal_numbers_and_near_equal_sums(lengths, num_parts) -> None:
-    parts = even_parts(lengths, num_parts)
+    parts = balanced_parts(lengths, num_parts)
     assert sorted(number for part in parts for number in part) == list(range(len(lengths)))
     assert len(parts) == num_parts
     counts = [len(part) for part in parts]
     assert max(counts) - min(counts) <= 1
     sums = [sum(lengths[number] for number in part) for part in parts]
     assert max(sums) - min(sums) <= max(lengths, default=0)
-    assert parts == even_parts(lengths, num_parts)
+    assert parts == balanced_parts(lengths, num_parts)
 
 
 def test_sums_are_equal_where_differences_cancel() -> None:
     """Blocks (8, 7), (6, 5), (4, 3), (2, 1): two and two cancel. Dealt in turn: 20 and 16."""
-    parts = even_parts([8, 7, 6, 5, 4, 3, 2, 1], 2)
+    parts = balanced_parts([8, 7, 6, 5, 4, 3, 2, 1], 2)
     assert [sum(8 - number for number in part) for part in parts] == [18, 18]
     # 9 + 1 and 6 + 4: a rank of 9 + 6 would have 15 of 20.
-    assert sorted(map(sorted, even_parts([9, 6, 4, 1], 2))) == [[0, 3], [1, 2]]
+    assert sorted(map(sorted, balanced_parts([9, 6, 4, 1], 2))) == [[0, 3], [1, 2]]
 
 
 def test_parts_are_near_the_best_of_real_lengths() -> None:
     """Log-normal, as responses are: the largest sum within 5 % of the mean."""
     lengths = np.random.default_rng(1).lognormal(6, 0.8, 512).astype(int).tolist()
-    sums = [sum(lengths[number] for number in part) for part in even_parts(lengths, 8)]
+    sums = [sum(lengths[number] for number in part) for part in balanced_parts(lengths, 8)]
     assert max(sums) < 1.05 * sum(sums) / 8
 
 
