@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 
 def run_ranks(
-    world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float = 120.0
+    world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float = 240.0
 ) -> list[T]:
     """Run `fn(*args)` on `world_size` ranks on the CPU and return what each of them returned.
 
