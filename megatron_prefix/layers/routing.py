@@ -62,10 +62,10 @@ def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[.
         found = running()
         if found is None:
             apply_bias(routing_map, *args, **kwargs)
-        elif router.enable_expert_bias and torch.is_grad_enabled():
-            copies = found[0].copies(layer, found[1], len(routing_map))
-            with torch.no_grad():
-                router.local_tokens_per_expert += (routing_map * copies.unsqueeze(1)).sum(0)
+        elif router.enable_expert_bias:
+            routed = found[0].route(layer, found[1], routing_map)
+            if torch.is_grad_enabled():  # not the first forward of activation recomputation
+                router.local_tokens_per_expert += routed
 
     return {
         "routing": routing_of_segment,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatron_prefix.errors import refused
 from megatron_prefix.moe.group_counts import GroupCounts
-from megatron_prefix.moe.tokens import Closing, LogicalTokens
+from megatron_prefix.moe.span_sums import SpanSums
+from megatron_prefix.moe.tokens import Closing, LogicalTokens, SegmentTokens
 from megatron_prefix.moe.versions import global_loss_is_whole, sample_losses_weigh_batch
 from megatron_prefix.refusals.table import UNEVEN_SAMPLES
 
@@ -22,6 +23,8 @@ LOGGED_AS = {
     "global_aux_loss": "global_load_balancing_loss",
 }
 """Megatron's moe_router_load_balancing_type, and the name under which it logs the loss."""
+_SUMS = ("counts", "masses", "squares")
+"""Of a `_Layer`."""
 
 
 @dataclass
@@ -58,6 +61,7 @@ class RouterLedger:
         tokens: the tokens that the step's positions stand for.
         routers: Megatron's routers by layer of the model chunk.
         group_counts: of the step, the same for all model chunks of the rank.
+        crossing: segments that cross data-parallel ranks.
 
     Raises:
         UserError: seq_aux_loss with samples of different lengths in a microbatch.
@@ -68,8 +72,12 @@ class RouterLedger:
         tokens: LogicalTokens,
         routers: Mapping[int, Any],
         group_counts: GroupCounts | None = None,
+        crossing: Collection[int] = (),
     ) -> None:
         self._tokens, self._routers = tokens, routers
+        num_experts = max((router.num_experts for router in routers.values()), default=0)
+        self._spans = SpanSums(crossing, routers, num_experts)
+        self._sent_back = SpanSums(crossing, routers, num_experts)
         self._group_counts = group_counts or GroupCounts()
         self._places = {
             layer: self._group_counts.enter(router)
@@ -87,9 +95,22 @@ class RouterLedger:
         parts = len(span_of) // num_tokens  # above 1 under sequence parallelism
         return span_of if parts == 1 else span_of.chunk(parts)[self._routers[layer].tp_group.rank()]
 
-    def copies(self, layer: int, index: int, num_tokens: int) -> Tensor:
-        """How many rollouts each of these tokens stands for, int64 [num_tokens]; 0 for padding."""
-        return self._tokens[index].copies[self.spans(layer, index, num_tokens)]
+    @torch.no_grad()
+    def route(self, layer: int, index: int, routing_map: Tensor) -> Tensor:
+        """Tokens that a segment stands for, by the experts that get them, [experts].
+
+        Args:
+            layer: the router's.
+            index: the segment.
+            routing_map: which experts get a token, bool [tokens, experts].
+        """
+        tokens, span_of = self._tokens[index], self.spans(layer, index, len(routing_map))
+        shape = len(tokens.copies), routing_map.shape[1]
+        by_span = routing_map.new_zeros(shape, dtype=torch.float32)
+        by_span.index_add_(0, span_of, routing_map.to(by_span.dtype))
+        if index in self._spans:
+            self._spans.put(layer, index, "routed", by_span[:-1])
+        return (by_span * tokens.copies.unsqueeze(1)).sum(0)
 
     @torch.no_grad()
     def count(
@@ -120,12 +141,62 @@ class RouterLedger:
             return
         state.counted.add(index)
         tokens, span_of = self._tokens[index], self.spans(layer, index, len(like))
-        sums = ((state.counts, experts), (state.masses, scores), (state.squares, squares))
-        for total, values in sums:
+        given = {"counts": experts, "masses": scores, "squares": squares}
+        for name, values in given.items():
             if values is not None:
+                total = getattr(state, name)
                 by_span = total.new_zeros((len(tokens.copies), *total.shape[1:]))
                 by_span.index_add_(0, span_of, values.to(total.dtype))
                 total.index_add_(0, tokens.rollout, by_span[tokens.span])
+                if index in self._spans:
+                    self._spans.put(layer, index, name, by_span[:-1])
+        self._counted(layer, state, tokens)
+
+    def leaving(self, index: int, spans: Sequence[int]) -> tuple[Tensor, ...]:
+        """What routers have counted in some spans of a segment, for another rank."""
+        return self._spans.rows(index, spans)
+
+    @torch.no_grad()
+    def arrived(self, index: int, rows: Sequence[Tensor]) -> None:
+        """Counts the tokens of a segment of another rank, which says what they are; see `leaving`."""
+        if not rows:
+            return
+        tokens = self._tokens[index]
+        num = len(tokens.copies) - 1
+        self._spans.add(index, num, range(num), rows)
+        for layer, router in self._routers.items():
+            found = {name: self._spans.get(layer, index, name) for name in ("routed", *_SUMS)}
+            if router.enable_expert_bias:
+                copies = tokens.copies[:-1].unsqueeze(1)
+                router.local_tokens_per_expert += (found["routed"] * copies).sum(0)  # type: ignore[operator]
+            if not _counts(router):
+                continue
+            if layer not in self._layers:
+                self._layers[layer] = self._new_layer(layer, router.weight)
+            state = self._layers[layer]
+            for name in _SUMS:
+                total, by_span = getattr(state, name), found[name].squeeze(-1)  # type: ignore[union-attr]
+                total.index_add_(0, tokens.rollout, by_span[tokens.span].to(total.dtype))
+            self._counted(layer, state, tokens)
+
+    @torch.no_grad()
+    def sums(self, index: int) -> tuple[Tensor, ...]:
+        """Gradients of what has `arrived`, in its columns; () if nothing has."""
+        spans = range(len(self._tokens[index].copies) - 1)
+        found = SpanSums((), self._routers, self._spans.num_experts)
+        zeros = [*map(torch.zeros_like, self._spans.rows(index, spans))]
+        found.add(index, len(spans), spans, zeros)
+        for layer in self._layers if zeros else ():
+            for name, by_span in self._by_span(layer, index).items():
+                found.put(layer, index, name, by_span[:-1])
+        return found.rows(index, spans)
+
+    def add_to(self, index: int, spans: Sequence[int], rows: Sequence[Tensor]) -> None:
+        """Adds gradients of what has left; see `sums`."""
+        self._sent_back.add(index, len(self._tokens[index].copies) - 1, spans, rows)
+
+    def _counted(self, layer: int, state: _Layer, tokens: SegmentTokens) -> None:
+        """A segment's tokens are in a layer's sums."""
         for microbatch, number in tokens.numbers.items():
             state.uncounted[microbatch] -= number
             if layer in self._places and not state.uncounted[microbatch]:
@@ -139,15 +210,24 @@ class RouterLedger:
         Raises:
             RuntimeError: a token of one of its microbatches has not been counted yet.
         """
+        found = self._by_span(layer, index)
+        for name, by_span in found.items():
+            back = self._sent_back.get(layer, index, name)
+            if back is not None:
+                by_span[:-1] += back.view_as(by_span[:-1]).to(by_span.dtype)
+        span_of = self.spans(layer, index, num_tokens)
+        return found["masses"][span_of], found["squares"][span_of]
+
+    def _by_span(self, layer: int, index: int) -> dict[str, Tensor]:
+        """Gradients of this rank's losses with respect to a segment's sums, [spans + 1, ...]."""
         state, tokens = self._layers[layer], self._tokens[index]
         self._close(layer, tuple(sorted(set(tokens.numbers) - state.closed)))
-        span_of = self.spans(layer, index, num_tokens)
-
-        def of_tokens(by_rollout: Tensor) -> Tensor:
-            by_span = by_rollout.new_zeros((len(tokens.copies), *by_rollout.shape[1:]))
-            return by_span.index_add_(0, tokens.span, by_rollout[tokens.rollout])[span_of]
-
-        return of_tokens(state.scores_gradient), of_tokens(state.squares_gradient)
+        by_rollout = {"masses": state.scores_gradient, "squares": state.squares_gradient}
+        return {
+            name: each.new_zeros((len(tokens.copies), *each.shape[1:]))
+            .index_add_(0, tokens.span, each[tokens.rollout])
+            for name, each in by_rollout.items()
+        }  # fmt: skip
 
     def _new_layer(self, layer: int, like: Tensor) -> _Layer:
         num_rollouts, num_experts = self._tokens.num_rollouts, self._routers[layer].num_experts
@@ -198,6 +278,12 @@ class RouterLedger:
             router.ga_steps += 1
             state.averages.append(router.global_tokens_per_expert / router.ga_steps)
         return torch.stack([state.averages[microbatch] for microbatch in microbatches])
+
+
+def _counts(router: Any) -> bool:
+    """Whether a router's tokens are counted for a loss."""
+    balanced = any(router.get_aux_loss_coeff(kind) for kind in LOGGED_AS)
+    return balanced or router.config.moe_z_loss_coeff is not None
 
 
 def _balance(

@@ -5,7 +5,8 @@ The F of a segment that others get sends its payload as well, and its B gets the
 All ranks have the same windows (tree/across_ranks.py), and in each of them the same order: the
 payloads that cross when it begins, what a rank runs for itself, the gradients that cross when it
 ends. So whatever an exchange waits for comes before it on every rank, and none waits in a circle,
-even if every exchange holds up both of its ranks.
+even if every exchange holds up both of its ranks. Where a rank has several model chunks, what crosses
+does so chunk by chunk: forward from the first, backward from the last.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ def in_windows(plan: Plan, forest: Forest) -> Plan:
         forest: its segments.
 
     Raises:
-        ValueError: several windows in a pipeline, whose stages run ahead of their windows; or
-            virtual stages.
+        ValueError: several windows in a pipeline, whose stages run ahead of their windows.
     """
     if not forest.exchanges:
         return plan
-    if plan.num_chunks > 1 or (plan.num_ranks > 1 and forest.num_windows > 1):
-        raise ValueError("a pipeline that exchanges has one window and no virtual stages")
-    return replace(plan, programs=tuple(tuple(_ordered(one, forest)) for one in plan.programs))
+    if plan.num_stages > 1 and forest.num_windows > 1:
+        raise ValueError("a pipeline that exchanges has one window")
+    chunks = range(plan.num_chunks)
+    programs = tuple(tuple(_ordered(one, forest, chunks)) for one in plan.programs)
+    return replace(plan, programs=programs)
 
 
 def with_messages(plan: Plan, forest: Forest) -> Plan:
@@ -67,27 +69,29 @@ def _messages(
         yield from [action, *crossing] if forward else [*crossing, action]
 
 
-def _ordered(program: tuple[Action, ...], forest: Forest) -> Iterator[Action]:
+def _ordered(program: tuple[Action, ...], forest: Forest, chunks: range) -> Iterator[Action]:
     crossing = {one.segment for one in forest.exchanges}
     window = -1
     for action in program:
         if action.segment in crossing:
             continue
         while window < forest.windows[action.segment] and action.kind == "F":
-            yield from _ending(forest, window)
+            yield from _ending(forest, window, chunks)
             window += 1
-            yield from _beginning(forest, window)
+            yield from _beginning(forest, window, chunks)
         yield action
     while window < forest.num_windows - 1:
-        yield from _ending(forest, window)
+        yield from _ending(forest, window, chunks)
         window += 1
-        yield from _beginning(forest, window)
-    yield from _ending(forest, window)
+        yield from _beginning(forest, window, chunks)
+    yield from _ending(forest, window, chunks)
 
 
-def _beginning(forest: Forest, window: int) -> Iterator[Action]:
-    return (Action("F", one.segment) for one in forest.exchanges if one.first == window)
+def _beginning(forest: Forest, window: int, chunks: range) -> Iterator[Action]:
+    begin = [one.segment for one in forest.exchanges if one.first == window]
+    return (Action("F", segment, chunk) for chunk in chunks for segment in begin)
 
 
-def _ending(forest: Forest, window: int) -> Iterator[Action]:
-    return (Action("B", one.segment) for one in reversed(forest.exchanges) if one.last == window)
+def _ending(forest: Forest, window: int, chunks: range) -> Iterator[Action]:
+    end = [one.segment for one in reversed(forest.exchanges) if one.last == window]
+    return (Action("B", segment, chunk) for chunk in reversed(chunks) for segment in end)

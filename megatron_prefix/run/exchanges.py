@@ -19,16 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_prefix.run.carried import Carried, Row
 from megatron_prefix.sidecar.arena import Payload, wider
-from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Forest
 from megatron_prefix.tree.payload_map import Form
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DIMENSIONS = 6
 """Most dimensions of a row of a payload."""
-Row = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of a row of one tensor of a payload."""
 
 
 class Communicator:
@@ -48,8 +46,8 @@ class Communicator:
         self._group = dist.new_group(self.ranks, timeout=timeout, use_local_synchronization=True)
         # NCCL connects at first use, and for messages in batches all ranks must take part in it.
         dist.all_reduce(torch.zeros(1, device=device), group=self._group)
-        self._told: set[int] = set()
-        self._rows: dict[int, list[list[Row]]] = {}
+        self._told: set[tuple[int, int]] = set()
+        self._rows: dict[tuple[int, int], list[list[Row]]] = {}
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> list[Any]:
         """Sends tensors to a place in the group."""
@@ -59,11 +57,11 @@ class Communicator:
         """Fills tensors with what a place in the group sends."""
         return self._exchange(dist.irecv, peer, tensors)
 
-    def tell_rows(self, peer: int, payload: Sequence[Payload]) -> None:
-        """Says what rows of payloads are, before the first one that a peer gets."""
-        if peer in self._told:
+    def tell_rows(self, peer: int, chunk: int, payload: Sequence[Payload]) -> None:
+        """Says what rows of a model chunk's payloads are, before the first one that a peer gets."""
+        if (peer, chunk) in self._told:
             return
-        self._told.add(peer)
+        self._told.add((peer, chunk))
         numbers = []
         for tensor in itertools.chain.from_iterable(payload):
             shape = list(tensor.shape[1:])
@@ -73,17 +71,18 @@ class Communicator:
         for message in (torch.tensor(counts), torch.tensor(numbers)):
             dist.send(message.to(self._device), self.ranks[peer], group=self._group)
 
-    def rows(self, peer: int, num_layers: int) -> list[list[Row]]:
+    def rows(self, peer: int, chunk: int, num_layers: int) -> list[list[Row]]:
         """What rows of payloads are that a peer sends; waits for it the first time."""
-        if peer not in self._rows:
+        if (peer, chunk) not in self._rows:
             counts = self._numbers(peer, num_layers)
             numbers = self._numbers(peer, sum(counts) * (2 + _DIMENSIONS))
             rows = iter(
                 _row(numbers[at : at + 2 + _DIMENSIONS])
                 for at in range(0, len(numbers), 2 + _DIMENSIONS)
             )
-            self._rows[peer] = [list(itertools.islice(rows, count)) for count in counts]
-        return self._rows[peer]
+            of_layers = [list(itertools.islice(rows, count)) for count in counts]
+            self._rows[peer, chunk] = of_layers
+        return self._rows[peer, chunk]
 
     def _numbers(self, peer: int, count: int) -> list[int]:
         numbers = torch.zeros(count, dtype=torch.int64, device=self._device)
@@ -128,7 +127,7 @@ class Exchanges:
     Args:
         forest: the step's segments.
         communicator: of the data-parallel ranks, whose places in it name them.
-        cache: the sidecar of the rank's model.
+        chunks: what crosses of each of the rank's model chunks.
         device: of the model.
         forward_only: no gradients come back.
 
@@ -140,53 +139,55 @@ class Exchanges:
         self,
         forest: Forest,
         communicator: Communicator,
-        cache: SidecarCache,
+        chunks: Sequence[Carried],
         device: torch.device,
         forward_only: bool = False,
     ) -> None:
         if forest.num_windows > 1:
             raise ValueError("a step with exchanges has one window")
         self._of = {one.segment: one for one in forest.exchanges}
-        self._segments, self._communicator, self._cache = forest.segments, communicator, cache
+        self._segments, self._communicator, self._chunks = forest.segments, communicator, chunks
         self._device, self._forward_only = device, forward_only
         self._sent: list[tuple[list[Any], list[Tensor]]] = []
-        self._coming: dict[int, tuple[list[Any], list[Payload]]] = {}
+        self._coming: dict[tuple[int, int], tuple[list[Any], list[Payload]]] = {}
 
-    def begin(self, index: int) -> None:
+    def begin(self, index: int, chunk: int) -> None:
         """Begins to get a segment's payload."""
         ((owner, spans),) = self._of[index].peers
-        payload = self._empty(owner, index, spans, gradients=False)
-        self._coming[index] = self._receive(owner, payload), payload
+        rows = self._communicator.rows(owner, chunk, len(self._chunks[chunk].forms))
+        payload = self._empty(rows, index, chunk, spans)
+        self._coming[index, chunk] = self._receive(owner, payload), payload
 
-    def arrive(self, segments: Iterable[int]) -> None:
+    def arrive(self, segments: Iterable[int], chunk: int) -> None:
         """Waits for payloads that are about to be read."""
         for index in segments:
-            if index in self._coming:
-                works, payload = self._coming.pop(index)
+            if (index, chunk) in self._coming:
+                works, payload = self._coming.pop((index, chunk))
                 _wait(works)
-                for layer, parts in enumerate(payload):
-                    self._cache.capture(layer, index, parts)
+                self._chunks[chunk].arrived(index, payload)
 
-    def leave(self, index: int) -> None:
+    def leave(self, index: int, chunk: int) -> None:
         """Sends a segment's payload to the ranks that have rollouts below it."""
         for peer, spans in self._of[index].peers if index in self._of else ():
-            payload = self._cache.leaving(index, spans)
-            self._communicator.tell_rows(peer, payload)
+            payload = self._chunks[chunk].leaving(index, spans)
+            self._communicator.tell_rows(peer, chunk, payload)
             self._send(peer, payload)
 
-    def give_back(self, index: int) -> None:
+    def give_back(self, index: int, chunk: int) -> None:
         """Sends the gradients of a payload to the rank that it came from."""
-        self.arrive([index])
+        self.arrive([index], chunk)
         ((owner, _),) = self._of[index].peers
         if not self._forward_only:
-            self._send(owner, self._cache.sums(index))
+            self._send(owner, self._chunks[chunk].sums(index))
 
-    def collect(self, index: int) -> None:
+    def collect(self, index: int, chunk: int) -> None:
         """Adds the gradients of a segment's payload that other ranks send back."""
         for peer, spans in self._of[index].peers if index in self._of else ():
-            gradients = self._empty(None, index, spans, gradients=True)
+            carried = self._chunks[chunk]
+            rows = [[(shape, wider(dtype)) for shape, dtype in of] for of in carried.rows(index)]
+            gradients = self._empty(rows, index, chunk, spans)
             _wait(self._receive(peer, gradients))
-            self._cache.add_to(index, spans, gradients)
+            carried.add_to(index, spans, gradients)
 
     def finish(self) -> None:
         """Waits until everything sent has left."""
@@ -201,34 +202,28 @@ class Exchanges:
         return self._communicator.receive(peer, [*itertools.chain.from_iterable(payload)])
 
     def _empty(
-        self, owner: int | None, index: int, spans: Sequence[int], *, gradients: bool
+        self, rows: Sequence[Sequence[Row]], index: int, chunk: int, spans: Sequence[int]
     ) -> list[Payload]:
-        """Room for the payload of some spans in every layer, or for its gradients.
+        """Room for this rank's part of some spans of a segment, in every layer.
 
         Args:
-            owner: the rank that says what rows are; None: this one's own payload does.
+            rows: of every layer.
             index: the segment.
-            spans: of it.
-            gradients: whether for gradients, which are fp32 or wider.
+            chunk: the model chunk.
+            spans: of the segment.
         """
-        forms = self._cache.forms
-        if owner is None:
-            own = (self._cache.own(layer, index) for layer in range(len(forms)))
-            rows = [[(tuple(one.shape[1:]), one.dtype) for one in parts] for parts in own]
-        else:
-            rows = self._communicator.rows(owner, len(forms))
+        carried, of = self._chunks[chunk], self._segments[index].spans
         nums = {
             Form.SPANS: len(spans),
-            Form.POSITIONS: sum(self._segments[index].spans[span].padded for span in spans),
+            Form.POSITIONS: sum(of[span].padded for span in spans) // carried.parts,
         }
-        kind = wider if gradients else lambda dtype: dtype
         return [
             tuple(
-                torch.empty((nums[form], *shape), dtype=kind(dtype), device=self._device)
+                torch.empty((nums[form], *shape), dtype=dtype, device=self._device)
                 for shape, dtype in of_layer
             )
-            for form, of_layer in zip(forms, rows, strict=True)
-        ]  # fmt: skip
+            for form, of_layer in zip(carried.forms, rows, strict=True)
+        ]
 
 
 def _wait(works: Iterable[Any]) -> None:

@@ -143,20 +143,21 @@ class Executor:
     def _crossing(self, action: Action, stage: Stage, exchanges: Exchanges) -> None:
         """An action, and what crosses data-parallel ranks before and after it."""
         index, forward = action.segment, action.kind == "F"
+        chunk = action.chunk
         if self._plan.segments[index].source >= 0:
             if forward:
-                exchanges.begin(index)
+                exchanges.begin(index, chunk)
                 return
-            exchanges.give_back(index)
+            exchanges.give_back(index, chunk)
             self._release(action, stage)
             return
         if forward:
-            exchanges.arrive(stage.cache.map.seen(index))
+            exchanges.arrive(stage.cache.map.seen(index), chunk)
         elif not self._forward_only:
-            exchanges.collect(index)
+            exchanges.collect(index, chunk)
         self._handlers[action.kind](action, stage)
         if forward:
-            exchanges.leave(index)
+            exchanges.leave(index, chunk)
 
     def _context(self, index: int, stage: Stage, backward: bool = False) -> SegmentContext:
         segment = self._plan.segments[index]

@@ -18,7 +18,6 @@ from megatron_prefix.errors import Refusal, refused
 from megatron_prefix.refusals.table import (
     ACROSS_EXPERTS,
     ACROSS_NO_GROUP,
-    ACROSS_PARTS,
     ACROSS_PLAN,
 )
 from megatron_prefix.run.rank import Rank
@@ -37,7 +36,7 @@ def crosses(config: PrefixConfig, rank: Rank, forward_only: bool) -> bool:
     """
     if config.across_ranks == "off" or forward_only or config.mode in ("off", "observe"):
         return False
-    if rank.data_ranks is not None and rank.data_ranks.size() == 1:
+    if rank.siblings is not None and rank.siblings.size() == 1:
         return False
     found = _in_the_way(config, rank)
     if found is not None and config.across_ranks == "on":
@@ -46,13 +45,11 @@ def crosses(config: PrefixConfig, rank: Rank, forward_only: bool) -> bool:
 
 
 def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
-    if rank.data_ranks is None:
+    if rank.data_ranks is None or rank.siblings is None:
         return ACROSS_NO_GROUP
-    if len(rank.models) > 1 or rank.groups.cp.size() > 1:
-        return ACROSS_PARTS
-    if rank.has_experts:
+    if rank.experts is not None or rank.has_global_loss:
         return ACROSS_EXPERTS
-    if config.plan_file or config.cache_host_layers:
+    if config.plan_file:
         return ACROSS_PLAN
     return None
 

@@ -50,6 +50,8 @@ class Rank:
         experts: ranks that share experts and so meet in every action; None if this one shares none.
         data_ranks: data- and context-parallel ranks (`dp_cp`); None if the trainer's groups lack
             them.
+        siblings: data-parallel ranks with the same part of every sample; None if the trainer's groups
+            do not tell them.
         companions: process groups whose grid holds all ranks that take part in a step. Here and
             below groups of one rank are left out.
         same_schedule: groups that take the same schedule in every step.
@@ -83,6 +85,8 @@ class Rank:
         experts = experts or parallel_state.get_expert_model_parallel_group(check_initialized=False)
         self.experts = experts if experts is not None and experts.size() > 1 else None
         self.data_ranks = getattr(groups, "dp_cp", None)
+        alone = groups.cp.size() == 1
+        self.siblings = self.data_ranks if alone else getattr(groups, "dp", None)
         self.companions = companions(groups)
         self.same_schedule = _several(groups.tp, groups.cp, groups.pp, self.experts)
         data = _several(groups.dp_cp) if self.has_global_loss else []
@@ -156,6 +160,7 @@ def default_groups() -> ProcessGroupCollection:
     groups.ep = parallel_state.get_expert_model_parallel_group(check_initialized=False)
     groups.embd = parallel_state.get_embedding_group(check_initialized=False)
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp = parallel_state.get_data_parallel_group(partial_data_parallel=False)
     groups.dp_cp = parallel_state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=False
     )

@@ -57,8 +57,9 @@ def begin(
             step.packed,
         )  # fmt: skip
         group_counts = GroupCounts()
+        crossing = [one.segment for one in step.forest.exchanges]
         for stage in stages:
-            stage.ledger = RouterLedger(tokens, stage.hooks.routers, group_counts)
+            stage.ledger = RouterLedger(tokens, stage.hooks.routers, group_counts, crossing)
 
 
 def _routed(step: Step, rank: Rank) -> bool:

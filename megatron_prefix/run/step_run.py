@@ -31,6 +31,7 @@ from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import CHANGED_OUTPUT
 from megatron_prefix.run import routers
 from megatron_prefix.run.calls import ModelCall
+from megatron_prefix.run.carried import Carried
 from megatron_prefix.run.exchanges import Communicator, Exchanges, communicator_of
 from megatron_prefix.run.executor import Executor, Stage
 from megatron_prefix.run.forward_step_state import Settings
@@ -106,7 +107,7 @@ class StepRun:
         with (
             _timed(rank.config),
             closing_on_failure(rank.groups.pp),
-            communicator_of(rank.data_ranks if rank.crosses else None, rank.device) as communicator,
+            communicator_of(rank.siblings if rank.crosses else None, rank.device) as communicator,
         ):
             self._communicator = communicator
             self._resume_other_stages()
@@ -180,8 +181,9 @@ class StepRun:
             self._reductions = Reductions(rank, self._force_all_reduce)
         exchanges = None
         if self._communicator is not None:
+            chunks = [Carried(stage.cache, stage.ledger) for stage in stages]
             exchanges = Exchanges(
-                self._step.forest, self._communicator, stages[0].cache, rank.device, forward_only
+                self._step.forest, self._communicator, chunks, rank.device, forward_only
             )
         executor = Executor(
             plan, stages, inputs, links, forward_only,

@@ -85,6 +85,14 @@ class Arena:
         self.values: list[Tensor] = []
         self.sums: list[Tensor] = []
 
+    @property
+    def arena(self) -> Arena:
+        """See Store."""
+        return self
+
+    def mine(self, index: int) -> None:
+        """See Store."""
+
     def write(self, index: int, payload: Payload) -> None:
         """See Store."""
         rows = self.rows.intervals[index]

@@ -179,41 +179,49 @@ class SidecarCache:
         one.live.discard(index)
 
     def leaving(self, index: int, spans: Sequence[int]) -> list[Payload]:
-        """What some spans of a segment leave in every layer: views, or copies if they are not
-        neighbours."""
-        return [
-            self.own(layer, index) if len(spans) == len(self.map.lengths[index])
-            else self._layers[layer].store.read((), Reading(self._rows_of(layer, index, spans)))
-            for layer in range(len(self._layers))
-        ]  # fmt: skip
+        """What some spans of a segment leave on this rank in every layer: views, or copies if they
+        are not neighbours."""
+        found = []
+        for layer in range(len(self._layers)):
+            store = self._expect(layer, index, SegmentState.CAPTURED).store
+            what = Reading(self._rows_of(layer, index, spans))
+            found.append(store.arena.read((index,), what))
+            self.release(layer)
+        return found
 
     def sums(self, index: int) -> list[Payload]:
         """What a segment's descendants have sent in every layer, zeros if nothing; only once."""
         found = []
         for layer in range(len(self._layers)):
-            own = self.own(layer, index)
-            zeros = tuple(torch.zeros_like(one, dtype=wide(one)) for one in own)
-            found.append(self.take(layer, index) or zeros)
+            own, mine = self.own(layer, index), self._layers[layer].store.mine(index)
+            num = len(own[0]) if mine is None else len(mine)
+            zeros = (one.new_zeros((num, *one.shape[1:]), dtype=wide(one)) for one in own)
+            found.append(self.take(layer, index) or tuple(zeros))
+            self.release(layer)
         return found
 
     def add_to(self, index: int, spans: Sequence[int], gradients: Sequence[Payload]) -> None:
         """Adds in every layer what another rank's descendants of some spans send back."""
         for layer, parts in enumerate(gradients):
-            one = self._expect(layer, index, SegmentState.CAPTURED)
-            one.store.add((), Reading(self._rows_of(layer, index, spans)), parts)
+            store = self._expect(layer, index, SegmentState.CAPTURED).store
+            store.arena.add((index,), Reading(self._rows_of(layer, index, spans)), parts)
+            self.release(layer)
 
     def _rows_of(self, layer: int, index: int, spans: Sequence[int]) -> Rows:
-        """Rows of some spans of a segment in a layer's arena."""
-        rows = self.map.rows(self.forms[layer])
-        whole = rows.intervals[index]
+        """Rows of this rank's part of some spans of a segment in a layer's arena."""
+        form, lengths = self.forms[layer], self.map.lengths[index]
+        whole, mine = self.map.rows(form).intervals[index], self._layers[layer].store.mine(index)
         if whole is None:
             raise RuntimeError(f"segment {index} is a wave: it leaves nothing here")
-        if self.forms[layer] is Form.SPANS:
-            lengths = [1] * len(self.map.lengths[index])
-        else:
-            lengths = [length // self.map.shares for length in self.map.lengths[index]]
-        ends = [*itertools.accumulate(lengths, initial=whole.start)]
-        return _rows(self._device, [(ends[span], ends[span + 1]) for span in spans])
+        parts = self.map.parts
+        local = [1 if form is Form.SPANS else length // parts for length in lengths]
+        ends = [*itertools.accumulate(local, initial=0)]
+        bounds = [(ends[span], ends[span + 1]) for span in spans]
+        if mine is None:
+            start = whole.start
+            return _rows(self._device, [(start + begin, start + end) for begin, end in bounds])
+        rows = np.concatenate([mine[begin:end] for begin, end in bounds])
+        return on(self._device, rows + whole.start)
 
     def prefetch(self, layer: int, index: int, *, backward: bool = False) -> None:
         """Announces that a segment will run in a layer.

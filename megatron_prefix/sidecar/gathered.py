@@ -13,6 +13,7 @@ from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
 from megatron_prefix.sidecar.context_parallel import Exchange, GatheredKeys, Pending
 from megatron_prefix.sidecar.key_sums import halves
 from megatron_prefix.sidecar.store import Lengths, OwnKeys
+from megatron_prefix.tree import cp_layout
 
 
 class GatheredStore:
@@ -28,10 +29,16 @@ class GatheredStore:
     """
 
     def __init__(self, exchange: Exchange, arena: Arena, lengths: tuple[Lengths, ...]) -> None:
-        self._exchange, self._lengths, self._arena = exchange, lengths, arena
+        self._exchange, self._lengths, self.arena = exchange, lengths, arena
         self._coming: dict[int, Pending] = {}
         self.own, self.read, self.add = arena.own, arena.read, arena.add
         self.looks_ahead, self.fetch, self.leave = arena.looks_ahead, arena.fetch, arena.leave
+
+    def mine(self, index: int) -> cp_layout.Index:
+        """See Store."""
+        return cp_layout.held_positions(
+            self._lengths[index], self._exchange.rank, self._exchange.size
+        )
 
     def keys(self, cache: SidecarCache, place: tuple[int, int], inner: bool, both: Both) -> OwnKeys:
         """See Store."""
@@ -60,7 +67,7 @@ class GatheredStore:
         whole = view.index_select(
             0, self._exchange.table("order", self._lengths[index], view.device)
         )
-        self._arena.write(index, halves(whole, payload[0].shape[-1]))
+        self.arena.write(index, halves(whole, payload[0].shape[-1]))
 
     def sent(self, index: int) -> Payload | None:
         """See Store: what descendants on all ranks have sent."""
@@ -68,11 +75,11 @@ class GatheredStore:
         if total is None:
             return None
         (both,) = self._exchange.reduce_scatter(total).wait()
-        return halves(both, self._arena.width)
+        return halves(both, self.arena.width)
 
     def drop(self) -> None:
         """See Store."""
-        self._arena.drop()
+        self.arena.drop()
         self._coming.clear()
 
     def _expect(self, index: int, both: Payload) -> None:
@@ -82,7 +89,7 @@ class GatheredStore:
 
     def _total(self, index: int) -> Tensor | None:
         """This rank's sums of gK and gV of a whole segment, in the order of an exchange."""
-        sums = self._arena.sent(index)
+        sums = self.arena.sent(index)
         if sums is None:
             return None
         both = torch.cat(sums, dim=-1)

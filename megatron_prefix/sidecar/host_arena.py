@@ -95,6 +95,14 @@ class HostArena:
         self._changed: set[int] = set()  # segments whose gradients on the device are newer
         self._pending: list[Any] = []
 
+    @property
+    def arena(self) -> Store:
+        """See Store."""
+        return self
+
+    def mine(self, index: int) -> None:
+        """See Store."""
+
     def write(self, index: int, payload: Payload) -> None:
         """See Store; from the device it is copied to the host."""
         arena = self._arena

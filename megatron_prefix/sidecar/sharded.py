@@ -33,10 +33,13 @@ class ShardedStore:
     looks_ahead = True
 
     def __init__(self, exchange: Exchange, arena: Arena, lengths: tuple[Lengths, ...]) -> None:
-        self._exchange, self._lengths, self._arena = exchange, lengths, arena
+        self._exchange, self._lengths, self.arena = exchange, lengths, arena
         self._views: dict[LevelReading, Pending] = {}
         self._coming: list[tuple[LevelReading, Pending]] = []
         self.write, self.own = arena.write, arena.own
+
+    def mine(self, index: int) -> None:
+        """See Store."""
 
     def keys(self, cache: SidecarCache, place: tuple[int, int], inner: bool, both: Both) -> OwnKeys:
         """See Store."""
@@ -67,7 +70,7 @@ class ShardedStore:
             (both,), order = coming.wait(), self._order(what)
             both = both if order is None else both.index_select(0, order)
             self._views[what] = coming = Pending((), (both,))
-        return halves(coming.tensors[0], self._arena.width)
+        return halves(coming.tensors[0], self.arena.width)
 
     def add(self, seen: Collection[int], what: LevelReading, gradients: Payload) -> None:
         """See Store: sends them to the owners of the keys."""
@@ -80,16 +83,16 @@ class ShardedStore:
     def sent(self, index: int) -> Payload | None:
         """See Store."""
         self._settle()
-        return self._arena.sent(index)
+        return self.arena.sent(index)
 
     def drop(self) -> None:
         """See Store."""
-        self._arena.drop()
+        self.arena.drop()
         self._views.clear()
         self._coming.clear()
 
     def _gather(self, seen: Collection[int], level: LevelReading) -> Pending:
-        self._views[level] = coming = self._exchange.gather(*self._arena.read(seen, level))
+        self._views[level] = coming = self._exchange.gather(*self.arena.read(seen, level))
         return coming
 
     def _order(self, level: LevelReading) -> Tensor | None:
@@ -97,7 +100,7 @@ class ShardedStore:
         runs lie end to end; None for a single run, whose order does not matter."""
         if len(level.key_lengths) == 1:
             return None
-        return self._exchange.table("runs", level.key_lengths, self._arena.values[0].device)
+        return self._exchange.table("runs", level.key_lengths, self.arena.values[0].device)
 
     def _settle(self, newer: int | None = None) -> None:
         """Adds gradients that were sent here, but not those from the segment `newer`."""
@@ -106,4 +109,4 @@ class ShardedStore:
         for level, pending in coming:
             if level.index != newer:
                 (both,) = pending.wait()
-                self._arena.add((), level, halves(both, self._arena.width))
+                self.arena.add((), level, halves(both, self.arena.width))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from megatron_prefix.sidecar.arena import Both, Payload
     from megatron_prefix.sidecar.cache import SidecarCache
+    from megatron_prefix.tree.cp_layout import Index
 
 Lengths = tuple[int, ...]
 
@@ -23,9 +24,17 @@ class Store(Protocol):
 
     Attributes:
         looks_ahead: whether `fetch` and `leave` do something.
+        arena: the store that has the rows on this rank.
     """
 
     looks_ahead: bool
+
+    @property
+    def arena(self) -> Store: ...  # noqa: D102
+
+    def mine(self, index: int) -> Index | None:
+        """The rows of this rank's positions among those of a segment in the arena, span after span;
+        None: all of them."""
 
     def keys(self, cache: SidecarCache, place: tuple[int, int], inner: bool, both: Both) -> OwnKeys:
         """See SidecarCache.own_keys; `place` is (layer, segment)."""

@@ -31,6 +31,7 @@ from megatron_prefix.lab.verify import align
 from megatron_prefix.moe import tokens
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.moe.ledger import RouterLedger
+from megatron_prefix.moe.span_sums import SpanSums
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import build, trees
 from tests.harness.ranks import run_ranks
@@ -73,6 +74,9 @@ class Case:
 
 
 CHUNKED = PrefixConfig(min_gain=0, chunk_tokens=8, segment_tokens=16)
+ACROSS = PrefixConfig(min_gain=0, across_ranks="on")
+ACROSS_CHUNKED = replace(CHUNKED, across_ranks="on")
+PER_TOKEN = {"calculate_per_token_loss": True, **BOTH}
 CASES = {
     "no auxiliary loss": Case({"moe_aux_loss_coeff": 0.0}),
     "aux_loss": Case(AUX),
@@ -143,6 +147,24 @@ CASES = {
     "CP2 EP2": Case(layout=Layout(cp=2, ep=2)),
     "TP2 CP2": Case(layout=Layout(tp=2, cp=2, **SP)),
     "TP2 EP2, full recompute": Case(layout=Layout(tp=2, dp=2, ep=2, **SP), recompute="full"),
+    "across ranks": Case(layout=Layout(dp=2), prefix=ACROSS_CHUNKED, config=PER_TOKEN),
+    "across ranks, flat": Case(layout=Layout(dp=2), prefix=ACROSS, config=BOTH, flat=True),
+    "across ranks, expert bias": Case(
+        layout=Layout(dp=2), prefix=ACROSS, config=BIAS, recompute="full"
+    ),
+    "across ranks, expert bias alone": Case(
+        {"moe_aux_loss_coeff": 0.0}, layout=Layout(dp=2), prefix=ACROSS, config=BIAS
+    ),
+    "across ranks, one layer is dense": Case(
+        {**AUX_Z, "moe_layer_freq": (False, True)}, layout=Layout(dp=3), prefix=ACROSS
+    ),
+    "across ranks, TP2": Case(layout=Layout(dp=2, tp=2, **SP), prefix=ACROSS, config=PER_TOKEN),
+    "across ranks, CP2": Case(layout=Layout(dp=2, cp=2), prefix=ACROSS_CHUNKED, config=BOTH),
+    "across ranks, PP2 VPP2": Case(
+        {**AUX_Z, "num_layers": 4},
+        layout=Layout(dp=2, pp=2, vpp=2),
+        prefix=replace(ACROSS_CHUNKED, memory="recompute"),
+    ),
 }
 
 
@@ -180,6 +202,15 @@ def test_the_groups_are_packed_unless_a_case_says_otherwise() -> None:
     assert budgets == {PrefixConfig().segment_tokens, CHUNKED.segment_tokens, 1}
 
 
+def scattered(everything: list[Group], number: int) -> list[Group]:
+    """Rollouts of one data-parallel rank: some of each group; ranks have unequally many."""
+    taken = ((0, 2, 3), (1,), (2, 3))[number]
+    return [
+        replace(group, rollouts=tuple(group.rollouts[member] for member in taken))
+        for group in everything
+    ]
+
+
 class Forgetful(PrefixSchedule):
     """The prefix schedule where no weight of auxiliary losses is left from the stock schedule."""
 
@@ -203,7 +234,10 @@ def aligned(case: Case) -> align.Alignment:
         )
         align.PrefixSchedule = Forgetful  # in this process only
         number = align.data_rank()
-        mine = groups(case.flat or (case.uneven and number % 2 == 1), number)
+        if case.prefix.across_ranks == "on":
+            mine = scattered(groups(case.flat, 0), number)
+        else:
+            mine = groups(case.flat or (case.uneven and number % 2 == 1), number)
         multiple = case.layout.alignment
         return align.over_ranks(align.align(chunks, mine, case.prefix, multiple=multiple))
 
@@ -241,6 +275,12 @@ def by_itself(self: RouterLedger, layer: int, microbatches: tuple[int, ...]) -> 
     return torch.stack([self._group_counts.take(place, m) for m in microbatches])
 
 
+def zeros(self: SpanSums, layer: int, index: int, name: str, sums: torch.Tensor) -> None:
+    """Nothing is counted for other ranks."""
+    STOCK_PUT(self, layer, index, name, torch.zeros_like(sums))
+
+
+STOCK_PUT = SpanSums.put
 STOCK_ENTER = GroupCounts.enter
 STOCK_COLUMNS, STOCK_CLOSING = tokens.columns_of, tokens.LogicalTokens.closing
 MISTAKES = {
@@ -258,6 +298,8 @@ MISTAKES = {
     "bias of rows": ("expert bias alone", "tokens.columns_of", once),
     "recomputed rows": ("full recompute, per-token loss", "tokens.columns_of", once),
     "rows of a pipeline": ("PP2", "tokens.columns_of", once),
+    "losses of other ranks": ("across ranks", "span_sums.SpanSums.put", zeros),
+    "bias of other ranks": ("across ranks, expert bias alone", "span_sums.SpanSums.put", zeros),
     "waves for microbatches": ("aux_loss, flat groups", "tokens.LogicalTokens.closing", together),
 }
 
@@ -271,7 +313,7 @@ def test_a_wrong_count_is_seen(mistake, monkeypatch):
     biased = any("expert_bias" in line for line in verdict.failures)
     logged = any(line.split(": ")[-2].endswith("loss") for line in verdict.failures)
     gradients = any("gradient of" in line for line in verdict.failures)
-    assert biased if mistake == "bias of rows" else logged and gradients
+    assert biased if mistake.startswith("bias") else logged and gradients
 
 
 def test_one_schedule_on_all_data_parallel_ranks():

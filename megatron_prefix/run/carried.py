@@ -1,0 +1,68 @@
+"""What crosses data-parallel ranks of a model chunk: payloads of its layers, and routers' sums.
+
+Both look alike from here: tensors by layer with a row a position or a span, and gradients of the
+same shapes that come back. Routers of all layers are together one more layer, the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_prefix.moe.ledger import RouterLedger
+from megatron_prefix.sidecar.arena import Payload
+from megatron_prefix.sidecar.cache import SidecarCache
+from megatron_prefix.tree.payload_map import Form
+
+Row = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a row of one tensor of a payload."""
+
+
+class Carried:
+    """Payloads and sums of one model chunk in one step.
+
+    Args:
+        cache: the sidecar of the chunk.
+        ledger: of its routers; None without routers or gradients.
+
+    Attributes:
+        forms: of the layers that leave something, routers last.
+        parts: context-parallel ranks, each of which has an equal part of every span's positions.
+    """
+
+    def __init__(self, cache: SidecarCache, ledger: RouterLedger | None) -> None:
+        self._cache, self._ledger = cache, ledger
+        self.forms, self.parts = (*cache.forms, Form.SPANS), cache.map.parts
+
+    def rows(self, index: int) -> list[list[Row]]:
+        """What rows of a segment's payload are, layer by layer."""
+        own = [self._cache.own(layer, index) for layer in range(len(self.forms) - 1)]
+        own.append(() if self._ledger is None else self._ledger.leaving(index, ()))
+        return [[(tuple(one.shape[1:]), one.dtype) for one in parts] for parts in own]
+
+    def leaving(self, index: int, spans: Sequence[int]) -> list[Payload]:
+        """What some spans of a segment that ran forward here leave."""
+        routed = () if self._ledger is None else self._ledger.leaving(index, spans)
+        return [*self._cache.leaving(index, spans), routed]
+
+    def arrived(self, index: int, payload: Sequence[Payload]) -> None:
+        """Takes what a segment of another rank leaves."""
+        *layers, routed = payload
+        for layer, parts in enumerate(layers):
+            self._cache.capture(layer, index, parts)
+            self._cache.release(layer)
+        if self._ledger is not None:
+            self._ledger.arrived(index, routed)
+
+    def sums(self, index: int) -> list[Payload]:
+        """Gradients of what has `arrived`; only once."""
+        routed = () if self._ledger is None else self._ledger.sums(index)
+        return [*self._cache.sums(index), routed]
+
+    def add_to(self, index: int, spans: Sequence[int], gradients: Sequence[Payload]) -> None:
+        """Adds gradients of what has left here, before the segment runs backward."""
+        *layers, routed = gradients
+        self._cache.add_to(index, spans, layers)
+        if self._ledger is not None:
+            self._ledger.add_to(index, spans, routed)
