@@ -3,15 +3,17 @@
 A segment of another rank has an F, which gets its payload, and a B, which sends its gradients back.
 The F of a segment that others get sends its payload as well, and its B gets their gradients first.
 All ranks have the same windows (tree/across_ranks.py), and in each of them the same order: the
-payloads that cross when it begins, what a rank runs for itself, the gradients that cross when it
-ends. So whatever an exchange waits for comes before it on every rank, and none waits in a circle,
+payloads that cross when it begins, level by level of the trees, what a rank runs for itself, the
+gradients that cross when it ends. A level crosses at once: forward when a rank has computed what it
+owns of it, backward before a rank needs what others send back. So whatever an exchange waits for comes before it on every rank, and none waits in a circle,
 even if every exchange holds up both of its ranks. Where a rank has several model chunks, what crosses
 does so chunk by chunk: forward from the first, backward from the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_prefix.plan.actions import Action, Plan, Transfer
@@ -40,33 +42,42 @@ def in_windows(plan: Plan, forest: Forest) -> Plan:
 
 def with_messages(plan: Plan, forest: Forest) -> Plan:
     """A plan of `in_windows` with every exchange written out, as plan/job.py judges it."""
-    exchange_of = {one.segment: one for one in forest.exchanges}
     transfers = tuple(
         Transfer(one.segment, peer, spans)
         for one in forest.exchanges
         if forest.segments[one.segment].source < 0
         for peer, spans in one.peers
     )
-    programs = tuple(
-        tuple(message for action in program for message in _messages(action, forest, exchange_of))
-        for program in plan.programs
-    )
+    programs = tuple(tuple(_with_messages(program, forest)) for program in plan.programs)
     return replace(plan, programs=programs, transfers=transfers)
 
 
-def _messages(
-    action: Action, forest: Forest, exchange_of: Mapping[int, Exchange]
-) -> Iterator[Action]:
-    """An action with its sends and receives, as run/executor.py makes them."""
-    one, forward = exchange_of.get(action.segment), action.kind == "F"
-    peers = one.peers if one is not None else ()
+def _with_messages(program: Sequence[Action], forest: Forest) -> Iterator[Action]:
+    """A program with sends and receives of every level, as run/exchanges.py makes them."""
+    of = {one.segment: one for one in forest.exchanges}
+
+    def group(action: Action) -> tuple[str, int, int, int] | None:
+        one = of.get(action.segment)
+        if one is None:
+            return None
+        window = one.first if action.kind == "F" else one.last
+        return action.kind, window, one.level, action.chunk
+
+    for key, actions in itertools.groupby(program, group):
+        if key is None:
+            yield from actions
+            continue
+        here = list(actions)
+        computed = [one for one in here if forest.segments[one.segment].source < 0]
+        crossing = [message for one in here for message in _messages(one, of[one.segment], forest)]
+        yield from computed + crossing if key[0] == "F" else crossing + computed
+
+
+def _messages(action: Action, one: Exchange, forest: Forest) -> Iterator[Action]:
+    """What crosses with a segment: its payload forward, its gradients backward."""
     received = forest.segments[action.segment].source >= 0
-    kind = "S" if forward is not received else "R"
-    crossing = [Action(kind, action.segment, action.chunk, peer) for peer, _ in peers]
-    if received:
-        yield from crossing
-    else:
-        yield from [action, *crossing] if forward else [*crossing, action]
+    kind = "S" if (action.kind == "F") is not received else "R"
+    return (Action(kind, action.segment, action.chunk, peer) for peer, _ in one.peers)
 
 
 def _ordered(program: tuple[Action, ...], forest: Forest, chunks: range) -> Iterator[Action]:

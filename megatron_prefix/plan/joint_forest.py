@@ -6,6 +6,10 @@ together, on every stage. The F-orders of these ranks are laid side by side, inn
 inner segments and waves beside waves. The union is one forest, in which a segment has the parents
 that it has on any rank, and its plan is a plan for all ranks. Where a rank has no segment, it gets
 a filler, which is only padding.
+
+What crosses data-parallel ranks comes first, level by level of its trees: the segments that ranks
+compute side by side, then those that they receive, where nothing runs on any rank. Level by level,
+so that nothing that ranks wait for together waits for what comes later on one of them.
 """
 
 from __future__ import annotations
@@ -13,8 +17,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from megatron_prefix.tree import Forest, Segment, Span
+from megatron_prefix.tree.forest import Exchange
 
 _Node = tuple[int | None, ...]
 """Per forest the segment at one place of the union; None: it has none there."""
@@ -65,18 +71,22 @@ def joint_forest(
         microbatches_of: per forest the trainer's microbatch of every rollout.
         place: number of the rank's own pipeline.
     """
-    nodes = _side_by_side(forests)
-    filled = [_filled(forest, nodes, place) for place, forest in enumerate(forests)]
+    levels, crossing = _crossing(forests)
+    nodes = crossing + _side_by_side(forests)
+    sources = [_source(forests, node) for node in nodes]
+    filled = [_filled(one, nodes, sources, levels, number) for number, one in enumerate(forests)]
     ordered = any(forest.ordered for forest in forests)
     return JointForest(
         filled[place],
         tuple(microbatches_of[place]),
         Forest(
-            tuple(_union(filled)),
+            tuple(_union(filled, sources)),
             tuple(number for forest in forests for number in forest.num_positions),
             tuple(number for forest in forests for number in forest.first_trained),
             forests[place].multiple,
             ordered,
+            exchanges=tuple(Exchange(place, 0, 0, (), level) for place, level in enumerate(levels)),
+            windows=(0,) * len(nodes) if crossing else (),
         ),
         tuple(_numbered(microbatches_of, ordered)),
         tuple(
@@ -94,10 +104,35 @@ def _numbered(microbatches_of: Sequence[Sequence[int]], ordered: bool) -> Iterat
         first += 0 if ordered else max(microbatch_of, default=-1) + 1
 
 
+def _crossing(forests: Sequence[Forest]) -> tuple[list[int], list[_Node]]:
+    """Places of segments that cross data-parallel ranks, with which forests begin, and their levels.
+
+    Raises:
+        ValueError: several windows.
+    """
+    rows: dict[tuple[int, bool], list[list[int]]] = {}
+    for place, forest in enumerate(forests):
+        if forest.num_windows > 1:
+            raise ValueError("pipelines that exchange side by side have one window")
+        for one in forest.exchanges:
+            received = forest.segments[one.segment].source >= 0
+            row = rows.setdefault((one.level, received), [[] for _ in forests])
+            row[place].append(one.segment)
+    found = [(level, node) for (level, _), row in sorted(rows.items()) for node in zip_longest(*row)]
+    return [level for level, _ in found], [node for _, node in found]
+
+
+def _source(forests: Sequence[Forest], node: _Node) -> int:
+    """At or above 0: what is at a place is received."""
+    here = zip(forests, node, strict=True)
+    return max(forest.segments[index].source for forest, index in here if index is not None)
+
+
 def _side_by_side(forests: Sequence[Forest]) -> list[_Node]:
-    """Places of the union in F-order: waves first where some have a wave next and some have not."""
+    """Places of the union behind what crosses, in F-order: waves first where some have a wave next
+    and some have not."""
     nodes: list[_Node] = []
-    done = [0] * len(forests)
+    done = [len(forest.exchanges) for forest in forests]
     while any(place < len(forest.segments) for place, forest in zip(done, forests, strict=True)):
         left = [
             forest.segments[place].inner if place < len(forest.segments) else None
@@ -109,19 +144,32 @@ def _side_by_side(forests: Sequence[Forest]) -> list[_Node]:
     return nodes
 
 
-def _filled(forest: Forest, nodes: Sequence[_Node], place: int) -> Forest:
-    """One of the forests, with fillers where it has no segment."""
+def _filled(
+    forest: Forest,
+    nodes: Sequence[_Node],
+    sources: Sequence[int],
+    levels: Sequence[int],
+    place: int,
+) -> Forest:
+    """One of the forests, with fillers where it has no segment; those for what others receive say
+    so, and nothing runs there."""
     filler = Segment((Span(0, 0, forest.multiple, ()),), inner=False, scored=False, trained=0)
     new: dict[int, int] = {}
     segments = []
-    for number, node in enumerate(nodes):
+    for number, (node, source) in enumerate(zip(nodes, sources, strict=True)):
         index = node[place]
         if index is None:
-            segments.append(filler)
+            segments.append(filler._replace(source=source))
         else:
             new[index] = number
             segments.append(_moved(forest.segments[index], new))
-    return replace(forest, segments=tuple(segments))
+    exchanges = [one._replace(segment=new[one.segment]) for one in forest.exchanges]
+    for number, (level, node) in enumerate(zip(levels, nodes, strict=False)):
+        if node[place] is None:
+            exchanges.append(Exchange(number, 0, 0, (), level))
+    exchanges.sort(key=lambda one: one.level)  # in a level in the order that all ranks have
+    windows = (0,) * len(nodes) if exchanges else ()
+    return replace(forest, segments=tuple(segments), exchanges=tuple(exchanges), windows=windows)
 
 
 def _moved(segment: Segment, new: Mapping[int, int]) -> Segment:
@@ -134,11 +182,11 @@ def _moved(segment: Segment, new: Mapping[int, int]) -> Segment:
     return segment._replace(spans=tuple(spans))
 
 
-def _union(forests: Sequence[Forest]) -> Iterator[Segment]:
+def _union(forests: Sequence[Forest], sources: Sequence[int]) -> Iterator[Segment]:
     """Segments at one place as one; spans and rollouts are numbered on from forest to forest."""
     rollouts = [0, *itertools.accumulate(len(forest.num_positions) for forest in forests)]
     before: list[list[int]] = []  # per place and forest the spans of the forests before it
-    for here in zip(*(forest.segments for forest in forests), strict=True):
+    for source, *here in zip(sources, *(forest.segments for forest in forests), strict=True):
         before.append([0, *itertools.accumulate(len(segment.spans) for segment in here)])
         spans = []
         for number, segment in enumerate(here):
@@ -152,4 +200,4 @@ def _union(forests: Sequence[Forest]) -> Iterator[Segment]:
         inner, scored = (any(flags) for flags in zip(*(s[1:3] for s in here), strict=True))
         trained = [segment.trained for segment in here if segment.trained is not None]
         known = len(trained) == len(here)
-        yield Segment(tuple(spans), inner, scored, sum(trained) if known else None)
+        yield Segment(tuple(spans), inner, scored, sum(trained) if known else None, source)

@@ -22,9 +22,12 @@ from torch import Tensor
 from megatron_prefix.run.carried import Carried, Row
 from megatron_prefix.sidecar.arena import Payload, wider
 from megatron_prefix.tree import Forest
+from megatron_prefix.tree.forest import Exchange
 from megatron_prefix.tree.payload_map import Form
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+Coming = tuple[list[Any], list[Tensor]]
+"""Works, and the tensors that they send or fill."""
 _DIMENSIONS = 6
 """Most dimensions of a row of a payload."""
 
@@ -49,18 +52,19 @@ class Communicator:
         self._told: set[tuple[int, int]] = set()
         self._rows: dict[tuple[int, int], list[list[Row]]] = {}
 
-    def send(self, peer: int, tensors: Sequence[Tensor]) -> list[Any]:
-        """Sends tensors to a place in the group."""
-        return self._exchange(dist.isend, peer, [one.contiguous() for one in tensors])
+    def send(self, peer: int, tensors: Sequence[Tensor]) -> Coming:
+        """Sends tensors to a place in the group; returns them as they are sent."""
+        whole = [one.contiguous() for one in tensors]
+        return self._exchange(dist.isend, peer, whole), whole
 
     def receive(self, peer: int, tensors: Sequence[Tensor]) -> list[Any]:
         """Fills tensors with what a place in the group sends."""
         return self._exchange(dist.irecv, peer, tensors)
 
-    def tell_rows(self, peer: int, chunk: int, payload: Sequence[Payload]) -> None:
+    def tell_rows(self, peer: int, chunk: int, payload: Sequence[Payload]) -> Coming:
         """Says what rows of a model chunk's payloads are, before the first one that a peer gets."""
         if (peer, chunk) in self._told:
-            return
+            return [], []
         self._told.add((peer, chunk))
         numbers = []
         for tensor in itertools.chain.from_iterable(payload):
@@ -68,8 +72,10 @@ class Communicator:
             numbers += [_DTYPES.index(tensor.dtype), len(shape), *shape]
             numbers += [0] * (_DIMENSIONS - len(shape))
         counts = [len(parts) for parts in payload]
-        for message in (torch.tensor(counts), torch.tensor(numbers)):
-            dist.send(message.to(self._device), self.ranks[peer], group=self._group)
+        works, messages = [], [torch.tensor(each).to(self._device) for each in (counts, numbers)]
+        for message in messages:  # one by one: the second's length is in the first
+            works += self._exchange(dist.isend, peer, [message])
+        return works, messages
 
     def rows(self, peer: int, chunk: int, num_layers: int) -> list[list[Row]]:
         """What rows of payloads are that a peer sends; waits for it the first time."""
@@ -86,7 +92,7 @@ class Communicator:
 
     def _numbers(self, peer: int, count: int) -> list[int]:
         numbers = torch.zeros(count, dtype=torch.int64, device=self._device)
-        dist.recv(numbers, self.ranks[peer], group=self._group)
+        _wait(self._exchange(dist.irecv, peer, [numbers]))
         return numbers.tolist()
 
     def _exchange(self, way: Any, peer: int, tensors: Sequence[Tensor]) -> list[Any]:
@@ -145,49 +151,76 @@ class Exchanges:
     ) -> None:
         if forest.num_windows > 1:
             raise ValueError("a step with exchanges has one window")
-        self._of = {one.segment: one for one in forest.exchanges}
+        self._level_of = {one.segment: one.level for one in forest.exchanges}
+        levels = itertools.groupby(forest.exchanges, lambda one: one.level)
+        self._levels = [[*of_level] for _, of_level in levels]
+        self._crossed = [0] * len(chunks)
+        self._returned = [len(self._levels)] * len(chunks)
         self._segments, self._communicator, self._chunks = forest.segments, communicator, chunks
         self._device, self._forward_only = device, forward_only
-        self._sent: list[tuple[list[Any], list[Tensor]]] = []
+        self._sent: list[Coming] = []
         self._coming: dict[tuple[int, int], tuple[list[Any], list[Payload]]] = {}
+        self._coming_back: dict[tuple[int, int], list[Any]] = {}
 
-    def begin(self, index: int, chunk: int) -> None:
-        """Begins to get a segment's payload."""
-        ((owner, spans),) = self._of[index].peers
-        rows = self._communicator.rows(owner, chunk, len(self._chunks[chunk].forms))
-        payload = self._empty(rows, index, chunk, spans)
-        self._coming[index, chunk] = self._receive(owner, payload), payload
+    def forward(self, index: int, chunk: int, read: Iterable[int]) -> None:
+        """Before a segment runs forward: the levels above it cross.
 
-    def arrive(self, segments: Iterable[int], chunk: int) -> None:
-        """Waits for payloads that are about to be read."""
-        for index in segments:
-            if (index, chunk) in self._coming:
-                works, payload = self._coming.pop((index, chunk))
-                _wait(works)
-                self._chunks[chunk].arrived(index, payload)
+        Args:
+            index: the segment.
+            chunk: the model chunk.
+            read: the segments that it reads; their payloads are waited for.
+        """
+        while self._crossed[chunk] < self._level_of.get(index, len(self._levels)):
+            for one in self._levels[self._crossed[chunk]]:
+                self._leave(one, chunk)
+            self._crossed[chunk] += 1
+        for seen in read:
+            self._arrive(seen, chunk)
 
-    def leave(self, index: int, chunk: int) -> None:
-        """Sends a segment's payload to the ranks that have rollouts below it."""
-        for peer, spans in self._of[index].peers if index in self._of else ():
-            payload = self._chunks[chunk].leaving(index, spans)
-            self._communicator.tell_rows(peer, chunk, payload)
-            self._send(peer, payload)
+    def backward(self, index: int, chunk: int) -> None:
+        """Before a segment runs backward: gradients of its level cross, and its own are there."""
+        level = self._level_of.get(index, len(self._levels))
+        self.forward(-1, chunk, ())
+        while self._returned[chunk] > level:
+            self._returned[chunk] -= 1
+            for one in reversed(self._levels[self._returned[chunk]]):
+                self._give_back(one, chunk)
+        for spans, (works, gradients) in self._coming_back.pop((index, chunk), ()):
+            _wait(works)
+            self._chunks[chunk].add_to(index, spans, gradients)
 
-    def give_back(self, index: int, chunk: int) -> None:
-        """Sends the gradients of a payload to the rank that it came from."""
-        self.arrive([index], chunk)
-        ((owner, _),) = self._of[index].peers
-        if not self._forward_only:
-            self._send(owner, self._chunks[chunk].sums(index))
+    def _leave(self, one: Exchange, chunk: int) -> None:
+        """Begins to get a payload, or to send it to the ranks that have rollouts below it."""
+        carried = self._chunks[chunk]
+        for peer, spans in one.peers:
+            if self._segments[one.segment].source >= 0:
+                rows = self._communicator.rows(peer, chunk, len(carried.forms))
+                payload = self._empty(rows, one.segment, chunk, spans)
+                self._coming[one.segment, chunk] = self._receive(peer, payload), payload
+            else:
+                payload = carried.leaving(one.segment, spans)
+                self._keep(self._communicator.tell_rows(peer, chunk, payload))
+                self._send(peer, payload)
 
-    def collect(self, index: int, chunk: int) -> None:
-        """Adds the gradients of a segment's payload that other ranks send back."""
-        for peer, spans in self._of[index].peers if index in self._of else ():
-            carried = self._chunks[chunk]
-            rows = [[(shape, wider(dtype)) for shape, dtype in of] for of in carried.rows(index)]
-            gradients = self._empty(rows, index, chunk, spans)
-            _wait(self._receive(peer, gradients))
-            carried.add_to(index, spans, gradients)
+    def _give_back(self, one: Exchange, chunk: int) -> None:
+        """Sends the gradients of a payload to the rank that it came from, or begins to get them."""
+        carried, index = self._chunks[chunk], one.segment
+        for peer, spans in one.peers:
+            if self._segments[index].source >= 0:
+                self._arrive(index, chunk)
+                if not self._forward_only:
+                    self._send(peer, carried.sums(index))
+            elif not self._forward_only:
+                rows = [[(shape, wider(dtype)) for shape, dtype in of] for of in carried.rows(index)]
+                gradients = self._empty(rows, index, chunk, spans)
+                coming = spans, (self._receive(peer, gradients), gradients)
+                self._coming_back.setdefault((index, chunk), []).append(coming)
+
+    def _arrive(self, index: int, chunk: int) -> None:
+        if (index, chunk) in self._coming:
+            works, payload = self._coming.pop((index, chunk))
+            _wait(works)
+            self._chunks[chunk].arrived(index, payload)
 
     def finish(self) -> None:
         """Waits until everything sent has left."""
@@ -195,8 +228,10 @@ class Exchanges:
             _wait(self._sent.pop()[0])
 
     def _send(self, peer: int, payload: Sequence[Payload]) -> None:
-        tensors = [*itertools.chain.from_iterable(payload)]
-        self._sent.append((self._communicator.send(peer, tensors), tensors))  # they live till then
+        self._keep(self._communicator.send(peer, [*itertools.chain.from_iterable(payload)]))
+
+    def _keep(self, sent: Coming) -> None:
+        self._sent.append(sent)  # tensors live until they have left
 
     def _receive(self, peer: int, payload: Sequence[Payload]) -> list[Any]:
         return self._communicator.receive(peer, [*itertools.chain.from_iterable(payload)])

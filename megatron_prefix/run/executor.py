@@ -142,22 +142,16 @@ class Executor:
 
     def _crossing(self, action: Action, stage: Stage, exchanges: Exchanges) -> None:
         """An action, and what crosses data-parallel ranks before and after it."""
-        index, forward = action.segment, action.kind == "F"
-        chunk = action.chunk
-        if self._plan.segments[index].source >= 0:
-            if forward:
-                exchanges.begin(index, chunk)
-                return
-            exchanges.give_back(index, chunk)
+        index, chunk = action.segment, action.chunk
+        received = self._plan.segments[index].source >= 0
+        if action.kind == "F":
+            exchanges.forward(index, chunk, () if received else stage.cache.map.seen(index))
+        else:
+            exchanges.backward(index, chunk)
+        if not received:
+            self._handlers[action.kind](action, stage)
+        elif action.kind == "B":
             self._release(action, stage)
-            return
-        if forward:
-            exchanges.arrive(stage.cache.map.seen(index), chunk)
-        elif not self._forward_only:
-            exchanges.collect(index, chunk)
-        self._handlers[action.kind](action, stage)
-        if forward:
-            exchanges.leave(index, chunk)
 
     def _context(self, index: int, stage: Stage, backward: bool = False) -> SegmentContext:
         segment = self._plan.segments[index]

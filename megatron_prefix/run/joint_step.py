@@ -47,7 +47,7 @@ def crosses(config: PrefixConfig, rank: Rank, forward_only: bool) -> bool:
 def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
     if rank.data_ranks is None or rank.siblings is None:
         return ACROSS_NO_GROUP
-    if rank.experts is not None or rank.has_global_loss:
+    if rank.has_global_loss or (rank.experts and rank.gathers_tokens):
         return ACROSS_EXPERTS
     if config.plan_file:
         return ACROSS_PLAN

@@ -43,6 +43,7 @@ class Rank:
         alignment: segment boundaries are multiples of it: tp under sequence parallelism, times
             2*cp.
         has_experts: whether layers of the model, on this rank or another, have experts.
+        gathers_tokens: whether ranks that share experts need equally many tokens of one another.
         counts_tokens: whether routers count how many tokens each expert gets.
         has_global_loss: whether a microbatch's losses need all microbatches before it
             (global_aux_loss).
@@ -77,6 +78,7 @@ class Rank:
         self.sequence_ranks = tp if config.sequence_parallel else 1
         self.alignment = self.sequence_ranks * (2 * cp if cp > 1 else 1)
         self.has_experts = bool(config.num_moe_experts)
+        self.gathers_tokens = config.moe_token_dispatcher_type == "allgather"
         self.counts_tokens = counts_tokens(config)
         self.has_global_loss = has_global_loss(config)
         self.overlaps = any(map(overlaps, models))

@@ -238,13 +238,16 @@ class Exchange(NamedTuple):
         first: the window (see `Forest.windows`) at whose beginning its payload crosses.
         last: the window at whose end its gradients come back.
         peers: the ranks that get it, each with the numbers of the spans that it gets; or the rank
-            that it comes from, with all of them.
+            that it comes from, with all of them; none where only ranks that run side by side with
+            this one have a segment.
+        level: segments above it that cross.
     """
 
     segment: int
     first: int
     last: int
     peers: tuple[tuple[int, tuple[int, ...]], ...]
+    level: int
 
 
 @dataclass(frozen=True)
@@ -323,7 +326,7 @@ class Forest:
         numbers = [self.multiple, int(self.ordered), self.unshared_by_routes, self.num_windows]
         numbers.append(len(self.exchanges))
         for one in self.exchanges:
-            numbers += [*one[:3], len(one.peers)]
+            numbers += [*one[:3], one.level, len(one.peers)]
             for rank, spans in one.peers:
                 numbers += [rank, len(spans), *spans]
         numbers += [len(self.num_positions), *self.num_positions, *self.first_trained]
@@ -348,9 +351,9 @@ class Forest:
         align, ordered, unshared, num_windows, num_exchanges = take(5)
         exchanges = []
         for _ in range(num_exchanges):
-            segment, first, last, num_peers = take(4)
+            segment, first, last, level, num_peers = take(5)
             peers = ((rank, take(num)) for rank, num in (take(2) for _ in range(num_peers)))
-            exchanges.append(Exchange(segment, first, last, tuple(peers)))
+            exchanges.append(Exchange(segment, first, last, tuple(peers), level))
         (num_rollouts,) = take(1)
         num_positions, first_trained = take(num_rollouts), take(num_rollouts)
         segments, windows = [], []

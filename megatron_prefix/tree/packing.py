@@ -83,7 +83,8 @@ class Packing:
             for one in common.beginning(self._window):
                 source, spans = common.source(one), common.here(one)
                 peers = common.peers(one) if source < 0 else ((source, tuple(range(len(spans)))),)
-                self.exchanges.append(Exchange(len(self.segments), one.first, one.last, peers))
+                level, number = common.spans[one.spans[0]].level, len(self.segments)
+                self.exchanges.append(Exchange(number, one.first, one.last, peers, level))
                 self._add([nodes[span] for span in spans], inner=True, source=source)
 
     def _inner(self, roots: Sequence[Node]) -> Iterator[tuple[int, Node]]:

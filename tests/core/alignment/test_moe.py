@@ -160,6 +160,16 @@ CASES = {
     ),
     "across ranks, TP2": Case(layout=Layout(dp=2, tp=2, **SP), prefix=ACROSS, config=PER_TOKEN),
     "across ranks, CP2": Case(layout=Layout(dp=2, cp=2), prefix=ACROSS_CHUNKED, config=BOTH),
+    "across ranks, EP2": Case(
+        layout=Layout(dp=2, ep=2), prefix=ACROSS_CHUNKED, config={**PER_TOKEN, **BIAS}
+    ),
+    "across ranks, two groups of experts": Case(
+        layout=Layout(dp=4, ep=2), prefix=ACROSS, config=BOTH, recompute="full"
+    ),
+    "across ranks, EP2 PP2": Case(
+        layout=Layout(dp=2, ep=2, pp=2), prefix=replace(ACROSS, memory="recompute"), config=BOTH
+    ),
+    "across ranks, CP2 EP2": Case(layout=Layout(dp=2, cp=2, ep=2), prefix=ACROSS, config=BOTH),
     "across ranks, PP2 VPP2": Case(
         {**AUX_Z, "num_layers": 4},
         layout=Layout(dp=2, pp=2, vpp=2),
@@ -202,9 +212,9 @@ def test_the_groups_are_packed_unless_a_case_says_otherwise() -> None:
     assert budgets == {PrefixConfig().segment_tokens, CHUNKED.segment_tokens, 1}
 
 
-def scattered(everything: list[Group], number: int) -> list[Group]:
-    """Rollouts of one data-parallel rank: some of each group; ranks have unequally many."""
-    taken = ((0, 2, 3), (1,), (2, 3))[number]
+def scattered(everything: list[Group], number: int, *, even: bool) -> list[Group]:
+    """Rollouts of one data-parallel rank: some of each group, equally many or not."""
+    taken = (((0, 2), (1, 3), (0, 1), (1, 2)) if even else ((0, 2, 3), (1,), (2, 3)))[number]
     return [
         replace(group, rollouts=tuple(group.rollouts[member] for member in taken))
         for group in everything
@@ -235,7 +245,7 @@ def aligned(case: Case) -> align.Alignment:
         align.PrefixSchedule = Forgetful  # in this process only
         number = align.data_rank()
         if case.prefix.across_ranks == "on":
-            mine = scattered(groups(case.flat, 0), number)
+            mine = scattered(groups(case.flat, 0), number, even=case.layout.ep > 1)
         else:
             mine = groups(case.flat or (case.uneven and number % 2 == 1), number)
         multiple = case.layout.alignment
