@@ -20,7 +20,8 @@ from megatron_prefix.errors import UserError
 
 LIMITS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 2.0, math.inf)
 """Of a rank's load, times the mean of whole groups, or the costliest rollout if that is more."""
-_LEAST_GAIN = 1e-9  # part of the largest load that a swap lowers it by: more than rounding does
+LEAST_GAIN = 0.01
+"""Part of the largest load: splitting and swapping have to lower it by more."""
 
 
 def cost_of_length(length: int, quadratic: float = 0.0) -> float:
@@ -103,15 +104,18 @@ def deal(
     mean = float(known.own.sum() + known.beginning.sum()) / num_ranks
     least = max([mean, *costs])
     tried = [_greedy(known, num_ranks, factor * least, room) for factor in LIMITS]
-    best = min(tried, key=lambda ranks: _largest(known, ranks))
-    ranks = _swapped(known, best)
+    ranks = _swapped(known, _best(known, tried))
     return [sorted(part, key=lambda number: (known.group[number], number)) for part in ranks]
 
 
-def _largest(known: DealtCosts, ranks: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """The largest load, and of equal ones what all ranks run."""
-    loads = [known.load(part) for part in ranks]
-    return max(loads), sum(loads)
+def _best(known: DealtCosts, tried: Sequence[list[list[int]]]) -> list[list[int]]:
+    """The dealing in which ranks run least together, of those with nearly the smallest largest
+    load."""
+    loads = [[known.load(part) for part in ranks] for ranks in tried]
+    limit = min(map(max, loads)) * (1 + LEAST_GAIN)
+    return min(zip(loads, tried, strict=True), key=lambda one: (max(one[0]) > limit, sum(one[0])))[
+        1
+    ]
 
 
 def _greedy(known: DealtCosts, num_ranks: int, limit: float, room: int) -> list[list[int]]:
@@ -156,7 +160,7 @@ def _swapped(known: DealtCosts, ranks: Sequence[Sequence[int]]) -> list[list[int
             ours = _after_swaps(known, parts, counts, loads, most, least)
             theirs = _after_swaps(known, parts, counts, loads, least, most).T
             worst = np.maximum(ours, theirs)
-            if worst.size and worst.min() < loads[most] * (1 - _LEAST_GAIN):
+            if worst.size and worst.min() < loads[most] * (1 - LEAST_GAIN):
                 break
         else:
             break
