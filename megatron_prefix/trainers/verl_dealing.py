@@ -80,18 +80,7 @@ def _ordered_again(stock: Callable[..., Any]) -> Callable[..., Any]:
         num_ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
         ranks = dealt(rollouts, num_ranks, _mini_batches(self.config, len(rollouts.groups)))
         _reorder(batch, [number for parts in ranks for part in parts for number in part])
-        tokens = DealtCosts.of(*rollouts)
-        loads = [sum(map(tokens.load, parts)) for parts in ranks]
-        sums = [
-            sum(rollouts.lengths[number] for part in parts for number in part) for parts in ranks
-        ]
-        named = {
-            "balanced_min": min(sums),
-            "balanced_max": max(sums),
-            "executed_min": min(loads),
-            "executed_max": max(loads),
-        }
-        metrics.update({f"{logging_prefix}/{name}": value for name, value in named.items()})
+        metrics.update(_metrics(rollouts, ranks, logging_prefix))
         return returned
 
     return _balance_batch
@@ -108,13 +97,20 @@ def dealt(rollouts: Rollouts, num_ranks: int, num_mini_batches: int) -> list[lis
     groups = rollouts.groups
     costs = [cost_of_length(length, QUADRATIC) for length in rollouts.lengths]
     shared = [cost_of_length(length, QUADRATIC) for length in rollouts.prompts]
-    by_mini_batch = []
+    known = DealtCosts.of(groups, costs, shared)
+    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     for some in deal(groups, costs, shared, num_mini_batches, equal=True):
         names = [groups[number] for number in some]
         alone, common = ([column[number] for number in some] for column in (costs, shared))
-        parts = deal(names, alone, common, num_ranks, equal=True)
-        by_mini_batch.append([[some[place] for place in part] for part in parts])
-    return [list(parts) for parts in zip(*by_mini_batch, strict=True)]
+        places = deal(names, alone, common, num_ranks, equal=True)
+        parts = [[some[place] for place in part] for part in places]
+        parts.sort(key=known.load, reverse=True)
+        # Passes for log-probs run all mini-batches at once: the heaviest part goes to the rank that
+        # has least so far.
+        ranks.sort(key=lambda before: sum(map(known.load, before)))
+        for before, part in zip(ranks, parts, strict=True):
+            before.append(part)
+    return ranks
 
 
 def _mini_batches(config: Any, num_rollouts: int) -> int:
@@ -122,6 +118,20 @@ def _mini_batches(config: Any, num_rollouts: int) -> int:
     options = config.actor_rollout_ref
     size = options.actor.ppo_mini_batch_size * options.rollout.n
     return 1 if num_rollouts % size else num_rollouts // size
+
+
+def _metrics(rollouts: Rollouts, ranks: list[list[list[int]]], prefix: str) -> dict[str, float]:
+    """verl's own of the dealing, and the tokens that are executed: by a rank in the mean, and by
+    the slowest one of every mini-batch."""
+    sums = [sum(rollouts.lengths[number] for part in parts for number in part) for parts in ranks]
+    known = DealtCosts.of(*rollouts)
+    loads = [[known.load(part) for part in parts] for parts in zip(*ranks, strict=True)]
+    return {
+        f"{prefix}/balanced_min": min(sums),
+        f"{prefix}/balanced_max": max(sums),
+        f"{prefix}/executed_mean": sum(map(sum, loads)) / len(ranks),
+        f"{prefix}/executed_max": sum(map(max, loads)),
+    }
 
 
 def rollouts_of(batch: Any) -> Rollouts:

@@ -56,7 +56,8 @@ def test_verls_trainers_deal_whole_groups_with_one_setting() -> None:
         assert metrics["global_seqlen/balanced_max"] == max(found["tokens"])
         assert metrics["global_seqlen/balanced_min"] == min(found["tokens"])
         assert metrics["global_seqlen/executed_max"] < 0.85 * max(stock["tokens"])
-        assert metrics["global_seqlen/executed_max"] < 1.05 * metrics["global_seqlen/executed_min"]
+        assert metrics["global_seqlen/executed_max"] < 1.1 * metrics["global_seqlen/executed_mean"]
+        assert max(found["tokens"]) < 1.1 * min(found["tokens"])
         assert not [name for name in stock["metrics"] if "executed" in name]
 
 
@@ -110,9 +111,9 @@ def test_a_batch_is_ordered_again() -> None:
 
 
 def test_groups_are_dealt_to_mini_batches_and_then_to_ranks() -> None:
-    """16 and 4 are as much as 14 and 6: a mini-batch has two groups, of like loads on two ranks."""
+    """10 and 5 are nearly as much as 9 and 4; who had less in the first then has more."""
     rollouts = Rollouts([*"aabbccdd"], [9, 9, 3, 3, 8, 8, 4, 4], [8, 8, 2, 2, 7, 7, 3, 3])
-    assert dealt(rollouts, 2, 2) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert dealt(rollouts, 2, 2) == [[[2, 3], [4, 5]], [[0, 1], [6, 7]]]
 
 
 def test_what_is_read_of_batches() -> None:
