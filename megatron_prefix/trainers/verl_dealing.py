@@ -62,7 +62,7 @@ def deal_whole_groups(module: ModuleType) -> None:
 
 def _ordered_again(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
-    def _balance_batch(
+    def balanced(
         self: Any,
         batch: Any,
         metrics: dict[str, Any],
@@ -83,7 +83,7 @@ def _ordered_again(stock: Callable[..., Any]) -> Callable[..., Any]:
         metrics.update(_metrics(rollouts, ranks, logging_prefix))
         return returned
 
-    return _balance_batch
+    return balanced
 
 
 def dealt(rollouts: Rollouts, num_ranks: int, num_mini_batches: int) -> list[list[list[int]]]:

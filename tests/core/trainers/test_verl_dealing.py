@@ -134,7 +134,9 @@ def test_what_is_not_as_expected_is_refused_by_name() -> None:
         with pytest.raises(UserError, match=f"{owner}._balance_batch takes nothing, and not self"):
             hooked(None, place)
     assert PARAMETERS.endswith("logging_prefix, keep_minibatch")
-    with pytest.raises(UserError, match=r"keep_minibatch=True and megatron_prefix.auto.whole"):
+    with pytest.raises(
+        UserError, match=r"keep_minibatch=True and megatron_prefix.auto.whole_groups"
+    ):
         hooked(stock)(trainer(8), Batch(), {}, keep_minibatch=True)
     batch = Batch()
     del batch.non_tensor_batch["uid"]
