@@ -137,6 +137,19 @@ def test_a_group_that_is_too_large_is_split() -> None:
     assert max(found) < 380, "12 of 80 and 20, three of 100: 1,280 and 20 a part, on four ranks"
 
 
+def test_a_beginning_counts_once_where_parts_of_a_group_come_to_one_rank() -> None:
+    """Three ranks: 220 is what two of 20 and 80 behind a beginning of 100 have, and 20 more."""
+    costs = [55.0, 130, 70, 180, 180, 120, 140, 120]
+    step = Step([*"aaabbbbb"], costs, [50.0] * 3 + [100.0] * 5)
+    assert max(loads(step, deal(*step, 3))) <= 220
+
+
+def test_a_rank_swaps_with_others_only() -> None:
+    """b, 105, and one of a, 55, beside two of a, 75: no two of a are with less than 105 + 55."""
+    step = Step([*"aaab"], [55.0, 55, 70, 105], [50.0, 50, 50, 100])
+    assert max(loads(step, deal(*step, 2, equal=True))) == 160
+
+
 def test_a_group_stays_whole_where_splitting_repeats_more() -> None:
     """A beginning of 1,000 and answers of 1: a second rank would save a few of 1,008."""
     step = Step(["a"] * 8 + ["b"] * 8, [1001.0] * 16, [1000.0] * 16)
