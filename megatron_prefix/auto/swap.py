@@ -7,20 +7,19 @@ gets it, too. Nothing is imported here, so a trainer's own order of imports stay
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from megatron_prefix.auto.after_import import AfterImport
 from megatron_prefix.errors import UserError
 
 MODULE = "megatron.core.pipeline_parallel.schedules"
 NAME = "get_forward_backward_func"
 
 
-class Swap(importlib.abc.MetaPathFinder):
+class Swap:
     """Replaces Megatron's function by `made(stock)` until `end`.
 
     Args:
@@ -31,6 +30,7 @@ class Swap(importlib.abc.MetaPathFinder):
         self._made = made
         self._stock: Any = None
         self._ours: Any = None
+        self._schedules = AfterImport(MODULE, self._swap)
 
     def begin(self) -> None:
         """Swaps, now or when Megatron's schedules are imported.
@@ -38,41 +38,14 @@ class Swap(importlib.abc.MetaPathFinder):
         Raises:
             UserError: Megatron has no such function.
         """
-        if MODULE in sys.modules:
-            self._swap(sys.modules[MODULE])
-        else:
-            sys.meta_path.insert(0, self)
+        self._schedules.begin()
 
     def end(self) -> None:
         """Puts Megatron's function back, wherever the other one is now."""
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
+        self._schedules.end()
         if self._ours is not None:
             _exchange(self._ours, self._stock)
             self._stock = self._ours = None
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """The finder's part; see importlib. Others find the module; its loader swaps at the end."""
-        if name != MODULE:
-            return None
-        others = (one for one in list(sys.meta_path) if one is not self)
-        specs = (one.find_spec(name, path, target) for one in others)
-        spec = next((spec for spec in specs if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            self._swap_after(spec)
-        return spec
-
-    def _swap_after(self, spec: importlib.machinery.ModuleSpec) -> None:
-        loader: Any = spec.loader
-        execute = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            if self in sys.meta_path:  # not ended in the meantime
-                sys.meta_path.remove(self)
-                self._swap(module)
-
-        loader.exec_module = exec_module
 
     def _swap(self, module: ModuleType) -> None:
         if NAME not in vars(module):

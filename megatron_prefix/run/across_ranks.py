@@ -23,7 +23,7 @@ from megatron_prefix import trainers
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.step import Step
 from megatron_prefix.tree import Pairs
-from megatron_prefix.tree.beginnings import digests, least_saved
+from megatron_prefix.tree.beginnings import digests, least_repeated, least_saved
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +43,46 @@ class SharingAcrossRanks(NamedTuple):
         shareable: that need not run again, were all samples on one rank; at least.
         shared: the same, on the ranks where the samples are.
         num_ranks: data-parallel ranks.
+        repeated: what several ranks execute of what comes before the first trained position, less
+            once: `across_ranks` saves it; at least.
+        slowest: executed by the rank that executes most, each sharing alone; at most.
+        own: of these what no other rank executes, too; of the rank that has most; at most.
     """
 
     tokens: int
     shareable: int
     shared: int
     num_ranks: int
+    repeated: int
+    slowest: int
+    own: int
+
+    @property
+    def mean(self) -> float:
+        """Executed by a rank in the mean with `across_ranks`; at most."""
+        return (self.tokens - self.shared - self.repeated) / self.num_ranks
+
+    @property
+    def speedup(self) -> float:
+        """Of the slowest rank by `across_ranks`, by tokens, if owners make ranks as even as what
+        each has alone allows.
+
+        At least: what digests miss of a beginning (see `LENGTHS`) is missing in all three figures,
+        and most in `mean`, if ranks have about equally many samples of it.
+        """
+        return max(1.0, self.slowest / max(self.mean, self.own, 1.0))
+
+
+class Begins(NamedTuple):
+    """How a sample begins.
+
+    Attributes:
+        digests: of its first positions, up to each of `LENGTHS` that it reaches.
+        untrained: how many of these are of positions without loss.
+    """
+
+    digests: list[bytes]
+    untrained: int
 
 
 def _lengths() -> list[int]:
@@ -61,27 +95,49 @@ def _lengths() -> list[int]:
 LENGTHS = _lengths()
 
 
-def beginnings(samples: Sequence[Pairs]) -> list[list[bytes]]:
-    """Digests of every sample's first positions, up to each of `LENGTHS` that it reaches."""
+def beginnings(samples: Sequence[Pairs]) -> list[Begins]:
+    """How every sample begins; what carries loss does not cross ranks (tree/across_ranks.py)."""
     reached = (LENGTHS[: bisect.bisect(LENGTHS, len(sample))] for sample in samples)
-    return [[*digests(*both)] for both in zip(samples, reached, strict=True)]
+    return [
+        Begins([*digests(sample, lengths)], bisect.bisect(lengths, sample.first_trained))
+        for sample, lengths in zip(samples, reached, strict=True)
+    ]
 
 
 def exchange(samples: Sequence[Pairs], groups: Any) -> SharingAcrossRanks:
     """All ranks of `groups.dp_cp` call this; those of a context-parallel group have one sample."""
-    mine: tuple[int, list[list[bytes]]] = (0, [])
+    mine: tuple[int, list[Begins]] = (0, [])
     if groups.cp.rank() == 0:
         mine = sum(map(len, samples)), beginnings(samples)
     heard: list[Any] = [mine]
     if groups.dp_cp.size() > 1:
         heard = [None] * groups.dp_cp.size()
         dist.all_gather_object(heard, mine, group=groups.dp_cp)
-    everything = [sample for _, ranks in heard for sample in ranks]
+    return counted(heard, len(heard) // groups.cp.size())
+
+
+def counted(heard: Sequence[tuple[int, Sequence[Begins]]], num_ranks: int) -> SharingAcrossRanks:
+    """What ranks could share, and do.
+
+    Args:
+        heard: of every rank the tokens of its samples, and how these begin; nothing of those that
+            have another's samples (context parallelism).
+        num_ranks: data-parallel ranks.
+    """
+    tokens = [num for num, _ in heard]
+    digests_of = [[one.digests for one in begins] for _, begins in heard]
+    shared = [least_saved(some, LENGTHS) for some in digests_of]
+    untrained = [[one.digests[: one.untrained] for one in begins] for _, begins in heard]
+    repeated, common = least_repeated(untrained, LENGTHS)
+    executed = [num - saved for num, saved in zip(tokens, shared, strict=True)]
     return SharingAcrossRanks(
-        tokens=sum(num for num, _ in heard),
-        shareable=least_saved(everything, LENGTHS),
-        shared=sum(least_saved(ranks, LENGTHS) for _, ranks in heard),
-        num_ranks=len(heard) // groups.cp.size(),
+        tokens=sum(tokens),
+        shareable=least_saved([one for some in digests_of for one in some], LENGTHS),
+        shared=sum(shared),
+        num_ranks=num_ranks,
+        repeated=repeated,
+        slowest=max(executed),
+        own=max(num - part for num, part in zip(executed, common, strict=True)),
     )
 
 
@@ -96,8 +152,15 @@ class Watch:
         self.last: SharingAcrossRanks | None = None
         self._num_steps = 0
 
-    def look(self, step: Step, rank: Rank, *, forward_only: bool) -> None:
-        """All ranks call this for a step that they have agreed to go on with."""
+    def look(self, step: Step, rank: Rank, *, forward_only: bool, setting: str) -> None:
+        """All ranks call this for a step that they have agreed to go on with.
+
+        Args:
+            step: read.
+            rank: this one.
+            forward_only: nothing is looked at then.
+            setting: what makes prompts run once in the job, or why that cannot be; "": they do.
+        """
         if forward_only:
             return
         self._num_steps += 1
@@ -105,21 +168,33 @@ class Watch:
             return
         self.last = exchange(step.samples or (), rank.groups)
         if rank.data_ranks.rank() == 0 and rank.groups.tp.rank() == 0:
-            tell(self.last)
+            tell(self.last, setting)
 
 
-def tell(sharing: SharingAcrossRanks) -> None:
-    """Logs it, as a warning where much could be shared and is not."""
+def tell(sharing: SharingAcrossRanks, setting: str) -> None:
+    """Logs it, as a warning where much could be shared and is not; `setting`: see `Watch.look`."""
     missed = sharing.shareable - sharing.shared
     line = (
         f"of {sharing.tokens} tokens of this step at least {sharing.shareable} are shareable,"
         f" {sharing.shared} on the ranks where they are"
     )
-    if missed <= WORTH_TELLING * sharing.tokens:
+    if missed <= WORTH_TELLING * sharing.tokens or not setting:
         logger.info(line)
         return
     trainer = trainers.running()
     how = f"; what keeps them together in {trainer.name}: {trainer.together}" if trainer else ""
     logger.warning(
-        "%s: groups are scattered over %d data-parallel ranks%s", line, sharing.num_ranks, how
+        "%s: groups are scattered over %d data-parallel ranks; %s%s",
+        line, sharing.num_ranks, _across_ranks(sharing, setting), how,
+    )  # fmt: skip
+
+
+def _across_ranks(sharing: SharingAcrossRanks, setting: str) -> str:
+    """What `across_ranks` would bring, and how to get it."""
+    now = f"the slowest executes {sharing.slowest} tokens"
+    if not sharing.repeated:
+        return f"{now}, also with across_ranks: they share nothing before a token with loss"
+    return (
+        f"{now}, and with across_ranks a rank {sharing.mean:.0f} in the mean, at least"
+        f" {sharing.speedup:.2f}x: {setting}"
     )

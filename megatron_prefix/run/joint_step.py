@@ -44,6 +44,16 @@ def crosses(config: PrefixConfig, rank: Rank, forward_only: bool) -> bool:
     return found is None
 
 
+def setting(config: PrefixConfig, rank: Rank) -> str:
+    """What makes prompts run once in the job, or why that cannot be, for a message; "": they do."""
+    if rank.crosses:
+        return ""
+    found = _in_the_way(config, rank)
+    if found is not None:
+        return f"{found.name} is not supported yet"
+    return "set across_ranks to auto" + (", and mode, too" if config.mode == "observe" else "")
+
+
 def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
     if rank.data_ranks is None or rank.siblings is None:
         return ACROSS_NO_GROUP

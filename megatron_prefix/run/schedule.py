@@ -301,7 +301,8 @@ class PrefixSchedule:
     def _plan(self, step: Step, rank: Rank, forward_only: bool, pause: Pause) -> JointForest | None:
         """Sets `report` with the plan; None if the stock schedule is the better one."""
         if self.config.mode != "on":
-            self.across_ranks.look(step, rank, forward_only=forward_only)
+            setting = joint_step.setting(self.config, rank)
+            self.across_ranks.look(step, rank, forward_only=forward_only, setting=setting)
         report, joint = self.planning.decided(step, rank, forward_only=forward_only)
         self._report(report)
         if not forward_only and not self.planning.meter(rank).due:  # else it may run to be timed

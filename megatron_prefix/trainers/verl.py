@@ -13,7 +13,7 @@ TRAINER = Trainer(
     on="the package itself, once it is installed: it is a plugin in the group verl.plugins",
     loss="all: its mask (response_mask) stays in the loss, so the output layer runs on prompts too,"
     " once each",
-    together="actor_rollout_ref.actor.use_prefix_grouper=True with trainer.use_v1=False; the V1"
-    " trainer of 0.9.1, its default, always deals out by length",
+    together="VERL_USE_EXTERNAL_MODULES=megatron_prefix.auto.whole_groups, where the trainer runs:"
+    " without it verl deals out by length",
     refused=(FUSED_SP, DYNAMIC_CP),
 )

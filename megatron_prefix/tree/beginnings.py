@@ -7,7 +7,9 @@ bound where rollouts are on several ranks (`least_saved`), which need to send no
 
 from __future__ import annotations
 
+import collections
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -117,3 +119,31 @@ def least_saved(rollouts: Sequence[Sequence[bytes]], lengths: Sequence[int]) -> 
         saved += (length - before) * (len(reach) - len(set(reach)))
         before = length
     return saved
+
+
+def least_repeated(
+    ranks: Sequence[Sequence[Sequence[bytes]]], lengths: Sequence[int]
+) -> tuple[int, list[int]]:
+    """Lower bounds of the positions that ranks compute although another one does, too, if each
+    computes what its own rollouts begin with once.
+
+    Args:
+        ranks: of each the rollouts, of which each has the `digests` at those of `lengths` that it
+            has.
+        lengths: ascending.
+
+    Returns:
+        Those that ranks need not compute, all together, if each is computed once; and per rank
+        those that another one has, too.
+    """
+    repeated, before, common = 0, 0, [0] * len(ranks)
+    for level, length in enumerate(lengths):
+        seen = [{one[level] for one in rank if len(one) > level} for rank in ranks]
+        holders = collections.Counter(itertools.chain(*seen))
+        if not holders:
+            break
+        repeated += (length - before) * (holders.total() - len(holders))
+        for number, mine in enumerate(seen):
+            common[number] += (length - before) * sum(holders[one] > 1 for one in mine)
+        before = length
+    return repeated, common

@@ -133,7 +133,7 @@ def test_one_file_asks_for_megatrons_schedule_one_replaces_it() -> None:
     """Anything else would get the prefix schedule where `auto` has turned it on."""
     assert _importing(STOCK) == ["megatron/stock.py"]
     finders = [path for path, source in _sources(PACKAGE) if "sys.meta_path" in source]
-    assert finders == ["auto/swap.py"]
+    assert finders == ["auto/after_import.py"]
 
 
 def test_a_circle_would_be_found() -> None:

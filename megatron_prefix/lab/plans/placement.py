@@ -24,6 +24,7 @@ from megatron_prefix.lab.data.pairs import pairs_of, pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group, common_prefix
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.tree import Forest, Segment, Span, TreeOptions, build
+from megatron_prefix.tree.dealing import deal
 
 METHODS = ("auto", "whole", "cut", "greedy", "tokens", "equal")
 MIN_GAIN_OF_CUT = 0.05
@@ -90,8 +91,8 @@ def place(
         cut: the same between rollouts.
         greedy: whole groups, the costliest first, each to the rank with the least load.
         tokens: the same with a group's raw tokens as its cost, as trainers without sharing do.
-        equal: equally many rollouts a rank, neighbours in depth-first order; Megatron's own
-            schedule needs that if ranks meet in every microbatch.
+        equal: equally many rollouts a rank, and whole groups as far as that allows
+            (tree/dealing.py); Megatron's own schedule needs that if ranks meet in every microbatch.
         auto: the better of "whole" and "greedy"; "cut" where its largest load is lower by more than
             MIN_GAIN_OF_CUT.
 
@@ -295,8 +296,18 @@ def _greedy(units: Sequence[Part], costs: Sequence[float], num_ranks: int) -> li
 
 
 def _equal(leaves: Leaves, num_ranks: int) -> list[Part]:
-    size = equal_size(len(leaves.order), num_ranks)
-    return [range(rank * size, (rank + 1) * size) for rank in range(num_ranks)]
+    equal_size(len(leaves.order), num_ranks)
+    shared = [
+        min((leaves.order[leaf].shared for leaf in leaves.groups[number][1:]), default=0)
+        for number, unit in enumerate(leaves.groups)
+        for _ in unit
+    ]
+    names = [leaf.group for leaf in leaves.order]
+    costs = [leaves.added(leaf, 0) for leaf in range(len(names))]
+    common = [
+        cost - leaves.added(n, end) for n, (cost, end) in enumerate(zip(costs, shared, strict=True))
+    ]
+    return [sorted(part) for part in deal(names, costs, common, num_ranks, equal=True)]
 
 
 def equal_size(num: int, num_ranks: int) -> int:

@@ -15,7 +15,7 @@ from megatron_prefix import trainers
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.run import across_ranks
+from megatron_prefix.run import across_ranks, joint_step
 from megatron_prefix.run.across_ranks import LENGTHS, SharingAcrossRanks, beginnings, tell
 from megatron_prefix.run.rank import default_groups
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -50,10 +50,10 @@ def test_the_estimate_is_at_most_a_quarter_below_the_tree(prompt: int) -> None:
     rollouts = [rollout(group, number, prompt) for group in range(3) for number in range(4)]
     forest = build(rollouts, [0] * 12, TreeOptions(min_gain=0))
     truth = forest.raw_tokens - forest.executed_tokens
-    found = least_saved(beginnings(rollouts), LENGTHS)
+    found = least_saved([one.digests for one in beginnings(rollouts)], LENGTHS)
     assert found <= truth
     assert prompt < across_ranks.SHORTEST or found >= truth / across_ranks.GROWTH - 12
-    assert least_saved(beginnings(rollouts[::4]), LENGTHS) == 0
+    assert least_saved([one.digests for one in beginnings(rollouts[::4])], LENGTHS) == 0
 
 
 def look(mode: str, together: bool, num_steps: int) -> tuple[list[int], SharingAcrossRanks | None]:
@@ -93,6 +93,7 @@ def test_ranks_exchange_every_fifty_steps_but_never_if_on(mode: str) -> None:
         assert found.num_ranks == 2
         assert found.tokens == 4 * (PROMPT + ANSWER - 1)
         assert (found.shareable, found.shared) == (2 * 50, 0), "32, 40 and 50 are compared"
+        assert (found.repeated, found.slowest) == (2 * 50, 2 * (PROMPT + ANSWER - 1))
 
 
 def test_groups_that_are_together_are_counted_where_they_are() -> None:
@@ -100,21 +101,89 @@ def test_groups_that_are_together_are_counted_where_they_are() -> None:
     assert (ranks[0][1].shareable, ranks[0][1].shared) == (100, 100)
 
 
+SCATTERED = SharingAcrossRanks(1000, 600, 100, 4, repeated=400, slowest=300, own=100)
+
+
 def test_the_log_names_the_trainers_option(monkeypatch, caplog) -> None:
     monkeypatch.setitem(sys.modules, "verl", object())
     with caplog.at_level(logging.INFO):
-        tell(SharingAcrossRanks(1000, 600, 100, 4))
-        tell(SharingAcrossRanks(1000, 600, 590, 4))
-    warning, information = caplog.records
+        tell(SCATTERED, "set across_ranks to auto")
+        tell(SCATTERED._replace(shared=590), "set across_ranks to auto")
+        tell(SCATTERED, "")
+    warning, *information = caplog.records
     assert warning.levelno == logging.WARNING
     assert "600 are shareable, 100 on the ranks where they are" in warning.getMessage()
     assert "scattered over 4 data-parallel ranks" in warning.getMessage()
     assert trainers.verl.TRAINER.together in warning.getMessage()
-    assert information.levelno == logging.INFO
+    assert [one.levelno for one in information] == [logging.INFO] * 2, "shared there, or across"
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, "executes 300 tokens, and with across_ranks a rank 125 in the mean, at least 2.40x: "),
+        ({"own": 200}, "a rank 125 in the mean, at least 1.50x: set across_ranks to auto"),
+        ({"repeated": 0}, "executes 300 tokens, also with across_ranks: they share nothing before"),
+    ],
+)
+def test_the_log_says_what_across_ranks_would_bring(caplog, changes, told) -> None:
+    tell(SCATTERED._replace(**changes), "set across_ranks to auto")
+    assert told in caplog.messages[0]
+
+
+def test_what_across_ranks_would_bring_is_a_lower_bound() -> None:
+    """As trees of all ranks have it; three groups, and a rollout that one rank has alone."""
+    dealt = [
+        [rollout(group, number, prompt) for group, prompt in enumerate((90, 400, 700))]
+        for number in range(4)
+    ]
+    dealt[2].append(rollout(9, 0, 500))
+    options = TreeOptions(min_gain=0)
+
+    def executed(rollouts: list[Pairs]) -> int:
+        return build(rollouts, [0] * len(rollouts), options).executed_tokens
+
+    heard = [(sum(map(len, some)), beginnings(some)) for some in dealt]
+    found = across_ranks.counted(heard, 4)
+    slowest = max(map(executed, dealt))
+    # A code of a position is of its input and label: prompts end a position earlier.
+    once = executed([one for some in dealt for one in some])
+    assert found.slowest == slowest, "ranks share nothing alone"
+    assert once / 4 <= found.mean <= once / 4 + 0.2 * (90 + 400 + 700) * 3 / 4
+    own = 3 * ANSWER + 500 + ANSWER - 1
+    assert own <= found.own <= own + 0.2 * (90 + 400 + 700)
+    assert 1.2 < found.speedup <= slowest / max(once / 4, own)
+
+
+def test_what_carries_loss_does_not_cross_ranks() -> None:
+    """Without a loss mask all positions count as trained, and across_ranks shares nothing."""
+    one = rollout(0, 0)
+    trained = Pairs(one.inputs, one.labels, np.ones(len(one), bool))
+    for sample, repeated in ((one, 50), (trained, 0)):
+        found = across_ranks.counted([(len(sample), beginnings([sample]))] * 2, 2)
+        assert (found.repeated, found.own) == (repeated, len(sample) - repeated)
+        assert found.shareable > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, "set across_ranks to auto"),
+        ({"mode": "observe"}, "set across_ranks to auto, and mode, too"),
+        ({"crosses": True}, ""),
+        ({"has_experts": True}, "across_ranks in a model with experts is not supported yet"),
+    ],
+)
+def test_the_setting_or_what_is_in_its_way_is_named(changes, told) -> None:
+    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    has = {"crosses": False, "has_experts": False, "models": [0], "groups": groups} | changes
+    rank = SimpleNamespace(data_ranks=object(), **has)
+    config = PrefixConfig(mode=changes.get("mode", "auto"))
+    assert joint_step.setting(config, rank) == told  # type: ignore[arg-type]
 
 
 def test_without_a_common_dp_group_nothing_is_exchanged() -> None:
     watch = across_ranks.Watch()
     rank = SimpleNamespace(is_first=True, data_ranks=None)
-    watch.look(None, rank, forward_only=False)  # type: ignore[arg-type]
+    watch.look(None, rank, forward_only=False, setting="")  # type: ignore[arg-type]
     assert watch.last is None

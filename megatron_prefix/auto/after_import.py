@@ -1,0 +1,60 @@
+"""[pure] Something is done to a module as soon as it is there: now, or when it is imported.
+
+Nothing is imported here, so a trainer's own order of imports stays.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls `then(module)` once, unless it has ended before.
+
+    Args:
+        name: of the module.
+        then: what is to be done; what it raises, the module's import raises.
+    """
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name, self._then = name, then
+
+    def begin(self) -> None:
+        """Calls it now, or when the module is imported."""
+        if self._name in sys.modules:
+            self._then(sys.modules[self._name])
+        else:
+            sys.meta_path.insert(0, self)
+
+    def end(self) -> None:
+        """Waits no longer."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """The finder's part; see importlib. Others find the module; its loader calls at the end."""
+        if name != self._name:
+            return None
+        others = (one for one in list(sys.meta_path) if one is not self)
+        specs = (one.find_spec(name, path, target) for one in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            self._call_after(spec)
+        return spec
+
+    def _call_after(self, spec: importlib.machinery.ModuleSpec) -> None:
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            if self in sys.meta_path:  # not ended in the meantime
+                sys.meta_path.remove(self)
+                self._then(module)
+
+        loader.exec_module = exec_module
