@@ -59,7 +59,7 @@ def init(*_: Any) -> None:
 def _replacement(stock: Any, *, config: PrefixConfig) -> Any:
     """What runs instead of `stock`, Megatron's function."""
     # Why the trainer gets `stock`, and where its masks are; at the first call: then it is imported.
-    known: list[tuple[Refusal | None, Any]] = []
+    known: list[tuple[Refusal | None, dict[str, Any]]] = []
 
     @functools.wraps(stock)
     def get_forward_backward_func(*args: Any, **options: Any) -> Any:
@@ -68,13 +68,14 @@ def _replacement(stock: Any, *, config: PrefixConfig) -> Any:
             refusal = trainer.refusal() if trainer and config.mode != "off" else None
             _tell(config, trainer, refusal)
             masks = trainer.samples if trainer and config.trainer_masks else None
-            known.append((refusal, masks))
-        (refusal, masks), *_ = known
+            together = trainer is not None and trainer.passes_together
+            known.append((refusal, {"samples": masks, "passes_together": together}))
+        (refusal, says), *_ = known
         if config.mode == "off" or refusal:
             return stock(*args, **options)
         from megatron_prefix.run.schedule import get_forward_backward_func as ours
 
-        return ours(*args, prefix_config=config, **{"samples": masks, **options})
+        return ours(*args, prefix_config=config, **{**says, **options})
 
     get_forward_backward_func.stock = stock  # type: ignore[attr-defined]  # megatron/stock.py asks
     return get_forward_backward_func

@@ -158,7 +158,7 @@ class RouterLedger:
 
     @torch.no_grad()
     def arrived(self, index: int, rows: Sequence[Tensor]) -> None:
-        """Counts the tokens of a segment of another rank, which says what they are; see `leaving`."""
+        """Counts the tokens of another rank's segment, which has `leaving` from there."""
         if not rows:
             return
         tokens = self._tokens[index]

@@ -80,4 +80,3 @@ class SpanSums:
                 self._of[index] = part.new_zeros((num_spans, *part.shape[1:]))
             numbers = on(part.device, np.array(spans, np.int64))
             self._of[index].index_add_(0, numbers, part)
-

@@ -5,9 +5,10 @@ The F of a segment that others get sends its payload as well, and its B gets the
 All ranks have the same windows (tree/across_ranks.py), and in each of them the same order: the
 payloads that cross when it begins, level by level of the trees, what a rank runs for itself, the
 gradients that cross when it ends. A level crosses at once: forward when a rank has computed what it
-owns of it, backward before a rank needs what others send back. So whatever an exchange waits for comes before it on every rank, and none waits in a circle,
-even if every exchange holds up both of its ranks. Where a rank has several model chunks, what crosses
-does so chunk by chunk: forward from the first, backward from the last.
+owns of it, backward before a rank needs what others send back; so what ranks own of a level runs
+side by side. Whatever an exchange waits for comes before it on every rank, and none waits in a
+circle, even if every exchange holds up both of its ranks. Where a rank has several model chunks,
+what crosses does so chunk by chunk: forward from the first, backward from the last.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def _numbered(microbatches_of: Sequence[Sequence[int]], ordered: bool) -> Iterat
 
 
 def _crossing(forests: Sequence[Forest]) -> tuple[list[int], list[_Node]]:
-    """Places of segments that cross data-parallel ranks, with which forests begin, and their levels.
+    """Levels and places of segments that cross data-parallel ranks; forests begin with them.
 
     Raises:
         ValueError: several windows.
@@ -118,7 +118,9 @@ def _crossing(forests: Sequence[Forest]) -> tuple[list[int], list[_Node]]:
             received = forest.segments[one.segment].source >= 0
             row = rows.setdefault((one.level, received), [[] for _ in forests])
             row[place].append(one.segment)
-    found = [(level, node) for (level, _), row in sorted(rows.items()) for node in zip_longest(*row)]
+    found = [
+        (level, node) for (level, _), row in sorted(rows.items()) for node in zip_longest(*row)
+    ]
     return [level for level, _ in found], [node for _, node in found]
 
 

@@ -109,11 +109,14 @@ class Callbacks:
             `drawn` of the call is what its forward step drew from the data iterator.
         samples: where a microbatch has its trained positions, see `Samples`; for steps with
             gradients whose calls have no loss_mask, where `trained` is None.
+        passes_together: data-parallel ranks make equally many calls without gradients, so that what
+            is shared may cross them there, too (`PrefixConfig.across_ranks`).
     """
 
     trained: Callable[[ModelCall], Tensor | None] | None = None
     routes: Callable[[ModelCall], Tensor | None] | None = None
     samples: Samples | None = None
+    passes_together: bool = False
 
     def needs_drawn(self, forward_only: bool) -> bool:
         """Whether model calls must keep what was drawn for them: `ModelCall.drawn`."""

@@ -7,6 +7,7 @@ same shapes that come back. Routers of all layers are together one more layer, t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -23,16 +24,18 @@ class Carried:
     """Payloads and sums of one model chunk in one step.
 
     Args:
-        cache: the sidecar of the chunk.
+        model: the chunk.
+        cache: its sidecar.
         ledger: of its routers; None without routers or gradients.
 
     Attributes:
+        model: as given.
         forms: of the layers that leave something, routers last.
         parts: context-parallel ranks, each of which has an equal part of every span's positions.
     """
 
-    def __init__(self, cache: SidecarCache, ledger: RouterLedger | None) -> None:
-        self._cache, self._ledger = cache, ledger
+    def __init__(self, model: Any, cache: SidecarCache, ledger: RouterLedger | None) -> None:
+        self.model, self._cache, self._ledger = model, cache, ledger
         self.forms, self.parts = (*cache.forms, Form.SPANS), cache.map.parts
 
     def rows(self, index: int) -> list[list[Row]]:

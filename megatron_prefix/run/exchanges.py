@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +33,19 @@ _DIMENSIONS = 6
 """Most dimensions of a row of a payload."""
 
 
+@dataclass
+class Known:
+    """What ranks have said of a model chunk's payloads, by place in the group.
+
+    Attributes:
+        told: who has heard what this rank sends.
+        rows: of every layer, what others send.
+    """
+
+    told: set[int] = field(default_factory=set)
+    rows: dict[int, list[list[Row]]] = field(default_factory=dict)
+
+
 class Communicator:
     """Messages among the ranks of a group, apart from all others.
 
@@ -49,8 +63,7 @@ class Communicator:
         self._group = dist.new_group(self.ranks, timeout=timeout, use_local_synchronization=True)
         # NCCL connects at first use, and for messages in batches all ranks must take part in it.
         dist.all_reduce(torch.zeros(1, device=device), group=self._group)
-        self._told: set[tuple[int, int]] = set()
-        self._rows: dict[tuple[int, int], list[list[Row]]] = {}
+        self._known: weakref.WeakKeyDictionary[Any, dict[bool, Known]] = weakref.WeakKeyDictionary()
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> Coming:
         """Sends tensors to a place in the group; returns them as they are sent."""
@@ -61,11 +74,16 @@ class Communicator:
         """Fills tensors with what a place in the group sends."""
         return self._exchange(dist.irecv, peer, tensors)
 
-    def tell_rows(self, peer: int, chunk: int, payload: Sequence[Payload]) -> Coming:
+    def known(self, model: Any, forward_only: bool) -> Known:
+        """What ranks know of one another's payloads of a model chunk. They are others in passes
+        without gradients, where routers count nothing."""
+        return self._known.setdefault(model, {}).setdefault(forward_only, Known())
+
+    def tell_rows(self, peer: int, known: Known, payload: Sequence[Payload]) -> Coming:
         """Says what rows of a model chunk's payloads are, before the first one that a peer gets."""
-        if (peer, chunk) in self._told:
+        if peer in known.told:
             return [], []
-        self._told.add((peer, chunk))
+        known.told.add(peer)
         numbers = []
         for tensor in itertools.chain.from_iterable(payload):
             shape = list(tensor.shape[1:])
@@ -77,18 +95,17 @@ class Communicator:
             works += self._exchange(dist.isend, peer, [message])
         return works, messages
 
-    def rows(self, peer: int, chunk: int, num_layers: int) -> list[list[Row]]:
+    def rows(self, peer: int, known: Known, num_layers: int) -> list[list[Row]]:
         """What rows of payloads are that a peer sends; waits for it the first time."""
-        if (peer, chunk) not in self._rows:
+        if peer not in known.rows:
             counts = self._numbers(peer, num_layers)
             numbers = self._numbers(peer, sum(counts) * (2 + _DIMENSIONS))
             rows = iter(
                 _row(numbers[at : at + 2 + _DIMENSIONS])
                 for at in range(0, len(numbers), 2 + _DIMENSIONS)
             )
-            of_layers = [list(itertools.islice(rows, count)) for count in counts]
-            self._rows[peer, chunk] = of_layers
-        return self._rows[peer, chunk]
+            known.rows[peer] = [list(itertools.islice(rows, count)) for count in counts]
+        return known.rows[peer]
 
     def _numbers(self, peer: int, count: int) -> list[int]:
         numbers = torch.zeros(count, dtype=torch.int64, device=self._device)
@@ -158,6 +175,7 @@ class Exchanges:
         self._returned = [len(self._levels)] * len(chunks)
         self._segments, self._communicator, self._chunks = forest.segments, communicator, chunks
         self._device, self._forward_only = device, forward_only
+        self._known = [communicator.known(one.model, forward_only) for one in chunks]
         self._sent: list[Coming] = []
         self._coming: dict[tuple[int, int], tuple[list[Any], list[Payload]]] = {}
         self._coming_back: dict[tuple[int, int], list[Any]] = {}
@@ -194,12 +212,12 @@ class Exchanges:
         carried = self._chunks[chunk]
         for peer, spans in one.peers:
             if self._segments[one.segment].source >= 0:
-                rows = self._communicator.rows(peer, chunk, len(carried.forms))
+                rows = self._communicator.rows(peer, self._known[chunk], len(carried.forms))
                 payload = self._empty(rows, one.segment, chunk, spans)
                 self._coming[one.segment, chunk] = self._receive(peer, payload), payload
             else:
                 payload = carried.leaving(one.segment, spans)
-                self._keep(self._communicator.tell_rows(peer, chunk, payload))
+                self._keep(self._communicator.tell_rows(peer, self._known[chunk], payload))
                 self._send(peer, payload)
 
     def _give_back(self, one: Exchange, chunk: int) -> None:
@@ -211,7 +229,9 @@ class Exchanges:
                 if not self._forward_only:
                     self._send(peer, carried.sums(index))
             elif not self._forward_only:
-                rows = [[(shape, wider(dtype)) for shape, dtype in of] for of in carried.rows(index)]
+                rows = [
+                    [(shape, wider(dtype)) for shape, dtype in of] for of in carried.rows(index)
+                ]
                 gradients = self._empty(rows, index, chunk, spans)
                 coming = spans, (self._receive(peer, gradients), gradients)
                 self._coming_back.setdefault((index, chunk), []).append(coming)

@@ -28,13 +28,18 @@ from megatron_prefix.tree.build import trie
 from megatron_prefix.tree.forest import TreeOptions
 
 
-def crosses(config: PrefixConfig, rank: Rank, forward_only: bool) -> bool:
+def crosses(config: PrefixConfig, rank: Rank, *, together: bool) -> bool:
     """Whether payloads cross data-parallel ranks in a call; the same on all of them.
+
+    Args:
+        config: what the user set.
+        rank: this one.
+        together: whether all data-parallel ranks are known to make the call.
 
     Raises:
         UserError: `across_ranks` is "on", and something is in the way.
     """
-    if config.across_ranks == "off" or forward_only or config.mode in ("off", "observe"):
+    if config.across_ranks == "off" or not together or config.mode in ("off", "observe"):
         return False
     if rank.siblings is not None and rank.siblings.size() == 1:
         return False

@@ -51,8 +51,8 @@ class Rank:
         experts: ranks that share experts and so meet in every action; None if this one shares none.
         data_ranks: data- and context-parallel ranks (`dp_cp`); None if the trainer's groups lack
             them.
-        siblings: data-parallel ranks with the same part of every sample; None if the trainer's groups
-            do not tell them.
+        siblings: data-parallel ranks with the same part of every sample; None if the trainer's
+            groups do not tell them.
         companions: process groups whose grid holds all ranks that take part in a step. Here and
             below groups of one rank are left out.
         same_schedule: groups that take the same schedule in every step.
@@ -106,7 +106,8 @@ class Rank:
     def agreeing(self, forward_only: bool) -> list[Any]:
         """Groups whose ranks end or fall back together.  Data-parallel ranks need not make equally
         many calls without gradients (evaluation, log-probs), so none waits for another there."""
-        return self.same_schedule if forward_only else self.companions
+        apart = forward_only and not self.crosses
+        return self.same_schedule if apart else self.companions
 
     def footprint(self, gathers: bool, host_layers: int) -> Footprint:
         """Bytes per row of the model on this rank.

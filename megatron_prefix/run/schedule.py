@@ -225,7 +225,8 @@ class PrefixSchedule:
     ) -> Rank:
         """This rank; its layout has to suit the configuration."""
         rank = Rank(models, groups)
-        if joint_step.crosses(self.config, rank, forward_only):
+        together = self.callbacks.passes_together or not forward_only
+        if joint_step.crosses(self.config, rank, together=together):
             rank.cross()
         if self.config.cache_host_layers and rank.groups.cp.size() > 1:
             raise refused(HOST_LAYERS_CP)
@@ -362,6 +363,7 @@ def get_forward_backward_func(
     trained: Callable[[ModelCall], torch.Tensor | None] | None = None,
     routes: Callable[[ModelCall], torch.Tensor | None] | None = None,
     samples: Samples | None = None,
+    passes_together: bool = False,
     **__: Any,
 ) -> PrefixSchedule:
     """Replaces megatron.core.pipeline_parallel.get_forward_backward_func.
@@ -373,6 +375,7 @@ def get_forward_backward_func(
         trained: says which positions of a model call carry loss; see `Callbacks`.
         routes: says where routers are to send the tokens of a model call; see `Callbacks`.
         samples: says which positions of a microbatch carry loss; see `Callbacks`.
+        passes_together: data-parallel ranks make equally many calls without gradients.
 
     Megatron's own arguments (pp_size, vp_size, and schedule_pg_collection from 0.19) are taken and
     not needed.
@@ -382,4 +385,5 @@ def get_forward_backward_func(
     """
     if any(isinstance(argument, PrefixConfig) for argument in megatrons):
         raise UserError("give the configuration by name: prefix_config=PrefixConfig(...)")
-    return _schedule(prefix_config or PrefixConfig(), Callbacks(trained, routes, samples))
+    callbacks = Callbacks(trained, routes, samples, passes_together)
+    return _schedule(prefix_config or PrefixConfig(), callbacks)

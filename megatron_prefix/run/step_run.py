@@ -181,7 +181,7 @@ class StepRun:
             self._reductions = Reductions(rank, self._force_all_reduce)
         exchanges = None
         if self._communicator is not None:
-            chunks = [Carried(stage.cache, stage.ledger) for stage in stages]
+            chunks = [Carried(stage.model, stage.cache, stage.ledger) for stage in stages]
             exchanges = Exchanges(
                 self._step.forest, self._communicator, chunks, rank.device, forward_only
             )

@@ -15,4 +15,5 @@ TRAINER = Trainer(
     together="--micro-batch-size of a whole group (--n-samples-per-prompt) and no"
     " --use-dynamic-batch-size; with it samples are packed by length and packs dealt out",
     refused=(ALLGATHER_CP,),
+    passes_together=True,  # forward_only calls once for every update that follows
 )

@@ -39,6 +39,8 @@ class Trainer:
         refused: its options that are refused, on top of what the model itself is refused for.
         samples: where a microbatch has its trained positions (`Samples` in run/samples.py); None:
             nowhere, or not in a form that can be relied on.
+        passes_together: whether data-parallel ranks make equally many calls without gradients;
+            read in its sources.
         is_used: whether it runs where `module` is imported.
         refusal: why this process, as it is set up, cannot be right; None if nothing is wrong. The
             model and its calls are looked at elsewhere (megatron/features.py, run/calls.py).
@@ -53,6 +55,7 @@ class Trainer:
     together: str
     refused: tuple[Refusal, ...] = ()
     samples: Callable[[Any], Any] | None = None
+    passes_together: bool = False
     is_used: Callable[[], bool] = lambda: True
     refusal: Callable[[], Refusal | None] = lambda: None
 

@@ -16,4 +16,5 @@ TRAINER = Trainer(
     together="VERL_USE_EXTERNAL_MODULES=megatron_prefix.auto.whole_groups, where the trainer runs:"
     " without it verl deals out by length",
     refused=(FUSED_SP, DYNAMIC_CP),
+    passes_together=True,  # forward_backward_batch reduces over these ranks before each call
 )

@@ -57,7 +57,8 @@ def time_work(
     if work.name not in stock_times:
         run = _Run(stock_schedule(), chunks, setting)
         stock_times[work.name] = run.timed(first, steps, work.repeats)
-    callbacks = Callbacks(loss.trained if setting.forward_only else None)
+    trained = loss.trained if setting.forward_only else None
+    callbacks = Callbacks(trained, passes_together=True)
     run = _Run(PrefixSchedule(work.config, callbacks), chunks, setting)
     return timing(work, setting, stock_times[work.name], run.timed(first, steps, work.repeats))
 

@@ -201,7 +201,8 @@ def align(
     packing.check(chunks, baseline)
     for chunk in chunks:
         install(chunk, prefix_config.kernel)  # what cannot run is refused before anything runs
-    ours = PrefixSchedule(replace(prefix_config, mode="on"), Callbacks(loss.trained))
+    says = Callbacks(loss.trained, passes_together=True)
+    ours = PrefixSchedule(replace(prefix_config, mode="on"), says)
     exact = reference() if reference is not None else None
     raw = sum(len(rollout) - 1 for group in groups for rollout in group.rollouts)
     make = functools.partial(made, groups, baseline, multiple, least)
