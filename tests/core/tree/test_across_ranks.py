@@ -14,7 +14,7 @@ from megatron_prefix.plan.job import JobTimeline, simulate_job
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Pairs, TreeOptions
-from megatron_prefix.tree.across_ranks import BLOCK, beginnings_of, common_spans
+from megatron_prefix.tree.across_ranks import BLOCK, CommonSpan, beginnings_of, common_spans
 from megatron_prefix.tree.build import find_below, trie
 from tests.harness.trees import trie_size
 
@@ -207,3 +207,45 @@ def test_owners_even_out_what_ranks_compute() -> None:
     assert sum(executed) == 8 * 299 + 16 * 20
     assert max(executed) == min(executed)
     assert [forest.received_tokens for forest in forests] == [4 * 299] * 2
+
+
+def loads_of(
+    ranks: list[list[Pairs]], options: TreeOptions
+) -> tuple[list[int], list[int], list[tuple[int, int, CommonSpan]]]:
+    """What ranks compute for themselves alone and with what they own, and every span's owner."""
+    told = [beginnings_of(rank, [0] * len(rank), options)[0] for rank in ranks]
+    common = common_spans(told, 0, trie, options)
+    owned = [(one.owner, n, common.spans[n]) for one in common.segments for n in one.spans]
+    load = [one.own for one in told]
+    for owner, _, span in owned:
+        load[owner] += span.end - span.start
+    return [one.own for one in told], load, owned
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8, 16])
+@pytest.mark.parametrize("chunk_tokens", [0, 64])
+def test_no_rank_has_much_more_than_others_but_for_what_is_its_own(
+    num_ranks: int, chunk_tokens: int
+) -> None:
+    options = TreeOptions(share="batch", chunk_tokens=chunk_tokens)
+    moved = 0
+    for seed in range(20):
+        draw = np.random.default_rng(seed)
+        ranks: list[list[Pairs]] = [[] for _ in range(num_ranks)]
+        for _ in range(4 * num_ranks):
+            prompt = draw.integers(0, 1000, draw.integers(50, 500))
+            for rank in draw.integers(0, num_ranks, draw.integers(2, 9)):
+                tokens = np.concatenate([prompt, draw.integers(0, 1000, draw.integers(5, 80))])
+                trained = np.arange(len(tokens) - 1) >= len(prompt) - 1
+                ranks[rank].append(Pairs(tokens[:-1], tokens[1:], trained))
+        own, load, owned = loads_of(ranks, options)
+        longest = max(span.end - span.start for *_, span in owned)
+        assert max(load) <= max(*own, 1.05 * sum(load) / num_ranks + longest)
+        # The last span of a rank went to it as the one with least to do, and nobody has less since.
+        for rank in range(num_ranks):
+            got = [(s.end - s.start, -number, s) for owner, number, s in owned if owner == rank]
+            if got:
+                length, _, span = min(got)
+                assert load[rank] <= min(load[other] for other in span.ranks) + length
+        moved += len(owned)
+    assert moved > 60 * num_ranks
