@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +31,24 @@ _DIMENSIONS = 6
 """Most dimensions of a row of a payload."""
 Row = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a row of one tensor of a payload."""
+
+
+@dataclass
+class Crossed:
+    """What one rank exchanged in a step.
+
+    Attributes:
+        received_tokens, sent_tokens: positions of payloads; those that go to several ranks count
+            for each of them.
+        received_bytes, sent_bytes: of payloads and of gradients.
+        waited: seconds in which the host waited for messages; None on a GPU, where a stream does.
+    """
+
+    received_tokens: int = 0
+    sent_tokens: int = 0
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    waited: float | None = None
 
 
 class Communicator:
@@ -132,6 +152,9 @@ class Exchanges:
         device: of the model.
         forward_only: no gradients come back.
 
+    Attributes:
+        crossed: what has been exchanged so far.
+
     Raises:
         ValueError: several windows: rows of gradients could be taken again while they leave.
     """
@@ -149,6 +172,7 @@ class Exchanges:
         self._of = {one.segment: one for one in forest.exchanges}
         self._segments, self._communicator, self._cache = forest.segments, communicator, cache
         self._device, self._forward_only = device, forward_only
+        self.crossed = Crossed(waited=0.0 if device.type == "cpu" else None)
         self._sent: list[tuple[list[Any], list[Tensor]]] = []
         self._coming: dict[int, tuple[list[Any], list[Payload]]] = {}
 
@@ -156,6 +180,7 @@ class Exchanges:
         """Begins to get a segment's payload."""
         ((owner, spans),) = self._of[index].peers
         payload = self._empty(owner, index, spans, gradients=False)
+        self.crossed.received_tokens += self._positions(index, spans)
         self._coming[index] = self._receive(owner, payload), payload
 
     def arrive(self, segments: Iterable[int]) -> None:
@@ -163,7 +188,7 @@ class Exchanges:
         for index in segments:
             if index in self._coming:
                 works, payload = self._coming.pop(index)
-                _wait(works)
+                self._wait(works)
                 for layer, parts in enumerate(payload):
                     self._cache.capture(layer, index, parts)
 
@@ -173,6 +198,7 @@ class Exchanges:
             payload = self._cache.leaving(index, spans)
             self._communicator.tell_rows(peer, payload)
             self._send(peer, payload)
+            self.crossed.sent_tokens += self._positions(index, spans)
 
     def give_back(self, index: int) -> None:
         """Sends the gradients of a payload to the rank that it came from."""
@@ -185,20 +211,33 @@ class Exchanges:
         """Adds the gradients of a segment's payload that other ranks send back."""
         for peer, spans in self._of[index].peers if index in self._of else ():
             gradients = self._empty(None, index, spans, gradients=True)
-            _wait(self._receive(peer, gradients))
+            self._wait(self._receive(peer, gradients))
             self._cache.add_to(index, spans, gradients)
 
     def finish(self) -> None:
         """Waits until everything sent has left."""
         while self._sent:
-            _wait(self._sent.pop()[0])
+            self._wait(self._sent.pop()[0])
 
     def _send(self, peer: int, payload: Sequence[Payload]) -> None:
         tensors = [*itertools.chain.from_iterable(payload)]
+        self.crossed.sent_bytes += sum(one.nbytes for one in tensors)
         self._sent.append((self._communicator.send(peer, tensors), tensors))  # they live till then
 
     def _receive(self, peer: int, payload: Sequence[Payload]) -> list[Any]:
-        return self._communicator.receive(peer, [*itertools.chain.from_iterable(payload)])
+        tensors = [*itertools.chain.from_iterable(payload)]
+        self.crossed.received_bytes += sum(one.nbytes for one in tensors)
+        return self._communicator.receive(peer, tensors)
+
+    def _wait(self, works: Iterable[Any]) -> None:
+        begin = time.perf_counter()
+        for work in works:
+            work.wait()
+        if self.crossed.waited is not None:
+            self.crossed.waited += time.perf_counter() - begin
+
+    def _positions(self, index: int, spans: Sequence[int]) -> int:
+        return sum(self._segments[index].spans[span].length for span in spans)
 
     def _empty(
         self, owner: int | None, index: int, spans: Sequence[int], *, gradients: bool
@@ -229,8 +268,3 @@ class Exchanges:
             )
             for form, of_layer in zip(forms, rows, strict=True)
         ]  # fmt: skip
-
-
-def _wait(works: Iterable[Any]) -> None:
-    for work in works:
-        work.wait()

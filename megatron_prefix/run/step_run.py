@@ -192,6 +192,7 @@ class StepRun:
         embedding = clear_embedding_activation_buffer(config, rank.models, stages[-1].is_last)
         with contextlib.nullcontext() if forward_only else _no_sync(rank):
             executor.run(rank.stage)
+        report.crossed = exchanges.crossed if exchanges is not None else None
         report.cache_bytes = sum(stage.cache.peak_bytes for stage in stages)
         return embedding
 
