@@ -10,7 +10,7 @@ even if every exchange holds up both of its ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from megatron_prefix.plan.actions import Action, Plan, Transfer
@@ -50,6 +50,26 @@ def with_messages(plan: Plan, forest: Forest) -> Plan:
         for program in plan.programs
     )
     return replace(plan, programs=programs, transfers=transfers)
+
+
+def without_messages(plan: Plan) -> Plan:
+    """The inverse of `with_messages`: received segments have an F and a B again. A message that no
+    segment has stays, for `check` to find."""
+    crossing = {(one.segment, one.peer) for one in plan.transfers}
+    for index, segment in enumerate(plan.segments):
+        crossing.add((index, segment.source))
+    programs = tuple(tuple(_local(program, plan, crossing)) for program in plan.programs)
+    return replace(plan, programs=programs, transfers=())
+
+
+def _local(
+    program: Iterable[Action], plan: Plan, crossing: Container[tuple[int, int]]
+) -> Iterator[Action]:
+    for action in program:
+        if action.peer < 0 or (action.segment, action.peer) not in crossing:
+            yield action
+        elif plan.segments[action.segment].source >= 0:
+            yield Action("F" if action.kind == "R" else "B", action.segment, action.chunk)
 
 
 def _messages(

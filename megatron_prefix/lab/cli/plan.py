@@ -17,13 +17,13 @@ from megatron_prefix.lab.cli.report import counted, facts, number, print_facts, 
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
+from megatron_prefix.lab.plans.job_plan import rank_cost
 from megatron_prefix.lab.rl.baseline import PACK_TOKENS, pack_sizes
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.lab.view.drawing import timeline_svg
 from megatron_prefix.layers.model import cost_of, footprint_of
 from megatron_prefix.plan.actions import Plan, policies
 from megatron_prefix.plan.chunking import ChunkChooser
-from megatron_prefix.plan.cost import FLOPS_PER_SECOND, CostModel
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.peak_memory import RankMemory, predict
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
@@ -137,7 +137,7 @@ def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
         options = _options(args, config, layout)
         chooser = ChunkChooser(
             layout.pp, num_chunks=layout.vpp, run_ahead=config.run_ahead,
-            cost=_seconds(model, layout).segment,
+            cost=rank_cost(model, layout).segment,
         )  # fmt: skip
         chunk_tokens = chooser.choose(rollouts, numbers, options)
     config = arguments.config_of(args, chunk_tokens=chunk_tokens)
@@ -212,12 +212,6 @@ def _result(step: _PlannedStep) -> dict[str, Any]:
     }
 
 
-def _seconds(spec: ModelSpec, layout: Layout) -> CostModel:
-    """What work takes on one rank of a GPU cluster, as mode auto guesses it before it measures."""
-    rate = FLOPS_PER_SECOND["cuda"] * layout.tp * layout.cp
-    return cost_of(spec).in_seconds(rate, spec.num_layers, layout.pp, layout.vpp)
-
-
 def _predicted(step: _PlannedStep) -> Prediction:
     """Both schedules in the layout, waiting included; stock on packs, as trainers make them."""
     lengths = [
@@ -226,7 +220,9 @@ def _predicted(step: _PlannedStep) -> Prediction:
     ]
     sizes = pack_sizes(lengths, PACK_TOKENS)
     microbatch_of = [number for number, size in enumerate(sizes) for _ in range(size)]
-    return predicted_times(_seconds(step.model, step.layout), step.forest, microbatch_of, step.plan)
+    return predicted_times(
+        rank_cost(step.model, step.layout), step.forest, microbatch_of, step.plan
+    )
 
 
 def _facts(step: _PlannedStep, result: dict[str, Any]) -> dict[str, str]:

@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_prefix.plan.exchanges import with_messages
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.exchanges import with_messages, without_messages
 from megatron_prefix.plan.job import JobTimeline, simulate_job
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.simulator import simulate
@@ -54,7 +55,10 @@ def forests_of(
 def judged(forests: list[Forest], owners: list[list[int]]) -> JobTimeline:
     """The planner's programs of all ranks, played together where every message blocks."""
     both = [*zip(forests, owners, strict=True)]
-    plans = [with_messages(best_plan(one, 1, microbatches=of), one) for one, of in both]
+    alone = [best_plan(one, 1, microbatches=of) for one, of in both]
+    plans = [with_messages(*pair) for pair in zip(alone, forests, strict=True)]
+    assert [*map(without_messages, plans)] == alone
+    assert all(Plan.from_csv(plan.to_csv()) == plan for plan in plans if plan.segments)
     found = simulate_job(plans, [loss_ready_after(*one) for one in both])
     assert found.received_positions == tuple(one.received_tokens for one in forests)
     return found
