@@ -21,9 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_prefix.plan.exchanges import coming_back
 from megatron_prefix.sidecar.arena import Payload, wider
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Forest
+from megatron_prefix.tree.forest import Exchange
 from megatron_prefix.tree.payload_map import Form
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -175,6 +177,8 @@ class Exchanges:
         self.crossed = Crossed(waited=0.0 if device.type == "cpu" else None)
         self._sent: list[tuple[list[Any], list[Tensor]]] = []
         self._coming: dict[int, tuple[list[Any], list[Payload]]] = {}
+        windows = [coming_back(forest, number) for number in range(forest.num_windows)]
+        self._back = {one.segment: alike for some in windows for alike in some for one in alike}
 
     def begin(self, index: int) -> None:
         """Begins to get a segment's payload."""
@@ -200,16 +204,25 @@ class Exchanges:
             self._send(peer, payload)
             self.crossed.sent_tokens += self._positions(index, spans)
 
-    def give_back(self, index: int) -> None:
-        """Sends the gradients of a payload to the rank that it came from."""
-        self.arrive([index])
-        ((owner, _),) = self._of[index].peers
-        if not self._forward_only:
-            self._send(owner, self._cache.sums(index))
+    def come_back(self, index: int) -> None:
+        """Lets gradients cross when a segment's backward is due: those of its payload and of all
+        that are as deep, in the order of all ranks."""
+        waiting = self._back.get(index, [])
+        while waiting:
+            one = waiting.pop(0)
+            (self._give_back if self._segments[one.segment].source >= 0 else self._collect)(one)
 
-    def collect(self, index: int) -> None:
+    def _give_back(self, one: Exchange) -> None:
+        """Sends the gradients of a payload to the rank that it came from."""
+        self.arrive([one.segment])
+        ((owner, _),) = one.peers
+        if not self._forward_only:
+            self._send(owner, self._cache.sums(one.segment))
+
+    def _collect(self, one: Exchange) -> None:
         """Adds the gradients of a segment's payload that other ranks send back."""
-        for peer, spans in self._of[index].peers if index in self._of else ():
+        index = one.segment
+        for peer, spans in one.peers if not self._forward_only else ():
             gradients = self._empty(None, index, spans, gradients=True)
             self._wait(self._receive(peer, gradients))
             self._cache.add_to(index, spans, gradients)

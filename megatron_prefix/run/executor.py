@@ -147,13 +147,13 @@ class Executor:
             if forward:
                 exchanges.begin(index)
                 return
-            exchanges.give_back(index)
+            exchanges.come_back(index)
             self._release(action, stage)
             return
         if forward:
             exchanges.arrive(stage.cache.map.seen(index))
-        elif not self._forward_only:
-            exchanges.collect(index)
+        else:
+            exchanges.come_back(index)
         self._handlers[action.kind](action, stage)
         if forward:
             exchanges.leave(index)

@@ -253,3 +253,20 @@ def test_no_rank_has_much_more_than_others_but_for_what_is_its_own(
                 assert load[rank] <= min(load[other] for other in span.ranks) + length
         moved += len(owned)
     assert moved > 60 * num_ranks
+
+
+def test_ranks_run_backwards_of_shared_prompts_side_by_side() -> None:
+    """No rank waits until another has run those of the prompts that it owns."""
+    draw = np.random.default_rng(5)
+    ranks: list[list[Pairs]] = [[] for _ in range(4)]
+    system = draw.integers(0, 1000, 50)
+    for _ in range(12):
+        prompt = np.concatenate([system, draw.integers(0, 1000, 300)])
+        for rank in ranks:
+            tokens = np.concatenate([prompt, draw.integers(0, 1000, 20)])
+            rank.append(Pairs(tokens[:-1], tokens[1:], np.arange(369) >= 349))
+    options = TreeOptions(share="batch", segment_tokens=400)
+    found = judged(*forests_of(ranks, options, 1))
+    assert max(found.busy) < 1.1 * min(found.busy)
+    # But for the system prompt, whose owner is waited for before all others and after them.
+    assert max(found.waiting) < 0.1 * max(found.busy)
