@@ -5,13 +5,16 @@ backward; with virtual stages `F3.1` is the forward on model chunk 1 of that ran
 receives between stages are not written: a stage receives right before the action that needs the
 message and sends right after the action that made it. torch.distributed.pipelining prints its
 schedules in the same way. Those between data-parallel ranks are: `S3>1` sends to rank 1, `R3<1`
-receives from it (`S3.1>0` on model chunk 1).
+receives from it (`S3.1>0` on model chunk 1). The file of a plan with these has a column more, `<1`
+for a segment that comes from rank 1, `>1:0 2;>2:0` for one whose spans 0 and 2 rank 1 gets.
 """
 
 from __future__ import annotations
 
 import csv
+import functools
 import io
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +23,8 @@ from typing import Any, NamedTuple
 from megatron_prefix.errors import UserError
 from megatron_prefix.tree import Place, Segment, Span
 
-VERSION = 4
+VERSION, VERSION_ALONE = 5, 4
+"""Of files of plans whose segments cross data-parallel ranks, and of all others."""
 POLICIES = ("retain", "offload", "recompute")
 """What a segment can keep between its forward and its backward; see PrefixConfig.memory."""
 _MAKE = "make one with `megatron-prefix plan … --csv`"
@@ -36,6 +40,8 @@ _COLUMNS = [
     "segment", "kind", "policy", "trained",
     "spans (start+length/padded:rollouts<parent segment.span)",
 ]  # fmt: skip
+_ACROSS = "ranks (<source or >peer:its spans)"  # after the trained positions
+_TRANSFER = re.compile(r">(\d{1,9}):(\d{1,9}(?: \d{1,9})*)", re.ASCII)
 # How a segment's flags are written in the table.
 _KINDS = {
     (inner, scored): ("inner" if inner else "wave") + ("+scored" if scored else "")
@@ -118,6 +124,11 @@ class Plan:
         return len(self.programs)
 
     @property
+    def crosses(self) -> bool:
+        """Whether segments cross data-parallel ranks."""
+        return bool(self.transfers) or any(one.source >= 0 for one in self.segments)
+
+    @property
     def num_stages(self) -> int:
         """Pipeline size times virtual stages."""
         return self.num_ranks * self.num_chunks
@@ -139,15 +150,24 @@ class Plan:
         out = io.StringIO()
         write = csv.writer(out, lineterminator="\n").writerow
         write(_HEADER)
-        write([_HEADER[0], VERSION, self.num_ranks, self.num_chunks])
-        write(_COLUMNS)
+        version = VERSION if self.crosses else VERSION_ALONE
+        write([_HEADER[0], version, self.num_ranks, self.num_chunks])
+        write(_columns(version))
         for index, segment in enumerate(self.segments):
             cells = segment_cells(index, segment)
             trained = "" if segment.trained is None else segment.trained
-            write([*cells[:2], self.policy(index), trained, *cells[2:]])
+            across = [self._across(index)] if self.crosses else []
+            write([*cells[:2], self.policy(index), trained, *across, *cells[2:]])
         for rank, program in enumerate(self.programs):
             write([f"rank {rank}", *map(str, program)])
         return out.getvalue()
+
+    def _across(self, index: int) -> str:
+        source, sent = self.segments[index].source, []
+        for one in self.transfers:
+            if one.segment == index:
+                sent.append(f">{one.peer}:{' '.join(map(str, one.spans))}")
+        return f"<{source}" if source >= 0 else ";".join(sent)
 
     @classmethod
     def from_csv(cls, text: str, name: str = "plan") -> Plan:
@@ -162,8 +182,8 @@ class Plan:
             raise UserError(f"{name}: not a plan: it is no CSV ({error})") from None
         if len(lines) < 3 or lines[0] != _HEADER:
             raise UserError(f"{name}: not a plan: {_MAKE}")
-        ranks, chunks = _sizes(lines[1], name)
-        if lines[2] != _COLUMNS:
+        version, ranks, chunks = _sizes(lines[1], name)
+        if lines[2] != _columns(version):
             raise UserError(f"{name}:3: not the columns of a plan: {_MAKE}")
         body = lines[3:]
         if len(body) <= ranks:
@@ -174,27 +194,33 @@ class Plan:
                 f"{name}:2: {num_segments} segments on {chunks} model chunks a rank are more than"
                 " the file has actions; correct the number of chunks"
             )
-        rows = list(_read_lines(body[:-ranks], _segment_from, name, 4))
+        crosses = version == VERSION
+        parse = functools.partial(_segment_from, crosses=crosses)
+        rows = list(_read_lines(body[:-ranks], parse, name, 4))
         programs = tuple(_read_lines(body[-ranks:], _program_from, name, 4 + num_segments))
-        policies = tuple(policy for _, policy in rows)
+        segments, policies, transfers = zip(*rows, strict=True) if rows else ((), (), ())
         if set(policies) == {POLICIES[0]}:
             policies = ()
-        return cls(tuple(segment for segment, _ in rows), programs, chunks, policies)
+        return cls(segments, programs, chunks, policies, tuple(itertools.chain(*transfers)))
 
 
-def _sizes(line: Sequence[str], name: str) -> tuple[int, int]:
+def _columns(version: int) -> list[str]:
+    return [*_COLUMNS[:4], *([_ACROSS] if version == VERSION else []), *_COLUMNS[4:]]
+
+
+def _sizes(line: Sequence[str], name: str) -> tuple[int, int, int]:
     try:
         version, ranks, chunks = map(_number, line[1:])
     except ValueError:
         raise UserError(f"{name}:2: version, ranks and chunks must be whole numbers") from None
-    if version != VERSION:
+    if version not in (VERSION, VERSION_ALONE):
         raise UserError(
-            f"{name}:2: a plan of version {version}, and this release reads version {VERSION}:"
-            f" {_MAKE} from the same rollouts"
+            f"{name}:2: a plan of version {version}, and this release reads versions"
+            f" {VERSION_ALONE} and {VERSION}: {_MAKE} from the same rollouts"
         )
     if ranks < 1 or chunks < 1:
         raise UserError(f"{name}:2: ranks {ranks}, chunks {chunks}: give at least one of each")
-    return ranks, chunks
+    return version, ranks, chunks
 
 
 def _number(text: str) -> int:
@@ -227,9 +253,11 @@ def _span_text(span: Span) -> str:
     return f"{span.start}+{span.length}/{span.padded}:{members}{above}"
 
 
-def _segment_from(number: int, line: Sequence[str]) -> tuple[Segment, str]:
-    """A segment and its policy."""
-    index, kind, policy, trained, *spans = line
+def _segment_from(
+    number: int, line: Sequence[str], crosses: bool
+) -> tuple[Segment, str, list[Transfer]]:
+    """A segment, its policy, and the ranks that get it."""
+    index, kind, policy, trained, across, *spans = line if crosses else [*line[:4], "", *line[4:]]
     if _number(index) != number or not spans:
         raise UserError(f"segment {index}: number from 0, with spans")
     flags = {text: key for key, text in _KINDS.items()}.get(kind)
@@ -244,7 +272,28 @@ def _segment_from(number: int, line: Sequence[str]) -> tuple[Segment, str]:
             f"{_shown(trained)} trained positions: give at most as many as the spans have, and 0"
             " without loss"
         )
-    return found._replace(trained=_number(trained) if trained else None), policy
+    source, transfers = _across_from(number, across)
+    found = found._replace(trained=_number(trained) if trained else None, source=source)
+    return found, policy, transfers
+
+
+def _across_from(segment: int, text: str) -> tuple[int, list[Transfer]]:
+    """The rank that a segment comes from, or the ranks that get it."""
+    if text.startswith("<"):
+        source = _number(text[1:])
+        if source < 0:
+            raise UserError(f"{_shown(text)} is no data-parallel rank")
+        return source, []
+    transfers = []
+    for part in text.split(";") if text else ():
+        match = _TRANSFER.fullmatch(part)
+        if not match:
+            raise UserError(
+                f"{_shown(part)} says no ranks: write <1 for a segment that comes from rank 1, or"
+                " >1:0 2;>2:0 for one whose spans 0 and 2 go to rank 1, and span 0 to rank 2"
+            )
+        transfers.append(Transfer(segment, int(match[1]), tuple(map(int, match[2].split()))))
+    return -1, transfers
 
 
 def _span_from(text: str) -> Span:

@@ -14,7 +14,7 @@ what crosses does so chunk by chunk: forward from the first, backward from the l
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_prefix.plan.actions import Action, Plan, Transfer
@@ -53,14 +53,34 @@ def with_messages(plan: Plan, forest: Forest) -> Plan:
     return replace(plan, programs=programs, transfers=transfers)
 
 
+def without_messages(plan: Plan) -> Plan:
+    """The inverse of `with_messages`: received segments have an F and a B again. A message that no
+    segment has stays, for `check` to find."""
+    crossing = {(one.segment, one.peer) for one in plan.transfers}
+    for index, segment in enumerate(plan.segments):
+        crossing.add((index, segment.source))
+    programs = tuple(tuple(_local(program, plan, crossing)) for program in plan.programs)
+    return replace(plan, programs=programs, transfers=())
+
+
+def _local(
+    program: Iterable[Action], plan: Plan, crossing: Container[tuple[int, int]]
+) -> Iterator[Action]:
+    for action in program:
+        if action.peer < 0 or (action.segment, action.peer) not in crossing:
+            yield action
+        elif plan.segments[action.segment].source >= 0:
+            yield Action("F" if action.kind == "R" else "B", action.segment, action.chunk)
+
+
 def _with_messages(program: Sequence[Action], forest: Forest) -> Iterator[Action]:
     """A program with sends and receives of every level, as run/exchanges.py makes them."""
-    of = {one.segment: one for one in forest.exchanges}
+    of = {one.segment: (place, one) for place, one in enumerate(forest.exchanges)}
 
     def group(action: Action) -> tuple[str, int, int, int] | None:
-        one = of.get(action.segment)
-        if one is None:
+        if action.segment not in of:
             return None
+        _, one = of[action.segment]
         window = one.first if action.kind == "F" else one.last
         return action.kind, window, one.level, action.chunk
 
@@ -68,10 +88,11 @@ def _with_messages(program: Sequence[Action], forest: Forest) -> Iterator[Action
         if key is None:
             yield from actions
             continue
-        here = list(actions)
+        here, forward = list(actions), key[0] == "F"
         computed = [one for one in here if forest.segments[one.segment].source < 0]
-        crossing = [message for one in here for message in _messages(one, of[one.segment], forest)]
-        yield from computed + crossing if key[0] == "F" else crossing + computed
+        here.sort(key=lambda action: of[action.segment][0], reverse=not forward)
+        crossing = [sent for one in here for sent in _messages(one, of[one.segment][1], forest)]
+        yield from computed + crossing if forward else crossing + computed
 
 
 def _messages(action: Action, one: Exchange, forest: Forest) -> Iterator[Action]:
@@ -100,10 +121,13 @@ def _ordered(program: tuple[Action, ...], forest: Forest, chunks: range) -> Iter
 
 
 def _beginning(forest: Forest, window: int, chunks: range) -> Iterator[Action]:
-    begin = [one.segment for one in forest.exchanges if one.first == window]
-    return (Action("F", segment, chunk) for chunk in chunks for segment in begin)
+    """In a level what a rank computes, then what it receives."""
+    begin = [one for one in forest.exchanges if one.first == window]
+    begin.sort(key=lambda one: (one.level, forest.segments[one.segment].source >= 0))
+    return (Action("F", one.segment, chunk) for chunk in chunks for one in begin)
 
 
 def _ending(forest: Forest, window: int, chunks: range) -> Iterator[Action]:
-    end = [one.segment for one in reversed(forest.exchanges) if one.last == window]
-    return (Action("B", segment, chunk) for chunk in reversed(chunks) for segment in end)
+    end = [one for one in reversed(forest.exchanges) if one.last == window]
+    end.sort(key=lambda one: (-one.level, forest.segments[one.segment].source < 0))
+    return (Action("B", one.segment, chunk) for chunk in reversed(chunks) for one in end)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.job_check import End, Job, first_action, last_action
-from megatron_prefix.plan.simulator import Cost, Event, token_cost
+from megatron_prefix.plan.simulator import Cost, Event, Timeline, token_cost
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,10 @@ class JobTimeline:
     received_positions: tuple[int, ...]
     peak_received: tuple[int, ...]
 
+    def of_ranks(self, unit: str = "tokens") -> Timeline:
+        """As if it were a pipeline's: the peaks are those of received positions."""
+        return Timeline(self.events, self.makespan, self.busy, self.peak_received, unit)
+
 
 def simulate_job(
     plans: Sequence[Plan],
@@ -46,6 +50,7 @@ def simulate_job(
     *,
     cost: Cost = token_cost,
     seconds_per_position_sent: float = 0.0,
+    seconds_per_position_back: float | None = None,
 ) -> JobTimeline:
     """Checks the plans of all data-parallel ranks together and simulates them.
 
@@ -57,7 +62,8 @@ def simulate_job(
         ready_after: see `planner.loss_ready_after`, one a rank; received segments, which have no
             forward, are not waited for.
         cost: time of a computed segment's F or B.
-        seconds_per_position_sent: of a payload or its gradients, in the unit of `cost`.
+        seconds_per_position_sent: of a payload, in the unit of `cost`.
+        seconds_per_position_back: of its gradients; None: the same.
 
     Raises:
         PlanError: the plans cannot run; names rank, place and action, with a column a rank.
@@ -74,7 +80,8 @@ def simulate_job(
         job.check_program(rank, ready_after[rank] if ready_after is not None else None)
     job.pair()
     job.meet()
-    return _Run(job, cost, seconds_per_position_sent).timeline()
+    sent, back = seconds_per_position_sent, seconds_per_position_back
+    return _Run(job, cost, (sent, sent if back is None else back)).timeline()
 
 
 # The simulation -----------------------------------------------------------------------------------
@@ -91,7 +98,7 @@ class _Run:
         events: per rank and action when it ran, or its message crossed.
     """
 
-    def __init__(self, job: Job, cost: Cost, seconds: float) -> None:
+    def __init__(self, job: Job, cost: Cost, seconds: tuple[float, float]) -> None:
         self.job, self.cost, self.seconds = job, cost, seconds
         num = len(job.plans)
         self.place, self.clock, self.free = [0] * num, [0.0] * num, [0.0] * num
@@ -155,7 +162,7 @@ class _Run:
                 break
             ends = (end, other)
             start = max(max(self.issued[one], self.free[one[0]]) for one in ends)
-            stop = start + self.seconds * self._positions(end)
+            stop = start + self._seconds(end)
             for one, action in ends:
                 self.streams[one].popleft()
                 self.free[one] = stop
@@ -163,10 +170,13 @@ class _Run:
                 changed.add(one)
         return changed
 
-    def _positions(self, end: End) -> int:
-        """Positions of a message: those of the segment where it is received as a whole."""
-        found = [self.job.plans[r].segments[a.segment] for r, a in (end, self.job.other[end])]
-        return next(one.padded_length for one in found if one.source >= 0)
+    def _seconds(self, end: End) -> float:
+        """Of a message: it has the positions of the segment where that is received as a whole."""
+        for rank, action in (end, self.job.other[end]):
+            segment = self.job.plans[rank].segments[action.segment]
+            if segment.source >= 0:
+                return self.seconds[action.kind == "S"] * segment.padded_length
+        raise RuntimeError(f"{end[1]} of rank {end[0]}: no end of the message receives a segment")
 
     def _peak(self, rank: int) -> int:
         """Most positions of received segments alive at a time."""

@@ -57,6 +57,11 @@ class PlanFile:
 
     def __init__(self, path: str, memory: str = "retain") -> None:
         self.path, self.plan = path, read_plan(path)
+        if self.plan.crosses:
+            raise UserError(
+                f"{path}: its segments cross data-parallel ranks, and a plan from a file cannot do"
+                " that; make one without --across-ranks"
+            )
         if self.plan.policies and memory not in ("retain", "auto"):
             raise UserError(
                 f"{path}: says what each segment keeps, and so does memory {memory!r}; leave"

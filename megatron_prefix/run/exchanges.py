@@ -9,139 +9,38 @@ that needs them. Nothing is scaled here: what a rank sends back has the scale of
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from megatron_prefix.run.carried import Carried, Row
+from megatron_prefix.run.communicator import Coming, Communicator
 from megatron_prefix.sidecar.arena import Payload, wider
 from megatron_prefix.tree import Forest
 from megatron_prefix.tree.forest import Exchange
 from megatron_prefix.tree.payload_map import Form
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-Coming = tuple[list[Any], list[Tensor]]
-"""Works, and the tensors that they send or fill."""
-_DIMENSIONS = 6
-"""Most dimensions of a row of a payload."""
-
 
 @dataclass
-class Known:
-    """What ranks have said of a model chunk's payloads, by place in the group.
+class Crossed:
+    """What one rank exchanged in a step.
 
     Attributes:
-        told: who has heard what this rank sends.
-        rows: of every layer, what others send.
+        received_tokens, sent_tokens: positions of payloads; those that go to several ranks count
+            for each of them.
+        received_bytes, sent_bytes: of payloads and of gradients.
+        waited: seconds in which the host waited for messages; None on a GPU, where a stream does.
     """
 
-    told: set[int] = field(default_factory=set)
-    rows: dict[int, list[list[Row]]] = field(default_factory=dict)
-
-
-class Communicator:
-    """Messages among the ranks of a group, apart from all others.
-
-    Args:
-        group: the trainer's; all of its ranks make this together.
-        device: where its tensors live.
-
-    Attributes:
-        ranks: their numbers in the job.
-    """
-
-    def __init__(self, group: Any, device: torch.device) -> None:
-        self.ranks, self._device = dist.get_process_group_ranks(group), device
-        timeout = group._get_backend(device).options._timeout  # torch has no public name for it
-        self._group = dist.new_group(self.ranks, timeout=timeout, use_local_synchronization=True)
-        # NCCL connects at first use, and for messages in batches all ranks must take part in it.
-        dist.all_reduce(torch.zeros(1, device=device), group=self._group)
-        self._known: weakref.WeakKeyDictionary[Any, dict[bool, Known]] = weakref.WeakKeyDictionary()
-
-    def send(self, peer: int, tensors: Sequence[Tensor]) -> Coming:
-        """Sends tensors to a place in the group; returns them as they are sent."""
-        whole = [one.contiguous() for one in tensors]
-        return self._exchange(dist.isend, peer, whole), whole
-
-    def receive(self, peer: int, tensors: Sequence[Tensor]) -> list[Any]:
-        """Fills tensors with what a place in the group sends."""
-        return self._exchange(dist.irecv, peer, tensors)
-
-    def known(self, model: Any, forward_only: bool) -> Known:
-        """What ranks know of one another's payloads of a model chunk. They are others in passes
-        without gradients, where routers count nothing."""
-        return self._known.setdefault(model, {}).setdefault(forward_only, Known())
-
-    def tell_rows(self, peer: int, known: Known, payload: Sequence[Payload]) -> Coming:
-        """Says what rows of a model chunk's payloads are, before the first one that a peer gets."""
-        if peer in known.told:
-            return [], []
-        known.told.add(peer)
-        numbers = []
-        for tensor in itertools.chain.from_iterable(payload):
-            shape = list(tensor.shape[1:])
-            numbers += [_DTYPES.index(tensor.dtype), len(shape), *shape]
-            numbers += [0] * (_DIMENSIONS - len(shape))
-        counts = [len(parts) for parts in payload]
-        works, messages = [], [torch.tensor(each).to(self._device) for each in (counts, numbers)]
-        for message in messages:  # one by one: the second's length is in the first
-            works += self._exchange(dist.isend, peer, [message])
-        return works, messages
-
-    def rows(self, peer: int, known: Known, num_layers: int) -> list[list[Row]]:
-        """What rows of payloads are that a peer sends; waits for it the first time."""
-        if peer not in known.rows:
-            counts = self._numbers(peer, num_layers)
-            numbers = self._numbers(peer, sum(counts) * (2 + _DIMENSIONS))
-            rows = iter(
-                _row(numbers[at : at + 2 + _DIMENSIONS])
-                for at in range(0, len(numbers), 2 + _DIMENSIONS)
-            )
-            known.rows[peer] = [list(itertools.islice(rows, count)) for count in counts]
-        return known.rows[peer]
-
-    def _numbers(self, peer: int, count: int) -> list[int]:
-        numbers = torch.zeros(count, dtype=torch.int64, device=self._device)
-        _wait(self._exchange(dist.irecv, peer, [numbers]))
-        return numbers.tolist()
-
-    def _exchange(self, way: Any, peer: int, tensors: Sequence[Tensor]) -> list[Any]:
-        """All messages of one payload at once: NCCL then needs one kernel for them."""
-        other = self.ranks[peer]
-        return dist.batch_isend_irecv(
-            [dist.P2POp(way, tensor, other, self._group) for tensor in tensors]
-        )
-
-
-_made: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDictionary()
-
-
-@contextlib.contextmanager
-def communicator_of(group: Any, device: torch.device) -> Iterator[Communicator | None]:
-    """The communicator of a group, made once; given up when a step fails, as messages of that step
-    may still be in it. All ranks of the group call this. None without a group."""
-    if group is None:
-        yield None
-        return
-    if group not in _made:
-        _made[group] = Communicator(group, device)
-    try:
-        yield _made[group]
-    except BaseException:
-        _made.pop(group, None)
-        raise
-
-
-def _row(numbers: Sequence[int]) -> Row:
-    dtype, num, *shape = numbers
-    return tuple(shape[:num]), _DTYPES[dtype]
+    received_tokens: int = 0
+    sent_tokens: int = 0
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    waited: float | None = None
 
 
 class Exchanges:
@@ -153,6 +52,9 @@ class Exchanges:
         chunks: what crosses of each of the rank's model chunks.
         device: of the model.
         forward_only: no gradients come back.
+
+    Attributes:
+        crossed: what has been exchanged so far.
 
     Raises:
         ValueError: several windows: rows of gradients could be taken again while they leave.
@@ -175,6 +77,7 @@ class Exchanges:
         self._returned = [len(self._levels)] * len(chunks)
         self._segments, self._communicator, self._chunks = forest.segments, communicator, chunks
         self._device, self._forward_only = device, forward_only
+        self.crossed = Crossed(waited=0.0 if device.type == "cpu" else None)
         self._known = [communicator.known(one.model, forward_only) for one in chunks]
         self._sent: list[Coming] = []
         self._coming: dict[tuple[int, int], tuple[list[Any], list[Payload]]] = {}
@@ -204,7 +107,7 @@ class Exchanges:
             for one in reversed(self._levels[self._returned[chunk]]):
                 self._give_back(one, chunk)
         for spans, (works, gradients) in self._coming_back.pop((index, chunk), ()):
-            _wait(works)
+            self._wait(works)
             self._chunks[chunk].add_to(index, spans, gradients)
 
     def _leave(self, one: Exchange, chunk: int) -> None:
@@ -215,10 +118,12 @@ class Exchanges:
                 rows = self._communicator.rows(peer, self._known[chunk], len(carried.forms))
                 payload = self._empty(rows, one.segment, chunk, spans)
                 self._coming[one.segment, chunk] = self._receive(peer, payload), payload
+                self.crossed.received_tokens += self._positions(one, spans, chunk)
             else:
                 payload = carried.leaving(one.segment, spans)
                 self._keep(self._communicator.tell_rows(peer, self._known[chunk], payload))
                 self._send(peer, payload)
+                self.crossed.sent_tokens += self._positions(one, spans, chunk)
 
     def _give_back(self, one: Exchange, chunk: int) -> None:
         """Sends the gradients of a payload to the rank that it came from, or begins to get them."""
@@ -239,22 +144,37 @@ class Exchanges:
     def _arrive(self, index: int, chunk: int) -> None:
         if (index, chunk) in self._coming:
             works, payload = self._coming.pop((index, chunk))
-            _wait(works)
+            self._wait(works)
             self._chunks[chunk].arrived(index, payload)
 
     def finish(self) -> None:
         """Waits until everything sent has left."""
         while self._sent:
-            _wait(self._sent.pop()[0])
+            self._wait(self._sent.pop()[0])
 
     def _send(self, peer: int, payload: Sequence[Payload]) -> None:
-        self._keep(self._communicator.send(peer, [*itertools.chain.from_iterable(payload)]))
+        tensors = [*itertools.chain.from_iterable(payload)]
+        self.crossed.sent_bytes += sum(one.nbytes for one in tensors)
+        self._keep(self._communicator.send(peer, tensors))
 
     def _keep(self, sent: Coming) -> None:
         self._sent.append(sent)  # tensors live until they have left
 
     def _receive(self, peer: int, payload: Sequence[Payload]) -> list[Any]:
-        return self._communicator.receive(peer, [*itertools.chain.from_iterable(payload)])
+        tensors = [*itertools.chain.from_iterable(payload)]
+        self.crossed.received_bytes += sum(one.nbytes for one in tensors)
+        return self._communicator.receive(peer, tensors)
+
+    def _wait(self, works: Iterable[Any]) -> None:
+        begin = time.perf_counter()
+        for work in works:
+            work.wait()
+        if self.crossed.waited is not None:
+            self.crossed.waited += time.perf_counter() - begin
+
+    def _positions(self, one: Exchange, spans: Sequence[int], chunk: int) -> int:
+        """Of some spans; the first model chunk counts them, the others have the same."""
+        return sum(self._segments[one.segment].spans[span].length for span in spans if not chunk)
 
     def _empty(
         self, rows: Sequence[Sequence[Row]], index: int, chunk: int, spans: Sequence[int]
@@ -278,9 +198,4 @@ class Exchanges:
                 for shape, dtype in of_layer
             )
             for form, of_layer in zip(carried.forms, rows, strict=True)
-        ]
-
-
-def _wait(works: Iterable[Any]) -> None:
-    for work in works:
-        work.wait()
+        ]  # fmt: skip

@@ -141,7 +141,7 @@ class Executor:
                 self._offloader.end_step()
 
     def _crossing(self, action: Action, stage: Stage, exchanges: Exchanges) -> None:
-        """An action, and what crosses data-parallel ranks before and after it."""
+        """An action, and what crosses data-parallel ranks before it."""
         index, chunk = action.segment, action.chunk
         received = self._plan.segments[index].source >= 0
         if action.kind == "F":

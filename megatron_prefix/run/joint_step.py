@@ -82,6 +82,6 @@ def joint(step: Step, options: TreeOptions, group: Any, build: Callable[..., For
     mine, numbers = beginnings_of(samples, step.microbatch_of, options)
     heard: list[Any] = [None] * group.size()
     dist.all_gather_object(heard, mine, group=group)
-    common = common_spans(heard, group.rank(), lambda codes: trie(codes, options), options)
+    common = common_spans(heard, group.rank(), trie, options)
     forest = build(samples, step.microbatch_of, common=(numbers, common))
     return replace(step, forest=forest.all_read() if step.reads_all else forest)

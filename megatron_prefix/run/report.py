@@ -18,6 +18,7 @@ from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.peak_memory import RankMemory
 from megatron_prefix.plan.prediction import Prediction
 from megatron_prefix.plan.simulator import Event, Timeline, simulate
+from megatron_prefix.run.exchanges import Crossed
 from megatron_prefix.tree import Forest
 
 
@@ -120,6 +121,8 @@ class StepReport:
         base_bytes: allocated on the device when the step began.
         room_bytes: what the step could still use then; 0 if it is not known.
         cache_bytes: the most that K/V, states and their gradients took on the device at once.
+        crossed: what this rank exchanged with other data-parallel ranks; None if nothing could
+            cross.
         retried: memory ran out, and the step ran once more.
     """
 
@@ -135,6 +138,7 @@ class StepReport:
     base_bytes: int = 0
     room_bytes: float = 0.0
     cache_bytes: int = 0
+    crossed: Crossed | None = None
     retried: bool = False
 
     @property

@@ -32,7 +32,8 @@ from megatron_prefix.refusals.table import CHANGED_OUTPUT
 from megatron_prefix.run import routers
 from megatron_prefix.run.calls import ModelCall
 from megatron_prefix.run.carried import Carried
-from megatron_prefix.run.exchanges import Communicator, Exchanges, communicator_of
+from megatron_prefix.run.communicator import Communicator, communicator_of
+from megatron_prefix.run.exchanges import Exchanges
 from megatron_prefix.run.executor import Executor, Stage
 from megatron_prefix.run.forward_step_state import Settings
 from megatron_prefix.run.inputs import SegmentInputs
@@ -194,6 +195,7 @@ class StepRun:
         embedding = clear_embedding_activation_buffer(config, rank.models, stages[-1].is_last)
         with contextlib.nullcontext() if forward_only else _no_sync(rank):
             executor.run(rank.stage)
+        report.crossed = exchanges.crossed if exchanges is not None else None
         report.cache_bytes = sum(stage.cache.peak_bytes for stage in stages)
         return embedding
 

@@ -2,9 +2,9 @@
 
 Trainers deal the rollouts of a prompt to several ranks. What they begin with, up to the first
 position that carries loss, runs once in the whole job: on an *owner*, one of the ranks that have
-it, which sends its payload to the others and gets their gradients back. All ranks know the
-beginnings of all, and each comes to the same answer: the common spans, their owners, the segments
-that they are in, and when they cross.
+it, which sends its payload to the others and gets their gradients back. All ranks know digests of
+the beginnings of all, and each comes to the same answer: the common spans, their owners, the
+segments that they are in, and when they cross.
 
 A step has *windows*: equal parts of every rank's microbatches. A segment crosses when the first
 window begins in which any rank needs it, and its gradients cross when the last one ends. In this
@@ -15,10 +15,11 @@ and their gradients after its own.
 from __future__ import annotations
 
 import collections
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,35 +27,42 @@ from megatron_prefix.tree.forest import Pairs, TreeOptions
 from megatron_prefix.tree.nodes import Node
 from megatron_prefix.tree.parts import equal_bounds, even_parts
 
-Trie = Callable[[Mapping[int, np.ndarray]], list[Node]]
+_BYTES = 16
+BLOCK = 8
+"""Positions between two digests of a beginning, each of 16 bytes: beginnings that branch inside a
+block have only what is before it in common. Blocks of 1 lose nothing and send as much as tokens."""
+
+Trie = Callable[[Mapping[int, np.ndarray], TreeOptions], list[Node]]
 """Makes the prefix tree of codes, by number; see `build.trie`."""
 
 
-class Beginning(NamedTuple):
-    """What some rollouts of one rank begin with, before any position that carries loss.
-
-    Attributes:
-        codes: of its positions (`Pairs.codes`), uint64 [positions, n].
-        first, last: the first and the last of the rank's microbatches that have it.
-    """
-
-    codes: np.ndarray
-    first: int
-    last: int
-
-
 class RankBeginnings(NamedTuple):
-    """What a rank tells the others.
+    """What a rank tells the others of its beginnings: digests, and no token.
+
+    A beginning is what rollouts begin with before any position that carries loss. Digests have 128
+    bits of a cryptographic hash (BLAKE2b): beginnings with equal ones are taken as equal.
 
     Attributes:
-        beginnings: all different.
+        lengths: positions of each beginning, all of them different: int64 [num].
+        digests: of each one's first block, its first two, and so on up to all of it: uint64
+            [sum of their blocks, 2]. The last block may be shorter.
+        first, last: the first and the last of the rank's microbatches that have it: int64 [num].
         own: positions of its rollouts behind them.
         num_microbatches: of the trainer.
+        block: positions of a block, a multiple of the trees' boundary.
     """
 
-    beginnings: tuple[Beginning, ...]
+    lengths: np.ndarray
+    digests: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
     own: int
     num_microbatches: int
+    block: int
+
+    def ends(self) -> np.ndarray:
+        """Where the digests of each beginning end: int64 [num]."""
+        return np.cumsum(-(-self.lengths // self.block))
 
 
 class CommonSpan(NamedTuple):
@@ -114,7 +122,8 @@ class CommonSpans:
 
     def window_of(self, microbatch: int) -> int:
         """The window in which one of this rank's microbatches runs."""
-        return _window(microbatch, self.num_microbatches, self.num_windows)
+        window = _window(microbatch, self.num_microbatches, self.num_windows)
+        return min(window, self.num_windows - 1)
 
     def beginning(self, window: int) -> Iterator[CommonSegment]:
         """The segments of this rank that cross when a window begins."""
@@ -143,7 +152,10 @@ NOTHING_IN_COMMON = CommonSpans()
 
 
 def beginnings_of(
-    rollouts: Sequence[Pairs], microbatch_of: Sequence[int], options: TreeOptions
+    rollouts: Sequence[Pairs],
+    microbatch_of: Sequence[int],
+    options: TreeOptions,
+    block: int = BLOCK,
 ) -> tuple[RankBeginnings, list[int]]:
     """What a rank tells the others, and per rollout the number of its beginning.
 
@@ -151,24 +163,39 @@ def beginnings_of(
         rollouts: of the step, on this rank.
         microbatch_of: the trainer's microbatch of each.
         options: see TreeOptions; beginnings end at a multiple of the boundary.
+        block: positions between digests, rounded up to such a multiple.
     """
+    block = -(-block // options.boundary) * options.boundary
     known: dict[bytes, int] = {}
-    found: list[Beginning] = []
+    ends: list[int] = []
+    needed: list[list[int]] = []  # the first and the last microbatch
+    digests: list[bytes] = []
     number_of, own = [], 0
     for rollout, microbatch in zip(rollouts, microbatch_of, strict=True):
         end = options.rounded(rollout.first_trained)
-        codes = rollout.codes()[:end]
+        codes = rollout.codes(0, end)
         own += len(rollout) - end
-        number = known.setdefault(codes.tobytes(), len(found))
-        if number == len(found):
-            found.append(Beginning(codes, microbatch, microbatch))
-        before = found[number]
-        found[number] = before._replace(
-            first=min(before.first, microbatch), last=max(before.last, microbatch)
-        )
+        number = known.setdefault(codes.tobytes(), len(ends))
+        if number == len(ends):
+            ends.append(end)
+            needed.append([microbatch, microbatch])
+            digests += _digests(codes, block)
+        first, last = needed[number]
+        needed[number] = [min(first, microbatch), max(last, microbatch)]
         number_of.append(number)
+    firsts, lasts = np.array(needed, np.int64).reshape(-1, 2).T
+    found = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
     num_microbatches = max(microbatch_of, default=0) + 1
-    return RankBeginnings(tuple(found), own, num_microbatches), number_of
+    lengths = np.array(ends, np.int64)
+    return RankBeginnings(lengths, found, firsts, lasts, own, num_microbatches, block), number_of
+
+
+def _digests(codes: np.ndarray, block: int) -> Iterator[bytes]:
+    """Of the first block, of the first two, and so on."""
+    digest = hashlib.blake2b(digest_size=_BYTES)
+    for start in range(0, len(codes), block):
+        digest.update(codes[start : start + block].data)
+        yield digest.digest()
 
 
 def common_spans(
@@ -183,42 +210,89 @@ def common_spans(
     Args:
         ranks: what each of them tells.
         rank: this one.
-        trie: makes the prefix tree of codes.
+        trie: makes the prefix tree of codes; here of blocks, whose codes are digests.
         options: see TreeOptions. A span that saves fewer than `min_gain` positions on all ranks
             together is not common.
         num_windows: of the step.
     """
-    named = [(place, one) for place, told in enumerate(ranks) for one in told.beginnings]
-    codes = {number: one.codes for number, (_, one) in enumerate(named) if len(one.codes)}
+    known, numbers = _different(ranks, num_windows)
     spans: list[CommonSpan] = []
-    below = [-1] * len(named)
-    todo = [(node, 0, -1) for node in reversed(trie(codes))]
+    below = [-1] * len(known)
+    tree = trie({number: one.digests for number, one in enumerate(known)}, _BLOCKS)
+    todo = [(node, 0, -1) for node in reversed(tree)]
     while todo:
         node, start, parent = todo.pop()
-        of_ranks = tuple(sorted({named[member][0] for member in node.members}))
+        members = [known[member] for member in node.members]
+        of_ranks = tuple(sorted({*itertools.chain(*(one.ranks for one in members))}))
         if len(of_ranks) < 2:
             continue
-        if (len(of_ranks) - 1) * (node.end - start) >= max(1, options.min_gain):
-            members = [
-                (ranks[place].num_microbatches, one)
-                for place, one in (named[member] for member in node.members)
-            ]
-            first = min(_window(one.first, num, num_windows) for num, one in members)
-            last = max(_window(one.last, num, num_windows) for num, one in members)
-            for begin, end in itertools.pairwise(_bounds(start, node.end, options)):
+        end = min(node.end * ranks[rank].block, members[0].length)
+        if (len(of_ranks) - 1) * (end - start) >= max(1, options.min_gain):
+            first, last = min(one.first for one in members), max(one.last for one in members)
+            for begin, stop in itertools.pairwise(_bounds(start, end, options)):
                 level = spans[parent].level + 1 if parent >= 0 else 0
-                spans.append(CommonSpan(begin, end, parent, level, of_ranks, first, last))
+                spans.append(CommonSpan(begin, stop, parent, level, of_ranks, first, last))
                 parent = len(spans) - 1
-            start = node.end
+            start = end
             for member in node.members:
                 below[member] = parent
         todo.extend((child, start, parent) for child in reversed(node.children))
-    before = sum(len(told.beginnings) for told in ranks[:rank])
-    mine = ranks[rank]
     return CommonSpans(
         rank, tuple(spans), tuple(_segments(spans, _owners(spans, ranks), options.segment_tokens)),
-        tuple(below[before : before + len(mine.beginnings)]), mine.num_microbatches, num_windows,
+        tuple(below[number] if number >= 0 else -1 for number in numbers[rank]),
+        ranks[rank].num_microbatches, num_windows,
     )  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Known:
+    """A beginning that one rank has, or several.
+
+    Attributes:
+        digests, length: see RankBeginnings.
+        ranks: that have it, ascending.
+        first, last: the windows in which any of them needs it first and last.
+    """
+
+    digests: np.ndarray
+    length: int
+    ranks: list[int]
+    first: int
+    last: int
+
+
+_BLOCKS = TreeOptions()
+"""Of a tree whose positions are blocks."""
+
+
+def _different(
+    ranks: Sequence[RankBeginnings], num_windows: int
+) -> tuple[list[_Known], list[list[int]]]:
+    """All beginnings once, and per rank the numbers of its own; an empty one's is -1."""
+    known: list[_Known] = []
+    number_of: dict[bytes, int] = {}
+    numbers: list[list[int]] = [[] for _ in ranks]
+    for place, told in enumerate(ranks):
+        named, start = told.digests.tobytes(), 0
+        columns = (told.ends(), told.lengths, *_windows_of(told, num_windows))
+        for end, length, first, last in zip(*(one.tolist() for one in columns), strict=True):
+            if not length:
+                numbers[place].append(-1)
+                continue
+            name = named[_BYTES * (end - 1) : _BYTES * end]
+            number = number_of.setdefault(name, len(known))
+            if number == len(known):
+                known.append(_Known(told.digests[start:end], length, [], first, last))
+            one, start = known[number], end
+            one.ranks.append(place)
+            one.first, one.last = min(one.first, first), max(one.last, last)
+            numbers[place].append(number)
+    return known, numbers
+
+
+def _windows_of(told: RankBeginnings, num_windows: int) -> Iterator[np.ndarray]:
+    """The first and the last window of each beginning."""
+    return (_window(one, told.num_microbatches, num_windows) for one in (told.first, told.last))
 
 
 def _bounds(start: int, end: int, options: TreeOptions) -> list[int]:
@@ -227,8 +301,9 @@ def _bounds(start: int, end: int, options: TreeOptions) -> list[int]:
     return equal_bounds(start, end, longest, options.boundary) if longest else [start, end]
 
 
-def _window(microbatch: int, num_microbatches: int, num_windows: int) -> int:
-    return min(microbatch * num_windows // num_microbatches, num_windows - 1)
+def _window(microbatch: Any, num_microbatches: int, num_windows: int) -> Any:
+    """Of a microbatch, or of an array of them."""
+    return microbatch * num_windows // num_microbatches
 
 
 def _owners(spans: Sequence[CommonSpan], ranks: Sequence[RankBeginnings]) -> list[int]:

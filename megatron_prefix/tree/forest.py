@@ -47,13 +47,14 @@ class Pairs:
         hits = np.flatnonzero(self.trained)
         return int(hits[0]) if len(hits) else len(self) - 1
 
-    def codes(self) -> np.ndarray:
-        """A code per position, equal if input, label and routes are: uint64 [num_positions, n]."""
-        low = self.labels.astype(np.int64) & 0xFFFFFFFF
-        pairs = (self.inputs.astype(np.int64) << 32 | low).astype(np.uint64)[:, None]
+    def codes(self, start: int = 0, end: int | None = None) -> np.ndarray:
+        """A code per position [start, end), equal if input, label and routes are: uint64
+        [positions, n]."""
+        low = self.labels[start:end].astype(np.int64) & 0xFFFFFFFF
+        pairs = (self.inputs[start:end].astype(np.int64) << 32 | low).astype(np.uint64)[:, None]
         if self.routes is None:
             return pairs
-        routes = self.routes.reshape(len(self), -1).astype(np.uint16)
+        routes = self.routes.reshape(len(self), -1)[start:end].astype(np.uint16)
         padded = np.pad(routes, ((0, 0), (0, -routes.shape[1] % 4)))  # to whole 64 bits
         return np.hstack([pairs, padded.view(np.uint64)])
 

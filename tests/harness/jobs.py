@@ -10,10 +10,11 @@ import random
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
+from megatron_prefix.lab.plans.job_plan import JobPlan, job_plan
 from megatron_prefix.plan.actions import Action, Plan, Transfer
-from megatron_prefix.tree import Place, Segment
+from megatron_prefix.tree import Place, Segment, TreeOptions
 from megatron_prefix.tree.packing import Node
-from tests.harness.trees import random_trees
+from tests.harness.trees import flat_rollouts, random_trees
 
 Computed = tuple[int, int]
 """A rank and the node that it computes."""
@@ -63,6 +64,19 @@ def random_job(rng: random.Random) -> Job:
         maker.add_segments(rank, job)
     maker.write_programs(job)
     return job
+
+
+def crossing_plan() -> Plan:
+    """The first one of two ranks, each of which sends to the other."""
+    return crossing_job().plans[0]
+
+
+def crossing_job() -> JobPlan:
+    """Six groups of four rollouts, of which each of two ranks has two."""
+    rollouts, _ = flat_rollouts(64, 16, 4, 6)
+    options = TreeOptions(min_gain=0, segment_tokens=64, share="batch")
+    ranks = [[*rollouts[start::2]] for start in range(2)]
+    return job_plan(ranks, [[*range(12)]] * 2, options)
 
 
 class _Maker:

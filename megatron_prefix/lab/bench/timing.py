@@ -15,6 +15,7 @@ from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.rl.flops import cost_model, peak_flops
+from megatron_prefix.run.exchanges import Crossed
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.tree import build
 
@@ -37,6 +38,9 @@ class Timing:
         segments: of the prefix schedule, in the steps that it ran.
         raw_tokens: positions without sharing.
         executed_tokens: positions that were computed in the steps of the prefix schedule.
+        received_tokens: positions whose payloads came from other data-parallel ranks in these.
+        received_bytes: of these and of the gradients that came back, on one rank of each
+            data-parallel one.
         stock_step_ms, prefix_step_ms: time of every step's call, that of the slowest rank.
         stock_ms, prefix_ms: their medians.
         stock_gib, prefix_gib: peak of allocated device memory of the rank with most; 0 on the CPU.
@@ -70,6 +74,8 @@ class Timing:
     segments: int
     raw_tokens: int
     executed_tokens: int
+    received_tokens: int
+    received_bytes: int
     stock_step_ms: tuple[float, ...]
     prefix_step_ms: tuple[float, ...]
     stock_ms: float
@@ -103,6 +109,8 @@ class Count(NamedTuple):
     stock_flops: float
     plan_flops: float
     flops: float
+    received: int
+    received_bytes: int
 
 
 @dataclass
@@ -143,6 +151,7 @@ def counted(spec: ModelSpec, report: StepReport, forward_only: bool) -> Count:
     cost, forest, shared = cost_model(spec), report.forest, report.decision.share
     stock = cost.stock(forest)
     needed = cost.prefix(forest) if shared else stock
+    crossed = report.crossed or Crossed()
     again = sum(
         cost.segment(segment)
         for index, segment in enumerate(report.plan.segments)
@@ -153,6 +162,7 @@ def counted(spec: ModelSpec, report: StepReport, forward_only: bool) -> Count:
         len(forest.segments) if shared else 0, stock,
         cost.prefix(forest.all_read()) if shared else stock,
         needed if forward_only else 3 * needed + again,
+        crossed.received_tokens, crossed.received_bytes,
     )  # fmt: skip
 
 
@@ -180,10 +190,7 @@ def together(mine: Measured, place: int) -> Measured:
 
 def _summed(counts: Sequence[Count]) -> Count:
     """Of several ranks or steps."""
-    sums = {
-        name: sum(getattr(count, name) for count in counts)
-        for name in ("raw", "executed", "segments", "stock_flops", "plan_flops", "flops")
-    }
+    sums = {name: sum(getattr(count, name) for count in counts) for name in Count._fields[1:]}
     return Count(any(count.shared for count in counts), **sums)
 
 
@@ -193,22 +200,23 @@ def timing(work: Work, setting: Setting, stock: Measured, prefix: Measured) -> T
     medians = statistics.median(stock.step_ms), statistics.median(prefix.step_ms)
     bound = flop_bound(setting.spec, work.config, work.steps)
     total = _summed(prefix.counts)
-    shared_steps = sum(count.shared for count in prefix.counts)
-    baseline, ranks = setting.baseline, setting.layout.world_size
-    rate = total.flops / (sum(prefix.step_ms) / 1e3) / ranks
+    baseline = setting.baseline
+    rate = total.flops / (sum(prefix.step_ms) / 1e3) / setting.layout.world_size
     peak = peak_flops(setting.dtype)
     return Timing(
         name=work.name,
         baseline=baseline.name,
         pack_tokens=baseline.pack_tokens if baseline.packed else 0,
         steps=len(work.steps),
-        shared_steps=shared_steps,
+        shared_steps=sum(count.shared for count in prefix.counts),
         rollouts=sum(len(group.rollouts) for groups in work.steps for group in groups),
         microbatches=prefix.microbatches,
         segment_tokens=work.config.segment_tokens,
         segments=total.segments,
         raw_tokens=total.raw,
         executed_tokens=total.executed,
+        received_tokens=total.received,
+        received_bytes=total.received_bytes,
         stock_step_ms=tuple(stock.step_ms),
         prefix_step_ms=tuple(prefix.step_ms),
         stock_ms=medians[0],

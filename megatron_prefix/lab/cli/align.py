@@ -37,6 +37,7 @@ FACTS = {
     "microbatches": "{microbatches:n}, {packing}",
     "tokens, all rollouts": "{raw_tokens:n}",
     "tokens, executed": "{executed_tokens:n}",
+    "tokens, received from other ranks": "{received:n}",
 }
 MORE_FACTS = {
     "gradient error against fp32, of stock's": "{grad_error_ratio_p50:.3f} median,"
@@ -100,6 +101,7 @@ def _print(args: argparse.Namespace, result: Any, dropped: int) -> None:
     values = {
         **vars(result),
         "packing": packs if result.pack_tokens else "one rollout each",
+        "received": result.received_tokens or None,
         "dropped": dropped or None,
         "verdict": "aligned" if result.passed else "NOT aligned",
     }

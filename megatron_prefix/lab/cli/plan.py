@@ -17,13 +17,14 @@ from megatron_prefix.lab.cli.report import counted, facts, number, print_facts, 
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
+from megatron_prefix.lab.plans.job_plan import rank_cost
 from megatron_prefix.lab.rl.baseline import PACK_TOKENS, pack_sizes
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.lab.view.drawing import timeline_svg
 from megatron_prefix.layers.model import cost_of, footprint_of
 from megatron_prefix.plan.actions import Plan, policies
 from megatron_prefix.plan.chunking import ChunkChooser
-from megatron_prefix.plan.cost import FLOPS_PER_SECOND, CostModel
+from megatron_prefix.plan.files import check_folder_writable
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.peak_memory import RankMemory, predict
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
@@ -40,10 +41,15 @@ of forward work, a backward twice, communication nothing.  The speedup is of the
 launches included, over the stock schedule on rollouts packed to at most 16,384 tokens.
 With --dp N the step is dealt to N ranks: a table shows the tokens that each has and executes if it
 shares alone, and what is left if every prompt runs once in the whole job; all else is of the rank
-that executes most.  In JSON that is data_parallel (null with one rank): lists by rank (rollouts,
+that executes most.  With --across-ranks the plans of all ranks are made and simulated together,
+with messages at 50 GB/s, and --output FOLDER writes them (rank-0.csv, ...), a picture (plan.svg)
+and a trace (plan.json); all else stays as it is.
+In JSON ranks are data_parallel (null with one rank): lists by rank (rollouts,
 raw_tokens, executed_tokens, own_tokens: those on no other rank), executed_tokens_across_ranks,
 speedup and speedup_across_ranks of the slowest rank by tokens, the latter if owners of prompts even
-ranks out, deal, and planned_rank."""
+ranks out, deal, planned_rank, and across_ranks (null without --across-ranks): by rank
+executed_tokens, received_tokens, sent_tokens (once for every rank that gets them),
+peak_received_tokens, and in tokens of forward work busy, waiting, and the makespan."""
 EPILOG = """\
 examples:
   megatron-prefix plan rollouts.jsonl.gz
@@ -51,6 +57,7 @@ examples:
   megatron-prefix plan a.jsonl.gz b.jsonl.gz --align 1 --min-gain 0 --json
   megatron-prefix plan rollouts.jsonl.gz --groups 1 --model qwen3-8b --csv plan.csv
   megatron-prefix plan rollouts.jsonl.gz --dp 8 --deal length
+  megatron-prefix plan rollouts.jsonl.gz --dp 2 --deal length --across-ranks on --output plans
 """
 
 
@@ -62,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data-parallel ranks")
     arguments.add_deal(group)
     arguments.add_number(group, "--seed", "of a random deal (default {})", 1234, arguments.seed)
+    arguments.add_config(group, "across_ranks")
+    arguments.add_text(group, "--output", "write the plans of all ranks, a picture and a trace")
     parser.add_argument(
         "--model",
         default="llama3-8b",
@@ -101,11 +110,20 @@ def run(args: argparse.Namespace) -> int:
     if args.cache_host_layers and layout.cp > 1:
         raise UserError("--cache-host-layers is for whole sequences: leave it or --cp out")
     check_outputs(args.csv, args.svg)
+    if args.output and not plan_ranks.crosses(arguments.config_of(args), layout):
+        raise UserError(
+            "--output is for plans of ranks that share prompts: give --dp of at least 2 and"
+            " --across-ranks on"
+        )
+    if args.output:
+        check_folder_writable(args.output)
     step = _planned(args, layout)
     if args.csv:
         write_text(args.csv, step.plan.to_csv())
     if args.svg:
         write_text(args.svg, timeline_svg(step.timeline, step.plan, _title(args, step)))
+    if args.output and step.dealt is not None:
+        plan_ranks.write(step.dealt, args.output, _names(args))
     result = _result(step)
     if args.json:
         print_json(result)
@@ -137,7 +155,7 @@ def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
         options = _options(args, config, layout)
         chooser = ChunkChooser(
             layout.pp, num_chunks=layout.vpp, run_ahead=config.run_ahead,
-            cost=_seconds(model, layout).segment,
+            cost=rank_cost(model, layout).segment,
         )  # fmt: skip
         chunk_tokens = chooser.choose(rollouts, numbers, options)
     config = arguments.config_of(args, chunk_tokens=chunk_tokens)
@@ -212,12 +230,6 @@ def _result(step: _PlannedStep) -> dict[str, Any]:
     }
 
 
-def _seconds(spec: ModelSpec, layout: Layout) -> CostModel:
-    """What work takes on one rank of a GPU cluster, as mode auto guesses it before it measures."""
-    rate = FLOPS_PER_SECOND["cuda"] * layout.tp * layout.cp
-    return cost_of(spec).in_seconds(rate, spec.num_layers, layout.pp, layout.vpp)
-
-
 def _predicted(step: _PlannedStep) -> Prediction:
     """Both schedules in the layout, waiting included; stock on packs, as trainers make them."""
     lengths = [
@@ -226,7 +238,9 @@ def _predicted(step: _PlannedStep) -> Prediction:
     ]
     sizes = pack_sizes(lengths, PACK_TOKENS)
     microbatch_of = [number for number, size in enumerate(sizes) for _ in range(size)]
-    return predicted_times(_seconds(step.model, step.layout), step.forest, microbatch_of, step.plan)
+    return predicted_times(
+        rank_cost(step.model, step.layout), step.forest, microbatch_of, step.plan
+    )
 
 
 def _facts(step: _PlannedStep, result: dict[str, Any]) -> dict[str, str]:
@@ -264,10 +278,13 @@ def _alignment_reasons(step: _PlannedStep) -> list[str]:
 
 
 def _title(args: argparse.Namespace, step: _PlannedStep) -> str:
-    names = ", ".join(path.rpartition("/")[2] for path in args.rollouts)
     groups, stages = len(step.groups), step.plan.num_stages
     rank = "" if step.dealt is None else f", data-parallel rank {step.dealt.tokens.slowest}"
-    return f"{names}: {counted(groups, 'group')}, {counted(stages, 'stage')}{rank}"
+    return f"{_names(args)}: {counted(groups, 'group')}, {counted(stages, 'stage')}{rank}"
+
+
+def _names(args: argparse.Namespace) -> str:
+    return ", ".join(path.rpartition("/")[2] for path in args.rollouts)
 
 
 def peaks(

@@ -1,19 +1,25 @@
-"""Data-parallel ranks of `plan`: what each gets, what it executes, and what sharing across ranks
-would leave of it."""
+"""Data-parallel ranks of `plan`: what each gets, what it executes, what sharing across ranks would
+leave of it, and with --across-ranks the plans of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
+from megatron_prefix.lab.cli.outputs import write_text
 from megatron_prefix.lab.cli.report import counted, facts, print_facts, print_records
+from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.plans.dealing import deal
 from megatron_prefix.lab.plans.dealt_tokens import DealtTokens, dealt_tokens
+from megatron_prefix.lab.plans.job_plan import JobPlan, job_plan, message_seconds, rank_cost
 from megatron_prefix.lab.runtime.layout import Layout
+from megatron_prefix.lab.view.drawing import job_svg
+from megatron_prefix.lab.view.trace import job_trace
+from megatron_prefix.plan.job import JobTimeline
 from megatron_prefix.tree import TreeOptions
 
 COLUMNS = [
@@ -31,6 +37,19 @@ FACTS = {
 }
 
 
+BYTES_PER_SECOND = 50e9
+"""Of messages in the simulated step: those of a GPU between nodes."""
+ACROSS = [
+    ("rank", "{rank}"),
+    ("executed", "{executed_tokens:n}"),
+    ("received", "{received_tokens:n}"),
+    ("sent", "{sent_tokens:n}"),
+    ("most received at once", "{peak_received_tokens:n}"),
+    ("computes", "{busy:n}"),
+    ("waits", "{waiting:n}"),
+]
+
+
 class Dealt(NamedTuple):
     """A step dealt to data-parallel ranks.
 
@@ -38,11 +57,13 @@ class Dealt(NamedTuple):
         how: one of `plans.dealing.DEALS`.
         ranks: the groups of each.
         tokens: what they execute.
+        job: the plans of all ranks, and when they run; None unless prompts cross ranks.
     """
 
     how: str
     ranks: Sequence[Sequence[Group]]
     tokens: DealtTokens
+    job: tuple[JobPlan, JobTimeline] | None = None
 
 
 def dealt(
@@ -71,7 +92,42 @@ def dealt(
             " fewer than data-parallel ranks; give smaller sizes or more groups"
         )
     ranks = deal(groups, spec, layout, config, how, stock=False, seed=seed)
-    return Dealt(how, ranks, dealt_tokens(ranks, options))
+    job = None
+    if crosses(config, layout):
+        pairs = [pairs_of_groups(some)[0] for some in ranks]
+        plans = job_plan(pairs, [[*range(len(one))] for one in pairs], options)
+        position = rank_cost(spec, layout).forward.positions
+        seconds = message_seconds(spec, layout, BYTES_PER_SECOND)
+        job = plans, plans.timeline(messages=(seconds[0] / position, seconds[1] / position))
+    return Dealt(how, ranks, dealt_tokens(ranks, options), job)
+
+
+def crosses(config: PrefixConfig, layout: Layout) -> bool:
+    """Whether the plans of all ranks are made.
+
+    Raises:
+        UserError: `--across-ranks on`, and the layout is in the way.
+    """
+    if config.across_ranks == "off" or layout.dp == 1:
+        return False
+    whole = layout.pp == layout.cp == layout.ep == 1
+    if not whole and config.across_ranks == "on":
+        raise UserError(
+            "--across-ranks on: `plan` simulates ranks that hold the whole model; leave --pp, --cp"
+            " and --ep out, or give --across-ranks auto"
+        )
+    return whole
+
+
+def write(dealt: Dealt, folder: str, title: str) -> None:
+    """Writes the plans of all ranks, a picture and a trace, of a step with a job."""
+    if dealt.job is None:
+        raise RuntimeError("no prompt crosses ranks, and their plans are to be written")
+    plans, timeline = dealt.job
+    for rank, plan in enumerate(plans.plans):
+        write_text(f"{folder}/rank-{rank}.csv", plan.to_csv(), makes_folders=True)
+    write_text(f"{folder}/plan.svg", job_svg(timeline, plans.plans, title), makes_folders=True)
+    write_text(f"{folder}/plan.json", job_trace(timeline, plans.plans), makes_folders=True)
 
 
 def result(dealt: Dealt) -> dict[str, Any]:
@@ -83,18 +139,38 @@ def result(dealt: Dealt) -> dict[str, Any]:
         **vars(tokens),
         "speedup": tokens.speedup,
         "speedup_across_ranks": tokens.speedup_across_ranks,
+        "across_ranks": None if dealt.job is None else _across(*dealt.job),
+    }
+
+
+def _across(plans: JobPlan, timeline: JobTimeline) -> dict[str, Any]:
+    """What the simulated job does, lists by rank; times in tokens of forward work."""
+    return {
+        "executed_tokens": plans.executed_tokens,
+        "received_tokens": plans.received_tokens,
+        "sent_tokens": plans.sent_tokens,
+        "peak_received_tokens": timeline.peak_received,
+        "busy": timeline.busy,
+        "waiting": timeline.waiting,
+        "makespan": timeline.makespan,
     }
 
 
 def show(dealt: Dealt, *, stderr: bool) -> None:
     """Prints the same for people."""
     tokens = dealt.tokens
-    lists = {name: value for name, value in vars(tokens).items() if isinstance(value, tuple)}
-    records = [
-        {"rank": rank, **{name: value[rank] for name, value in lists.items()}}
-        for rank in range(len(dealt.ranks))
-    ]
     title = f"{len(dealt.ranks)} data-parallel ranks, --deal {dealt.how}, tokens"
-    print_records(title, COLUMNS, records, stderr=stderr)
+    print_records(title, COLUMNS, _by_rank(vars(tokens)), stderr=stderr)
     values = {**result(dealt), "alone": sum(tokens.executed_tokens)}
     print_facts("all ranks", facts(FACTS, values), stderr=stderr)
+    if dealt.job is not None:
+        title = (
+            f"across ranks, simulated with messages at {BYTES_PER_SECOND / 1e9:.0f} GB/s, tokens"
+        )
+        print_records(title, ACROSS, _by_rank(_across(*dealt.job)), stderr=stderr)
+
+
+def _by_rank(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    lists = {name: value for name, value in values.items() if isinstance(value, tuple)}
+    ranks = range(max(map(len, lists.values())))
+    return [{"rank": rank, **{n: value[rank] for n, value in lists.items()}} for rank in ranks]

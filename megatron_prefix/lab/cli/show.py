@@ -14,6 +14,7 @@ from megatron_prefix.lab.cli.report import facts, print_facts, print_json, print
 from megatron_prefix.lab.view.drawing import timeline_svg
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.check import PlanError
+from megatron_prefix.plan.exchanges import without_messages
 from megatron_prefix.plan.planfile import forest_of, read_plan
 from megatron_prefix.plan.simulator import Timeline, simulate
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 HELP = """\
 A plan file: its grid, one row per stage and one cell per action (F3 is the forward of segment 3, B3
-its backward, F3.1 that of model chunk 1), and its simulated timeline.  An invalid plan is refused,
+its backward, F3.1 that of model chunk 1; S3>1 and R3<1 send to data-parallel rank 1 and receive
+from it), and its simulated timeline, in which the latter take no time.  An invalid plan is refused,
 and its grid printed with the bad cell marked."""
 EPILOG = """\
 examples:
@@ -51,14 +53,14 @@ def run(args: argparse.Namespace) -> int:
     check_outputs(args.svg)
     plan = read_plan(args.plan)
     try:
-        timeline = simulate(plan)
+        timeline = simulate(without_messages(plan))
     except PlanError as error:
         if not args.json:
             print(error.grid)
         raise UserError(f"{args.plan}: {str(error).partition(chr(10))[0]}") from None
     if args.svg:
         name = args.plan.rpartition("/")[2]
-        write_text(args.svg, timeline_svg(timeline, plan, name))
+        write_text(args.svg, timeline_svg(timeline, without_messages(plan), name))
     result = _result(plan, timeline)
     if args.json:
         print_json(result)
@@ -79,7 +81,7 @@ def _result(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "raw_tokens": forest.raw_tokens,
         "executed_tokens": forest.executed_tokens,
         "max_depth": forest.max_depth,
-        "num_actions": timeline.num_actions,
+        "num_actions": sum(map(len, plan.programs)),
         "makespan": timeline.makespan,
         "bubble_fraction": timeline.bubble_fraction,
         "bubble_fractions": timeline.bubble_fractions,
@@ -113,6 +115,8 @@ def _grid(plan: Plan, width: int, full: bool) -> Iterator[Text]:
 
 
 def _style(plan: Plan, action: Action) -> str:
+    if action.peer >= 0:
+        return "green"
     return _STYLES[action.kind, plan.segments[action.segment].inner]
 
 

@@ -23,6 +23,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab.rl.run_folder import METRICS
 from megatron_prefix.lab.rl.updates import Update
 from megatron_prefix.plan.files import check_folder_writable, check_writable, write_text, writing
+from megatron_prefix.run.exchanges import Crossed
 from megatron_prefix.run.report import StepReport
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ def of_report(report: StepReport | None) -> Metrics:
         values["kv_cache_gb"] = report.cache_bytes / GIB
         values["bubble_fraction"] = report.bubble_fraction
         values["out_of_memory_retried"] = int(report.retried)
+        values |= _of_crossed(report.crossed)
     for name, num_bytes in (
         ("predicted_peak_gb", report.predicted_peak),
         ("measured_peak_gb", report.measured_peak),
@@ -65,6 +67,19 @@ def of_report(report: StepReport | None) -> Metrics:
     if decision.fallback:
         values["fallback_reason"] = decision.reason
     return {f"prefix_sharing/{name}": value for name, value in values.items()}
+
+
+def _of_crossed(crossed: Crossed | None) -> Metrics:
+    """What the rank exchanged with other data-parallel ranks; waiting is known on the CPU only."""
+    if crossed is None:
+        return {}
+    values: Metrics = {
+        "received_tokens": crossed.received_tokens,
+        "sent_tokens": crossed.sent_tokens,
+        "received_gb": crossed.received_bytes / GIB,
+        "sent_gb": crossed.sent_bytes / GIB,
+    }
+    return values if crossed.waited is None else {**values, "exchange_wait_s": crossed.waited}
 
 
 def of_updates(updates: Sequence[Update]) -> Metrics:

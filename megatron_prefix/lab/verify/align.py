@@ -35,6 +35,7 @@ from megatron_prefix.lab.verify.observed import take_auxiliary
 from megatron_prefix.megatron.install import install
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.run.calls import Callbacks
+from megatron_prefix.run.exchanges import Crossed
 from megatron_prefix.run.rank import overlaps
 from megatron_prefix.run.schedule import PrefixSchedule
 
@@ -50,6 +51,8 @@ Microbatch = dict[str, Any]
 Drawn = tuple[list[Microbatch], Trace, Trace]
 """Microbatches of a draw, and what the stock and the prefix schedule make of them."""
 Schedule = Callable[..., list[Any]]
+SAYS = Callbacks(loss.trained, passes_together=True)
+"""What is known of the microbatches and the passes of an alignment."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,9 @@ class Alignment(Verdict):
     Attributes:
         raw_tokens: positions of all rollouts.
         executed_tokens: positions that the prefix schedule computed.
+        received_tokens: positions whose payloads came from other data-parallel ranks.
+        received_bytes: of these and of the gradients that came back, on one rank of each
+            data-parallel one.
         baseline: "packed" or "rollout": the microbatches of both schedules.
         pack_tokens: most positions of a packed microbatch; 0 if each is one rollout.
         microbatches: their number.
@@ -67,6 +73,8 @@ class Alignment(Verdict):
 
     raw_tokens: int = 0
     executed_tokens: int = 0
+    received_tokens: int = 0
+    received_bytes: int = 0
     baseline: str = ROLLOUT.name
     pack_tokens: int = 0
     microbatches: int = 0
@@ -86,6 +94,8 @@ def over_ranks(mine: Alignment) -> Alignment:
         **vars(compare.over_ranks([verdict for _, verdict in everyone])),
         raw_tokens=sum(part.raw_tokens for part in parts),
         executed_tokens=sum(part.executed_tokens for part in parts),
+        received_tokens=sum(part.received_tokens for part in parts),
+        received_bytes=sum(part.received_bytes for part in parts),
         baseline=mine.baseline,
         pack_tokens=mine.pack_tokens,
         microbatches=sum(part.microbatches for part in parts),
@@ -201,8 +211,7 @@ def align(
     packing.check(chunks, baseline)
     for chunk in chunks:
         install(chunk, prefix_config.kernel)  # what cannot run is refused before anything runs
-    says = Callbacks(loss.trained, passes_together=True)
-    ours = PrefixSchedule(replace(prefix_config, mode="on"), says)
+    ours = PrefixSchedule(replace(prefix_config, mode="on"), SAYS)
     exact = reference() if reference is not None else None
     raw = sum(len(rollout) - 1 for group in groups for rollout in group.rollouts)
     make = functools.partial(made, groups, baseline, multiple, least)
@@ -218,11 +227,13 @@ def align(
         advance(1)
     else:
         verdict = _pooled(exact, first, drawn, advance).judged(verdict)
-    executed = ours.report.forest.executed_tokens
+    executed, crossed = ours.report.forest.executed_tokens, ours.report.crossed or Crossed()
     packs = baseline.pack_tokens if baseline.packed else 0
     return Alignment(
-        **vars(verdict), raw_tokens=raw, executed_tokens=executed, baseline=baseline.name,
-        pack_tokens=packs, microbatches=len(items), compared_with=_compared_with(chunks),
+        **vars(verdict), raw_tokens=raw, executed_tokens=executed,
+        received_tokens=crossed.received_tokens, received_bytes=crossed.received_bytes,
+        baseline=baseline.name, pack_tokens=packs, microbatches=len(items),
+        compared_with=_compared_with(chunks),
     )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 One row per rank and one box per action: forward blue, backward orange, inner segments dark, waves
 light, each tree with another hue; grey where a rank waits. The trees are below: positions from left
-to right, one lane per rollout, so a box over several lanes is shared by these rollouts.
+to right, one lane per rollout, so a box over several lanes is shared by these rollouts. Rows of
+data-parallel ranks that exchange have a lane of messages, from when they begin to cross.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_prefix.lab.view import svg
 from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.job import JobTimeline
 from megatron_prefix.plan.simulator import Event, Timeline
 from megatron_prefix.tree import Segment, Span, trees
 
@@ -30,6 +32,7 @@ _PHASES = {
     ("B", False): ("backward, wave", (34, 0.72, 0.88)),
     ("B", True): ("backward, inner", (18, 0.46, 0.74)),
 }
+_PAYLOAD, _GRADIENTS = ("message: payload", "#2f8f5b"), ("message: gradients", "#8a5fbf")
 _HUE_SHIFTS = (0, -22, 18)  # of a tree against the one before
 _UNITS = {
     "tokens": "tokens of forward work (a backward counts double)",
@@ -52,15 +55,53 @@ def timeline_svg(timeline: Timeline, plan: Plan, title: str = "") -> str:
     bottom = _TOP + plan.num_ranks * (row + _GAP)
     trees_top = bottom + 64
     trees, trees_height = _trees(plan.segments, trees_top)
+    spans = (span for segment in plan.segments for span in segment.spans)
+    num_trees = sum(span.parent is None and bool(span.rollouts) for span in spans)
+    facts = (
+        _counted(plan.num_stages, "stage"),
+        f"{_counted(len(plan.segments), 'segment')} in {_counted(num_trees, 'tree')}",
+        _counted(timeline.num_actions, "action"),
+        *_sizes(timeline, "live tokens"),
+    )
     height = trees_top + trees_height + 44
     body = [
-        *_header(timeline, plan, title),
-        *_legend(plan, 76),
-        *_rows(timeline, plan, row, _TOP, timeline.makespan),
+        *_header(title or f"Prefix schedule, {_counted(plan.num_stages, 'stage')}", facts),
+        *_legend(76, _note(plan)),
+        *_rows(timeline, [plan] * plan.num_ranks, row, _TOP, timeline.makespan),
         *_axis(0, timeline.makespan, bottom, _UNITS.get(timeline.unit, timeline.unit)),
         *trees,
     ]
     return svg.document(_WIDTH, height, body)
+
+
+def job_svg(job: JobTimeline, plans: Sequence[Plan], title: str) -> str:
+    """Draws data-parallel ranks that share prompts, one row each, with their messages.
+
+    Args:
+        job: simulated, in tokens.
+        plans: of all ranks.
+        title: the heading.
+
+    Returns:
+        A whole SVG document.
+    """
+    timeline = job.of_ranks()
+    row = 36 if len(plans) <= 8 else 24
+    bottom = _TOP + len(plans) * (row + _GAP)
+    num_messages = sum(event.action.kind == "S" for event in job.events)
+    facts = (
+        _counted(len(plans), "data-parallel rank"),
+        _counted(sum(len(plan.segments) for plan in plans), "segment"),
+        _counted(num_messages, "message"),
+        *_sizes(timeline, "received tokens"),
+    )
+    body = [
+        *_header(title, facts),
+        *_legend(76),
+        *_rows(timeline, plans, row, _TOP, timeline.makespan),
+        *_axis(0, timeline.makespan, bottom, _UNITS[timeline.unit]),
+    ]
+    return svg.document(_WIDTH, bottom + 44, body)
 
 
 def comparison_svg(runs: Sequence[tuple[str, Timeline, Plan]], title: str) -> str:
@@ -74,7 +115,7 @@ def comparison_svg(runs: Sequence[tuple[str, Timeline, Plan]], title: str) -> st
         A whole SVG document.
     """
     end = max(timeline.makespan for _, timeline, _ in runs)
-    body = [svg.text(24, 34, title, 18, weight=600), *_legend(runs[0][2], 52)]
+    body = [svg.text(24, 34, title, 18, weight=600), *_legend(52, _note(runs[0][2]))]
     top, row = 84.0, 18
     for name, timeline, plan in runs:
         facts = (
@@ -85,7 +126,8 @@ def comparison_svg(runs: Sequence[tuple[str, Timeline, Plan]], title: str) -> st
         body.append(svg.text(_LEFT, top + 20, name, 13, weight=600))
         after = _LEFT + 13 * svg.CHARACTER * len(name) + 24
         body.append(svg.text(after, top + 20, "  ·  ".join(facts), 12, _FAINT))
-        body.extend(_rows(timeline, plan, row, top + 28, end, tips=False))
+        rows = [plan] * plan.num_ranks
+        body.extend(_rows(timeline, rows, row, top + 28, end, tips=False))
         top += 28 + plan.num_ranks * (row + _GAP) + 6
     unit = runs[0][1].unit
     body.extend(_axis(0, end, top, _UNITS.get(unit, unit)))
@@ -95,23 +137,24 @@ def comparison_svg(runs: Sequence[tuple[str, Timeline, Plan]], title: str) -> st
 # Parts of the picture -----------------------------------------------------------------------------
 
 
-def _header(timeline: Timeline, plan: Plan, title: str) -> Iterator[str]:
-    stages = _counted(plan.num_stages, "stage")
-    spans = (span for segment in plan.segments for span in segment.spans)
-    num_trees = sum(span.parent is None and bool(span.rollouts) for span in spans)
-    facts = (
-        stages,
-        f"{_counted(len(plan.segments), 'segment')} in {_counted(num_trees, 'tree')}",
-        _counted(timeline.num_actions, "action"),
-        f"makespan {_short(timeline.makespan)} {timeline.unit}",
-        f"bubble {100 * timeline.bubble_fraction:.1f}%",
-        f"peak {_short(timeline.peak_live_positions)} live tokens",
-    )
-    yield svg.text(24, 34, title or f"Prefix schedule, {stages}", 18, weight=600)
+def _header(title: str, facts: Sequence[str]) -> Iterator[str]:
+    yield svg.text(24, 34, title, 18, weight=600)
     yield svg.text(24, 56, "  ·  ".join(facts), 13, _FAINT)
 
 
-def _legend(plan: Plan, y: float) -> Iterator[str]:
+def _sizes(timeline: Timeline, peak_of: str) -> Iterator[str]:
+    yield f"makespan {_short(timeline.makespan)} {timeline.unit}"
+    yield f"bubble {100 * timeline.bubble_fraction:.1f}%"
+    yield f"peak {_short(timeline.peak_live_positions)} {peak_of}"
+
+
+def _note(plan: Plan) -> str:
+    more = "; bar: model chunk 1 up" if plan.num_chunks > 1 else ""
+    return f"hue: the tree (the first of several){more}"
+
+
+def _legend(y: float, note: str = "") -> Iterator[str]:
+    """What colours mean, and a note; without one, the colours of messages."""
     x = 24.0
     for (kind, inner), (name, _) in _PHASES.items():
         for tree in range(len(_HUE_SHIFTS)):
@@ -119,25 +162,37 @@ def _legend(plan: Plan, y: float) -> Iterator[str]:
             x += 9
         yield svg.text(x + 6, y + 10.5, name, 12)
         x += 6 + 12 * svg.CHARACTER * len(name) + 16
-    yield svg.rect(svg.Box(x, y, 27, 12), _BUBBLE)
-    yield svg.text(x + 33, y + 10.5, "waiting (bubble)", 12)
-    x += 33 + 12 * svg.CHARACTER * 16 + 16
-    note = "hue: the tree (the first of several)"
-    if plan.num_chunks > 1:
-        note += "; bar: model chunk 1 up"
-    yield svg.text(x, y + 10.5, note, 12, _FAINT)
+    plain = [("waiting (bubble)", _BUBBLE), *([] if note else [_PAYLOAD, _GRADIENTS])]
+    for name, colour in plain:
+        yield svg.rect(svg.Box(x, y, 27, 12), colour)
+        yield svg.text(x + 33, y + 10.5, name, 12)
+        x += 33 + 12 * svg.CHARACTER * len(name) + 16
+    if note:
+        yield svg.text(x, y + 10.5, note, 12, _FAINT)
 
 
 def _rows(
-    timeline: Timeline, plan: Plan, height: int, top: float, latest: float, tips: bool = True
+    timeline: Timeline,
+    plans: Sequence[Plan],
+    height: int,
+    top: float,
+    latest: float,
+    tips: bool = True,
 ) -> Iterator[str]:
-    """One row a rank from `top` down; the whole width is the time from 0 to `latest`."""
+    """One row a rank from `top` down; the whole width is the time from 0 to `latest`.
+
+    Args:
+        timeline: of all rows.
+        plans: of each row; a pipeline's rows have one.
+        height, top, latest: of a row; of the first one; the end of the width.
+        tips: whether boxes have tooltips.
+    """
     width = _WIDTH - _LEFT - _RIGHT
     scale = width / latest if latest else 0.0
     yield svg.text(_LEFT + width + 56, top - 8, "bubble", 11, _FAINT, anchor="end")
     yield svg.text(_WIDTH - 20, top - 8, "peak", 11, _FAINT, anchor="end")
-    name = "stage" if plan.num_chunks == 1 else "rank"
-    for rank in range(plan.num_ranks):
+    name = "stage" if plans[0].num_stages == len(plans) else "rank"
+    for rank in range(len(plans)):
         y = top + rank * (height + _GAP)
         middle = y + height / 2 + 4
         yield svg.text(_LEFT - 10, middle, f"{name} {rank}", 12, anchor="end")
@@ -146,14 +201,25 @@ def _rows(
         yield svg.text(_LEFT + width + 56, middle, bubble, 12, anchor="end")
         peak = _short(timeline.peak_positions[rank])
         yield svg.text(_WIDTH - 20, middle, peak, 12, anchor="end")
-    tree_of = trees(plan.segments)
+    tree_of = {key: trees(plan.segments) for key, plan in {id(one): one for one in plans}.items()}
+    lane = height / 3 if any(event.action.peer >= 0 for event in timeline.events) else 0
     for event in timeline.events:
         x, end = _LEFT + event.start * scale, _LEFT + event.end * scale
-        box = svg.Box(x, top + event.rank * (height + _GAP), end - x, height)
+        box = svg.Box(x, top + event.rank * (height + _GAP), end - x, height - lane)
+        plan = plans[event.rank]
         segment = plan.segments[event.action.segment]
-        numbers = sorted({*tree_of[event.action.segment]})
+        numbers = sorted({*tree_of[id(plan)][event.action.segment]})
         tip = _tip(event, segment, numbers, timeline.unit) if tips else ""
-        yield from _action(event.action, segment.inner, numbers, box, tip)
+        if event.action.peer >= 0:
+            low = box._replace(y=box.y + box.height, height=lane)
+            yield from svg.labelled(low, _message(event.action, segment)[1], str(event.action), tip)
+        else:
+            yield from _action(event.action, segment.inner, numbers, box, tip)
+
+
+def _message(action: Action, segment: Segment) -> tuple[str, str]:
+    """What a message is, and its colour."""
+    return _PAYLOAD if (action.kind == "R") == (segment.source >= 0) else _GRADIENTS
 
 
 def _action(
@@ -167,6 +233,8 @@ def _action(
 
 def _tip(event: Event, segment: Segment, numbers: Sequence[int], unit: str) -> str:
     what = f"{'inner' if segment.inner else 'wave'}, {_counted(len(segment.spans), 'span')}"
+    if event.action.peer >= 0:
+        what = f"{_message(event.action, segment)[0]}, {what}"
     where = f"tree {numbers[0]}"
     if len(numbers) > 1:
         where = f"{len(numbers)} trees, {numbers[0]} to {numbers[-1]}"

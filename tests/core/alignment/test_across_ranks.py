@@ -46,6 +46,20 @@ def test_a_prompt_runs_once_in_the_job(layout: str) -> None:
     assert across["passed"]
     assert across["raw_tokens"] == alone["raw_tokens"]
     assert across["executed_tokens"] < alone["executed_tokens"]
+    assert alone["received_tokens"] == alone["received_bytes"] == 0
+    assert across["received_tokens"] > 0
+    if layout == "packs":  # K and V of two layers and two heads in fp64, and their gradients
+        assert across["received_bytes"] == across["received_tokens"] * 2 * (2 * 2 * 2 * 16 * 8)
+
+
+def test_what_is_timed_says_what_crossed() -> None:
+    options = [*SMALL.split(), "--dp", "2", "--deal", "random", "--across-ranks", "on"]
+    options[options.index("float64")] = "float32"
+    done = command("bench", "--rollouts", BUNDLED, *options, "--repeats", "1")
+    assert done.returncode == 0, done.stderr
+    [row] = json.loads(done.stdout)["rows"]
+    assert row["received_tokens"] > 0
+    assert row["received_bytes"] == row["received_tokens"] * 2 * (2 * 2 * 2 * 16 * 4)
 
 
 def test_what_cannot_cross_is_refused() -> None:

@@ -9,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.actions import Action, Plan, Transfer
+from megatron_prefix.plan.check import PlanError
+from megatron_prefix.plan.exchanges import without_messages
 from megatron_prefix.plan.planner import make_plan
+from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, TreeOptions, build
 from tests.harness.trees import flat_rollouts, rollout_sets, tree_options
 
@@ -92,6 +95,40 @@ def test_policies_are_read_back() -> None:
     assert Plan.from_csv(plain.to_csv()) == small_plan()
 
 
+ACROSS_CSV = """\
+megatron_prefix plan,version,ranks,chunks
+megatron_prefix plan,5,1,1
+segment,kind,policy,trained,ranks (<source or >peer:its spans),spans\
+ (start+length/padded:rollouts<parent segment.span)
+0,inner,retain,0,<2,0+3/3:0 1
+1,inner,retain,0,>1:0;>2:0 1,3+3/3:0<0.0,3+3/3:1<0.0
+2,wave+scored,retain,4,,6+2/2:0<1.0,6+2/2:1<1.1
+rank 0,R0<2,F1,S1>1,S1>2,F2,B2,R1<1,R1<2,B1,S0>2
+"""
+
+
+def test_a_plan_whose_segments_cross_ranks_is_read_back() -> None:
+    plan = Plan.from_csv(ACROSS_CSV)
+    assert [segment.source for segment in plan.segments] == [2, -1, -1]
+    assert plan.transfers == (Transfer(1, 1, (0,)), Transfer(1, 2, (0, 1)))
+    assert plan.to_csv() == ACROSS_CSV
+    simulate(without_messages(plan))
+    assert str(without_messages(plan).programs[0][0]) == "F0"
+
+
+@pytest.mark.parametrize("cell", ["S2>1", "R2<1", "S0>1", "S1>3", "R9<1"])
+def test_a_message_that_no_segment_has_is_found(cell) -> None:
+    plan = Plan.from_csv(ACROSS_CSV.replace(",F2,", f",{cell},F2,"))
+    with pytest.raises(PlanError, match=f"rank 0, place 2: {cell} does not exist"):
+        simulate(without_messages(plan))
+
+
+@pytest.mark.parametrize("cell", ["2", "<", "<-1", ">1", ">1:", ">1:0;", ">1:0 ;>2:0", "<1;>2:0"])
+def test_ranks_that_cannot_be_read(cell) -> None:
+    with pytest.raises(UserError, match=r"p\.csv:4: "):
+        Plan.from_csv(ACROSS_CSV.replace(",<2,", f",{cell},"), "p.csv")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -99,7 +136,8 @@ def test_policies_are_read_back() -> None:
         (SMALL_CSV, "a,b\n", "p.csv: not a plan"),
         ("segment,kind", "part,kind", "p.csv:3: not the columns of a plan"),
         ("plan,4,2,1", "plan,2,2,1", "p.csv:2: a plan of version 2, .* make one with `megatron"),
-        ("plan,4,2,1", "plan,5,2,1", "p.csv:2: a plan of version 5"),
+        ("plan,4,2,1", "plan,6,2,1", "p.csv:2: a plan of version 6, .* reads versions 4 and 5"),
+        ("plan,4,2,1", "plan,5,2,1", "p.csv:3: not the columns of a plan"),
         ("plan,4,2,1", "plan,4,0,1", r"p.csv:2: ranks 0"),
         ("plan,4,2,1", "plan,4,x,1", "p.csv:2: .* whole numbers"),
         ("plan,4,2,1", "plan,4,2", "p.csv:2: .* whole numbers"),

@@ -11,6 +11,7 @@ from megatron_prefix.plan.actions import policies
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness import fuzzing
+from tests.harness.jobs import crossing_plan
 from tests.harness.trees import flat_rollouts
 
 NUM_CASES = 300
@@ -21,10 +22,16 @@ def texts() -> list[str]:
     forest = build(rollouts, groups, TreeOptions(min_gain=0, segment_tokens=8, chunk_tokens=4))
     plain = make_plan(forest, 2)
     mixed = replace(plain, policies=policies(plain.segments, "recompute"))
-    return [plan.to_csv() for plan in (plain, mixed, make_plan(forest, 2, num_chunks=2))]
+    plans = (
+        plain,
+        mixed,
+        make_plan(forest, 2, num_chunks=2),
+        crossing_plan(),
+    )
+    return [plan.to_csv() for plan in plans]
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_a_changed_plan_is_shown_or_refused_in_one_line(tmp_path, number: int) -> None:
     path, text, bad = tmp_path / "plan.csv", texts()[number], {}
     picture = str(tmp_path / "plan.svg")

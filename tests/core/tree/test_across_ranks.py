@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from megatron_prefix.plan.exchanges import with_messages
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.exchanges import with_messages, without_messages
 from megatron_prefix.plan.job import JobTimeline, simulate_job
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Pairs, TreeOptions
-from megatron_prefix.tree.across_ranks import beginnings_of, common_spans
+from megatron_prefix.tree.across_ranks import BLOCK, CommonSpan, beginnings_of, common_spans
 from megatron_prefix.tree.build import find_below, trie
 from tests.harness.trees import trie_size
 
@@ -35,15 +38,15 @@ def dealt(seed: int, num_ranks: int) -> list[list[Pairs]]:
 
 
 def forests_of(
-    ranks: list[list[Pairs]], options: TreeOptions, num_windows: int
+    ranks: list[list[Pairs]], options: TreeOptions, num_windows: int, block: int = 1
 ) -> tuple[list[Forest], list[list[int]]]:
     """Every rank's forest, and its microbatches of two rollouts each."""
     owners = [[number // 2 for number in range(len(rank))] for rank in ranks]
-    told = [beginnings_of(*both, options) for both in zip(ranks, owners, strict=True)]
+    told = [beginnings_of(*both, options, block) for both in zip(ranks, owners, strict=True)]
     forests = []
     for place, rank in enumerate(ranks):
         heard = [mine for mine, _ in told]
-        common = common_spans(heard, place, lambda c: trie(c, options), options, num_windows)
+        common = common_spans(heard, place, trie, options, num_windows)
         tries = find_below(rank, told[place][1], common, options)
         forests.append(tries.forest(microbatch_of=owners[place]))
     return forests, owners
@@ -52,7 +55,10 @@ def forests_of(
 def judged(forests: list[Forest], owners: list[list[int]]) -> JobTimeline:
     """The planner's programs of all ranks, played together where every message blocks."""
     both = [*zip(forests, owners, strict=True)]
-    plans = [with_messages(best_plan(one, 1, microbatches=of), one) for one, of in both]
+    alone = [best_plan(one, 1, microbatches=of) for one, of in both]
+    plans = [with_messages(*pair) for pair in zip(alone, forests, strict=True)]
+    assert [*map(without_messages, plans)] == alone
+    assert all(Plan.from_csv(plan.to_csv()) == plan for plan in plans if plan.segments)
     found = simulate_job(plans, [loss_ready_after(*one) for one in both])
     assert found.received_positions == tuple(one.received_tokens for one in forests)
     return found
@@ -60,14 +66,14 @@ def judged(forests: list[Forest], owners: list[list[int]]) -> JobTimeline:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("num_windows", [1, 2, 3])
-@pytest.mark.parametrize("segment_tokens", [0, 64, 200])
+@pytest.mark.parametrize(("segment_tokens", "block"), [(0, 8), (64, 1), (200, 5)])
 def test_every_rank_has_its_rollouts_and_a_plan_that_runs(
-    num_ranks: int, num_windows: int, segment_tokens: int
+    num_ranks: int, num_windows: int, segment_tokens: int, block: int
 ) -> None:
     options = TreeOptions(segment_tokens=segment_tokens, min_gain=0, share="batch")
     for seed in range(25):
         ranks = dealt(seed, num_ranks)
-        forests, owners = forests_of(ranks, options, num_windows)
+        forests, owners = forests_of(ranks, options, num_windows, block)
         for rank, forest, microbatch_of in zip(ranks, forests, owners, strict=True):
             assert Forest.from_ints(forest.to_ints()) == forest
             for rollout, path in zip(rank, forest.paths, strict=True):
@@ -115,6 +121,65 @@ def test_a_beginning_runs_once_in_the_job() -> None:
         assert sum(forest.executed_tokens for forest in forests) <= once + behind
 
 
+def agreeing(a: Pairs, b: Pairs) -> int:
+    """Positions that two rollouts have in common before any that carries loss."""
+    num = min(a.first_trained, b.first_trained)
+    same = (a.codes(0, num) == b.codes(0, num)).all(axis=1)
+    return num if same.all() else int(same.argmin())
+
+
+@pytest.mark.parametrize("multiple", [1, 3])
+@pytest.mark.parametrize("block", [1, 4, 8])
+def test_what_is_common_ends_at_a_block_or_with_the_beginning(block: int, multiple: int) -> None:
+    options = TreeOptions(min_gain=0, share="batch", multiple=multiple)
+    parts = -(-block // multiple) * multiple
+    whole = part = 0
+    for seed in range(30):
+        ranks = dealt(seed, 3)
+        told = [beginnings_of(rank, [0] * len(rank), options, block) for rank in ranks]
+        for place, (_, numbers) in enumerate(told):
+            common = common_spans([mine for mine, _ in told], place, trie, options)
+            others = [one for other in ranks if other is not ranks[place] for one in other]
+            for rollout, number in zip(ranks[place], numbers, strict=True):
+                expected, mine = 0, options.rounded(rollout.first_trained)
+                for other in others:
+                    same = agreeing(rollout, other)
+                    equal = options.rounded(other.first_trained) == mine <= same
+                    expected = max(expected, mine if equal else same // parts * parts)
+                last = common.below[number]
+                assert (common.spans[last].end if last >= 0 else 0) == min(expected, mine)
+                whole, part = whole + (expected == mine), part + (0 < expected < mine)
+    assert whole > 50 and part > 20
+
+
+def test_ranks_send_no_tokens_and_little() -> None:
+    draw = np.random.default_rng(1)
+    tokens = draw.integers(0, 1000, 4001)
+    rollout = Pairs(tokens[:-1], tokens[1:], np.arange(4000) >= 3999)
+    told, numbers = beginnings_of([rollout] * 5, [0, 0, 1, 2, 2], TreeOptions())
+    assert numbers == [0] * 5 and told.lengths.tolist() == [3999]
+    assert (told.first.tolist(), told.last.tolist(), told.num_microbatches) == ([0], [2], 3)
+    assert len(pickle.dumps(told)) < 2.2 * 3999
+    # Another token far down: digests agree up to its block, and nowhere behind it.
+    inputs = np.where(np.arange(4000) == 2000, -1, rollout.inputs)
+    other, _ = beginnings_of([replace(rollout, inputs=inputs)], [0], TreeOptions())
+    same = (told.digests == other.digests).all(axis=1)
+    assert same[: 2000 // BLOCK].all() and not same[2000 // BLOCK :].any()
+
+
+def test_routes_are_part_of_a_beginning() -> None:
+    options = TreeOptions(min_gain=0, share="batch")
+    tokens, trained = np.arange(11), np.arange(10) >= 8
+    routes = np.zeros((10, 2, 2), np.int16)
+    other = routes.copy()
+    other[5] = 1
+    rollouts = [Pairs(tokens[:-1], tokens[1:], trained, one) for one in (routes, other)]
+    told = [beginnings_of([one], [0], options, 1)[0] for one in rollouts]
+    assert [span.end for span in common_spans(told, 0, trie, options).spans] == [5]
+    none = replace(rollouts[0], trained=trained | True)  # a beginning without a position
+    assert beginnings_of([none], [0], options)[0].digests.shape == (0, 2)
+
+
 def test_common_spans_are_no_longer_than_a_chunk() -> None:
     options = TreeOptions(min_gain=0, share="batch", chunk_tokens=12)
     for seed in range(40):
@@ -146,3 +211,62 @@ def test_owners_even_out_what_ranks_compute() -> None:
     assert sum(executed) == 8 * 299 + 16 * 20
     assert max(executed) == min(executed)
     assert [forest.received_tokens for forest in forests] == [4 * 299] * 2
+
+
+def loads_of(
+    ranks: list[list[Pairs]], options: TreeOptions
+) -> tuple[list[int], list[int], list[tuple[int, int, CommonSpan]]]:
+    """What ranks compute for themselves alone and with what they own, and every span's owner."""
+    told = [beginnings_of(rank, [0] * len(rank), options)[0] for rank in ranks]
+    common = common_spans(told, 0, trie, options)
+    owned = [(one.owner, n, common.spans[n]) for one in common.segments for n in one.spans]
+    load = [one.own for one in told]
+    for owner, _, span in owned:
+        load[owner] += span.end - span.start
+    return [one.own for one in told], load, owned
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8, 16])
+@pytest.mark.parametrize("chunk_tokens", [0, 64])
+def test_no_rank_has_much_more_than_others_but_for_what_is_its_own(
+    num_ranks: int, chunk_tokens: int
+) -> None:
+    options = TreeOptions(share="batch", chunk_tokens=chunk_tokens)
+    moved = 0
+    for seed in range(20):
+        draw = np.random.default_rng(seed)
+        ranks: list[list[Pairs]] = [[] for _ in range(num_ranks)]
+        for _ in range(4 * num_ranks):
+            prompt = draw.integers(0, 1000, draw.integers(50, 500))
+            for rank in draw.integers(0, num_ranks, draw.integers(2, 9)):
+                tokens = np.concatenate([prompt, draw.integers(0, 1000, draw.integers(5, 80))])
+                trained = np.arange(len(tokens) - 1) >= len(prompt) - 1
+                ranks[rank].append(Pairs(tokens[:-1], tokens[1:], trained))
+        own, load, owned = loads_of(ranks, options)
+        longest = max(span.end - span.start for *_, span in owned)
+        assert max(load) <= max(*own, 1.05 * sum(load) / num_ranks + longest)
+        # The last span of a rank went to it as the one with least to do, and nobody has less since.
+        for rank in range(num_ranks):
+            got = [(s.end - s.start, -number, s) for owner, number, s in owned if owner == rank]
+            if got:
+                length, _, span = min(got)
+                assert load[rank] <= min(load[other] for other in span.ranks) + length
+        moved += len(owned)
+    assert moved > 60 * num_ranks
+
+
+def test_ranks_run_backwards_of_shared_prompts_side_by_side() -> None:
+    """No rank waits until another has run those of the prompts that it owns."""
+    draw = np.random.default_rng(5)
+    ranks: list[list[Pairs]] = [[] for _ in range(4)]
+    system = draw.integers(0, 1000, 50)
+    for _ in range(12):
+        prompt = np.concatenate([system, draw.integers(0, 1000, 300)])
+        for rank in ranks:
+            tokens = np.concatenate([prompt, draw.integers(0, 1000, 20)])
+            rank.append(Pairs(tokens[:-1], tokens[1:], np.arange(369) >= 349))
+    options = TreeOptions(share="batch", segment_tokens=400)
+    found = judged(*forests_of(ranks, options, 1))
+    assert max(found.busy) < 1.1 * min(found.busy)
+    # But for the system prompt, whose owner is waited for before all others and after them.
+    assert max(found.waiting) < 0.1 * max(found.busy)

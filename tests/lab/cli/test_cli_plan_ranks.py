@@ -7,6 +7,8 @@ import pytest
 from megatron_prefix.lab.data.pairs import pairs_of
 from megatron_prefix.lab.data.rollouts import read_groups
 from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.job import simulate_job
+from megatron_prefix.plan.planfile import forest_of
 from tests.harness import data
 from tests.harness.command_line import BUNDLED, failure, result, run
 from tests.harness.trees import trie_size
@@ -71,6 +73,52 @@ def test_people_get_a_table_of_ranks_and_the_plan_of_one(capsys, tmp_path) -> No
     assert code == 0 and Plan.from_csv(out).num_ranks == 1
     assert "2 data-parallel ranks, --deal length" in err and "slowest rank, across ranks" in err
     assert "data-parallel rank" in svg.read_text(encoding="utf-8")
+
+
+def test_plans_of_all_ranks_are_written(capsys, tmp_path) -> None:
+    folder = tmp_path / "plans"
+    options = ["--dp", "2", "--deal", "length", "--segment-tokens", "200", "--min-gain", "8"]
+    alone = result(capsys, "plan", BUNDLED, *options)
+    assert alone["data_parallel"]["across_ranks"] is None
+    options += ["--across-ranks", "on", "--output", str(folder)]
+    found = result(capsys, "plan", BUNDLED, *options)
+    across = found["data_parallel"].pop("across_ranks")
+    del alone["data_parallel"]["across_ranks"]
+    assert found == alone
+    names = ["plan.json", "plan.svg", "rank-0.csv", "rank-1.csv"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    plans = [
+        Plan.from_csv((folder / f"rank-{rank}.csv").read_text(encoding="utf-8")) for rank in (0, 1)
+    ]
+    timeline = simulate_job(plans)
+    assert across["busy"] == [*timeline.busy]
+    assert across["executed_tokens"] == [forest_of(plan).executed_tokens for plan in plans]
+    assert across["received_tokens"] == [forest_of(plan).received_tokens for plan in plans]
+    assert across["sent_tokens"] == across["received_tokens"][::-1]
+    assert sum(across["received_tokens"]) > 0
+    assert across["makespan"] > timeline.makespan  # messages take time
+    _, out, _ = run(capsys, "plan", BUNDLED, *options)
+    assert "across ranks, simulated with messages at 50 GB/s, tokens" in out
+    assert BUNDLED.rpartition("/")[2] in (folder / "plan.svg").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--output", "x"], "--output is for plans of ranks that share prompts"),
+        (["--output", "x", "--dp", "2"], "--output is for plans of ranks that share prompts"),
+        (["--output", "x", "--across-ranks", "on"], "give --dp of at least 2"),
+        (["--dp", "2", "--pp", "2", "--across-ranks", "on"], "leave --pp, --cp and --ep out"),
+        (["--dp", "2", "--across-ranks", "on", "--output", __file__], "cannot be written"),
+    ],
+)
+def test_plans_of_ranks_that_cannot_be_made(capsys, options, message) -> None:
+    assert message in failure(capsys, "plan", BUNDLED, *options)
+
+
+def test_where_ranks_cannot_share_auto_makes_no_plans(capsys) -> None:
+    options = ["--dp", "2", "--pp", "2", "--across-ranks", "auto"]
+    assert result(capsys, "plan", BUNDLED, *options)["data_parallel"]["across_ranks"] is None
 
 
 def test_more_ranks_than_rollouts_are_refused(capsys) -> None:

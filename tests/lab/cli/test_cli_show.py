@@ -10,8 +10,10 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.planfile import forest_of
 from tests.harness import data
 from tests.harness.command_line import BUNDLED, failure, result, run
+from tests.harness.jobs import crossing_plan
 from tests.harness.trees import cells, with_programs
 
 STEP = [BUNDLED, *"--pp 2 --segment-tokens 200 --min-gain 0 --share group".split()]
@@ -139,3 +141,22 @@ def test_a_reader_that_goes_away_is_met_quietly(plan_file) -> None:
         process.stdout.close()
         err = process.stderr.read()
     assert (process.returncode, err) == (141, b"")
+
+
+def test_show_has_what_crosses_ranks_in_the_grid_and_not_in_times(capsys, tmp_path) -> None:
+    path, plan = tmp_path / "rank.csv", crossing_plan()
+    assert {action.kind for action in plan.programs[0]} == {*"FBSR"}
+    path.write_text(plan.to_csv(), encoding="utf-8")
+    found = result(capsys, "show", str(path))
+    assert found["num_actions"] == len(plan.programs[0])
+    assert found["executed_tokens"] == forest_of(plan).executed_tokens < found["raw_tokens"]
+    assert found["makespan"] == 3 * found["executed_tokens"]
+    _, out, _ = run(capsys, "show", str(path), "--full")
+    words = [
+        word for line in out.splitlines() if line.startswith("stage 0") for word in line.split()
+    ]
+    assert [word for word in words if ">" in word or "<" in word] == [
+        str(action) for action in plan.programs[0] if action.peer >= 0
+    ]
+    picture = tmp_path / "rank.svg"
+    assert run(capsys, "show", str(path), "--svg", str(picture))[0] == 0 and picture.is_file()

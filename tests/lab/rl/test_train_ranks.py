@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,29 @@ def test_scattered_groups_make_the_same_update(tmp_path: Path, how: str) -> None
         assert summary.executed_tokens > alone.executed_tokens + 10
         for name, value in wanted.items():
             assert_close(gradients[name], value, alone.raw_tokens, what=name)
+
+
+def test_metrics_say_what_crossed_ranks(tmp_path: Path) -> None:
+    """Every payload that one rank gets the other sends, and its gradients come back."""
+    groups = bundled()[:2]
+    job = settings(clip_grad=0.0, baseline=Baseline("rollout", deal="length"))
+    job = replace(job, prefix=replace(job.prefix, across_ranks="on"))
+    ((alone, wanted),), two = on_one_rank_and_two(tmp_path, job, groups)
+    for _, gradients in two:
+        for name, value in wanted.items():
+            assert_close(gradients[name], value, alone.raw_tokens, what=name)
+    row = metrics_of(tmp_path / "dp2")[0]
+    names = ("received_tokens", "sent_tokens")
+    received, sent = (row[f"prefix_sharing/{name}"] for name in names)
+    rows = 2 * 2 * 16 * 4  # of K and V, of two heads, in fp32, as their gradients are
+    layers = 2
+    assert received + sent > 0
+    for way in ("received", "sent"):  # a payload one way, gradients the other
+        size = row[f"prefix_sharing/{way}_gb"] * 2**30
+        assert size == pytest.approx((received + sent) * layers * rows)
+    timed = json.loads((tmp_path / "dp2" / "metrics.jsonl").read_text(encoding="utf-8"))
+    assert 0 < timed["prefix_sharing/exchange_wait_s"] < timed["train/updates_s"]
+    assert "prefix_sharing/sent_tokens" not in metrics_of(tmp_path / "dp1")[0]
 
 
 MOE = ModelOptions("tiny-moe", overrides=(("num_layers", 2),))

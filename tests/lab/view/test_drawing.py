@@ -11,11 +11,12 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_prefix.lab.view import svg
-from megatron_prefix.lab.view.drawing import comparison_svg, timeline_svg
+from megatron_prefix.lab.view.drawing import comparison_svg, job_svg, timeline_svg
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.simulator import Timeline, simulate
 from megatron_prefix.tree import Forest, TreeOptions, build, trees
+from tests.harness.jobs import crossing_job
 from tests.harness.trees import flat_rollouts, interleaved, random_forest, ruled_plan
 
 _NAMESPACE = "{http://www.w3.org/2000/svg}"
@@ -106,11 +107,42 @@ def check_frame(picture: ElementTree.Element) -> None:
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 def test_labels_fit_their_boxes(plan: Plan) -> None:
+    check_labels(drawn(plan))
+
+
+def test_ranks_of_a_job_are_drawn_with_their_messages() -> None:
+    job = crossing_job()
+    timeline = job.timeline(messages=(0.5, 1.0))
+    text = job_svg(timeline, job.plans, "a job")
+    assert text == job_svg(timeline, job.plans, "a job")
+    picture = ElementTree.fromstring(text)
+    found = Counter(tip.partition(":")[0] for tip in tips(picture))
+    assert found == Counter(str(action) for plan in job.plans for action in plan.programs[0])
+    check_frame(picture)
+    check_labels(picture)
+    words = texts(picture)
+    assert {"a job", "rank 0", "rank 1", "message: payload", "message: gradients"} <= {*words}
+    assert "2 data-parallel ranks  ·  18 segments  ·  12 messages" in "\n".join(words)
+    # A message has the colour of what it is at both of its ends, below the actions of its row.
+    colours = {"payload": "#2f8f5b", "gradients": "#8a5fbf"}
+    lowest = {"S": 0.0, "F": 0.0}
+    for rect in shapes(picture, "rect"):
+        for title in rect:
+            tip = title.text or ""
+            kind = "payload" if "payload" in tip else "gradients"
+            assert (rect.get("fill") == colours[kind]) == (tip[0] in "SR")
+            if tip[0] in lowest:
+                lowest[tip[0]] = max(lowest[tip[0]], float(rect.get("y", 0)))
+    assert lowest["S"] > lowest["F"]
+    assert sum("message: payload" in tip for tip in tips(picture)) == 12
+
+
+def check_labels(picture: ElementTree.Element) -> None:
     boxes = [
         tuple(float(rect.get(name, 0)) for name in ("x", "y", "width", "height"))
-        for rect in shapes(drawn(plan), "rect")
+        for rect in shapes(picture, "rect")
     ]
-    for text in shapes(drawn(plan), "text"):
+    for text in shapes(picture, "text"):
         if text.get("pointer-events") != "none":
             continue
         left, right = extent(text)

@@ -6,10 +6,11 @@ import json
 
 import pytest
 
-from megatron_prefix.lab.view.trace import chrome_trace
+from megatron_prefix.lab.view.trace import chrome_trace, job_trace
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.plan.simulator import Event, Timeline, simulate
 from megatron_prefix.tree import TreeOptions, build
+from tests.harness.jobs import crossing_job
 from tests.harness.trees import flat_rollouts
 
 
@@ -42,6 +43,24 @@ def test_every_action_is_one_event(budget: int, most: int) -> None:
             "rows": segment.padded_length,
         }
     assert max(len(event["args"]["trees"]) for event in events) == most
+
+
+def test_messages_of_ranks_have_rows_of_their_own() -> None:
+    job = crossing_job()
+    timeline = job.timeline(messages=(0.5, 1.0))
+    trace = json.loads(job_trace(timeline, job.plans))
+    names = {
+        e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"
+    }
+    assert names == {0: "rank 0", 1: "rank 0, messages", 2: "rank 1", 3: "rank 1, messages"}
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    for rank, plan in enumerate(job.plans):
+        for row, kinds in ((2 * rank, "FB"), (2 * rank + 1, "SR")):
+            wanted = [str(action) for action in plan.programs[0] if action.kind in kinds]
+            assert [event["name"] for event in events if event["tid"] == row] == wanted
+    (first, *_) = (event for event in events if event["name"].startswith("S"))
+    assert first["cat"] == "send, inner" and first["args"]["peer"] == 1
+    assert first["dur"] == 1e3 * 0.5 * first["args"]["rows"]
 
 
 def test_milliseconds_are_written_as_microseconds() -> None:

@@ -1,0 +1,158 @@
+"""Time of planning one data-parallel rank of a job whose prompts cross ranks.
+
+    python benchmarks/across_ranks_planning.py ../shared/data/{rag_musique,gsm8k}.jsonl.gz
+
+Host time of one core, median of several runs. Rollouts of a file are dealt at random to ranks of
+about 100,000 tokens; a file that is too small is repeated with other tokens, and without files
+groups are drawn. Per number of ranks: what a rank says of its beginnings (`tell`), the bytes of
+that and of what it hears, reading that (`hear`), what ranks have in common (`common`), the forest
+(`forest`), its plan (`plan`) and the place of exchanges in it (`windows`). "sum" leaves out the
+forest and the plan, which a rank that shares alone makes as well: "alone" is both of them there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import pickle
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab.data.pairs import pairs_of
+from megatron_prefix.lab.data.rollouts import read_groups
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.rl.baseline import PACK_TOKENS, pack_sizes
+from megatron_prefix.layers.model import cost_of
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.exchanges import in_windows
+from megatron_prefix.plan.planner import make_plan
+from megatron_prefix.plan.step_planner import StepPlanner
+from megatron_prefix.tree import Forest, Pairs
+from megatron_prefix.tree.across_ranks import beginnings_of, common_spans
+from megatron_prefix.tree.build import trie
+
+COST = cost_of(resolve("qwen3-8b"))
+STEPS = ("tell", "hear", "common", "forest", "plan", "windows")
+T = TypeVar("T")
+
+
+def drawn() -> list[list[Pairs]]:
+    """Groups of 8 with prompts of 1,000 tokens, all of which begin with the same 200."""
+    draw = np.random.default_rng(1)
+    system, groups = draw.integers(0, 150_000, 200), []
+    for _ in range(64):
+        prompt = np.concatenate([system, draw.integers(0, 150_000, 800)])
+        tokens = [np.concatenate([prompt, draw.integers(0, 150_000, 500)]) for _ in range(8)]
+        trained = np.arange(1499) >= 999
+        groups.append([Pairs(one[:-1], one[1:], trained) for one in tokens])
+    return groups
+
+
+def repeated(groups: Sequence[Sequence[Pairs]]) -> Iterator[Pairs]:
+    """Their rollouts, again and again, each time with tokens of its own."""
+    for again in itertools.count():
+        for rollout in itertools.chain.from_iterable(groups):
+            inputs, labels = (one + again * 1_000_000 for one in (rollout.inputs, rollout.labels))
+            yield replace(rollout, inputs=inputs, labels=labels)
+
+
+def dealt(groups: Sequence[Sequence[Pairs]], num_ranks: int, tokens: int) -> list[list[Pairs]]:
+    """Ranks of about so many tokens, each with equally many rollouts."""
+    some, total = [], 0
+    for rollout in repeated(groups):
+        some.append(rollout)
+        total += len(rollout)
+        if total >= num_ranks * tokens:
+            break
+    random.Random(1).shuffle(some)
+    return [some[rank::num_ranks] for rank in range(num_ranks)]
+
+
+class Clock:
+    """Seconds of steps, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+
+    def timed(self, name: str, work: Callable[[], T]) -> T:
+        """What some work returns."""
+        begin = time.perf_counter()
+        found = work()
+        self.seconds.setdefault(name, []).append(time.perf_counter() - begin)
+        return found
+
+    def ms(self, name: str) -> float:
+        """Median milliseconds."""
+        return 1e3 * statistics.median(self.seconds[name])
+
+
+def packs(rollouts: Sequence[Pairs]) -> list[int]:
+    """The microbatch of each rollout."""
+    sizes = pack_sizes([*map(len, rollouts)], PACK_TOKENS)
+    return [number for number, size in enumerate(sizes) for _ in range(size)]
+
+
+def measure(ranks: Sequence[Sequence[Pairs]], repeats: int) -> str:
+    """One line of the table: rank 0's planning."""
+    planner, clock = StepPlanner(PrefixConfig(), COST, 1, 1, 1, None), Clock()
+    options, mine, microbatch_of = planner.options, ranks[0], packs(ranks[0])
+    build = functools.partial(planner.build, mine, [0] * len(mine), microbatch_of)
+    sent = [pickle.dumps(beginnings_of(one, packs(one), options)[0]) for one in ranks]
+    for _ in range(repeats):
+        told = functools.partial(beginnings_of, mine, microbatch_of, options)
+        _, numbers = clock.timed("tell", told)
+        heard = clock.timed("hear", lambda: [*map(pickle.loads, sent)])
+        spans = functools.partial(common_spans, heard, 0, trie, options)
+        common = clock.timed("common", spans)
+        forest = clock.timed("forest", functools.partial(build, common=(numbers, common)))
+        plan = clock.timed("plan", functools.partial(planned, forest, microbatch_of))
+        clock.timed("windows", functools.partial(in_windows, plan, forest))
+        clock.timed("alone", lambda: planned(build(), microbatch_of))
+    total = sum(clock.ms(name) for name in STEPS if name not in ("forest", "plan"))
+    facts = len(mine), forest.executed_tokens, forest.received_tokens, len(common.spans)
+    megabytes = len(sent[0]) / 1e6, sum(map(len, sent)) / 1e6
+    times = [*map(clock.ms, STEPS), total, clock.ms("alone")]
+    return " | ".join(
+        [*map(str, facts), *(f"{one:.2f}" for one in megabytes), *(f"{one:.1f}" for one in times)]
+    )
+
+
+def planned(forest: Forest, microbatch_of: Sequence[int]) -> Plan:
+    """A plan without its exchanges."""
+    return make_plan(forest, microbatches=microbatch_of)
+
+
+def main() -> None:
+    """Prints the table as Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("rollouts", nargs="*", metavar="FILE", help="rollout files")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64], metavar="N")
+    parser.add_argument("--tokens", type=int, default=100_000, help="of a rank (default 100000)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N")
+    args = parser.parse_args()
+    sizes = "rollouts, executed, received, common spans, MB sent, MB heard".split(", ")
+    times = [f"{one}, ms" for one in (*STEPS, "sum", "alone")]
+    titles = ["rollouts of", "ranks", *sizes, *times]
+    print("| " + " | ".join(titles) + " |")
+    print("|---" * len(titles) + "|")
+    for path in args.rollouts or [None]:
+        groups = drawn()
+        if path is not None:
+            groups = [[pairs_of(one) for one in group.rollouts] for group in read_groups(path)]
+        name = "random tokens" if path is None else Path(path).name.partition(".")[0]
+        for num in args.ranks:
+            row = measure(dealt(groups, num, args.tokens), args.repeats)
+            print(f"| {name} | {num} | {row} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

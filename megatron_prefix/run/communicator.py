@@ -1,0 +1,139 @@
+"""Messages among data-parallel ranks, apart from all others, and what ranks know of them.
+
+A communicator is made of the ranks of a trainer's group, and kept. A payload is several tensors
+whose rows only its sender knows; it says so once, before the first payload of a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_prefix.run.carried import Row
+from megatron_prefix.sidecar.arena import Payload
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+Coming = tuple[list[Any], list[Tensor]]
+"""Works, and the tensors that they send or fill."""
+_DIMENSIONS = 6
+"""Most dimensions of a row of a payload."""
+
+
+@dataclass
+class Known:
+    """What ranks have said of a model chunk's payloads, by place in the group.
+
+    Attributes:
+        told: who has heard what this rank sends.
+        rows: of every layer, what others send.
+    """
+
+    told: set[int] = field(default_factory=set)
+    rows: dict[int, list[list[Row]]] = field(default_factory=dict)
+
+
+class Communicator:
+    """Messages among the ranks of a group, apart from all others.
+
+    Args:
+        group: the trainer's; all of its ranks make this together.
+        device: where its tensors live.
+
+    Attributes:
+        ranks: their numbers in the job.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.ranks, self._device = dist.get_process_group_ranks(group), device
+        timeout = group._get_backend(device).options._timeout  # torch has no public name for it
+        self._group = dist.new_group(self.ranks, timeout=timeout, use_local_synchronization=True)
+        # NCCL connects at first use, and for messages in batches all ranks must take part in it.
+        dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+        self._known: weakref.WeakKeyDictionary[Any, dict[bool, Known]] = weakref.WeakKeyDictionary()
+
+    def send(self, peer: int, tensors: Sequence[Tensor]) -> Coming:
+        """Sends tensors to a place in the group; returns them as they are sent."""
+        whole = [one.contiguous() for one in tensors]
+        return self._exchange(dist.isend, peer, whole), whole
+
+    def receive(self, peer: int, tensors: Sequence[Tensor]) -> list[Any]:
+        """Fills tensors with what a place in the group sends."""
+        return self._exchange(dist.irecv, peer, tensors)
+
+    def known(self, model: Any, forward_only: bool) -> Known:
+        """What ranks know of one another's payloads of a model chunk. They are others in passes
+        without gradients, where routers count nothing."""
+        return self._known.setdefault(model, {}).setdefault(forward_only, Known())
+
+    def tell_rows(self, peer: int, known: Known, payload: Sequence[Payload]) -> Coming:
+        """Says what rows of a model chunk's payloads are, before the first one that a peer gets."""
+        if peer in known.told:
+            return [], []
+        known.told.add(peer)
+        numbers = []
+        for tensor in itertools.chain.from_iterable(payload):
+            shape = list(tensor.shape[1:])
+            numbers += [_DTYPES.index(tensor.dtype), len(shape), *shape]
+            numbers += [0] * (_DIMENSIONS - len(shape))
+        counts = [len(parts) for parts in payload]
+        works, messages = [], [torch.tensor(each).to(self._device) for each in (counts, numbers)]
+        for message in messages:  # one by one: the second's length is in the first
+            works += self._exchange(dist.isend, peer, [message])
+        return works, messages
+
+    def rows(self, peer: int, known: Known, num_layers: int) -> list[list[Row]]:
+        """What rows of payloads are that a peer sends; waits for it the first time."""
+        if peer not in known.rows:
+            counts = self._numbers(peer, num_layers)
+            numbers = self._numbers(peer, sum(counts) * (2 + _DIMENSIONS))
+            rows = iter(
+                _row(numbers[at : at + 2 + _DIMENSIONS])
+                for at in range(0, len(numbers), 2 + _DIMENSIONS)
+            )
+            known.rows[peer] = [list(itertools.islice(rows, count)) for count in counts]
+        return known.rows[peer]
+
+    def _numbers(self, peer: int, count: int) -> list[int]:
+        numbers = torch.zeros(count, dtype=torch.int64, device=self._device)
+        for work in self._exchange(dist.irecv, peer, [numbers]):
+            work.wait()
+        return numbers.tolist()
+
+    def _exchange(self, way: Any, peer: int, tensors: Sequence[Tensor]) -> list[Any]:
+        """All messages of one payload at once: NCCL then needs one kernel for them."""
+        other = self.ranks[peer]
+        return dist.batch_isend_irecv(
+            [dist.P2POp(way, tensor, other, self._group) for tensor in tensors]
+        )
+
+
+_made: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def communicator_of(group: Any, device: torch.device) -> Iterator[Communicator | None]:
+    """The communicator of a group, made once; given up when a step fails, as messages of that step
+    may still be in it. All ranks of the group call this. None without a group."""
+    if group is None:
+        yield None
+        return
+    if group not in _made:
+        _made[group] = Communicator(group, device)
+    try:
+        yield _made[group]
+    except BaseException:
+        _made.pop(group, None)
+        raise
+
+
+def _row(numbers: Sequence[int]) -> Row:
+    dtype, num, *shape = numbers
+    return tuple(shape[:num]), _DTYPES[dtype]
