@@ -49,11 +49,13 @@ class Communicator:
 
     Attributes:
         ranks: their numbers in the job.
+        rank: this one's place among them.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.ranks, self._device = dist.get_process_group_ranks(group), device
         timeout = group._get_backend(device).options._timeout  # torch has no public name for it
+        self.rank = group.rank()
         self._group = dist.new_group(self.ranks, timeout=timeout, use_local_synchronization=True)
         # NCCL connects at first use, and for messages in batches all ranks must take part in it.
         dist.all_reduce(torch.zeros(1, device=device), group=self._group)

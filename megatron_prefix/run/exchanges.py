@@ -9,6 +9,7 @@ that needs them. Nothing is scaled here: what a rank sends back has the scale of
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,7 @@ import torch
 
 from megatron_prefix.run.carried import Carried, Row
 from megatron_prefix.run.communicator import Coming, Communicator
+from megatron_prefix.run.hosts import naming
 from megatron_prefix.sidecar.arena import Payload, wider
 from megatron_prefix.tree import Forest
 from megatron_prefix.tree.forest import Exchange
@@ -79,8 +81,8 @@ class Exchanges:
         self._device, self._forward_only = device, forward_only
         self.crossed = Crossed(waited=0.0 if device.type == "cpu" else None)
         self._known = [communicator.known(one.model, forward_only) for one in chunks]
-        self._sent: list[Coming] = []
-        self._coming: dict[tuple[int, int], tuple[list[Any], list[Payload]]] = {}
+        self._sent: list[tuple[int, Coming]] = []
+        self._coming: dict[tuple[int, int], tuple[int, list[Any], list[Payload]]] = {}
         self._coming_back: dict[tuple[int, int], list[Any]] = {}
 
     def forward(self, index: int, chunk: int, read: Iterable[int]) -> None:
@@ -106,8 +108,8 @@ class Exchanges:
             self._returned[chunk] -= 1
             for one in reversed(self._levels[self._returned[chunk]]):
                 self._give_back(one, chunk)
-        for spans, (works, gradients) in self._coming_back.pop((index, chunk), ()):
-            self._wait(works)
+        for peer, spans, works, gradients in self._coming_back.pop((index, chunk), ()):
+            self._wait(works, f"waiting for gradients of segment {index} of", peer)
             self._chunks[chunk].add_to(index, spans, gradients)
 
     def _leave(self, one: Exchange, chunk: int) -> None:
@@ -115,13 +117,14 @@ class Exchanges:
         carried = self._chunks[chunk]
         for peer, spans in one.peers:
             if self._segments[one.segment].source >= 0:
-                rows = self._communicator.rows(peer, self._known[chunk], len(carried.forms))
+                with self._named("waiting for the first payload of", peer):
+                    rows = self._communicator.rows(peer, self._known[chunk], len(carried.forms))
                 payload = self._empty(rows, one.segment, chunk, spans)
-                self._coming[one.segment, chunk] = self._receive(peer, payload), payload
+                self._coming[one.segment, chunk] = peer, self._receive(peer, payload), payload
                 self.crossed.received_tokens += self._positions(one, spans, chunk)
             else:
                 payload = carried.leaving(one.segment, spans)
-                self._keep(self._communicator.tell_rows(peer, self._known[chunk], payload))
+                self._keep(peer, self._communicator.tell_rows(peer, self._known[chunk], payload))
                 self._send(peer, payload)
                 self.crossed.sent_tokens += self._positions(one, spans, chunk)
 
@@ -138,37 +141,43 @@ class Exchanges:
                     [(shape, wider(dtype)) for shape, dtype in of] for of in carried.rows(index)
                 ]
                 gradients = self._empty(rows, index, chunk, spans)
-                coming = spans, (self._receive(peer, gradients), gradients)
+                coming = peer, spans, self._receive(peer, gradients), gradients
                 self._coming_back.setdefault((index, chunk), []).append(coming)
 
     def _arrive(self, index: int, chunk: int) -> None:
         if (index, chunk) in self._coming:
-            works, payload = self._coming.pop((index, chunk))
-            self._wait(works)
+            peer, works, payload = self._coming.pop((index, chunk))
+            self._wait(works, f"waiting for segment {index} of", peer)
             self._chunks[chunk].arrived(index, payload)
 
     def finish(self) -> None:
         """Waits until everything sent has left."""
         while self._sent:
-            self._wait(self._sent.pop()[0])
+            peer, (works, _) = self._sent.pop()
+            self._wait(works, "sending to", peer)
 
     def _send(self, peer: int, payload: Sequence[Payload]) -> None:
         tensors = [*itertools.chain.from_iterable(payload)]
         self.crossed.sent_bytes += sum(one.nbytes for one in tensors)
-        self._keep(self._communicator.send(peer, tensors))
+        self._keep(peer, self._communicator.send(peer, tensors))
 
-    def _keep(self, sent: Coming) -> None:
-        self._sent.append(sent)  # tensors live until they have left
+    def _keep(self, peer: int, sent: Coming) -> None:
+        self._sent.append((peer, sent))  # tensors live until they have left
 
     def _receive(self, peer: int, payload: Sequence[Payload]) -> list[Any]:
         tensors = [*itertools.chain.from_iterable(payload)]
         self.crossed.received_bytes += sum(one.nbytes for one in tensors)
         return self._communicator.receive(peer, tensors)
 
-    def _wait(self, works: Iterable[Any]) -> None:
+    def _named(self, doing: str, peer: int) -> contextlib.AbstractContextManager[None]:
+        who = f"data-parallel rank {self._communicator.rank}"
+        return naming(f"{who}, {doing} data-parallel rank {peer}", self._communicator.ranks[peer])
+
+    def _wait(self, works: Iterable[Any], doing: str, peer: int) -> None:
         begin = time.perf_counter()
-        for work in works:
-            work.wait()
+        with self._named(doing, peer):
+            for work in works:
+                work.wait()
         if self.crossed.waited is not None:
             self.crossed.waited += time.perf_counter() - begin
 

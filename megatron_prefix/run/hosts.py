@@ -5,9 +5,11 @@ Known under torchrun only: ranks that `launch` started share a host, and their l
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -52,6 +54,18 @@ def meet(store: dist.Store, rank: int, world_size: int, limit: timedelta) -> Non
 def named(rank: int) -> str:
     """`rank 3 on node-b`, or `rank 3` where hosts are not known."""
     return f"rank {rank} on {_hosts[rank]}" if _hosts else f"rank {rank}"
+
+
+@contextlib.contextmanager
+def naming(what: str, rank: int) -> Iterator[None]:
+    """Says in an error of communication what this rank was doing, and whose log says why."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what}: {error}. A neighbour has failed, hangs, or needs longer than"
+            f" --message-timeout-minutes; the log of {named(rank)} says why"
+        ) from error
 
 
 def told(rank: int, error: RuntimeError) -> str | None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.timetable import Message, exchanges
-from megatron_prefix.run.hosts import named
+from megatron_prefix.run.hosts import naming
 
 ShapeOf = Callable[[int], tuple[int, ...]]
 """Shape of a segment's message."""
@@ -202,14 +202,7 @@ class Links:
         work = dist.irecv(tensor, self._channels.ranks[message.sender], group=group)
         self._coming[message.used_by] = work, message.sender, tensor
 
-    @contextlib.contextmanager
-    def _named(self, doing: str, neighbour: int) -> Iterator[None]:
+    def _named(self, doing: str, neighbour: int) -> contextlib.AbstractContextManager[None]:
         """Says in an error what this rank was doing, and with which pipeline rank."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"pipeline rank {self._channels.rank}, {doing} pipeline rank {neighbour}: {error}."
-                " A neighbour has failed, hangs, or needs longer than --message-timeout-minutes;"
-                f" the log of {named(self._channels.ranks[neighbour])} says why"
-            ) from error
+        what = f"pipeline rank {self._channels.rank}, {doing} pipeline rank {neighbour}"
+        return naming(what, self._channels.ranks[neighbour])

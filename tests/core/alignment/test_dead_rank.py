@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,77 @@ def test_the_other_ranks_end_by_themselves(tmp_path: Path, layout: Layout) -> No
         error = (tmp_path / f"rank{rank}").read_text(encoding="utf-8")
         assert re.match(rf"pipeline rank {rank}, (waiting for|sending)", error), error
         assert "A neighbour has failed" in error
+
+
+def across(layout: Layout) -> Any:
+    """A rank's part of a step in which it sends prompts, and gets some."""
+    runtime.initialize(layout)
+    case = Case("several-groups")
+    groups, vocab = rollouts_of(case.shape)
+    number = dist.get_rank()
+    mine = [replace(group, rollouts=group.rollouts[number::2]) for group in groups]
+    chunks, items = build_chunks(case, layout, vocab), microbatches(mine)
+    ours = PrefixSchedule(replace(case.config(layout), across_ranks="on"))
+    return lambda: run_step(ours, Contract(), chunks, items)
+
+
+def die_in_a_wave(self: SegmentInputs, model: Any, index: int, *others: Any) -> Any:
+    """Stands in for the model's call of the rank that dies, behind what crosses first."""
+    if index > 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return stock_call(self, model, index, *others)
+
+
+def lone_rank_across(rank: int, layout: Layout, folder: Path) -> None:
+    """As `lone_rank`, of two whose prompts cross."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ[RENDEZVOUS] = str(folder / "rendezvous")
+    step = across(layout)
+    if rank == DEAD:
+        SegmentInputs.call = die_in_a_wave  # type: ignore[method-assign]
+    try:
+        step()
+    except RuntimeError as error:
+        (folder / f"rank{rank}").write_text(str(error), encoding="utf-8")
+        runtime.shutdown()
+
+
+def test_a_data_parallel_rank_that_dies_ends_those_that_wait_for_its_prompts(
+    tmp_path: Path,
+) -> None:
+    layout = Layout(dp=2)
+    ranks = [forked(lone_rank_across, rank, layout, tmp_path) for rank in range(2)]
+    try:
+        for rank in ranks:
+            rank.join(2 * SOON_S)
+        codes = [rank.exitcode for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    assert codes == [0, -signal.SIGKILL]
+    error = (tmp_path / "rank0").read_text(encoding="utf-8")
+    assert re.match("data-parallel rank 0, (waiting for|sending)", error), error
+    assert "the log of rank 1" in error
+
+
+def without_memory_across(layout: Layout) -> str:
+    """A rank's part: memory runs out on one of them, and what each of them says of it."""
+    step = across(layout)
+    if dist.get_rank() == DEAD:
+        SidecarCache.take = no_memory  # type: ignore[method-assign]
+    try:
+        step()
+    except (StepOutOfMemory, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_memory_that_runs_out_on_a_rank_ends_the_step_of_those_that_wait_for_it() -> None:
+    other_says, dead_says = run_ranks(2, without_memory_across, Layout(dp=2))
+    assert dead_says.startswith("StepOutOfMemory: ")
+    assert "other ranks wait in this step" in dead_says
+    assert "A neighbour has failed" in other_says
 
 
 def run_out_of_memory(layout: Layout) -> str:
