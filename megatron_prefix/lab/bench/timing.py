@@ -200,7 +200,6 @@ def timing(work: Work, setting: Setting, stock: Measured, prefix: Measured) -> T
     medians = statistics.median(stock.step_ms), statistics.median(prefix.step_ms)
     bound = flop_bound(setting.spec, work.config, work.steps)
     total = _summed(prefix.counts)
-    shared_steps = sum(count.shared for count in prefix.counts)
     baseline, ranks = setting.baseline, setting.layout.world_size
     rate = total.flops / (sum(prefix.step_ms) / 1e3) / ranks
     peak = peak_flops(setting.dtype)
@@ -209,7 +208,7 @@ def timing(work: Work, setting: Setting, stock: Measured, prefix: Measured) -> T
         baseline=baseline.name,
         pack_tokens=baseline.pack_tokens if baseline.packed else 0,
         steps=len(work.steps),
-        shared_steps=shared_steps,
+        shared_steps=sum(count.shared for count in prefix.counts),
         rollouts=sum(len(group.rollouts) for groups in work.steps for group in groups),
         microbatches=prefix.microbatches,
         segment_tokens=work.config.segment_tokens,
