@@ -200,8 +200,8 @@ def timing(work: Work, setting: Setting, stock: Measured, prefix: Measured) -> T
     medians = statistics.median(stock.step_ms), statistics.median(prefix.step_ms)
     bound = flop_bound(setting.spec, work.config, work.steps)
     total = _summed(prefix.counts)
-    baseline = setting.baseline
-    rate = total.flops / (sum(prefix.step_ms) / 1e3) / setting.layout.world_size
+    baseline, ranks = setting.baseline, setting.layout.world_size
+    rate = total.flops / (sum(prefix.step_ms) / 1e3) / ranks
     peak = peak_flops(setting.dtype)
     return Timing(
         name=work.name,

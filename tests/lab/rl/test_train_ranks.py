@@ -81,13 +81,12 @@ def test_metrics_say_what_crossed_ranks(tmp_path: Path) -> None:
         for name, value in wanted.items():
             assert_close(gradients[name], value, alone.raw_tokens, what=name)
     row = metrics_of(tmp_path / "dp2")[0]
-    names = ("received_tokens", "sent_tokens")
-    received, sent = (row[f"prefix_sharing/{name}"] for name in names)
+    received, sent = row["prefix_sharing/received_tokens"], row["prefix_sharing/sent_tokens"]
     rows = 2 * 2 * 16 * 4  # of K and V, of two heads, in fp32, as their gradients are
     layers = 2
     assert received + sent > 0
-    for way in ("received", "sent"):  # a payload one way, gradients the other
-        size = row[f"prefix_sharing/{way}_gb"] * 2**30
+    for name in ("received_gb", "sent_gb"):  # a payload one way, gradients the other
+        size = row[f"prefix_sharing/{name}"] * 2**30
         assert size == pytest.approx((received + sent) * layers * rows)
     timed = json.loads((tmp_path / "dp2" / "metrics.jsonl").read_text(encoding="utf-8"))
     assert 0 < timed["prefix_sharing/exchange_wait_s"] < timed["train/updates_s"]
