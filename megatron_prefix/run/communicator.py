@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from megatron_prefix.sidecar.arena import Payload
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Coming = tuple[list[Any], list[Tensor]]
 """Works, and the tensors that they send or fill."""
+_PROBE_BYTES = 1 << 23
+"""Of a message that measures how fast ranks exchange."""
 _DIMENSIONS = 6
 """Most dimensions of a row of a payload."""
 
@@ -49,6 +52,7 @@ class Communicator:
 
     Attributes:
         ranks: their numbers in the job.
+        bytes_per_second: that a rank sends while it gets as much, of the slowest; measured once.
         rank: this one's place among them.
     """
 
@@ -59,7 +63,27 @@ class Communicator:
         self._group = dist.new_group(self.ranks, timeout=timeout, use_local_synchronization=True)
         # NCCL connects at first use, and for messages in batches all ranks must take part in it.
         dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+        self.bytes_per_second = self.measured()
         self._known: weakref.WeakKeyDictionary[Any, dict[bool, Known]] = weakref.WeakKeyDictionary()
+
+    def measured(self) -> float:
+        """See `bytes_per_second`: all ranks send to the next one in a ring."""
+        num = len(self.ranks)
+        after, before = (self.rank + 1) % num, (self.rank - 1) % num
+        given = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=self._device)
+        found, seconds = torch.empty_like(given), []
+        for _ in range(3):  # the first connects
+            _synchronize(self._device)
+            begin = time.perf_counter()
+            pairs = ((dist.isend, given, after), (dist.irecv, found, before))
+            ways = [dist.P2POp(way, one, self.ranks[to], self._group) for way, one, to in pairs]
+            for work in dist.batch_isend_irecv(ways):
+                work.wait()
+            _synchronize(self._device)
+            seconds.append(time.perf_counter() - begin)
+        slowest = torch.tensor(min(seconds[1:]), dtype=torch.float64, device=self._device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
+        return _PROBE_BYTES / float(slowest)
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> Coming:
         """Sends tensors to a place in the group; returns them as they are sent."""
@@ -120,20 +144,30 @@ class Communicator:
 _made: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDictionary()
 
 
+def communicator(group: Any, device: torch.device) -> Communicator:
+    """The communicator of a group, made once; all of its ranks call this."""
+    if group not in _made:
+        _made[group] = Communicator(group, device)
+    return _made[group]
+
+
 @contextlib.contextmanager
 def communicator_of(group: Any, device: torch.device) -> Iterator[Communicator | None]:
-    """The communicator of a group, made once; given up when a step fails, as messages of that step
-    may still be in it. All ranks of the group call this. None without a group."""
+    """See `communicator`; given up when a step fails, as messages of that step may still be in it.
+    None without a group."""
     if group is None:
         yield None
         return
-    if group not in _made:
-        _made[group] = Communicator(group, device)
     try:
-        yield _made[group]
+        yield communicator(group, device)
     except BaseException:
         _made.pop(group, None)
         raise
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _row(numbers: Sequence[int]) -> Row:

@@ -7,25 +7,32 @@ after they have agreed to go on with the step.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import Refusal, refused
+from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.refusals.table import (
     ACROSS_EXPERTS,
     ACROSS_NO_GROUP,
     ACROSS_PLAN,
 )
+from megatron_prefix.run.communicator import communicator
+from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.step import Step
 from megatron_prefix.tree import Forest
 from megatron_prefix.tree.across_ranks import beginnings_of, common_spans
 from megatron_prefix.tree.build import trie
-from megatron_prefix.tree.forest import TreeOptions
+from megatron_prefix.tree.payload_map import Form
+
+logger = logging.getLogger(__name__)
 
 
 def crosses(config: PrefixConfig, rank: Rank, *, together: bool) -> bool:
@@ -69,19 +76,56 @@ def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
     return None
 
 
-def joint(step: Step, options: TreeOptions, group: Any, build: Callable[..., Forest]) -> Step:
+def joint(step: Step, rank: Rank, planning: Planning, build: Callable[..., Forest]) -> Step:
     """A step with segments that cross data-parallel ranks; all of these call this.
+
+    With `across_ranks` "auto" nothing crosses if the slowest rank is predicted to be sooner then.
 
     Args:
         step: this rank's, without segments.
-        options: see TreeOptions; the same on all ranks.
-        group: the data-parallel ranks.
+        rank: this one, on a first stage.
+        planning: knows the trees' options, and times.
         build: makes segments of samples, their microbatches, and what is `common`.
     """
     samples = step.samples or ()
+    group: Any = rank.siblings
+    options = planning.planner(rank).options
     mine, numbers = beginnings_of(samples, step.microbatch_of, options)
     heard: list[Any] = [None] * group.size()
     dist.all_gather_object(heard, mine, group=group)
     common = common_spans(heard, group.rank(), trie, options)
     forest = build(samples, step.microbatch_of, common=(numbers, common))
+    if planning.config.across_ranks == "auto":
+        alone = build(samples, step.microbatch_of)
+        if not _pays(forest, alone, rank, planning.meter(rank).times):
+            forest = alone
     return replace(step, forest=forest.all_read() if step.reads_all else forest)
+
+
+def _pays(across: Forest, alone: Forest, rank: Rank, times: CostModel) -> bool:
+    """Whether the slowest rank is sooner if prompts cross; the same on all that ask together.
+
+    As if nothing hid: messages are added to what a rank computes.
+    """
+    stages = rank.footprint(gathers=False, host_layers=0).payloads
+    rows = [one for of in stages[rank.stage :: rank.num_stages] for one in of]
+    rows = [one for one in rows if one.form is Form.POSITIONS]
+    a_position = sum(one.values + one.gradients for one in rows) / rank.groups.cp.size()
+    crossing = sum(
+        sum(across.segments[one.segment].spans[span].padded for span in spans)
+        for one in across.exchanges
+        for _, spans in one.peers
+    )
+    bandwidth = communicator(rank.siblings, rank.device).bytes_per_second
+    seconds = [_seconds(across, times) + crossing * a_position / bandwidth, _seconds(alone, times)]
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=rank.device)
+    for group in (rank.groups.tp, rank.data_ranks):
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    with_messages, without = slowest.tolist()
+    logger.debug("predicted: %.4f s if prompts cross, %.4f s if not", with_messages, without)
+    return bool(with_messages < without)
+
+
+def _seconds(forest: Forest, times: CostModel) -> float:
+    """Of a rank's forwards and backwards; pipelines wait alike in both."""
+    return sum(times.segment(one, kind) for one in forest.segments for kind in "FB")

@@ -42,11 +42,12 @@ class Planning:
         memory: says what fits.
 
     Attributes:
+        config: as given.
         meters: times, by model and layout.
     """
 
     def __init__(self, config: PrefixConfig, memory: MemoryControl) -> None:
-        self._config, self._memory = config, memory
+        self.config, self._memory = config, memory
         self._planners: dict[Any, StepPlanner] = {}
         self.meters: dict[Any, CostMeter] = {}
 
@@ -55,7 +56,7 @@ class Planning:
         turn = rank.config.microbatch_group_size_per_vp_stage
         key = guessed(rank), rank.alignment, rank.num_stages, len(rank.models), turn
         if key not in self._planners:
-            self._planners[key] = StepPlanner(self._config, *key)
+            self._planners[key] = StepPlanner(self.config, *key)
         return self._planners[key]
 
     def meter(self, rank: Rank) -> CostMeter:
@@ -63,17 +64,17 @@ class Planning:
         layers = rank.config.num_layers
         key = rank.cost, layers, rank.num_stages, len(rank.models), rank.parts
         if key not in self.meters:
-            self.meters[key] = CostMeter(self._config, rank)
+            self.meters[key] = CostMeter(self.config, rank)
         return self.meters[key]
 
     def shares_nothing(self, samples: Sequence[Pairs] | None, rank: Rank) -> bool:
         """Whether a step is without sharing, for which no tree is built; all ranks of a first
         stage that share experts ask, and all of their steps must be such."""
-        if self._config.mode != "auto" or rank.crosses:
+        if self.config.mode != "auto" or rank.crosses:
             return False
         unit = rank.cost.forward
         head = unit.scored / (unit.positions + unit.scored)
-        mine = samples is not None and without_sharing(self._config, samples, rank.alignment, head)
+        mine = samples is not None and without_sharing(self.config, samples, rank.alignment, head)
         return agreement.all_agree(mine, rank.experts, rank.device)
 
     def build(
@@ -104,7 +105,7 @@ class Planning:
             plan = self._memory.limited(plan, forest, microbatch_of, rank)
             over = max(0.0, self._memory.peak(plan, rank) - self._memory.limit)
             predicted = predict(times, forest, microbatch_of, plan)
-            retains = self._config.memory != "auto" or not any(plan.policies)
+            retains = self.config.memory != "auto" or not any(plan.policies)
             return Verdict(over, predicted.prefix_seconds, retains)
 
         return judged
@@ -120,7 +121,7 @@ class Planning:
         if step.unshared:
             joint = JointForest.alone(step.forest, step.microbatch_of)
             plan = union = Plan((), ((),) * rank.num_stages, len(rank.models))
-            report = StepReport(step.forest, unshared(self._config), plan, union)
+            report = StepReport(step.forest, unshared(self.config), plan, union)
         else:
             joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
             report = self._predicted(step, joint, rank, forward_only=forward_only)
@@ -153,12 +154,12 @@ class Planning:
             meter.times, joint.union, joint.union_microbatch_of, union, forward_only=forward_only,
             num_pipelines=1 if rank.experts is None else rank.experts.size(),
         )  # fmt: skip
-        decision = decide(self._config, prediction.speedup)
+        decision = decide(self.config, prediction.speedup)
         # Ranks that share experts need equally many microbatches for one schedule and may need
         # segments of equal lengths for the other, so nothing is tried there.
         if meter.due and peak <= limit and not (rank.experts or rank.crosses):
             decision = meter.chosen(decision)
-        decision = kept_to_limit(self._config, decision, peak, limit)
+        decision = kept_to_limit(self.config, decision, peak, limit)
         return StepReport(
             step.forest, decision, plan, union, prediction=prediction, times=meter.times
         )
@@ -178,7 +179,7 @@ class Planning:
         # schedule's backward completes them, and ours is a fixed one (run/overlap.py): the two
         # differ for chunks that are interleaved, and where neighbouring weights of a layer fill a
         # bucket each.
-        if self._config.mode == "auto" and not forward_only and rank.overlaps:
+        if self.config.mode == "auto" and not forward_only and rank.overlaps:
             why = "overlap_grad_reduce needs one schedule"
             everyone = rank.data_ranks or default_groups().dp_cp
             return agreement.share_together(decision, everyone, rank.device, why)
@@ -188,4 +189,4 @@ class Planning:
         """Actions of a rank that were not planned together with those of other pipelines."""
         if not report.decision.share:
             return range(step.num_microbatches)
-        return report.plan.programs[rank.stage] if self._config.plan_file else None
+        return report.plan.programs[rank.stage] if self.config.plan_file else None

@@ -275,8 +275,7 @@ class PrefixSchedule:
         joint: Step | None = None
         try:
             if rank.is_first:
-                options = self.planning.planner(rank).options
-                joint = joint_step.joint(step, options, rank.siblings, build)
+                joint = joint_step.joint(step, rank, self.planning, build)
         except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it
             problem = error
         joint = told(joint, step.samples, rank.groups.pp, rank.device)

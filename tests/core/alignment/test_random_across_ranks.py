@@ -23,6 +23,7 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
+from megatron_prefix.run.communicator import Communicator
 from tests.harness.ranks import run_ranks
 
 VOCAB = 64
@@ -129,6 +130,24 @@ def run(model: str, layout: Layout, seeds: list[int], timeout_s: float = 240.0) 
 @pytest.mark.parametrize("model", MODELS)
 def test_random_steps_are_the_stock_schedules(model: str) -> None:
     assert run(model, MODELS[model][2][0], [*range(5)]) == []
+
+
+def received(bytes_per_second: float) -> int:
+    """A rank's part: positions that it gets of others in mode "auto", at this rate."""
+    runtime.initialize(Layout(dp=2))
+    Communicator.measured = lambda _: bytes_per_second  # type: ignore[method-assign]
+    chunks = build_model(resolve("tiny-qwen3", num_layers=2).with_vocab(VOCAB), dtype="float64")
+    mine = dealt(random.Random(1), 2, even=True)[align.data_rank()]
+    config = PrefixConfig(min_gain=0, across_ranks="auto")
+    found = align.over_ranks(align.align(chunks, mine, config))
+    runtime.shutdown()
+    assert not found.failures
+    return found.received_tokens
+
+
+def test_nothing_crosses_where_messages_take_longer_than_what_they_save() -> None:
+    assert run_ranks(2, received, 1e15)[0] > 0
+    assert run_ranks(2, received, 1.0)[0] == 0
 
 
 def main(count: int) -> int:
