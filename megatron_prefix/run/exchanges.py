@@ -93,17 +93,16 @@ class Exchanges:
             chunk: the model chunk.
             read: the segments that it reads; their payloads are waited for.
         """
-        while self._crossed[chunk] < self._level_of.get(index, len(self._levels)):
-            for one in self._levels[self._crossed[chunk]]:
-                self._leave(one, chunk)
-            self._crossed[chunk] += 1
+        for before in range(chunk):
+            self._cross(before, len(self._levels))
+        self._cross(chunk, self._level_of.get(index, len(self._levels)))
         for seen in read:
             self._arrive(seen, chunk)
 
     def backward(self, index: int, chunk: int) -> None:
         """Before a segment runs backward: gradients of its level cross, and its own are there."""
         level = self._level_of.get(index, len(self._levels))
-        self.forward(-1, chunk, ())
+        self._cross(chunk, len(self._levels))
         while self._returned[chunk] > level:
             self._returned[chunk] -= 1
             for one in reversed(self._levels[self._returned[chunk]]):
@@ -111,6 +110,13 @@ class Exchanges:
         for peer, spans, works, gradients in self._coming_back.pop((index, chunk), ()):
             self._wait(works, f"waiting for gradients of segment {index} of", peer)
             self._chunks[chunk].add_to(index, spans, gradients)
+
+    def _cross(self, chunk: int, level: int) -> None:
+        """Lets the levels before one cross that have not."""
+        while self._crossed[chunk] < level:
+            for one in self._levels[self._crossed[chunk]]:
+                self._leave(one, chunk)
+            self._crossed[chunk] += 1
 
     def _leave(self, one: Exchange, chunk: int) -> None:
         """Begins to get a payload, or to send it to the ranks that have rollouts below it."""
