@@ -22,12 +22,31 @@ from megatron_prefix.run.carried import Row
 from megatron_prefix.sidecar.arena import Payload
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-Coming = tuple[list[Any], list[Tensor]]
-"""Works, and the tensors that they send or fill."""
 _PROBE_BYTES = 1 << 23
 """Of a message that measures how fast ranks exchange."""
 _DIMENSIONS = 6
 """Most dimensions of a row of a payload."""
+
+
+@dataclass
+class Message:
+    """Tensors between this rank and another.
+
+    Attributes:
+        way: `dist.isend` or `dist.irecv`.
+        peer: the other's place in the group.
+        tensors: contiguous; sent or filled.
+        works: of the tensors, once the message has begun; wait for them.
+    """
+
+    way: Any
+    peer: int
+    tensors: list[Tensor]
+    works: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.way is dist.isend:
+            self.tensors = [one.contiguous() for one in self.tensors]
 
 
 @dataclass
@@ -75,9 +94,7 @@ class Communicator:
         for _ in range(3):  # the first connects
             _synchronize(self._device)
             begin = time.perf_counter()
-            pairs = ((dist.isend, given, after), (dist.irecv, found, before))
-            ways = [dist.P2POp(way, one, self.ranks[to], self._group) for way, one, to in pairs]
-            for work in dist.batch_isend_irecv(ways):
+            for work in self._begun([(dist.isend, after, given), (dist.irecv, before, found)]):
                 work.wait()
             _synchronize(self._device)
             seconds.append(time.perf_counter() - begin)
@@ -85,24 +102,27 @@ class Communicator:
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
         return _PROBE_BYTES / float(slowest)
 
-    def send(self, peer: int, tensors: Sequence[Tensor]) -> Coming:
-        """Sends tensors to a place in the group; returns them as they are sent."""
-        whole = [one.contiguous() for one in tensors]
-        return self._exchange(dist.isend, peer, whole), whole
+    def exchange(self, messages: Sequence[Message]) -> None:
+        """Begins all messages at once, so that none holds up another, and sets their works.
 
-    def receive(self, peer: int, tensors: Sequence[Tensor]) -> list[Any]:
-        """Fills tensors with what a place in the group sends."""
-        return self._exchange(dist.irecv, peer, tensors)
+        NCCL runs what is begun at once side by side, in one kernel, and what is begun one by one in
+        this order, each after the one before it.
+        """
+        works = iter(
+            self._begun([(one.way, one.peer, tensor) for one in messages for tensor in one.tensors])
+        )
+        for one in messages:
+            one.works.extend(itertools.islice(works, len(one.tensors)))
 
     def known(self, model: Any, forward_only: bool) -> Known:
         """What ranks know of one another's payloads of a model chunk. They are others in passes
         without gradients, where routers count nothing."""
         return self._known.setdefault(model, {}).setdefault(forward_only, Known())
 
-    def tell_rows(self, peer: int, known: Known, payload: Sequence[Payload]) -> Coming:
+    def tell_rows(self, peer: int, known: Known, payload: Sequence[Payload]) -> Message | None:
         """Says what rows of a model chunk's payloads are, before the first one that a peer gets."""
         if peer in known.told:
-            return [], []
+            return None
         known.told.add(peer)
         numbers = []
         for tensor in itertools.chain.from_iterable(payload):
@@ -112,8 +132,8 @@ class Communicator:
         counts = [len(parts) for parts in payload]
         works, messages = [], [torch.tensor(each).to(self._device) for each in (counts, numbers)]
         for message in messages:  # one by one: the second's length is in the first
-            works += self._exchange(dist.isend, peer, [message])
-        return works, messages
+            works += self._begun([(dist.isend, peer, message)])
+        return Message(dist.isend, peer, messages, works)
 
     def rows(self, peer: int, known: Known, num_layers: int) -> list[list[Row]]:
         """What rows of payloads are that a peer sends; waits for it the first time."""
@@ -129,16 +149,15 @@ class Communicator:
 
     def _numbers(self, peer: int, count: int) -> list[int]:
         numbers = torch.zeros(count, dtype=torch.int64, device=self._device)
-        for work in self._exchange(dist.irecv, peer, [numbers]):
+        for work in self._begun([(dist.irecv, peer, numbers)]):
             work.wait()
         return numbers.tolist()
 
-    def _exchange(self, way: Any, peer: int, tensors: Sequence[Tensor]) -> list[Any]:
-        """All messages of one payload at once: NCCL then needs one kernel for them."""
-        other = self.ranks[peer]
-        return dist.batch_isend_irecv(
-            [dist.P2POp(way, tensor, other, self._group) for tensor in tensors]
-        )
+    def _begun(self, messages: Sequence[tuple[Any, int, Tensor]]) -> list[Any]:
+        """The work of every message; NCCL has one for all that begin at once."""
+        ways = [dist.P2POp(way, one, self.ranks[to], self._group) for way, to, one in messages]
+        works = dist.batch_isend_irecv(ways) if ways else []
+        return works if len(works) == len(ways) else works[:1] * len(ways)
 
 
 _made: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDictionary()

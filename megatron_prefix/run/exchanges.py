@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_prefix.run.carried import Carried, Row
-from megatron_prefix.run.communicator import Coming, Communicator
+from megatron_prefix.run.communicator import Communicator, Message
 from megatron_prefix.run.hosts import naming
 from megatron_prefix.sidecar.arena import Payload, wider
 from megatron_prefix.tree import Forest
@@ -81,8 +82,9 @@ class Exchanges:
         self._device, self._forward_only = device, forward_only
         self.crossed = Crossed(waited=0.0 if device.type == "cpu" else None)
         self._known = [communicator.known(one.model, forward_only) for one in chunks]
-        self._sent: list[tuple[int, Coming]] = []
-        self._coming: dict[tuple[int, int], tuple[int, list[Any], list[Payload]]] = {}
+        self._waiting: list[Message] = []
+        self._sent: list[Message] = []
+        self._coming: dict[tuple[int, int], tuple[Message, list[Payload]]] = {}
         self._coming_back: dict[tuple[int, int], list[Any]] = {}
 
     def forward(self, index: int, chunk: int, read: Iterable[int]) -> None:
@@ -107,8 +109,9 @@ class Exchanges:
             self._returned[chunk] -= 1
             for one in reversed(self._levels[self._returned[chunk]]):
                 self._give_back(one, chunk)
-        for peer, spans, works, gradients in self._coming_back.pop((index, chunk), ()):
-            self._wait(works, f"waiting for gradients of segment {index} of", peer)
+            self._begin()
+        for spans, coming, gradients in self._coming_back.pop((index, chunk), ()):
+            self._wait(coming, f"waiting for gradients of segment {index} of")
             self._chunks[chunk].add_to(index, spans, gradients)
 
     def _cross(self, chunk: int, level: int) -> None:
@@ -116,6 +119,7 @@ class Exchanges:
         while self._crossed[chunk] < level:
             for one in self._levels[self._crossed[chunk]]:
                 self._leave(one, chunk)
+            self._begin()
             self._crossed[chunk] += 1
 
     def _leave(self, one: Exchange, chunk: int) -> None:
@@ -126,11 +130,12 @@ class Exchanges:
                 with self._named("waiting for the first payload of", peer):
                     rows = self._communicator.rows(peer, self._known[chunk], len(carried.forms))
                 payload = self._empty(rows, one.segment, chunk, spans)
-                self._coming[one.segment, chunk] = peer, self._receive(peer, payload), payload
+                self._coming[one.segment, chunk] = self._receive(peer, payload), payload
                 self.crossed.received_tokens += self._positions(one, spans, chunk)
             else:
                 payload = carried.leaving(one.segment, spans)
-                self._keep(peer, self._communicator.tell_rows(peer, self._known[chunk], payload))
+                told = self._communicator.tell_rows(peer, self._known[chunk], payload)
+                self._sent += [] if told is None else [told]
                 self._send(peer, payload)
                 self.crossed.sent_tokens += self._positions(one, spans, chunk)
 
@@ -147,42 +152,45 @@ class Exchanges:
                     [(shape, wider(dtype)) for shape, dtype in of] for of in carried.rows(index)
                 ]
                 gradients = self._empty(rows, index, chunk, spans)
-                coming = peer, spans, self._receive(peer, gradients), gradients
+                coming = spans, self._receive(peer, gradients), gradients
                 self._coming_back.setdefault((index, chunk), []).append(coming)
 
     def _arrive(self, index: int, chunk: int) -> None:
         if (index, chunk) in self._coming:
-            peer, works, payload = self._coming.pop((index, chunk))
-            self._wait(works, f"waiting for segment {index} of", peer)
+            coming, payload = self._coming.pop((index, chunk))
+            self._wait(coming, f"waiting for segment {index} of")
             self._chunks[chunk].arrived(index, payload)
 
     def finish(self) -> None:
         """Waits until everything sent has left."""
         while self._sent:
-            peer, (works, _) = self._sent.pop()
-            self._wait(works, "sending to", peer)
+            self._wait(self._sent.pop(), "sending to")
 
     def _send(self, peer: int, payload: Sequence[Payload]) -> None:
-        tensors = [*itertools.chain.from_iterable(payload)]
-        self.crossed.sent_bytes += sum(one.nbytes for one in tensors)
-        self._keep(peer, self._communicator.send(peer, tensors))
+        message = Message(dist.isend, peer, [*itertools.chain.from_iterable(payload)])
+        self.crossed.sent_bytes += sum(one.nbytes for one in message.tensors)
+        self._waiting.append(message)
+        self._sent.append(message)  # tensors live until they have left
 
-    def _keep(self, peer: int, sent: Coming) -> None:
-        self._sent.append((peer, sent))  # tensors live until they have left
+    def _receive(self, peer: int, payload: Sequence[Payload]) -> Message:
+        message = Message(dist.irecv, peer, [*itertools.chain.from_iterable(payload)])
+        self.crossed.received_bytes += sum(one.nbytes for one in message.tensors)
+        self._waiting.append(message)
+        return message
 
-    def _receive(self, peer: int, payload: Sequence[Payload]) -> list[Any]:
-        tensors = [*itertools.chain.from_iterable(payload)]
-        self.crossed.received_bytes += sum(one.nbytes for one in tensors)
-        return self._communicator.receive(peer, tensors)
+    def _begin(self) -> None:
+        """Begins the messages of a level."""
+        self._communicator.exchange(self._waiting)
+        self._waiting = []
 
     def _named(self, doing: str, peer: int) -> contextlib.AbstractContextManager[None]:
         who = f"data-parallel rank {self._communicator.rank}"
         return naming(f"{who}, {doing} data-parallel rank {peer}", self._communicator.ranks[peer])
 
-    def _wait(self, works: Iterable[Any], doing: str, peer: int) -> None:
+    def _wait(self, message: Message, doing: str) -> None:
         begin = time.perf_counter()
-        with self._named(doing, peer):
-            for work in works:
+        with self._named(doing, message.peer):
+            for work in message.works:
                 work.wait()
         if self.crossed.waited is not None:
             self.crossed.waited += time.perf_counter() - begin
