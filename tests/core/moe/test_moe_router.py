@@ -271,7 +271,7 @@ def test_a_trainers_own_queue_of_routes_is_refused(model):
 def hooks(model: Any) -> Iterator[install.Hooks]:
     """The model's, in a segment whose tokens stand for three each."""
     found = install.install(model)
-    ledger = SimpleNamespace(copies=lambda layer, index, num: torch.full((num,), 3))
+    ledger = SimpleNamespace(route=lambda layer, index, routing_map: 3 * routing_map.sum(0))
     found.current = SimpleNamespace(ledger=ledger, index=0)
     yield found
     found.current = None
