@@ -54,11 +54,11 @@ class Known:
     """What ranks have said of a model chunk's payloads, by place in the group.
 
     Attributes:
-        told: who has heard what this rank sends.
+        told: who has heard what this rank sends, and what that is.
         rows: of every layer, what others send.
     """
 
-    told: set[int] = field(default_factory=set)
+    told: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
     rows: dict[int, list[list[Row]]] = field(default_factory=dict)
 
 
@@ -71,8 +71,8 @@ class Communicator:
 
     Attributes:
         ranks: their numbers in the job.
-        bytes_per_second: that a rank sends while it gets as much, of the slowest; measured once.
         rank: this one's place among them.
+        bytes_per_second: that a rank sends while it gets as much, of the slowest; measured once.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -83,7 +83,7 @@ class Communicator:
         # NCCL connects at first use, and for messages in batches all ranks must take part in it.
         dist.all_reduce(torch.zeros(1, device=device), group=self._group)
         self.bytes_per_second = self.measured()
-        self._known: weakref.WeakKeyDictionary[Any, dict[bool, Known]] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Any, dict[Any, Known]] = weakref.WeakKeyDictionary()
 
     def measured(self) -> float:
         """See `bytes_per_second`: all ranks send to the next one in a ring."""
@@ -115,21 +115,30 @@ class Communicator:
             one.works.extend(itertools.islice(works, len(one.tensors)))
 
     def known(self, model: Any, forward_only: bool) -> Known:
-        """What ranks know of one another's payloads of a model chunk. They are others in passes
-        without gradients, where routers count nothing."""
-        return self._known.setdefault(model, {}).setdefault(forward_only, Known())
+        """What ranks know of one another's payloads of a model chunk. They are others where routers
+        count nothing: in passes without gradients, and in evaluation mode."""
+        return self._known.setdefault(model, {}).setdefault((forward_only, model.training), Known())
 
     def tell_rows(self, peer: int, known: Known, payload: Sequence[Payload]) -> Message | None:
-        """Says what rows of a model chunk's payloads are, before the first one that a peer gets."""
-        if peer in known.told:
-            return None
-        known.told.add(peer)
+        """Says what rows of a model chunk's payloads are, before the first one that a peer gets.
+
+        Raises:
+            RuntimeError: they are others than the peer has heard.
+        """
         numbers = []
         for tensor in itertools.chain.from_iterable(payload):
             shape = list(tensor.shape[1:])
             numbers += [_DTYPES.index(tensor.dtype), len(shape), *shape]
             numbers += [0] * (_DIMENSIONS - len(shape))
         counts = [len(parts) for parts in payload]
+        if peer in known.told:
+            if known.told[peer] != (counts, numbers):
+                raise RuntimeError(
+                    "what a layer leaves has other shapes or dtypes than in the first step: set"
+                    " across_ranks to off"
+                )
+            return None
+        known.told[peer] = counts, numbers
         works, messages = [], [torch.tensor(each).to(self._device) for each in (counts, numbers)]
         for message in messages:  # one by one: the second's length is in the first
             works += self._begun([(dist.isend, peer, message)])

@@ -1,8 +1,8 @@
 """One forest for the rollouts of all data-parallel ranks: what they begin with runs once.
 
 Ranks tell one another what their rollouts begin with, and each comes to the same common spans
-(tree/across_ranks.py). That is only done in calls that all of them make, those with gradients, and
-after they have agreed to go on with the step.
+(tree/across_ranks.py). That is only done in calls that all of them are known to make: those with
+gradients, and others where the trainer says so; and after they have agreed to go on with the step.
 """
 
 from __future__ import annotations
@@ -18,11 +18,7 @@ import torch.distributed as dist
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import Refusal, refused
 from megatron_prefix.plan.cost import CostModel
-from megatron_prefix.refusals.table import (
-    ACROSS_EXPERTS,
-    ACROSS_NO_GROUP,
-    ACROSS_PLAN,
-)
+from megatron_prefix.refusals.table import ACROSS_EXPERTS, ACROSS_NO_GROUP, ACROSS_PLAN
 from megatron_prefix.run.communicator import communicator
 from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.rank import Rank
@@ -105,7 +101,8 @@ def joint(step: Step, rank: Rank, planning: Planning, build: Callable[..., Fores
 def _pays(across: Forest, alone: Forest, rank: Rank, times: CostModel) -> bool:
     """Whether the slowest rank is sooner if prompts cross; the same on all that ask together.
 
-    As if nothing hid: messages are added to what a rank computes.
+    As if nothing hid: messages are added to what a rank computes. A pass without gradients has a
+    third of both, so the answer is that of a step.
     """
     stages = rank.footprint(gathers=False, host_layers=0).payloads
     rows = [one for of in stages[rank.stage :: rank.num_stages] for one in of]
