@@ -122,6 +122,9 @@ class Communicator:
     def tell_rows(self, peer: int, known: Known, payload: Sequence[Payload]) -> Message | None:
         """Says what rows of a model chunk's payloads are, before the first one that a peer gets.
 
+        Returns:
+            What is sent, to be kept until it has left; None if the peer knows.
+
         Raises:
             RuntimeError: they are others than the peer has heard.
         """
