@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,14 +37,26 @@ class Crossed:
         received_tokens, sent_tokens: positions of payloads; those that go to several ranks count
             for each of them.
         received_bytes, sent_bytes: of payloads and of gradients.
-        waited: seconds in which the host waited for messages; None on a GPU, where a stream does.
+        waits: begin and end of every wait for a message: of the host, in seconds, or on a GPU of the
+            computing stream, as events.
     """
 
     received_tokens: int = 0
     sent_tokens: int = 0
     received_bytes: int = 0
     sent_bytes: int = 0
-    waited: float | None = None
+    waits: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def waited(self) -> float:
+        """Seconds of all waits; on a GPU the host waits for the last one to end."""
+        seconds = 0.0
+        for begin, end in self.waits:
+            if isinstance(end, float):
+                seconds += end - begin
+            else:
+                end.synchronize()
+                seconds += begin.elapsed_time(end) / 1e3
+        return seconds
 
 
 class Exchanges:
@@ -81,7 +93,7 @@ class Exchanges:
         self._returned = [len(self._levels)] * len(chunks)
         self._segments, self._communicator, self._chunks = forest.segments, communicator, chunks
         self._device, self._forward_only = device, forward_only
-        self.crossed = Crossed(waited=0.0 if device.type == "cpu" else None)
+        self.crossed = Crossed()
         self._known = [communicator.known(one.model, forward_only) for one in chunks]
         self._waiting: list[Message] = []
         self._sent: list[Message] = []
@@ -189,12 +201,18 @@ class Exchanges:
         return naming(f"{who}, {doing} data-parallel rank {peer}", self._communicator.ranks[peer])
 
     def _wait(self, message: Message, doing: str) -> None:
-        begin = time.perf_counter()
+        begin = self._now()
         with self._named(doing, message.peer):
             for work in message.works:
                 work.wait()
-        if self.crossed.waited is not None:
-            self.crossed.waited += time.perf_counter() - begin
+        self.crossed.waits.append((begin, self._now()))
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _positions(self, one: Exchange, spans: Sequence[int], chunk: int) -> int:
         """Of some spans; the first model chunk counts them, the others have the same."""

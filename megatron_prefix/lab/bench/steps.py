@@ -95,6 +95,8 @@ class _Run:
                     raise RuntimeError("the prefix schedule left no report")
                 spec, forward_only = self._setting.spec, self._setting.forward_only
                 measured.counts.append(counted(spec, report, forward_only))
+                waited = report.crossed.waited() if report.crossed else 0.0
+                measured.exchange_waits.append(1e3 * waited)
                 predicted = (report.predicted_peak or 0.0) / GIB
                 measured.predicted_gib = max(measured.predicted_gib, predicted)
         measured.gib = torch.cuda.max_memory_allocated() / GIB if self._on_gpu else 0.0

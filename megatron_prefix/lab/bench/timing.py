@@ -41,6 +41,8 @@ class Timing:
         received_tokens: positions whose payloads came from other data-parallel ranks in these.
         received_bytes: of these and of the gradients that came back, on one rank of each
             data-parallel one.
+        exchange_wait_ms: what the rank that waits longest waits for such payloads and gradients in a
+            step; the mean of its steps.
         stock_step_ms, prefix_step_ms: time of every step's call, that of the slowest rank.
         stock_ms, prefix_ms: their medians.
         stock_gib, prefix_gib: peak of allocated device memory of the rank with most; 0 on the CPU.
@@ -76,6 +78,7 @@ class Timing:
     executed_tokens: int
     received_tokens: int
     received_bytes: int
+    exchange_wait_ms: float
     stock_step_ms: tuple[float, ...]
     prefix_step_ms: tuple[float, ...]
     stock_ms: float
@@ -125,6 +128,7 @@ class Measured:
         microbatches: of all steps.
         phases: see Timing.phase_ms.
         bubbles: measured and simulated.
+        exchange_waits: see Timing.exchange_wait_ms; of every step.
     """
 
     step_ms: list[float] = field(default_factory=list)
@@ -134,6 +138,7 @@ class Measured:
     microbatches: int = 0
     phases: dict[str, float] = field(default_factory=dict)
     bubbles: tuple[float, float] = (0.0, 0.0)
+    exchange_waits: list[float] = field(default_factory=list)
 
 
 def flop_bound(spec: ModelSpec, config: PrefixConfig, steps: Sequence[Sequence[Group]]) -> float:
@@ -185,6 +190,7 @@ def together(mine: Measured, place: int) -> Measured:
         mine.step_ms, max(part.gib for part in parts), max(part.predicted_gib for part in parts),
         [_summed(step) for step in steps], sum(part.microbatches for part in one_each), slowest,
         max(part.bubbles for part in parts),
+        max((part.exchange_waits for part in parts), key=sum),
     )  # fmt: skip
 
 
@@ -217,6 +223,7 @@ def timing(work: Work, setting: Setting, stock: Measured, prefix: Measured) -> T
         executed_tokens=total.executed,
         received_tokens=total.received,
         received_bytes=total.received_bytes,
+        exchange_wait_ms=sum(prefix.exchange_waits) / len(work.steps),
         stock_step_ms=tuple(stock.step_ms),
         prefix_step_ms=tuple(prefix.step_ms),
         stock_ms=medians[0],

@@ -70,16 +70,16 @@ def of_report(report: StepReport | None) -> Metrics:
 
 
 def _of_crossed(crossed: Crossed | None) -> Metrics:
-    """What the rank exchanged with other data-parallel ranks; waiting is known on the CPU only."""
+    """What the rank exchanged with other data-parallel ranks."""
     if crossed is None:
         return {}
-    values: Metrics = {
+    return {
         "received_tokens": crossed.received_tokens,
         "sent_tokens": crossed.sent_tokens,
         "received_gb": crossed.received_bytes / GIB,
         "sent_gb": crossed.sent_bytes / GIB,
+        "exchange_wait_s": crossed.waited(),
     }
-    return values if crossed.waited is None else {**values, "exchange_wait_s": crossed.waited}
 
 
 def of_updates(updates: Sequence[Update]) -> Metrics:
