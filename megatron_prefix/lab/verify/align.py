@@ -218,7 +218,7 @@ def align(
     drawn = functools.partial(_draw, ours=ours, chunks=chunks, make=make, seed=seed)
     if any(map(overlaps, chunks)):
         drawn(0)  # the first step overlaps nothing
-    items, expected, found = first = drawn(0)
+    items, expected, found = drawn(0)
     if ours.report is None:
         raise RuntimeError("the prefix schedule left no report")
     conditions = snapshot.conditions(chunks, items, tokens=num_tokens or raw, lr=LR, eps=ADAM_EPS)
@@ -226,7 +226,12 @@ def align(
     if exact is None:
         advance(1)
     else:
-        verdict = _pooled(exact, first, drawn, advance).judged(verdict)
+        errors = Errors()
+        errors.add(expected, found, run_step(stock_schedule(), exact, items, optimize=False))
+        del expected, found  # gradients of the whole model
+        advance(1)
+        _add_draws(errors, exact, drawn, advance)
+        verdict = errors.judged(verdict)
     executed, crossed = ours.report.forest.executed_tokens, ours.report.crossed or Crossed()
     packs = baseline.pack_tokens if baseline.packed else 0
     return Alignment(
@@ -237,19 +242,18 @@ def align(
     )  # fmt: skip
 
 
-def _pooled(
+def _add_draws(
+    errors: Errors,
     exact: list[Any],
-    first: Drawn,
     drawn: Callable[[int], Drawn],
     advance: Callable[[int], None],
-) -> Errors:
-    """Errors of both schedules against fp32 chunks, over all draws."""
-    errors = Errors()
-    for draw in range(DRAWS):
-        items, expected, found = drawn(draw) if draw else first
+) -> None:
+    """Adds errors of both schedules against fp32 chunks, of all draws but the first."""
+    for draw in range(1, DRAWS):
+        items, expected, found = drawn(draw)
         errors.add(expected, found, run_step(stock_schedule(), exact, items, optimize=False))
+        del expected, found
         advance(1)
-    return errors
 
 
 def num_draws(dtype: str) -> int:
