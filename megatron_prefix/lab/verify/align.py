@@ -226,12 +226,9 @@ def align(
     if exact is None:
         advance(1)
     else:
-        errors = Errors()
-        errors.add(expected, found, run_step(stock_schedule(), exact, items, optimize=False))
-        del expected, found  # gradients of the whole model
-        advance(1)
-        _add_draws(errors, exact, drawn, advance)
-        verdict = errors.judged(verdict)
+        first = [(items, expected, found)]
+        del expected, found
+        verdict = _pooled(exact, first, drawn, advance).judged(verdict)
     executed, crossed = ours.report.forest.executed_tokens, ours.report.crossed or Crossed()
     packs = baseline.pack_tokens if baseline.packed else 0
     return Alignment(
@@ -242,18 +239,24 @@ def align(
     )  # fmt: skip
 
 
-def _add_draws(
-    errors: Errors,
+def _pooled(
     exact: list[Any],
+    first: list[Drawn],
     drawn: Callable[[int], Drawn],
     advance: Callable[[int], None],
-) -> None:
-    """Adds errors of both schedules against fp32 chunks, of all draws but the first."""
-    for draw in range(1, DRAWS):
-        items, expected, found = drawn(draw)
+) -> Errors:
+    """Errors of both schedules against fp32 chunks, over all draws.
+
+    A draw has gradients of the whole model: none is kept while the next one runs, so the first is
+    taken out of its list.
+    """
+    errors = Errors()
+    for draw in range(DRAWS):
+        items, expected, found = drawn(draw) if draw else first.pop()
         errors.add(expected, found, run_step(stock_schedule(), exact, items, optimize=False))
         del expected, found
         advance(1)
+    return errors
 
 
 def num_draws(dtype: str) -> int:
