@@ -37,8 +37,8 @@ class Crossed:
         received_tokens, sent_tokens: positions of payloads; those that go to several ranks count
             for each of them.
         received_bytes, sent_bytes: of payloads and of gradients.
-        waits: begin and end of every wait for a message: of the host, in seconds, or on a GPU of the
-            computing stream, as events.
+        waits: begin and end of every wait for a message: of the host, in seconds, or on a GPU of
+            the computing stream, as events.
     """
 
     received_tokens: int = 0

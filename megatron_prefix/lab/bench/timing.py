@@ -41,8 +41,8 @@ class Timing:
         received_tokens: positions whose payloads came from other data-parallel ranks in these.
         received_bytes: of these and of the gradients that came back, on one rank of each
             data-parallel one.
-        exchange_wait_ms: what the rank that waits longest waits for such payloads and gradients in a
-            step; the mean of its steps.
+        exchange_wait_ms: what the rank that waits longest waits in a step for such payloads and
+            gradients; the mean of its steps.
         stock_step_ms, prefix_step_ms: time of every step's call, that of the slowest rank.
         stock_ms, prefix_ms: their medians.
         stock_gib, prefix_gib: peak of allocated device memory of the rank with most; 0 on the CPU.
@@ -206,9 +206,8 @@ def timing(work: Work, setting: Setting, stock: Measured, prefix: Measured) -> T
     medians = statistics.median(stock.step_ms), statistics.median(prefix.step_ms)
     bound = flop_bound(setting.spec, work.config, work.steps)
     total = _summed(prefix.counts)
-    baseline, ranks = setting.baseline, setting.layout.world_size
-    rate = total.flops / (sum(prefix.step_ms) / 1e3) / ranks
-    peak = peak_flops(setting.dtype)
+    baseline = setting.baseline
+    rate = total.flops / (sum(prefix.step_ms) / 1e3) / setting.layout.world_size
     return Timing(
         name=work.name,
         baseline=baseline.name,
@@ -237,7 +236,7 @@ def timing(work: Work, setting: Setting, stock: Measured, prefix: Measured) -> T
         plan_bound=total.stock_flops / total.plan_flops,
         of_bound=speedup / bound,
         tflops=rate / 1e12,
-        mfu=rate / peak if peak else None,
+        mfu=rate / peak if (peak := peak_flops(setting.dtype)) else None,
         phase_ms=prefix.phases,
         bubble=prefix.bubbles[0],
         simulated_bubble=prefix.bubbles[1],

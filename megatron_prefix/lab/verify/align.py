@@ -218,24 +218,22 @@ def align(
     drawn = functools.partial(_draw, ours=ours, chunks=chunks, make=make, seed=seed)
     if any(map(overlaps, chunks)):
         drawn(0)  # the first step overlaps nothing
-    items, expected, found = drawn(0)
+    first = [drawn(0)]
+    items = first[0][0]
     if ours.report is None:
         raise RuntimeError("the prefix schedule left no report")
     conditions = snapshot.conditions(chunks, items, tokens=num_tokens or raw, lr=LR, eps=ADAM_EPS)
-    verdict = compare.compare(expected, found, conditions)
+    verdict = compare.compare(*first[0][1:], conditions)
     if exact is None:
         advance(1)
     else:
-        first = [(items, expected, found)]
-        del expected, found
         verdict = _pooled(exact, first, drawn, advance).judged(verdict)
     executed, crossed = ours.report.forest.executed_tokens, ours.report.crossed or Crossed()
-    packs = baseline.pack_tokens if baseline.packed else 0
     return Alignment(
         **vars(verdict), raw_tokens=raw, executed_tokens=executed,
         received_tokens=crossed.received_tokens, received_bytes=crossed.received_bytes,
-        baseline=baseline.name, pack_tokens=packs, microbatches=len(items),
-        compared_with=_compared_with(chunks),
+        baseline=baseline.name, microbatches=len(items), compared_with=_compared_with(chunks),
+        pack_tokens=baseline.pack_tokens if baseline.packed else 0,
     )  # fmt: skip
 
 
