@@ -8,7 +8,7 @@ runs on the positions whose output is read (`linear_proj`, `self_attn_bda`, `mlp
 3. the *instance's* methods of a recurrent layer begin spans with their parents' states;
 4. the *instances'* methods of routers count every rollout of a token (layers/routing.py);
 5. the *instance's* `forward` of the decoder lets an offloaded segment take what it saves, and a
-hook on every layer says where one ends;
+hook on every layer says where one ends; it gives other ranks its output, or what they gave instead;
 6. the *instance's* `compute_language_model_loss` does not wait for the device (cross_entropy.py);
 7. for the time of a step, the *instance's* `forward` of the language model is where the trainer's
 forward steps are suspended (`intercepted`).
@@ -204,11 +204,16 @@ class Hooks:
 
     def _saving(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.current is None or self.current.offload is None:
+            current = self.current
+            if current is not None and current.decoded is not None:
+                return current.decoded
+            if current is None or current.offload is None:
                 hidden = stock(*args, **kwargs)
             else:
-                with self.current.offload.saving():
+                with current.offload.saving():
                     hidden = stock(*args, **kwargs)
+            if current is not None and current.leaves is not None:
+                current.leaves(hidden)
             return hidden if self.keys_only is not None else self._read(hidden)
 
         return forward

@@ -47,9 +47,9 @@ class Work(NamedTuple):
 
 
 def segment_work(segment: Segment) -> Work:
-    """The forward of one segment; nothing for one that another rank computes."""
+    """The forward of one segment; of one that another rank computes only the output layer."""
     if segment.source >= 0:
-        return Work()
+        return Work(scored=segment.num_read)
     positions = segment.padded_length
     pairs = sum(causal_pairs(span.start, span.padded) for span in segment.spans)
     calls = 1 + any(span.start > 0 for span in segment.spans)  # own keys, and those of ancestors

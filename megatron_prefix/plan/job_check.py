@@ -116,11 +116,11 @@ class Job:
     def _table_faults(self, plan: Plan, peers: set[int]) -> Iterator[str]:
         """Segments and transfers that name what does not exist."""
         segments = plan.segments
-        for index, (_, inner, scored, _, source) in enumerate(segments):
+        for index, (_, inner, _, _, source) in enumerate(segments):
             if source not in peers | {-1}:
                 yield f"segment {index} comes from rank {source}, which is no other rank"
-            elif source >= 0 and (scored or not inner):
-                yield f"segment {index} is received: it must be inner and without loss"
+            elif source >= 0 and not inner:
+                yield f"segment {index} is received: it must be inner"
         counts = Counter(one[:2] for one in plan.transfers)
         for index, peer, numbers in plan.transfers:
             what = f"segment {index} goes to rank {peer}"

@@ -114,10 +114,12 @@ class Communicator:
         for one in messages:
             one.works.extend(itertools.islice(works, len(one.tensors)))
 
-    def known(self, model: Any, forward_only: bool) -> Known:
+    def known(self, model: Any, forward_only: bool, scored: bool) -> Known:
         """What ranks know of one another's payloads of a model chunk. They are others where routers
-        count nothing: in passes without gradients, and in evaluation mode."""
-        return self._known.setdefault(model, {}).setdefault((forward_only, model.training), Known())
+        count nothing, in passes without gradients and in evaluation mode, and where segments with
+        loss leave final states."""
+        kind = forward_only, model.training, scored
+        return self._known.setdefault(model, {}).setdefault(kind, Known())
 
     def tell_rows(self, peer: int, known: Known, payload: Sequence[Payload]) -> Message | None:
         """Says what rows of a model chunk's payloads are, before the first one that a peer gets.

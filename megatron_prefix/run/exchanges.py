@@ -94,7 +94,10 @@ class Exchanges:
         self._segments, self._communicator, self._chunks = forest.segments, communicator, chunks
         self._device, self._forward_only = device, forward_only
         self.crossed = Crossed()
-        self._known = [communicator.known(one.model, forward_only) for one in chunks]
+        self._known = [
+            [communicator.known(one.model, forward_only, scored) for scored in (False, True)]
+            for one in chunks
+        ]
         self._waiting: list[Message] = []
         self._sent: list[Message] = []
         self._coming: dict[tuple[int, int], tuple[Message, list[Payload]]] = {}
@@ -137,17 +140,18 @@ class Exchanges:
 
     def _leave(self, one: Exchange, chunk: int) -> None:
         """Begins to get a payload, or to send it to the ranks that have rollouts below it."""
-        carried = self._chunks[chunk]
+        carried, segment = self._chunks[chunk], self._segments[one.segment]
+        known = self._known[chunk][segment.scored]
         for peer, spans in one.peers:
-            if self._segments[one.segment].source >= 0:
+            if segment.source >= 0:
                 with self._named("waiting for the first payload of", peer):
-                    rows = self._communicator.rows(peer, self._known[chunk], len(carried.forms))
+                    rows = self._communicator.rows(peer, known, len(carried.forms))
                 payload = self._empty(rows, one.segment, chunk, spans)
                 self._coming[one.segment, chunk] = self._receive(peer, payload), payload
                 self.crossed.received_tokens += self._positions(one, spans, chunk)
             else:
                 payload = carried.leaving(one.segment, spans)
-                told = self._communicator.tell_rows(peer, self._known[chunk], payload)
+                told = self._communicator.tell_rows(peer, known, payload)
                 self._sent += [] if told is None else [told]
                 self._send(peer, payload)
                 self.crossed.sent_tokens += self._positions(one, spans, chunk)

@@ -10,6 +10,7 @@ on its way.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from megatron_prefix.offload.segment import OffloadedSegment, Offloader, address
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.memory_policy import BACKWARDS_AHEAD
 from megatron_prefix.run.exchanges import Exchanges
+from megatron_prefix.run.final_states import FinalStates
 from megatron_prefix.run.forward_step_state import Settings
 from megatron_prefix.run.inputs import SegmentInputs
 from megatron_prefix.run.losses import Losses
@@ -49,6 +51,8 @@ class Stage:
         has_labels: whether these have labels.
         others: their other arguments that are about no position.
         losses: on the last stage only.
+        final: what of its decoder's output crosses data-parallel ranks; None elsewhere, and where
+            nothing does.
         ledger: accounts for the routers' losses; None without routers and without gradients.
         offloads: saved tensors of segments that wait on the host for their backward.
         ahead: those of them that the backwards after the one that runs want back.
@@ -65,6 +69,7 @@ class Stage:
     has_labels: bool
     others: Mapping[str, Any]
     losses: Losses | None = None
+    final: FinalStates | None = None
     ledger: RouterLedger | None = None
     offloads: dict[int, OffloadedSegment] = field(default_factory=dict)
     ahead: list[OffloadedSegment] = field(default_factory=list)
@@ -114,6 +119,8 @@ class Executor:
         try:
             for stage in self._stages:
                 stage.hooks.prepare(self._inputs.max_position)
+                if stage.final is not None:
+                    stage.final.head_backward = functools.partial(self._head_backward, stage)
             with gradients:
                 program = self._plan.programs[rank]
                 last = {one.chunk: place for place, one in enumerate(program) if one.kind == "B"}
@@ -146,6 +153,8 @@ class Executor:
         received = self._plan.segments[index].source >= 0
         if action.kind == "F":
             exchanges.forward(index, chunk, () if received else stage.cache.map.seen(index))
+            for seen in stage.final.fresh() if stage.final is not None else ():
+                self._head(seen, stage)
         else:
             exchanges.backward(index, chunk)
         if not received:
@@ -153,8 +162,20 @@ class Executor:
         elif action.kind == "B":
             self._release(action, stage)
 
+    def _head(self, index: int, stage: Stage) -> None:
+        """Runs the output layer on what another rank's decoder gives for a segment."""
+        output = self._call(index, stage, stage.final.received[index])  # type: ignore[union-attr]
+        stage.losses.take(index, output, differentiable=not self._forward_only)  # type: ignore[union-attr]
+        stage.live[index] = None, output
+
+    def _head_backward(self, stage: Stage, index: int) -> None:
+        _, output = stage.live.pop(index)
+        stage.losses.complete(index)  # type: ignore[union-attr]
+        with stage.hooks.running(self._context(index, stage, backward=True)):
+            torch.autograd.backward(*stage.losses.outputs.gradients(index, output))  # type: ignore[union-attr]
+
     def _context(self, index: int, stage: Stage, backward: bool = False) -> SegmentContext:
-        segment = self._plan.segments[index]
+        segment, final = self._plan.segments[index], stage.final
         runs = own_runs(stage.cache.map.lengths[index], *self._inputs.place)
         num_levels = len(stage.cache.map.levels[index])
         positions = self._inputs[index][2]
@@ -164,6 +185,7 @@ class Executor:
             backward, None if backward else stage.offloads.get(index), stage.ahead,
             stage.hooks.keys_only if unread else None,
             rows.there if rows is not None and self._scored(index, stage) else None,
+            *((None, None) if final is None else final.of(index)),
         )  # fmt: skip
 
     def _forward(self, action: Action, stage: Stage) -> None:
@@ -213,7 +235,7 @@ class Executor:
                 stage.losses.complete(index)  # type: ignore[union-attr]
             with stage.hooks.running(context, scored=scored):
                 if scored:
-                    torch.autograd.backward(*stage.losses.outputs.gradients(index, output))  # type: ignore[union-attr]
+                    torch.autograd.backward(*self._of_losses(index, stage, output))
                 elif freed:
                     custom_backward(output, gradient)
                 else:
@@ -225,6 +247,16 @@ class Executor:
             self._links.send(action, received.grad)
         stage.offloads.pop(index, None)
         self._release(action, stage)
+
+    def _of_losses(
+        self, index: int, stage: Stage, output: Any
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What a segment's backward begins with on the last stage, and the gradients of it."""
+        tensors, gradients = stage.losses.outputs.gradients(index, output)  # type: ignore[union-attr]
+        if stage.final is None:
+            return tensors, gradients
+        states, sent = stage.final.gradients(index)
+        return tensors + states, gradients + sent
 
     def _reducing(
         self, action: Action, stage: Stage, is_last: bool
@@ -257,6 +289,8 @@ class Executor:
     def _release(self, action: Action, stage: Stage) -> None:
         if stage.losses is not None:
             stage.losses.release(action.segment)
+        if stage.final is not None:
+            stage.final.drop(action.segment)
         if self._plan.segments[action.segment].inner:
             stage.cache.free(action.segment, consumed=not self._forward_only)
 

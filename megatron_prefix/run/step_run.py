@@ -35,6 +35,7 @@ from megatron_prefix.run.carried import Carried
 from megatron_prefix.run.communicator import Communicator, communicator_of
 from megatron_prefix.run.exchanges import Exchanges
 from megatron_prefix.run.executor import Executor, Stage
+from megatron_prefix.run.final_states import FinalStates
 from megatron_prefix.run.forward_step_state import Settings
 from megatron_prefix.run.inputs import SegmentInputs
 from megatron_prefix.run.losses import LossContract, Losses
@@ -182,10 +183,10 @@ class StepRun:
             self._reductions = Reductions(rank, self._force_all_reduce)
         exchanges = None
         if self._communicator is not None:
-            chunks = [Carried(stage.model, stage.cache, stage.ledger) for stage in stages]
-            exchanges = Exchanges(
-                self._step.forest, self._communicator, chunks, rank.device, forward_only
-            )
+            forest = self._step.forest
+            scored = [segment.scored for segment in forest.segments]
+            chunks = [Carried(s.model, s.cache, s.ledger, s.final, scored) for s in stages]
+            exchanges = Exchanges(forest, self._communicator, chunks, rank.device, forward_only)
         executor = Executor(
             plan, stages, inputs, links, forward_only,
             self._schedule.watch or (report.stopwatch.timing if report.stopwatch else None),
@@ -218,9 +219,20 @@ class StepRun:
                 self._losses.begin_again()
             elif stage.is_last:
                 self._losses = Losses(self._step, self._contract, model, steps, exchange)
-            stage.losses = self._losses if stage.is_last else None
+            if stage.is_last:
+                stage.losses, stage.final = self._losses, self._final(stage)
             stages.append(stage)
         return stages
+
+    def _final(self, stage: Stage) -> FinalStates | None:
+        """What of a last stage's decoder output crosses data-parallel ranks; None if nothing."""
+        forest, config = self._step.forest, stage.hooks.model.config
+        scored = [one for one in forest.exchanges if forest.segments[one.segment].scored]
+        if not scored:
+            return None
+        segments = ((one.segment, forest.segments[one.segment]) for one in scored)
+        leaving = {index for index, segment in segments if segment.source < 0}
+        return FinalStates(stage.cache, self._rank.groups.tp, config.sequence_parallel, leaving)
 
     def _cache(
         self,

@@ -1,10 +1,11 @@
 """Spans that rollouts on several data-parallel ranks have in common.  Pure: numpy only.
 
-Trainers deal the rollouts of a prompt to several ranks. What they begin with, up to the first
-position that carries loss, runs once in the whole job: on an *owner*, one of the ranks that have
-it, which sends its payload to the others and gets their gradients back. All ranks know digests of
-the beginnings of all, and each comes to the same answer: the common spans, their owners, the
-segments that they are in, and when they cross.
+Trainers deal the rollouts of a prompt to several ranks. What they begin with runs once in the whole
+job: on an *owner*, one of the ranks that have it, which sends its payload to the others and gets
+their gradients back. All ranks know digests of the beginnings of all, and each comes to the same
+answer: the common spans, their owners, the segments that they are in, and when they cross. From the
+first position that carries loss on, final hidden states cross, too: every rank has losses of its
+own on them.
 
 A step has *windows*: equal parts of every rank's microbatches. A segment crosses when the first
 window begins in which any rank needs it, and its gradients cross when the last one ends. In this
@@ -39,14 +40,17 @@ Trie = Callable[[Mapping[int, np.ndarray], TreeOptions], list[Node]]
 class RankBeginnings(NamedTuple):
     """What a rank tells the others of its beginnings: digests, and no token.
 
-    A beginning is what rollouts begin with before any position that carries loss. Digests have 128
-    bits of a cryptographic hash (BLAKE2b): beginnings with equal ones are taken as equal.
+    A beginning is all of a rollout but its last position, or what comes before any position that
+    carries loss if nothing else is shared. Digests have 128 bits of a cryptographic hash (BLAKE2b):
+    beginnings with equal ones are taken as equal.
 
     Attributes:
         lengths: positions of each beginning, all of them different: int64 [num].
         digests: of each one's first block, its first two, and so on up to all of it: uint64
             [sum of their blocks, 2]. The last block may be shorter.
         first, last: the first and the last of the rank's microbatches that have it: int64 [num].
+        first_trained: the first position of each that carries loss in any rollout; at most its
+            length: int64 [num].
         own: positions of its rollouts behind them.
         num_microbatches: of the trainer.
         block: positions of a block, a multiple of the trees' boundary.
@@ -56,6 +60,7 @@ class RankBeginnings(NamedTuple):
     digests: np.ndarray
     first: np.ndarray
     last: np.ndarray
+    first_trained: np.ndarray
     own: int
     num_microbatches: int
     block: int
@@ -74,6 +79,7 @@ class CommonSpan(NamedTuple):
         level: common spans above it.
         ranks: that have it, ascending.
         first, last: the windows in which any of them needs it first and last.
+        scored: whether positions may carry loss on any of them.
     """
 
     start: int
@@ -83,6 +89,7 @@ class CommonSpan(NamedTuple):
     ranks: tuple[int, ...]
     first: int
     last: int
+    scored: bool = False
 
 
 class CommonSegment(NamedTuple):
@@ -168,26 +175,28 @@ def beginnings_of(
     block = -(-block // options.boundary) * options.boundary
     known: dict[bytes, int] = {}
     ends: list[int] = []
-    needed: list[list[int]] = []  # the first and the last microbatch
+    needed: list[list[int]] = []  # the first and the last microbatch, the first trained position
     digests: list[bytes] = []
     number_of, own = [], 0
     for rollout, microbatch in zip(rollouts, microbatch_of, strict=True):
-        end = options.rounded(rollout.first_trained)
+        trained = rollout.first_trained
+        end = options.rounded(trained if options.loss_in_leaves else len(rollout) - 1)
         codes = rollout.codes(0, end)
         own += len(rollout) - end
         number = known.setdefault(codes.tobytes(), len(ends))
         if number == len(ends):
             ends.append(end)
-            needed.append([microbatch, microbatch])
+            needed.append([microbatch, microbatch, end])
             digests += _digests(codes, block)
-        first, last = needed[number]
-        needed[number] = [min(first, microbatch), max(last, microbatch)]
+        first, last, least = needed[number]
+        needed[number] = [min(first, microbatch), max(last, microbatch), min(least, trained)]
         number_of.append(number)
-    firsts, lasts = np.array(needed, np.int64).reshape(-1, 2).T
+    firsts, lasts, trained_at = np.array(needed, np.int64).reshape(-1, 3).T
     found = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
     num_microbatches = max(microbatch_of, default=0) + 1
     lengths = np.array(ends, np.int64)
-    return RankBeginnings(lengths, found, firsts, lasts, own, num_microbatches, block), number_of
+    told = (lengths, found, firsts, lasts, trained_at, own, num_microbatches, block)
+    return RankBeginnings(*told), number_of
 
 
 def _digests(codes: np.ndarray, block: int) -> Iterator[bytes]:
@@ -215,7 +224,8 @@ def common_spans(
             together is not common.
         num_windows: of the step.
     """
-    known, numbers = _different(ranks, num_windows)
+    reached, alone = _shared(ranks)
+    known, numbers = _different(ranks, reached, num_windows)
     spans: list[CommonSpan] = []
     below = [-1] * len(known)
     tree = trie({number: one.digests for number, one in enumerate(known)}, _BLOCKS)
@@ -226,32 +236,78 @@ def common_spans(
         of_ranks = tuple(sorted({*itertools.chain(*(one.ranks for one in members))}))
         if len(of_ranks) < 2:
             continue
-        end = min(node.end * ranks[rank].block, members[0].length)
-        if (len(of_ranks) - 1) * (end - start) >= max(1, options.min_gain):
-            first, last = min(one.first for one in members), max(one.last for one in members)
+        first, last = min(one.first for one in members), max(one.last for one in members)
+        for end, scored in _pieces(node, members, ranks[rank].block, options):
+            if (len(of_ranks) - 1) * (end - start) < max(1, options.min_gain):
+                continue
             for begin, stop in itertools.pairwise(_bounds(start, end, options)):
                 level = spans[parent].level + 1 if parent >= 0 else 0
-                spans.append(CommonSpan(begin, stop, parent, level, of_ranks, first, last))
+                spans.append(CommonSpan(begin, stop, parent, level, of_ranks, first, last, scored))
                 parent = len(spans) - 1
             start = end
             for member in node.members:
                 below[member] = parent
         todo.extend((child, start, parent) for child in reversed(node.children))
+    owners = _owners(spans, [a + one.own for a, one in zip(alone, ranks, strict=True)])
     return CommonSpans(
-        rank, tuple(spans), tuple(_segments(spans, _owners(spans, ranks), options.segment_tokens)),
+        rank, tuple(spans), tuple(_segments(spans, owners, options.segment_tokens)),
         tuple(below[number] if number >= 0 else -1 for number in numbers[rank]),
         ranks[rank].num_microbatches, num_windows,
     )  # fmt: skip
 
 
+def _pieces(
+    node: Node, members: Sequence[_Known], block: int, options: TreeOptions
+) -> Iterator[tuple[int, bool]]:
+    """Where a node of a tree of blocks ends, and before that, where positions first carry loss;
+    each with whether they do."""
+    end = min(node.end * block, members[0].length)
+    cut = options.rounded(min(one.first_trained for one in members))
+    if cut > node.start * block:
+        yield min(cut, end), False
+    if cut < end:
+        yield end, True
+
+
+def _shared(ranks: Sequence[RankBeginnings]) -> tuple[list[np.ndarray], list[int]]:
+    """Per rank how many blocks of each of its beginnings others have, too; and the positions of the
+    blocks that no other has, each of them once."""
+    keys = np.concatenate([one.digests[:, 0] for one in ranks])  # 64 bits are enough for a count
+    counts = [len(one.digests) for one in ranks]
+    rank_of = np.repeat(np.arange(len(ranks)), counts)
+    order = np.argsort(keys, kind="stable")  # of equal ones the ranks ascend
+    begins = np.flatnonzero(np.diff(keys[order], prepend=~keys[order[:1]]))
+    lasts = np.append(begins, len(keys))[1:] - 1
+    lowest, highest = rank_of[order[begins]], rank_of[order[lasts]]
+    shared = np.empty(len(keys), bool)
+    shared[order] = np.repeat(lowest != highest, lasts - begins + 1)
+    alone = lowest == highest
+    sizes = np.concatenate([_sizes(one) for one in ranks])[order[begins][alone]]
+    own = np.bincount(lowest[alone], sizes, minlength=len(ranks))
+    reached = []
+    for one, some in zip(ranks, np.split(shared, np.cumsum(counts)[:-1]), strict=True):
+        ends, total = one.ends(), np.append(0, np.cumsum(some))
+        reached.append(total[ends] - total[np.append(0, ends[:-1])])
+    return reached, own.astype(int).tolist()
+
+
+def _sizes(one: RankBeginnings) -> np.ndarray:
+    """Positions of every block; the last one of a beginning may be shorter."""
+    sizes = np.full(len(one.digests), one.block)
+    num = np.diff(one.ends(), prepend=0)
+    sizes[one.ends()[num > 0] - 1] -= (num * one.block - one.lengths)[num > 0]
+    return sizes
+
+
 @dataclass(slots=True)
 class _Known:
-    """A beginning that one rank has, or several.
+    """As much of a beginning as several ranks have.
 
     Attributes:
         digests, length: see RankBeginnings.
         ranks: that have it, ascending.
         first, last: the windows in which any of them needs it first and last.
+        first_trained: the first position that carries loss on any of them.
     """
 
     digests: np.ndarray
@@ -259,6 +315,7 @@ class _Known:
     ranks: list[int]
     first: int
     last: int
+    first_trained: int
 
 
 _BLOCKS = TreeOptions()
@@ -266,26 +323,31 @@ _BLOCKS = TreeOptions()
 
 
 def _different(
-    ranks: Sequence[RankBeginnings], num_windows: int
+    ranks: Sequence[RankBeginnings], reached: Sequence[np.ndarray], num_windows: int
 ) -> tuple[list[_Known], list[list[int]]]:
-    """All beginnings once, and per rank the numbers of its own; an empty one's is -1."""
+    """What beginnings have in common with other ranks', once, and per rank the numbers of its own;
+    -1 where that is nothing."""
     known: list[_Known] = []
     number_of: dict[bytes, int] = {}
     numbers: list[list[int]] = [[] for _ in ranks]
-    for place, told in enumerate(ranks):
-        named, start = told.digests.tobytes(), 0
-        columns = (told.ends(), told.lengths, *_windows_of(told, num_windows))
-        for end, length, first, last in zip(*(one.tolist() for one in columns), strict=True):
-            if not length:
+    for place, (told, blocks) in enumerate(zip(ranks, reached, strict=True)):
+        named = told.digests.tobytes()
+        starts = np.append(0, told.ends()[:-1]) if len(told.lengths) else told.lengths
+        lengths = np.minimum(blocks * told.block, told.lengths)
+        columns = (starts, starts + blocks, lengths, *_windows_of(told, num_windows))
+        rows = zip(*(one.tolist() for one in (*columns, told.first_trained)), strict=True)
+        for start, end, length, first, last, trained in rows:
+            if start == end:
                 numbers[place].append(-1)
                 continue
-            name = named[_BYTES * (end - 1) : _BYTES * end]
-            number = number_of.setdefault(name, len(known))
+            number = number_of.setdefault(named[_BYTES * (end - 1) : _BYTES * end], len(known))
             if number == len(known):
-                known.append(_Known(told.digests[start:end], length, [], first, last))
-            one, start = known[number], end
-            one.ranks.append(place)
+                known.append(_Known(told.digests[start:end], length, [], first, last, trained))
+            one = known[number]
+            if place not in one.ranks[-1:]:
+                one.ranks.append(place)
             one.first, one.last = min(one.first, first), max(one.last, last)
+            one.first_trained = min(one.first_trained, trained)
             numbers[place].append(number)
     return known, numbers
 
@@ -306,10 +368,14 @@ def _window(microbatch: Any, num_microbatches: int, num_windows: int) -> Any:
     return microbatch * num_windows // num_microbatches
 
 
-def _owners(spans: Sequence[CommonSpan], ranks: Sequence[RankBeginnings]) -> list[int]:
+def _owners(spans: Sequence[CommonSpan], load: list[int]) -> list[int]:
     """The rank that computes each span: of those that have it the one with least to compute so
-    far; long spans choose first."""
-    load = [told.own for told in ranks]
+    far; long spans choose first.
+
+    Args:
+        spans: in common.
+        load: positions that every rank computes besides; changed.
+    """
     owners = [0] * len(spans)
     for number in sorted(range(len(spans)), key=lambda n: (spans[n].start - spans[n].end, n)):
         owner = min(spans[number].ranks, key=lambda rank: (load[rank], rank))
@@ -321,11 +387,12 @@ def _owners(spans: Sequence[CommonSpan], ranks: Sequence[RankBeginnings]) -> lis
 def _segments(
     spans: Sequence[CommonSpan], owners: Sequence[int], budget: int
 ) -> Iterator[CommonSegment]:
-    """Spans of one owner, level and pair of windows together; parents cross before children."""
-    together: dict[tuple[int, int, int, int], list[int]] = collections.defaultdict(list)
+    """Spans of one owner, level and pair of windows together, those with loss apart from others;
+    parents cross before children."""
+    together: dict[tuple[int, int, int, int, bool], list[int]] = collections.defaultdict(list)
     for number, span in enumerate(spans):
-        together[span.first, span.level, span.last, owners[number]].append(number)
-    for (first, _, last, owner), numbers in sorted(together.items()):
+        together[span.first, span.level, span.last, owners[number], span.scored].append(number)
+    for (first, _, last, owner, _), numbers in sorted(together.items()):
         numbers.sort(key=lambda number: (spans[number].parent, number))
         lengths = [spans[number].end - spans[number].start for number in numbers]
         for begin, stop in even_parts(lengths, budget):

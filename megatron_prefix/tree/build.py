@@ -73,8 +73,12 @@ class Tries:
         roots = _chunked(roots, first, options)
         packed = Packing(roots, first, options, microbatch_of, self.common)
         across = len(packed.exchanges) > 0
+        segments = [one._replace(trained=self._trained(one)) for one in packed.segments]
+        for one in packed.exchanges:  # what other ranks train is not known
+            if segments[one.segment].scored:
+                segments[one.segment] = segments[one.segment]._replace(trained=None)
         return Forest(
-            tuple(segment._replace(trained=self._trained(segment)) for segment in packed.segments),
+            tuple(segments),
             num_positions, first, options.multiple, unshared_by_routes=self.unshared_by_routes,
             exchanges=tuple(packed.exchanges), windows=tuple(packed.windows) if across else (),
             num_windows=self.common.num_windows,

@@ -83,9 +83,11 @@ class Packing:
             for one in common.beginning(self._window):
                 source, spans = common.source(one), common.here(one)
                 peers = common.peers(one) if source < 0 else ((source, tuple(range(len(spans)))),)
-                level, number = common.spans[one.spans[0]].level, len(self.segments)
-                self.exchanges.append(Exchange(number, one.first, one.last, peers, level))
+                span, number = common.spans[one.spans[0]], len(self.segments)
+                self.exchanges.append(Exchange(number, one.first, one.last, peers, span.level))
                 self._add([nodes[span] for span in spans], inner=True, source=source)
+                # Losses of any rank may look at any of its positions.
+                self.segments[-1] = self.segments[-1]._replace(scored=span.scored)
 
     def _inner(self, roots: Sequence[Node]) -> Iterator[tuple[int, Node]]:
         """The nodes that others read, each with the number of nodes above it, level by level."""

@@ -14,7 +14,7 @@ to its own end, so a rank attends to its segment's own keys in one call of the k
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,8 @@ class SegmentContext:
         keys_only: the layer of which only its K and V are computed (layers/blocks/unread.py).
         rows: the positions on this rank whose output is read, int64, ascending; None if all are,
             or the stage is not the last.
+        decoded: what the decoder gives, if another rank has computed it: no layer runs then.
+        leaves: gets what the decoder gives, for other ranks; None if they do not want it.
     """
 
     index: int
@@ -68,6 +70,8 @@ class SegmentContext:
     ahead: Sequence[OffloadedSegment] = ()
     keys_only: int | None = None
     rows: Tensor | None = None
+    decoded: Tensor | None = None
+    leaves: Callable[[Tensor], None] | None = None
 
     def enter(self, layer: int, *, backward: bool) -> None:
         """Tells the sidecar that a layer runs now, and which will be next."""

@@ -21,7 +21,8 @@ from tests.harness.trees import trie_size
 
 
 def dealt(seed: int, num_ranks: int) -> list[list[Pairs]]:
-    """Rollouts of some prompts, some of which begin another way half way down, on random ranks."""
+    """Rollouts of some prompts, some of which begin another way half way down, on random ranks; some
+    of them twice."""
     draw = random.Random(seed)
     ranks: list[list[Pairs]] = [[] for _ in range(num_ranks)]
     for _ in range(draw.randint(1, 6)):
@@ -31,7 +32,8 @@ def dealt(seed: int, num_ranks: int) -> list[list[Pairs]]:
             tokens = prompt[:cut] + [draw.randrange(50) for _ in range(draw.randint(2, 20))]
             trained = np.arange(len(tokens) - 1) >= cut - 1
             rollout = Pairs(np.array(tokens[:-1]), np.array(tokens[1:]), trained)
-            ranks[draw.randrange(num_ranks)].append(rollout)
+            for _ in range(draw.choice([1, 1, 1, 2])):
+                ranks[draw.randrange(num_ranks)].append(rollout)
     for rank in ranks:  # a rank without data has one position without loss
         rank or rank.append(Pairs(np.array([0]), np.array([0]), np.array([False])))
     return ranks
@@ -107,23 +109,26 @@ def test_both_ends_of_every_exchange_agree() -> None:
     assert crossed > 100
 
 
-def test_a_beginning_runs_once_in_the_job() -> None:
+def test_all_positions_but_the_last_run_once_in_the_job() -> None:
     options = TreeOptions(min_gain=0, share="batch")
+    scored = 0
     for seed in range(60):
         ranks = dealt(seed, 3)
         forests, _ = forests_of(ranks, options, 1)
         beginnings = [
-            Pairs(*(c[: one.first_trained] for c in (one.inputs, one.labels, one.trained)))
-            for rank in ranks for one in rank if one.first_trained
+            Pairs(*(c[:-1] for c in (one.inputs, one.labels, one.trained)))
+            for rank in ranks for one in rank if len(one) > 1
         ]  # fmt: skip
         once = trie_size(beginnings) if beginnings else 0
-        behind = sum(len(one) - one.first_trained for rank in ranks for one in rank)
-        assert sum(forest.executed_tokens for forest in forests) <= once + behind
+        last = sum(len({one.codes().tobytes() for one in rank}) for rank in ranks)
+        assert sum(forest.executed_tokens for forest in forests) == once + last
+        scored += sum(one.scored for forest in forests for one in forest.segments if one.source >= 0)
+    assert scored > 100
 
 
 def agreeing(a: Pairs, b: Pairs) -> int:
-    """Positions that two rollouts have in common before any that carries loss."""
-    num = min(a.first_trained, b.first_trained)
+    """Positions that two rollouts have in common before their last ones."""
+    num = min(len(a), len(b)) - 1
     same = (a.codes(0, num) == b.codes(0, num)).all(axis=1)
     return num if same.all() else int(same.argmin())
 
@@ -141,15 +146,15 @@ def test_what_is_common_ends_at_a_block_or_with_the_beginning(block: int, multip
             common = common_spans([mine for mine, _ in told], place, trie, options)
             others = [one for other in ranks if other is not ranks[place] for one in other]
             for rollout, number in zip(ranks[place], numbers, strict=True):
-                expected, mine = 0, options.rounded(rollout.first_trained)
+                expected, mine = 0, options.rounded(len(rollout) - 1)
                 for other in others:
                     same = agreeing(rollout, other)
-                    equal = options.rounded(other.first_trained) == mine <= same
+                    equal = options.rounded(len(other) - 1) == mine <= same
                     expected = max(expected, mine if equal else same // parts * parts)
                 last = common.below[number]
                 assert (common.spans[last].end if last >= 0 else 0) == min(expected, mine)
                 whole, part = whole + (expected == mine), part + (0 < expected < mine)
-    assert whole > 50 and part > 20
+    assert whole > 30 and part > 20
 
 
 def test_ranks_send_no_tokens_and_little() -> None:
@@ -177,7 +182,8 @@ def test_routes_are_part_of_a_beginning() -> None:
     told = [beginnings_of([one], [0], options, 1)[0] for one in rollouts]
     assert [span.end for span in common_spans(told, 0, trie, options).spans] == [5]
     none = replace(rollouts[0], trained=trained | True)  # a beginning without a position
-    assert beginnings_of([none], [0], options)[0].digests.shape == (0, 2)
+    before = replace(options, loss_in_leaves=True)
+    assert beginnings_of([none], [0], before)[0].digests.shape == (0, 2)
 
 
 def test_common_spans_are_no_longer_than_a_chunk() -> None:
@@ -217,13 +223,15 @@ def loads_of(
     ranks: list[list[Pairs]], options: TreeOptions
 ) -> tuple[list[int], list[int], list[tuple[int, int, CommonSpan]]]:
     """What ranks compute for themselves alone and with what they own, and every span's owner."""
-    told = [beginnings_of(rank, [0] * len(rank), options)[0] for rank in ranks]
+    told = [beginnings_of(rank, [0] * len(rank), options, block=1)[0] for rank in ranks]
     common = common_spans(told, 0, trie, options)
     owned = [(one.owner, n, common.spans[n]) for one in common.segments for n in one.spans]
-    load = [one.own for one in told]
+    forests, _ = forests_of(ranks, options, 1)
+    load = [one.executed_tokens for one in forests]
+    own = [*load]
     for owner, _, span in owned:
-        load[owner] += span.end - span.start
-    return [one.own for one in told], load, owned
+        own[owner] -= span.end - span.start
+    return own, load, owned
 
 
 @pytest.mark.parametrize("num_ranks", [4, 8, 16])
@@ -231,7 +239,7 @@ def loads_of(
 def test_no_rank_has_much_more_than_others_but_for_what_is_its_own(
     num_ranks: int, chunk_tokens: int
 ) -> None:
-    options = TreeOptions(share="batch", chunk_tokens=chunk_tokens)
+    options = TreeOptions(share="batch", chunk_tokens=chunk_tokens, min_gain=0)
     moved = 0
     for seed in range(20):
         draw = np.random.default_rng(seed)
