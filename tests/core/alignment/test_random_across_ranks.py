@@ -20,9 +20,11 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.rollouts import Group, Rollout
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.rl import loss
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
+from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.communicator import Communicator
 from tests.harness.ranks import run_ranks
 
@@ -30,11 +32,13 @@ VOCAB = 64
 MOE = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5}
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[Layout, ...]]] = {
     "dense": ("tiny-qwen3", {}, (Layout(dp=2), Layout(dp=3), Layout(dp=2, pp=2))),
+    "shards": ("tiny-qwen3", {}, (Layout(dp=2, tp=2, sequence_parallel=True), Layout(dp=2, tp=2))),
+    "CP2": ("tiny-qwen3", {}, (Layout(dp=2, cp=2),)),
     "experts": ("tiny-moe", MOE, (Layout(dp=2), Layout(dp=4))),
     "EP2": ("tiny-moe", MOE, (Layout(dp=2, ep=2),)),
     "GatedDeltaNet": ("tiny-qwen3-next", {"num_moe_experts": None}, (Layout(dp=2),)),
 }
-UNPACKED = ("EP2", "GatedDeltaNet")
+UNPACKED = ("CP2", "EP2", "GatedDeltaNet")
 """Ranks that share experts need equally many microbatches; GatedDeltaNet takes packs from
 megatron-core 0.18 on."""
 
@@ -102,6 +106,8 @@ def steps(model: str, layout: Layout, seeds: list[int]) -> list[str]:
         config, baseline = options(rng)
         if model in UNPACKED:
             baseline = Baseline("rollout")
+        # Some trainers do not say what carries loss: then all positions may.
+        align.SAYS = Callbacks(rng.choice([loss.trained, None]), passes_together=True)
         ranks = dealt(rng, layout.dp, even=layout.ep > 1)
         mine = ranks[align.data_rank()]
         num_tokens = sum(len(r) - 1 for rank in ranks for group in rank for r in group.rollouts)
