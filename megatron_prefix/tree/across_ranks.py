@@ -230,16 +230,18 @@ def common_spans(
     below = [-1] * len(known)
     tree = trie({number: one.digests for number, one in enumerate(known)}, _BLOCKS)
     todo = [(node, 0, -1) for node in reversed(tree)]
+    block, boundary = ranks[rank].block, options.boundary
     while todo:
         node, start, parent = todo.pop()
         members = [known[member] for member in node.members]
-        of_ranks = tuple(sorted({*itertools.chain(*(one.ranks for one in members))}))
+        of_ranks = tuple(sorted({*itertools.chain(*[one.ranks for one in members])}))
         if len(of_ranks) < 2:
             continue
-        first, last = min(one.first for one in members), max(one.last for one in members)
-        for end, scored in _pieces(node, members, ranks[rank].block, options):
-            if (len(of_ranks) - 1) * (end - start) < max(1, options.min_gain):
+        least = max(1, options.min_gain) / (len(of_ranks) - 1)
+        for end, scored in _pieces(node, members, block, boundary):
+            if end - start < least:
                 continue
+            first, last = min(one.first for one in members), max(one.last for one in members)
             for begin, stop in itertools.pairwise(_bounds(start, end, options)):
                 level = spans[parent].level + 1 if parent >= 0 else 0
                 spans.append(CommonSpan(begin, stop, parent, level, of_ranks, first, last, scored))
@@ -257,12 +259,12 @@ def common_spans(
 
 
 def _pieces(
-    node: Node, members: Sequence[_Known], block: int, options: TreeOptions
+    node: Node, members: Sequence[_Known], block: int, boundary: int
 ) -> Iterator[tuple[int, bool]]:
     """Where a node of a tree of blocks ends, and before that, where positions first carry loss;
     each with whether they do."""
     end = min(node.end * block, members[0].length)
-    cut = options.rounded(min(one.first_trained for one in members))
+    cut = min([one.first_trained for one in members]) // boundary * boundary
     if cut > node.start * block:
         yield min(cut, end), False
     if cut < end:
@@ -275,10 +277,10 @@ def _shared(ranks: Sequence[RankBeginnings]) -> tuple[list[np.ndarray], list[int
     keys = np.concatenate([one.digests[:, 0] for one in ranks])  # 64 bits are enough for a count
     counts = [len(one.digests) for one in ranks]
     rank_of = np.repeat(np.arange(len(ranks)), counts)
-    order = np.argsort(keys, kind="stable")  # of equal ones the ranks ascend
+    order = np.argsort(keys)
     begins = np.flatnonzero(np.diff(keys[order], prepend=~keys[order[:1]]))
     lasts = np.append(begins, len(keys))[1:] - 1
-    lowest, highest = rank_of[order[begins]], rank_of[order[lasts]]
+    lowest, highest = (of.reduceat(rank_of[order], begins) for of in (np.minimum, np.maximum))
     shared = np.empty(len(keys), bool)
     shared[order] = np.repeat(lowest != highest, lasts - begins + 1)
     alone = lowest == highest

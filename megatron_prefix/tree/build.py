@@ -13,7 +13,7 @@ experts of a position belong to its pair.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -191,12 +191,11 @@ def trie(
         same.setdefault(code.astype(">u8").tobytes(), []).append(m)
     # Equal rollouts have one node; with loss_in_leaves the earliest trained position counts.
     earliest = {copies[0]: min(first[m] for m in copies) for copies in same.values() if first}
+    ordered = [copies for _, copies in sorted(same.items())]
     top = Node(0, 0, [])
-    stack, before = [top], -1
-    for _, copies in sorted(same.items()):
-        rollout = copies[0]
-        shared = _shared(codes, earliest, before, rollout, options) if before >= 0 else 0
-        lower = None
+    stack = [top]
+    for copies, shared in zip(ordered, _shared(codes, ordered, earliest, options), strict=True):
+        rollout, lower = copies[0], None
         while stack[-1].end > shared:
             lower = stack.pop()
         if stack[-1].end < shared:
@@ -209,7 +208,6 @@ def trie(
         leaf = Node(shared, len(codes[rollout]), copies)
         stack[-1].children.append(leaf)
         stack.append(leaf)
-        before = rollout
     _gather_members(top)
     for node in preorder(top.children) if start else ():
         node.start, node.end = node.start + start, node.end + start
@@ -217,15 +215,27 @@ def trie(
 
 
 def _shared(
-    codes: Mapping[int, np.ndarray], first: Mapping[int, int], a: int, b: int, options: TreeOptions
-) -> int:
-    """Positions that two different rollouts share, rounded toward the root."""
-    num = min(len(codes[a]), len(codes[b]))
-    differs = (codes[a][:num] != codes[b][:num]).any(axis=1)
-    shared = int(differs.argmax()) if differs.any() else num
-    if first:
-        shared = min(shared, first[a], first[b])
-    return options.rounded(shared)
+    codes: Mapping[int, np.ndarray],
+    ordered: Sequence[Sequence[int]],
+    first: Mapping[int, int],
+    options: TreeOptions,
+) -> Iterator[int]:
+    """Positions that different rollouts share with the one before them, rounded toward the root;
+    all of them compared at once."""
+    yield from [0] * bool(ordered)
+    pairs = [(a[0], b[0]) for a, b in itertools.pairwise(ordered)]
+    if not pairs:
+        return
+    nums = [min(len(codes[a]), len(codes[b])) for a, b in pairs]
+    before, behind = (
+        np.concatenate([codes[pair[side]][:num] for pair, num in zip(pairs, nums, strict=True)])
+        for side in (0, 1)
+    )
+    differ = np.flatnonzero((before != behind).any(axis=1))
+    starts = np.cumsum([0, *nums[:-1]])
+    differ = np.append(differ, len(before))[np.searchsorted(differ, starts)]
+    for (a, b), shared in zip(pairs, np.minimum(differ - starts, nums).tolist(), strict=True):
+        yield options.rounded(min(shared, first[a], first[b]) if first else shared)
 
 
 def _gather_members(top: Node) -> None:
