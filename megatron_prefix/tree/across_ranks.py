@@ -18,13 +18,13 @@ from __future__ import annotations
 import collections
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_prefix.tree.forest import Pairs, TreeOptions
+from megatron_prefix.tree.forest import LEAST_SHARE, Pairs, TreeOptions
 from megatron_prefix.tree.nodes import Node
 from megatron_prefix.tree.parts import equal_bounds, even_parts
 
@@ -90,6 +90,11 @@ class CommonSpan(NamedTuple):
     first: int
     last: int
     scored: bool = False
+
+    @property
+    def saved(self) -> int:
+        """Positions that are computed once and not once more on every other rank."""
+        return (len(self.ranks) - 1) * (self.end - self.start)
 
 
 class CommonSegment(NamedTuple):
@@ -221,16 +226,39 @@ def common_spans(
         rank: this one.
         trie: makes the prefix tree of codes; here of blocks, whose codes are digests.
         options: see TreeOptions. A span that saves fewer than `min_gain` positions on all ranks
-            together is not common.
+            together is not common, nor are those of a segment that saves fewer than `segment_gain`.
         num_windows: of the step.
     """
     reached, alone = _shared(ranks)
+    load = [a + one.own for a, one in zip(alone, ranks, strict=True)]
     known, numbers = _different(ranks, reached, num_windows)
-    spans: list[CommonSpan] = []
-    below = [-1] * len(known)
+    found = _spans(known, trie, ranks[rank].block, options)
+    found = _chunked(_worthwhile(found, load, ranks, options), options)
+    segments = _segments(found.spans, _owners(found.spans, load), options.segment_tokens)
+    return CommonSpans(
+        rank, tuple(found.spans), tuple(segments),
+        tuple(found.below[number] if number >= 0 else -1 for number in numbers[rank]),
+        ranks[rank].num_microbatches, num_windows,
+    )  # fmt: skip
+
+
+class _Spans(NamedTuple):
+    """Common spans, parents before children, and the last one of every known beginning."""
+
+    spans: list[CommonSpan]
+    below: list[int]
+
+    def renumbered(self, spans: list[CommonSpan], moved: Sequence[int]) -> _Spans:
+        """Other spans; each of these has `moved` to one of them."""
+        return _Spans(spans, [moved[number] if number >= 0 else -1 for number in self.below])
+
+
+def _spans(known: Sequence[_Known], trie: Trie, block: int, options: TreeOptions) -> _Spans:
+    """Those that save at least `min_gain` positions on all ranks together."""
+    found = _Spans([], [-1] * len(known))
     tree = trie({number: one.digests for number, one in enumerate(known)}, _BLOCKS)
     todo = [(node, 0, -1) for node in reversed(tree)]
-    block, boundary = ranks[rank].block, options.boundary
+    boundary = options.boundary
     while todo:
         node, start, parent = todo.pop()
         members = [known[member] for member in node.members]
@@ -242,20 +270,70 @@ def common_spans(
             if end - start < least:
                 continue
             first, last = min(one.first for one in members), max(one.last for one in members)
-            for begin, stop in itertools.pairwise(_bounds(start, end, options)):
-                level = spans[parent].level + 1 if parent >= 0 else 0
-                spans.append(CommonSpan(begin, stop, parent, level, of_ranks, first, last, scored))
-                parent = len(spans) - 1
-            start = end
+            level = found.spans[parent].level + 1 if parent >= 0 else 0
+            found.spans.append(CommonSpan(start, end, parent, level, of_ranks, first, last, scored))
+            start, parent = end, len(found.spans) - 1
             for member in node.members:
-                below[member] = parent
+                found.below[member] = parent
         todo.extend((child, start, parent) for child in reversed(node.children))
-    owners = _owners(spans, [a + one.own for a, one in zip(alone, ranks, strict=True)])
-    return CommonSpans(
-        rank, tuple(spans), tuple(_segments(spans, owners, options.segment_tokens)),
-        tuple(below[number] if number >= 0 else -1 for number in numbers[rank]),
-        ranks[rank].num_microbatches, num_windows,
-    )  # fmt: skip
+    return found
+
+
+def _worthwhile(
+    found: _Spans, load: Sequence[int], ranks: Sequence[RankBeginnings], options: TreeOptions
+) -> _Spans:
+    """Without the spans of segments that save too little, see `TreeOptions.segment_gain`; what
+    continues them then begins where they began.
+
+    What is left may fill its segments better, so each time only the weaker half goes.
+    """
+    positions = sum(int(one.lengths.sum()) + one.own for one in ranks) // len(ranks)
+    least = min(options.segment_gain, positions // LEAST_SHARE)
+    while least:
+        spans = found.spans
+        segments = _segments(spans, _owners(spans, load), options.segment_tokens)
+        saved = [(sum(spans[number].saved for number in one.spans), one.spans) for one in segments]
+        weak = sorted(one for one in saved if one[0] < least)
+        if not weak:
+            break
+        dropped = {number for _, some in weak[: -(-len(weak) // 2)] for number in some}
+        found = _without(found, dropped)
+    return found
+
+
+def _without(found: _Spans, dropped: Container[int]) -> _Spans:
+    spans: list[CommonSpan] = []
+    moved: list[int] = []
+    ends: list[int] = []  # where what continues a span begins
+    for number, span in enumerate(found.spans):
+        parent, start = (-1, 0) if span.parent < 0 else (moved[span.parent], ends[span.parent])
+        if number in dropped:
+            moved.append(parent)
+            ends.append(start)
+            continue
+        level = spans[parent].level + 1 if parent >= 0 else 0
+        moved.append(len(spans))
+        ends.append(span.end)
+        spans.append(span._replace(start=start, parent=parent, level=level))
+    return found.renumbered(spans, moved)
+
+
+def _chunked(found: _Spans, options: TreeOptions) -> _Spans:
+    """Long spans as chains of chunks, each of which may have another owner."""
+    longest = options.rounded(options.chunk_tokens)
+    if not longest:
+        return found
+    spans: list[CommonSpan] = []
+    moved: list[int] = []
+    for span in found.spans:
+        parent = moved[span.parent] if span.parent >= 0 else -1
+        bounds = equal_bounds(span.start, span.end, longest, options.boundary)
+        for start, end in itertools.pairwise(bounds):
+            level = spans[parent].level + 1 if parent >= 0 else 0
+            spans.append(span._replace(start=start, end=end, parent=parent, level=level))
+            parent = len(spans) - 1
+        moved.append(parent)
+    return found.renumbered(spans, moved)
 
 
 def _pieces(
@@ -359,26 +437,20 @@ def _windows_of(told: RankBeginnings, num_windows: int) -> Iterator[np.ndarray]:
     return (_window(one, told.num_microbatches, num_windows) for one in (told.first, told.last))
 
 
-def _bounds(start: int, end: int, options: TreeOptions) -> list[int]:
-    """Of the chunks of a span, each of which may have another owner."""
-    longest = options.rounded(options.chunk_tokens)
-    return equal_bounds(start, end, longest, options.boundary) if longest else [start, end]
-
-
 def _window(microbatch: Any, num_microbatches: int, num_windows: int) -> Any:
     """Of a microbatch, or of an array of them."""
     return microbatch * num_windows // num_microbatches
 
 
-def _owners(spans: Sequence[CommonSpan], load: list[int]) -> list[int]:
+def _owners(spans: Sequence[CommonSpan], alone: Sequence[int]) -> list[int]:
     """The rank that computes each span: of those that have it the one with least to compute so
     far; long spans choose first.
 
     Args:
         spans: in common.
-        load: positions that every rank computes besides; changed.
+        alone: positions that every rank computes besides.
     """
-    owners = [0] * len(spans)
+    load, owners = [*alone], [0] * len(spans)
     for number in sorted(range(len(spans)), key=lambda n: (spans[n].start - spans[n].end, n)):
         owner = min(spans[number].ranks, key=lambda rank: (load[rank], rank))
         load[owner] += spans[number].end - spans[number].start

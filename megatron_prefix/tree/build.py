@@ -21,6 +21,7 @@ import numpy as np
 from megatron_prefix.errors import UserError
 from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans, tree_of
 from megatron_prefix.tree.forest import (
+    LEAST_SHARE,
     Forest,
     Pairs,
     Segment,
@@ -31,9 +32,6 @@ from megatron_prefix.tree.forest import (
 from megatron_prefix.tree.nodes import Node, preorder
 from megatron_prefix.tree.packing import Packing
 from megatron_prefix.tree.parts import equal_bounds
-
-_LEAST_SHARE = 16
-"""An inner segment that saves one in so many of all positions of a step is kept, however small."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +257,7 @@ def _worthwhile(
     half of those segments goes. In a small step what an action costs is small compared with a share
     of it.
     """
-    least = min(options.segment_gain, raw_tokens // _LEAST_SHARE)
+    least = min(options.segment_gain, raw_tokens // LEAST_SHARE)
     while least:
         packed = Packing(roots, first, options, microbatch_of, common).inner
         saved = sorted(

@@ -17,6 +17,8 @@ import numpy as np
 
 from megatron_prefix.errors import UserError
 
+LEAST_SHARE = 16
+"""An inner segment that saves one in so many of all positions of a step is kept, however small."""
 MOST_EXPERTS = 1 << 15
 """Experts of a layer that routes can name."""
 
