@@ -43,8 +43,7 @@ class SharingAcrossRanks(NamedTuple):
         shareable: that need not run again, were all samples on one rank; at least.
         shared: the same, on the ranks where the samples are.
         num_ranks: data-parallel ranks.
-        repeated: what several ranks execute of what comes before the first trained position, less
-            once: `across_ranks` saves it; at least.
+        repeated: what several ranks execute, less once: `across_ranks` saves it; at least.
         slowest: executed by the rank that executes most, each sharing alone; at most.
         own: of these what no other rank executes, too; of the rank that has most; at most.
     """
@@ -73,18 +72,6 @@ class SharingAcrossRanks(NamedTuple):
         return max(1.0, self.slowest / max(self.mean, self.own, 1.0))
 
 
-class Begins(NamedTuple):
-    """How a sample begins.
-
-    Attributes:
-        digests: of its first positions, up to each of `LENGTHS` that it reaches.
-        untrained: how many of these are of positions without loss.
-    """
-
-    digests: list[bytes]
-    untrained: int
-
-
 def _lengths() -> list[int]:
     lengths = [SHORTEST]
     while lengths[-1] < LONGEST:
@@ -95,18 +82,15 @@ def _lengths() -> list[int]:
 LENGTHS = _lengths()
 
 
-def beginnings(samples: Sequence[Pairs]) -> list[Begins]:
-    """How every sample begins; what carries loss does not cross ranks (tree/across_ranks.py)."""
+def beginnings(samples: Sequence[Pairs]) -> list[list[bytes]]:
+    """Digests of how every sample begins, up to each of `LENGTHS` that it reaches."""
     reached = (LENGTHS[: bisect.bisect(LENGTHS, len(sample))] for sample in samples)
-    return [
-        Begins([*digests(sample, lengths)], bisect.bisect(lengths, sample.first_trained))
-        for sample, lengths in zip(samples, reached, strict=True)
-    ]
+    return [[*digests(*both)] for both in zip(samples, reached, strict=True)]
 
 
 def exchange(samples: Sequence[Pairs], groups: Any) -> SharingAcrossRanks:
     """All ranks of `groups.dp_cp` call this; those of a context-parallel group have one sample."""
-    mine: tuple[int, list[Begins]] = (0, [])
+    mine: tuple[int, list[list[bytes]]] = (0, [])
     if groups.cp.rank() == 0:
         mine = sum(map(len, samples)), beginnings(samples)
     heard: list[Any] = [mine]
@@ -116,7 +100,9 @@ def exchange(samples: Sequence[Pairs], groups: Any) -> SharingAcrossRanks:
     return counted(heard, len(heard) // groups.cp.size())
 
 
-def counted(heard: Sequence[tuple[int, Sequence[Begins]]], num_ranks: int) -> SharingAcrossRanks:
+def counted(
+    heard: Sequence[tuple[int, Sequence[Sequence[bytes]]]], num_ranks: int
+) -> SharingAcrossRanks:
     """What ranks could share, and do.
 
     Args:
@@ -125,10 +111,9 @@ def counted(heard: Sequence[tuple[int, Sequence[Begins]]], num_ranks: int) -> Sh
         num_ranks: data-parallel ranks.
     """
     tokens = [num for num, _ in heard]
-    digests_of = [[one.digests for one in begins] for _, begins in heard]
+    digests_of = [begins for _, begins in heard]
     shared = [least_saved(some, LENGTHS) for some in digests_of]
-    untrained = [[one.digests[: one.untrained] for one in begins] for _, begins in heard]
-    repeated, common = least_repeated(untrained, LENGTHS)
+    repeated, common = least_repeated(digests_of, LENGTHS)
     executed = [num - saved for num, saved in zip(tokens, shared, strict=True)]
     return SharingAcrossRanks(
         tokens=sum(tokens),
@@ -191,10 +176,7 @@ def tell(sharing: SharingAcrossRanks, setting: str) -> None:
 
 def _across_ranks(sharing: SharingAcrossRanks, setting: str) -> str:
     """What `across_ranks` would bring, and how to get it."""
-    now = f"the slowest executes {sharing.slowest} tokens"
-    if not sharing.repeated:
-        return f"{now}, also with across_ranks: they share nothing before a token with loss"
     return (
-        f"{now}, and with across_ranks a rank {sharing.mean:.0f} in the mean, at least"
-        f" {sharing.speedup:.2f}x: {setting}"
+        f"the slowest executes {sharing.slowest} tokens, and with across_ranks a rank"
+        f" {sharing.mean:.0f} in the mean, at least {sharing.speedup:.2f}x: {setting}"
     )

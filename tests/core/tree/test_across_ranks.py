@@ -21,8 +21,8 @@ from tests.harness.trees import trie_size
 
 
 def dealt(seed: int, num_ranks: int) -> list[list[Pairs]]:
-    """Rollouts of some prompts, some of which begin another way half way down, on random ranks; some
-    of them twice."""
+    """Rollouts of some prompts on random ranks, some of them twice; some begin another way half
+    way down."""
     draw = random.Random(seed)
     ranks: list[list[Pairs]] = [[] for _ in range(num_ranks)]
     for _ in range(draw.randint(1, 6)):
@@ -122,7 +122,8 @@ def test_all_positions_but_the_last_run_once_in_the_job() -> None:
         once = trie_size(beginnings) if beginnings else 0
         last = sum(len({one.codes().tobytes() for one in rank}) for rank in ranks)
         assert sum(forest.executed_tokens for forest in forests) == once + last
-        scored += sum(one.scored for forest in forests for one in forest.segments if one.source >= 0)
+        received = [one for forest in forests for one in forest.segments if one.source >= 0]
+        scored += sum(one.scored for one in received)
     assert scored > 100
 
 
