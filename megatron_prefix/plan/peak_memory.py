@@ -98,7 +98,7 @@ class _MemoryRun:
     def __init__(self, plan: Plan, footprint: Footprint) -> None:
         self.plan, self.one = plan, footprint
         self.payloads = [Counter(stage) for stage in footprint.payloads]
-        # What another rank computes takes the memory of its payload here, and no more.
+        # Of what another rank computes no layer saves anything here.
         self.positions = [
             segment.padded_length / footprint.parts if segment.source < 0 else 0.0
             for segment in plan.segments
@@ -159,7 +159,8 @@ class _MemoryRun:
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
         first, last = self._ends(rank, action)
         if segment.source >= 0:
-            return 0.0
+            head = self.one.stage_input + self.one.head - self.one.norm
+            return segment.padded_length / self.one.parts * head * (last and segment.scored)
         one = self.one.kept(policy, segment.inner, _read(segment, self.one.parts), first, last)
         spans = self._of_spans(rank, action) if policy == "retain" else 0.0
         return self.positions[action.segment] * one + spans
@@ -192,7 +193,7 @@ class _MemoryRun:
         first, last = self._ends(rank, action)
         positions, one = self.positions[action.segment], self.one
         if segment.source >= 0:
-            return 0.0, 0.0
+            return 0.0, self._arriving(rank, action, last and segment.scored)
         temporary = positions * max(one.temporary, one.exchanged(action.kind == "B"))
         temporary += self._of_ancestors(arena.map.levels[action.segment])
         if segment.inner or arena.map.levels[action.segment]:
@@ -216,6 +217,17 @@ class _MemoryRun:
                 whole = one.kept("retain", segment.inner, read, first, last)
                 again += whole - (0.0 if first else one.stage_input)
         return positions * again, temporary
+
+    def _arriving(self, rank: int, action: Action, scored: bool) -> float:
+        """Transient bytes of a segment of another rank: what arrives before it is in the sidecar,
+        and where it is scored what the output layer needs."""
+        positions = self.plan.segments[action.segment].padded_length / self.one.parts
+        payloads = self.payloads[self.plan.stage(rank, action.chunk)].items()
+        values = sum(num * of.values for of, num in payloads if of.form is Form.POSITIONS)
+        head = positions * self.one.head_temporary * scored
+        if action.kind == "B":
+            return head + self.one.head_weight * scored
+        return positions * values + head
 
     def _of_ancestors(self, levels: Sequence[Level]) -> float:
         """Transient bytes of one layer's attention to ancestors."""
