@@ -47,11 +47,10 @@ class RankBeginnings(NamedTuple):
     Attributes:
         lengths: positions of each beginning, all of them different: int64 [num].
         digests: of each one's first block, its first two, and so on up to all of it: uint64
-            [sum of their blocks, 2]. A block ends with the last position before the first trained
-            one, and with the beginning; these may be shorter.
+            [sum of their blocks, 2]. The last block may be shorter.
         first, last: the first and the last of the rank's microbatches that have it: int64 [num].
-        first_trained: the first position of each that carries loss in any rollout, rounded to the
-            trees' boundary; at most its length: int64 [num].
+        first_trained: the first position of each that carries loss in any rollout; at most its
+            length: int64 [num].
         own: positions of its rollouts behind them.
         num_microbatches: of the trainer.
         block: positions of a block, a multiple of the trees' boundary.
@@ -66,19 +65,9 @@ class RankBeginnings(NamedTuple):
     num_microbatches: int
     block: int
 
-    def before(self) -> np.ndarray:
-        """Blocks of each beginning before its first trained position: int64 [num]."""
-        return -(-self.first_trained // self.block)
-
     def ends(self) -> np.ndarray:
         """Where the digests of each beginning end: int64 [num]."""
-        return np.cumsum(self.before() - (self.first_trained - self.lengths) // self.block)
-
-    def reach(self, number: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-        """Positions of the first `blocks` of beginnings, by number: int64, like these."""
-        cut, before = self.first_trained[number], self.before()[number]
-        trained = np.minimum(cut + (blocks - before) * self.block, self.lengths[number])
-        return np.where(blocks <= before, np.minimum(blocks * self.block, cut), trained)
+        return np.cumsum(-(-self.lengths // self.block))
 
 
 class CommonSpan(NamedTuple):
@@ -192,24 +181,22 @@ def beginnings_of(
     known: dict[bytes, int] = {}
     ends: list[int] = []
     needed: list[list[int]] = []  # the first and the last microbatch, the first trained position
-    different: list[np.ndarray] = []
+    digests: list[bytes] = []
     number_of, own = [], 0
     for rollout, microbatch in zip(rollouts, microbatch_of, strict=True):
-        trained = options.rounded(rollout.first_trained)
-        end = trained if options.loss_in_leaves else options.rounded(len(rollout) - 1)
+        trained = rollout.first_trained
+        end = options.rounded(trained if options.loss_in_leaves else len(rollout) - 1)
         codes = rollout.codes(0, end)
         own += len(rollout) - end
         number = known.setdefault(codes.tobytes(), len(ends))
         if number == len(ends):
             ends.append(end)
             needed.append([microbatch, microbatch, end])
-            different.append(codes)
+            digests += _digests(codes, block)
         first, last, least = needed[number]
         needed[number] = [min(first, microbatch), max(last, microbatch), min(least, trained)]
         number_of.append(number)
     firsts, lasts, trained_at = np.array(needed, np.int64).reshape(-1, 3).T
-    cut = zip(different, trained_at.tolist(), strict=True)
-    digests = itertools.chain.from_iterable(_digests(codes, at, block) for codes, at in cut)
     found = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
     num_microbatches = max(microbatch_of, default=0) + 1
     lengths = np.array(ends, np.int64)
@@ -217,12 +204,11 @@ def beginnings_of(
     return RankBeginnings(*told), number_of
 
 
-def _digests(codes: np.ndarray, cut: int, block: int) -> Iterator[bytes]:
-    """Of the first block, of the first two, and so on; a block ends at `cut`."""
+def _digests(codes: np.ndarray, block: int) -> Iterator[bytes]:
+    """Of the first block, of the first two, and so on."""
     digest = hashlib.blake2b(digest_size=_BYTES)
-    bounds = [*range(0, cut, block), *range(cut, len(codes), block), len(codes)]
-    for start, end in itertools.pairwise(bounds):
-        digest.update(codes[start:end].data)
+    for start in range(0, len(codes), block):
+        digest.update(codes[start : start + block].data)
         yield digest.digest()
 
 
@@ -246,7 +232,7 @@ def common_spans(
     reached, alone = _shared(ranks)
     load = [a + one.own for a, one in zip(alone, ranks, strict=True)]
     known, numbers = _different(ranks, reached, num_windows)
-    found = _spans(known, trie, options)
+    found = _spans(known, trie, ranks[rank].block, options)
     found = _chunked(_worthwhile(found, load, ranks, options), options)
     segments = _segments(found.spans, _owners(found.spans, load), options.segment_tokens)
     return CommonSpans(
@@ -267,11 +253,12 @@ class _Spans(NamedTuple):
         return _Spans(spans, [moved[number] if number >= 0 else -1 for number in self.below])
 
 
-def _spans(known: Sequence[_Known], trie: Trie, options: TreeOptions) -> _Spans:
+def _spans(known: Sequence[_Known], trie: Trie, block: int, options: TreeOptions) -> _Spans:
     """Those that save at least `min_gain` positions on all ranks together."""
     found = _Spans([], [-1] * len(known))
     tree = trie({number: one.digests for number, one in enumerate(known)}, _BLOCKS)
     todo = [(node, 0, -1) for node in reversed(tree)]
+    boundary = options.boundary
     while todo:
         node, start, parent = todo.pop()
         members = [known[member] for member in node.members]
@@ -279,7 +266,7 @@ def _spans(known: Sequence[_Known], trie: Trie, options: TreeOptions) -> _Spans:
         if len(of_ranks) < 2:
             continue
         least = max(1, options.min_gain) / (len(of_ranks) - 1)
-        for end, scored in _pieces(node, members):
+        for end, scored in _pieces(node, members, block, boundary):
             if end - start < least:
                 continue
             first, last = min(one.first for one in members), max(one.last for one in members)
@@ -297,16 +284,20 @@ def _worthwhile(
 ) -> _Spans:
     """Without the spans of segments that save too little, see `TreeOptions.segment_gain`; what
     continues them then begins where they began.
+
+    What is left may fill its segments better, so each time only the weaker half goes.
     """
     positions = sum(int(one.lengths.sum()) + one.own for one in ranks) // len(ranks)
     least = min(options.segment_gain, positions // LEAST_SHARE)
     while least:
         spans = found.spans
         segments = _segments(spans, _owners(spans, load), options.segment_tokens)
-        weak = [one.spans for one in segments if sum(spans[n].saved for n in one.spans) < least]
+        saved = [(sum(spans[number].saved for number in one.spans), one.spans) for one in segments]
+        weak = sorted(one for one in saved if one[0] < least)
         if not weak:
             break
-        found = _without(found, {*itertools.chain(*weak)})
+        dropped = {number for _, some in weak[: -(-len(weak) // 2)] for number in some}
+        found = _without(found, dropped)
     return found
 
 
@@ -345,12 +336,14 @@ def _chunked(found: _Spans, options: TreeOptions) -> _Spans:
     return found.renumbered(spans, moved)
 
 
-def _pieces(node: Node, members: Sequence[_Known]) -> Iterator[tuple[int, bool]]:
+def _pieces(
+    node: Node, members: Sequence[_Known], block: int, boundary: int
+) -> Iterator[tuple[int, bool]]:
     """Where a node of a tree of blocks ends, and before that, where positions first carry loss;
     each with whether they do."""
-    end = members[0].reach(node.end)
-    cut = min([one.first_trained for one in members])
-    if cut > members[0].reach(node.start):
+    end = min(node.end * block, members[0].length)
+    cut = min([one.first_trained for one in members]) // boundary * boundary
+    if cut > node.start * block:
         yield min(cut, end), False
     if cut < end:
         yield end, True
@@ -379,11 +372,11 @@ def _shared(ranks: Sequence[RankBeginnings]) -> tuple[list[np.ndarray], list[int
 
 
 def _sizes(one: RankBeginnings) -> np.ndarray:
-    """Positions of every block."""
-    ends, num = one.ends(), np.diff(one.ends(), prepend=0)
-    number = np.repeat(np.arange(len(num)), num)
-    place = np.arange(len(number)) - (ends - num)[number]
-    return one.reach(number, place + 1) - one.reach(number, place)
+    """Positions of every block; the last one of a beginning may be shorter."""
+    sizes = np.full(len(one.digests), one.block)
+    num = np.diff(one.ends(), prepend=0)
+    sizes[one.ends()[num > 0] - 1] -= (num * one.block - one.lengths)[num > 0]
+    return sizes
 
 
 @dataclass(slots=True)
@@ -391,8 +384,7 @@ class _Known:
     """As much of a beginning as several ranks have.
 
     Attributes:
-        digests, length, block: see RankBeginnings.
-        cut: the first trained position of the rank that told it; a block ends there.
+        digests, length: see RankBeginnings.
         ranks: that have it, ascending.
         first, last: the windows in which any of them needs it first and last.
         first_trained: the first position that carries loss on any of them.
@@ -400,19 +392,10 @@ class _Known:
 
     digests: np.ndarray
     length: int
-    block: int
-    cut: int
     ranks: list[int]
     first: int
     last: int
     first_trained: int
-
-    def reach(self, blocks: int) -> int:
-        """Positions of its first `blocks`."""
-        before = -(-self.cut // self.block)
-        if blocks <= before:
-            return min(blocks * self.block, self.cut)
-        return min(self.cut + (blocks - before) * self.block, self.length)
 
 
 _BLOCKS = TreeOptions()
@@ -430,7 +413,7 @@ def _different(
     for place, (told, blocks) in enumerate(zip(ranks, reached, strict=True)):
         named = told.digests.tobytes()
         starts = np.append(0, told.ends()[:-1]) if len(told.lengths) else told.lengths
-        lengths = told.reach(np.arange(len(blocks)), blocks)
+        lengths = np.minimum(blocks * told.block, told.lengths)
         columns = (starts, starts + blocks, lengths, *_windows_of(told, num_windows))
         rows = zip(*(one.tolist() for one in (*columns, told.first_trained)), strict=True)
         for start, end, length, first, last, trained in rows:
@@ -439,8 +422,7 @@ def _different(
                 continue
             number = number_of.setdefault(named[_BYTES * (end - 1) : _BYTES * end], len(known))
             if number == len(known):
-                parts = told.digests[start:end], length, told.block, trained
-                known.append(_Known(*parts, [], first, last, trained))
+                known.append(_Known(told.digests[start:end], length, [], first, last, trained))
             one = known[number]
             if place not in one.ranks[-1:]:
                 one.ranks.append(place)
