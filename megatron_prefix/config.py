@@ -78,10 +78,10 @@ class PrefixConfig:
             "segment" in steps whose predicted peak, nothing recomputed, then fits in what the first
             training steps had free.
         across_ranks: whether what rollouts on several data-parallel ranks begin with runs once, on
-            one of them, which sends its K/V or states to the others. "auto": where it can be and
-            the slowest rank is predicted to be sooner, at the measured rate of messages; "on":
-            always, and what is in the way is refused; "off": every rank shares what it has. Chunk
-            length "auto" then cuts nothing.
+            one of them, which sends its K/V or states, and final hidden states of what carries
+            loss, to the others. "auto": where it can be and the slowest rank is predicted to be
+            sooner, at the measured rate of messages; "on": always, and what is in the way is
+            refused; "off": every rank shares what it has. Chunk length "auto" then cuts nothing.
         run_ahead: forwards that a pipeline stage runs ahead of its successor (1 or 2).
         min_speedup: in mode "auto", the predicted speedup below which the stock schedule runs.
         cost_file: where mode "auto" keeps what it measures of this model, layout and device, for

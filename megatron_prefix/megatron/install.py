@@ -8,7 +8,8 @@ runs on the positions whose output is read (`linear_proj`, `self_attn_bda`, `mlp
 3. the *instance's* methods of a recurrent layer begin spans with their parents' states;
 4. the *instances'* methods of routers count every rollout of a token (layers/routing.py);
 5. the *instance's* `forward` of the decoder lets an offloaded segment take what it saves, and a
-hook on every layer says where one ends; it gives other ranks its output, or what they gave instead;
+hook on every layer says where one ends; its output is kept for other ranks, and what another rank
+has computed is its output, without a layer;
 6. the *instance's* `compute_language_model_loss` does not wait for the device (cross_entropy.py);
 7. for the time of a step, the *instance's* `forward` of the language model is where the trainer's
 forward steps are suspended (`intercepted`).
@@ -206,17 +207,25 @@ class Hooks:
         def forward(*args: Any, **kwargs: Any) -> Any:
             current = self.current
             if current is not None and current.decoded is not None:
-                return current.decoded
+                return self._read(current.decoded, current.rows)
             if current is None or current.offload is None:
                 hidden = stock(*args, **kwargs)
             else:
                 with current.offload.saving():
                     hidden = stock(*args, **kwargs)
-            if current is not None and current.leaves is not None:
-                current.leaves(hidden)
-            return hidden if self.keys_only is not None else self._read(hidden)
+            if current is None:
+                return hidden
+            if current.on_decoded is not None:
+                current.on_decoded(hidden)
+            return hidden if self._early_rows() is not None else self._read(hidden, current.rows)
 
         return forward
+
+    def _early_rows(self) -> Tensor | None:
+        """The positions on which the end of the last layer runs; None: all."""
+        current = self.current
+        early = self.keys_only is not None and current is not None and current.on_decoded is None
+        return current.rows if early else None  # type: ignore[union-attr]
 
     def _layer_done(self, *_: Any) -> None:
         if self.current is not None and self.current.offload is not None:
@@ -227,7 +236,7 @@ class Hooks:
         project = self._skipping(module, self._sequence_ranks)
 
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            rows = None if self.current is None else self.current.rows
+            rows = self._early_rows()
             return project(x if rows is None else picked(x, rows), *args, **kwargs)
 
         return forward
@@ -249,14 +258,15 @@ class Hooks:
 
         def self_attn_bda(*args: Any) -> Callable[..., Any]:
             add = stock(*args)
-            return lambda x, residual, *rest: add(x, self._read(residual), *rest)
+            return lambda x, residual, *rest: add(
+                x, self._read(residual, self._early_rows()), *rest
+            )
 
         return self_attn_bda
 
-    def _read(self, hidden: Tensor) -> Tensor:
+    def _read(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
         """The positions of hidden states [positions on this rank, 1, hidden_size] that are read; of
         sequence-parallel ranks each gets as many."""
-        rows = None if self.current is None else self.current.rows
         if rows is None:
             return hidden
         if self._sequence_ranks > 1:

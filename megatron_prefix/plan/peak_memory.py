@@ -159,8 +159,8 @@ class _MemoryRun:
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
         first, last = self._ends(rank, action)
         if segment.source >= 0:
-            head = self.one.stage_input + self.one.head - self.one.norm
-            return segment.padded_length / self.one.parts * head * (last and segment.scored)
+            states = segment.padded_length / self.one.parts * self.one.stage_input
+            return states * (last and segment.scored)
         one = self.one.kept(policy, segment.inner, _read(segment, self.one.parts), first, last)
         spans = self._of_spans(rank, action) if policy == "retain" else 0.0
         return self.positions[action.segment] * one + spans
@@ -221,12 +221,14 @@ class _MemoryRun:
     def _arriving(self, rank: int, action: Action, scored: bool) -> float:
         """Transient bytes of a segment of another rank: what arrives before it is in the sidecar,
         and where it is scored what the output layer needs."""
-        positions = self.plan.segments[action.segment].padded_length / self.one.parts
+        segment = self.plan.segments[action.segment]
+        positions, read = segment.padded_length / self.one.parts, _read(segment, self.one.parts)
         payloads = self.payloads[self.plan.stage(rank, action.chunk)].items()
         values = sum(num * of.values for of, num in payloads if of.form is Form.POSITIONS)
-        head = positions * self.one.head_temporary * scored
+        head = positions * read * self.one.head_temporary * scored
         if action.kind == "B":
-            return head + self.one.head_weight * scored
+            saved = positions * read * (self.one.head - self.one.norm)
+            return head + (saved + self.one.head_weight) * scored
         return positions * values + head
 
     def _of_ancestors(self, levels: Sequence[Level]) -> float:

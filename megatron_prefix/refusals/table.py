@@ -194,6 +194,7 @@ ALLGATHERED_TOKENS = Refusal("moe_token_dispatcher_type allgather, and segments 
 ACROSS_NO_GROUP = Refusal("across_ranks, and process groups without dp_cp", "ranks", NOT_YET, "add it to the trainer's groups, or set across_ranks to off")
 ACROSS_EXPERTS = Refusal("across_ranks with global_aux_loss, or with experts that gather tokens of all ranks", "ranks", NOT_YET, "use aux_loss, and alltoall for moe_token_dispatcher_type; or set across_ranks to auto: every rank then shares what it has")
 ACROSS_PLAN = Refusal("across_ranks with a plan file", "ranks", NOT_YET, "leave it out, or set across_ranks to off")
+ACROSS_GATHERS = Refusal("across_ranks with overlap_param_gather", "ranks", NOT_YET, "turn that off, as weights would be gathered in another order on every rank; or set across_ranks to off")
 UNEVEN_MICROBATCHES = Refusal("global_aux_loss, and data-parallel ranks with … to … microbatches", "ranks", WRONG, "give all equally many, or use aux_loss", ends=True)
 UNEVEN_SAMPLES = Refusal("seq_aux_loss with samples of several lengths in one microbatch", "ranks", NOT_YET, "pad them to one length, or use aux_loss", ends=True)
 

@@ -117,10 +117,10 @@ class Executor:
         """Runs the rank's program; whatever happens, nothing of the step is left behind."""
         gradients = torch.no_grad() if self._forward_only else contextlib.nullcontext()
         try:
-            for stage in self._stages:
+            for chunk, stage in enumerate(self._stages):
                 stage.hooks.prepare(self._inputs.max_position)
                 if stage.final is not None:
-                    stage.final.head_backward = functools.partial(self._head_backward, stage)
+                    stage.final.head_backward = functools.partial(self._head_backward, stage, chunk)
             with gradients:
                 program = self._plan.programs[rank]
                 last = {one.chunk: place for place, one in enumerate(program) if one.kind == "B"}
@@ -144,6 +144,8 @@ class Executor:
                 stage.offloads.clear()
                 stage.ahead.clear()
                 stage.cache.clear()
+                if stage.final is not None:
+                    stage.final.clear()
             if self._offloader is not None:
                 self._offloader.end_step()
 
@@ -154,7 +156,7 @@ class Executor:
         if action.kind == "F":
             exchanges.forward(index, chunk, () if received else stage.cache.map.seen(index))
             for seen in stage.final.fresh() if stage.final is not None else ():
-                self._head(seen, stage)
+                self._head(Action("F", seen, chunk), stage)
         else:
             exchanges.backward(index, chunk)
         if not received:
@@ -162,17 +164,21 @@ class Executor:
         elif action.kind == "B":
             self._release(action, stage)
 
-    def _head(self, index: int, stage: Stage) -> None:
-        """Runs the output layer on what another rank's decoder gives for a segment."""
-        output = self._call(index, stage, stage.final.received[index])  # type: ignore[union-attr]
-        stage.losses.take(index, output, differentiable=not self._forward_only)  # type: ignore[union-attr]
-        stage.live[index] = None, output
+    def _head(self, action: Action, stage: Stage) -> None:
+        """Runs the output layer on what another rank's decoder gives for a segment. It runs again
+        for its backward: what it saves would live from the step's begin to its end."""
+        index = action.segment
+        with self._timing(action), torch.no_grad():
+            output = self._call(index, stage, stage.final.received[index])  # type: ignore[union-attr]
+            rows = self._inputs.rows[index]
+            stage.losses.take(index, output, rows, differentiable=not self._forward_only)  # type: ignore[union-attr]
 
-    def _head_backward(self, stage: Stage, index: int) -> None:
-        _, output = stage.live.pop(index)
+    def _head_backward(self, stage: Stage, chunk: int, index: int) -> None:
         stage.losses.complete(index)  # type: ignore[union-attr]
-        with stage.hooks.running(self._context(index, stage, backward=True)):
-            torch.autograd.backward(*stage.losses.outputs.gradients(index, output))  # type: ignore[union-attr]
+        with self._timing(Action("B", index, chunk)):
+            output = self._call(index, stage, stage.final.received[index])  # type: ignore[union-attr]
+            with stage.hooks.running(self._context(index, stage, backward=True)):
+                torch.autograd.backward(*stage.losses.outputs.gradients(index, output))  # type: ignore[union-attr]
 
     def _context(self, index: int, stage: Stage, backward: bool = False) -> SegmentContext:
         segment, final = self._plan.segments[index], stage.final

@@ -32,7 +32,7 @@ class FinalStates:
         cache: of the stage, which knows how long spans are.
         group: of tensor-parallel ranks.
         sequence_parallel: whether these share the positions.
-        leaving: segments whose states other ranks get.
+        wanted: segments whose states other ranks get.
 
     Attributes:
         received: by segment what another rank's decoder gives, of this rank's share of positions.
@@ -40,13 +40,12 @@ class FinalStates:
             are there; the executor sets it.
     """
 
-    head_backward: Callable[[int], None]
-
     def __init__(
-        self, cache: SidecarCache, group: Any, sequence_parallel: bool, leaving: Container[int]
+        self, cache: SidecarCache, group: Any, sequence_parallel: bool, wanted: Container[int]
     ) -> None:
-        self._cache, self._group, self._leaving = cache, group, leaving
+        self._cache, self._group, self._wanted = cache, group, wanted
         self._parts = group.size() if sequence_parallel else 1
+        self.head_backward: Callable[[int], None] | None = None
         self.received: dict[int, Tensor] = {}
         self._fresh: list[int] = []
         self._computed: dict[int, Tensor] = {}
@@ -55,8 +54,8 @@ class FinalStates:
     def of(self, index: int) -> tuple[Tensor | None, Callable[[Tensor], None] | None]:
         """What the decoder gives for a segment if another rank has computed it; and what takes it
         if other ranks want it."""
-        wanted = functools.partial(self._keep, index) if index in self._leaving else None
-        return self.received.get(index), wanted
+        taker = functools.partial(self._keep, index) if index in self._wanted else None
+        return self.received.get(index), taker
 
     # On the owner ---------------------------------------------------------------------------------
 
@@ -99,7 +98,7 @@ class FinalStates:
     def arrived(self, index: int, payload: Payload) -> None:
         """Takes the states of a segment that another rank computes."""
         [whole] = payload
-        mine = whole.chunk(self._parts)[self._group.rank() if self._parts > 1 else 0]
+        mine = whole if self._parts == 1 else whole.chunk(self._parts)[self._group.rank()].clone()
         self.received[index] = mine.requires_grad_(torch.is_grad_enabled())
         self._fresh.append(index)
 
@@ -109,7 +108,10 @@ class FinalStates:
             yield self._fresh.pop(0)
 
     def sums(self, index: int) -> Payload:
-        """What this rank's losses send to the states of a received segment; only once."""
+        """Runs the output layer backward on a received segment, and so whatever of its losses has
+        not run; gives what they send to its states. Only once."""
+        if self.head_backward is None:
+            raise RuntimeError("nothing runs the output layer backward")
         self.head_backward(index)
         hidden = self.received.pop(index)
         gradient = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
@@ -119,6 +121,12 @@ class FinalStates:
         """Drops what is left of a segment."""
         self.received.pop(index, None)
         self._computed.pop(index, None)
+
+    def clear(self) -> None:
+        """Drops everything, at the end of a step, also of a failed one."""
+        self.head_backward = None
+        for one in (self.received, self._computed, self._sent_back, self._fresh):
+            one.clear()
 
     def _whole(self, hidden: Tensor) -> Tensor:
         """All positions, of those that this rank of sequence parallelism has."""

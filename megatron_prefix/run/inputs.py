@@ -80,9 +80,6 @@ class SegmentInputs:
         self._table = on(device, table[:3])
         self.rows: list[ReadRows | None] = [None] * len(forest.segments)
         if samples is not None:
-            for one in forest.exchanges:  # losses of other ranks may look at any position
-                start, end = self._offsets[one.segment : one.segment + 2]
-                table[3, start:end] = 1
             self.rows = self._read_rows(table[3], device, sequence_ranks)
 
     def __getitem__(self, index: int) -> Tensor:

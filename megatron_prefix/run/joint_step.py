@@ -18,11 +18,17 @@ import torch.distributed as dist
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import Refusal, refused
 from megatron_prefix.plan.cost import CostModel
-from megatron_prefix.refusals.table import ACROSS_EXPERTS, ACROSS_NO_GROUP, ACROSS_PLAN
+from megatron_prefix.refusals.table import (
+    ACROSS_EXPERTS,
+    ACROSS_GATHERS,
+    ACROSS_NO_GROUP,
+    ACROSS_PLAN,
+)
 from megatron_prefix.run.communicator import communicator
 from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.step import Step
+from megatron_prefix.sidecar.arena import wider
 from megatron_prefix.tree import Forest
 from megatron_prefix.tree.across_ranks import beginnings_of, common_spans
 from megatron_prefix.tree.build import trie
@@ -67,6 +73,8 @@ def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
         return ACROSS_NO_GROUP
     if rank.has_global_loss or (rank.experts and rank.gathers_tokens):
         return ACROSS_EXPERTS
+    if rank.gathers_late:
+        return ACROSS_GATHERS
     if config.plan_file:
         return ACROSS_PLAN
     return None
@@ -104,17 +112,23 @@ def _pays(across: Forest, alone: Forest, rank: Rank, times: CostModel) -> bool:
     As if nothing hid: messages are added to what a rank computes. A pass without gradients has a
     third of both, so the answer is that of a step.
     """
+    bytes_per_second = communicator(rank.siblings, rank.device).bytes_per_second
     stages = rank.footprint(gathers=False, host_layers=0).payloads
     rows = [one for of in stages[rank.stage :: rank.num_stages] for one in of]
     rows = [one for one in rows if one.form is Form.POSITIONS]
-    a_position = sum(one.values + one.gradients for one in rows) / rank.groups.cp.size()
+    a_position = sum(one.values + one.gradients for one in rows)
+    dtype, states = rank.config.params_dtype, 0
+    if rank.is_last:  # final hidden states, and their gradients
+        states = rank.config.hidden_size * (dtype.itemsize + wider(dtype).itemsize)
     crossing = sum(
-        sum(across.segments[one.segment].spans[span].padded for span in spans)
+        across.segments[one.segment].spans[span].padded
+        * (a_position + states * across.segments[one.segment].scored)
         for one in across.exchanges
         for _, spans in one.peers
+        for span in spans
     )
-    bandwidth = communicator(rank.siblings, rank.device).bytes_per_second
-    seconds = [_seconds(across, times) + crossing * a_position / bandwidth, _seconds(alone, times)]
+    communicating = crossing / rank.groups.cp.size() / bytes_per_second
+    seconds = [_seconds(across, times) + communicating, _seconds(alone, times)]
     slowest = torch.tensor(seconds, dtype=torch.float64, device=rank.device)
     for group in (rank.groups.tp, rank.data_ranks):
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)

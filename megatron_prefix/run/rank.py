@@ -48,6 +48,8 @@ class Rank:
         has_global_loss: whether a microbatch's losses need all microbatches before it
             (global_aux_loss).
         overlaps: whether Megatron's DDP is to reduce gradients during backwards.
+        gathers_late: whether forwards gather the weights that they are about to need
+            (overlap_param_gather).
         experts: ranks that share experts and so meet in every action; None if this one shares none.
         data_ranks: data- and context-parallel ranks (`dp_cp`); None if the trainer's groups lack
             them.
@@ -82,6 +84,8 @@ class Rank:
         self.counts_tokens = counts_tokens(config)
         self.has_global_loss = has_global_loss(config)
         self.overlaps = any(map(overlaps, models))
+        ddp = [getattr(model, "ddp_config", None) for model in models]
+        self.gathers_late = any(getattr(one, "overlap_param_gather", False) for one in ddp)
         # A trainer's own collection of groups need not have `ep` and `dp_cp`.
         experts = getattr(groups, "ep", None)
         experts = experts or parallel_state.get_expert_model_parallel_group(check_initialized=False)

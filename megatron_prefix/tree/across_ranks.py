@@ -40,8 +40,8 @@ Trie = Callable[[Mapping[int, np.ndarray], TreeOptions], list[Node]]
 class RankBeginnings(NamedTuple):
     """What a rank tells the others of its beginnings: digests, and no token.
 
-    A beginning is all of a rollout but its last position, or what comes before any position that
-    carries loss if nothing else is shared. Digests have 128 bits of a cryptographic hash (BLAKE2b):
+    A beginning is all of a rollout but its last position, or with `loss_in_leaves` what comes
+    before any position that carries loss. Digests have 128 bits of a cryptographic hash (BLAKE2b):
     beginnings with equal ones are taken as equal.
 
     Attributes:
@@ -284,20 +284,16 @@ def _worthwhile(
 ) -> _Spans:
     """Without the spans of segments that save too little, see `TreeOptions.segment_gain`; what
     continues them then begins where they began.
-
-    What is left may fill its segments better, so each time only the weaker half goes.
     """
     positions = sum(int(one.lengths.sum()) + one.own for one in ranks) // len(ranks)
     least = min(options.segment_gain, positions // LEAST_SHARE)
     while least:
         spans = found.spans
         segments = _segments(spans, _owners(spans, load), options.segment_tokens)
-        saved = [(sum(spans[number].saved for number in one.spans), one.spans) for one in segments]
-        weak = sorted(one for one in saved if one[0] < least)
+        weak = [one.spans for one in segments if sum(spans[n].saved for n in one.spans) < least]
         if not weak:
             break
-        dropped = {number for _, some in weak[: -(-len(weak) // 2)] for number in some}
-        found = _without(found, dropped)
+        found = _without(found, {*itertools.chain(*weak)})
     return found
 
 

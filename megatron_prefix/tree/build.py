@@ -12,6 +12,7 @@ experts of a position belong to its pair.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,9 @@ from megatron_prefix.tree.forest import (
 from megatron_prefix.tree.nodes import Node, preorder
 from megatron_prefix.tree.packing import Packing
 from megatron_prefix.tree.parts import equal_bounds
+
+_PAIRS, _AT_ONCE = 1024, 1 << 20
+"""Pairs of rollouts, and positions of one of each, that are compared at once."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,8 @@ class Tries:
         roots = _chunked(roots, first, options)
         packed = Packing(roots, first, options, microbatch_of, self.common)
         across = len(packed.exchanges) > 0
-        segments = [one._replace(trained=self._trained(one)) for one in packed.segments]
-        for one in packed.exchanges:  # what other ranks train is not known
-            if segments[one.segment].scored:
-                segments[one.segment] = segments[one.segment]._replace(trained=None)
         return Forest(
-            tuple(segments),
+            tuple(segment._replace(trained=self._trained(segment)) for segment in packed.segments),
             num_positions, first, options.multiple, unshared_by_routes=self.unshared_by_routes,
             exchanges=tuple(packed.exchanges), windows=tuple(packed.windows) if across else (),
             num_windows=self.common.num_windows,
@@ -219,21 +219,22 @@ def _shared(
     options: TreeOptions,
 ) -> Iterator[int]:
     """Positions that different rollouts share with the one before them, rounded toward the root;
-    all of them compared at once."""
+    many are compared at once."""
     yield from [0] * bool(ordered)
     pairs = [(a[0], b[0]) for a, b in itertools.pairwise(ordered)]
-    if not pairs:
-        return
-    nums = [min(len(codes[a]), len(codes[b])) for a, b in pairs]
-    before, behind = (
-        np.concatenate([codes[pair[side]][:num] for pair, num in zip(pairs, nums, strict=True)])
-        for side in (0, 1)
-    )
-    differ = np.flatnonzero((before != behind).any(axis=1))
-    starts = np.cumsum([0, *nums[:-1]])
-    differ = np.append(differ, len(before))[np.searchsorted(differ, starts)]
-    for (a, b), shared in zip(pairs, np.minimum(differ - starts, nums).tolist(), strict=True):
-        yield options.rounded(min(shared, first[a], first[b]) if first else shared)
+    while pairs:
+        nums = [min(len(codes[a]), len(codes[b])) for a, b in pairs[:_PAIRS]]
+        num = 1 + bisect.bisect([*itertools.accumulate(nums)], _AT_ONCE)
+        some, pairs, nums = pairs[: min(num, _PAIRS)], pairs[min(num, _PAIRS) :], nums[:num]
+        before, behind = (
+            np.concatenate([codes[pair[side]][:of] for pair, of in zip(some, nums, strict=True)])
+            for side in (0, 1)
+        )
+        differ = np.flatnonzero((before != behind).any(axis=1))
+        starts = np.cumsum([0, *nums[:-1]])
+        differ = np.append(differ, len(before))[np.searchsorted(differ, starts)]
+        for (a, b), shared in zip(some, np.minimum(differ - starts, nums).tolist(), strict=True):
+            yield options.rounded(min(shared, first[a], first[b]) if first else shared)
 
 
 def _gather_members(top: Node) -> None:

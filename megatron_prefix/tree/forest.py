@@ -188,7 +188,7 @@ class Segment(NamedTuple):
         spans: what it computes; spans with one parent are neighbours.
         inner: whether other segments read its K/V; a segment that nobody reads is a wave.
         scored: whether its outputs reach a loss, of any data-parallel rank that has it.
-        trained: positions that carry loss in any rollout; None if that is not known.
+        trained: positions that carry loss in any rollout of this rank; None if that is not known.
         source: the data-parallel rank that computes it and sends its payload here; -1: it is
             computed here. What is received is inner. If it is scored, the output layer runs here.
     """

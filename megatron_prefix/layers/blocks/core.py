@@ -55,7 +55,7 @@ class SegmentContext:
         rows: the positions on this rank whose output is read, int64, ascending; None if all are,
             or the stage is not the last.
         decoded: what the decoder gives, if another rank has computed it: no layer runs then.
-        leaves: gets what the decoder gives, for other ranks; None if they do not want it.
+        on_decoded: gets what the decoder gives, for other ranks; None if they do not want it.
     """
 
     index: int
@@ -71,7 +71,7 @@ class SegmentContext:
     keys_only: int | None = None
     rows: Tensor | None = None
     decoded: Tensor | None = None
-    leaves: Callable[[Tensor], None] | None = None
+    on_decoded: Callable[[Tensor], None] | None = None
 
     def enter(self, layer: int, *, backward: bool) -> None:
         """Tells the sidecar that a layer runs now, and which will be next."""

@@ -54,7 +54,8 @@ def groups(rng: random.Random) -> list[Group]:
         for member in range(rng.randint(1, 6)):
             shared = turn[: rng.randint(0, len(turn))]
             ids = np.concatenate([prompt, shared, draw.integers(0, VOCAB, rng.randint(2, 12))])
-            spans = ((len(prompt), len(ids)),)
+            trained = min(len(prompt) + rng.choice([0, 0, 3, 9]), len(ids) - 1)
+            spans = ((trained, len(ids)),)  # of what several begin with some may train less
             rollouts.append(
                 Rollout(f"g{number}", str(member), ids.astype(np.int32), len(prompt), spans, 0.0)
             )
