@@ -48,6 +48,7 @@ class FinalStates:
         self.head_backward: Callable[[int], None] | None = None
         self.received: dict[int, Tensor] = {}
         self._fresh: list[int] = []
+        self._gathered: tuple[int, Tensor] | None = None
         self._computed: dict[int, Tensor] = {}
         self._sent_back: dict[int, Tensor] = {}
 
@@ -64,8 +65,10 @@ class FinalStates:
         self._computed[index] = hidden
 
     def leaving(self, index: int, spans: Sequence[int]) -> Payload:
-        """Those of some spans, detached."""
-        whole = self._whole(self._computed[index].detach())
+        """Those of some spans, detached; gathered once for all ranks that get some."""
+        if self._gathered is None or self._gathered[0] != index:
+            self._gathered = index, self._whole(self._computed[index].detach())
+        whole = self._gathered[1]
         if len(spans) == len(self._cache.map.lengths[index]):
             return (whole,)
         return (torch.cat([whole[begin:end] for begin, end in self._bounds(index, spans)]),)
@@ -121,10 +124,11 @@ class FinalStates:
         """Drops what is left of a segment."""
         self.received.pop(index, None)
         self._computed.pop(index, None)
+        self._gathered = None
 
     def clear(self) -> None:
         """Drops everything, at the end of a step, also of a failed one."""
-        self.head_backward = None
+        self.head_backward = self._gathered = None
         for one in (self.received, self._computed, self._sent_back, self._fresh):
             one.clear()
 

@@ -63,6 +63,21 @@ def plan_of(
     return make_plan(forest if min_gain < STOCK else forest.all_read())
 
 
+def test_the_output_layer_on_what_another_rank_computes_takes_memory() -> None:
+    """Its final states are kept; and what it saves, where it runs backward."""
+    plan = plan_of(384, 4, 3, 1024)
+    received, *others = plan.segments
+    footprint = layers_model.footprint_of(resolve("qwen3-8b", num_layers=2), Execution())
+    peaks = []
+    for scored in (False, True):
+        one = received._replace(source=1, scored=scored, trained=384 * scored)
+        [found] = predict(replace(plan, segments=(one, *others)), footprint)
+        peaks.append(found.peak)
+    assert peaks[1] > peaks[0] + 384 * footprint.stage_input
+    alone = predict(plan, footprint)[0].peak
+    assert peaks[0] < alone
+
+
 def counted(
     model: Any, shape: tuple[int, ...], memory: str, host_layers: int = 0
 ) -> tuple[int, int, RankMemory]:

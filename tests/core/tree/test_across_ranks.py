@@ -218,6 +218,25 @@ def test_owners_even_out_what_ranks_compute() -> None:
     assert sum(executed) == 8 * 299 + 16 * 20
     assert max(executed) == min(executed)
     assert [forest.received_tokens for forest in forests] == [4 * 299] * 2
+    # Prompts carry no loss: no final states cross.
+    assert not any(one.scored for forest in forests for one in forest.segments if one.inner)
+
+
+def test_segments_that_save_too_little_are_not_common() -> None:
+    """Answers begin alike; that is worth no segment of its own, and what follows is with it."""
+    draw = np.random.default_rng(2)
+    prompt, begin = draw.integers(0, 1000, 400), draw.integers(0, 1000, 40)
+    ranks: list[list[Pairs]] = [[], []]
+    for rank in ranks:
+        for _ in range(2):
+            tokens = np.concatenate([prompt, begin, draw.integers(0, 1000, 60)])
+            rank.append(Pairs(tokens[:-1], tokens[1:], np.arange(499) >= 399))
+    for segment_gain, ends in ((0, [399, 439]), (50, [399])):
+        options = TreeOptions(share="batch", min_gain=20, segment_gain=segment_gain)
+        told = [beginnings_of(rank, [0, 0], options, block=1)[0] for rank in ranks]
+        found = common_spans(told, 0, trie, options).spans
+        assert [one.end for one in found] == ends
+        assert [one.scored for one in found] == [False, True][: len(ends)]
 
 
 def loads_of(
