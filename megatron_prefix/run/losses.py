@@ -111,6 +111,7 @@ class Losses:
         """Takes a segment's output, see CallOutputs; scores the microbatches whose turn it is."""
         if self._forest.segments[index].scored:
             self.outputs.take(index, output, rows, differentiable=differentiable)
+        # What another rank has computed comes late, and still before the leaves below it.
         self._taken = max(self._taken, index)
         while self._left and self._ready_after[first := min(self._left)] <= index:
             self._score(first)
