@@ -17,6 +17,7 @@ import pytest
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
+from megatron_prefix.lab.bench.work import GroupShape
 from megatron_prefix.lab.data.rollouts import Group, Rollout
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
@@ -144,9 +145,9 @@ def received(bytes_per_second: float) -> int:
     runtime.initialize(Layout(dp=2))
     Communicator.measured = lambda _: bytes_per_second  # type: ignore[method-assign]
     chunks = build_model(resolve("tiny-qwen3", num_layers=2).with_vocab(VOCAB), dtype="float64")
-    mine = dealt(random.Random(1), 2, even=True)[align.data_rank()]
-    config = PrefixConfig(min_gain=0, across_ranks="auto")
-    found = align.over_ranks(align.align(chunks, mine, config))
+    [group] = GroupShape(400, 12, 8).groups(1, VOCAB, seed=1)
+    mine = replace(group, rollouts=group.rollouts[align.data_rank() :: 2])
+    found = align.over_ranks(align.align(chunks, [mine], PrefixConfig(across_ranks="auto")))
     runtime.shutdown()
     assert not found.failures
     return found.received_tokens

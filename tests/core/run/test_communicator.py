@@ -15,7 +15,7 @@ def told() -> list[object]:
     """A rank's part: the first says what its rows are, three times; the other hears the first."""
     runtime.initialize(Layout(dp=2))
     made, model = Communicator(dist.group.WORLD, torch.device("cpu")), torch.nn.Linear(1, 1)
-    known, found = made.known(model, False), list[object]()
+    known, found = made.known(model, False, False), list[object]()
     sent: list[object] = []  # a message that nobody keeps is lost
     if made.rank == 1:
         found.append(made.rows(0, known, 1))
@@ -27,8 +27,9 @@ def told() -> list[object]:
             found.append(str(error))
     dist.barrier()
     # Another model, pass or mode is another payload.
-    others = [made.known(torch.nn.Linear(1, 1), False), made.known(model, True)]
-    others.append(made.known(model.eval(), False))
+    others = [made.known(torch.nn.Linear(1, 1), False, False), made.known(model, True, False)]
+    others.append(made.known(model, False, True))
+    others.append(made.known(model.eval(), False, False))
     found.append(all(one is not known and not one.told for one in others))
     runtime.shutdown()
     return found

@@ -113,13 +113,10 @@ def test_every_trainer_has_its_page(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda one: one.name)
 def test_every_page_says_what_helps_scattered_groups(trainer: Trainer) -> None:
-    """Dealing that we choose, across_ranks, or neither: that shares what comes before the loss."""
+    """Dealing that we choose, across_ranks, or neither where the stock schedule runs."""
     page = PAGES / f"{trainer.name.lower().replace('-', '_')}.md"
     text = " ".join(page.read_text(encoding="utf-8").split())
     assert "[`across_ranks`](../operations.md#groups-on-several-data-parallel-ranks)" in text
-    brings_nothing = trainer.loss.startswith("all:") or trainer.refusal() is not None
-    ways = {"verl": "dealing that we choose"}
-    way = ways.get(trainer.name, "neither yet" if brings_nothing else "[`across_ranks`]")
+    way = "neither yet" if trainer.refusal() is not None else "[`across_ranks`]"
+    way = {"verl": "dealing that we choose"}.get(trainer.name, way)
     assert f"Of the two ways, {trainer.name} has {way}" in text
-    if trainer.loss.startswith("all:"):
-        assert "brings nothing" in text
