@@ -145,9 +145,9 @@ def received(bytes_per_second: float) -> int:
     runtime.initialize(Layout(dp=2))
     Communicator.measured = lambda _: bytes_per_second  # type: ignore[method-assign]
     chunks = build_model(resolve("tiny-qwen3", num_layers=2).with_vocab(VOCAB), dtype="float64")
-    [group] = GroupShape(400, 12, 8).groups(1, VOCAB, seed=1)
-    mine = replace(group, rollouts=group.rollouts[align.data_rank() :: 2])
-    found = align.over_ranks(align.align(chunks, [mine], PrefixConfig(across_ranks="auto")))
+    groups = GroupShape(400, 12, 8).groups(4, VOCAB, seed=1)  # a rank owns two prompts of four
+    mine = [replace(one, rollouts=one.rollouts[align.data_rank() :: 2]) for one in groups]
+    found = align.over_ranks(align.align(chunks, mine, PrefixConfig(across_ranks="auto")))
     runtime.shutdown()
     assert not found.failures
     return found.received_tokens
