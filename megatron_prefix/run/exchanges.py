@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_prefix.device.clock import elapsed, now
 from megatron_prefix.run.carried import Carried, Row
 from megatron_prefix.run.communicator import Communicator, Message
 from megatron_prefix.run.hosts import naming
@@ -37,8 +37,7 @@ class Crossed:
         received_tokens, sent_tokens: positions of payloads; those that go to several ranks count
             for each of them.
         received_bytes, sent_bytes: of payloads and of gradients.
-        waits: begin and end of every wait for a message: of the host, in seconds, or on a GPU of
-            the computing stream, as events.
+        waits: begin and end of every wait for a message; see device/clock.py.
     """
 
     received_tokens: int = 0
@@ -49,14 +48,9 @@ class Crossed:
 
     def waited(self) -> float:
         """Seconds of all waits; on a GPU the host waits for the last one to end."""
-        seconds = 0.0
-        for begin, end in self.waits:
-            if isinstance(end, float):
-                seconds += end - begin
-            else:
-                end.synchronize()
-                seconds += begin.elapsed_time(end) / 1e3
-        return seconds
+        if self.waits and isinstance(self.waits[-1][1], torch.cuda.Event):
+            self.waits[-1][1].synchronize()
+        return sum(elapsed(*wait) for wait in self.waits)
 
 
 class Exchanges:
@@ -205,18 +199,11 @@ class Exchanges:
         return naming(f"{who}, {doing} data-parallel rank {peer}", self._communicator.ranks[peer])
 
     def _wait(self, message: Message, doing: str) -> None:
-        begin = self._now()
+        begin = now(self._device)
         with self._named(doing, message.peer):
             for work in message.works:
                 work.wait()
-        self.crossed.waits.append((begin, self._now()))
-
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self.crossed.waits.append((begin, now(self._device)))
 
     def _positions(self, one: Exchange, spans: Sequence[int], chunk: int) -> int:
         """Of some spans; the first model chunk counts them, the others have the same."""

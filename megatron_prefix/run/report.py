@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_prefix.device.clock import elapsed, now
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.gate import Decision
@@ -39,7 +39,7 @@ class Stopwatch:
         dist.barrier(group=group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        self._zero = self._now()
+        self._zero = now(device)
 
     def forget(self) -> None:
         """Drops what has been timed: the step runs again."""
@@ -48,9 +48,9 @@ class Stopwatch:
     @contextlib.contextmanager
     def timing(self, action: Action) -> Iterator[None]:
         """Times what runs inside; an action may be timed in several parts."""
-        begin = self._now()
+        begin = now(self._device)
         yield
-        self._marks.append((action, begin, self._now()))
+        self._marks.append((action, begin, now(self._device)))
 
     def seconds(self) -> dict[Action, float]:
         """What this rank's actions took, parts of an action added up; waits for the device."""
@@ -58,7 +58,7 @@ class Stopwatch:
             torch.cuda.synchronize(self._device)
         spent: dict[Action, float] = {}
         for action, begin, end in self._marks:
-            spent[action] = spent.get(action, 0.0) + (self._ms(end) - self._ms(begin)) / 1e3
+            spent[action] = spent.get(action, 0.0) + elapsed(begin, end)
         return spent
 
     def span(self) -> float:
@@ -68,7 +68,7 @@ class Stopwatch:
             return 0.0
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return (self._ms(self._marks[-1][2]) - self._ms(self._marks[0][1])) / 1e3
+        return elapsed(self._marks[0][1], self._marks[-1][2])
 
     def timeline(self, plan: Plan) -> Timeline:
         """The step of all ranks in milliseconds; every rank of the pipeline calls this together."""
@@ -91,17 +91,8 @@ class Stopwatch:
             unit="ms",
         )
 
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def _ms(self, mark: Any) -> float:
-        if self._device.type != "cuda":
-            return 1e3 * (mark - self._zero)
-        return self._zero.elapsed_time(mark)
+        return 1e3 * elapsed(self._zero, mark)
 
 
 @dataclass
