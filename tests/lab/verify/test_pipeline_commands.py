@@ -11,11 +11,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megatron_prefix.device import clock
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.plans import catalogue
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.run import report as reports
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.data import BUNDLED, REPOSITORY
 from tests.harness.pipelines import FOLDER, Case, build_chunks, microbatches, rollouts_of, run_step
@@ -120,7 +120,7 @@ def on_one_rank_of_two(measures: bool) -> int:
             looks += 1
             return float(looks)
 
-    reports.time = Clock  # type: ignore[assignment]
+    clock.time = Clock  # type: ignore[assignment]
     case = Case("flat-group")
     groups, vocab = rollouts_of(case.shape)
     schedule = PrefixSchedule(case.config(layout), measures=measures)
