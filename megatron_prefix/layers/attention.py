@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from megatron_prefix.errors import Reason
-from megatron_prefix.layers.kind import Kind, Override, Running, Slot, owner
+from megatron_prefix.layers.kind import Heads, Kind, Override, Running, Slot, owner
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
 from megatron_prefix.refusals.table import MASK_TYPE, OTHER_CORE, OWN_FORWARD
@@ -22,6 +22,8 @@ from megatron_prefix.tree.payload_map import Form
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from megatron_prefix.layers.blocks.shared import Shared
 
 CORES = {
     "megatron.core.transformer.dot_product_attention.DotProductAttention",
@@ -31,7 +33,6 @@ CORES = {
 IGNORES_MASKS = {"megatron.core.extensions.transformer_engine.TEDotProductAttention"}
 """Of these, those that are causal whatever mask a call has if their attn_mask_type is `causal`;
 another one adds its name. Megatron's own puts a given mask in the causal one's place."""
-_ATTENTION = {"megatron.core.transformer.attention.Attention"}
 _CAUSAL = ("causal", "padding_causal", "arbitrary")
 """Names of Megatron's AttnMaskType. With `arbitrary` (ModelOpt's layers) a call's mask decides: see
 `mask_use`."""
@@ -41,6 +42,8 @@ class Attention(Kind):
     """Megatron's SelfAttention, causal."""
 
     name, symbol, slot, form = "attention", "*", Slot.MIXER, Form.POSITIONS
+    forwards = "megatron.core.transformer.attention.Attention"
+    """The class whose forward its modules have."""
 
     def fills(self, config: Any, layer: int) -> bool:
         """See Kind."""
@@ -59,6 +62,13 @@ class Attention(Kind):
         rows = queries + heads + 2 * (config.num_query_groups or heads)
         weights: int = config.hidden_size * config.kv_channels * rows
         return weights
+
+    def heads(self, config: Any) -> Heads | None:
+        """See Kind; of K/V heads a rank of tensor parallelism has at least one."""
+        ranks = config.tensor_model_parallel_size
+        num = config.num_attention_heads // ranks
+        shared = max((config.num_query_groups or config.num_attention_heads) // ranks, 1)
+        return Heads(num, max(num // shared, 1), config.kv_channels, config.kv_channels)
 
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind. A storage that several operators save counts once: K and V of an inner segment
@@ -96,7 +106,7 @@ class Attention(Kind):
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind."""
         core = module.core_attention
-        if owner(module, "forward") not in _ATTENTION:
+        if owner(module, "forward") != self.forwards:
             yield OWN_FORWARD.given(number, type(module).__name__)
             return
         if owner(core, "forward") not in CORES:
@@ -110,7 +120,9 @@ class Attention(Kind):
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
         """See Kind."""
-        yield module.core_attention, "forward", _in_segments(module, number, running)
+        from megatron_prefix.layers.blocks.shared import KEYS
+
+        yield module.core_attention, "forward", in_segments(module, number, running, KEYS)
 
 
 class MaskUse(IntEnum):
@@ -144,8 +156,10 @@ def _is_gated(config: Any) -> bool:
     return bool(getattr(config, "attention_output_gate", False))
 
 
-def _in_segments(attention: Any, number: int, running: Running) -> Callable[..., Tensor]:
-    """The core attention's forward."""
+def in_segments(
+    attention: Any, number: int, running: Running, shared: Shared
+) -> Callable[..., Tensor]:
+    """The core attention's forward; `shared` is what the layer leaves."""
     from megatron_prefix.layers.blocks.core import segment_attention
     from megatron_prefix.layers.blocks.unread import keys_only
 
@@ -159,13 +173,14 @@ def _in_segments(attention: Any, number: int, running: Running) -> Callable[...,
             found: Tensor = stock(query, key, value, *args, **kwargs)
             return found
         if number == context.keys_only:
-            return keys_only(query, key, value, context, number)
+            return keys_only(query, key, value, context, number, shared)
         if not (context.inner or norms):
             # A wave saves its values; a view would keep the whole projection in memory. With
             # norms of queries and keys the projection is kept anyway.
             value = value.contiguous()
         scale = _softmax_scale(attention, core)  # it may be changed between steps
-        return segment_attention(query, key, value, context, number, scale, running.kernel)
+        kernel = running.kernel
+        return segment_attention(query, key, value, context, number, scale, kernel, shared)
 
     return forward
 

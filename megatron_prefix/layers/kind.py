@@ -23,10 +23,27 @@ from megatron_prefix.tree.payload_map import Form
 if TYPE_CHECKING:
     from megatron_prefix.layers.blocks.core import SegmentContext
     from megatron_prefix.layers.blocks.interface import Kernel
+    from megatron_prefix.layers.blocks.rotary import Rotary
     from megatron_prefix.moe.replay import Replay
 
 Override = tuple[Any, str, Callable[..., Any]]
 """An object, the name of its method, and what takes its place."""
+
+
+class Heads(NamedTuple):
+    """Attention heads of a tensor-parallel rank.
+
+    Attributes:
+        num: of queries.
+        group: of these, that have keys and values in common.
+        width: of a query and a key.
+        value_width: of a value.
+    """
+
+    num: int
+    group: int
+    width: int
+    value_width: int
 
 
 class Slot(Enum):
@@ -43,11 +60,13 @@ class Running(Protocol):
         current: the segment that runs, or None.
         kernel: runs attention's blocks.
         replay: makes the routers follow routes in this step; None if they choose themselves.
+        rotary: tables of rotary embeddings; it is told of every module that it is asked for.
     """
 
     current: SegmentContext | None
     kernel: Kernel
     replay: Replay | None
+    rotary: Rotary
 
 
 class Kind:
@@ -90,6 +109,10 @@ class Kind:
             form: how it is computed.
         """
         raise NotImplementedError
+
+    def heads(self, config: Any) -> Heads | None:
+        """Heads of its attention, whose blocks kernels run; None if it has none in this model."""
+        return None
 
     def module_of(self, layer: Any) -> Any | None:
         """Megatron's module of this kind in one of Megatron's layers; None if it has none.

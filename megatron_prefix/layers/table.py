@@ -9,20 +9,27 @@ from megatron_prefix.errors import Reason
 from megatron_prefix.layers.attention import Attention
 from megatron_prefix.layers.experts import Experts
 from megatron_prefix.layers.gdn import GatedDeltaNet
-from megatron_prefix.layers.kind import Kind, Part, Slot
+from megatron_prefix.layers.kind import Heads, Kind, Part, Slot
 from megatron_prefix.layers.mamba import Mamba2
+from megatron_prefix.layers.mla import MLA
 from megatron_prefix.layers.mlp import MLP
 from megatron_prefix.refusals.table import OTHER_MIXER
 
 KINDS: tuple[Kind, ...] = (
     Mamba2(),
     GatedDeltaNet(),
+    MLA(),
     Attention(),
     Experts(),
     MLP(),
 )
 """In a slot the first that knows the module, or the config, has it."""
 SYMBOLS = frozenset(kind.symbol for kind in KINDS)
+
+
+def heads(config: Any) -> Heads:
+    """Heads of a model's attention on a rank."""
+    return next(found for kind in KINDS if (found := kind.heads(config)) is not None)
 
 
 def part_of(layer: Any, slot: Slot) -> Part | None:

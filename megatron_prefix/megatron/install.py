@@ -37,6 +37,7 @@ from megatron_prefix.layers import table
 from megatron_prefix.layers.blocks.core import SegmentContext
 from megatron_prefix.layers.blocks.kernels import Kernel, choose
 from megatron_prefix.layers.blocks.merge import prepare
+from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.layers.blocks.unread import picked, skipped
 from megatron_prefix.layers.kind import Part, Slot
 from megatron_prefix.megatron import features
@@ -65,6 +66,7 @@ class Hooks:
             last stage; None elsewhere, and where it cannot end early.
         current: the segment that runs, or None.
         replay: makes the routers follow routes in this step; None if they choose themselves.
+        rotary: tables of its rotary embeddings.
     """
 
     def __init__(self, model: nn.Module, kernel: str = "auto") -> None:
@@ -83,8 +85,10 @@ class Hooks:
         self.use(kernel)
         self.current: SegmentContext | None = None
         self.replay: Replay | None = None
-        self._rope: Tensor | None = None
-        self._rope_of: Any = None
+        self.rotary = Rotary()
+        self._rope = getattr(self.model, "rotary_pos_emb", None)
+        if self._rope is not None:
+            self.rotary.add(self._rope)
         self._undo: list[Callable[[], None]] = []
         try:
             self._install()
@@ -174,16 +178,7 @@ class Hooks:
         for module in self.model.modules():
             if getattr(module, "is_first_microbatch", False):
                 module.is_first_microbatch = False
-        rope = getattr(self.model, "rotary_pos_emb", None)
-        if rope is None:
-            return
-        made_of = _made_of(rope)
-        if self._rope is not None and len(self._rope) > max_position and made_of == self._rope_of:
-            return
-        self._rope_of = made_of
-        # Not `forward`: that is cached for the whole class and slices by context-parallel rank.
-        table = rope.get_emb(1 << max_position.bit_length())
-        self._rope = table[0] if isinstance(table, tuple) else table
+        self.rotary.prepare(max_position)
 
     def _entering(self, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """The decoder's arguments: every token's own position, and an input with a gradient.
@@ -198,9 +193,10 @@ class Hooks:
             kwargs["hidden_states"] = hidden.detach().requires_grad_()
         if self._rope is not None:
             given = kwargs.get("rotary_pos_emb")
-            if not isinstance(given, Tensor) or given.shape[1:] != self._rope.shape[1:]:
+            angles = self.rotary.of(self._rope, self.current.positions)[0]
+            if not isinstance(given, Tensor) or given.shape[1:] != angles.shape[1:]:
                 raise refused(ROTARY_TABLES, _described(given))
-            kwargs["rotary_pos_emb"] = self._rope.index_select(0, self.current.positions)
+            kwargs["rotary_pos_emb"] = angles
         return args, kwargs
 
     def _saving(self, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -365,15 +361,6 @@ def intercepted(
             inner.forward = before
 
 
-def _made_of(rope: nn.Module) -> list[Any]:
-    """What tells that a rotary embedding was changed: its numbers, and writes to its tensors."""
-    return [
-        (name, id(value), value._version) if isinstance(value, Tensor) else (name, value)
-        for name, value in vars(rope).items()
-        if isinstance(value, Tensor | int | float)
-    ]
-
-
 def _can_end_early(layer: Any) -> bool:
     """Whether what follows attention in a layer can run on some positions: not where a router
     counts all of them, and not in a layer that is put together differently from Megatron's."""
@@ -392,20 +379,12 @@ def _described(rotary: Any) -> str:
     return f"{type(rotary).__name__}{shape}"
 
 
-def _group(config: Any) -> int:
-    """Query heads of each K/V head on a rank; a rank of tensor parallelism has at least one."""
-    ranks = config.tensor_model_parallel_size
-    kv_heads = config.num_query_groups or config.num_attention_heads
-    return max(config.num_attention_heads // ranks // max(kv_heads // ranks, 1), 1)
-
-
 def _choose_kernel(name: str, model: Any, num_layers: int) -> Kernel:
-    parameter = next(model.parameters())
-    dim = model.config.kv_channels
+    parameter, heads = next(model.parameters()), table.heads(model.config)
     kernel = choose(
-        name, parameter.device, parameter.dtype, dim, dim, num_layers, _group(model.config)
-    )
+        name, parameter.device, parameter.dtype, heads.width, heads.value_width, num_layers,
+        heads.group,
+    )  # fmt: skip
     logger.info("attention blocks run on kernel %s", kernel.name)
-    heads = model.config.num_attention_heads // model.config.tensor_model_parallel_size
-    prepare(parameter.device, parameter.dtype, heads, dim)
+    prepare(parameter.device, parameter.dtype, heads.num, heads.value_width)
     return kernel

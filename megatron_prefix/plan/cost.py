@@ -1,10 +1,10 @@
 """What a step computes, and what that costs in FLOPs or in seconds.  Pure.
 
-Work has five features: positions, scored positions, visible (query, key) pairs, actions and
-attention calls. A model has a price for each, forward and backward. In FLOPs these are of matrix
-products, and a backward costs two forwards ("Schedule-Level Shared-Prefix Reuse for LLM RL
-Training", section 3.2; "AReaL-DTA", section 4, balances the same quantity). In seconds they are of
-one rank: guessed from FLOPs until actions have been measured (plan/cost_fit.py).
+Work has six features: positions, scored positions, visible (query, key) pairs, actions, attention
+calls and ancestors' positions seen. A model has a price for each, forward and backward. In FLOPs
+these are of matrix products, and a backward costs two forwards ("Schedule-Level Shared-Prefix Reuse
+for LLM RL Training", section 3.2; "AReaL-DTA", section 4, balances the same quantity). In seconds
+they are of one rank: guessed from FLOPs until actions have been measured (plan/cost_fit.py).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Work(NamedTuple):
         pairs: visible (query, key) pairs.
         actions: microbatches, or segments.
         calls: attention calls of a layer.
+        seen: positions of ancestors whose payload a layer reads.
     """
 
     positions: float = 0.0
@@ -44,6 +45,7 @@ class Work(NamedTuple):
     pairs: float = 0.0
     actions: float = 0.0
     calls: float = 0.0
+    seen: float = 0.0
 
 
 def segment_work(segment: Segment) -> Work:
@@ -53,7 +55,9 @@ def segment_work(segment: Segment) -> Work:
     positions = segment.padded_length
     pairs = sum(causal_pairs(span.start, span.padded) for span in segment.spans)
     calls = 1 + any(span.start > 0 for span in segment.spans)  # own keys, and those of ancestors
-    return Work(positions, segment.num_read, pairs, 1, calls)
+    # Ancestors that several parents have in common count once each.
+    seen = sum({span.parent: span.start for span in segment.spans}.values())
+    return Work(positions, segment.num_read, pairs, 1, calls, seen)
 
 
 def stock_work(forest: Forest, microbatch_of: Sequence[int] | None = None) -> Work:
@@ -94,7 +98,7 @@ def action_features(plan: Plan, action: Action, rank: int) -> Features:
     share, is_last = 1 / plan.num_chunks, plan.stage(rank, action.chunk) == plan.num_stages - 1
     again = action.kind == "B" and plan.policy(action.segment) == "recompute"
     work = features(segment_work(plan.segments[action.segment]), "FB" if again else action.kind)
-    return work * (2 * (share, is_last, share, 1, share))
+    return work * (2 * (share, is_last, share, 1, share, share))
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,12 @@ class CostModel:
 
     @classmethod
     def of_flops(
-        cls, linear: float, head: float, attention: float, action_tokens: float = 32.0
+        cls,
+        linear: float,
+        head: float,
+        attention: float,
+        action_tokens: float = 32.0,
+        expansion: float = 0.0,
     ) -> CostModel:
         """FLOPs of matrix products, and for kernel launches an overhead an action.
 
@@ -122,9 +131,12 @@ class CostModel:
             head: of a position's in the output layer.
             attention: of a (query, key) pair's in all layers.
             action_tokens: overhead of one action, in positions of linear work.
+            expansion: of an ancestor's position, where keys are made of its payload; a backward
+                makes them again.
         """
-        forward = Work(linear, head, attention, action_tokens * linear)
-        return cls((*forward, *(2 * price for price in forward)))
+        forward = Work(linear, head, attention, action_tokens * linear, seen=expansion)
+        backward = Work(*(2 * price for price in forward))._replace(seen=3 * expansion)
+        return cls((*forward, *backward))
 
     @classmethod
     def of_layers(cls, layers: Iterable[LayerWork], hidden_size: int, vocab_size: int) -> CostModel:
@@ -140,6 +152,7 @@ class CostModel:
             linear=2.0 * sum(one.products for one in layers),
             head=2.0 * hidden_size * vocab_size,
             attention=2.0 * sum(one.pairs for one in layers),
+            expansion=2.0 * sum(one.seen for one in layers),
         )
 
     def in_seconds(
@@ -164,8 +177,9 @@ class CostModel:
         forward = Work(
             unit.positions * flop / num_ranks, unit.scored * flop, unit.pairs * flop / num_ranks,
             ACTION_SECONDS * layers / num_chunks, CALL_SECONDS * layers,
+            unit.seen * flop / num_ranks,
         )  # fmt: skip
-        backwards = (2 - frozen, 2 - frozen, 2, 2, 2)
+        backwards = (2 - frozen, 2 - frozen, 2, 2, 2, 3 - frozen)
         return CostModel((*forward, *(n * one for n, one in zip(backwards, forward, strict=True))))
 
     @property

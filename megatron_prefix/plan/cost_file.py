@@ -1,6 +1,6 @@
 """Measurements of several models, layouts and devices in one JSON file.  Pure.
 
-{"format": "megatron_prefix costs", "version": 1, "measured": {KEY: {...}}} with the keys that
+{"format": "megatron_prefix costs", "version": 2, "measured": {KEY: {...}}} with the keys that
 `run/cost_meter.py` makes and `Evidence.to_json` of each. Several jobs may share a file: what others
 wrote in the meantime stays, and of two that write at once the last one wins.
 """
@@ -15,7 +15,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.plan.cost_fit import Evidence
 from megatron_prefix.plan.files import read_whole, write_text, writing
 
-FORMAT, VERSION = "megatron_prefix costs", 1
+FORMAT, VERSION = "megatron_prefix costs", 2
 _FIX = "name another file, or move this one away to measure again"
 
 

@@ -86,6 +86,7 @@ class Footprint:
         again: recomputed by Megatron's own recomputation during backward.
         kv: payload of a position in the sidecar, one layer that leaves some.
         kv_grad: its gradient there.
+        keys, keys_grad: K and V of a position as one layer's attention sees them, and their sums.
         attention: besides `unread`, saved by the last layer of all positions as soon as one of them
             is read.
         norm: saved after the last layer, without a loss.
@@ -117,6 +118,8 @@ class Footprint:
     seen: float
     head_temporary: float
     num_layers: int
+    keys: float = 0.0
+    keys_grad: float = 0.0
     head_weight: float = 0.0
     parts: int = 1
     shares: int = 1
@@ -148,11 +151,14 @@ class Footprint:
         payloads = _by_stage(layers, form)
         rows = [one for stage in payloads for one in stage if one.form is Form.POSITIONS]
         parts = [part for layer in layers for part in layer]
+        keys = [_keys(part) for part in parts]
         return cls(
             **_saved(layers, form, hidden),
             **_behind_layers(form, hidden, hidden_size, vocab_size),
             kv=max((row.values for row in rows), default=0.0),
             kv_grad=max((row.gradients for row in rows), default=0.0),
+            keys=max((values for values, _ in keys), default=0.0),
+            keys_grad=max((gradients for _, gradients in keys), default=0.0),
             stage_input=hidden * form.itemsize,
             temporary=max((part.temporary for part in parts), default=0.0),
             seen=max((part.seen for part in parts), default=0.0),
@@ -188,8 +194,8 @@ class Footprint:
         if self.parts == 1:
             return 0.0
         runs = self.parts + 0.5
-        sent = self.kv * runs + self.kv_grad * (self.parts + runs)
-        return self.kv * (self.parts + runs) + (sent if backward else 0.0)
+        sent = self.keys * runs + self.keys_grad * (self.parts + runs)
+        return self.keys * (self.parts + runs) + (sent if backward else 0.0)
 
     def last_layer(self, read: float) -> float:
         """Saved by the last layer of the last stage: what follows attention, of what is read."""
@@ -199,6 +205,13 @@ class Footprint:
     def after(self, read: float) -> float:
         """Saved after the last layer, a position of the segment."""
         return self.norm + read * (self.head - self.norm)
+
+
+def _keys(part: LayerMemory) -> tuple[float, float]:
+    """Bytes of K and V of a position, and of their sums."""
+    of = part.payload
+    rows = (of.values, of.gradients) if of and of.form is Form.POSITIONS else (0.0, 0.0)
+    return part.keys or rows[0], part.keys_grad or rows[1]
 
 
 def _saved(

@@ -17,10 +17,13 @@ class LayerWork:
     Attributes:
         products: a position, in matrix products.
         pairs: a visible (query, key) pair.
+        seen: an ancestor's position that a segment sees, in matrix products that make its keys and
+            values once more.
     """
 
     products: float
     pairs: float = 0.0
+    seen: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class LayerMemory:
         temporary: peak transient bytes.
         seen: transient bytes a key of an ancestor in a backward.
         payload: what a span leaves; None: nothing.
+        keys, keys_grad: K and V as attention sees them, and their sums on context-parallel ranks;
+            None: the payload's.
     """
 
     inner: float
@@ -69,3 +74,5 @@ class LayerMemory:
     temporary: float = 0.0
     seen: float = 0.0
     payload: Payload | None = None
+    keys: float | None = None
+    keys_grad: float | None = None

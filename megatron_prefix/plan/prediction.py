@@ -78,7 +78,7 @@ def _stock(
 def _prefix(cost: CostModel, plan: Plan, kinds: str, num_pipelines: int) -> Features:
     """The plan on one rank; where stages wait for one another, as long as it is simulated."""
     work = np.array([segment_work(s) for s in plan.segments]).reshape(-1, len(Work._fields))
-    work /= (num_pipelines, num_pipelines, num_pipelines, 1 / plan.num_chunks, 1)
+    work /= (num_pipelines, num_pipelines, num_pipelines, 1 / plan.num_chunks, 1, num_pipelines)
     again = np.array([plan.policy(i) == "recompute" for i in range(len(work))], bool)[:, None]
     forwards = np.hstack([work, np.zeros_like(work)])
     backwards = np.hstack([work * again, work]) * ("B" in kinds)

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,11 @@ from torch.autograd.function import once_differentiable
 
 from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
 from megatron_prefix.layers.blocks.merge import merge
+from megatron_prefix.layers.blocks.shared import KEYS, Shared
 from megatron_prefix.layers.recurrent.spans import Spans
 from megatron_prefix.sidecar.arena import Rows
-from megatron_prefix.sidecar.cache import SidecarCache
+from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
+from megatron_prefix.sidecar.store import OwnKeys
 from megatron_prefix.tree import cp_layout
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ class SegmentContext:
             or the stage is not the last.
         decoded: what the decoder gives, if another rank has computed it: no layer runs then.
         on_decoded: gets what the decoder gives, for other ranks; None if they do not want it.
+        between: what one method of a layer leaves for another, by what it is and the layer.
     """
 
     index: int
@@ -72,6 +75,12 @@ class SegmentContext:
     rows: Tensor | None = None
     decoded: Tensor | None = None
     on_decoded: Callable[[Tensor], None] | None = None
+    between: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+
+    def capture(self, layer: int, shared: Shared, key: Tensor, value: Tensor) -> None:
+        """Puts what an inner segment leaves into the sidecar, once: recomputation calls again."""
+        if self.inner and self.cache.state(layer, self.index) is not SegmentState.CAPTURED:
+            self.cache.capture(layer, self.index, shared.left(key, value))
 
     def enter(self, layer: int, *, backward: bool) -> None:
         """Tells the sidecar that a layer runs now, and which will be next."""
@@ -109,6 +118,7 @@ def segment_attention(
     layer: int,
     scale: float,
     kernel: Kernel,
+    shared: Shared = KEYS,
 ) -> Tensor:
     """Attention of one segment in one layer.
 
@@ -120,12 +130,14 @@ def segment_attention(
         layer: local index of the attention layer.
         scale: softmax scale.
         kernel: runs each block.
+        shared: what the layer leaves for children.
 
     Returns:
         [positions, 1, heads * value_dim], as Megatron's core attention returns it.
     """
-    out = _SegmentAttention.apply(
-        query.squeeze(1), key.squeeze(1), value.squeeze(1), context, layer, scale, kernel
+    call = _Call(context, layer, scale, kernel, shared)
+    out: Tensor = _SegmentAttention.apply(
+        query.squeeze(1), key.squeeze(1), value.squeeze(1), call, *shared.weights
     )
     return out.flatten(1).unsqueeze(1)
 
@@ -137,64 +149,97 @@ def own_runs(lengths: tuple[int, ...], rank: int, size: int) -> Runs:
     return Runs(own.queries, own.keys, causal=True)
 
 
+class _Call(NamedTuple):
+    """What `segment_attention` was called with, but for tensors."""
+
+    context: SegmentContext
+    layer: int
+    scale: float
+    kernel: Kernel
+    shared: Shared
+
+    def own_keys(self, key: Tensor, value: Tensor) -> OwnKeys:
+        """The segment's own K and V; those of an inner one are in the sidecar, if they are shared
+        themselves."""
+        context, cache = self.context, self.context.cache
+        return cache.own_keys(self.layer, context.index, self.kept, (key, value))
+
+    @property
+    def kept(self) -> bool:
+        """Whether the sidecar has its K and V."""
+        return self.context.inner and self.shared.is_keys
+
+    def returned(self, key_grad: Tensor, value_grad: Tensor) -> None:
+        """Adds what descendants have sent, unless `OwnKeys` has."""
+        context = self.context
+        if context.inner and not self.kept:
+            sent = context.cache.take(self.layer, context.index)
+            if sent is not None:
+                self.shared.returned(sent, (key_grad, value_grad))
+
+
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        context: SegmentContext,
-        layer: int,
-        scale: float,
-        kernel: Kernel,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: _Call, *weights: Tensor
     ) -> Tensor:
-        cache = context.cache
-        keys = cache.own_keys(layer, context.index, context.inner, (key, value))
+        context, layer, scale, kernel, shared = call
+        cache, keys = context.cache, call.own_keys(key, value)
+        if not call.kept:
+            context.capture(layer, shared, key, value)
         context.enter(layer, backward=context.backward)
         above = []
         for number in range(context.num_levels):
             level = cache.level(context.index, number)
-            seen, values = cache.read(layer, context.index, level)
+            seen = shared.keys(cache.read(layer, context.index, level))
             runs = context.level_runs[number]
-            part = kernel.forward(_selected(query, level.queries), seen, values, runs, scale)
+            part = kernel.forward(_selected(query, level.queries), *seen, runs, scale)
             above.append(_spread(part, level.queries, len(query)))
         parts = [kernel.forward(query, *keys.runs(), context.runs, scale), *above]
         out, lse = merge(parts)
         context.leave(layer, backward=False)
-        ctx.call = (context, layer, scale, kernel, [part.aux for part in parts])
-        # An inner segment's K/V are in the sidecar already.
-        ctx.save_for_backward(query, out, lse, *(() if context.inner else (key, value)))
+        ctx.call, ctx.aux, ctx.num_weights = call, [part.aux for part in parts], len(weights)
+        ctx.save_for_backward(query, out, lse, *(() if call.kept else (key, value)))
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
-        context, layer, scale, kernel, aux = ctx.call
-        query, out, lse, *saved = ctx.saved_tensors
-        cache: SidecarCache = context.cache
-        key, value = cache.own(layer, context.index) if context.inner else saved
-        keys = cache.own_keys(layer, context.index, context.inner, (key, value))
+        call: _Call = ctx.call
+        context, layer, scale, kernel, shared = call
+        cache, (query, out, lse, *saved) = context.cache, ctx.saved_tensors
+        key, value = saved or cache.own(layer, context.index)
+        keys = call.own_keys(key, value)
         context.enter(layer, backward=True)
         query_grad, *gradients = kernel.backward(
-            out_grad, query, *keys.runs(), out, lse, aux[0], context.runs, scale
+            out_grad, query, *keys.runs(), out, lse, ctx.aux[0], context.runs, scale
         )
         keys.send((gradients[0], gradients[1]))
         del gradients  # perhaps of all ranks' keys; `take` returns those of this rank's
-        for number, level_aux in enumerate(aux[1:]):
+        sums: list[Tensor | None] = [None] * ctx.num_weights
+        for number, level_aux in enumerate(ctx.aux[1:]):
             level = cache.level(context.index, number)
-            seen, values = cache.read(layer, context.index, level)
+            seen, pull = shared.keys_with_pull(cache.read(layer, context.index, level))
             mine = level.queries
-            more, seen_grad, values_grad = kernel.backward(
-                _selected(out_grad, mine), _selected(query, mine), seen, values,
+            more, *seen_grads = kernel.backward(
+                _selected(out_grad, mine), _selected(query, mine), *seen,
                 _selected(out, mine), _selected(lse, mine, 1), level_aux,
                 context.level_runs[number], scale,
             )  # fmt: skip
             query_grad = _add_selected(query_grad, mine, more)
-            cache.add(layer, context.index, level, (seen_grad, values_grad))
+            sent, of_weights = pull((seen_grads[0], seen_grads[1]))
+            sums = [*map(_sum, sums, of_weights)]
+            cache.add(layer, context.index, level, sent)
         key_grad, value_grad = keys.take()
+        key_grad, value_grad = key_grad.to(key.dtype), value_grad.to(value.dtype)
+        call.returned(key_grad, value_grad)
         context.leave(layer, backward=True)
-        return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), *(None,) * 4
+        return query_grad, key_grad, value_grad, None, *sums
+
+
+def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    """Of two gradients, of which each may be none."""
+    return total if more is None else more if total is None else total + more
 
 
 def _selected(x: Tensor, mine: Rows, dim: int = 0) -> Tensor:

@@ -16,21 +16,28 @@ from torch import Size, Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megatron_prefix.layers.blocks.shared import KEYS, Shared
+
 if TYPE_CHECKING:
     from megatron_prefix.layers.blocks.core import SegmentContext
 
 
 def keys_only(
-    query: Tensor, key: Tensor, value: Tensor, context: SegmentContext, layer: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: SegmentContext,
+    layer: int,
+    shared: Shared = KEYS,
 ) -> Tensor:
-    """Captures K and V of an inner segment, and lets gK and gV in; arguments as of
+    """Captures what an inner segment leaves, and lets its gradients in; arguments as of
     `segment_attention`.
 
     Returns:
         Zeros, [positions, 1, heads * value_dim], which must not be written to.
     """
     out: Tensor = _KeysOnly.apply(
-        query.squeeze(1), key.squeeze(1), value.squeeze(1), context, layer
+        query.squeeze(1), key.squeeze(1), value.squeeze(1), context, layer, shared
     )
     return out.unsqueeze(1)
 
@@ -50,27 +57,32 @@ def picked(x: Tensor, rows: Tensor) -> Tensor:
 class _KeysOnly(Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: SegmentContext, layer: int
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: SegmentContext,
+        layer: int,
+        shared: Shared,
     ) -> Tensor:
-        if context.inner:
-            context.cache.capture(layer, context.index, (key, value))
+        context.capture(layer, shared, key, value)
         if not context.backward:
             context.cache.release(layer)
-        ctx.call = context, layer, [(x.shape, x.dtype) for x in (query, key, value)]
+        ctx.call = context, layer, shared, [(x.shape, x.dtype) for x in (query, key, value)]
         return _zeros(query, (len(query), query.shape[1] * value.shape[2]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
-        context, layer, like = ctx.call
+        context, layer, shared, like = ctx.call
         cache = context.cache
         cache.prefetch(layer - 1, context.index, backward=True)
         sent = cache.take(layer, context.index) if context.inner else None
         cache.release(layer)
         gradients = [out_grad.new_zeros(shape, dtype=dtype) for shape, dtype in like]
-        for gradient, total in zip(gradients[1:], sent or (), strict=False):
-            gradient.copy_(total)  # the arena's rows will be others' again
-        return *gradients, None, None
+        if sent is not None:
+            shared.returned(sent, (gradients[1], gradients[2]))
+        return *gradients, None, None, None
 
 
 class _Skipped(Function):

@@ -62,7 +62,7 @@ def test_the_stock_schedule_runs_the_trainers_microbatches() -> None:
 def test_work_of_segments() -> None:
     prompt, *waves = flat_forest(prefix=4, suffix=2, num=2).segments
     assert segment_work(prompt) == Work(4, 0, 10, 1, 1)
-    assert {segment_work(wave) for wave in waves} == {Work(2, 2, 11, 1, 2)}
+    assert {segment_work(wave) for wave in waves} == {Work(2, 2, 11, 1, 2, 4)}
 
 
 def test_nothing_is_as_fast_as_nothing() -> None:

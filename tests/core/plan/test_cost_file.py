@@ -34,10 +34,10 @@ def test_an_empty_file_has_nothing(tmp_path: Path) -> None:
         (b"\xff\xfe", "no file of measured costs"),
         (b"[]", "no file of measured costs"),
         (b"[" * 100_000, "no file of measured costs"),
-        (b'{"format": "megatron_prefix costs", "version": 9}', "another version than 1"),
-        (b'{"format": "megatron_prefix costs", "version": 1}', "damaged"),
-        (b'{"format": "megatron_prefix costs", "version": 1, "measured": 1}', "damaged"),
-        (b'{"format": "megatron_prefix costs", "version": 1, "measured": {"a": 1}}', "damaged"),
+        (b'{"format": "megatron_prefix costs", "version": 9}', "another version than 2"),
+        (b'{"format": "megatron_prefix costs", "version": 2}', "damaged"),
+        (b'{"format": "megatron_prefix costs", "version": 2, "measured": 1}', "damaged"),
+        (b'{"format": "megatron_prefix costs", "version": 2, "measured": {"a": 1}}', "damaged"),
     ],
 )
 def test_other_files_are_refused_and_kept(tmp_path: Path, text, why) -> None:

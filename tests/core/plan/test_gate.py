@@ -51,7 +51,7 @@ def test_the_baseline_is_the_trainers_packing() -> None:
     assert decided(config, forest, times, range(240)).share
     packed = [rollout // 120 for rollout in range(240)]
     assert decided(config, forest, times, packed).share == (len(forest.segments) < 10)
-    slow = replace(times, prices=tuple(np.array(times.prices) * ([1, 1, 1, 500, 1] * 2)))
+    slow = replace(times, prices=tuple(np.array(times.prices) * ([1, 1, 1, 500, 1, 1] * 2)))
     assert not decided(config, forest, slow, [0] * 240).share
 
 

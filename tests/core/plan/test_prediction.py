@@ -17,7 +17,7 @@ from megatron_prefix.tree import Forest
 from tests.harness.trees import flat_forest
 
 COST = CostModel.of_flops(linear=1000.0, head=70.0, attention=3.0)
-UNIT = CostModel((1.0, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0))
+UNIT = CostModel((1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0))
 """A second a position, twice that backward: the simulator's own cost."""
 
 
@@ -33,13 +33,21 @@ def predicted(times: CostModel, forest: Forest, microbatch_of=None, ranks=1, chu
 
 def test_flops_make_the_first_guess() -> None:
     times = COST.in_seconds(400.0, num_layers=12, num_ranks=2, num_chunks=3)
-    forward, backward = times.forward, times.prices[5:]
+    forward, backward = times.forward, times.prices[6:]
     assert forward[:3] == pytest.approx((1000 / 800, 70 / 400, 3 / 800))
     assert forward[3] == pytest.approx(6 * 3e-4 / 3) and forward[4] == pytest.approx(6 * 5e-5)
     assert backward == tuple(2 * seconds for seconds in forward)
     frozen = COST.in_seconds(400.0, 12, 2, 3, frozen=0.75).prices
-    assert frozen[:5] == forward and frozen[7:] == backward[2:]
-    assert frozen[5:7] == pytest.approx((1.25 * forward[0], 1.25 * forward[1]))
+    assert frozen[:6] == forward and frozen[8:] == backward[2:]
+    assert frozen[6:8] == pytest.approx((1.25 * forward[0], 1.25 * forward[1]))
+
+
+def test_keys_that_are_made_again() -> None:
+    """An ancestor's keys are made in a forward, again in its backward, and have gradients there."""
+    cost = CostModel.of_flops(linear=0.0, head=0.0, attention=0.0, expansion=5.0)
+    assert [cost.prefix(groups(1)), cost.prices[-1] / cost.forward.seen] == [4 * 40 * 5.0, 3]
+    times = cost.in_seconds(10.0, num_layers=12, num_ranks=2, frozen=1.0)
+    assert (times.forward.seen, times.prices[-1]) == (0.25, 0.5)
 
 
 def test_a_step_on_one_rank_is_the_sum_of_its_actions() -> None:
@@ -105,10 +113,10 @@ def test_features_of_actions() -> None:
     plan = make_plan(forest, 2, num_chunks=2)
     wave = len(forest.segments) - 1
     work = np.array(segment_work(forest.segments[wave]))
-    half = work * (0.5, 0, 0.5, 1, 0.5)
-    assert action_features(plan, Action("F", wave, 1), 0).tolist() == [*half, *[0] * 5]
-    last = work * (0.5, 1, 0.5, 1, 0.5)
-    assert action_features(plan, Action("B", wave, 1), 1).tolist() == [*[0] * 5, *last]
+    half = work * (0.5, 0, 0.5, 1, 0.5, 0.5)
+    assert action_features(plan, Action("F", wave, 1), 0).tolist() == [*half, *[0] * 6]
+    last = work * (0.5, 1, 0.5, 1, 0.5, 0.5)
+    assert action_features(plan, Action("B", wave, 1), 1).tolist() == [*[0] * 6, *last]
     plan = replace(plan, policies=("recompute",) * len(forest.segments))
     assert action_features(plan, Action("B", wave, 1), 1).tolist() == [*last, *last]
-    assert action_features(plan, Action("F", wave, 1), 1).tolist() == [*last, *[0] * 5]
+    assert action_features(plan, Action("F", wave, 1), 1).tolist() == [*last, *[0] * 6]

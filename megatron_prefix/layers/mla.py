@@ -1,0 +1,133 @@
+"""Multi-latent attention: a span leaves latents, from which its children compute K and V.  Pure.
+
+Of a position it leaves the latent and the rotated part of the key, `kv_lora_rank` and
+`qk_pos_emb_head_dim` numbers that all heads share: DeepSeek-V3's are 1.1 KiB a layer in bf16, its K
+and V 80 KiB. Every segment expands what it sees of its ancestors by the layer's own projection
+(layers/blocks/latent.py), so an ancestor's position costs more than its pairs: with DeepSeek-V3's
+widths as much as 205 of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from megatron_prefix.errors import Reason
+from megatron_prefix.layers.attention import Attention, in_segments
+from megatron_prefix.layers.kind import Heads, Override, Running, owner
+from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
+from megatron_prefix.refusals.table import (
+    MLA_CACHE,
+    MLA_FUSED_ROPE_CP,
+    MLA_WITHOUT_SP,
+    OTHER_ROTARY,
+)
+from megatron_prefix.tree.payload_map import Form
+
+_ROTARY = "megatron.core.models.common.embeddings"
+ROTARY = {
+    f"{_ROTARY}.rotary_pos_embedding.RotaryEmbedding",
+    f"{_ROTARY}.yarn_rotary_pos_embedding.YarnRotaryEmbedding",
+}
+"""Classes of rotary embeddings whose rule segments follow."""
+
+
+class MLA(Attention):
+    """Megatron's MLASelfAttention, causal."""
+
+    name, symbol = "multi-latent attention", ""
+    forwards = "megatron.core.transformer.multi_latent_attention.MultiLatentAttention"
+
+    def fills(self, config: Any, layer: int) -> bool:
+        """See Kind."""
+        return bool(getattr(config, "multi_latent_attention", False))
+
+    def heads(self, config: Any) -> Heads | None:
+        """See Kind; every head has keys and values of its own."""
+        if not self.fills(config, 0):
+            return None
+        num = config.num_attention_heads // config.tensor_model_parallel_size
+        width, value_width = _widths(config)
+        return Heads(num, 1, width, value_width)
+
+    def parameters(self, config: Any) -> int:
+        """See Kind."""
+        hidden, heads, lora = config.hidden_size, config.num_attention_heads, config.q_lora_rank
+        width, value_width = _widths(config)
+        queries = lora * (hidden + heads * width) if lora else hidden * heads * width
+        latents = hidden * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        weights: int = queries + latents + _expansion(config) + heads * value_width * hidden
+        return weights
+
+    def work(self, config: Any) -> LayerWork:
+        """See Kind; every context-parallel rank expands what its queries see, so all of it."""
+        pairs = config.num_attention_heads * sum(_widths(config))
+        ranks = getattr(config, "context_parallel_size", 1)
+        return LayerWork(self.parameters(config), pairs, ranks * _expansion(config))
+
+    def memory(self, config: Any, form: Execution) -> LayerMemory:
+        """See Kind. Queries, keys and values are saved by attention, which copies the last two;
+        latents by norms and projections. What `mla_up_proj` recomputes is there in a backward."""
+        size, wide = form.itemsize, max(4, form.itemsize)
+        heads, (width, value_width) = config.num_attention_heads / form.tp, _widths(config)
+        made = heads * (width - config.qk_pos_emb_head_dim + value_width)
+        taken, ends = heads * (2 * width + value_width), heads * value_width
+        lse = heads * wide
+        ranks = config.kv_lora_rank + (config.q_lora_rank or 0)
+        latents = ranks / form.sequence_ranks * (2 if form.fused_layers else 3)
+        unread, again = (latents + taken) * size, 0.0
+        inner = unread + ends * size + lse
+        if form.selects("mla_up_proj"):
+            inner, again = inner - taken * size, taken * size
+        elif form.selects("core_attn"):
+            inner, again = inner - lse, ends * size + lse
+        row = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        keys = heads * (width + value_width)
+        return LayerMemory(
+            inner, inner, again, min(unread, inner), temporary=(taken + 2 * ends) * size,
+            seen=(2 * made + 2 * keys) * size,
+            payload=Payload(Form.POSITIONS, row * size, row * wide),
+            keys=keys * size, keys_grad=keys * wide,
+        )  # fmt: skip
+
+    def module_of(self, layer: Any) -> Any | None:
+        """See Kind."""
+        module = super().module_of(layer)
+        return module if hasattr(module, "linear_kv_up_proj") else None
+
+    def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
+        """See Kind."""
+        yield from super().refusals(number, module, model)
+        rotary = module.rotary_pos_emb
+        if not {owner(rotary, name) for name in ("forward", "get_emb")} <= ROTARY:
+            yield OTHER_ROTARY.given(type(rotary).__name__)
+
+    def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
+        """See Kind."""
+        if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+            yield MLA_WITHOUT_SP.given()
+        if config.apply_rope_fusion and config.context_parallel_size > 1:
+            yield MLA_FUSED_ROPE_CP.given()
+        if getattr(config, "cache_mla_latents", False):
+            yield MLA_CACHE.given()
+
+    def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
+        """See Kind."""
+        from megatron_prefix.layers.blocks.latent import Latents
+
+        latents = Latents(module, number, running)
+        core = in_segments(module, number, running, latents)
+        return [(module.core_attention, "forward", core), *latents.overrides()]
+
+
+def _widths(config: Any) -> tuple[int, int]:
+    """Of a query and a key, and of a value, in one head."""
+    return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
+
+
+def _expansion(config: Any) -> int:
+    """Weights of the projection of latents to keys and values."""
+    heads: int = config.num_attention_heads
+    made: int = config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
+    return made
