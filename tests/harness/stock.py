@@ -11,6 +11,7 @@ from megatron_prefix.lab.models import weights
 from megatron_prefix.lab.models.build import build_model, build_optimizer, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.tree import cp_layout
 
 LENGTH, NUM_MICROBATCHES, VOCAB = 24, 4, 97
 
@@ -38,14 +39,25 @@ def microbatches(layout: Layout) -> list[torch.Tensor]:
 
 
 def forward_backward(chunks: list[Any], data: list[torch.Tensor]) -> list[float]:
-    """Megatron's schedule over `data`; the losses, on the last stage."""
+    """Megatron's schedule over `data`; the losses, on the last stage.
+
+    Of context-parallel ranks each runs its zig-zag slices; the first one has the losses.
+    """
+    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    group = parallel_state.get_context_parallel_group()
+    held = torch.from_numpy(cp_layout.positions(LENGTH, group.rank(), group.size()))
+
+    def loss_of(losses: torch.Tensor) -> Any:
+        loss = losses.sum() / LENGTH
+        whole = loss.detach().clone()
+        torch.distributed.all_reduce(whole, group=group)
+        return loss, {"loss": whole}
 
     def forward_step(iterator: Any, model: Any) -> Any:
         tokens = next(iterator)
-        position = torch.arange(LENGTH)[None]
-        output = model(tokens[:, :-1], position, None, labels=tokens[:, 1:])
-        return output, lambda loss: (loss.mean(), {"loss": loss.detach().mean()})
+        return model(tokens[:, held], held[None], None, labels=tokens[:, held + 1]), loss_of
 
     for chunk in chunks:
         if hasattr(chunk, "zero_grad_buffer"):
@@ -63,7 +75,7 @@ def forward_backward(chunks: list[Any], data: list[torch.Tensor]) -> list[float]
         micro_batch_size=1,
         forward_only=False,
     )
-    return [result["loss"].item() for result in results]
+    return [result["loss"].item() for result in results if group.rank() == 0]
 
 
 def named_parameters(chunks: list[Any]) -> dict[str, torch.nn.Parameter]:

@@ -11,7 +11,7 @@ import torch
 from packaging.version import Version
 
 from megatron_prefix.errors import UserError, shown
-from megatron_prefix.lab.models.presets import ModelSpec
+from megatron_prefix.lab.models.presets import LATENT, ModelSpec
 from megatron_prefix.lab.runtime.layout import Layout
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -65,6 +65,12 @@ def check_layout(spec: ModelSpec, layout: Layout) -> None:
         raise UserError(
             f"model {spec.name} has experts and --tp is {layout.tp}: Megatron-Core needs sequence "
             "parallelism then; add --sequence-parallel"
+        )
+    if spec.multi_latent_attention and layout.tp > 1 and not layout.sequence_parallel:
+        raise UserError(
+            f"model {spec.name} has multi-latent attention and --tp is {layout.tp}: without"
+            " sequence parallelism Megatron-Core computes wrong gradients then; add"
+            " --sequence-parallel"
         )
     if spec.is_hybrid_model or spec.recurrent:
         _check_recurrent(spec, layout)
@@ -122,7 +128,10 @@ def transformer_config(
     Raises:
         UserError: unknown `recompute`, or `layout` does not fit `spec`.
     """
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
 
     check_layout(spec, layout)
     values = {
@@ -137,7 +146,8 @@ def transformer_config(
         warnings.filterwarnings("ignore", message="full scope is deprecated")
         warnings.filterwarnings("ignore", message="If you are using transformer_engine")
         try:
-            return TransformerConfig(**values)
+            latent = values["multi_latent_attention"]
+            return (MLATransformerConfig if latent else TransformerConfig)(**values)
         except (AssertionError, NotImplementedError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise UserError(
@@ -158,10 +168,13 @@ def _fields(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
     if spec.is_moe:
         if not isinstance(spec.moe_layer_freq, int):
             values["moe_layer_freq"] = [int(flag) for flag in spec.moe_layer_freq]
-        values["moe_shared_expert_gate"] = spec.moe_shared_expert_intermediate_size is not None
         values["moe_router_dtype"] = "fp64" if dtype == torch.float64 else "fp32"
     else:
         values = {name: value for name, value in values.items() if not name.startswith("moe_")}
+    if spec.multi_latent_attention:
+        values |= {name: getattr(spec, name) for name in ("rotary_base", "rotary_percent")}
+    else:
+        values = {name: value for name, value in values.items() if name not in LATENT}
     gated = spec.gated_linear_unit
     return {
         **values,
@@ -223,12 +236,13 @@ def _kernels(
     fused = device.type == "cuda" and dtype == torch.bfloat16
     has_bias_kernel = fused and spec.gated_linear_unit
     with_te = fused and transformer_engine
+    can_fuse_rope = not spec.multi_latent_attention or spec.rope_type == "yarn"
     values: dict[str, Any] = {
         "transformer_impl": "transformer_engine" if transformer_engine else "local",
         "use_cpu_initialization": device.type == "cpu",
         "masked_softmax_fusion": False,
         "bias_activation_fusion": has_bias_kernel,
-        "apply_rope_fusion": with_te,
+        "apply_rope_fusion": with_te and can_fuse_rope,
         "moe_permute_fusion": False,
         "moe_grouped_gemm": with_te and spec.is_moe,
         "gradient_accumulation_fusion": with_te and _has("fused_weight_gradient_mlp_cuda"),

@@ -188,6 +188,7 @@ def _qwen3_next(config: _Config, **family: Any) -> ModelSpec:
     config.only("shared_expert_gate", True, "the shared expert has a gate")
     values = {
         "moe_shared_expert_intermediate_size": config.size("shared_expert_intermediate_size", 512),
+        "moe_shared_expert_gate": True,
         "moe_router_pre_softmax": not config.flag("norm_topk_prob", True),
         **_gated_delta(config),
     }

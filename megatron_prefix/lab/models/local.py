@@ -39,9 +39,18 @@ class LocalAttention(DotProductAttention):
     `forward` while a segment runs.
     """
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         alone = copy.copy(config)
         alone.context_parallel_size = 1
+        if v_channels is not None:  # MLA: stock takes it for the width of what it returns
+            alone.kv_channels = v_channels
         super().__init__(alone, *args, **kwargs)
 
     def forward(
@@ -111,8 +120,9 @@ class SdpaAttention(LocalAttention):
         key, value = (x.repeat_interleave(shared, dim=2) for x in (key, value))
         mask = None if hidden is None else ~hidden
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
         output = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
         )
         return output.permute(2, 0, 1, 3).flatten(2)
 
@@ -122,17 +132,36 @@ def localize(submodules: Any, config: Any) -> None:
     submodules.input_layernorm = RMSNorm
     submodules.pre_mlp_layernorm = RMSNorm
     attention = submodules.self_attention.submodules
-    if config.qk_layernorm:
+    if config.multi_latent_attention:
+        _localize_latent(attention, config)
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = LocalAttention
+
+
+def _localize_latent(attention: Any, config: Any) -> None:
+    """The same of MLA.
+
+    Every rank has the whole of the projections down to latents, as in transformer-engine's spec.
+    With Megatron's column-parallel ones the gradient of the rotated part of the keys, which is one
+    for all heads, misses the heads of other ranks.
+    """
+    from megatron.core.post_training.modelopt.layers import Linear
+
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
 
 
 def use_sdpa(model: Any) -> None:
     """Puts `SdpaAttention` instead of every core attention of a model."""
     for module in [module for module in model.modules() if hasattr(module, "core_attention")]:
+        latent = module.config.multi_latent_attention
         module.core_attention = SdpaAttention(
             module.config, module.layer_number, module.attn_mask_type, module.attention_type,
-            softmax_scale=module.config.softmax_scale, pg_collection=module.pg_collection,
+            softmax_scale=(module if latent else module.config).softmax_scale,
+            v_channels=module.config.v_head_dim if latent else None,
+            pg_collection=module.pg_collection,
         )  # fmt: skip
 
 

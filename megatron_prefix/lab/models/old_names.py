@@ -50,9 +50,14 @@ def new_value(name: str, value: Any) -> Any:
 
 def updated(saved: Mapping[str, Any]) -> dict[str, Any]:
     """A saved spec (`dataclasses.asdict`) with today's fields, whichever it had."""
-    if "num_experts" not in saved:
-        return dict(saved)
+    if "num_layers" not in saved:
+        return dict(saved)  # of no spec
     values = {field.name: field.default for field in dataclasses.fields(ModelSpec)}
+    # Shared experts had a gate before that was a field.
+    shared = ("moe_shared_expert_intermediate_size", "moe_shared_width")
+    values["moe_shared_expert_gate"] = any(saved.get(name) is not None for name in shared)
+    if "num_experts" not in saved:
+        return {**values, **saved}
     for name, value in saved.items():
         if name not in ("recurrent", "moe_layers"):
             values[new_name(name)] = new_value(name, value)

@@ -22,8 +22,20 @@ else:
     import tomli as toml
 
 _MOST_LAYERS, _MOST_SIZE = 10_000, 10**9
-_POSITIVE = ("rotary_base", "layernorm_epsilon")
-_FROM_ZERO = ("init_method_std", "moe_aux_loss_coeff", "moe_z_loss_coeff")
+_POSITIVE = (
+    *("rotary_base", "layernorm_epsilon", "rotary_scaling_factor", "beta_fast", "beta_slow"),
+    "moe_router_topk_scaling_factor",
+)
+_FROM_ZERO = (
+    *("init_method_std", "moe_aux_loss_coeff", "moe_z_loss_coeff", "mscale", "mscale_all_dim"),
+    "moe_router_bias_update_rate",
+)
+LATENT = (
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+)
+"""Fields of Megatron's MLATransformerConfig alone, used with `multi_latent_attention`."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder of the Llama, Qwen and Nemotron-H families: RMSNorm, RoPE, GQA, SwiGLU.
+    """A decoder of the Llama, Qwen, Nemotron-H and DeepSeek families: RMSNorm, RoPE, SwiGLU.
 
     What is a field of Megatron's TransformerConfig has its name, meaning and default (0.16.1), so
     what reads a config by attribute reads a spec too. The other fields go to Megatron's models:
@@ -70,13 +82,26 @@ class ModelSpec:
     qk_layernorm: RMSNorm over each query and key head before RoPE (Qwen3).
     add_qkv_bias: a bias on the query, key and value projections (Qwen2).
     attention_output_gate: attention's output is gated (Qwen3-Next).
+    multi_latent_attention: MLA (DeepSeek), of which qk_layernorm norms the latents. kv_channels and
+    rope_scaling then mean nothing; every head has its own keys.
+    q_lora_rank: the width of the queries' latent; None: they are projected at once.
+    kv_lora_rank: of that of keys and values. v_head_dim: of a head's values.
+    qk_head_dim, qk_pos_emb_head_dim: the widths of a head's keys without and with RoPE; the latter
+    part is one for all heads.
+    rope_type: of MLA, "rope" or "yarn", with rotary_scaling_factor,
+    original_max_position_embeddings, beta_fast, beta_slow, mscale and mscale_all_dim.
     init_method_std: standard deviation of randomly initialised weights.
     num_moe_experts: None if there are none; other fields of experts are then not used.
     moe_ffn_hidden_size: the width of one expert. moe_router_topk: experts a token is sent to.
     moe_router_pre_softmax: softmax over all experts, not over the chosen ones alone.
     moe_layer_freq: every n-th layer has experts, or a flag a layer.
-    moe_shared_expert_intermediate_size: width of an expert that all tokens go through, behind a
-    gate; None: there is none.
+    moe_shared_expert_intermediate_size: width of an expert that all tokens go through; None: there
+    is none. moe_shared_expert_gate: its output is gated (Qwen3-Next).
+    moe_router_score_function: "softmax" or "sigmoid" (DeepSeek-V3). moe_router_enable_expert_bias:
+    with the latter, a bias on the scores that choose, moved after each step by
+    moe_router_bias_update_rate.
+    moe_router_num_groups, moe_router_group_topk: experts are chosen from so many of so many groups.
+    moe_router_topk_scaling_factor: what weights of chosen experts are multiplied by.
     experimental_attention_variant: "gated_delta_net" puts GatedDeltaNet (linear_*) instead of
     attention in all layers but every `linear_attention_freq`-th.
     linear_num_key_heads, linear_num_value_heads: value heads share keys in groups.
@@ -103,13 +128,33 @@ class ModelSpec:
     qk_layernorm: bool = False
     add_qkv_bias: bool = False
     attention_output_gate: bool = False
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 512
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+    rope_type: str = "yarn"
+    rotary_scaling_factor: float = 40.0
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
     gated_linear_unit: bool = True
     num_moe_experts: int | None = None
     moe_ffn_hidden_size: int | None = None
     moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_gate: bool = False
     moe_layer_freq: int | tuple[int, ...] = 1
     moe_router_topk: int = 2
     moe_router_pre_softmax: bool = False
+    moe_router_score_function: str = "softmax"
+    moe_router_enable_expert_bias: bool = False
+    moe_router_bias_update_rate: float = 1e-3
+    moe_router_num_groups: int | None = None
+    moe_router_group_topk: int | None = None
+    moe_router_topk_scaling_factor: float | None = None
     moe_router_load_balancing_type: str = "aux_loss"
     moe_aux_loss_coeff: float = 0.0
     moe_z_loss_coeff: float | None = None
@@ -141,6 +186,8 @@ class ModelSpec:
         self._require(0 < self.rotary_percent <= 1, f"rotary_percent {shown(self.rotary_percent)}"
                       " must be above 0 and at most 1")  # fmt: skip
         self._check_recurrent()
+        if self.multi_latent_attention:
+            self._check_latent()
 
     def _require(self, fine: bool, problem: str) -> None:
         if not fine:
@@ -161,7 +208,7 @@ class ModelSpec:
         """Refuses NaN, infinities and signs that no weight, coefficient or base can have."""
         for name in (*_POSITIVE, *_FROM_ZERO):
             value = getattr(self, name)
-            if value is None and name == "moe_z_loss_coeff":
+            if value is None and name in ("moe_z_loss_coeff", "moe_router_topk_scaling_factor"):
                 continue
             number = isinstance(value, int | float) and not isinstance(value, bool)
             fine = number and 0 <= value < math.inf and (name not in _POSITIVE or value > 0)
@@ -181,6 +228,28 @@ class ModelSpec:
             flags = len(self.moe_layer_freq)
             self._require(flags == self.num_layers, f"moe_layer_freq has {flags} flags for"
                           f" {self.num_layers} layers; give one a layer")  # fmt: skip
+
+    def _check_latent(self) -> None:
+        """Refuses what Megatron's MLA would leave out without a word, or fail on."""
+        self._require(self.rope_type in ("rope", "yarn"), f"rope_type {shown(self.rope_type)} is"
+                      " not supported; use 'rope' or 'yarn'")  # fmt: skip
+        self._require(self.qk_pos_emb_head_dim % 2 == 0, "qk_pos_emb_head_dim"
+                      f" {self.qk_pos_emb_head_dim} must be even, RoPE turns pairs")  # fmt: skip
+        self._require(
+            self.num_query_groups == self.num_attention_heads,
+            f"num_query_groups {self.num_query_groups} must be num_attention_heads"
+            f" {self.num_attention_heads}, as in MLA every head has its own keys",
+        )
+        others = (
+            *("add_qkv_bias", "attention_output_gate", "rope_scaling"),
+            *("hybrid_override_pattern", "experimental_attention_variant"),
+        )
+        given = [name for name in others if getattr(self, name)]
+        self._require(not given, f"multi_latent_attention has no {', '.join(given)}; leave one of"
+                      " them out")  # fmt: skip
+        self._require(
+            self.rope, "multi_latent_attention has no form without RoPE; set rope to true"
+        )
 
     def _check_recurrent(self) -> None:
         variant, pattern = self.experimental_attention_variant, self.hybrid_override_pattern
@@ -290,7 +359,10 @@ class ModelSpec:
 
 def _presets() -> dict[str, ModelSpec]:
     text = Path(__file__).with_name("presets.toml").read_text(encoding="utf-8")
-    return {name: ModelSpec(name, **fields) for name, fields in toml.loads(text).items()}
+    models = toml.loads(text)
+    for fields in models.values():
+        fields |= {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    return {name: ModelSpec(name, **fields) for name, fields in models.items()}
 
 
 PRESETS = _presets()

@@ -31,6 +31,8 @@ last for a few, and a mistake in what crosses a segment's end would not show."""
 # transformer-engine fuses a norm into the next linear; its names are mapped to the local ones.
 _FUSED_NORMS = (
     ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    ("self_attention.linear_q_up_proj.layer_norm_weight", "self_attention.q_layernorm.weight"),
+    ("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attention.kv_layernorm.weight"),
     ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
     ("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight"),
     ("mixer.in_proj.layer_norm_weight", "norm.weight"),
@@ -76,6 +78,13 @@ def global_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """The parameters of one GPTModel (unwrapped), each with its `global_name`."""
     for name, parameter in model.named_parameters():
         yield global_name(model, name), parameter
+
+
+def expert_biases(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The biases on scores of experts, which are no parameters, each with its `global_name`."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("router.expert_bias") and buffer is not None:
+            yield global_name(model, name), buffer
 
 
 def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
@@ -141,7 +150,7 @@ def _draw(full: torch.Tensor, whole: str, std: float, generator: torch.Generator
 
 @torch.no_grad()
 def fill(model: Any, spec: ModelSpec, seed: int) -> None:
-    """Give every parameter of one pipeline chunk its value.
+    """Give every parameter of one pipeline chunk its value, and every expert's bias.
 
     Args:
         model: a GPTModel (unwrapped) of `spec`.
@@ -155,3 +164,5 @@ def fill(model: Any, spec: ModelSpec, seed: int) -> None:
         full = torch.empty(shape, dtype=torch.float32, device=parameter.device)
         _draw(full, whole, spec.init_method_std, generator)
         parameter.copy_(local_part(full, dim, rank, size, _pieces(spec, whole)))
+    for name, bias in expert_biases(model):
+        bias.normal_(0.0, NORM_NOISE, generator=_generator(seed, name, bias.device))

@@ -331,12 +331,13 @@ def _gather_unequal_shapes() -> None:
 
 
 def _route_without_transformer_engine() -> None:
-    """Let the MoE router and the all-to-all dispatcher run on CPU tensors.
+    """Let MLA be built, and the MoE router and the all-to-all dispatcher run on CPU tensors.
 
     transformer/moe/moe_utils.py:1192 reads `te_general_gemm`, which is never bound when
     transformer-engine is missing. transformer/moe/token_dispatcher.py:879 makes the split sizes a
     numpy array only for tensors on a GPU (transformer/moe/moe_utils.py:1093), and the all-to-all
-    wants numbers.
+    wants numbers. transformer/multi_latent_attention.py:54 takes transformer-engine for installed,
+    as its import of stand-ins succeeds, and :143 asks for instances of one.
     """
     with _quiet_import():
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -346,6 +347,12 @@ def _route_without_transformer_engine() -> None:
 
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    from megatron.core.post_training.modelopt.layers import Linear
+    from megatron.core.transformer import multi_latent_attention
+
+    if not isinstance(multi_latent_attention.TELinear, type):
+        _set(multi_latent_attention, HAVE_TE=False, Linear=Linear)
 
     for module in (moe_utils, token_dispatcher):
         if hasattr(module, "maybe_move_tensor_to_cpu"):

@@ -34,6 +34,7 @@ EXPERTS = {
     "num_moe_experts": 8,
     "moe_ffn_hidden_size": 32,
     "moe_shared_expert_intermediate_size": 32,
+    "moe_shared_expert_gate": True,
     "moe_aux_loss_coeff": 1e-2,
 }
 OVERRIDES: dict[str, dict[str, Any]] = {

@@ -56,6 +56,14 @@ def test_other_values_of_a_saved_spec_are_kept() -> None:
     assert found["new"] == 7
 
 
+def test_fields_that_came_later_have_what_was_before() -> None:
+    saved = dataclasses.asdict(PRESETS["qwen3-next-80b-a3b"])
+    earlier = {name: value for name, value in saved.items() if name != "moe_shared_expert_gate"}
+    assert updated(earlier) == saved
+    del saved["kv_lora_rank"]
+    assert updated(saved)["kv_lora_rank"] == 512
+
+
 def test_old_names_lead_to_fields() -> None:
     fields = {field.name for field in dataclasses.fields(ModelSpec)}
     assert {new_name(name) for name in RENAMED} <= fields

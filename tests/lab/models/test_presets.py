@@ -229,7 +229,8 @@ def test_tiny_presets_cover_what_the_families_differ_in():
     assert qwen.qk_layernorm
     assert qwen.tie_embeddings
     assert qwen.kv_channels != qwen.hidden_size // qwen.num_attention_heads
-    assert all(spec.num_query_groups < spec.num_attention_heads for spec in PRESETS.values())
+    shared = [spec for spec in PRESETS.values() if not spec.multi_latent_attention]
+    assert all(spec.num_query_groups < spec.num_attention_heads for spec in shared)
     assert PRESETS["tiny-moe"].num_moe_experts == 8
     assert PRESETS["tiny-moe"].moe_router_topk == 2
     assert PRESETS["tiny-moe"].moe_aux_loss_coeff > 0
@@ -262,6 +263,25 @@ def test_a_base_is_above_zero_and_weights_may_be_zero():
 def test_sizes_have_an_end(fields):
     with pytest.raises(UserError, match=r"(num_layers|hidden_size) 1000+1 (is more|must be)"):
         resolve("tiny-llama", **fields)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("num_query_groups", 2, "2 must be num_attention_heads 4"),
+        ("qk_pos_emb_head_dim", 7, "7 must be even"),
+        ("kv_lora_rank", 0, "0 must be an integer from 1"),
+        ("rope_type", "linear", "'linear' is not supported; use 'rope' or 'yarn'"),
+        ("rope", False, "set rope to true"),
+        ("attention_output_gate", True, "multi_latent_attention has no attention_output_gate"),
+        ("experimental_attention_variant", "gated_delta_net", "multi_latent_attention has no"),
+        ("mscale", math.nan, "mscale nan must be a finite number"),
+    ],
+)
+def test_what_latent_attention_lacks_is_refused(field, value, words):
+    fields = {"linear_attention_freq": 4, field: value}
+    with pytest.raises(UserError, match=words):
+        resolve("tiny-deepseek", **fields)
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "two\nlines"])
