@@ -27,6 +27,8 @@ MODELS = {
     "mamba": "tiny-nemotron-h",
     "hybrid-gdn": "tiny-qwen3-next",
     "hybrid-moe": "tiny-nemotron-h",
+    "mla": "tiny-deepseek",
+    "mla-moe": "tiny-deepseek",
 }
 RECURRENT = ("gdn", "gdn-moe", "mamba", "hybrid-gdn", "hybrid-moe")
 """Megatron-Core 0.16 does not pack microbatches of these."""
@@ -46,6 +48,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "hybrid_override_pattern": "G-G*G-*G",
     },
     "hybrid-moe": {**EXPERTS, "hybrid_override_pattern": "MEM*EM"},
+    "mla": {"num_moe_experts": None},
+    "mla-moe": {"moe_router_load_balancing_type": "aux_loss"},
 }
 """Fields of the preset that a model changes."""
 RECOMPUTES = ("none", "full")
@@ -68,7 +72,12 @@ SIXTEEN_BIT_OF = {
     "mamba": {"ffn_hidden_size": 1408},
     "hybrid-gdn": {"ffn_hidden_size": 1408},
     "hybrid-moe": {"moe_ffn_hidden_size": 256, "moe_router_topk": 8},
-}
+    "mla": {"ffn_hidden_size": 1408, "kv_lora_rank": 128, "qk_head_dim": 64, "v_head_dim": 64},
+    "mla-moe": {
+        "moe_ffn_hidden_size": 256, "moe_router_topk": 8, "moe_router_group_topk": 4,
+        "kv_lora_rank": 128, "qk_head_dim": 64, "v_head_dim": 64,
+    },
+}  # fmt: skip
 
 # name: layout, models that can run it. With tensor parallelism Megatron-Core requires sequence
 # parallelism for experts, so for them TP2 is always +SP.
@@ -76,28 +85,32 @@ LAYOUTS: dict[str, tuple[Layout, tuple[str, ...]]] = {
     "TP2": (Layout(tp=2), ("dense",)),
     "TP2+SP": (
         Layout(tp=2, sequence_parallel=True),
-        ("dense", "moe", "gdn", "gdn-moe", "mamba", "hybrid-gdn", "hybrid-moe"),
+        ("dense", "moe", "gdn", "gdn-moe", "mamba", "hybrid-gdn", "hybrid-moe", "mla"),
     ),
-    "PP2": (Layout(pp=2), ("dense", "moe", "gdn", "mamba")),
+    "PP2": (Layout(pp=2), ("dense", "moe", "gdn", "mamba", "mla")),
     "PP4": (Layout(pp=4), ("dense", "moe")),
-    "PP2xVPP2": (Layout(pp=2, vpp=2), ("dense", "moe", "gdn", "mamba", "hybrid-gdn")),
-    "CP2": (Layout(cp=2), ("dense", "moe", "gdn", "mamba", "hybrid-gdn")),
+    "PP2xVPP2": (Layout(pp=2, vpp=2), ("dense", "moe", "gdn", "mamba", "hybrid-gdn", "mla")),
+    "CP2": (Layout(cp=2), ("dense", "moe", "gdn", "mamba", "hybrid-gdn", "mla")),
     "CP4": (Layout(cp=4), ("dense", "moe")),
-    "EP2": (Layout(ep=2, dp=2), ("moe", "gdn-moe", "hybrid-moe")),
+    "EP2": (Layout(ep=2, dp=2), ("moe", "gdn-moe", "hybrid-moe", "mla-moe")),
     "EP4": (Layout(ep=4, dp=4), ("moe",)),
-    "DP2": (Layout(dp=2), ("dense", "moe", "gdn", "mamba")),
+    "DP2": (Layout(dp=2), ("dense", "moe", "gdn", "mamba", "mla")),
     "TP2xPP2": (Layout(tp=2, pp=2), ("dense", "moe")),
     "TP2xCP2": (Layout(tp=2, cp=2), ("dense", "moe")),
-    "PP2xCP2": (Layout(pp=2, cp=2), ("dense", "moe", "mamba")),
+    "PP2xCP2": (Layout(pp=2, cp=2), ("dense", "moe", "mamba", "mla-moe")),
     "PP2xEP2": (Layout(pp=2, ep=2, dp=2), ("moe", "gdn-moe", "hybrid-moe")),
     "TP2xPP2xCP2": (Layout(tp=2, pp=2, cp=2), ("dense", "moe")),
-    "TP2xEP2xPP2": (Layout(tp=2, pp=2, ep=2, dp=2, sequence_parallel=True), ("moe", "gdn-moe")),
+    "TP2xEP2xPP2": (
+        Layout(tp=2, pp=2, ep=2, dp=2, sequence_parallel=True), ("moe", "gdn-moe", "mla-moe"),
+    ),
     # Experts are spread over context- and data-parallel ranks, in this order.
     "CP2xEP2": (Layout(cp=2, ep=2), ("moe",)),
     "CP2xEP4": (Layout(cp=2, ep=4, dp=2), ("moe",)),
-    "TP2xCP2xEP2xPP2": (Layout(tp=2, cp=2, pp=2, ep=2, sequence_parallel=True), ("moe",)),
+    "TP2xCP2xEP2xPP2": (
+        Layout(tp=2, cp=2, pp=2, ep=2, sequence_parallel=True), ("moe", "mla-moe"),
+    ),
     "TP2xCP2xEP4xPP2": (Layout(tp=2, cp=2, pp=2, ep=4, dp=2, sequence_parallel=True), ("moe",)),
-}
+}  # fmt: skip
 
 
 def is_sixteen_bit(dtype: str) -> bool:

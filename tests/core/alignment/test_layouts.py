@@ -27,6 +27,11 @@ moe/TP2xEP2xPP2/flat/none
 dense/PP2xVPP2/packed/full
 moe/CP2xEP4/packed/none
 moe/TP2xCP2xEP2xPP2/packed/none
+mla/TP2+SP/packed/none
+mla/PP2xVPP2/tree/full
+mla/CP2/packed/none
+mla-moe/EP2/packed/none
+mla-moe/TP2xCP2xEP2xPP2/packed/none
 """.split()
 
 

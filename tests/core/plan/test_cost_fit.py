@@ -98,7 +98,7 @@ def test_few_actions_change_nothing(num) -> None:
 def test_ranks_and_steps_add_up() -> None:
     """The output layer is on the last stage only, and both stages' actions make one fit."""
     rows = actions(0)
-    first = [one * (1, 0, 1, 1, 1, 1, 0, 1, 1, 1) for one in rows]
+    first = [one * (1, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1) for one in rows]
     parts = [Evidence.of_actions(part, measured(part), PRIOR) for part in (first, rows)]
     times = together(parts, PRIOR).times(PRIOR)
     assert_known(times)

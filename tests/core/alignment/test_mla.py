@@ -1,0 +1,207 @@
+"""Multi-latent attention under the prefix schedule in fp64, against plain autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.layers.blocks.latent import Latents
+from megatron_prefix.layers.blocks.rotary import Rotary
+from megatron_prefix.megatron.install import install, installed, language_model
+from tests.harness import hybrid, steps
+from tests.harness.failures import Countdown, Fault
+from tests.harness.one_group import schedule_with
+from tests.harness.one_rank import one_rank, small_model
+from tests.harness.steps import Contract
+
+EXACT = 1e-12
+DENSE: dict[str, Any] = {
+    "num_layers": 3, "num_moe_experts": None, "moe_layer_freq": 1,
+    "moe_shared_expert_intermediate_size": None, "moe_router_enable_expert_bias": False,
+    "moe_router_num_groups": None, "moe_router_group_topk": None, "moe_router_topk": 2,
+    "moe_router_topk_scaling_factor": None, "moe_router_load_balancing_type": "aux_loss",
+    "moe_router_score_function": "softmax", "moe_aux_loss_coeff": 0.0, "moe_ffn_hidden_size": None,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "yarn": {},
+    "rope": {"rope_type": "rope"},
+    "no q_lora": {"q_lora_rank": None},
+    "no norms": {"qk_layernorm": False},
+    "wide values": {"v_head_dim": 28},
+    "both mscales": {"mscale": 0.707, "mscale_all_dim": 0.707, "rotary_scaling_factor": 40.0},
+}
+RECOMPUTES: dict[str, dict[str, Any]] = {
+    "full": {"recompute": "full"},
+    **{
+        " and ".join(modules): {
+            "config_overrides": {
+                "recompute_granularity": "selective",
+                "recompute_modules": modules,
+            }
+        }  # fmt: skip
+        for modules in (["mla_up_proj"], ["core_attn"], ["mla_up_proj", "core_attn"], ["layernorm"])
+    },
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "trees packed": {},
+    "chunks of 7": {"chunk_tokens": 7},
+    "packs of chunks": {"chunk_tokens": 5, "segment_tokens": 16},
+    "depth first": {"segment_tokens": 8},
+    "recompute": {"memory": "recompute", "chunk_tokens": 16},
+    "offload": {"memory": "offload", "chunk_tokens": 16},
+    "a layer on the host": {"cache_host_layers": 1, "memory": "offload"},
+    "all layers on the host": {"cache_host_layers": 9, "memory": "recompute", "chunk_tokens": 7},
+    "no parent": {"min_gain": 10**6},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+def model_of(fields: dict[str, Any], **options: Any) -> Any:
+    """Equal arguments give equal weights."""
+    return small_model("tiny-deepseek", spec={**DENSE, **fields}, **options)
+
+
+def expected_of(fields: dict[str, Any]) -> steps.Reference:
+    return steps.plain(model_of(fields, wrap_ddp=False), Contract(), hybrid.items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_exact(name: str) -> None:
+    model, expected = model_of(MODELS[name]), expected_of(MODELS[name])
+    for options in OPTIONS if name == "yarn" else ("trees packed", "chunks of 7"):
+        assert hybrid.worst(model, expected, **OPTIONS[options]) <= EXACT, options
+
+
+@pytest.mark.parametrize("name", RECOMPUTES)
+def test_megatrons_own_recomputation(name: str) -> None:
+    model, expected = model_of({}, **RECOMPUTES[name]), expected_of({})
+    for options in ("trees packed", "recompute", "offload", "all layers on the host"):
+        assert hybrid.worst(model, expected, **OPTIONS[options]) <= EXACT, options
+
+
+def test_frozen_weights() -> None:
+    """Under a frozen projection latents have a gradient and its weights have none."""
+
+    def freeze(model: Any) -> Any:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("linear_kv_up_proj" not in name and "embedding" not in name)
+        return model
+
+    twin, model = (freeze(model_of({}, wrap_ddp=False)) for _ in "ab")
+    expected = steps.plain(twin, Contract(), hybrid.items())
+    steps.call(schedule_with(chunk_tokens=7), Contract().step, model, hybrid.items())
+    found = steps.gradients(model)
+    for name, parameter in model.named_parameters():
+        largest = (found[name] - expected.gradients[name]).abs().max()
+        assert largest <= EXACT * expected.terms[name], name
+        assert parameter.requires_grad == bool(found[name].any()), name
+
+
+def test_a_failure_in_the_middle_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, expected = model_of({}), expected_of({})
+    for method in ("keys", "keys_with_pull", "left", "returned", "arrived"):
+        with monkeypatch.context() as patch:
+            count, stock = Countdown(Fault, 3), getattr(Latents, method)
+
+            def failing(self: Latents, *args: Any, count: Any = count, stock: Any = stock) -> Any:
+                count()
+                return stock(self, *args)
+
+            patch.setattr(Latents, method, failing)
+            with pytest.raises(Fault):
+                hybrid.worst(model, expected, chunk_tokens=7)
+        assert installed(model).current is None  # type: ignore[union-attr]
+        assert hybrid.worst(model, expected, chunk_tokens=7) <= EXACT, method
+
+
+@pytest.mark.parametrize("options", [name for name in OPTIONS if "host" not in name])
+def test_the_sidecar_takes_what_was_predicted(options: str) -> None:
+    ours = schedule_with(**OPTIONS[options])
+    hybrid.errors(model_of({}), expected_of({}), ours)
+    report = ours.report
+    assert report is not None and report.memory is not None
+    assert report.memory.cache_peak == pytest.approx(report.cache_bytes, rel=1e-9)
+    assert (report.cache_bytes > 0) == (options != "no parent")
+
+
+def test_a_position_leaves_its_latent() -> None:
+    """In bytes: rank and rotary width, whatever heads and widths of keys and values are."""
+    model = model_of({})
+    hooks = install(language_model(model), "math")
+    widths = [hooks.parts[0].kind.memory(unwrap(model).config, _form()).payload for _ in "ab"]  # type: ignore[union-attr]
+    assert widths[0] is not None and widths[0].values == (16 + 8) * 2
+    assert widths[0].gradients == (16 + 8) * 4
+
+
+def _form() -> Any:
+    from megatron_prefix.plan.footprint import Execution
+
+    return Execution()
+
+
+def test_equal_rotary_embeddings_have_one_table() -> None:
+    model = model_of({})
+    expected = expected_of({})
+    assert hybrid.worst(model, expected) <= EXACT
+    rotary = installed(model).rotary  # type: ignore[union-attr]
+    assert len(rotary._modules) == 3 and len({id(t) for t, _ in rotary._tables.values()}) == 1
+    # A change in one layer is seen by the next step.
+    for chunk in (model, twin := model_of({}, wrap_ddp=False)):
+        last = language_model(chunk).decoder.layers[-1].self_attention.rotary_pos_emb
+        last.inv_freq_extra = 2 * last.inv_freq_extra
+        last.inv_freq_inter = 2 * last.inv_freq_inter
+        last.forward.cache_clear() if hasattr(last.forward, "cache_clear") else None
+        type(last).forward.cache_clear()  # type: ignore[attr-defined]
+    changed = steps.plain(twin, Contract(), hybrid.items())
+    assert hybrid.worst(model, expected) > 1e-3
+    assert hybrid.worst(model, changed) <= EXACT
+    assert len({id(t) for t, _ in rotary._tables.values()}) == 2
+
+
+BROKEN: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
+    "no gradient of latents": (Latents, "arrived", lambda stock: lambda self: None),
+    "half of it": (
+        Latents, "arrived", lambda stock: lambda self: _halved(stock(self)),
+    ),
+    "no gradient of rotated keys": (
+        Latents, "returned",
+        lambda stock: lambda self, sent, both: stock(self, (sent[0], 0 * sent[1]), both),
+    ),
+    "no gradient of the projection": (
+        Latents, "keys_with_pull",
+        lambda stock: lambda self, payload: _weightless(self, stock, payload),
+    ),
+    "positions from 0": (
+        Rotary, "of",
+        lambda stock: lambda self, module, at: stock(self, module, torch.arange(len(at))),
+    ),
+    "latents of other rows": (
+        Latents, "left",
+        lambda stock: lambda self, *both: (stock(self, *both)[0].roll(1, 0), both[0][:, 0, 16:]),
+    ),
+}  # fmt: skip
+
+
+def _halved(sent: Any) -> Any:
+    return None if sent is None else sent / 2
+
+
+def _weightless(self: Latents, stock: Any, payload: Any) -> Any:
+    both, pull = stock(self, payload)
+    return both, lambda gradients: (pull(gradients)[0], [None] * len(self.weights))
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_wrong_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, method, broken = BROKEN[name]
+    monkeypatch.setattr(owner, method, broken(getattr(owner, method)))
+    assert hybrid.worst(model_of({}), expected_of({}), chunk_tokens=7) > 1e-3
