@@ -2,9 +2,9 @@
 
 Of a position it leaves the latent and the rotated part of the key, `kv_lora_rank` and
 `qk_pos_emb_head_dim` numbers that all heads share: DeepSeek-V3's are 1.1 KiB a layer in bf16, its K
-and V 80 KiB. Every segment expands what it sees of its ancestors by the layer's own projection
-(layers/blocks/latent.py), so an ancestor's position costs more than its pairs: with DeepSeek-V3's
-widths as much as 205 of them.
+and V 80 KiB. A segment expands what it sees of its ancestors by the layer's own projection
+(layers/blocks/latent.py). With DeepSeek-V3's widths an ancestor's position so costs a segment as
+much as 410 pairs more.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class MLA(Attention):
         taken, ends = heads * (2 * width + value_width), heads * value_width
         lse = heads * wide
         ranks = config.kv_lora_rank + (config.q_lora_rank or 0)
-        latents = ranks / form.sequence_ranks * (2 if form.fused_layers else 3)
-        unread, again = (latents + taken) * size, 0.0
+        copies = (2 if form.fused_layers else 3) if config.qk_layernorm else 1
+        unread, again = (ranks / form.sequence_ranks * copies + taken) * size, 0.0
         inner = unread + ends * size + lse
-        if form.selects("mla_up_proj"):
-            inner, again = inner - taken * size, taken * size
-        elif form.selects("core_attn"):
+        if form.selects("core_attn"):  # its inputs are saved
             inner, again = inner - lse, ends * size + lse
+        if form.selects("mla_up_proj"):
+            inner, again = inner - taken * size, again + taken * size
         row = config.kv_lora_rank + config.qk_pos_emb_head_dim
         keys = heads * (width + value_width)
         return LayerMemory(

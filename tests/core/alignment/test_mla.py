@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.layers.blocks import core
 from megatron_prefix.layers.blocks.latent import Latents
 from megatron_prefix.layers.blocks.rotary import Rotary
-from megatron_prefix.megatron.install import install, installed, language_model
+from megatron_prefix.layers.mla import MLA
+from megatron_prefix.megatron.install import installed, language_model
+from megatron_prefix.plan.footprint import Execution
+from tests.core.alignment.test_hybrid_memory import step
 from tests.harness import hybrid, steps
 from tests.harness.failures import Countdown, Fault
 from tests.harness.one_group import schedule_with
@@ -19,13 +23,7 @@ from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract
 
 EXACT = 1e-12
-DENSE: dict[str, Any] = {
-    "num_layers": 3, "num_moe_experts": None, "moe_layer_freq": 1,
-    "moe_shared_expert_intermediate_size": None, "moe_router_enable_expert_bias": False,
-    "moe_router_num_groups": None, "moe_router_group_topk": None, "moe_router_topk": 2,
-    "moe_router_topk_scaling_factor": None, "moe_router_load_balancing_type": "aux_loss",
-    "moe_router_score_function": "softmax", "moe_aux_loss_coeff": 0.0, "moe_ffn_hidden_size": None,
-}  # fmt: skip
+DENSE: dict[str, Any] = {"num_layers": 3, "num_moe_experts": None}
 MODELS: dict[str, dict[str, Any]] = {
     "yarn": {},
     "rope": {"rope_type": "rope"},
@@ -42,7 +40,7 @@ RECOMPUTES: dict[str, dict[str, Any]] = {
                 "recompute_granularity": "selective",
                 "recompute_modules": modules,
             }
-        }  # fmt: skip
+        }
         for modules in (["mla_up_proj"], ["core_attn"], ["mla_up_proj", "core_attn"], ["layernorm"])
     },
 }
@@ -133,19 +131,57 @@ def test_the_sidecar_takes_what_was_predicted(options: str) -> None:
     assert (report.cache_bytes > 0) == (options != "no parent")
 
 
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "rope"])
+def test_saved_bytes_are_those_that_were_predicted(name: str) -> None:
+    model = model_of(MODELS[name], dtype=torch.float32)
+    for memory, within in (("retain", 0.03), ("recompute", 0.06)):
+        for fields in ({"chunk_tokens": 7}, {}):
+            saved, report = step(model, memory=memory, **fields)
+            found = saved + report.cache_bytes
+            assert report.memory.saved == pytest.approx(found, rel=within), (memory, fields)
+
+
 def test_a_position_leaves_its_latent() -> None:
     """In bytes: rank and rotary width, whatever heads and widths of keys and values are."""
-    model = model_of({})
-    hooks = install(language_model(model), "math")
-    widths = [hooks.parts[0].kind.memory(unwrap(model).config, _form()).payload for _ in "ab"]  # type: ignore[union-attr]
-    assert widths[0] is not None and widths[0].values == (16 + 8) * 2
-    assert widths[0].gradients == (16 + 8) * 4
+    for fields in ({}, {"v_head_dim": 28}, {"num_attention_heads": 8, "num_query_groups": 8}):
+        payload = MLA().memory(resolve("tiny-deepseek", **DENSE, **fields), Execution()).payload
+        assert payload is not None
+        assert (payload.values, payload.gradients) == ((16 + 8) * 2, (16 + 8) * 4)
 
 
-def _form() -> Any:
-    from megatron_prefix.plan.footprint import Execution
+def test_up_projections_that_are_recomputed_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron frees queries, keys and values between forward and backward, and so do segments."""
+    kept: list[Any] = []
+    attention = core.segment_attention
 
-    return Execution()
+    def watched(query: Any, key: Any, value: Any, context: Any, *more: Any) -> Any:
+        sizes = [one.untyped_storage().nbytes() for before in kept for one in before]
+        assert context.backward or not any(sizes)
+        kept.append((query, key, value))
+        return attention(query, key, value, context, *more)
+
+    monkeypatch.setattr(core, "segment_attention", watched)
+    model = model_of({}, **RECOMPUTES["mla_up_proj"])
+    assert hybrid.worst(model, expected_of({}), chunk_tokens=7) <= EXACT
+    assert kept
+
+
+def test_work_is_that_of_the_projections() -> None:
+    """DeepSeek-V3's: an ancestor's position costs as much as 410 pairs."""
+    spec = resolve(
+        "tiny-deepseek", **{**DENSE, "num_attention_heads": 128, "num_query_groups": 128},
+        kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128,
+    )  # fmt: skip
+    work = MLA().work(spec)
+    assert work.pairs == 128 * (192 + 128) and work.seen == 512 * 128 * 256
+    assert work.seen / work.pairs == pytest.approx(409.6)
+    model = model_of({}, wrap_ddp=False)
+    mixers = [layer.self_attention for layer in language_model(model).decoder.layers]
+    weights = [
+        sum(one.numel() for name, one in mixer.named_parameters() if "norm" not in name)
+        for mixer in mixers
+    ]
+    assert {*weights} == {MLA().parameters(resolve("tiny-deepseek", **DENSE))}
 
 
 def test_equal_rotary_embeddings_have_one_table() -> None:
