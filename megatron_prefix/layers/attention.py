@@ -151,17 +151,43 @@ def _mask_type(module: Any) -> str:
     return mask.name if type(mask).__name__ == "AttnMaskType" else ""
 
 
+def window_of(attention: Any) -> tuple[int, int] | None:
+    """Positions that a query of a module sees before its own and behind it; None: all before."""
+    core = attention.core_attention
+    for one in (core, getattr(core, "scale_mask_softmax", None)):
+        found = getattr(one, "window_size", None)
+        if isinstance(found, tuple | list):
+            return None if found[0] < 0 else (int(found[0]), int(found[1]))
+    return None
+
+
 def _is_gated(config: Any) -> bool:
     """Whether attention's output has a gate."""
     return bool(getattr(config, "attention_output_gate", False))
 
 
 def in_segments(
-    attention: Any, number: int, running: Running, shared: Shared
+    attention: Any,
+    number: int,
+    running: Running,
+    shared: Shared,
+    attend: Callable[..., Tensor] | None = None,
+    window: int | None = None,
 ) -> Callable[..., Tensor]:
-    """The core attention's forward; `shared` is what the layer leaves."""
+    """The core attention's forward.
+
+    Args:
+        attention: Megatron's module.
+        number: of the layer in the sidecar.
+        running: says which segment runs.
+        shared: what the layer leaves.
+        attend: runs a segment (default: `segment_attention`).
+        window: of the kernel that it gets.
+    """
     from megatron_prefix.layers.blocks.core import segment_attention
     from megatron_prefix.layers.blocks.unread import keys_only
+
+    attend = attend or segment_attention
 
     core = attention.core_attention
     stock = core.forward
@@ -179,10 +205,19 @@ def in_segments(
             # norms of queries and keys the projection is kept anyway.
             value = value.contiguous()
         scale = _softmax_scale(attention, core)  # it may be changed between steps
-        kernel = running.kernel
-        return segment_attention(query, key, value, context, number, scale, kernel, shared)
+        kernel, sink = running.kernels[window], _sink(core)
+        return attend(query, key, value, context, number, scale, kernel, shared, sink)
 
     return forward
+
+
+def _sink(core: Any) -> Tensor | None:
+    """One more score of every head of a core attention, [heads]; None without one."""
+    offset = getattr(core, "softmax_offset", None)
+    if offset is None or getattr(core.config, "softmax_type", "vanilla") == "vanilla":
+        return None
+    sink: Tensor = offset.flatten()
+    return sink
 
 
 def _softmax_scale(attention: Any, core: Any) -> float:

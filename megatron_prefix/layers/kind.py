@@ -58,13 +58,13 @@ class Running(Protocol):
 
     Attributes:
         current: the segment that runs, or None.
-        kernel: runs attention's blocks.
+        kernels: run attention's blocks, by the window; None: without one.
         replay: makes the routers follow routes in this step; None if they choose themselves.
         rotary: tables of rotary embeddings; it is told of every module that it is asked for.
     """
 
     current: SegmentContext | None
-    kernel: Kernel
+    kernels: dict[int | None, Kernel]
     replay: Replay | None
     rotary: Rotary
 
@@ -109,6 +109,15 @@ class Kind:
             form: how it is computed.
         """
         raise NotImplementedError
+
+    def form_of(self, config: Any) -> Form | None:
+        """Rows of its payload in a model: `form`, unless they depend on the config."""
+        return self.form
+
+    def window(self, module: Any) -> int | None:
+        """Positions before its own that a query of a module sees; None: all, or it has no
+        queries."""
+        return None
 
     def heads(self, config: Any) -> Heads | None:
         """Heads of its attention, whose blocks kernels run; None if it has none in this model."""

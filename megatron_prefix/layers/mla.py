@@ -13,13 +13,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron_prefix.errors import Reason
-from megatron_prefix.layers.attention import Attention, in_segments
+from megatron_prefix.layers.attention import Attention, in_segments, window_of
 from megatron_prefix.layers.kind import Heads, Override, Running, owner
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
 from megatron_prefix.refusals.table import (
     MLA_CACHE,
     MLA_FUSED_ROPE_CP,
+    MLA_WINDOW,
     MLA_WITHOUT_SP,
     OTHER_ROTARY,
 )
@@ -109,6 +110,8 @@ class MLA(Attention):
             yield MLA_WITHOUT_SP.given()
         if config.apply_rope_fusion and config.context_parallel_size > 1:
             yield MLA_FUSED_ROPE_CP.given()
+        if window_of(module) is not None:
+            yield MLA_WINDOW.given()
         if getattr(config, "cache_mla_latents", False):
             yield MLA_CACHE.given()
 

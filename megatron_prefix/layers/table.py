@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron_prefix.errors import Reason
@@ -13,12 +13,15 @@ from megatron_prefix.layers.kind import Heads, Kind, Part, Slot
 from megatron_prefix.layers.mamba import Mamba2
 from megatron_prefix.layers.mla import MLA
 from megatron_prefix.layers.mlp import MLP
+from megatron_prefix.layers.window import Window
 from megatron_prefix.refusals.table import OTHER_MIXER
+from megatron_prefix.tree.payload_map import Form
 
 KINDS: tuple[Kind, ...] = (
     Mamba2(),
     GatedDeltaNet(),
     MLA(),
+    Window(),
     Attention(),
     Experts(),
     MLP(),
@@ -48,6 +51,12 @@ def parts(model: Any, slot: Slot) -> list[Part]:
 def payload_parts(model: Any) -> list[Part]:
     """What leaves a payload, in the order in which it runs: the sidecar has their numbers."""
     return [part for part in parts(model, Slot.MIXER) if part.kind and part.kind.form]
+
+
+def forms(parts: Iterable[Part], config: Any) -> list[Form]:
+    """Of the payloads of some parts of a model."""
+    found = (part.kind.form_of(config) for part in parts if part.kind)
+    return [form for form in found if form]
 
 
 def refusals(model: Any) -> Iterator[Reason]:

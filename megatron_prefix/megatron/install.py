@@ -61,7 +61,7 @@ class Hooks:
         forms: of these payloads.
         mask_use: what attention does with the attention_mask of calls.
         routers: its mixture-of-experts routers by layer.
-        kernel: runs the attention blocks.
+        kernels: run the attention blocks, by the window; None: without one.
         keys_only: the layer of which a segment without loss needs K and V only: the last one of the
             last stage; None elsewhere, and where it cannot end early.
         current: the segment that runs, or None.
@@ -73,7 +73,7 @@ class Hooks:
         self.model = language_model(model)
         features.check(self.model, model)
         self.parts = table.payload_parts(self.model)
-        self.forms = [part.kind.form for part in self.parts if part.kind and part.kind.form]
+        self.forms = table.forms(self.parts, self.model.config)
         self.mask_use = features.mask_use(self.parts)
         self.routers: dict[int, Any] = versions.routers(self.model)
         config = self.model.config
@@ -135,8 +135,12 @@ class Hooks:
     def use(self, kernel: str) -> None:
         """Chooses the kernel by name; see megatron_prefix/layers/blocks/kernels.py."""
         self._kernel_name = kernel
+        windows = {part.kind.window(part.module) for part in self.parts if part.kind}
         num_layers = self.forms.count(Form.POSITIONS)
-        self.kernel = _choose_kernel(kernel, self.model, num_layers)
+        self.kernels: dict[int | None, Kernel] = {
+            window: _choose_kernel(kernel, self.model, num_layers, window)
+            for window in {None, *windows}
+        }
 
     def unread(self) -> set[nn.Parameter]:
         """Parameters of the last stage that segments without loss may leave out."""
@@ -174,7 +178,8 @@ class Hooks:
         flag True at that forward it would overwrite what every wave has accumulated
         (`is_first_microbatch` in megatron/core/extensions/transformer_engine.py).
         """
-        self.kernel.begin_step()
+        for kernel in self.kernels.values():
+            kernel.begin_step()
         for module in self.model.modules():
             if getattr(module, "is_first_microbatch", False):
                 module.is_first_microbatch = False
@@ -379,11 +384,11 @@ def _described(rotary: Any) -> str:
     return f"{type(rotary).__name__}{shape}"
 
 
-def _choose_kernel(name: str, model: Any, num_layers: int) -> Kernel:
+def _choose_kernel(name: str, model: Any, num_layers: int, window: int | None) -> Kernel:
     parameter, heads = next(model.parameters()), table.heads(model.config)
     kernel = choose(
         name, parameter.device, parameter.dtype, heads.width, heads.value_width, num_layers,
-        heads.group,
+        heads.group, window=window,
     )  # fmt: skip
     logger.info("attention blocks run on kernel %s", kernel.name)
     prepare(parameter.device, parameter.dtype, heads.num, heads.value_width)

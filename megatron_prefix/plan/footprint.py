@@ -149,7 +149,7 @@ class Footprint:
         """
         hidden = hidden_size / form.sequence_ranks
         payloads = _by_stage(layers, form)
-        rows = [one for stage in payloads for one in stage if one.form is Form.POSITIONS]
+        rows = [one for stage in payloads for one in stage if one.form == Form.POSITIONS]
         parts = [part for layer in layers for part in layer]
         keys = [_keys(part) for part in parts]
         return cls(
@@ -210,7 +210,7 @@ class Footprint:
 def _keys(part: LayerMemory) -> tuple[float, float]:
     """Bytes of K and V of a position, and of their sums."""
     of = part.payload
-    rows = (of.values, of.gradients) if of and of.form is Form.POSITIONS else (0.0, 0.0)
+    rows = (of.values, of.gradients) if of and of.form == Form.POSITIONS else (0.0, 0.0)
     return part.keys or rows[0], part.keys_grad or rows[1]
 
 

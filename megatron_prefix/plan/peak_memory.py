@@ -143,13 +143,13 @@ class _MemoryRun:
     def _arenas(self, rank: int) -> list[_Arena]:
         """The sidecar of every model chunk of a rank."""
         plan, one = self.plan, self.one
-        return [
-            _Arena(
-                payload_map(plan.segments, plan.actions_of(rank, chunk), one.parts, one.shares),
-                one, one.payloads[plan.stage(rank, chunk)],
-            )
-            for chunk in range(plan.num_chunks)
-        ]  # fmt: skip
+        found = []
+        for chunk in range(plan.num_chunks):
+            payloads, actions = one.payloads[plan.stage(rank, chunk)], plan.actions_of(rank, chunk)
+            forms = [payload.form for payload in payloads]
+            planned = payload_map(plan.segments, actions, one.parts, one.shares, forms)
+            found.append(_Arena(planned, one, payloads))
+        return found
 
     def _ends(self, rank: int, action: Action) -> tuple[bool, bool]:
         stage = self.plan.stage(rank, action.chunk)
@@ -224,7 +224,7 @@ class _MemoryRun:
         segment = self.plan.segments[action.segment]
         positions, read = segment.padded_length / self.one.parts, _read(segment, self.one.parts)
         payloads = self.payloads[self.plan.stage(rank, action.chunk)].items()
-        values = sum(num * of.values for of, num in payloads if of.form is Form.POSITIONS)
+        values = sum(num * of.values for of, num in payloads if of.form == Form.POSITIONS)
         head = positions * read * self.one.head_temporary * scored
         if action.kind == "B":
             saved = positions * read * (self.one.head - self.one.norm)
@@ -260,7 +260,7 @@ class _Arena:
     def __init__(
         self, planned: PayloadMap, footprint: Footprint, payloads: Sequence[Payload]
     ) -> None:
-        rows = {Form.POSITIONS: planned.positions.length, Form.SPANS: planned.spans.length}
+        rows = {one.form: planned.rows(one.form).length for one in payloads}
         sizes = [(rows[one.form] * one.values, rows[one.form] * one.gradients) for one in payloads]
         on_host = spread(len(sizes), footprint.host_layers)
         self.there = [sizes[layer] for layer in on_host]

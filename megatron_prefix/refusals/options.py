@@ -23,12 +23,6 @@ def with_experts(name: str, config: Any) -> bool:
     return on("num_moe_experts", config) and on(name, config)
 
 
-def limited(name: str, config: Any) -> bool:
-    """A window (positions to the left, to the right) that has an end on the left."""
-    window = getattr(config, name, None)
-    return bool(window) and window[0] >= 0  # type: ignore[index]
-
-
 def other_than(usual: str) -> Test:
     """Set to something other than `usual`."""
     return partial(_other_than, usual)

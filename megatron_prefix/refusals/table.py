@@ -14,7 +14,6 @@ from megatron_prefix.refusals.options import (
     Test,
     balances,
     equal_to,
-    limited,
     on,
     other_than,
     with_experts,
@@ -68,8 +67,6 @@ FP8 = _option("fp8", WRONG, f"train in bf16: {_SCALES}")
 FP4 = _option("fp4", WRONG, f"train in bf16: {_SCALES}")
 QUANT_RECIPE = _option("quant_recipe", WRONG, f"leave it out: {_SCALES}")
 MTP = _option("mtp_num_layers", NOT_YET, "turn multi-token prediction off: its last prompt inputs are response tokens")
-WINDOW = _option("window_size", NOT_YET, "use the stock schedule: a sliding window is not a dense block", limited)
-SINKS = _option("softmax_type", NOT_YET, "use the stock schedule: sinks are not wired up yet", other_than("vanilla"))
 QK_CLIP = _option("qk_clip", NOT_YET, f"use the stock schedule: {_LARGEST}")
 LARGEST_LOGIT = _option("log_max_attention_logit", NOT_YET, f"turn it off: {_LARGEST}")
 OVERLAPPED_EXPERTS = _option("overlap_moe_expert_parallel_comm", NOT_YET, _OWN_PLAN)
@@ -106,7 +103,10 @@ OTHER_FORWARD = Refusal("…, which has a forward of its own", "module", NOT_YET
 GRADIENT_HOOKS = Refusal("hooks on the gradient of …", "module", WRONG, "change gradients after the schedule: a hook sees those of segments instead of microbatches")
 MLA_WITHOUT_SP = Refusal("multi-latent attention with tensor parallelism and without sequence parallelism", "module", WRONG, "turn sequence_parallel on: Megatron's own gradients of the projections to latents are of each rank's heads only")
 MLA_CACHE = Refusal("cache_mla_latents", "module", WRONG, "turn it off: it is for generation")
+MLA_WINDOW = Refusal("multi-latent attention with a sliding window", "module", NOT_YET, "leave window_size out, or use the stock schedule")
 MLA_FUSED_ROPE_CP = Refusal("multi-latent attention with apply_rope_fusion and context parallelism", "module", NOT_YET, "turn apply_rope_fusion off: its kernel counts positions itself")
+WINDOW_AHEAD = Refusal("window_size …", "module", NOT_YET, "give (positions before, 0), with at least one before")
+WINDOW_CP = Refusal("a sliding window with context parallelism", "module", NOT_YET, "use the stock schedule, or tensor parallelism instead: the last positions of a span are on some of the ranks")
 OTHER_ROTARY = Refusal("rotary embedding …", "module", NOT_YET, "use Megatron's RotaryEmbedding or YarnRotaryEmbedding, or the stock schedule")
 ROTARY_TABLES = Refusal("the model gives its layers rotary_pos_emb …, and its rotary_pos_emb makes one table for all", "module", NOT_YET, "use the stock schedule", ends=True)
 DROPOUT = Refusal("dropout of … in …", "module", WRONG, _DROPS)

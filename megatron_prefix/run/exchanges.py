@@ -26,7 +26,6 @@ from megatron_prefix.run.hosts import naming
 from megatron_prefix.sidecar.arena import Payload, wider
 from megatron_prefix.tree import Forest
 from megatron_prefix.tree.forest import Exchange
-from megatron_prefix.tree.payload_map import Form
 
 
 @dataclass
@@ -222,8 +221,8 @@ class Exchanges:
         """
         carried, of = self._chunks[chunk], self._segments[index].spans
         nums = {
-            Form.SPANS: len(spans),
-            Form.POSITIONS: sum(of[span].padded for span in spans) // carried.parts,
+            form: sum(form.rows(of[span].padded, carried.parts) for span in spans)
+            for form in {*carried.forms}
         }
         return [
             tuple(

@@ -115,7 +115,7 @@ def _pays(across: Forest, alone: Forest, rank: Rank, times: CostModel) -> bool:
     bytes_per_second = communicator(rank.siblings, rank.device).bytes_per_second
     stages = rank.footprint(gathers=False, host_layers=0).payloads
     rows = [one for of in stages[rank.stage :: rank.num_stages] for one in of]
-    rows = [one for one in rows if one.form is Form.POSITIONS]
+    rows = [one for one in rows if one.form == Form.POSITIONS]
     a_position = sum(one.values + one.gradients for one in rows)
     dtype, states = rank.config.params_dtype, 0
     if rank.is_last:  # final hidden states, and their gradients

@@ -245,8 +245,8 @@ class StepRun:
         """The sidecar of one model chunk on this rank."""
         actions, parts = plan.actions_of(self._rank.stage, chunk), self._rank.groups.cp.size()
         gathers = self._memory.gathers
-        planned = payload_map(plan.segments, actions, parts, 1 if gathers else parts)
         forms, share = hooks.forms, self._config.cache_host_layers
+        planned = payload_map(plan.segments, actions, parts, 1 if gathers else parts, forms)
         if exchange is None:
             host = HostLayers(offloader, len(forms), share) if offloader and share else None
             return SidecarCache(planned, forms, host)

@@ -49,6 +49,17 @@ class LevelReading(Reading):
     queries: Rows
 
 
+@dataclass(frozen=True, eq=False)
+class TailReading(Reading):
+    """What a segment sees of its ancestors' last positions (megatron_prefix/tree/tails.py).
+
+    Attributes:
+        spans: see Tail.
+    """
+
+    spans: tuple[tuple[tuple[int, int], ...], ...]
+
+
 @dataclass
 class DeviceBytes:
     """Device memory of all arenas of a sidecar: bytes held now, and the most so far."""

@@ -31,6 +31,7 @@ from megatron_prefix.sidecar.arena import (
     Payload,
     Reading,
     Rows,
+    TailReading,
     wide,
 )
 from megatron_prefix.sidecar.store import OwnKeys, Store, Transport, no_transport
@@ -96,6 +97,7 @@ class SidecarCache:
         self._layers = [self._layer(*item) for item in enumerate(forms)]
         self._ahead = {n for n, one in enumerate(self._layers) if one.store.looks_ahead}
         self._levels: dict[tuple[int, int], LevelReading] = {}
+        self._tails: dict[tuple[int, Form], TailReading] = {}
 
     def state(self, layer: int, index: int) -> SegmentState:
         """State of segment `index` in `layer`."""
@@ -151,6 +153,17 @@ class SidecarCache:
             seen = tuple(num * parts for num in level.keys)
             known = LevelReading(keys, index, level.queries, seen, queries)
             self._levels[index, number] = known
+        return known
+
+    def tail(self, index: int, form: Form) -> TailReading | None:
+        """What a segment reads of last positions; made once a step. None if it reads nothing."""
+        tail = self.map.tails[form][1][index]
+        if not tail.rows:
+            return None
+        known = self._tails.get((index, form))
+        if known is None:
+            known = TailReading(_rows(self._device, tail.rows), tail.spans)
+            self._tails[index, form] = known
         return known
 
     def read(self, layer: int, index: int, what: Reading) -> Payload:
@@ -213,8 +226,7 @@ class SidecarCache:
         whole, mine = self.map.rows(form).intervals[index], self._layers[layer].store.mine(index)
         if whole is None:
             raise RuntimeError(f"segment {index} is a wave: it leaves nothing here")
-        parts = self.map.parts
-        local = [1 if form is Form.SPANS else length // parts for length in lengths]
+        local = [form.rows(length, self.map.parts) for length in lengths]
         ends = [*itertools.accumulate(local, initial=0)]
         bounds = [(ends[span], ends[span + 1]) for span in spans]
         if mine is None:
@@ -270,12 +282,13 @@ class SidecarCache:
             one.states.clear()
             one.live.clear()
         self._levels.clear()
+        self._tails.clear()
         if self._host is not None:
             self._host.clear()
 
     def _layer(self, number: int, form: Form) -> _Layer:
         """A layer without payloads. Positions are exchanged, and backward reads them again."""
-        rows, exchanged = self.map.rows(form), form is Form.POSITIONS
+        rows, exchanged = self.map.rows(form), form.name == "positions"
         arena = Arena(rows, self._bytes)
         place = arena if self._host is None else self._host.keep(number, arena)
         store = self._transport(place, self.map.lengths) if exchanged else place

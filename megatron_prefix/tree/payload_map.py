@@ -2,7 +2,7 @@
 
 What a span leaves for its children in a layer is its payload. A layer of a model chunk has one
 *arena*: rows for all inner segments that wait for their backward. An inner segment is one interval
-of rows, planned from the rank's program: free again after its backward. There are two forms:
+of rows, planned from the rank's program: free again after its backward. There are three forms:
 
 - **positions**: a row a position (K and V). A segment of a single span lies right behind the
   segment that it continues, if that is possible, so a chain of chunks is one block of keys to all
@@ -10,6 +10,8 @@ of rows, planned from the rank's program: free again after its backward. There a
   call of a kernel: runs of queries, each with an interval of keys and no mask. A segment's own keys
   are its causal block and have no entry here. ("DualKV", section 3, is the case of one dense and
   one causal block.)
+- **the last positions**: a row for each of the last ones of a span (K and V where attention has a
+  window). A segment reads those that its queries reach (tree/tails.py).
 - **spans**: a row a span, however long it is (the state behind its last position). A span reads one
   row: its parent's. Row 0 is the state before any position, all zero, and the parent of spans
   without one.
@@ -18,12 +20,12 @@ of rows, planned from the rank's program: free again after its backward. There a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 from megatron_prefix.tree.forest import Place, Segment
+from megatron_prefix.tree.tails import Tail, tails_of
 
 PIECE_KEYS = 1 << 15
 """Most keys of a single run in one level. In one piece a long block would need memory for all its
@@ -71,11 +73,34 @@ def one_interval(intervals: Sequence[tuple[int, int]]) -> slice | None:
     return None
 
 
-class Form(Enum):
-    """What a row of a payload belongs to."""
+@dataclass(frozen=True)
+class Form:
+    """What a row of a payload belongs to.
 
-    POSITIONS = "positions"
-    SPANS = "spans"
+    Attributes:
+        name: "positions" or "spans".
+        last: of positions: only so many at the end of a span have one; None: all.
+    """
+
+    name: str
+    last: int | None = None
+
+    POSITIONS: ClassVar[Form]
+    SPANS: ClassVar[Form]
+
+    def rows(self, padded: int, parts: int = 1) -> int:
+        """Rows of a span on one rank.
+
+        Args:
+            padded: its positions on all ranks.
+            parts: context-parallel ranks that have as many of them.
+        """
+        if self.name == "spans":
+            return 1
+        return padded // parts if self.last is None else min(padded // parts, self.last)
+
+
+Form.POSITIONS, Form.SPANS = Form("positions"), Form("spans")
 
 
 @dataclass(frozen=True)
@@ -107,6 +132,7 @@ class PayloadMap:
         lengths: per segment the lengths of its spans on all ranks, padding included.
         parts: context-parallel ranks, which hold equal parts of the queries.
         shares: of how many equal parts of every segment's positions an arena holds one.
+        tails: rows of payloads of last positions by their form, and what each segment reads there.
     """
 
     positions: RowMap
@@ -116,6 +142,7 @@ class PayloadMap:
     lengths: tuple[tuple[int, ...], ...]
     parts: int = 1
     shares: int = 1
+    tails: Mapping[Form, tuple[RowMap, tuple[Tail, ...]]] = field(default_factory=dict)
 
     def seen(self, index: int) -> set[int]:
         """The segments whose payloads, of any form, a segment reads."""
@@ -123,7 +150,9 @@ class PayloadMap:
 
     def rows(self, form: Form) -> RowMap:
         """Rows of payloads of one form."""
-        return self.positions if form is Form.POSITIONS else self.spans
+        if form.last is not None:
+            return self.tails[form][0]
+        return self.positions if form == Form.POSITIONS else self.spans
 
 
 def payload_map(
@@ -131,6 +160,7 @@ def payload_map(
     program: Sequence[tuple[str, int]] | None = None,
     parts: int = 1,
     shares: int | None = None,
+    forms: Iterable[Form] = (),
 ) -> PayloadMap:
     """Plans the arenas of one model chunk.
 
@@ -142,6 +172,7 @@ def payload_map(
             those of one rank.
         shares: into how many equal parts positions are cut, of which an arena has one: `parts`
             (default), or 1 if every rank has all of them.
+        forms: of its layers' payloads; those of all positions and of spans are always planned.
     """
     shares = parts if shares is None else shares
     if program is None:
@@ -155,13 +186,20 @@ def payload_map(
     apart: list[int | None] = [None] * len(segments)
     counts = [len(segment.spans) for segment in segments]
     spans = _Allocator(segments, counts, apart, zeros=1).run(program)
+    tails = {}
+    for form in {form for form in forms if form.last is not None}:
+        sizes = [sum(form.rows(span.padded) for span in one.spans) for one in segments]
+        last = _Allocator(segments, sizes, apart).run(program)
+        reads = tuple(tails_of(segments, last.intervals, form.last or 0))
+        seen = tuple(read.seen for read in reads)
+        tails[form] = RowMap(last.length, last.intervals, seen), reads
     return PayloadMap(
         RowMap(positions.length, positions.intervals, tuple(map(tuple, below.seen))),
         RowMap(spans.length, spans.intervals, tuple(map(_segments_of, above)), spans.zeros),
         levels,
         tuple(tuple(_row(spans.placed, place) for place in places) for places in above),
         tuple(tuple(span.padded for span in segment.spans) for segment in segments),
-        parts, shares,
+        parts, shares, tails,
     )  # fmt: skip
 
 

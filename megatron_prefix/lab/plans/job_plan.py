@@ -118,6 +118,6 @@ def message_seconds(
     """
     form = Execution(num_stages=layout.pp, tp=layout.tp, cp=layout.cp)
     stages = footprint_of(spec, form).payloads
-    rows = [one for stage in stages for one in stage if one.form is Form.POSITIONS]
+    rows = [one for stage in stages for one in stage if one.form == Form.POSITIONS]
     values, gradients = sum(one.values for one in rows), sum(one.gradients for one in rows)
     return values / bytes_per_second, gradients / bytes_per_second

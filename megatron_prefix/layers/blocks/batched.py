@@ -7,6 +7,7 @@ queries, causally.
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections.abc import Sequence
@@ -74,12 +75,26 @@ class Batched:
 
     A single run and equal runs are one call on views. Unequal runs are one call a batch, joined by
     one copy. A subclass has a ``name``, `attend` and `attend_backward`.
+
+    Attributes:
+        window: of causal runs a query sees its own key and so many before it; None: all.
+        has_windows: whether `attend` heeds it.
     """
 
     name: str
+    window: int | None = None
+    has_windows = False
 
     def begin_step(self) -> None:
         """See `Kernel.begin_step`."""
+
+    def windowed(self, window: int) -> Batched | None:
+        """The same kernel with a window; None if it has none."""
+        if not self.has_windows:
+            return None
+        found = copy.copy(self)
+        found.window = window
+        return found
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool

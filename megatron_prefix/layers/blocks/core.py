@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
 from megatron_prefix.layers.blocks.merge import merge
 from megatron_prefix.layers.blocks.shared import KEYS, Shared
+from megatron_prefix.layers.blocks.sinks import sink_gradient, with_sink
 from megatron_prefix.layers.recurrent.spans import Spans
 from megatron_prefix.sidecar.arena import Rows
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
@@ -32,8 +33,10 @@ from megatron_prefix.sidecar.store import OwnKeys
 from megatron_prefix.tree import cp_layout
 
 if TYPE_CHECKING:
+    from megatron_prefix.layers.blocks.windowed import Window
     from megatron_prefix.moe.ledger import RouterLedger
     from megatron_prefix.offload.segment import OffloadedSegment
+    from megatron_prefix.tree.payload_map import Form
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class SegmentContext:
         decoded: what the decoder gives, if another rank has computed it: no layer runs then.
         on_decoded: gets what the decoder gives, for other ranks; None if they do not want it.
         between: what one method of a layer leaves for another, by what it is and the layer.
+        windows: its keys in layers with a window, by the form of their payload.
     """
 
     index: int
@@ -76,6 +80,7 @@ class SegmentContext:
     decoded: Tensor | None = None
     on_decoded: Callable[[Tensor], None] | None = None
     between: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    windows: dict[Form, Window] = field(default_factory=dict)
 
     def capture(self, layer: int, shared: Shared, key: Tensor, value: Tensor) -> None:
         """Puts what an inner segment leaves into the sidecar, once: recomputation calls again."""
@@ -119,6 +124,7 @@ def segment_attention(
     scale: float,
     kernel: Kernel,
     shared: Shared = KEYS,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Attention of one segment in one layer.
 
@@ -131,13 +137,14 @@ def segment_attention(
         scale: softmax scale.
         kernel: runs each block.
         shared: what the layer leaves for children.
+        sink: one more score of every head, [heads], without a value; None: there is none.
 
     Returns:
         [positions, 1, heads * value_dim], as Megatron's core attention returns it.
     """
     call = _Call(context, layer, scale, kernel, shared)
     out: Tensor = _SegmentAttention.apply(
-        query.squeeze(1), key.squeeze(1), value.squeeze(1), call, *shared.weights
+        query.squeeze(1), key.squeeze(1), value.squeeze(1), sink, call, *shared.weights
     )
     return out.flatten(1).unsqueeze(1)
 
@@ -181,7 +188,13 @@ class _Call(NamedTuple):
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: _Call, *weights: Tensor
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        call: _Call,
+        *weights: Tensor,
     ) -> Tensor:
         context, layer, scale, kernel, shared = call
         cache, keys = context.cache, call.own_keys(key, value)
@@ -196,10 +209,10 @@ class _SegmentAttention(torch.autograd.Function):
             part = kernel.forward(_selected(query, level.queries), *seen, runs, scale)
             above.append(_spread(part, level.queries, len(query)))
         parts = [kernel.forward(query, *keys.runs(), context.runs, scale), *above]
-        out, lse = merge(parts)
+        out, lse = with_sink(*merge(parts), sink)
         context.leave(layer, backward=False)
         ctx.call, ctx.aux, ctx.num_weights = call, [part.aux for part in parts], len(weights)
-        ctx.save_for_backward(query, out, lse, *(() if call.kept else (key, value)))
+        ctx.save_for_backward(query, out, lse, sink, *(() if call.kept else (key, value)))
         return out
 
     @staticmethod
@@ -207,7 +220,7 @@ class _SegmentAttention(torch.autograd.Function):
     def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         context, layer, scale, kernel, shared = call
-        cache, (query, out, lse, *saved) = context.cache, ctx.saved_tensors
+        cache, (query, out, lse, sink, *saved) = context.cache, ctx.saved_tensors
         key, value = saved or cache.own(layer, context.index)
         keys = call.own_keys(key, value)
         context.enter(layer, backward=True)
@@ -234,7 +247,8 @@ class _SegmentAttention(torch.autograd.Function):
         key_grad, value_grad = key_grad.to(key.dtype), value_grad.to(value.dtype)
         call.returned(key_grad, value_grad)
         context.leave(layer, backward=True)
-        return query_grad, key_grad, value_grad, None, *sums
+        sink_grad = sink_gradient(out_grad, out, lse, sink)
+        return query_grad, key_grad, value_grad, sink_grad, None, *sums
 
 
 def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:

@@ -21,6 +21,7 @@ from megatron_prefix import config
 from megatron_prefix.device.tolerance import assert_close
 from megatron_prefix.errors import UserError
 from megatron_prefix.layers.blocks.adaptive import AdaptiveKernel
+from megatron_prefix.layers.blocks.batched import Batched
 from megatron_prefix.layers.blocks.interface import Aux, Gradients, Kernel, Partial, Runs
 from megatron_prefix.layers.blocks.operators import (
     FA4_SHORT,
@@ -67,10 +68,10 @@ class CompositeKernel:
         return kernel.backward(dout, q, k, v, out, lse, aux, runs, scale)
 
 
-_HERE: tuple[Kernel, ...] = (
+_HERE: tuple[Batched, ...] = (
     MathKernel(), FlashCpuKernel(), FlashKernel(), CudnnKernel(), Fa3Kernel(), Fa4Kernel(),
 )  # fmt: skip
-KERNELS: dict[str, Kernel] = {
+KERNELS: dict[str, Batched] = {
     name: next(kernel for kernel in _HERE if kernel.name == name) for name in config.KERNELS
 }
 """Those that the help names, and no other."""
@@ -115,23 +116,25 @@ def choose(
     num_layers: int = 1,
     group: int = 2,
     compiles: bool = True,
+    window: int | None = None,
 ) -> Kernel:
     """The kernel called ``name`` (see the table above), or the best one here for "auto".
 
     "auto" is `math` for fp64 and torch's flash on the CPU; on CUDA FlashAttention-4, then 3, then
     cuDNN or FlashAttention-2 by shape (layers/blocks/adaptive.py), or whichever of them works. A
     kernel that does not work here is a UserError that says why and which do. ``num_layers`` is how
-    many attention layers will use it; the others as in `available`. Only kernels that could be
+    many attention layers will use it; ``window``: see `Batched`; the others as in
+    `available`. Only kernels that could be
     chosen are tried.
     """
-    probe = _probe(device, dtype, head_dim, head_dim_v, group, compiles)
+    probe = _probe(device, dtype, head_dim, head_dim_v, group, compiles, window)
     if name == "auto":
         best = _best(probe, torch.device(device), dtype)
         if best == "cudnn" and probe("flash") is None:
             return AdaptiveKernel(KERNELS["cudnn"], KERNELS["flash"], num_layers)
-        return KERNELS[best]
+        return _with_window(KERNELS[best], window)
     parts = name.split("+")
-    for part in parts:
+    for part in parts if window is None else parts[-1:]:
         if part not in KERNELS or len(parts) > 2:
             known = ", ".join(KERNELS)
             raise UserError(f"attention kernel {name!r} is not auto, one of {known}, or a+b")
@@ -141,7 +144,14 @@ def choose(
             raise UserError(
                 f"attention kernel {part!r} does not work here: {reason}; use {working}"
             )
-    return KERNELS[parts[0]] if len(parts) == 1 else CompositeKernel(*(KERNELS[p] for p in parts))
+    if len(parts) == 1 or window is not None:
+        return _with_window(KERNELS[parts[-1]], window)
+    return CompositeKernel(*(KERNELS[part] for part in parts))
+
+
+def _with_window(kernel: Batched, window: int | None) -> Batched:
+    """A kernel that was probed with a window."""
+    return kernel if window is None else kernel.windowed(window) or kernel
 
 
 def why(
@@ -190,14 +200,14 @@ def _best(probe: Probe, device: torch.device, dtype: torch.dtype) -> str:
 
 def _probe(
     device: torch.device | str, dtype: torch.dtype, head_dim: int, head_dim_v: int | None,
-    group: int, compiles: bool,
+    group: int, compiles: bool, window: int | None = None,
 ) -> Probe:  # fmt: skip
     """Why a kernel does not work for these heads, by its name."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     width_v = head_dim if head_dim_v is None else head_dim_v
-    return lambda name: probed(name, device, dtype, head_dim, width_v, group, compiles)
+    return lambda name: probed(name, device, dtype, head_dim, width_v, group, compiles, window)
 
 
 @functools.cache
@@ -209,6 +219,7 @@ def probed(
     head_dim_v: int,
     group: int = 2,
     compiles: bool = True,
+    window: int | None = None,
 ) -> str | None:
     """Tries one kernel on small blocks; returns why it fails, or None."""
     if not dtype.is_floating_point:
@@ -221,10 +232,15 @@ def probed(
     q, dout = random(2 * group, head_dim), random(2 * group, head_dim_v)
     k, v = random(2, head_dim), random(2, head_dim_v)
     kernel, truth = KERNELS[name], KERNELS["math"]
+    if window is not None:
+        windowed = kernel.windowed(window)
+        if windowed is None:
+            return "has no sliding window"
+        kernel, truth = windowed, _with_window(truth, window)
     try:
         refusal = kernel.refusal(q, k, v)
         untried = name in COMPILED and not compiles
-        if refusal is not None or kernel is truth or untried:
+        if refusal is not None or name == "math" or untried:
             return refusal
         terms = max(PROBE_ROWS * group, head_dim)
         for got, wanted in zip(

@@ -27,11 +27,13 @@ MAX_SCORES = 1 << 23
 """Scores held at once (64 MB in fp64); longer spans are computed in pieces."""
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention of all queries: (out in q's dtype, lse in the accumulator's dtype).
 
-    ``causal``: of t keys query i of s sees the first t - s + i + 1, else every one. Without keys
-    out is 0 and lse is -inf.
+    ``causal``: of t keys query i of s sees the first t - s + i + 1 (with a ``window`` the last
+    window + 1 of these), else every one. Without keys out is 0 and lse is -inf.
     """
     num, length, heads, _ = q.shape
     wide = accumulator_dtype(q.dtype)
@@ -39,7 +41,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple
     out = q.new_empty(num, length, heads, v.shape[-1])
     lse = torch.empty(num, heads, length, dtype=wide, device=q.device)
     for start, stop, seen in _pieces(q, k, causal):
-        scores = _scores(q[:, start:stop], keys[:, :, :seen], scale, causal)
+        scores = _scores(q[:, start:stop], keys[:, :, :seen], scale, causal, window)
         total = torch.logsumexp(scores, -1, keepdim=True)
         weighted = torch.exp(scores - total) @ values[:, :, :seen]
         out[:, start:stop] = _ungroup(weighted, stop - start)
@@ -56,6 +58,7 @@ def attend_backward(
     lse: Tensor,
     scale: float,
     causal: bool,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This block's part of (dq, dk, dv) from the merged ``out`` and ``lse``, in q's dtype."""
     wide, kv_heads = accumulator_dtype(q.dtype), k.shape[2]
@@ -64,7 +67,7 @@ def attend_backward(
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for start, stop, seen in _pieces(q, k, causal):
         part = slice(start, stop)
-        scores = _scores(q[:, part], keys[:, :, :seen], scale, causal)
+        scores = _scores(q[:, part], keys[:, :, :seen], scale, causal, window)
         p = torch.exp_(scores.sub_(lse[:, :, part].to(wide).reshape(*scores.shape[:3], 1)))
         do = _group(dout[:, part], kv_heads).to(wide)
         d = (do * _group(out[:, part], kv_heads).to(wide)).sum(-1, keepdim=True)
@@ -85,13 +88,16 @@ def _pieces(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[int, int, int]
         yield start, stop, num_keys - length + stop if causal else num_keys
 
 
-def _scores(q: Tensor, keys: Tensor, scale: float, causal: bool) -> Tensor:
+def _scores(q: Tensor, keys: Tensor, scale: float, causal: bool, window: int | None) -> Tensor:
     """Scaled scores [n, h_kv, group * queries, keys]; of ``causal`` ones the last query sees the
     last key."""
     scores = (_group(q, keys.shape[1]).to(keys.dtype) @ keys.transpose(2, 3)).mul_(scale)
     if causal:
         queries = torch.arange(keys.shape[2] - q.shape[1], keys.shape[2], device=q.device)
-        hidden = torch.arange(keys.shape[2], device=q.device) > queries[:, None]
+        seen = torch.arange(keys.shape[2], device=q.device)
+        hidden = seen > queries[:, None]
+        if window is not None:
+            hidden |= seen < queries[:, None] - window
         scores.unflatten(2, (-1, q.shape[1])).masked_fill_(hidden, float("-inf"))
     return scores
 

@@ -43,17 +43,17 @@ BIN_BATCH_SEARCH_THRESH)."""
 class MathKernel(Batched):
     """Exact and slow: the truth for the others, and the kernel for fp64."""
 
-    name = "math"
+    name, has_windows = "math", True
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor, Aux]:
         """See `Batched.attend`."""
-        return *exact.attend(q, k, v, scale, causal), ()
+        return *exact.attend(q, k, v, scale, causal, self.window), ()
 
     def attend_backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
         """See `Batched.attend_backward`."""
-        return exact.attend_backward(*saved, scale, causal)
+        return exact.attend_backward(*saved, scale, causal, self.window)
 
 
 class FlashCpuKernel(SplitCausal):
@@ -115,7 +115,7 @@ class _Aligned(Batched):
 class FlashKernel(_Aligned):
     """FlashAttention-2 of torch; unequal runs are one varlen call."""
 
-    name = "flash"
+    name, has_windows = "flash", True
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         """See `Kernel.refusal`."""
@@ -126,8 +126,9 @@ class FlashKernel(_Aligned):
     ) -> tuple[Tensor, Tensor, Aux]:
         """See `Batched.attend`."""
         out, lse, *state, _ = aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
-        )
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale,
+            **self._window(causal),
+        )  # fmt: skip
         return out, lse, tuple(state)
 
     def attend_backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
@@ -135,8 +136,14 @@ class FlashKernel(_Aligned):
         dout, q, k, v, out, lse = saved
         lengths = (None, None, q.shape[1], k.shape[1])
         return aten._flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *aux, scale=scale
-        )
+            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *aux, scale=scale,
+            **self._window(causal),
+        )  # fmt: skip
+
+    def _window(self, causal: bool) -> dict[str, int]:
+        if self.window is None or not causal:
+            return {}
+        return {"window_size_left": self.window, "window_size_right": 0}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
         """See `Kernel.forward`."""
@@ -144,8 +151,9 @@ class FlashKernel(_Aligned):
             return super().forward(q, k, v, runs, scale)
         self.guard(q, k, v)
         out, lse, *state, _ = aten._flash_attention_forward(
-            q, k, v, *_varlen(runs, q.device), 0.0, runs.causal, False, scale=scale
-        )
+            q, k, v, *_varlen(runs, q.device), 0.0, runs.causal, False, scale=scale,
+            **self._window(runs.causal),
+        )  # fmt: skip
         return Partial(out, lse, tuple(state))
 
     def backward(
@@ -158,8 +166,9 @@ class FlashKernel(_Aligned):
         self.guard(q, k, v, dout, out)
         lengths = _varlen(runs, q.device)
         return aten._flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, runs.causal, *aux, scale=scale
-        )
+            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, runs.causal, *aux, scale=scale,
+            **self._window(runs.causal),
+        )  # fmt: skip
 
 
 class CudnnKernel(_Aligned, SplitCausal):
@@ -296,7 +305,7 @@ class Fa4Kernel(_Varlen):
       of the sums differs from call to call (``deterministic`` is off).
     """
 
-    name = "fa4"
+    name, has_windows = "fa4", True
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         """See `Kernel.refusal`."""
@@ -316,7 +325,7 @@ class Fa4Kernel(_Varlen):
         """See `Batched.attend`; with ``lengths`` of runs the tensors have no leading dimension."""
         _say_that_it_compiles(q.dtype, q.shape[-1], v.shape[-1], q.shape[-2] // k.shape[-2])
         out, lse, *_ = flash_attn_4()._flash_attn_fwd(
-            q, k, v, softmax_scale=scale, causal=causal, return_lse=True, **lengths
+            q, k, v, softmax_scale=scale, return_lse=True, **self._mask(causal), **lengths
         )
         return out, lse, ()
 
@@ -326,9 +335,16 @@ class Fa4Kernel(_Varlen):
         """See `Batched.attend_backward`; ``lengths`` as in `attend`."""
         dout, q, k, v, out, lse = saved
         dq, dk, dv = flash_attn_4()._flash_attn_bwd(
-            q, k, v, out, dout, lse.contiguous(), softmax_scale=scale, causal=causal, **lengths
-        )
+            q, k, v, out, dout, lse.contiguous(), softmax_scale=scale, **self._mask(causal),
+            **lengths,
+        )  # fmt: skip
         return dq, dk, dv
+
+    def _mask(self, causal: bool) -> dict[str, Any]:
+        if self.window is None or not causal:
+            return {"causal": causal}
+        # A window takes the place of the causal mask; it ends with the last query and key, too.
+        return {"causal": False, "window_size_left": self.window, "window_size_right": 0}
 
 
 class Fa3Kernel(_Aligned, _Varlen):

@@ -187,9 +187,9 @@ def test_installing_twice_is_installing_once() -> None:
 
 def test_a_second_install_may_change_the_kernel() -> None:
     model = small_model(dtype=torch.float32)
-    assert install(model, "flash_cpu").kernel is KERNELS["flash_cpu"]
-    assert install(model, "math").kernel is KERNELS["math"]
-    assert install(model, "auto").kernel is KERNELS["flash_cpu"]
+    assert install(model, "flash_cpu").kernels[None] is KERNELS["flash_cpu"]
+    assert install(model, "math").kernels[None] is KERNELS["math"]
+    assert install(model, "auto").kernels[None] is KERNELS["flash_cpu"]
 
 
 @pytest.mark.parametrize(

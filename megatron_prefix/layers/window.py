@@ -1,0 +1,83 @@
+"""Self-attention with a sliding window: a span leaves K and V of its last positions.  Pure.
+
+A query sees its own position and the `window` before it, so descendants read no more of a span than
+its last positions, and attention costs the same at every position. A model has such layers and full
+ones in turn (gpt-oss, Gemma 3, MiMo), or no other (Mistral). Segments run in blocks/windowed.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from megatron_prefix.errors import Reason
+from megatron_prefix.layers.attention import Attention, in_segments, window_of
+from megatron_prefix.layers.kind import Override, Running
+from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
+from megatron_prefix.refusals.table import WINDOW_AHEAD, WINDOW_CP
+from megatron_prefix.tree.payload_map import Form
+
+
+class Window(Attention):
+    """Megatron's SelfAttention, causal, with a `window_size`."""
+
+    name, symbol = "attention with a window", "W"
+
+    def form_of(self, config: Any) -> Form:
+        """See Kind."""
+        return Form("positions", config.window_size[0])
+
+    def fills(self, config: Any, layer: int) -> bool:
+        """See Kind; as `is_layer_window_attention` of megatron/core/transformer/utils.py."""
+        window = getattr(config, "window_size", None)
+        if not window or window[0] < 0:
+            return False
+        every = getattr(config, "window_attn_skip_freq", None)
+        if every is None:
+            return True
+        return (layer + 1) % every != 0 if isinstance(every, int) else bool(every[layer])
+
+    def work(self, config: Any) -> LayerWork:
+        """See Kind; every position sees as many, but for the first ones of a rollout."""
+        full = super().work(config)
+        return LayerWork(full.products + full.pairs * (config.window_size[0] + 1))
+
+    def memory(self, config: Any, form: Execution) -> LayerMemory:
+        """See Kind. An inner segment saves its own K and V as a wave does; K and V of a call, and
+        their gradients, are copies."""
+        full = super().memory(config, form)
+        of = full.payload
+        rows = None if of is None else Payload(self.form_of(config), of.values, of.gradients)
+        copies = 0.0 if of is None else 2 * of.values + of.gradients
+        return replace(
+            full, inner=full.wave, payload=rows, seen=0.0, temporary=full.temporary + copies
+        )
+
+    def module_of(self, layer: Any) -> Any | None:
+        """See Kind."""
+        module = super().module_of(layer)
+        return None if module is None or window_of(module) is None else module
+
+    def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
+        """See Kind."""
+        yield from super().option_refusals(module, config)
+        left, right = window_of(module) or (0, 0)
+        if left < 1 or right > 0:
+            yield WINDOW_AHEAD.given((left, right))
+        if config.context_parallel_size > 1:
+            yield WINDOW_CP.given()
+
+    def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
+        """See Kind."""
+        from megatron_prefix.layers.blocks.windowed import Tails, window_attention
+
+        tails, window = Tails(self.form_of(module.config), running), self.window(module)
+        core = in_segments(module, number, running, tails, window_attention, window)
+        yield module.core_attention, "forward", core
+
+    def window(self, module: Any) -> int | None:
+        """See Attention."""
+        found = window_of(module)
+        return None if found is None else found[0]

@@ -1,0 +1,73 @@
+"""What queries with a window see of their ancestors: the last positions before their span.  Pure.
+
+Every inner span leaves the last positions of its own, as many as the window is wide. A span that is
+shorter leaves all, and what is below it reads its parent's last ones, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from megatron_prefix.tree.forest import Place, Segment
+
+
+class Tail(NamedTuple):
+    """What a segment reads.
+
+    Attributes:
+        seen: the inner segments that it reads of, ascending.
+        rows: intervals of the arena, all different.
+        spans: of each span the places of its keys in these rows, one interval after the other; in
+            the order of positions.
+    """
+
+    seen: tuple[int, ...]
+    rows: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[tuple[int, int], ...], ...]
+
+
+def tails_of(
+    segments: Sequence[Segment], intervals: Sequence[slice | None], window: int
+) -> Iterator[Tail]:
+    """What every segment reads.
+
+    Args:
+        segments: the step's, in F-order.
+        intervals: per segment its rows in the arena, span behind span; None for a wave.
+        window: positions before its own that a query sees, at least 1.
+    """
+    ends: dict[Place, int] = {}
+    for index, interval in enumerate(intervals):
+        end = interval.start if interval else 0
+        for number, span in enumerate(segments[index].spans if interval else ()):
+            end += min(window, span.padded)
+            ends[Place(index, number)] = end
+    for segment in segments:
+        reaches = [_reach(segments, span.parent, window) for span in segment.spans]
+        most: dict[Place, int] = {}
+        for reach in reaches:
+            for place, num in reach:
+                most[place] = max(num, most.get(place, 0))
+        stops, total = {}, 0
+        for place, num in most.items():
+            stops[place] = total = total + num
+        yield Tail(
+            tuple(sorted({place.segment for place in most})),
+            tuple((ends[place] - num, ends[place]) for place, num in most.items()),
+            tuple(tuple((stops[at] - num, stops[at]) for at, num in reach) for reach in reaches),
+        )
+
+
+def _reach(
+    segments: Sequence[Segment], place: Place | None, window: int
+) -> list[tuple[Place, int]]:
+    """The spans on the way up that a window reaches, and how many of each one's last positions;
+    the nearest last."""
+    found = []
+    while place is not None and window > 0:
+        span = segments[place.segment].spans[place.number]
+        num = min(window, span.padded)
+        found.append((place, num))
+        place, window = span.parent, window - num
+    return found[::-1]

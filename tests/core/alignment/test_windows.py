@@ -1,0 +1,132 @@
+"""Layers with a sliding window and attention sinks, in fp64 against plain autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.layers.blocks import windowed
+from megatron_prefix.layers.blocks.windowed import Tails, Window
+from tests.harness import hybrid, steps
+from tests.harness.one_group import schedule_with
+from tests.harness.one_rank import one_rank, small_model
+from tests.harness.steps import Contract
+
+EXACT = 1e-12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+def window(left: int, every: Any = 2, **more: Any) -> dict[str, Any]:
+    return {"window_size": (left, 0), "window_attn_skip_freq": every, **more}
+
+
+LEARNED = {"softmax_type": "learnable"}
+GPT_OSS = window(5, 2, **LEARNED)
+MODELS: dict[str, dict[str, Any]] = {
+    **{f"window {left}": window(left) for left in (1, 3, 7, 8, 9, 13, 30, 200)},
+    "every layer (Mistral)": window(6, None),
+    "two to one (Gemma)": window(6, [1, 1, 0]),
+    "windows last": window(6, [0, 1, 1]),
+    "sinks": LEARNED,
+    "off by one": {"softmax_type": "off-by-one"},
+    "gpt-oss": GPT_OSS,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "trees packed": {},
+    "chunks of 7": {"chunk_tokens": 7},
+    "chunks of 2": {"chunk_tokens": 2},
+    "packs of chunks": {"chunk_tokens": 5, "segment_tokens": 16},
+    "depth first": {"segment_tokens": 8},
+    "recompute": {"memory": "recompute", "chunk_tokens": 16},
+    "offload": {"memory": "offload", "chunk_tokens": 16},
+    "a layer on the host": {"cache_host_layers": 1, "memory": "offload"},
+    "all layers on the host": {"cache_host_layers": 9, "memory": "recompute", "chunk_tokens": 7},
+    "no parent": {"min_gain": 10**6},
+}
+
+
+def model_of(overrides: dict[str, Any], **options: Any) -> Any:
+    """Equal arguments give equal weights; sinks are not zero."""
+    model = small_model(spec={"num_layers": 3}, config_overrides=overrides, **options)
+    for number, (name, parameter) in enumerate(unwrap(model).named_parameters()):
+        if "softmax_offset" in name:
+            draw = torch.Generator().manual_seed(number)
+            parameter.data.copy_(torch.randn(parameter.shape, generator=draw))
+    return model
+
+
+def expected_of(overrides: dict[str, Any]) -> steps.Reference:
+    return steps.plain(model_of(overrides, wrap_ddp=False), Contract(), hybrid.items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_exact(name: str) -> None:
+    model, expected = model_of(MODELS[name]), expected_of(MODELS[name])
+    every = name in ("gpt-oss", "windows last")
+    for options in OPTIONS if every else ("trees packed", "chunks of 7", "depth first"):
+        assert hybrid.worst(model, expected, **OPTIONS[options]) <= EXACT, options
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_megatrons_own_recomputation(recompute: str) -> None:
+    model, expected = model_of(GPT_OSS, recompute=recompute), expected_of(GPT_OSS)
+    for options in ("chunks of 7", "recompute", "all layers on the host"):
+        assert hybrid.worst(model, expected, **OPTIONS[options]) <= EXACT, options
+
+
+@pytest.mark.parametrize("name", ["window 7", "windows last", "gpt-oss"])
+@pytest.mark.parametrize("options", [name for name in OPTIONS if "host" not in name])
+def test_the_sidecar_takes_what_was_predicted(name: str, options: str) -> None:
+    ours = schedule_with(**OPTIONS[options])
+    hybrid.errors(model_of(MODELS[name]), expected_of(MODELS[name]), ours)
+    report = ours.report
+    assert report is not None and report.memory is not None
+    assert report.memory.cache_peak == pytest.approx(report.cache_bytes, rel=1e-9)
+
+
+def test_layers_with_a_window_keep_less() -> None:
+    """A tenth where a prompt of 30 has a window of 3."""
+    held = []
+    for name in ("window 3", "window 200"):
+        ours = schedule_with()
+        hybrid.errors(model_of(MODELS[name]), expected_of(MODELS[name]), ours)
+        assert ours.report is not None
+        held.append(ours.report.cache_bytes)
+    assert held[0] < 0.6 * held[1]  # one layer of three is full
+
+
+BROKEN: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "no gradient to ancestors": (
+        Window, "pull",
+        lambda stock: lambda self, layer, context, both: stock(
+            self, layer, context, tuple(0 * one for one in both)
+        ),
+    ),
+    "nothing from descendants": (Tails, "returned", lambda stock: lambda self, *both: None),
+    "the first positions instead": (
+        windowed, "_window",
+        lambda stock: lambda *given: stock(*given)._replace(
+            last=stock(*given).last.new_tensor(range(len(stock(*given).last)))
+        ),
+    ),
+    "no sink": (windowed, "with_sink", lambda stock: lambda out, lse, sink: (out, lse)),
+    "no gradient of sinks": (
+        windowed, "sink_gradient", lambda stock: lambda *given: torch.zeros_like(given[-1]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_wrong_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, method, broken = BROKEN[name]
+    monkeypatch.setattr(owner, method, broken(getattr(owner, method)))
+    assert hybrid.worst(model_of(GPT_OSS), expected_of(GPT_OSS), chunk_tokens=7) > 1e-3
