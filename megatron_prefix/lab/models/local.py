@@ -99,6 +99,8 @@ class LocalAttention(DotProductAttention):
         **named: Any,
     ) -> torch.Tensor:  # fmt: skip
         """[queries, batch, heads, dim] -> [queries, batch, heads * dim]; see `_hidden`."""
+        # MLA pads values of packs to the width of queries since megatron-core 0.18.
+        self.hidden_size_per_partition = query.shape[-2] * value.shape[-1]
         return super().forward(query, key, value, hidden, *more, **named)
 
 
