@@ -30,6 +30,55 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 MOE = {"head_dim": 24, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+}
+DEEPSEEK = {**LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+}
+HALF_YARN = {name: value for name, value in YARN.items() if not name.startswith("mscale")}
+MOONLIGHT = {
+    "q_lora_rank": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 2,
+    "rms_norm_eps": 1e-6,
+}
+DELTA = {
+    "head_dim": 24,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 3,
+}
+CENTERED = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
+"""Whose norms multiply by one plus their weight, but for those of linear attention."""
+DELTA_MOE = {**DELTA, **MOE, "shared_expert_intermediate_size": 40}
+MAMBA = {
+    "hybrid_override_pattern": "M-M*-M",
+    "head_dim": 24,
+    "ssm_state_size": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+}
 TIED = {"tie_word_embeddings": True}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -41,6 +90,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied": ("Qwen3", {"head_dim": 24, **TIED}),
     "moe": ("Qwen3Moe", {**MOE, "norm_topk_prob": True}),
     "moe-unscaled": ("Qwen3Moe", {**MOE, "norm_topk_prob": False, "mlp_only_layers": [1]}),
+    "deepseek": ("DeepseekV3", {**DEEPSEEK, "rope_parameters": YARN}),
+    "deepseek-half-yarn": ("DeepseekV3", {**DEEPSEEK, "rope_parameters": HALF_YARN}),
+    "moonlight": ("DeepseekV3", {**DEEPSEEK, **MOONLIGHT}),
+    "glm-lite": ("Glm4MoeLite", {**LATENT, "v_head_dim": 28}),
+    "qwen3-next": ("Qwen3Next", DELTA_MOE),
+    "qwen3.5": ("Qwen3_5", DELTA),
+    "qwen3.5-moe": ("Qwen3_5Moe", DELTA_MOE),
+    "nemotron-h": ("NemotronH", MAMBA),
 }
 
 
@@ -54,15 +111,32 @@ def make(
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     transformers.utils.logging.disable_progress_bar()  # it would be taken for output of ours
     kind, changes = FAMILIES[family]
-    config = getattr(transformers, f"{kind}Config")(**{**COMMON, **changes})
+    config = _config(transformers, kind, changes)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            mean = 1.0 if name.endswith("norm.weight") else 0.0
+            norm = name.endswith(("norm.weight", "norm_f.weight"))
+            mean = float(norm and (kind not in CENTERED or "linear_attn" in name))
             parameter.normal_(mean, 0.1, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1, generator=generator)
+    for name, module in model.named_modules():
+        if name.endswith("_a_layernorm"):  # here 1e-6 whatever the config says
+            module.variance_epsilon = config.rms_norm_eps
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard_size)
     return model.eval()
+
+
+def _config(transformers: Any, kind: str, changes: dict[str, Any]) -> Any:
+    names = f"{kind}TextConfig", f"{kind}Config"
+    made = next(getattr(transformers, name) for name in names if hasattr(transformers, name))
+    values = {**COMMON, **changes}
+    if kind == "NemotronH":  # it has layers as its pattern says, no RoPE and one epsilon
+        for name in ("num_hidden_layers", "rope_theta", "rms_norm_eps"):
+            del values[name]
+    return made(**values)
 
 
 def tokens() -> torch.Tensor:

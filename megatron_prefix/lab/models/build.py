@@ -176,6 +176,8 @@ def build_chunk(recipe: _Recipe, stage: int) -> Any:
     model.to(recipe.device)
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    half = recipe.config.bf16
+    chunk = Float16Module(recipe.config, model) if half else model.to(recipe.config.params_dtype)
     if recipe.source is None:
         weights.fill(model, recipe.spec, recipe.seed)
     else:
@@ -184,9 +186,7 @@ def build_chunk(recipe: _Recipe, stage: int) -> Any:
         _keep_float64(model, recipe.spec)
     if recipe.exact:
         model.compute_language_model_loss = types.MethodType(_exact_loss, model)
-    if recipe.config.bf16:
-        return Float16Module(recipe.config, model)
-    return model.to(recipe.config.params_dtype)
+    return chunk
 
 
 def _language_model(recipe: _Recipe, stage: int) -> Any:

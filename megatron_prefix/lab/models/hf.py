@@ -1,8 +1,9 @@
-"""Hugging Face `config.json` -> ModelSpec, for Llama, Qwen and Nemotron-H families. [pure]
+"""Hugging Face `config.json` -> ModelSpec: Llama, Qwen, Nemotron-H and DeepSeek families. [pure]
 
 The formats are those of transformers' LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig,
-Qwen3NextConfig, Qwen3_5Config, Qwen3_5MoeConfig and NemotronHConfig
-(transformers/models/*/configuration_*.py), where absent fields have the defaults used here.
+Qwen3NextConfig, Qwen3_5Config, Qwen3_5MoeConfig, NemotronHConfig, DeepseekV3Config and
+Glm4MoeLiteConfig (transformers/models/*/configuration_*.py), where absent fields have the defaults
+used here.
 Anything that Megatron-Core or the prefix schedule would compute differently is refused.
 """
 
@@ -17,75 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.lab.models.presets import ModelSpec, RopeScaling
+from megatron_prefix.lab.models import hf_deepseek
+from megatron_prefix.lab.models.hf_config import Config, common, llama_rope
+from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.plan.files import read_text
-
-
-class _Config:
-    """One config.json; errors name file and field."""
-
-    def __init__(self, path: Path, values: dict[str, Any]) -> None:
-        self.path, self.values = path, values
-
-    def wrong(self, field: str, problem: str) -> UserError:
-        """The error for one field."""
-        return UserError(f"{self.path}: {field} {problem}")
-
-    def number(self, field: str, default: float | None = None) -> Any:
-        """A number; without a default the field is required."""
-        value = self.values.get(field)
-        if value is None:
-            value = default
-        if value is None:
-            raise self.wrong(field, "is missing; take the config.json that came with the model")
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.wrong(field, f"is {value!r}, not a number; fix the file")
-        return value
-
-    def size(self, field: str, default: int | None = None) -> int:
-        """An integer from 1; without a default the field is required."""
-        value = self.number(field, default)
-        if not isinstance(value, int) or value < 1:
-            raise self.wrong(field, f"is {value!r}, not an integer from 1; fix the file")
-        return value
-
-    def flag(self, field: str, default: bool = False) -> bool:
-        """true or false."""
-        value = self.values.get(field, default)
-        if not isinstance(value, bool):
-            raise self.wrong(field, f"is {value!r}, not true or false; fix the file")
-        return value
-
-    def names(self, field: str) -> list[str] | None:
-        """A list of names; None if there is none."""
-        value = self.values.get(field)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise self.wrong(field, f"is {value!r}, not a list of names; fix the file")
-        return value
-
-    def inner(self, field: str) -> _Config:
-        """An object inside; empty if there is none."""
-        value = self.values.get(field)
-        if value is not None and not isinstance(value, dict):
-            raise self.wrong(field, f"is {value!r}, not an object; fix the file")
-        return _Config(self.path, value or {})
-
-    def family(self) -> Callable[[_Config], ModelSpec]:
-        """What reads a model of this family."""
-        name = self.values.get("model_type")
-        if not isinstance(name, str) or name not in _FAMILIES:
-            raise self.wrong(
-                "model_type", f"{name!r} is not supported; use one of {', '.join(_FAMILIES)}"
-            )
-        return _FAMILIES[name]
-
-    def only(self, field: str, supported: Any, why: str) -> None:
-        """Refuse any value but the supported one; the field may be absent."""
-        value = self.values.get(field)
-        if value is not None and value != supported:
-            raise self.wrong(field, f"{value!r} is not supported ({why}); use {supported!r}")
 
 
 def load(path: str | Path) -> ModelSpec:
@@ -95,6 +31,16 @@ def load(path: str | Path) -> ModelSpec:
         UserError: no such file, not JSON, an unknown model family, a missing field, or a feature
             that is not supported; the message names file, field and fix.
     """
+    config = _read(path)
+    return family(config)(config)
+
+
+def model_type(path: str | Path) -> str:
+    """The name of the model's family; arguments and errors as of `load`."""
+    return str(_read(path).values.get("model_type"))
+
+
+def _read(path: str | Path) -> Config:
     path = Path(path)
     if path.is_dir():
         path = path / "config.json"
@@ -106,11 +52,24 @@ def load(path: str | Path) -> ModelSpec:
         raise UserError(f"{path}: is not JSON ({error}); take the model's config.json") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds no JSON object; take the model's config.json")
-    config = _Config(path, values)
-    return config.family()(config)
+    return Config(path, values)
 
 
-def _dense(config: _Config, **family: Any) -> ModelSpec:
+def family(config: Config) -> Callable[[Config], ModelSpec]:
+    """What reads a model of this family.
+
+    Raises:
+        UserError: it is not known.
+    """
+    name = config.values.get("model_type")
+    if not isinstance(name, str) or name not in _FAMILIES:
+        raise config.wrong(
+            "model_type", f"{name!r} is not supported; use one of {', '.join(_FAMILIES)}"
+        )
+    return _FAMILIES[name]
+
+
+def _dense(config: Config, **family: Any) -> ModelSpec:
     """The fields that all families have."""
     config.only("hidden_act", "silu", "the MLP is SwiGLU")
     config.only("attention_bias", False, "Megatron-Core has no bias on the output projection alone")
@@ -119,32 +78,25 @@ def _dense(config: _Config, **family: Any) -> ModelSpec:
         config.only("partial_rotary_factor", 1.0, "RoPE turns the whole head")
     if "experimental_attention_variant" not in family:
         _refuse_sliding_window(config)
-    base, scaling = _rope(config)
+    base, scaling = llama_rope(config)
     heads = config.size("num_attention_heads")
     values: dict[str, Any] = {
-        "name": config.path.parent.name or config.path.stem,
+        **common(config),
         "num_layers": config.size("num_hidden_layers"),
-        "hidden_size": config.size("hidden_size"),
-        "num_attention_heads": heads,
         "num_query_groups": config.size("num_key_value_heads", heads),
         "kv_channels": config.size("head_dim", config.size("hidden_size") // heads),
         "ffn_hidden_size": family.get("ffn_hidden_size") or config.size("intermediate_size"),
-        "vocab_size": config.size("vocab_size"),
-        "max_position": config.size("max_position_embeddings", 32768),
-        "rotary_base": float(base),
+        "rotary_base": base,
         "rope_scaling": scaling,
-        "tie_embeddings": config.flag("tie_word_embeddings"),
-        "layernorm_epsilon": config.number("rms_norm_eps", 1e-6),
-        "init_method_std": config.number("initializer_range", 0.02),
     }
     return ModelSpec(**{**values, **family})
 
 
-def _qwen2(config: _Config) -> ModelSpec:
+def _qwen2(config: Config) -> ModelSpec:
     return _dense(config, add_qkv_bias=True)
 
 
-def _qwen3(config: _Config, **family: Any) -> ModelSpec:
+def _qwen3(config: Config, **family: Any) -> ModelSpec:
     family = {"kv_channels": config.size("head_dim", 128), **family}
     return _dense(config, qk_layernorm=True, **family)
 
@@ -155,7 +107,7 @@ _LINEAR = [
 """Fields of GatedDeltaNet with one name in Megatron and in transformers."""
 
 
-def _gated_delta(config: _Config) -> dict[str, Any]:
+def _gated_delta(config: Config) -> dict[str, Any]:
     """GatedDeltaNet but for every fourth layer, and attention with an output gate."""
     layers, every = config.size("num_hidden_layers"), config.size("full_attention_interval", 4)
     kinds = config.names("layer_types")
@@ -175,6 +127,7 @@ def _gated_delta(config: _Config) -> dict[str, Any]:
         "num_query_groups": config.size("num_key_value_heads"),  # defaults differ by model
         "kv_channels": config.size("head_dim", 256),
         "attention_output_gate": True,
+        "layernorm_zero_centered_gamma": True,
         "rotary_percent": turned,
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": every,
@@ -183,7 +136,7 @@ def _gated_delta(config: _Config) -> dict[str, Any]:
     }
 
 
-def _qwen3_next(config: _Config, **family: Any) -> ModelSpec:
+def _qwen3_next(config: Config, **family: Any) -> ModelSpec:
     """Qwen3-Next: shared experts as well."""
     config.only("shared_expert_gate", True, "the shared expert has a gate")
     values = {
@@ -195,11 +148,11 @@ def _qwen3_next(config: _Config, **family: Any) -> ModelSpec:
     return _qwen3_moe(config, **{**values, **family})
 
 
-def _qwen3_5(config: _Config) -> ModelSpec:
+def _qwen3_5(config: Config) -> ModelSpec:
     return _qwen3(config, **_gated_delta(config))
 
 
-def _qwen3_5_moe(config: _Config) -> ModelSpec:
+def _qwen3_5_moe(config: Config) -> ModelSpec:
     """As Qwen3-Next; what the config no longer says is always so."""
     config.only("norm_topk_prob", True, "the weights of a token's experts add up to one")
     config.only("decoder_sparse_step", 1, "every layer has experts")
@@ -208,7 +161,7 @@ def _qwen3_5_moe(config: _Config) -> ModelSpec:
     return _qwen3_next(config, moe_router_pre_softmax=False, ffn_hidden_size=width)
 
 
-def _language_model(config: _Config) -> ModelSpec:
+def _language_model(config: Config) -> ModelSpec:
     """Of a model that also sees: without what sees."""
     text = config.inner("text_config")
     if text.values.get("model_type") not in [*_FAMILIES]:  # it may be anything, also unhashable
@@ -216,7 +169,7 @@ def _language_model(config: _Config) -> ModelSpec:
     # The whole model ties its embeddings, so what it says of them holds.
     tied = config.values.get("tie_word_embeddings")
     values = text.values if tied is None else {**text.values, "tie_word_embeddings": tied}
-    return text.family()(_Config(config.path, values))
+    return family(text)(Config(config.path, values))
 
 
 _SYMBOLS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*",
@@ -224,7 +177,7 @@ _SYMBOLS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_atten
 """Names of layers in `layers_block_type`; transformers 5 has the longer ones."""
 
 
-def _pattern(config: _Config) -> str:
+def _pattern(config: Config) -> str:
     """Symbols of Nemotron-H's layers."""
     kinds = config.names("layers_block_type")
     pattern = config.values.get("hybrid_override_pattern")
@@ -240,7 +193,7 @@ def _pattern(config: _Config) -> str:
     return pattern
 
 
-def _nemotron_h(config: _Config) -> ModelSpec:
+def _nemotron_h(config: Config) -> ModelSpec:
     """Nemotron-H: Mamba2, attention without RoPE, and MLPs, each a layer of its own."""
     pattern = _pattern(config)
     config.only("mlp_hidden_act", "relu2", "the MLP is relu(x)^2")
@@ -250,7 +203,9 @@ def _nemotron_h(config: _Config) -> ModelSpec:
         config.only(field, False, "projections have no bias")
     for field in ("rms_norm_eps", "layer_norm_epsilon"):
         config.only(field, 1e-5, "Megatron-Core's MambaMixer has its own norm with 1e-05")
-    config.only("time_step_limit", [0.0, math.inf], "Megatron-Core limits no time step")
+    # transformers 5 writes infinity as an object.
+    if config.values.get("time_step_limit") != [0.0, {"__float__": "Infinity"}]:
+        config.only("time_step_limit", [0.0, math.inf], "Megatron-Core limits no time step")
     config.only("conv_kernel", 4, "Megatron-Core's convolution has no other width")
     config.only("num_hidden_layers", len(pattern), "the pattern has as many layers")
     return ModelSpec(
@@ -284,7 +239,7 @@ def _no_experts(layer: str) -> str:
     )
 
 
-def _qwen3_moe(config: _Config, **family: Any) -> ModelSpec:
+def _qwen3_moe(config: Config, **family: Any) -> ModelSpec:
     layers, step = config.size("num_hidden_layers"), config.size("decoder_sparse_step", 1)
     dense = config.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(not isinstance(layer, int) for layer in dense):
@@ -303,7 +258,7 @@ def _qwen3_moe(config: _Config, **family: Any) -> ModelSpec:
     )
 
 
-_FAMILIES: dict[Any, Callable[[_Config], ModelSpec]] = {
+_FAMILIES: dict[Any, Callable[[Config], ModelSpec]] = {
     "llama": _dense,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
@@ -314,10 +269,12 @@ _FAMILIES: dict[Any, Callable[[_Config], ModelSpec]] = {
     "qwen3_5_moe": _language_model,
     "qwen3_5_moe_text": _qwen3_5_moe,
     "nemotron_h": _nemotron_h,
+    "deepseek_v3": hf_deepseek.deepseek_v3,
+    "glm4_moe_lite": hf_deepseek.glm4_moe_lite,
 }
 
 
-def _refuse_sliding_window(config: _Config) -> None:
+def _refuse_sliding_window(config: Config) -> None:
     """Qwen configs give a window size even where no layer uses it; the switch decides."""
     why = "a window is not a dense block of attention"
     config.only("use_sliding_window", False, why)
@@ -328,27 +285,3 @@ def _refuse_sliding_window(config: _Config) -> None:
             raise config.wrong(
                 "layer_types", f"{kind!r} is not supported ({why}); use 'full_attention'"
             )
-
-
-def _rope(config: _Config) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from `rope_theta` and `rope_scaling` or, since transformers 5, from
-    `rope_parameters`."""
-    field = "rope_parameters" if config.values.get("rope_parameters") else "rope_scaling"
-    rope = config.inner(field)
-    base = rope.number("rope_theta", config.number("rope_theta", 10000.0))
-    kind = rope.values.get("rope_type", rope.values.get("type", "default"))
-    if kind == "default":
-        return base, None
-    if kind != "llama3":
-        raise config.wrong(
-            f"{field}.rope_type", f"{kind!r} is not supported; use 'default' or 'llama3'"
-        )
-    try:
-        return base, RopeScaling(
-            factor=float(rope.number("factor")),
-            low_freq_factor=float(rope.number("low_freq_factor")),
-            high_freq_factor=float(rope.number("high_freq_factor")),
-            original_max_position=rope.size("original_max_position_embeddings"),
-        )
-    except UserError as error:
-        raise UserError(f"{config.path}: {field}: {error}") from None

@@ -1,10 +1,7 @@
-"""Hugging Face weights of the Llama, Qwen2, Qwen3 and Qwen3-MoE families into Megatron's models.
+"""Hugging Face weights of the families that hf.py knows into Megatron's models.
 
-Every rank reads its own part of every tensor that its pipeline chunks hold; nothing is sent. The
-names on one side are those of transformers' LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
-and Qwen3MoeForCausalLM, on the other those of `weights.global_name`, the same in every layout and
-layer spec. Megatron fuses what transformers keeps apart: in `linear_qkv` the query heads of a group
-are followed by its key and its value head, in `linear_fc1` the gate by the up projection.
+Every rank reads its own part of every tensor that its pipeline chunks hold; nothing is sent. Which
+tensors make up a parameter is in hf_tensors.py.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,99 +20,59 @@ import torch
 
 from megatron_prefix.errors import UserError, listed, shown
 from megatron_prefix.lab.models import hf
+from megatron_prefix.lab.models.hf_tensors import (
+    HEAD,
+    Format,
+    Rows,
+    Source,
+    delta_by_heads,
+    delta_by_piece,
+    mamba,
+    shapes,
+    sources,
+)
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.models.shards import Shards
-from megatron_prefix.lab.models.weights import global_name, tensor_split
+from megatron_prefix.lab.models.weights import expert_biases, global_name, tensor_split
 
 logger = logging.getLogger(__name__)
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_OUTSIDE = {
-    "embedding.word_embeddings.weight": _EMBEDDING,
-    "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": _HEAD,
-}
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_LAYER = {
-    "input_layernorm.weight": ("input_layernorm.weight",),
-    "self_attention.linear_qkv.weight": tuple(f"{name}.weight" for name in _QKV),
-    "self_attention.linear_qkv.bias": tuple(f"{name}.bias" for name in _QKV),
-    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
-    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
-    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
-    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
-    "mlp.router.weight": ("mlp.gate.weight",),
-}
-_MLP = {
-    "linear_fc1.weight": ("gate_proj.weight", "up_proj.weight"),
-    "linear_fc2.weight": ("down_proj.weight",),
-}
 # Tables that old releases of transformers saved, and that follow from the config.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 # Fields that change no logits, so that a config.json and --model or --set may differ in them.
 _FREE = {
     "name", "num_layers", "init_method_std", "max_position", "moe_layer_freq",
     "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff",
+    "moe_router_bias_update_rate",
 }  # fmt: skip
 
 
-def tensors_of(name: str) -> tuple[str, ...]:
-    """The Hugging Face tensors that make up one of Megatron's parameters, in their order in it.
+_FORMATS: dict[str, Format] = {
+    "qwen3_next": Format(recurrent=delta_by_heads),
+    "qwen3_5_text": Format(recurrent=delta_by_piece),
+    "qwen3_5_moe_text": Format(recurrent=delta_by_piece),
+    "nemotron_h": Format("backbone", "embeddings", "norm_f", mamba, hybrid=True),
+    "deepseek_v3": Format(layers_unread=True),
+    "glm4_moe_lite": Format(layers_unread=True),
+}
+"""Of families that differ from Llama's and Qwen3's, by `model_type`."""
+for _text in ("qwen3_5", "qwen3_5_moe"):  # what sees has them one level deeper
+    _FORMATS[_text] = dataclasses.replace(
+        _FORMATS[f"{_text}_text"], prefix="model.language_model", unread=r"^mtp\.|^model\.visual\."
+    )
+
+
+def format_of(family: str, given: Collection[str] = ()) -> Format:
+    """How a family calls its tensors.
 
     Args:
-        name: as `weights.global_name` gives it.
+        family: `model_type` in config.json.
+        given: names of a checkpoint's tensors; some have experts stacked, others not.
     """
-    if name in _OUTSIDE:
-        return (_OUTSIDE[name],)
-    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
-    if match is None:
-        raise ValueError(f"no Hugging Face tensor is known for parameter {name!r}")
-    layer, rest = f"model.layers.{match[1]}", match[2]
-    if rest in _LAYER:
-        return tuple(f"{layer}.{one}" for one in _LAYER[rest])
-    mlp = re.fullmatch(r"(mlp(?:\.experts\.\d+)?)\.(linear_fc[12]\.weight)", rest)
-    if mlp is None:
-        raise ValueError(f"no Hugging Face tensor is known for parameter {name!r}")
-    return tuple(f"{layer}.{mlp[1]}.{one}" for one in _MLP[mlp[2]])
-
-
-def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every Hugging Face tensor of a model, with its shape; a tied output layer is not one."""
-    hidden, head, vocab = spec.hidden_size, spec.kv_channels, spec.vocab_size or 0
-    tensors: dict[str, tuple[int, ...]] = {
-        _EMBEDDING: (vocab, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not spec.tie_embeddings:
-        tensors[_HEAD] = (vocab, hidden)
-    queries, keys = spec.num_attention_heads * head, spec.num_query_groups * head
-    rows = dict(zip(_QKV, (queries, keys, keys), strict=True))
-    attention: dict[str, tuple[int, ...]] = {f"{n}.weight": (r, hidden) for n, r in rows.items()}
-    attention["self_attn.o_proj.weight"] = (hidden, queries)
-    if spec.add_qkv_bias:
-        attention |= {f"{name}.bias": (size,) for name, size in rows.items()}
-    norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
-    attention |= dict.fromkeys(norms, (hidden,))
-    if spec.qk_layernorm:
-        names = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
-        attention |= dict.fromkeys(names, (head,))
-    for layer in range(spec.num_layers):
-        every = [*attention.items(), *_mlp_shapes(spec, layer)]
-        tensors |= {f"model.layers.{layer}.{name}": shape for name, shape in every}
-    return tensors
-
-
-def _mlp_shapes(spec: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Of one layer's MLP or of its router and experts."""
-    owners, width = ["mlp"], spec.ffn_hidden_size
-    if spec.has_experts(layer):
-        number, width = spec.num_moe_experts or 0, spec.moe_ffn_hidden_size or 0
-        owners = [f"mlp.experts.{expert}" for expert in range(number)]
-        yield "mlp.gate.weight", (number, spec.hidden_size)
-    for owner in owners:
-        yield f"{owner}.gate_proj.weight", (width, spec.hidden_size)
-        yield f"{owner}.up_proj.weight", (width, spec.hidden_size)
-        yield f"{owner}.down_proj.weight", (spec.hidden_size, width)
+    form = _FORMATS.get(family, Format())
+    if any(name.endswith(".mlp.experts.gate_up_proj") for name in given):
+        return dataclasses.replace(form, experts_stacked=True)
+    return form
 
 
 def check_folder(folder: str | Path) -> None:
@@ -142,21 +99,22 @@ class HFWeights:
         self.folder, self.spec = Path(folder), spec
         check_folder(folder)
         self.whole = hf.load(self.folder)
-        if self.whole.recurrent:
-            raise UserError(
-                f"{self.folder}: weights of recurrent layers cannot be read from Hugging Face"
-                " checkpoints; leave --load-hf out, or convert them with Megatron's own tools"
-            )
         _check_same(self.folder, self.whole, spec)
         self._shards = Shards(self.folder)
+        self._format = format_of(hf.model_type(self.folder), self._shards.names)
+        self.sources = sources(self.whole, self._format)
         self._check_tensors()
 
     def _check_tensors(self) -> None:
-        wanted, given = shapes(self.whole), self._shards.names
-        if self.whole.tie_embeddings and _HEAD in given:  # a copy; `_check_tied` compares values
-            wanted[_HEAD] = wanted[_EMBEDDING]
+        wanted, given = shapes(self.sources), self._shards.names
+        if self.whole.tie_embeddings and HEAD in given:  # a copy; `_check_tied` compares values
+            wanted[HEAD] = wanted[self._format.names[0]]
         missing = wanted.keys() - given
         extra = {name for name in given - wanted.keys() if not _COMPUTED.search(name)}
+        unread = {n for n in extra if self._format.is_unread(n, self.whole.num_layers)}
+        if unread:
+            _tell_unread(self.folder, len(unread), listed(unread))
+        extra -= unread
         for names, problem in ((missing, "missing"), (extra, "unknown")):
             if names:
                 raise UserError(
@@ -191,37 +149,48 @@ class HFWeights:
         Raises:
             UserError: a tied model's own output layer differs from its embedding.
         """
-        named = [(global_name(model, name), one) for name, one in model.named_parameters()]
-        named.sort(key=lambda pair: self._shards.file(tensors_of(pair[0])[0]))
+        named: list[tuple[str, torch.Tensor]] = [
+            (global_name(model, name), one) for name, one in model.named_parameters()
+        ]
+        named += expert_biases(model)
+        named.sort(key=lambda pair: self._shards.file(self._source(pair[0]).parts[0].name))
         for name, parameter in named:
             dim, rank, size = tensor_split(model, name, parameter)
-            if tensors_of(name)[0] in (_EMBEDDING, _HEAD):
-                values = self._vocabulary(tensors_of(name)[0], parameter, rank, size)
+            source = self._source(name)
+            if source.parts[0].name in self._tables:
+                values = self._vocabulary(source.parts[0].name, parameter, rank, size)
             else:
-                parts = [self._part(one, dim, rank, size) for one in tensors_of(name)]
-                values = self._fused(name, [part.to(parameter.dtype) for part in parts])
+                parts = [self._part(one, dim, rank, size) for one in source.parts]
+                values = source.join([part.to(parameter.dtype) for part in parts])
             if values.shape != parameter.shape:
                 raise ValueError(f"{name}: {values.shape} is not {parameter.shape}")
             parameter.copy_(values)
 
-    def _part(self, name: str, dim: int, rank: int, size: int) -> torch.Tensor:
-        """The slice of a tensor that tensor-parallel rank `rank` of `size` keeps."""
-        length = self._shards.shape(name)[dim] // size
-        return self._shards.read(name, dim, rank * length, (rank + 1) * length)
+    @property
+    def _tables(self) -> tuple[str, str]:
+        """The tensors of embedding and output layer, whose rows are padded."""
+        embedding, _, head = self._format.names
+        return embedding, head
 
-    def _fused(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
-        """One parameter of its tensors' parts; q, k and v are interleaved by query group."""
-        if "linear_qkv" not in name:
-            return torch.cat(parts)
-        head = self.spec.kv_channels
-        groups = parts[1].shape[0] // head
-        rest = parts[0].shape[1:]
-        grouped = [part.view(groups, -1, *rest) for part in parts]
-        return torch.cat(grouped, 1).reshape(-1, *rest)
+    def _source(self, name: str) -> Source:
+        """Of a parameter, by its `global_name`."""
+        if name not in self.sources:
+            raise ValueError(f"no Hugging Face tensor is known for parameter {name!r}")
+        return self.sources[name]
 
-    def _vocabulary(
-        self, name: str, parameter: torch.nn.Parameter, rank: int, size: int
-    ) -> torch.Tensor:
+    def _part(self, rows: Rows, dim: int, rank: int, size: int) -> torch.Tensor:
+        """What tensor-parallel rank `rank` of `size` keeps of some rows, cut in `dim`."""
+        own = rows.shape if rows.expert is None else rows.shape[1:]
+        start, stop = rows.start, own[0] if rows.stop is None else rows.stop
+        if dim == 1 and (start, stop) != (0, own[0]):
+            raise ValueError(f"{rows}: of some rows no columns can be read")
+        if dim == 1:
+            start, stop = 0, own[1]
+        length = (stop - start) // size
+        start += rank * length
+        return self._shards.read(rows.name, dim, start, start + length, rows.expert)
+
+    def _vocabulary(self, name: str, parameter: torch.Tensor, rank: int, size: int) -> torch.Tensor:
         """This rank's rows of an embedding or output layer; those that pad it are zeros."""
         rows, vocab = parameter.shape[0], self._shards.shape(name)[0]
         start, stop = min(rank * rows, vocab), min((rank + 1) * rows, vocab)
@@ -229,7 +198,7 @@ class HFWeights:
         if start == stop:
             return values
         present = self._shards.read(name, 0, start, stop)
-        if name == _EMBEDDING and self.spec.tie_embeddings:
+        if name == self._tables[0] and self.spec.tie_embeddings:
             self._check_tied(present, start, stop)
         values[: stop - start] = present
         if rank == 0 and rows * size > vocab:
@@ -238,12 +207,12 @@ class HFWeights:
 
     def _check_tied(self, embedding: torch.Tensor, start: int, stop: int) -> None:
         """Some tied checkpoints hold the output layer too; it must be the embedding."""
-        if _HEAD in self._shards.names and not torch.equal(
-            self._shards.read(_HEAD, 0, start, stop), embedding
+        if HEAD in self._shards.names and not torch.equal(
+            self._shards.read(HEAD, 0, start, stop), embedding
         ):
             raise UserError(
-                f"{self.folder}: config.json ties the embeddings, but {_HEAD} is not {_EMBEDDING};"
-                ' set "tie_word_embeddings": false there'
+                f"{self.folder}: config.json ties the embeddings, but {HEAD} is not"
+                f' {self._tables[0]}; set "tie_word_embeddings": false there'
             )
 
 
@@ -252,6 +221,14 @@ def _tell_padding(folder: Path, vocab: int, padded: int) -> None:
     logger.warning(
         "%s: %d tokens are padded to %d; the softmax counts the padding, whose logits are zero",
         folder, vocab, padded,
+    )  # fmt: skip
+
+
+@functools.cache
+def _tell_unread(folder: Path, number: int, names: str) -> None:
+    logger.warning(
+        "%s: %d tensors are not read, as the model has no multi-token prediction and does not see:"
+        " %s", folder, number, names,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from megatron_prefix.tree import cp_layout
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, built as Megatron builds its norms.
+    """torch's RMSNorm, built as Megatron builds its norms, by one plus the weight if it is so.
 
     Megatron's own wrapper refuses sequence parallelism (transformer/torch_norm.py:32). It only
     needs a flag on the weight: each rank has only its part of the sequence, so
@@ -25,6 +25,17 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.zero_centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size], of any dtype; one plus the weight is not rounded to 16 bit."""
+        if not self.zero_centered:
+            return super().forward(x)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scale = 1 + self.weight.to(wide)
+        return torch.nn.functional.rms_norm(x.to(wide), self.normalized_shape, scale, self.eps).to(
+            x.dtype
+        )
 
 
 class LocalAttention(DotProductAttention):

@@ -91,6 +91,7 @@ class ModelSpec:
     rope_type: of MLA, "rope" or "yarn", with rotary_scaling_factor,
     original_max_position_embeddings, beta_fast, beta_slow, mscale and mscale_all_dim.
     init_method_std: standard deviation of randomly initialised weights.
+    layernorm_zero_centered_gamma: norms multiply by one plus their weight (Qwen3-Next).
     num_moe_experts: None if there are none; other fields of experts are then not used.
     moe_ffn_hidden_size: the width of one expert. moe_router_topk: experts a token is sent to.
     moe_router_pre_softmax: softmax over all experts, not over the chosen ones alone.
@@ -124,6 +125,7 @@ class ModelSpec:
     tie_embeddings: bool = False
     hybrid_override_pattern: str = ""
     layernorm_epsilon: float = 1e-6
+    layernorm_zero_centered_gamma: bool = False
     init_method_std: float = 0.02
     qk_layernorm: bool = False
     add_qkv_bias: bool = False

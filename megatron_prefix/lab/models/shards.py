@@ -59,10 +59,13 @@ class Shards:
         """Of a tensor."""
         return tuple(self._slices[name].get_shape())
 
-    def read(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        """Elements `start` to `stop` of one dimension (0 or 1) of a tensor, on the host."""
-        part = slice(start, stop)
-        values: torch.Tensor = self._slices[name][part if dim == 0 else (slice(None), part)]
+    def read(
+        self, name: str, dim: int, start: int, stop: int, member: int | None = None
+    ) -> torch.Tensor:
+        """Elements `start` to `stop` of one dimension (0 or 1) of a tensor, on the host, or of a
+        member of a stack of tensors."""
+        part = (slice(None),) * dim + (slice(start, stop),)
+        values: torch.Tensor = self._slices[name][part if member is None else (member, *part)]
         return values
 
     def _index(self) -> dict[str, str] | None:

@@ -28,6 +28,9 @@ SLOW_DECAY = -4.0
 """Mean of A_log: recurrent states then last for some hundred positions. With Megatron's own they
 last for a few, and a mistake in what crosses a segment's end would not show."""
 
+_PLAIN = ("mixer.norm.weight", "mixer.D")
+"""Of Mamba2, whose own norm Megatron never centers."""
+
 # transformer-engine fuses a norm into the next linear; its names are mapped to the local ones.
 _FUSED_NORMS = (
     ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
@@ -81,9 +84,13 @@ def global_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 
 def expert_biases(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The biases on scores of experts, which are no parameters, each with its `global_name`."""
+    """The biases on scores of experts, which are no parameters, each with its `global_name`.
+
+    They are float32 in every model, but a cast of the model casts them, until its first step.
+    """
     for name, buffer in model.named_buffers():
-        if name.endswith("router.expert_bias") and buffer is not None:
+        if name.endswith("router.expert_bias"):
+            buffer.data = buffer.data.to(torch.float32)
             yield global_name(model, name), buffer
 
 
@@ -92,7 +99,7 @@ def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def tensor_split(model: Any, whole: str, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
+def tensor_split(model: Any, whole: str, parameter: torch.Tensor) -> tuple[int, int, int]:
     """The dimension that tensor parallelism cuts, this rank's number, and the number of ranks.
 
     (0, 0, 1) if every rank has the whole parameter.
@@ -136,16 +143,17 @@ def _pieces(spec: ModelSpec, whole: str) -> int | Sequence[int]:
     return 1
 
 
-def _draw(full: torch.Tensor, whole: str, std: float, generator: torch.Generator) -> None:
+def _draw(full: torch.Tensor, whole: str, spec: ModelSpec, generator: torch.Generator) -> None:
     """Random values for a parameter, by its `global_name`."""
     if whole.endswith(("norm.weight", "mixer.D")):
-        full.normal_(1.0, NORM_NOISE, generator=generator)
+        centered = spec.layernorm_zero_centered_gamma and not whole.endswith(_PLAIN)
+        full.normal_(0.0 if centered else 1.0, NORM_NOISE, generator=generator)
     elif whole.endswith("A_log"):
         full.normal_(SLOW_DECAY, NORM_NOISE, generator=generator)
     elif whole.endswith(("conv1d.weight", "conv1d_weight")):  # the latter since 0.19
         full.normal_(0.0, full.shape[-1] ** -0.5, generator=generator)
     else:
-        full.normal_(0.0, std, generator=generator)
+        full.normal_(0.0, spec.init_method_std, generator=generator)
 
 
 @torch.no_grad()
@@ -162,7 +170,7 @@ def fill(model: Any, spec: ModelSpec, seed: int) -> None:
         shape[dim] *= size
         generator = _generator(seed, whole, parameter.device)
         full = torch.empty(shape, dtype=torch.float32, device=parameter.device)
-        _draw(full, whole, spec.init_method_std, generator)
+        _draw(full, whole, spec, generator)
         parameter.copy_(local_part(full, dim, rank, size, _pieces(spec, whole)))
     for name, bias in expert_biases(model):
         bias.normal_(0.0, NORM_NOISE, generator=_generator(seed, name, bias.device))

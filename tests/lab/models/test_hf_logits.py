@@ -100,6 +100,11 @@ def test_logits_are_those_of_transformers(tmp_path, family):
         ("llama", Layout(pp=2, vpp=2)),
         ("moe", TP_PP_EP),
         ("moe-unscaled", Layout(tp=2, pp=2, sequence_parallel=True)),
+        ("deepseek", TP_PP_EP),
+        ("moonlight", Layout(tp=2, sequence_parallel=True)),
+        ("qwen3-next", TP_PP_EP),
+        ("qwen3.5", TP_PP),
+        ("nemotron-h", TP_PP),
     ],
 )
 def test_logits_in_a_layout(tmp_path, family, layout):

@@ -11,7 +11,9 @@ import torch
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models import hf_weights, weights
-from megatron_prefix.lab.models.hf_weights import HFWeights, shapes, tensors_of
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.models.hf_tensors import shapes, sources
+from megatron_prefix.lab.models.hf_weights import HFWeights, format_of
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.models.shards import Shards
 from tests.harness import hf_checkpoints
@@ -121,16 +123,59 @@ def test_tables_of_old_releases_are_left_alone(copy):
     HFWeights(save(), resolve(str(save())))
 
 
+def logged(caplog) -> str:
+    """What was said of tensors that are left out, once."""
+    [told] = [text for text in caplog.messages if "are not read" in text]
+    return told
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [("deepseek", "model.layers.4.eh_proj.weight"), ("qwen3-next", "mtp.fc.weight")],
+)
+def test_heads_that_the_model_has_not_are_left_out_and_said(tmp_path, caplog, family, extra):
+    hf_checkpoints.make(tmp_path, family, shard_size="1GB")
+    tensors = safetensors.load_file(tmp_path / "model.safetensors")
+    safetensors.save_file({**tensors, extra: torch.ones(2)}, tmp_path / "model.safetensors")
+    caplog.set_level("WARNING", hf_weights.__name__)
+    assert model(tmp_path).decoder.final_layernorm.weight.any()
+    assert "1 tensors are not read" in (told := logged(caplog)) and extra in told
+    tensors["model.layers.4.mlp.other.weight" if family == "qwen3-next" else "mtp"] = torch.ones(2)
+    safetensors.save_file(tensors, tmp_path / "model.safetensors")
+    assert "unknown tensors" in refused(tmp_path)
+
+
+def test_a_model_that_sees_has_its_text_model_one_level_deeper(tmp_path, caplog):
+    """Also where the experts of a layer are in two tensors, as in the published files."""
+    text = hf_checkpoints.make(tmp_path, "qwen3.5-moe", shard_size="1GB").state_dict()
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    plain = model(tmp_path)
+    seeing = {"model_type": "qwen3_5_moe", "text_config": config, "vision_config": {"depth": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(seeing), encoding="utf-8")
+    deeper = {
+        name.replace("model.", "model.language_model.", 1): tensor.clone().contiguous()
+        for name, tensor in text.items()
+    }
+    assert any(name.endswith("experts.gate_up_proj") for name in deeper)
+    deeper["model.visual.pos_embed.weight"] = torch.ones(2)
+    safetensors.save_file(deeper, tmp_path / "model.safetensors")
+    caplog.set_level("WARNING", hf_weights.__name__)
+    found = dict(model(tmp_path).named_parameters())
+    assert "model.visual.pos_embed.weight" in logged(caplog)
+    assert all(torch.equal(found[name], one) for name, one in plain.named_parameters())
+
+
 @pytest.mark.parametrize("family", hf_checkpoints.FAMILIES)
 def test_the_table_has_every_tensor_once(tmp_path, family):
     hf_checkpoints.make(tmp_path, family)
     found = Shards(tmp_path)
-    assert shapes(resolve(str(tmp_path))) == {name: found.shape(name) for name in found.names}
-    names = [
-        weights.global_name(one, n) for one in [model(tmp_path)] for n, _ in one.named_parameters()
-    ]
-    used = [tensor for name in names for tensor in tensors_of(name)]
-    assert len(used) == len(set(used)) and set(used) == found.names
+    sources = HFWeights(tmp_path, resolve(str(tmp_path))).sources
+    assert shapes(sources) == {name: found.shape(name) for name in found.names}
+    one = model(tmp_path)
+    names = [weights.global_name(one, name) for name, _ in one.named_parameters()]
+    names += [name for name, _ in weights.expert_biases(one)]
+    used = [rows for name in names for rows in sources[name].parts]
+    assert len(used) == len(set(used)) and {rows.name for rows in used} == found.names
 
 
 @pytest.mark.parametrize(
@@ -146,13 +191,16 @@ def test_the_names_of_transformer_engine_are_known(name, tensor):
     layer = types.SimpleNamespace(layer_number=6, mlp=experts)
     chunk = types.SimpleNamespace(decoder=types.SimpleNamespace(layers=[layer]))
     whole = weights.global_name(chunk, f"decoder.layers.0.{name}")
-    assert tensors_of(whole) == (f"model.layers.5.{tensor}",)
+    spec = resolve("tiny-moe", num_layers=6).with_vocab(9)
+    [rows] = sources(spec, format_of("qwen3_moe"))[whole].parts
+    assert rows.name == f"model.layers.5.{tensor}"
 
 
-@pytest.mark.parametrize("name", ["decoder.layers.0.mlp.bias", "mtp.weight"])
-def test_a_parameter_without_a_tensor_is_an_error(name):
-    with pytest.raises(ValueError, match=name):
-        tensors_of(name)
+def test_a_parameter_without_a_tensor_is_an_error(made):
+    weights_of = HFWeights(made, resolve(str(made)))
+    del weights_of.sources["decoder.layers.0.mlp.linear_fc2.weight"]
+    with pytest.raises(ValueError, match=r"no Hugging Face tensor .*linear_fc2"):
+        weights_of.fill(model(made))
 
 
 # The model ----------------------------------------------------------------------------------------
@@ -208,6 +256,14 @@ def test_16_bit_files_are_cast(tmp_path, dtype):
     found = model(tmp_path, dtype="float64").decoder.final_layernorm.weight
     assert found.dtype == torch.float64
     assert torch.equal(found, saved["model.norm.weight"].double())
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_biases_of_experts_stay_in_float32(tmp_path, dtype):
+    saved = hf_checkpoints.make(tmp_path, "deepseek").state_dict()
+    wanted = saved["model.layers.1.mlp.gate.e_score_correction_bias"]
+    router = unwrap(model(tmp_path, dtype=dtype)).decoder.layers[1].mlp.router
+    assert router.expert_bias.dtype == torch.float32 and torch.equal(router.expert_bias, wanted)
 
 
 def test_fingerprints_tell_checkpoints_apart(copy):
