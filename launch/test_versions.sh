@@ -18,7 +18,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 tests="tests/lab/platforms/test_platform.py tests/lab/models/test_build.py tests/core/moe/test_moe_router.py
     tests/core/alignment/test_layouts.py tests/core/alignment/test_moe.py tests/core/alignment/test_distributed.py
     tests/core/alignment/test_replay.py tests/core/alignment/test_hybrid.py
-    tests/core/alignment/test_hybrid_layouts.py tests/core/alignment/test_hybrid_16_bit.py"
+    tests/core/alignment/test_hybrid_layouts.py tests/core/alignment/test_hybrid_16_bit.py
+    tests/core/alignment/test_mla.py tests/core/alignment/test_windows.py"
 read -r -d '' -a tests <<<"${TESTS:-$tests}" || true
 versions=("$@")
 [[ $# -gt 0 ]] || versions=(0.16.1 0.17.1 0.18.1 0.19.2)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from torch.overrides import TorchFunctionMode
 
 from megatron_prefix.layers import attention as segments
@@ -162,7 +163,8 @@ def _localize_latent(attention: Any, config: Any) -> None:
     from megatron.core.post_training.modelopt.layers import Linear
 
     if config.qk_layernorm:
-        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        attention.kv_layernorm = RMSNorm
+        attention.q_layernorm = RMSNorm if config.q_lora_rank else IdentityOp
     attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
 
 

@@ -33,7 +33,7 @@ from megatron_prefix.sidecar.store import OwnKeys
 from megatron_prefix.tree import cp_layout
 
 if TYPE_CHECKING:
-    from megatron_prefix.layers.blocks.windowed import Window
+    from megatron_prefix.layers.blocks.windowed import WindowKeys
     from megatron_prefix.moe.ledger import RouterLedger
     from megatron_prefix.offload.segment import OffloadedSegment
     from megatron_prefix.tree.payload_map import Form
@@ -80,7 +80,7 @@ class SegmentContext:
     decoded: Tensor | None = None
     on_decoded: Callable[[Tensor], None] | None = None
     between: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    windows: dict[Form, Window] = field(default_factory=dict)
+    windows: dict[Form, WindowKeys] = field(default_factory=dict)
 
     def capture(self, layer: int, shared: Shared, key: Tensor, value: Tensor) -> None:
         """Puts what an inner segment leaves into the sidecar, once: recomputation calls again."""

@@ -64,7 +64,7 @@ class Tails:
         return window_of(self._running.current, self.form, device).last
 
 
-class Window(NamedTuple):
+class WindowKeys(NamedTuple):
     """Keys of a segment in layers with a window.
 
     Attributes:
@@ -105,7 +105,7 @@ class Window(NamedTuple):
         return sums[0][num:], sums[1][num:]
 
 
-def window_of(context: SegmentContext, form: Form, device: torch.device) -> Window:
+def window_of(context: SegmentContext, form: Form, device: torch.device) -> WindowKeys:
     """A segment's keys in layers of a form; made in the first of them, for all."""
     found = context.windows.get(form)
     if found is None:
@@ -113,7 +113,7 @@ def window_of(context: SegmentContext, form: Form, device: torch.device) -> Wind
     return found
 
 
-def _window(context: SegmentContext, form: Form, device: torch.device) -> Window:
+def _window(context: SegmentContext, form: Form, device: torch.device) -> WindowKeys:
     reading, own = context.cache.tail(context.index, form), context.cache.map.lengths[context.index]
     spans = ((),) * len(own) if reading is None else reading.spans
     begins = [0, *itertools.accumulate(own)]
@@ -126,7 +126,7 @@ def _window(context: SegmentContext, form: Form, device: torch.device) -> Window
         keys.append(length + sum(stop - start for start, stop in above))
     runs = Runs(tuple(own), tuple(keys), causal=True)
     places: list[Any] = [on(device, np.concatenate(one)) for one in (order, last)]
-    return Window(reading, num_read, places[0], runs, places[1])
+    return WindowKeys(reading, num_read, places[0], runs, places[1])
 
 
 def window_attention(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.blocks import windowed
-from megatron_prefix.layers.blocks.windowed import Tails, Window
+from megatron_prefix.layers.blocks.windowed import Tails, WindowKeys
 from tests.harness import hybrid, steps
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank, small_model
@@ -104,9 +106,26 @@ def test_layers_with_a_window_keep_less() -> None:
     assert held[0] < 0.6 * held[1]  # one layer of three is full
 
 
+@pytest.mark.parametrize("ends", [(4, 2), (0, 0)])
+def test_other_windows_are_refused(ends: tuple[int, int]) -> None:
+    model = model_of({"window_size": ends})
+    with pytest.raises(CannotShare, match=re.escape(f"window_size {ends}: give (positions")):
+        hybrid.worst(model, expected_of({}))
+
+
+def test_a_window_needs_whole_rollouts_on_a_rank() -> None:
+    model = unwrap(model_of(window(4, None)))
+    part = table.payload_parts(model)[0]
+    config = dataclasses.replace(model.config)
+    config.context_parallel_size = 2
+    assert part.kind is not None
+    found = [one.refusal for one in part.kind.option_refusals(part.module, config)]
+    assert found == [WINDOW_CP]
+
+
 BROKEN: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "no gradient to ancestors": (
-        Window, "pull",
+        WindowKeys, "pull",
         lambda stock: lambda self, layer, context, both: stock(
             self, layer, context, tuple(0 * one for one in both)
         ),

@@ -72,6 +72,42 @@ def test_composite_takes_each_block_to_its_kernel(case: Case) -> None:
     check(CompositeKernel(KERNELS["flash_cpu"], KERNELS["math"]), case, torch.float32)
 
 
+@pytest.mark.parametrize("window", [1, 4, 9, 100])
+def test_a_window_of_math_is_a_mask(window: int) -> None:
+    """Causal runs with as many keys as queries, and with more; against the formula by rows."""
+    kernel = KERNELS["math"].windowed(window)
+    assert kernel is not None and KERNELS["math"].window is None
+    draw = torch.Generator().manual_seed(0)
+    for queries, keys in (((7, 12), (7, 12)), ((7, 12), (15, 14))):
+        q, dout = (torch.randn(19, 4, 8, generator=draw, dtype=torch.float64) for _ in "ab")
+        k, v = (torch.randn(sum(keys), 2, 8, generator=draw, dtype=torch.float64) for _ in "ab")
+        for x in (q, k, v):
+            x.requires_grad_()
+        part = kernel.forward(q, k, v, Runs(queries, keys, causal=True), 0.3)
+        grads = kernel.backward(dout, q, k, v, *part, Runs(queries, keys, causal=True), 0.3)
+        rows, first, begin = [], 0, 0
+        for length, seen in zip(queries, keys, strict=True):
+            for number in range(length):
+                last = begin + seen - length + number
+                low = max(begin, last - window)
+                heads = [x[low : last + 1].repeat_interleave(2, 1) for x in (k, v)]
+                scores = 0.3 * torch.einsum("hd,khd->hk", q[first + number], heads[0])
+                rows.append(torch.einsum("hk,khd->hd", scores.softmax(-1), heads[1]))
+            first, begin = first + length, begin + seen
+        wanted = torch.stack(rows)
+        wanted.backward(dout)
+        for found, x in zip((part.out, *grads), (wanted, q.grad, k.grad, v.grad), strict=True):
+            assert x is not None and torch.allclose(found, x, rtol=0, atol=1e-12)
+
+
+def test_kernels_without_a_window_say_so() -> None:
+    assert KERNELS["flash_cpu"].windowed(3) is None
+    cpu = torch.device("cpu")
+    assert choose("auto", cpu, torch.float32, 8, window=3).name == "math"
+    with pytest.raises(UserError, match="has no sliding window; use math"):
+        choose("flash_cpu", cpu, torch.float32, 8, window=3)
+
+
 class _Recorded(operators.MathKernel):
     def __init__(self) -> None:
         self.calls: list[tuple[str, bool]] = []

@@ -39,9 +39,6 @@ VALUES: dict[str, Any] = {
     "fp4": "e2m1",
     "quant_recipe": "a recipe",
     "mtp_num_layers": 1,
-    "multi_latent_attention": True,
-    "window_size": (64, 0),
-    "softmax_type": "learnable",
     "qk_clip": True,
     "log_max_attention_logit": True,
     "overlap_moe_expert_parallel_comm": True,
@@ -271,9 +268,9 @@ def test_dropout_of_an_adapter_is_refused(model: Any, monkeypatch: pytest.Monkey
 def test_options_of_one_layer_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     core = unwrap(model).decoder.layers[1].self_attention.core_attention
     own = copy.copy(core.config)
-    own.window_size = (64, 0)
+    own.qk_clip = True
     monkeypatch.setattr(core, "config", own)
-    with pytest.raises(UserError, match="with window_size: use the stock schedule"):
+    with pytest.raises(UserError, match="with qk_clip: use the stock schedule"):
         install(model)
 
 

@@ -200,14 +200,17 @@ def test_kernels_are_probed_with_the_heads_of_a_rank(
     heads: int, kv_heads: int | None, ranks: int, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(installing, "choose", lambda *how: asked.append(how) or KERNELS["math"])
+    monkeypatch.setattr(
+        installing, "choose", lambda *how, **window: asked.append((*how, window)) or KERNELS["math"]
+    )
     config = SimpleNamespace(
         kv_channels=16, num_attention_heads=heads, num_query_groups=kv_heads,
         tensor_model_parallel_size=ranks,
     )  # fmt: skip
     model = SimpleNamespace(config=config, parameters=lambda: iter([torch.zeros(1)]))
-    installing._choose_kernel("auto", model, 3)
-    assert asked == [("auto", torch.device("cpu"), torch.float32, 16, 16, 3, group)]
+    installing._choose_kernel("auto", model, 3, 64)
+    found = ("auto", torch.device("cpu"), torch.float32, 16, 16, 3, group, {"window": 64})
+    assert asked == [found]
 
 
 def test_a_failed_install_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
