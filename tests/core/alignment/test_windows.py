@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.layers import table
 from megatron_prefix.layers.blocks import windowed
 from megatron_prefix.layers.blocks.windowed import Tails, WindowKeys
+from megatron_prefix.refusals.table import WINDOW_CP
 from tests.harness import hybrid, steps
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank, small_model
