@@ -45,16 +45,24 @@ class DefinedAttention(LocalAttention):
                 gather_from_sequence_parallel_region(x.contiguous(), group=cp) for x in (key, value)
             )
         seen = (sample_q[:, None] == sample_k) & (place_k <= place_q[:, None])
+        window = self.scale_mask_softmax.window_size
+        if window is not None:
+            seen &= place_k >= place_q[:, None] - window[0]
         seen = seen[None, None]
         if attention_mask is not None and attention_mask.dim() == 4:
-            seen = ~attention_mask
+            seen = ~attention_mask if window is None else ~attention_mask & seen
         elif attention_mask is not None:
             raise ValueError(f"a mask of {list(attention_mask.shape)}: one of four dimensions")
         shared = query.shape[2] // key.shape[2]
         key, value = (x.repeat_interleave(shared, dim=2) for x in (key, value))
         q, k, v = (x.double() for x in (query, key, value))
         scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * self.softmax_scale
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if self.softmax_offset is not None:  # a key without a value
+            sink = self.softmax_offset.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
         weights = self.attention_dropout(weights)
         out = torch.einsum("bhqk,kbhd->qbhd", weights, v).to(query.dtype).flatten(2)
         return out.squeeze(1) if packed else out
@@ -96,7 +104,12 @@ def put_into(model: Any, *, ignores_masks: bool) -> None:
     """Gives every attention layer of a model one of these modules."""
     which = CausalAttention if ignores_masks else DefinedAttention
     for module in [module for module in model.modules() if hasattr(module, "core_attention")]:
+        latent = module.config.multi_latent_attention
+        before = module.core_attention
         module.core_attention = which(
             module.config, module.layer_number, module.attn_mask_type, module.attention_type,
-            softmax_scale=module.config.softmax_scale, pg_collection=module.pg_collection,
+            softmax_scale=(module if latent else module.config).softmax_scale,
+            v_channels=module.config.v_head_dim if latent else None,
+            pg_collection=module.pg_collection,
         )  # fmt: skip
+        module.core_attention.load_state_dict(before.state_dict())  # its sinks

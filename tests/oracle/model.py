@@ -80,6 +80,12 @@ def _language(case: Case, seed: int) -> Any:
         spec = {"num_query_groups": 4}
     elif case.model == "qk_norm":
         preset = "tiny-qwen3"
+    elif case.model == "mla":
+        preset, spec = "tiny-deepseek", {"num_moe_experts": None}
+    elif case.model == "windows":
+        overrides |= {
+            "window_size": (3, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable",
+        }  # fmt: skip
     elif case.model == "gated_delta_net":
         preset, spec = "tiny-qwen3-next", {"linear_attention_freq": 2}
     elif case.model in _EXPERTS:
