@@ -57,15 +57,18 @@ class DefinedAttention(LocalAttention):
         key, value = (x.repeat_interleave(shared, dim=2) for x in (key, value))
         q, k, v = (x.double() for x in (query, key, value))
         scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * self.softmax_scale
-        scores = scores.masked_fill(~seen, float("-inf"))
-        if self.softmax_offset is not None:  # a key without a value
-            sink = self.softmax_offset.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-            weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-        else:
-            weights = scores.softmax(-1)
+        weights = _softmax(scores.masked_fill(~seen, float("-inf")), self.softmax_offset)
         weights = self.attention_dropout(weights)
         out = torch.einsum("bhqk,kbhd->qbhd", weights, v).to(query.dtype).flatten(2)
         return out.squeeze(1) if packed else out
+
+
+def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
+    """Of scores [rows, heads, queries, keys]; a sink [heads] is a key without a value."""
+    if sink is None:
+        return scores.softmax(-1)
+    more = sink.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat([scores, more], -1).softmax(-1)[..., :-1]
 
 
 class CausalAttention(DefinedAttention):

@@ -72,10 +72,13 @@ SIXTEEN_BIT_OF = {
     "mamba": {"ffn_hidden_size": 1408},
     "hybrid-gdn": {"ffn_hidden_size": 1408},
     "hybrid-moe": {"moe_ffn_hidden_size": 256, "moe_router_topk": 8},
-    "mla": {"ffn_hidden_size": 1408, "kv_lora_rank": 128, "qk_head_dim": 64, "v_head_dim": 64},
+    "mla": {
+        "ffn_hidden_size": 1408, "kv_lora_rank": 128, "qk_head_dim": 64, "v_head_dim": 64,
+        "num_query_groups": 8,
+    },
     "mla-moe": {
         "moe_ffn_hidden_size": 256, "moe_router_topk": 8, "moe_router_group_topk": 4,
-        "kv_lora_rank": 128, "qk_head_dim": 64, "v_head_dim": 64,
+        "kv_lora_rank": 128, "qk_head_dim": 64, "v_head_dim": 64, "num_query_groups": 8,
     },
 }  # fmt: skip
 

@@ -13,40 +13,44 @@ class Rotary:
 
     Megatron calls such a module for a whole sequence. A segment's positions are others, so it gets
     rows of a table [positions, 1, 1, width] of its angles.
+
+    Attributes:
+        modules: as they were added.
+        tables: of each by its id, with the scale of sine and cosine.
     """
 
     def __init__(self) -> None:
-        self._modules: list[Any] = []
+        self.modules: list[Any] = []
         self._made_of: list[Any] = []
-        self._tables: dict[int, tuple[Tensor, float]] = {}
+        self.tables: dict[int, tuple[Tensor, float]] = {}
         self._length = 0
         self._at: Tensor | None = None
         self._rows: dict[int, Tensor] = {}
 
     def add(self, module: nn.Module) -> None:
         """Adds a module, before the next `prepare`."""
-        self._modules.append(module)
+        self.modules.append(module)
         self._made_of = []
 
     def prepare(self, max_position: int) -> None:
         """Begins a step: makes the tables long enough, and again where a module was changed."""
-        known = [_made_of(module) for module in self._modules]
+        known = [_made_of(module) for module in self.modules]
         if self._length > max_position and known == self._made_of:
             return
         self._length = 1 << max_position.bit_length()
-        self._tables, self._at = {}, None
-        for number, module in enumerate(self._modules):
-            like = next((one for one in self._modules[:number] if _equal(one, module)), None)
+        self.tables, self._at = {}, None
+        for number, module in enumerate(self.modules):
+            like = next((one for one in self.modules[:number] if _equal(one, module)), None)
             # Not `forward`: that is cached for the whole class and slices by context-parallel rank.
-            made = None if like is None else self._tables[id(like)]
-            self._tables[id(module)] = made or _table(module.get_emb(self._length))
+            made = None if like is None else self.tables[id(like)]
+            self.tables[id(module)] = made or _table(module.get_emb(self._length))
         # Megatron's modules move their numbers to the device when they are called first.
-        self._made_of = [_made_of(module) for module in self._modules]
+        self._made_of = [_made_of(module) for module in self.modules]
 
     def of(self, module: nn.Module, positions: Tensor) -> tuple[Tensor, float]:
         """Angles [positions, 1, 1, width] of some positions (int64), and the scale of their sine
         and cosine ("YaRN: Efficient Context Window Extension of Large Language Models", 3.4)."""
-        table, scale = self._tables[id(module)]
+        table, scale = self.tables[id(module)]
         if positions is not self._at:
             self._at, self._rows = positions, {}
         rows = self._rows.get(id(table))

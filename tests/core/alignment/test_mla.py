@@ -27,7 +27,7 @@ DENSE: dict[str, Any] = {"num_layers": 3, "num_moe_experts": None}
 MODELS: dict[str, dict[str, Any]] = {
     "yarn": {},
     "rope": {"rope_type": "rope"},
-    "no q_lora": {"q_lora_rank": None},
+    "no q_lora": {"q_lora_rank": None, "qk_layernorm": False},
     "no norms": {"qk_layernorm": False},
     "wide values": {"v_head_dim": 28},
     "both mscales": {"mscale": 0.707, "mscale_all_dim": 0.707, "rotary_scaling_factor": 40.0},
@@ -189,7 +189,7 @@ def test_equal_rotary_embeddings_have_one_table() -> None:
     expected = expected_of({})
     assert hybrid.worst(model, expected) <= EXACT
     rotary = installed(model).rotary  # type: ignore[union-attr]
-    assert len(rotary._modules) == 3 and len({id(t) for t, _ in rotary._tables.values()}) == 1
+    assert len(rotary.modules) == 3 and len({id(t) for t, _ in rotary.tables.values()}) == 1
     # A change in one layer is seen by the next step.
     for chunk in (model, twin := model_of({}, wrap_ddp=False)):
         last = language_model(chunk).decoder.layers[-1].self_attention.rotary_pos_emb
@@ -200,7 +200,7 @@ def test_equal_rotary_embeddings_have_one_table() -> None:
     changed = steps.plain(twin, Contract(), hybrid.items())
     assert hybrid.worst(model, expected) > 1e-3
     assert hybrid.worst(model, changed) <= EXACT
-    assert len({id(t) for t, _ in rotary._tables.values()}) == 2
+    assert len({id(t) for t, _ in rotary.tables.values()}) == 2
 
 
 BROKEN: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
