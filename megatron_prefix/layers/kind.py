@@ -23,6 +23,7 @@ from megatron_prefix.tree.payload_map import Form
 if TYPE_CHECKING:
     from megatron_prefix.layers.blocks.core import SegmentContext
     from megatron_prefix.layers.blocks.interface import Kernel
+    from megatron_prefix.layers.mtp import StepAhead
     from megatron_prefix.moe.replay import Replay
 
 Override = tuple[Any, str, Callable[..., Any]]
@@ -43,11 +44,13 @@ class Running(Protocol):
         current: the segment that runs, or None.
         kernel: runs attention's blocks.
         replay: makes the routers follow routes in this step; None if they choose themselves.
+        ahead: what multi-token prediction reads in this step; None where it does not run.
     """
 
     current: SegmentContext | None
     kernel: Kernel
     replay: Replay | None
+    ahead: StepAhead | None
 
 
 class Kind:

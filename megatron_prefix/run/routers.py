@@ -7,11 +7,13 @@ from typing import Any
 
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 
+from megatron_prefix.errors import refused
 from megatron_prefix.moe import versions
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.moe.ledger import RouterLedger
 from megatron_prefix.moe.replay import Replay, SegmentRoutes, forward_action
 from megatron_prefix.moe.tokens import LogicalTokens
+from megatron_prefix.refusals.table import AHEAD_ROUTES
 from megatron_prefix.run.executor import Stage
 from megatron_prefix.run.losses import LossContract
 from megatron_prefix.run.rank import Rank
@@ -25,6 +27,8 @@ def check(step: Step, rank: Rank) -> None:
         CannotShare: they record routes, or follow routes that the schedule has not been given.
     """
     if rank.has_experts:
+        if rank.looks_ahead and _routed(step, rank):
+            raise refused(AHEAD_ROUTES)
         for model in rank.language_models:
             forward_action(versions.routers(model).values(), _routed(step, rank))
 
@@ -50,7 +54,7 @@ def begin(
     """
     _set_routes(stages, step, rank)
     if not forward_only and any(stage.hooks.routers for stage in stages):
-        _set_auxiliary_scales(contract, stages[-1].model, step.num_microbatches)
+        set_auxiliary_scales(contract, stages[-1].model, step.num_microbatches)
         cp = rank.groups.cp
         tokens = LogicalTokens(
             step.forest, step.microbatch_of, rank.device, cp.rank(), cp.size(),
@@ -77,7 +81,7 @@ def _set_routes(stages: Sequence[Stage], step: Step, rank: Rank) -> None:
         stage.hooks.replay = Replay(routes, action) if routes is not None and action else None
 
 
-def _set_auxiliary_scales(contract: LossContract, model: Any, num_microbatches: int) -> None:
+def set_auxiliary_scales(contract: LossContract, model: Any, num_microbatches: int) -> None:
     """Tells Megatron how to weigh auxiliary losses, as a stage without losses does in its schedule.
 
     The scales are read when a backward runs, on every stage, and only the last has `Losses`.

@@ -2,8 +2,8 @@
 
 Multi-token prediction ("DeepSeek-V3 Technical Report", section 2.2) sees at position i the input of
 i+1 and predicts the label of i+1. Inside a span both are the same for all rollouts. At a span's
-last position the next input still is (`Pairs.codes`), and the label after it differs by rollout: the
-position has a row of logits for each.
+last position the next input still is (`Pairs.codes`), and the label after it differs by rollout:
+the position has a row of logits for each.
 
 Megatron divides the loss of a microbatch by the weights that are left when they have moved by one
 (`process_mtp_loss` in megatron/core/transformer/multi_token_prediction.py, before 0.17 in
@@ -32,8 +32,8 @@ class Rows(NamedTuple):
     Attributes:
         places: position in the segment, on this rank, int64 [rows], ascending.
         labels: int64 [rows].
-        weights: of each label in the loss, in the logged means of microbatches, and by its mask
-            alone, float64 [3, rows].
+        weights: of each label in the loss, in the logged means of microbatches, and how many
+            rollouts give it one, float64 [3, rows].
     """
 
     places: Numbers
@@ -99,11 +99,18 @@ class AheadTables:
         left, whole = sums(samples, microbatch_of, size)
         self.undefined = not division.clamps and bool((left[:, rank] == 0).any())
         in_loss, in_mean = division.in_loss(left, whole), division.in_mean(left)
-        # Of every position of each sample, by the microbatch and the rank that has it there.
-        self._shares = [
-            np.stack([in_loss[m, owners], in_mean[m, owners], np.ones(len(owners))])
-            for m, owners in zip(microbatch_of, _owners(samples, size), strict=True)
+        # What the label after a position counts: by microbatch, and by the rank of the position.
+        self._counted = [
+            np.stack([in_loss[m, owners] * ahead, in_mean[m, owners] * ahead, ahead != 0])
+            for m, owners, ahead in zip(
+                microbatch_of, _owners(samples, size), map(_moved, samples), strict=True
+            )
         ]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Positions of every segment on this rank."""
+        return [one.padded_length // self._place[1] for one in self._forest.segments]
 
     def following(self) -> Numbers:
         """Next inputs and their positions of all segments, one behind the other, int64 [2, n];
@@ -147,13 +154,11 @@ class AheadTables:
         inside = np.zeros((3, span.length - 1))
         ends: dict[int, Floats] = {}
         for rollout in span.rollouts:
-            sample, shares = self._samples[rollout], self._shares[rollout]
-            weights = _weights(sample)[span.start + 1 : span.end + 1]
-            weighed = weights * shares[:, span.start : span.start + len(weights)]
-            inside += weighed[:, : span.length - 1]
+            sample, counted = self._samples[rollout], self._counted[rollout]
+            inside += counted[:, span.start : span.end - 1]
             if span.end < len(sample):
                 label = int(sample.labels[span.end])
-                ends[label] = ends.get(label, np.zeros(3)) + weighed[:, -1]
+                ends[label] = ends.get(label, np.zeros(3)) + counted[:, span.end - 1]
         if not span.rollouts:
             return []
         labels = self._samples[span.rollouts[0]].labels[span.start + 1 : span.end]
@@ -173,9 +178,8 @@ def sums(
     num = max(microbatch_of, default=-1) + 1
     left, whole = np.zeros((2, num, size))
     for sample, m, owners in zip(samples, microbatch_of, _owners(samples, size), strict=True):
-        weights = _weights(sample)
-        np.add.at(whole[m], owners, weights)
-        np.add.at(left[m], owners, np.append(weights[1:], 0.0))
+        np.add.at(whole[m], owners, _weights(sample))
+        np.add.at(left[m], owners, _moved(sample))
     return left, whole
 
 
@@ -183,6 +187,11 @@ def _weights(sample: Pairs) -> Floats:
     if sample.weights is None:
         raise RuntimeError("a sample without the weights of its labels")
     return sample.weights
+
+
+def _moved(sample: Pairs) -> Floats:
+    """The weight of the label after each position's own."""
+    return np.append(_weights(sample)[1:], 0.0)
 
 
 def _owners(samples: Sequence[Pairs], size: int) -> Iterator[Numbers]:
