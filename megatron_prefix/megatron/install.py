@@ -90,6 +90,7 @@ class Hooks:
         self.ahead: StepAhead | None = None
         self._rope: Tensor | None = None
         self._rope_of: Any = None
+        self._turned: Tensor | None = None  # the rotary table of the segment that runs
         self._undo: list[Callable[[], None]] = []
         try:
             self._install()
@@ -113,7 +114,7 @@ class Hooks:
             self._override(last.mlp, "forward", self._skipping(last.mlp, 1))
         self._override_parts(table.parts(self.model, Slot.MLP))
         if self._looks_ahead:
-            inside = LooksAhead(self.model, self, self._read, self._rotary)
+            inside = LooksAhead(self.model, self, self._read, lambda: self._turned)
             self._undo.append(inside.layer.register_forward_hook(self._layer_done).remove)
             for one in inside.overrides():
                 self._override(*one)
@@ -179,7 +180,7 @@ class Hooks:
         try:
             yield
         finally:
-            self.current = None
+            self.current = self._turned = None
             self.model.post_process = head
 
     def prepare(self, max_position: int) -> None:
@@ -220,14 +221,9 @@ class Hooks:
             given = kwargs.get("rotary_pos_emb")
             if not isinstance(given, Tensor) or given.shape[1:] != self._rope.shape[1:]:
                 raise refused(ROTARY_TABLES, _described(given))
-            kwargs["rotary_pos_emb"] = self._rotary()
+            self._turned = self._rope.index_select(0, self.current.positions)
+            kwargs["rotary_pos_emb"] = self._turned
         return args, kwargs
-
-    def _rotary(self) -> Tensor | None:
-        """The rotary table of the segment that runs; None if the model has none."""
-        if self._rope is None or self.current is None:
-            return None
-        return self._rope.index_select(0, self.current.positions)
 
     def _saving(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
