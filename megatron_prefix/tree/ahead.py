@@ -66,9 +66,9 @@ class Division:
         return whole / np.maximum(left, 1) if self.clamps else np.ones_like(left)
 
     def in_mean(self, left: Floats) -> Floats:
-        """What it counts in the logged mean."""
-        with np.errstate(divide="ignore"):
-            return 1 / (np.maximum(left, 1) if self.clamps else left)
+        """What it counts in the logged mean; 0 in a microbatch without any."""
+        left = np.maximum(left, 1) if self.clamps else left
+        return np.divide(1.0, left, out=np.zeros_like(left), where=left != 0)
 
 
 class AheadTables:

@@ -26,6 +26,7 @@ from megatron_prefix.lab import numerics
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers import mtp
 from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.moe import versions
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
 from tests.harness import hybrid, steps
@@ -125,7 +126,8 @@ ITEMS: dict[str, Callable[[], list[Microbatch]]] = {
 
 
 class Found(NamedTuple):
-    """What a step gave: logs of losses, gradients, and Megatron's log of this loss."""
+    """What a step gave: logs of losses, gradients, Megatron's log of this loss and of the routers'
+    losses, and their biases."""
 
     logs: list[Any]
     gradients: dict[str, Tensor]
@@ -135,14 +137,20 @@ class Found(NamedTuple):
 def run(
     schedule: Any, model: Any, contract: Contract, items: list[Microbatch], **options: Any
 ) -> Found:
-    """A step of a trainer."""
-    tracker = MTPLossLoggingHelper.tracker
+    """A step of a trainer; biases of experts are put back afterwards."""
+    tracker, inner = MTPLossLoggingHelper.tracker, unwrap(model)
     tracker.clear()
+    versions.forget_logged_losses()
+    before = [buffer.clone() for buffer in inner.buffers()]
     contract.configure(model)
     steps.zero_gradients(model)
     step = options.pop("step", contract.step)
     logs = steps.call(schedule, step, model, items, **options)
     logged = {name: value.clone() for name, value in tracker.items() if "values" in name}
+    logged |= versions.logged_losses()
+    logged |= {name: one.clone() for name, one in inner.named_buffers() if "bias" in name}
+    for buffer, value in zip(inner.buffers(), before, strict=True):
+        buffer.copy_(value)
     return Found(logs, steps.gradients(model), logged)
 
 
