@@ -208,6 +208,11 @@ class Footprint:
         """Saved after the last layer, a position of the segment."""
         return self.norm + read * (self.head - self.norm)
 
+    def released(self, read: float) -> float:
+        """What of that is released before a layer runs backward: of what is between the last one
+        and multi-token prediction, nothing."""
+        return self.after(read) - (self.norm if self.behind_wave else 0.0)
+
 
 def _saved(
     layers: Sequence[Sequence[LayerMemory]],
