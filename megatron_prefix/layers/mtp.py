@@ -13,7 +13,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from packaging.version import Version
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers.kind import Override, Running, owner
@@ -62,13 +65,28 @@ def memory(config: Any, form: Execution) -> LayerMemory:
 
 def division(config: Any) -> Division:
     """How this release of Megatron divides the loss of a microbatch."""
-    return Division(bool(config.calculate_per_token_loss), _process() is not None)
+    import megatron.core
+
+    clamps_mean = Version(Version(megatron.core.__version__).base_version) >= Version("0.18")
+    per_token = bool(config.calculate_per_token_loss)
+    return Division(per_token, _process() is not None, clamps_mean)
 
 
-def makes_labels() -> bool:
-    """Whether Megatron makes labels of the tokens where a call has none."""
+class WithoutLabels(Enum):
+    """What Megatron does where calls have no labels."""
+
+    FAILS = "before 0.17"
+    NO_LOSS = "before 0.19: the layer runs, and has no loss of its own"
+    MAKES_THEM = "of the tokens"
+
+
+def without_labels() -> WithoutLabels:
+    """What this release of Megatron does."""
     process = _process()
-    return process is not None and "input_ids" in inspect.signature(process).parameters
+    if process is None:
+        return WithoutLabels.FAILS
+    makes = "input_ids" in inspect.signature(process).parameters
+    return WithoutLabels.MAKES_THEM if makes else WithoutLabels.NO_LOSS
 
 
 def refusals(model: Any) -> Iterator[Reason]:
@@ -110,15 +128,15 @@ class StepAhead:
         tables: the step's.
         device: where the model is.
         ranks, rank: sequence-parallel ranks, and this one's place among them.
-        config: the model's.
+        num_layers: of multi-token prediction in Megatron's log; 0 if it does not log this step.
     """
 
     def __init__(
-        self, tables: AheadTables, device: Any, ranks: int, rank: int, config: Any
+        self, tables: AheadTables, device: Any, ranks: int, rank: int, num_layers: int
     ) -> None:
         import torch
 
-        self._config, self._undefined = config, tables.undefined
+        self._num_layers, self._undefined = num_layers, tables.undefined
         self._segments = _on_device(tables, device, ranks, rank)
         self._means: dict[int, tuple[Tensor, ...]] = {}
         self._nothing = torch.zeros((), device=device, dtype=torch.float64)
@@ -140,6 +158,8 @@ class StepAhead:
         from megatron.core import parallel_state
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as Log
 
+        if not self._num_layers:
+            return
         save = getattr(Log, "save_metrics_to_tracker", None)
         num = 1 if save is None else 3
         parts = [[sums[place] for sums in self._means.values()] for place in range(num)]
@@ -147,7 +167,7 @@ class StepAhead:
         if self._undefined:  # Megatron divides by zero
             totals[0] = totals[0] * float("nan")
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        (save or Log.save_loss_to_tracker)(*totals, 0, self._config.mtp_num_layers, avg_group=group)
+        (save or Log.save_loss_to_tracker)(*totals, 0, self._num_layers, avg_group=group)
 
 
 class LooksAhead:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+
 from megatron_prefix.errors import refused
 from megatron_prefix.layers import mtp
 from megatron_prefix.refusals.table import AHEAD_NOTHING
@@ -27,14 +31,27 @@ def check(step: Step, rank: Rank) -> None:
         raise refused(AHEAD_NOTHING)
 
 
-def begin(step: Step, rank: Rank) -> mtp.StepAhead:
-    """What the layer reads in a step, on the last stage."""
-    if step.samples is None:
+def begin(step: Step, rank: Rank, *, has_labels: bool) -> mtp.StepAhead:
+    """What the layer reads in a step, on the last stage.
+
+    Args:
+        step: the step.
+        rank: this one.
+        has_labels: whether the step's calls have labels.
+    """
+    samples = step.samples
+    if samples is None:
         raise RuntimeError("the last stage has no samples")
-    cp, tp = rank.groups.cp, rank.groups.tp
+    logs = rank.language_models[-1].training
+    if not has_labels and mtp.without_labels() is mtp.WithoutLabels.NO_LOSS:
+        samples = [replace(one, weights=np.zeros(len(one))) for one in samples]
+        logs = False
+    cp, tp, ranks = rank.groups.cp, rank.groups.tp, rank.sequence_ranks
     tables = AheadTables(
-        step.forest, step.samples, step.microbatch_of, mtp.division(rank.config), cp.rank(),
+        step.forest, samples, step.microbatch_of, mtp.division(rank.config), cp.rank(),
         cp.size(),
     )  # fmt: skip
-    ranks = rank.sequence_ranks
-    return mtp.StepAhead(tables, rank.device, ranks, tp.rank() if ranks > 1 else 0, rank.config)
+    place = tp.rank() if ranks > 1 else 0
+    return mtp.StepAhead(
+        tables, rank.device, ranks, place, rank.config.mtp_num_layers if logs else 0
+    )

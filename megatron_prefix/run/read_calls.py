@@ -124,7 +124,7 @@ def _check_ahead(known: CallTokens | None, rank: Rank) -> None:
     not move all labels."""
     if known is None or known.tokens is None:
         raise refused(AHEAD_TOKENS)
-    if known.labels is None and not mtp.makes_labels():
+    if known.labels is None and mtp.without_labels() is mtp.WithoutLabels.FAILS:
         raise refused(AHEAD_LABELS)
     ends = itertools.accumulate(sum(layout.lengths) for layout in known.layouts)
     for layout, end in zip(known.layouts, ends, strict=True):

@@ -215,10 +215,12 @@ class StepRun:
         stages = []
         for chunk, model in enumerate(self._rank.models):
             hooks, number = install(model, self._config.kernel), plan.stage(self._rank.stage, chunk)
-            if number == plan.num_stages - 1 and self._rank.predicts_further(self._forward_only):
-                hooks.ahead = self._ahead = ahead.begin(self._step, self._rank)
             steps = self._capture.steps[chunk]
             call = steps[0].call if steps else ModelCall(0, {})
+            if number == plan.num_stages - 1 and self._rank.predicts_further(self._forward_only):
+                has_labels = call["labels"] is not None
+                self._ahead = ahead.begin(self._step, self._rank, has_labels=has_labels)
+                hooks.ahead = self._ahead
             called = steps[0].called if steps else Settings.now()
             stage = Stage(
                 model, hooks, self._cache(plan, chunk, hooks, exchange, offloader),

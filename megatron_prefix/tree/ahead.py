@@ -49,10 +49,12 @@ class Division:
         per_token: with calculate_per_token_loss.
         clamps: since 0.17 it divides by 1 at least, and with `per_token` by the share of the
             weights that are left.
+        clamps_mean: since 0.18 also for the logged mean.
     """
 
     per_token: bool
     clamps: bool
+    clamps_mean: bool
 
     def in_loss(self, left: Floats, whole: Floats) -> Floats:
         """What a weight counts in the loss.
@@ -67,7 +69,7 @@ class Division:
 
     def in_mean(self, left: Floats) -> Floats:
         """What it counts in the logged mean; 0 in a microbatch without any."""
-        left = np.maximum(left, 1) if self.clamps else left
+        left = np.maximum(left, 1) if self.clamps_mean else left
         return np.divide(1.0, left, out=np.zeros_like(left), where=left != 0)
 
 

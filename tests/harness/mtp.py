@@ -20,11 +20,13 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_prefix.lab import numerics
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers import mtp
+from megatron_prefix.layers.mtp import WithoutLabels
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.moe import versions
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -198,9 +200,12 @@ def cases() -> Iterator[tuple[str, Contract, str, dict[str, Any]]]:
         yield "dense", Contract(), kind, {}
     for contract in CONTRACTS.values():
         yield "dense", contract, "weighed", {}
-    if mtp.makes_labels():  # 0.19
+    if mtp.without_labels() is not WithoutLabels.FAILS:
         for kind in ("tree", "masked", "weighed"):
             yield "dense", Contract(logits=True), kind, {}
+        yield "experts", Contract(logits=True), "prefixes", {}
+    if hasattr(TransformerConfig, "mtp_detach_heads"):
+        for kind in ("tree", "masked", "weighed"):
             yield "tied", Contract(logits=True, per_token=True), kind, {"mtp_detach_heads": True}
         yield "dense", Contract(), "tree", {"mtp_detach_heads": True}
         yield "full recomputation", Contract(), "tree", {"mtp_detach_heads": True}

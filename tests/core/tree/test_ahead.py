@@ -11,7 +11,11 @@ from numpy.typing import NDArray
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build, cp_layout
 from megatron_prefix.tree.ahead import AheadTables, Division, Rows, sums
 
-DIVISIONS = [Division(per, clamps) for per in (False, True) for clamps in (False, True)]
+DIVISIONS = [
+    Division(per, *clamps)
+    for per in (False, True)
+    for clamps in ((False, False), (True, False), (True, True))
+]
 
 
 def samples(masked: bool = False) -> list[Pairs]:
@@ -56,7 +60,9 @@ def expected(some: list[Pairs], division: Division, size: int) -> Counter[tuple]
                 for place in at[weights[at] != 0]:
                     key = (*one.inputs[: place + 1].tolist(), int(one.labels[place + 1]))
                     total[key] += weights[place] * factor
-                    total[("mean", *key)] += weights[place] / least
+                    total[("mean", *key)] += weights[place] / (
+                        max(left, 1.0) if division.clamps_mean else left
+                    )
                     total[("count", *key)] += 1
     return total
 
