@@ -54,7 +54,7 @@ def begin(
     """
     _set_routes(stages, step, rank)
     if not forward_only and any(stage.hooks.routers for stage in stages):
-        set_auxiliary_scales(contract, stages[-1].model, step.num_microbatches)
+        _set_auxiliary_scales(contract, stages[-1].model, step.num_microbatches)
         cp = rank.groups.cp
         tokens = LogicalTokens(
             step.forest, step.microbatch_of, rank.device, cp.rank(), cp.size(),
@@ -81,7 +81,7 @@ def _set_routes(stages: Sequence[Stage], step: Step, rank: Rank) -> None:
         stage.hooks.replay = Replay(routes, action) if routes is not None and action else None
 
 
-def set_auxiliary_scales(contract: LossContract, model: Any, num_microbatches: int) -> None:
+def _set_auxiliary_scales(contract: LossContract, model: Any, num_microbatches: int) -> None:
     """Tells Megatron how to weigh auxiliary losses, as a stage without losses does in its schedule.
 
     The scales are read when a backward runs, on every stage, and only the last has `Losses`.

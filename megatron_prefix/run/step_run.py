@@ -175,10 +175,6 @@ class StepRun:
             rank.groups.tp.size() if config.sequence_parallel else 1,
         )  # fmt: skip
         stages = self._stages(plan, offloader)
-        if self._ahead is not None:
-            routers.set_auxiliary_scales(
-                self._contract, stages[-1].model, self._step.num_microbatches
-            )
         if rank.has_experts:
             routers.begin(stages, self._step, self._contract, rank, forward_only)
         if report.stopwatch is not None:

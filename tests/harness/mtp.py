@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -143,6 +143,7 @@ def run(
     tracker, inner = MTPLossLoggingHelper.tracker, unwrap(model)
     tracker.clear()
     versions.forget_logged_losses()
+    MTPLossAutoScaler.set_loss_scale(torch.tensor(17.0))  # of another step
     before = [buffer.clone() for buffer in inner.buffers()]
     contract.configure(model)
     steps.zero_gradients(model)

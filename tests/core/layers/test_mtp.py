@@ -17,6 +17,7 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.mtp import WithoutLabels, without_labels
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
 from tests.harness import failures, hybrid, mtp, steps
@@ -119,7 +120,7 @@ def test_without_a_loss_mask_every_label_counts() -> None:
     expected = run(stock_schedule(), model_of(), Contract(), items, step=step)
     schedule = schedule_with()
     assert_same(run(schedule, model_of(), Contract(), items, step=step), expected, items)
-    schedule.callbacks = type(schedule.callbacks)(lambda call: items[call.microbatch]["loss_mask"])
+    schedule.callbacks = Callbacks(lambda call: items[call.microbatch]["loss_mask"])
     found = run(schedule, model_of(), Contract(), items, step=step)
     assert_same(found, expected, items)
     assert schedule.report is not None
@@ -186,6 +187,17 @@ def test_a_label_moves_into_loss_where_the_position_has_none() -> None:
     expected = run(stock_schedule(), model_of(), Contract(), items)
     for fields in ({}, {"chunk_tokens": 2, "segment_tokens": 2}):
         assert_same(run(schedule_with(**fields), model_of(), Contract(), items), expected, items)
+
+
+def test_where_the_trainer_has_no_loss_this_one_is_left() -> None:
+    items = hybrid.items()
+    for item in items:
+        item["weight"] = torch.zeros_like(item["weight"])
+    step = without("loss_mask")
+    schedule = schedule_with()
+    schedule.callbacks = Callbacks(lambda call: torch.zeros_like(call["input_ids"]))
+    found = run(schedule, model_of(), Contract(), items, step=step)
+    assert_same(found, run(stock_schedule(), model_of(), Contract(), items, step=step), items)
 
 
 # --- failures -------------------------------------------------------------------------------------
