@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatron_prefix.layers.blocks.core import SegmentContext
     from megatron_prefix.layers.blocks.interface import Kernel
     from megatron_prefix.layers.blocks.rotary import Rotary
+    from megatron_prefix.layers.mtp import StepAhead
     from megatron_prefix.moe.replay import Replay
 
 Override = tuple[Any, str, Callable[..., Any]]
@@ -61,12 +62,14 @@ class Running(Protocol):
         kernels: run attention's blocks, by the window; None: without one.
         replay: makes the routers follow routes in this step; None if they choose themselves.
         rotary: tables of rotary embeddings; it is told of every module that it is asked for.
+        ahead: what multi-token prediction reads in this step; None where it does not run.
     """
 
     current: SegmentContext | None
     kernels: dict[int | None, Kernel]
     replay: Replay | None
     rotary: Rotary
+    ahead: StepAhead | None
 
 
 class Kind:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_prefix.layers import table
+from megatron_prefix.layers import mtp, table
 from megatron_prefix.layers.kind import Kind, Slot
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.footprint import Execution, Footprint
@@ -35,11 +35,23 @@ def layers_of(config: Any, pattern: str | None = None) -> list[tuple[Kind, ...]]
     ]
 
 
+def behind_decoder(config: Any, pattern: str | None = None) -> tuple[Kind, ...]:
+    """What fills the slots of the layer inside multi-token prediction, which is like the last of
+    the decoder; () without. Arguments as of `layers_of`."""
+    return layers_of(config, pattern)[-1] if mtp.is_in(config) else ()
+
+
 def cost_of(config: Any, vocab_size: int | None = None, pattern: str | None = None) -> CostModel:
     """FLOPs of a model; `vocab_size` of the output layer (default: the spec's)."""
     layers = layers_of(config, pattern)
     parts = [kind.work(config) for layer in layers for kind in layer]
-    return CostModel.of_layers(parts, config.hidden_size, _vocabulary(config, vocab_size))
+    ahead = mtp.is_in(config)
+    if ahead:
+        parts += [kind.work(config) for kind in behind_decoder(config, pattern)]
+        parts.append(mtp.work(config))
+    # Of the labels after next as many count as of the next.
+    outputs = (1 + ahead) * _vocabulary(config, vocab_size)
+    return CostModel.of_layers(parts, config.hidden_size, outputs)
 
 
 def footprint_of(
@@ -54,9 +66,11 @@ def footprint_of(
     `Footprint.of_layers`."""
     layers = layers_of(config, pattern)
     memory = {kind: kind.memory(config, execution) for layer in layers for kind in layer}
+    behind = [memory[kind] for kind in behind_decoder(config, pattern)]
     return Footprint.of_layers(
         [[memory[kind] for kind in layer] for layer in layers], config.hidden_size,
         _vocabulary(config, vocab_size), execution, gathers, host_layers,
+        [*behind, mtp.memory(config, execution)] if behind else (),
     )  # fmt: skip
 
 

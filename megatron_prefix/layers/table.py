@@ -45,7 +45,7 @@ def part_of(layer: Any, slot: Slot) -> Part | None:
 
 def parts(model: Any, slot: Slot) -> list[Part]:
     """Of all layers of a language model; what is not known counts as nothing."""
-    return [part_of(layer, slot) or Part(None) for layer in model.decoder.layers]
+    return [part_of(layer, slot) or Part(None) for layer in _layers(model)]
 
 
 def payload_parts(model: Any) -> list[Part]:
@@ -61,7 +61,7 @@ def forms(parts: Iterable[Part], config: Any) -> list[Form]:
 
 def refusals(model: Any) -> Iterator[Reason]:
     """What is refused of a language model's layers, for good."""
-    for number, layer in enumerate(model.decoder.layers):
+    for number, layer in enumerate(_layers(model)):
         for slot in Slot:
             part = part_of(layer, slot)
             if part is None:
@@ -69,6 +69,13 @@ def refusals(model: Any) -> Iterator[Reason]:
                 yield OTHER_MIXER.given(number, type(module).__name__)
             elif part.kind is not None:
                 yield from part.kind.refusals(number, part.module, model)
+
+
+def _layers(model: Any) -> list[Any]:
+    """Megatron's layers of a language model, in the order in which they run."""
+    from megatron_prefix.moe.versions import transformer_layers
+
+    return transformer_layers(model)
 
 
 def _has_no_mixer(layer: Any) -> bool:

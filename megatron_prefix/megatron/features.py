@@ -17,7 +17,7 @@ from megatron.core.utils import get_model_config
 from packaging.version import Version
 
 from megatron_prefix.errors import Reason, refused
-from megatron_prefix.layers import attention, table
+from megatron_prefix.layers import attention, mtp, table
 from megatron_prefix.layers.kind import Part, owner
 from megatron_prefix.refusals.table import (
     DDP_DELAYED_WGRAD,
@@ -76,7 +76,7 @@ def _configs(model: Any) -> Iterator[Any]:
     """The model's TransformerConfig, and those that its modules have of their own."""
     yield model.config
     seen = {id(model.config)}
-    for module in model.decoder.modules():
+    for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, TransformerConfig) and id(config) not in seen:
             seen.add(id(config))
@@ -127,6 +127,7 @@ def layer_refusals(model: Any) -> Iterator[Reason]:
     unknown = {*pattern_of(model)} - table.SYMBOLS
     if unknown:  # on any stage: else ranks that have none would wait for those that refuse
         yield OTHER_SYMBOLS.given(", ".join(sorted(unknown)))
+    yield from mtp.refusals(model)
     yield from table.refusals(model)
     yield from option_refusals(table.payload_parts(model), model.config)
 

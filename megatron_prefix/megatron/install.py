@@ -11,7 +11,9 @@ runs on the positions whose output is read (`linear_proj`, `self_attn_bda`, `mlp
 hook on every layer says where one ends; its output is kept for other ranks, and what another rank
 has computed is its output, without a layer;
 6. the *instance's* `compute_language_model_loss` does not wait for the device (cross_entropy.py);
-7. for the time of a step, the *instance's* `forward` of the language model is where the trainer's
+7. the *instance's* `_postprocess` of a model with multi-token prediction adds its loss
+(layers/mtp.py);
+8. for the time of a step, the *instance's* `forward` of the language model is where the trainer's
 forward steps are suspended (`intercepted`).
 
 Outside of segments they do nothing, so the stock schedule works on an installed model. The running
@@ -40,6 +42,7 @@ from megatron_prefix.layers.blocks.merge import prepare
 from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.layers.blocks.unread import picked, skipped
 from megatron_prefix.layers.kind import Part, Slot
+from megatron_prefix.layers.mtp import LooksAhead, StepAhead
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.cross_entropy import without_waiting
 from megatron_prefix.moe import versions
@@ -58,7 +61,6 @@ class Hooks:
         model: the language model, without its wrappers.
         parts: what leaves a payload in its layers, in the order in which it runs; the sidecar has
             their numbers.
-        forms: of these payloads.
         mask_use: what attention does with the attention_mask of calls.
         routers: its mixture-of-experts routers by layer.
         kernels: run the attention blocks, by the window; None: without one.
@@ -67,13 +69,14 @@ class Hooks:
         current: the segment that runs, or None.
         replay: makes the routers follow routes in this step; None if they choose themselves.
         rotary: tables of its rotary embeddings.
+        ahead: what multi-token prediction reads in this step; None where it does not run.
     """
 
     def __init__(self, model: nn.Module, kernel: str = "auto") -> None:
         self.model = language_model(model)
         features.check(self.model, model)
         self.parts = table.payload_parts(self.model)
-        self.forms = table.forms(self.parts, self.model.config)
+        self._looks_ahead = hasattr(self.model, "mtp")
         self.mask_use = features.mask_use(self.parts)
         self.routers: dict[int, Any] = versions.routers(self.model)
         config = self.model.config
@@ -81,6 +84,7 @@ class Hooks:
         # A stage for the loss alone has no layer.
         last = next(reversed(self.model.decoder.layers), None)
         ends_early = self.model.post_process and last is not None and _can_end_early(last)
+        ends_early = ends_early and not self._looks_ahead  # it reads all positions
         self.keys_only = len(self.parts) - 1 if ends_early else None
         self.use(kernel)
         self.current: SegmentContext | None = None
@@ -89,6 +93,8 @@ class Hooks:
         self._rope = getattr(self.model, "rotary_pos_emb", None)
         if self._rope is not None:
             self.rotary.add(self._rope)
+        self.ahead: StepAhead | None = None
+        self._turned: Tensor | None = None  # the rotary table of the segment that runs
         self._undo: list[Callable[[], None]] = []
         try:
             self._install()
@@ -111,6 +117,11 @@ class Hooks:
             self._override(last, "self_attn_bda", self._adding(last.self_attn_bda))
             self._override(last.mlp, "forward", self._skipping(last.mlp, 1))
         self._override_parts(table.parts(self.model, Slot.MLP))
+        if self._looks_ahead:
+            inside = LooksAhead(self.model, self, self._read, lambda: self._turned)
+            self._undo.append(inside.layer.register_forward_hook(self._layer_done).remove)
+            for one in inside.overrides():
+                self._override(*one)
         self._override_loss()
         setattr(self.model, _INSTALLED, self)
         self._undo.append(lambda: delattr(self.model, _INSTALLED))
@@ -132,11 +143,17 @@ class Hooks:
 
         self._override(self.model, "compute_language_model_loss", loss)
 
+    @property
+    def forms(self) -> list[Form]:
+        """Of the payloads that its layers leave in this step."""
+        forms = table.forms(self.parts, self.model.config)
+        return forms[:-1] if self._looks_ahead and self.ahead is None else forms
+
     def use(self, kernel: str) -> None:
         """Chooses the kernel by name; see megatron_prefix/layers/blocks/kernels.py."""
         self._kernel_name = kernel
         windows = {part.kind.window(part.module) for part in self.parts if part.kind}
-        num_layers = self.forms.count(Form.POSITIONS)
+        num_layers = table.forms(self.parts, self.model.config).count(Form.POSITIONS)
         self.kernels: dict[int | None, Kernel] = {
             window: _choose_kernel(kernel, self.model, num_layers, window)
             for window in {None, *windows}
@@ -144,6 +161,8 @@ class Hooks:
 
     def unread(self) -> set[nn.Parameter]:
         """Parameters of the last stage that segments without loss may leave out."""
+        if self._looks_ahead:  # the output layer may have rows of its loss
+            return set()
         layers = self.model.decoder.layers
         used = layers if self.keys_only is None else layers[:-1]
         return {*self.model.parameters()} - {one for layer in used for one in layer.parameters()}
@@ -167,7 +186,7 @@ class Hooks:
         try:
             yield
         finally:
-            self.current = None
+            self.current = self._turned = None
             self.model.post_process = head
 
     def prepare(self, max_position: int) -> None:
@@ -201,7 +220,7 @@ class Hooks:
             angles = self.rotary.of(self._rope, self.current.positions)[0]
             if not isinstance(given, Tensor) or given.shape[1:] != angles.shape[1:]:
                 raise refused(ROTARY_TABLES, _described(given))
-            kwargs["rotary_pos_emb"] = angles
+            self._turned = kwargs["rotary_pos_emb"] = angles
         return args, kwargs
 
     def _saving(self, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,7 +237,8 @@ class Hooks:
                 return hidden
             if current.on_decoded is not None:
                 current.on_decoded(hidden)
-            return hidden if self._early_rows() is not None else self._read(hidden, current.rows)
+            whole = self._early_rows() is not None or self._looks_ahead
+            return hidden if whole else self._read(hidden, current.rows)
 
         return forward
 

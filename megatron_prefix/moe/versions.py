@@ -10,9 +10,18 @@ from packaging.version import Version
 from torch import Tensor
 
 
+def transformer_layers(model: Any) -> list[Any]:
+    """Megatron's layers of a language model, in the order in which they run: the decoder's, and
+    behind them those inside multi-token prediction, on the stage that has it."""
+    blocks = getattr(getattr(model, "mtp", None), "layers", ())
+    # 0.17 has renamed it.
+    inside = (getattr(one, "transformer_layer", None) or one.mtp_model_layer for one in blocks)
+    return [*model.decoder.layers, *inside]
+
+
 def routers(model: Any) -> dict[int, Any]:
     """The mixture-of-experts routers of a language model, by layer of this model chunk."""
-    mlps: list[Any] = [getattr(layer, "mlp", None) for layer in model.decoder.layers]
+    mlps: list[Any] = [getattr(layer, "mlp", None) for layer in transformer_layers(model)]
     return {i: mlp.router for i, mlp in enumerate(mlps) if hasattr(mlp, "router")}
 
 

@@ -99,6 +99,8 @@ class Footprint:
         num_layers: layers of a model chunk.
         parts: context-parallel ranks, which share the positions.
         payloads: of every stage, those of its layers that leave one.
+        behind_inner, behind_wave: saved by multi-token prediction, behind the last layer, for the
+            backward of an inner segment and of a wave.
         host_layers: see PrefixConfig.cache_host_layers.
         shares: into how many parts K/V and gK/gV of inner segments are cut; a rank has one.
         keeps_outputs: whether a stage's output stays until its backward.
@@ -126,6 +128,8 @@ class Footprint:
     keeps_outputs: bool = True
     host_layers: int = 0
     payloads: tuple[tuple[Payload, ...], ...] = ()
+    behind_inner: float = 0.0
+    behind_wave: float = 0.0
 
     @classmethod
     def of_layers(
@@ -136,6 +140,7 @@ class Footprint:
         form: Execution,
         gathers: bool = False,
         host_layers: int = 0,
+        behind: Sequence[LayerMemory] = (),
     ) -> Footprint:
         """Of a model, by what its kinds of layers say.
 
@@ -146,15 +151,17 @@ class Footprint:
             form: how it is computed.
             gathers: whether every context-parallel rank keeps K/V of all.
             host_layers: see PrefixConfig.cache_host_layers.
+            behind: what multi-token prediction is made of, whose loss has as many rows of logits as
+                the model's; () without.
         """
         hidden = hidden_size / form.sequence_ranks
-        payloads = _by_stage(layers, form)
+        payloads = _by_stage(layers, behind, form)
         rows = [one for stage in payloads for one in stage if one.form == Form.POSITIONS]
-        parts = [part for layer in layers for part in layer]
+        parts = [part for layer in (*layers, behind) for part in layer]
         keys = [_keys(part) for part in parts]
         return cls(
-            **_saved(layers, form, hidden),
-            **_behind_layers(form, hidden, hidden_size, vocab_size),
+            **_saved(layers, behind, form, hidden),
+            **_behind_layers(form, hidden, hidden_size, vocab_size, 2 if behind else 1),
             kv=max((row.values for row in rows), default=0.0),
             kv_grad=max((row.gradients for row in rows), default=0.0),
             keys=max((values for values, _ in keys), default=0.0),
@@ -186,6 +193,7 @@ class Footprint:
         if not last:
             return self.num_layers * layer + sent
         last_layer = self.last_layer(read) + layer - self.inner
+        last_layer += self.behind_inner if inner else self.behind_wave
         return (self.num_layers - 1) * layer + last_layer + self.after(read)
 
     def exchanged(self, backward: bool) -> float:
@@ -206,6 +214,11 @@ class Footprint:
         """Saved after the last layer, a position of the segment."""
         return self.norm + read * (self.head - self.norm)
 
+    def released(self, read: float) -> float:
+        """What of that is released before a layer runs backward: of what is between the last one
+        and multi-token prediction, nothing."""
+        return self.after(read) - (self.norm if self.behind_wave else 0.0)
+
 
 def _keys(part: LayerMemory) -> tuple[float, float]:
     """Bytes of K and V of a position, and of their sums."""
@@ -215,17 +228,21 @@ def _keys(part: LayerMemory) -> tuple[float, float]:
 
 
 def _saved(
-    layers: Sequence[Sequence[LayerMemory]], form: Execution, hidden: float
+    layers: Sequence[Sequence[LayerMemory]],
+    behind: Sequence[LayerMemory],
+    form: Execution,
+    hidden: float,
 ) -> dict[str, float]:
     """What layers save with a norm in front of every part; `hidden` numbers a position."""
     norm = (2 * hidden if form.fused_layers else 3 * hidden + 1) * form.itemsize
     again = norm if form.selects("layernorm") else 0.0  # it saves its input only
     before = norm - hidden * form.itemsize if again else norm
-    inners = [sum(before + part.inner for part in layer) for layer in layers]
-    waves = [sum(before + part.wave for part in layer) for layer in layers]
+    both = [*layers, behind]
+    *inners, behind_inner = [sum(before + part.inner for part in layer) for layer in both]
+    *waves, behind_wave = [sum(before + part.wave for part in layer) for layer in both]
     inner, wave = sum(inners) / len(layers), sum(waves) / len(layers)
     again = max(
-        max((part.again for part in layer), default=0.0) + again * len(layer) for layer in layers
+        max((part.again for part in layer), default=0.0) + again * len(layer) for layer in both
     )
     unread, last = inner, layers[-1]
     if form.recompute == "full":
@@ -234,20 +251,29 @@ def _saved(
             form, hidden * form.itemsize, inner, wave, max(waves), num
         )
         unread = inner
-    elif len(last) > 1 and all(part.unread is not None for part in last):
+        if behind and form.method != "block":  # of the layer behind the checkpoint's two inputs
+            kept = 2 * hidden * form.itemsize
+            again = max(again, behind_wave - kept)
+            behind_inner = behind_wave = kept
+    elif len(last) > 1 and not behind and all(part.unread is not None for part in last):
         # transformer-engine's second norm is part of the MLP, which does not run.
         norms = norm if form.fused_layers else norm * len(last)
         unread = min(inners[-1], norms + sum(part.unread or 0.0 for part in last))
     attention = max(0.0, min(sum(part.read for part in last), inner - unread))
-    return dict(inner=inner, wave=wave, unread=unread, attention=attention, again=again)
+    return dict(
+        inner=inner, wave=wave, unread=unread, attention=attention, again=again,
+        behind_inner=behind_inner, behind_wave=behind_wave,
+    )  # fmt: skip
 
 
 def _by_stage(
-    layers: Sequence[Sequence[LayerMemory]], form: Execution
+    layers: Sequence[Sequence[LayerMemory]], behind: Sequence[LayerMemory], form: Execution
 ) -> tuple[tuple[Payload, ...], ...]:
-    """Payloads of every stage; the layers are spread as evenly as can be."""
+    """Payloads of every stage; the layers are spread as evenly as can be, `behind` is on the
+    last."""
     ends = [len(layers) * stage // form.num_stages for stage in range(form.num_stages + 1)]
-    stages = [layers[start:end] for start, end in itertools.pairwise(ends)]
+    stages = [[*layers[start:end]] for start, end in itertools.pairwise(ends)]
+    stages[-1].append(behind)
     found = [[p.payload for layer in stage for p in layer if p.payload] for stage in stages]
     if form.recompute == "full":  # the rest is there while one layer's backward runs
         found = [[replace(p, initial=0.0, edge=0.0, batched=0.0) for p in stage] for stage in found]
@@ -265,14 +291,15 @@ def spread(num_layers: int, num_host: int) -> list[int]:
 
 
 def _behind_layers(
-    form: Execution, hidden: float, hidden_size: int, vocab_size: int
+    form: Execution, hidden: float, hidden_size: int, vocab_size: int, num_losses: int
 ) -> dict[str, float]:
-    """What follows the last layer; `hidden` numbers a position on this rank."""
+    """What follows the last layer, `num_losses` times with a row of logits for a position that
+    carries loss; `hidden` numbers a position on this rank."""
     size, wide, logits = form.itemsize, max(4, form.itemsize), vocab_size / form.tp
     norm = (hidden if form.fused_layers else 2 * hidden + 1) * size
     return dict(
         norm=norm,
-        head=norm + hidden * size + logits * (size if form.fused_loss else wide),
+        head=norm + num_losses * (hidden * size + logits * (size if form.fused_loss else wide)),
         head_temporary=0.0 if form.fused_loss else logits * (size + wide),
         head_weight=logits * hidden_size * size,
     )

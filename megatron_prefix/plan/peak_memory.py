@@ -203,7 +203,7 @@ class _MemoryRun:
             head = positions * read * one.head_temporary
             if action.kind == "B":  # the layers run backward after the head
                 head += one.head_weight
-                temporary -= positions * one.after(read)
+                temporary -= positions * one.released(read)
             temporary = max(head, temporary)
         layer = one.inner if segment.inner else one.wave
         again = 0.0
@@ -211,7 +211,7 @@ class _MemoryRun:
             again = min(LAYERS_LOADED, one.num_layers) * layer
         if action.kind == "B":
             # What follows the last layer has been released when the layers run backward.
-            after = one.after(read) if last else 0.0
+            after = one.released(read) if last else 0.0
             again += max(0.0, one.again - after)
             if policy == "recompute":
                 whole = one.kept("retain", segment.inner, read, first, last)

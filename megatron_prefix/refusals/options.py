@@ -18,6 +18,11 @@ def on(name: str, config: Any) -> bool:
     return bool(getattr(config, name, None))
 
 
+def above(most: int) -> Test:
+    """A number larger than `most`."""
+    return partial(_above, most)
+
+
 def with_experts(name: str, config: Any) -> bool:
     """On in a model with experts."""
     return on("num_moe_experts", config) and on(name, config)
@@ -36,6 +41,10 @@ def equal_to(value: str) -> Test:
 def balances(*kinds: str, others: bool = False) -> Test:
     """One of these load-balancing types in a model with experts; with `others`, any but these."""
     return partial(_balances, kinds, others)
+
+
+def _above(most: int, name: str, config: Any) -> bool:
+    return (getattr(config, name, None) or 0) > most
 
 
 def _other_than(usual: str, name: str, config: Any) -> bool:

@@ -12,6 +12,7 @@ from functools import partial
 from megatron_prefix.errors import NOT_YET, WRONG, Refusal
 from megatron_prefix.refusals.options import (
     Test,
+    above,
     balances,
     equal_to,
     on,
@@ -66,7 +67,9 @@ ATTENTION_DROPOUT = _option("attention_dropout", WRONG, _DROPS)
 FP8 = _option("fp8", WRONG, f"train in bf16: {_SCALES}")
 FP4 = _option("fp4", WRONG, f"train in bf16: {_SCALES}")
 QUANT_RECIPE = _option("quant_recipe", WRONG, f"leave it out: {_SCALES}")
-MTP = _option("mtp_num_layers", NOT_YET, "turn multi-token prediction off: its last prompt inputs are response tokens")
+MTP = _option("mtp_num_layers above 1", NOT_YET, "use one layer of multi-token prediction: the second one's last prompt inputs are response tokens", above(1), "mtp_num_layers")
+MTP_ALONE = _option("mtp_standalone", NOT_YET, "put multi-token prediction on the last stage, with the loss")
+MTP_OUTPUT = _option("mtp_isolated_loss", NOT_YET, "use mtp_detach_heads: it took the place of this option")
 QK_CLIP = _option("qk_clip", NOT_YET, f"use the stock schedule: {_LARGEST}")
 LARGEST_LOGIT = _option("log_max_attention_logit", NOT_YET, f"turn it off: {_LARGEST}")
 OVERLAPPED_EXPERTS = _option("overlap_moe_expert_parallel_comm", NOT_YET, _OWN_PLAN)
@@ -114,6 +117,8 @@ OTHER_ROUTER = Refusal("layer …'s router …", "module", NOT_YET, "use Megatro
 ROUTES_IN_ORDER = Refusal("layer …'s router takes its routes from a queue, in the order of microbatches", "module", NOT_YET, "use the stock schedule with slime's and miles' routing replay")
 OTHER_MIXER = Refusal("layer …'s mixer …", "module", NOT_YET, "use Megatron's own attention, GatedDeltaNet or MambaMixer, or the stock schedule")
 OTHER_SYMBOLS = Refusal("hybrid layers …", "module", NOT_YET, "use M G * - E")
+OWN_POSTPROCESS = Refusal("…'s own _postprocess, with multi-token prediction", "module", NOT_YET, "use that of Megatron's GPTModel (verl's and mbridge's patches replace it), or the stock schedule")
+OTHER_AHEAD = Refusal("multi-token prediction by …", "module", NOT_YET, "use Megatron's MultiTokenPredictionLayer, or the stock schedule")
 DETERMINISTIC = Refusal("deterministic_mode with recurrent layers", "module", NOT_YET, "turn it off: its recurrences take no states")
 MAMBA_PATH = Refusal("use_mamba_mem_eff_path off", "module", NOT_YET, "turn it on: the other path takes no initial states")
 DELTA_CP = Refusal("GatedDeltaNet with context parallelism", "module", NOT_YET, "install megatron-core 0.18 or newer")
@@ -137,6 +142,8 @@ EMPTY_ARGUMENT = Refusal("a model call with …, which is empty", "call", NOT_YE
 DIFFERENT_ARGUMENTS = Refusal("model calls of one step differ in …", "call", NOT_YET, "give all microbatches the same")
 NO_POSITION = Refusal("a model call has no position", "call", NOT_YET, "leave empty microbatches out")
 NO_TOKENS = Refusal("model calls of the first pipeline stage have no input_ids", "call", NOT_YET, "give them the tokens")
+AHEAD_TOKENS = Refusal("model calls of the last pipeline stage have no input_ids, and the model has multi-token prediction", "call", NOT_YET, "give them the tokens there, too: Megatron itself needs them")
+AHEAD_LABELS = Refusal("model calls have no labels, and multi-token prediction needs them before megatron-core 0.19", "call", NOT_YET, "give them labels: Megatron itself fails without")
 OTHER_PACKING = Refusal("packed_seq_params has qkv_format …", "call", NOT_YET, "give 'thd', or no packing")
 COLUMN_LENGTH = Refusal("… of a model call has … of … positions", "call", NOT_YET, "give one for every position of input_ids")
 STAGES_DIFFER = Refusal("the last stage's labels have not as many positions as the tokens", "call", NOT_YET, "call the model on every stage with the same samples")
@@ -163,6 +170,8 @@ ODD_SLICES = Refusal("a sample has … positions on a context-parallel rank, whi
 CONTIGUOUS = Refusal("context-parallel ranks hold contiguous parts of a sample", "mask", NOT_YET, "give every rank its chunks of Megatron's zig-zag (slime: leave out --allgather-cp)")
 NO_POSITION_IDS = Refusal("the model learns positions, and a model call's position_ids are not one for every position", "mask", NOT_YET, "give them in the shape of input_ids")
 OTHER_POSITIONS = Refusal("position_ids of a sample do not count from 0, and the model learns positions", "mask", NOT_YET, "pack samples without padding in front")
+AHEAD_NOTHING = Refusal("a microbatch has no position for the loss of multi-token prediction", "mask", WRONG, "leave it out, or use calculate_per_token_loss or megatron-core 0.17: this one divides by zero")
+AHEAD_BEHIND = Refusal("a pack has positions behind its last sample, and labels there count for multi-token prediction", "mask", WRONG, "give them a loss_mask of zero, or an entry of cu_seqlens: Megatron does not move them by one")
 STRAY_GRADIENT = Refusal("a gradient reaches positions without loss, which were not computed", "mask", WRONG, "the loss looks at positions that the call's loss_mask, or the callback `trained`, says carry none; correct it, or leave both out (a trainer's own mask: MEGATRON_PREFIX_TRAINER_MASKS=false)")
 
 # --- settings -------------------------------------------------------------------------------------
@@ -187,6 +196,7 @@ CHANGED_OUTPUT = Refusal("the forward step changes what the model returns on a s
 SOME_ROUTES = Refusal("some microbatches have routes and some have none", "routes", NOT_YET, "give all or none")
 NUMBER_OF_ROUTES = Refusal("… routes for … positions", "routes", NOT_YET, "give one each")
 RECORDS_ROUTES = Refusal("RouterReplay records routes, and segments run in another order than microbatches", "routes", NOT_YET, "run this pass with the stock schedule (mode off)")
+AHEAD_ROUTES = Refusal("routes, and a layer of multi-token prediction with experts", "routes", NOT_YET, "run it with the stock schedule: routes are of the decoder's layers only")
 UNKNOWN_ROUTES = Refusal("RouterReplay's action is …, and the step's routes are not known", "routes", NOT_YET, "give get_forward_backward_func the callback `routes`; `set_replay_data` has those of one stage's layers only")
 
 # --- ranks ----------------------------------------------------------------------------------------
@@ -197,6 +207,7 @@ ACROSS_NO_GROUP = Refusal("across_ranks, and process groups without dp_cp", "ran
 ACROSS_EXPERTS = Refusal("across_ranks with global_aux_loss, or with experts that gather tokens of all ranks", "ranks", NOT_YET, "use aux_loss, and alltoall for moe_token_dispatcher_type; or set across_ranks to auto: every rank then shares what it has")
 ACROSS_PLAN = Refusal("across_ranks with a plan file", "ranks", NOT_YET, "leave it out, or set across_ranks to off")
 ACROSS_GATHERS = Refusal("across_ranks with overlap_param_gather", "ranks", NOT_YET, "turn that off, as weights would be gathered in another order on every rank; or set across_ranks to off")
+ACROSS_AHEAD = Refusal("across_ranks with multi-token prediction", "ranks", NOT_YET, "set across_ranks to auto: every rank then shares what it has")
 UNEVEN_MICROBATCHES = Refusal("global_aux_loss, and data-parallel ranks with … to … microbatches", "ranks", WRONG, "give all equally many, or use aux_loss", ends=True)
 UNEVEN_SAMPLES = Refusal("seq_aux_loss with samples of several lengths in one microbatch", "ranks", NOT_YET, "pad them to one length, or use aux_loss", ends=True)
 
@@ -211,7 +222,7 @@ FUSED_SP = Refusal("use_fused_kernels with sequence parallelism", "verl", NOT_YE
 DYNAMIC_CP = Refusal("dynamic_context_parallel", "verl", NOT_YET, "it passes a padding_mask")
 ALLGATHER_CP = Refusal("--allgather-cp", "slime", NOT_YET, "each rank holds one contiguous part of a sample: leave it out")
 MULTIMODAL = Refusal("multimodal data", "NeMo-RL", NOT_YET, "embeddings that the trainer makes are not supported")
-NEMO_MTP = Refusal("policy.megatron_cfg.mtp_num_layers", "NeMo-RL", NOT_YET, "multi-token prediction is refused")
+NEMO_MTP = Refusal("policy.megatron_cfg.mtp_num_layers above 1", "NeMo-RL", NOT_YET, "use one layer of multi-token prediction")
 TREE_TRAINING = Refusal("tree training", "AReaL", NOT_YET, "it has an attention of its own, and shares already")
 SHIFTED_MASK = Refusal("the loss_mask of its model calls", "ROLL", NOT_YET, "it is over tokens, not over the positions that predict them: shift it by one")
 

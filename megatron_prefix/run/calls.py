@@ -151,10 +151,12 @@ class CallLayout(NamedTuple):
     Attributes:
         lengths: positions of every sample on this rank, padding inside a pack included.
         packed: whether they are one behind the other in one row (THD), else one row each.
+        behind: positions behind the last sample of a pack, the last of `lengths`; 0 if none are.
     """
 
     lengths: tuple[int, ...]
     packed: bool
+    behind: int = 0
 
 
 def check(calls: Sequence[ModelCall]) -> None:
@@ -205,9 +207,9 @@ def layouts(calls: Sequence[ModelCall], cp_size: int) -> list[CallLayout] | None
             continue
         pairs = itertools.pairwise(cumulated)
         lengths = [(end - start) // cp_size for start, end in pairs if end > start]
-        if shape is not None and (over := shape[1] - sum(lengths)):
+        if over := 0 if shape is None else shape[1] - sum(lengths):
             lengths.append(over)  # what is over the last sample runs through the model as well
-        places.append(CallLayout(tuple(lengths), True))
+        places.append(CallLayout(tuple(lengths), True, over))
     if any(min(layout.lengths, default=0) < 1 for layout in places):
         raise refused(NO_POSITION)
     return places

@@ -139,7 +139,7 @@ class Executor:
                 self._exchanges.finish()
         finally:
             for stage in self._stages:
-                stage.hooks.replay = None
+                stage.hooks.replay = stage.hooks.ahead = None
                 stage.live.clear()
                 stage.offloads.clear()
                 stage.ahead.clear()

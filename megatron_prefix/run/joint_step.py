@@ -19,6 +19,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import Refusal, refused
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.refusals.table import (
+    ACROSS_AHEAD,
     ACROSS_EXPERTS,
     ACROSS_GATHERS,
     ACROSS_NO_GROUP,
@@ -73,6 +74,8 @@ def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
         return ACROSS_NO_GROUP
     if rank.has_global_loss or (rank.experts and rank.gathers_tokens):
         return ACROSS_EXPERTS
+    if rank.looks_ahead:
+        return ACROSS_AHEAD
     if rank.gathers_late:
         return ACROSS_GATHERS
     if config.plan_file:

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from megatron_prefix.layers import mtp
 from megatron_prefix.layers.model import cost_of, footprint_of
 from megatron_prefix.megatron.features import pattern_of, recomputes
 from megatron_prefix.megatron.install import language_model
@@ -43,6 +44,7 @@ class Rank:
         alignment: segment boundaries are multiples of it: tp under sequence parallelism, times
             2*cp.
         has_experts: whether layers of the model, on this rank or another, have experts.
+        looks_ahead: whether a stage of the model has multi-token prediction.
         gathers_tokens: whether ranks that share experts need equally many tokens of one another.
         counts_tokens: whether routers count how many tokens each expert gets.
         has_global_loss: whether a microbatch's losses need all microbatches before it
@@ -80,6 +82,7 @@ class Rank:
         self.sequence_ranks = tp if config.sequence_parallel else 1
         self.alignment = self.sequence_ranks * (2 * cp if cp > 1 else 1)
         self.has_experts = bool(config.num_moe_experts)
+        self.looks_ahead = mtp.is_in(config)
         self.gathers_tokens = config.moe_token_dispatcher_type == "allgather"
         self.counts_tokens = counts_tokens(config)
         self.has_global_loss = has_global_loss(config)
@@ -112,6 +115,11 @@ class Rank:
         many calls without gradients (evaluation, log-probs), so none waits for another there."""
         apart = forward_only and not self.crosses
         return self.same_schedule if apart else self.companions
+
+    def predicts_further(self, forward_only: bool) -> bool:
+        """Whether multi-token prediction has anything to do in a call: Megatron computes its loss
+        in evaluation, too, and does nothing with it."""
+        return self.looks_ahead and (not forward_only or self.language_models[0].training)
 
     def footprint(self, gathers: bool, host_layers: int) -> Footprint:
         """Bytes per row of the model on this rank.

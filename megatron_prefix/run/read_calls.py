@@ -9,6 +9,7 @@ them).
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,12 +20,16 @@ from torch import Tensor
 
 from megatron_prefix.device.transfer import to_host
 from megatron_prefix.errors import refused
+from megatron_prefix.layers import mtp
 from megatron_prefix.layers.attention import MaskUse
 from megatron_prefix.layers.table import payload_parts
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.moe.versions import replays_routes
 from megatron_prefix.refusals.table import (
+    AHEAD_BEHIND,
+    AHEAD_LABELS,
+    AHEAD_TOKENS,
     COLUMN_LENGTH,
     CONTIGUOUS,
     NO_POSITION_IDS,
@@ -51,6 +56,8 @@ class CallTokens(NamedTuple):
         labels: likewise.
         trained: whether a position carries loss, 0 or 1, likewise.
         positions: `position_ids`, likewise; looked at only to refuse some.
+        weights: of the labels in the loss of multi-token prediction, the bits of their loss_mask in
+            float64, likewise; None without.
     """
 
     layouts: list[CallLayout]
@@ -58,6 +65,7 @@ class CallTokens(NamedTuple):
     labels: Numbers | None
     trained: Numbers | None
     positions: Numbers | None
+    weights: Numbers | None = None
 
 
 class ReadCalls(NamedTuple):
@@ -92,7 +100,7 @@ def read_calls(
     cp = rank.groups.cp
     read = functools.partial(
         read_tokens, cp_size=cp.size(), callbacks=callbacks, forward_only=forward_only,
-        cp_rank=cp.rank(),
+        cp_rank=cp.rank(), ahead=rank.predicts_further(forward_only),
     )  # fmt: skip
     if rank.is_first:
         calls = capture.calls(0)
@@ -105,8 +113,24 @@ def read_calls(
             routes = [callbacks.routes(call) for call in calls]
     if rank.is_last and not (rank.is_first and len(rank.models) == 1):
         calls = capture.calls(-1)
-        last = read(calls) if _tell_loss(calls, callbacks) else None
+        last = read(calls) if rank.looks_ahead or _tell_loss(calls, callbacks) else None
+    if rank.looks_ahead and rank.is_last:
+        _check_ahead(first if last is None else last, rank)
     return ReadCalls(first, last, routes)
+
+
+def _check_ahead(known: CallTokens | None, rank: Rank) -> None:
+    """Refuses calls of the last stage with which Megatron's multi-token prediction fails, or does
+    not move all labels."""
+    if known is None or known.tokens is None:
+        raise refused(AHEAD_TOKENS)
+    if known.labels is None and mtp.without_labels() is mtp.WithoutLabels.FAILS:
+        raise refused(AHEAD_LABELS)
+    ends = itertools.accumulate(sum(layout.lengths) for layout in known.layouts)
+    for layout, end in zip(known.layouts, ends, strict=True):
+        behind = known.weights[end - layout.behind : end] if known.weights is not None else ()
+        if np.any(behind) or (layout.behind and rank.counts_tokens):
+            raise refused(AHEAD_BEHIND)
 
 
 def _tell_loss(calls: Sequence[ModelCall], callbacks: Callbacks) -> bool:
@@ -140,6 +164,7 @@ def read_tokens(
     *,
     forward_only: bool = False,
     cp_rank: int = 0,
+    ahead: bool = False,
 ) -> CallTokens | None:
     """Tokens, labels and loss flags of a chunk's calls, on the host; None if they say nothing.
 
@@ -151,7 +176,7 @@ def read_tokens(
     """
     if not calls:  # a data-parallel rank without microbatches
         nothing = np.zeros(0, np.int64)
-        return CallTokens([], nothing, nothing, nothing, None)
+        return CallTokens([], nothing, nothing, nothing, None, nothing if ahead else None)
     where = layouts(calls, cp_size)
     if where is None:
         return None
@@ -169,8 +194,18 @@ def read_tokens(
         for value, num in zip(column, lengths, strict=True):
             if value is not None and not value.is_nested and value.numel() != num:
                 raise refused(COLUMN_LENGTH, name, value.numel(), num)
-    positions = [call["position_ids"] for call in calls]
-    return CallTokens(where, *_on_host([*columns.values(), positions], lengths))
+    further = [[call["position_ids"] for call in calls]]
+    if ahead:
+        further.append([_weights(call) for call in calls])
+    return CallTokens(where, *_on_host([*columns.values(), *further], lengths))
+
+
+def _weights(call: ModelCall) -> Tensor | None:
+    """The bits of a call's loss_mask in float64, of ones where it has none, as int64."""
+    mask = call["loss_mask"]
+    if mask is None and call["input_ids"] is not None:
+        mask = torch.ones_like(call["input_ids"])
+    return None if mask is None else mask.double().contiguous().view(torch.int64)
 
 
 def _on_host(

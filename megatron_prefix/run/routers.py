@@ -7,11 +7,13 @@ from typing import Any
 
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 
+from megatron_prefix.errors import refused
 from megatron_prefix.moe import versions
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.moe.ledger import RouterLedger
 from megatron_prefix.moe.replay import Replay, SegmentRoutes, forward_action
 from megatron_prefix.moe.tokens import LogicalTokens
+from megatron_prefix.refusals.table import AHEAD_ROUTES
 from megatron_prefix.run.executor import Stage
 from megatron_prefix.run.losses import LossContract
 from megatron_prefix.run.rank import Rank
@@ -25,6 +27,8 @@ def check(step: Step, rank: Rank) -> None:
         CannotShare: they record routes, or follow routes that the schedule has not been given.
     """
     if rank.has_experts:
+        if rank.looks_ahead and _routed(step, rank):
+            raise refused(AHEAD_ROUTES)
         for model in rank.language_models:
             forward_action(versions.routers(model).values(), _routed(step, rank))
 

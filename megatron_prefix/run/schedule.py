@@ -30,7 +30,7 @@ from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import HOST_LAYERS_CP
-from megatron_prefix.run import joint_step, routers
+from megatron_prefix.run import ahead, joint_step, routers
 from megatron_prefix.run.across_ranks import Watch
 from megatron_prefix.run.agreement import agree, agree_on
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
@@ -334,6 +334,7 @@ def _problem(step: Step, rank: Rank) -> UserError | None:
     """What is in the way of a step that was read."""
     try:
         routers.check(step, rank)
+        ahead.check(step, rank)
     except UserError as error:
         return error
     return None

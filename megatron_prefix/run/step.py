@@ -204,7 +204,8 @@ def _samples(
     tokens = np.zeros(num, np.int64) if known.tokens is None else known.tokens
     trained = np.ones(num, np.int64) if known.trained is None else known.trained
     labels = tokens if known.labels is None else known.labels
-    table = np.stack([tokens, labels, trained])
+    weights = trained if known.weights is None else known.weights
+    table = np.stack([tokens, labels, trained, weights])
     paths = _split_routes(routes, lengths)
     if size > 1:
         table, paths = _gathered(table, paths, lengths, group, device)
@@ -212,11 +213,13 @@ def _samples(
     samples = []
     parts = np.split(table, np.cumsum(lengths)[:-1], axis=1) if lengths else []
     for index, part in enumerate(parts):
-        inputs, after, flags = part
+        inputs, after, flags, bits = part
+        mask = None if known.weights is None else bits.view(np.float64)
         if known.labels is None:
             # Whatever follows a token may be its label; no other sample has the last one's.
             after = np.append(inputs[1:], -2 - index)
-        samples.append(Pairs(inputs, after, flags != 0, paths[index] if paths else None))
+            mask = None if mask is None else np.append(mask[1:], 0.0)
+        samples.append(Pairs(inputs, after, flags != 0, paths[index] if paths else None, mask))
     check_routes(samples)
     return samples
 

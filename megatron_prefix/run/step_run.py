@@ -23,13 +23,14 @@ from megatron.core.pipeline_parallel.schedules import (
 from torch import Tensor
 
 from megatron_prefix.errors import refused
+from megatron_prefix.layers.mtp import StepAhead
 from megatron_prefix.megatron.install import Hooks, install
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import free_bytes
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import CHANGED_OUTPUT
-from megatron_prefix.run import routers
+from megatron_prefix.run import ahead, routers
 from megatron_prefix.run.calls import ModelCall
 from megatron_prefix.run.carried import Carried
 from megatron_prefix.run.communicator import Communicator, communicator_of
@@ -97,6 +98,7 @@ class StepRun:
         self._losses: Losses | None = None
         self._reductions: Reductions | None = None
         self._communicator: Communicator | None = None
+        self._ahead: StepAhead | None = None
 
     def run(self) -> list[Any]:
         """Runs the step; returns Megatron's `forward_data_store`."""
@@ -120,6 +122,8 @@ class StepRun:
                 finish_embedding_wgrad_compute(rank.config, embedding, rank.is_last, rank.groups.tp)
                 num_tokens = self._losses.num_tokens if self._losses is not None else 0
                 _finish(rank, num_tokens, self._force_all_reduce, self._reductions)
+            if self._ahead is not None:
+                self._ahead.log()
             if self._losses is not None:
                 self._losses.check()  # waits for the device, so after what others wait for
         return self._losses.forward_data_store if self._losses is not None else []
@@ -209,6 +213,10 @@ class StepRun:
             hooks, number = install(model, self._config.kernel), plan.stage(self._rank.stage, chunk)
             steps = self._capture.steps[chunk]
             call = steps[0].call if steps else ModelCall(0, {})
+            if number == plan.num_stages - 1 and self._rank.predicts_further(self._forward_only):
+                has_labels = call["labels"] is not None
+                self._ahead = ahead.begin(self._step, self._rank, has_labels=has_labels)
+                hooks.ahead = self._ahead
             called = steps[0].called if steps else Settings.now()
             stage = Stage(
                 model, hooks, self._cache(plan, chunk, hooks, exchange, offloader),

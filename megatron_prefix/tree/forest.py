@@ -33,12 +33,16 @@ class Pairs:
         trained: whether the position carries loss, bool [num_positions].
         routes: experts that every layer sends the input token to, int [num_positions, layers,
             topk]; positions with different routes are not shared. None: routers choose.
+        weights: the loss mask of the labels as it was given, float64 [num_positions], where the
+            model also predicts the label after next: then it reads the input after a position, and
+            positions with different ones are not shared. None elsewhere.
     """
 
     inputs: np.ndarray
     labels: np.ndarray
     trained: np.ndarray
     routes: np.ndarray | None = None
+    weights: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -49,11 +53,18 @@ class Pairs:
         hits = np.flatnonzero(self.trained)
         return int(hits[0]) if len(hits) else len(self) - 1
 
+    @property
+    def following(self) -> np.ndarray:
+        """The input after each position, -1 after the last, int64 [num_positions]."""
+        return np.append(self.inputs[1:].astype(np.int64), -1)
+
     def codes(self, start: int = 0, end: int | None = None) -> np.ndarray:
-        """A code per position [start, end), equal if input, label and routes are: uint64
-        [positions, n]."""
+        """A code per position [start, end), equal if input, label and routes are, and where it is
+        read the next input: uint64 [positions, n]."""
         low = self.labels[start:end].astype(np.int64) & 0xFFFFFFFF
         pairs = (self.inputs[start:end].astype(np.int64) << 32 | low).astype(np.uint64)[:, None]
+        if self.weights is not None:
+            pairs = np.hstack([pairs, self.following[start:end, None].astype(np.uint64)])
         if self.routes is None:
             return pairs
         routes = self.routes.reshape(len(self), -1)[start:end].astype(np.uint16)

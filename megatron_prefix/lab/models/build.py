@@ -18,6 +18,7 @@ from megatron_prefix.lab.models.optimizer import build_optimizer
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.platforms import cpu
 from megatron_prefix.lab.runtime.layout import Layout
+from megatron_prefix.moe.versions import transformer_layers
 
 __all__ = ["build_model", "build_optimizer", "has_transformer_engine", "unwrap"]
 
@@ -219,9 +220,11 @@ def _gpt_model(recipe: _Recipe, vp_stage: int | None, options: dict[str, Any]) -
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     spec = recipe.spec
+    block = _block_spec(recipe.config, recipe.engine, vp_stage)
     return GPTModel(
         recipe.config,
-        _block_spec(recipe.config, recipe.engine, vp_stage),
+        block,
+        mtp_block_spec=_mtp_spec(recipe.config, block, recipe.engine, vp_stage),
         rope_scaling=spec.rope_scaling is not None,
         rope_scaling_factor=spec.rope_scaling.factor if spec.rope_scaling else 1.0,
         vp_stage=vp_stage,
@@ -238,7 +241,7 @@ def _keep_float64(model: Any, spec: ModelSpec) -> None:
     """Recurrences, gates of attention and routers compute in float32 unless told otherwise."""
     from megatron_prefix.lab.models.local import keep_float64
 
-    for layer in model.decoder.layers:
+    for layer in transformer_layers(model):
         if spec.is_hybrid_model or spec.recurrent or spec.attention_output_gate:
             keep_float64(layer)
         elif hasattr(layer.mlp, "router"):
@@ -273,6 +276,22 @@ def _block_spec(config: Any, engine: bool, vp_stage: int | None) -> Any:
 
         with_gated_delta_net(block, config, vp_stage)
     return block
+
+
+def _mtp_spec(config: Any, block: Any, engine: bool, vp_stage: int | None) -> Any:
+    """The layer of multi-token prediction of one chunk, a last layer of `block` inside; None if it
+    has none."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    from megatron_prefix.lab.models.local import RMSNorm
+
+    if not config.mtp_num_layers:
+        return None
+    found = get_gpt_mtp_block_spec(config, block, engine, vp_stage=vp_stage)
+    for layer in found.layer_specs if found is not None and not engine else ():
+        parts = layer.submodules
+        parts.enorm = parts.hnorm = parts.layer_norm = RMSNorm
+    return found
 
 
 def _wrap_ddp(config: Any, chunk: Any, options: dict[str, Any], index: int) -> Any:

@@ -107,6 +107,7 @@ class ModelSpec:
     attention in all layers but every `linear_attention_freq`-th.
     linear_num_key_heads, linear_num_value_heads: value heads share keys in groups.
     mamba_num_heads: None: as many as make twice the hidden size. mamba_num_groups: of B and C.
+    mtp_num_layers: layers of multi-token prediction; None: there are none.
     """
 
     name: str
@@ -171,6 +172,7 @@ class ModelSpec:
     mamba_head_dim: int = 64
     mamba_num_groups: int = 8
     mamba_num_heads: int | None = None
+    mtp_num_layers: int | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

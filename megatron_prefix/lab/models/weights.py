@@ -17,6 +17,7 @@ import torch
 
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.layers.recurrent.kind import Recurrent
+from megatron_prefix.moe.versions import transformer_layers
 
 VOCAB_MULTIPLE = 128
 """Embedding tables are padded to a multiple of this and of tp, so padding rarely varies with tp."""
@@ -42,6 +43,13 @@ _FUSED_NORMS = (
 )
 
 
+_IN_LAYERS = re.compile(
+    r"(?:decoder\.layers\.(\d+)|mtp\.layers\.0\.(?:transformer|mtp_model)_layer)\.(.*)"
+)
+_AHEAD = "mtp.layers.0.transformer_layer"
+"""The layer inside multi-token prediction, by its name before 0.17."""
+
+
 def padded_vocab(vocab_size: int, tp: int) -> int:
     """The rows of the embedding table: `vocab_size` rounded up for `tp` ranks."""
     multiple = VOCAB_MULTIPLE
@@ -62,11 +70,11 @@ def global_name(model: Any, name: str) -> str:
     """
     if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
-    match = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+    match = _IN_LAYERS.match(name)
     if match is None:
         return name
-    layer = model.decoder.layers[int(match[1])]
-    rest = match[2]
+    ahead, rest = match[1] is None, match[2]
+    layer = transformer_layers(model)[-1 if ahead else int(match[1])]
     for fused, plain in _FUSED_NORMS:
         if rest == fused:
             rest = plain
@@ -74,7 +82,7 @@ def global_name(model: Any, name: str) -> str:
     if expert is not None:
         number = layer.mlp.local_expert_indices[int(expert[1] or expert[4])]
         rest = f"mlp.experts.{number}.{expert[2] or expert[3]}.weight"
-    return f"decoder.layers.{layer.layer_number - 1}.{rest}"
+    return f"{_AHEAD if ahead else f'decoder.layers.{layer.layer_number - 1}'}.{rest}"
 
 
 def global_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -150,10 +150,12 @@ def run_step(
         chunk.zero_grad_buffer()
     # No clipping: at its edge a rounding difference would switch a token's gradient on or off.
     step = _recording(loss.forward_step(loss.GrpoConfig(clip_low=1.0, clip_high=1e9)))
+    models = [unwrap(chunk) for chunk in chunks]
+    take_auxiliary(models)  # multi-token prediction logs in passes without gradients, too
     logs = passes.run(schedule, step, chunks, items)
     gradients = {name: p.main_grad.detach().clone() for name, p in _parameters(chunks)}
     after = _after_adamw(chunks) if optimize else None
-    auxiliary = take_auxiliary([unwrap(chunk) for chunk in chunks])
+    auxiliary = take_auxiliary(models)
     with torch.no_grad():
         for buffer, value in buffers:
             buffer.copy_(value)

@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megatron_prefix.layers.blocks.shared import KEYS, Shared
+from megatron_prefix.sidecar.arena import wide
 
 if TYPE_CHECKING:
     from megatron_prefix.layers.blocks.core import SegmentContext
@@ -51,6 +52,19 @@ def skipped(x: Tensor, shape: Sequence[int]) -> Tensor:
 def picked(x: Tensor, rows: Tensor) -> Tensor:
     """Some rows of `x`, all different, int64 [rows]; its gradient is zero in the others."""
     out: Tensor = _Picked.apply(x, rows)
+    return out
+
+
+def repeated(x: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of `x`, perhaps the same more than once, int64 [rows]; its gradient is summed in
+    fp32 or wider."""
+    out: Tensor = _Repeated.apply(x, rows)
+    return out
+
+
+def reaching(x: Tensor, also: Tensor) -> Tensor:
+    """`x`, from which a backward goes to `also` as well, with zeros."""
+    out: Tensor = _Reaching.apply(x, also)
     return out
 
 
@@ -108,6 +122,32 @@ class _Picked(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         shape, rows = ctx.call
         return gradient.new_zeros(shape).index_copy_(0, rows, gradient), None
+
+
+class _Repeated(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.call = x.shape, rows
+        return x.index_select(0, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        shape, rows = ctx.call
+        total = gradient.new_zeros(shape, dtype=wide(gradient))
+        return total.index_add_(0, rows, gradient.to(total.dtype)).to(gradient.dtype), None
+
+
+class _Reaching(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, also: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.shape = also.shape
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient.new_zeros(ctx.shape)
 
 
 def _zeros(like: Tensor, shape: Sequence[int]) -> Tensor:

@@ -38,7 +38,9 @@ VALUES: dict[str, Any] = {
     "fp8": "hybrid",
     "fp4": "e2m1",
     "quant_recipe": "a recipe",
-    "mtp_num_layers": 1,
+    "mtp_num_layers": 2,
+    "mtp_standalone": True,
+    "mtp_isolated_loss": True,
     "qk_clip": True,
     "log_max_attention_logit": True,
     "overlap_moe_expert_parallel_comm": True,
@@ -68,7 +70,12 @@ BALANCING = {
     "moe_router_load_balancing_type of another name": "something_new",
 }
 NAMES = [one.name for one in OPTIONS]
-LATER = {"moe_expert_rank_capacity_factor", "moe_router_force_biased", "moe_paged_stash"}
+LATER = {
+    "mtp_isolated_loss",
+    "moe_expert_rank_capacity_factor",
+    "moe_router_force_biased",
+    "moe_paged_stash",
+}
 """Options that megatron-core 0.16.1 does not have yet."""
 
 
@@ -84,7 +91,8 @@ def option(name: str) -> tuple[str, Any, bool]:
         return "moe_router_load_balancing_type", BALANCING[name], True
     if name == "multimodal rope":
         return "position_embedding_type", "mrope", False
-    return name, VALUES[name], name.startswith("moe_")
+    attribute = name.partition(" ")[0]
+    return attribute, VALUES[attribute], name.startswith("moe_")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,359 @@
+"""Multi-token prediction: one layer behind the decoder, which predicts the label after next.
+
+Inside is one of Megatron's layers, whose parts are of the kinds of table.py and leave a payload as
+any other's. Around it are two norms, a projection of the decoder's output and the next input, and
+the output layer once more. A segment runs the layer on its own positions; next inputs, labels and
+weights come from tables of the step (tree/ahead.py), where Megatron moves those of a microbatch by
+one. The loss goes into the backward as Megatron has it: beside the decoder's output, with a scale
+that its schedule sets.  Pure, until it is hooked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from packaging.version import Version
+
+from megatron_prefix.errors import Reason
+from megatron_prefix.layers.kind import Override, Running, owner
+from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
+from megatron_prefix.refusals.table import OTHER_AHEAD, OWN_POSTPROCESS
+from megatron_prefix.tree.ahead import AheadTables, Division, Rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_prefix.layers.blocks.core import SegmentContext
+
+_OWN_METHODS = {
+    "_postprocess": "megatron.core.models.gpt.gpt_model.GPTModel",
+    "_get_embeddings": "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayer",
+    "forward": "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayer",
+}
+"""The methods that are replaced or called, and the classes that have them."""
+
+
+def is_in(config: Any) -> bool:
+    """Whether a model has a layer of multi-token prediction, on any of its stages."""
+    return bool(getattr(config, "mtp_num_layers", None))
+
+
+def work(config: Any) -> LayerWork:
+    """What is computed around its inner layer, without the output layer."""
+    return LayerWork(parameters(config))
+
+
+def parameters(config: Any) -> int:
+    """Weights around its inner layer, without norms."""
+    weights: int = 2 * config.hidden_size**2
+    return weights
+
+
+def memory(config: Any, form: Execution) -> LayerMemory:
+    """What is saved around its inner layer, without one norm: two more, of which nobody saves the
+    output, and what the projection is given, two rows wide."""
+    hidden = config.hidden_size / form.sequence_ranks
+    local = 0 if form.fused_layers else 2 * hidden + 2  # norms save what they have normed
+    kept = (3 * hidden + local) * form.itemsize
+    return LayerMemory(kept, kept, temporary=kept + 2 * hidden * form.itemsize)
+
+
+def division(config: Any) -> Division:
+    """How this release of Megatron divides the loss of a microbatch."""
+    import megatron.core
+
+    clamps_mean = Version(Version(megatron.core.__version__).base_version) >= Version("0.18")
+    per_token = bool(config.calculate_per_token_loss)
+    return Division(per_token, _process() is not None, clamps_mean)
+
+
+class WithoutLabels(Enum):
+    """What Megatron does where calls have no labels."""
+
+    FAILS = "before 0.17"
+    NO_LOSS = "before 0.19: the layer runs, and has no loss of its own"
+    MAKES_THEM = "of the tokens"
+
+
+def without_labels() -> WithoutLabels:
+    """What this release of Megatron does."""
+    process = _process()
+    if process is None:
+        return WithoutLabels.FAILS
+    makes = "input_ids" in inspect.signature(process).parameters
+    return WithoutLabels.MAKES_THEM if makes else WithoutLabels.NO_LOSS
+
+
+def refusals(model: Any) -> Iterator[Reason]:
+    """What is refused of a model chunk that has the layer."""
+    block = getattr(model, "mtp", None)
+    if block is None:
+        return
+    if owner(model, "_postprocess") != _OWN_METHODS["_postprocess"]:
+        yield OWN_POSTPROCESS.given(type(model).__name__)
+    for layer in block.layers:
+        names = ("_get_embeddings", "forward")
+        if any(owner(layer, name) != _OWN_METHODS[name] for name in names):
+            yield OTHER_AHEAD.given(type(layer).__name__)
+
+
+class _Segment(NamedTuple):
+    """What one segment reads, on the model's device.
+
+    Attributes:
+        following: next inputs and their positions, int64 [2, 1, positions].
+        distinct: positions with rows of logits, int64; those that this rank of sequence parallelism
+            computes.
+        repeats: per row of logits which of them it is of; likewise.
+        labels: int64 [1, rows], of all ranks of sequence parallelism.
+        weights: see `tree.ahead.Rows`, float64 [3, rows].
+    """
+
+    following: Tensor
+    distinct: Tensor
+    repeats: Tensor
+    labels: Tensor
+    weights: Tensor
+
+
+class StepAhead:
+    """Multi-token prediction in one step.
+
+    Args:
+        tables: the step's.
+        device: where the model is.
+        ranks, rank: sequence-parallel ranks, and this one's place among them.
+        num_layers: of multi-token prediction in Megatron's log; 0 if it does not log this step.
+    """
+
+    def __init__(
+        self, tables: AheadTables, device: Any, ranks: int, rank: int, num_layers: int
+    ) -> None:
+        import torch
+
+        self._num_layers, self._undefined = num_layers, tables.undefined
+        self._segments = _on_device(tables, device, ranks, rank)
+        self._means: dict[int, tuple[Tensor, ...]] = {}
+        self._nothing = torch.zeros((), device=device, dtype=torch.float64)
+
+    def __getitem__(self, index: int) -> _Segment:
+        return self._segments[index]
+
+    def note(self, index: int, *sums: Tensor) -> None:
+        """Keeps what a segment adds to Megatron's log; a second forward of it changes nothing.
+
+        Args:
+            index: the segment.
+            sums: of the loss; since 0.19 how many guesses are right, and how many there are.
+        """
+        self._means.setdefault(index, tuple(one.detach().double() for one in sums))
+
+    def log(self) -> None:
+        """Adds the step to Megatron's log of this loss; call it when the step is over."""
+        from megatron.core import parallel_state
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as Log
+
+        if not self._num_layers:
+            return
+        save = getattr(Log, "save_metrics_to_tracker", None)
+        num = 1 if save is None else 3
+        parts = [[sums[place] for sums in self._means.values()] for place in range(num)]
+        totals = [sum(part, self._nothing) for part in parts]
+        if self._undefined:  # Megatron divides by zero
+            totals[0] = totals[0] * float("nan")
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        (save or Log.save_loss_to_tracker)(*totals, 0, self._num_layers, avg_group=group)
+
+
+class LooksAhead:
+    """The layer of multi-token prediction of a model chunk, in segments.
+
+    Args:
+        model: the language model that has it.
+        running: says which segment runs.
+        read: (hidden states, rows) -> those rows; see `Hooks._read`.
+        rotary: gives the rotary table of the segment that runs; None without.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        running: Running,
+        read: Callable[[Tensor, Tensor | None], Tensor],
+        rotary: Callable[[], Tensor | None],
+    ) -> None:
+        self._model, self._running, self._read, self._rotary = model, running, read, rotary
+        self.layer = model.mtp.layers[0]
+        self._postprocess, self._embeddings = model._postprocess, self.layer._get_embeddings
+
+    def overrides(self) -> Iterable[Override]:
+        """See Kind."""
+        yield self._model, "_postprocess", self._after_decoder
+        yield self.layer, "_get_embeddings", self._next_embeddings
+
+    def _next_embeddings(self, *args: Any, embedding: Any, **named: Any) -> Any:
+        """Megatron's, with the embedding of the segment's next inputs."""
+        current = self._running.current
+        if current is None:
+            return self._embeddings(*args, embedding=embedding, **named)
+        inputs, positions = self._step[current.index].following
+        group, self.layer.cp_group = self.layer.cp_group, None  # nothing to exchange
+        try:
+            return self._embeddings(
+                *args, **named,
+                embedding=lambda **_: embedding(input_ids=inputs, position_ids=positions),
+            )  # fmt: skip
+        finally:
+            self.layer.cp_group = group
+
+    def _after_decoder(self, *args: Any, **named: Any) -> Any:
+        """Megatron's, for a segment: the loss goes along with the decoder's output, of which the
+        positions that are read go on."""
+        current = self._running.current
+        if current is None:
+            return self._postprocess(*args, **named)
+        hidden = named.pop("hidden_states")
+        if self._running.ahead is not None:
+            hidden = self._with_loss(hidden, current, named)
+        config, num = self._model.config, self._model.config.mtp_num_layers
+        config.mtp_num_layers = None
+        try:
+            return self._postprocess(
+                *args, **{**named, "mtp_in_postprocess": False},
+                hidden_states=self._read(hidden, current.rows),
+            )  # fmt: skip
+        finally:
+            config.mtp_num_layers = num
+
+    @property
+    def _step(self) -> StepAhead:
+        step = self._running.ahead
+        if step is None:
+            raise RuntimeError("a segment predicts further, and its step has no tables")
+        return step
+
+    def _with_loss(self, hidden: Tensor, current: SegmentContext, named: Any) -> Tensor:
+        """The decoder's output [positions, 1, hidden_size]; backward from it begins with the
+        layer's own loss, too."""
+        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+        from megatron_prefix.layers.blocks.unread import reaching
+
+        predicted, segment = self._predicted(hidden, current, named), self._step[current.index]
+        if not segment.labels.numel():  # children may read it
+            return reaching(hidden, predicted)
+        logits = self._logits(predicted, segment, named)
+        losses = self._model.compute_language_model_loss(segment.labels, logits)
+        weights = segment.weights.to(losses.dtype)
+        if self._model.training:
+            sums = [(losses * weights[1]).sum(), *self._guesses(logits, segment, named)]
+            self._step.note(current.index, *sums)
+        factor = self._model.config.mtp_loss_scaling_factor
+        found: Tensor = MTPLossAutoScaler.apply(hidden, factor * losses * weights[0])
+        return found
+
+    def _predicted(self, hidden: Tensor, current: SegmentContext, named: Any) -> Tensor:
+        """The layer's output, like the decoder's."""
+        given = hidden.detach() if self._is_detached else hidden
+        saving = contextlib.nullcontext() if current.offload is None else current.offload.saving()
+        with saving:
+            found: Tensor = self.layer(
+                input_ids=named["input_ids"], position_ids=named["position_ids"],
+                hidden_states=given, attention_mask=None, rotary_pos_emb=self._rotary(),
+                embedding=self._model.embedding, **(named.get("extra_block_kwargs") or {}),
+            )[0]  # fmt: skip
+        return found
+
+    def _logits(self, predicted: Tensor, segment: _Segment, named: Any) -> Tensor:
+        """[rows, 1, vocabulary of this rank]."""
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        from megatron_prefix.layers.blocks.unread import picked, repeated
+
+        model, config, weight = self._model, self._model.config, None
+        if model.share_embeddings_and_output_weights:
+            weight = model.shared_embedding_or_output_weight()
+        if self._is_detached:
+            weight = (model.output_layer.weight if weight is None else weight).detach()
+        if config.sequence_parallel:
+            group = model.pg_collection.tp
+            predicted = gather_from_sequence_parallel_region(predicted, group=group)
+        rows = repeated(picked(predicted, segment.distinct), segment.repeats)
+        gather = named.get("runtime_gather_output")
+        logits: Tensor = model.output_layer(rows, weight=weight, runtime_gather_output=gather)[0]
+        return model._scale_logits(logits) if getattr(config, "use_mup", False) else logits
+
+    def _guesses(self, logits: Tensor, segment: _Segment, named: Any) -> Sequence[Tensor]:
+        """Since 0.19: how many guesses are right, and how many there are, as Megatron counts in
+        `_compute_mtp_acceptance_counts`."""
+        from megatron.core.transformer import multi_token_prediction as megatrons
+
+        if not hasattr(megatrons, "_compute_mtp_acceptance_counts"):
+            return ()
+        model, gather = self._model, named.get("runtime_gather_output")
+        group, guesses = model.pg_collection.tp, logits.detach().argmax(-1)
+        if megatrons._mtp_logits_are_vocab_sharded(model.output_layer, gather) and group.size() > 1:
+            guesses = megatrons._vocab_parallel_argmax(logits.detach(), group, group.size())
+        counts = segment.weights[2]
+        return ((guesses.squeeze(1) == segment.labels[0]) * counts).sum(), counts.sum()
+
+    @property
+    def _is_detached(self) -> bool:
+        """Whether nothing of this loss goes into the rest of the model (since 0.19)."""
+        return bool(getattr(self._model.config, "mtp_detach_heads", False))
+
+
+def _process() -> Any:
+    """Megatron's function that makes the loss of the layer's output; None before 0.17."""
+    from megatron.core.transformer import multi_token_prediction
+
+    return getattr(multi_token_prediction, "process_mtp_loss", None)
+
+
+def _on_device(tables: AheadTables, device: Any, ranks: int, rank: int) -> list[_Segment]:
+    """What the segments of a step read.
+
+    Args:
+        tables: the step's.
+        device: where the model is.
+        ranks, rank: see `StepAhead`.
+    """
+    import numpy as np
+
+    from megatron_prefix.device.transfer import on
+
+    rows = [_padded(one, ranks) for one in tables.rows()]
+    nums = [len(one.labels) for one in rows]
+    mine = [np.unique(np.split(one.places, ranks)[rank], return_inverse=True) for one in rows]
+    labels, *several = (
+        on(device, np.concatenate([np.zeros(0, np.int64), *parts]))
+        for parts in ([one.labels for one in rows], *zip(*mine, strict=True))
+    )
+    distinct, repeats = several or (labels, labels)
+    weights = on(device, np.concatenate([np.zeros((3, 0)), *(one.weights for one in rows)], 1))
+    return [
+        _Segment(*each)
+        for each in zip(
+            on(device, tables.following())[:, None].split(tables.lengths, 2),
+            distinct.split([len(unique) for unique, _ in mine]),
+            repeats.split([len(numbers) for _, numbers in mine]),
+            labels[None].split(nums, 1),
+            weights.split(nums, 1),
+            strict=True,
+        )
+    ]
+
+
+def _padded(rows: Rows, ranks: int) -> Rows:
+    """As many rows for every sequence-parallel rank: the last one again, without a weight."""
+    import numpy as np
+
+    more = -len(rows.places) % ranks
+    places = np.pad(rows.places, (0, more), "edge") if more else rows.places
+    labels, weights = np.pad(rows.labels, (0, more)), np.pad(rows.weights, ((0, 0), (0, more)))
+    return Rows(places, labels, weights)

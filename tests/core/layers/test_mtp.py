@@ -1,0 +1,322 @@
+"""Multi-token prediction, one layer, in segments: against Megatron's own schedule in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import CannotShare
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.layers.mtp import WithoutLabels, without_labels
+from megatron_prefix.megatron.install import installed
+from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.run.calls import Callbacks
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.tree import Pairs
+from tests.harness import failures, hybrid, mtp, steps
+from tests.harness.failures import Countdown, Fault
+from tests.harness.mtp import CONTRACTS, ITEMS, MODELS, assert_same, compared, model_of, run
+from tests.harness.one_group import schedule_with
+from tests.harness.one_rank import change_rank, one_rank
+from tests.harness.steps import Contract, Microbatch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+@pytest.mark.parametrize("kind", ITEMS)
+def test_steps_are_the_stock_schedules(kind: str) -> None:
+    for schedule in compared("dense", Contract(), kind):
+        assert schedule.report is not None and schedule.report.memory is not None
+        if not schedule.config.cache_host_layers:
+            assert schedule.report.memory.cache_peak == schedule.report.cache_bytes
+        forest = schedule.report.forest
+        assert schedule.config.min_gain or forest.executed_tokens < forest.raw_tokens
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_contracts_of_the_loss(contract: str) -> None:
+    list(compared("dense", CONTRACTS[contract], "weighed", "packs of chunks", "recompute"))
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "dense"])
+def test_models(model: str) -> None:
+    for kind in ("tree", "prefixes"):
+        list(compared(model, Contract(), kind, "packs of chunks", "recompute", "offload"))
+
+
+def test_losses_of_experts_in_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running mean over microbatches, and a mean that weighs tokens."""
+    over = dict(moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.02)
+    monkeypatch.setitem(
+        MODELS,
+        "one mean",
+        dict(name="tiny-moe", config_overrides={**over, "moe_router_dtype": "fp64"}),
+    )
+    for contract in ("triple", "per token"):
+        list(compared("one mean", CONTRACTS[contract], "tree", "trees packed", "depth first"))
+
+
+def test_next_inputs_are_shared_and_no_more() -> None:
+    """Where labels are masked, pairs alone would share further: see `masked`."""
+    [schedule] = compared("dense", Contract(), "masked", "trees packed")
+    forest = schedule.report.forest  # type: ignore[union-attr]
+    [plain] = compared_without(ITEMS["masked"]())
+    assert plain.executed_tokens < forest.executed_tokens < forest.raw_tokens
+    [schedule] = compared("dense", Contract(), "tree", "trees packed")
+    [plain] = compared_without(hybrid.items())
+    assert schedule.report.forest.executed_tokens == plain.executed_tokens  # type: ignore[union-attr]
+
+
+def compared_without(items: list[Microbatch]) -> Iterator[Any]:
+    """The forest of a step of a model without the layer."""
+    schedule = schedule_with()
+    model = model_of(spec={"mtp_num_layers": None})
+    steps.call(schedule, Contract().step, model, items)
+    assert schedule.report is not None
+    yield schedule.report.forest
+
+
+@pytest.mark.parametrize("kind", ["learned_absolute", "none"])
+def test_other_positions(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learned position is that of the next input, and 0 at the end."""
+    from megatron.core.models.gpt import gpt_model
+
+    class Model(gpt_model.GPTModel):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "position_embedding_type": kind})
+
+    monkeypatch.setattr(gpt_model, "GPTModel", Model)
+    monkeypatch.setitem(MODELS, kind, dict(name="tiny-moe", spec=dict(max_position=64)))
+    list(compared(kind, Contract(), "prefixes", "packs of chunks"))
+
+
+def without(name: str) -> Callable[..., Any]:
+    """A forward step whose model call lacks an argument."""
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            return model(*args, **{**named, name: None})
+
+        return Contract().step(data_iterator, call)
+
+    return step
+
+
+def test_without_a_loss_mask_every_label_counts() -> None:
+    """Also where the trainer says which positions its own loss looks at."""
+    items = hybrid.items()
+    step = without("loss_mask")
+    expected = run(stock_schedule(), model_of(), Contract(), items, step=step)
+    schedule = schedule_with()
+    assert_same(run(schedule, model_of(), Contract(), items, step=step), expected, items)
+    schedule.callbacks = Callbacks(lambda call: items[call.microbatch]["loss_mask"])
+    found = run(schedule, model_of(), Contract(), items, step=step)
+    assert_same(found, expected, items)
+    assert schedule.report is not None
+    read = sum(segment.num_read for segment in schedule.report.forest.segments)
+    assert read < schedule.report.forest.executed_tokens
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_without_gradients_it_logs_as_megatron_does(training: bool) -> None:
+    items = mtp.weighed()
+    models = [model_of(), model_of()]
+    for model in models:
+        model.train(training)
+    schedules = stock_schedule(), schedule_with(chunk_tokens=7)
+    expected, found = (
+        run(one, model, Contract(), items, forward_only=True)
+        for one, model in zip(schedules, models, strict=True)
+    )
+    assert_same(found, expected, items)
+    assert bool(found.logged) == training
+    hooks = installed(models[1])
+    assert hooks is not None and hooks.ahead is None
+
+
+def test_a_layer_that_does_not_run_leaves_nothing() -> None:
+    """In evaluation the layer's K/V are not even made."""
+    peaks = []
+    for spec in ({}, {"mtp_num_layers": None}):
+        model = model_of(spec=spec)
+        model.eval()
+        schedule = schedule_with()
+        run(schedule, model, Contract(), hybrid.items(), forward_only=True)
+        assert schedule.report is not None
+        peaks.append(schedule.report.cache_bytes)
+    assert peaks[0] == peaks[1] > 0
+
+
+def test_microbatches_without_any_loss() -> None:
+    """Per token Megatron's log is not a number then, and its gradients are."""
+    items = hybrid.items()
+    for item in items[:3]:
+        item["loss_mask"] = torch.zeros_like(item["loss_mask"])
+    contract = Contract(per_token=True)
+    expected = run(stock_schedule(), model_of(), contract, items)
+    found = run(schedule_with(), model_of(), contract, items)
+    assert expected.logged["values"].isnan().all() and found.logged["values"].isnan().all()
+    expected.logged.clear(), found.logged.clear()
+    assert_same(found, expected, items)
+    with pytest.raises(CannotShare, match="no position for the loss of multi-token prediction"):
+        run(schedule_with(), model_of(), Contract(), items)
+    stock = run(stock_schedule(), model_of(), Contract(), items)
+    assert all(one.isnan().any() for one in stock.gradients.values())
+
+
+def test_a_label_moves_into_loss_where_the_position_has_none() -> None:
+    """A prompt's last position has none of its own loss, and one of the label after it."""
+    tokens = np.random.default_rng(2).integers(0, 60, (3, 9))
+    tokens[:, :6] = tokens[0, :6]
+    flags = np.arange(8) >= 7
+    items = [
+        steps.microbatch([Pairs(one[:-1], one[1:], flags)], 0, uid)
+        for uid, one in enumerate(tokens)
+    ]
+    expected = run(stock_schedule(), model_of(), Contract(), items)
+    for fields in ({}, {"chunk_tokens": 2, "segment_tokens": 2}):
+        assert_same(run(schedule_with(**fields), model_of(), Contract(), items), expected, items)
+
+
+def test_where_the_trainer_has_no_loss_this_one_is_left() -> None:
+    items = hybrid.items()
+    for item in items:
+        item["weight"] = torch.zeros_like(item["weight"])
+    step = without("loss_mask")
+    schedule = schedule_with()
+    schedule.callbacks = Callbacks(lambda call: torch.zeros_like(call["input_ids"]))
+    found = run(schedule, model_of(), Contract(), items, step=step)
+    assert_same(found, run(stock_schedule(), model_of(), Contract(), items, step=step), items)
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+PLACES = {
+    "the layer": lambda model: (unwrap(model).mtp.layers[0].eh_proj, "forward"),
+    "the loss": lambda model: (unwrap(model), "compute_language_model_loss"),
+    "a later layer": lambda model: (unwrap(model).decoder.layers[0].mlp, "forward"),
+}
+
+
+def failing(patch: pytest.MonkeyPatch, model: Any, place: str, tick: Callable[[], None]) -> None:
+    owner, name = PLACES[place](model)
+    stock = getattr(owner, name)
+
+    def method(*args: Any, **named: Any) -> Any:
+        tick()
+        return stock(*args, **named)
+
+    patch.setattr(owner, name, method, raising=False)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("after", [1, 5])
+def test_a_failure_leaves_nothing_behind(place: str, after: int) -> None:
+    items, schedule, model = failures.items(), PrefixSchedule(failures.CONFIG), model_of()
+    expected = run(schedule, model, Contract(), items)
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            failing(patch, model, place, Countdown(Fault, after))
+            with pytest.raises(Fault):
+                run(schedule, model, Contract(), items)
+        hooks = installed(model)
+        assert hooks is not None and hooks.ahead is None and hooks.current is None
+        assert "values" not in MTPLossLoggingHelper.tracker
+        assert unwrap(model).config.mtp_num_layers == 1
+        found = run(schedule, model, Contract(), items)
+        assert all(map(torch.equal, found.gradients.values(), expected.gradients.values()))
+        assert torch.equal(found.logged["values"], expected.logged["values"])
+
+
+def test_a_step_that_is_made_again_logs_once() -> None:
+    items, schedule, model = failures.items(), PrefixSchedule(failures.CONFIG), model_of()
+    expected = run(schedule, model, Contract(), items)
+    with pytest.MonkeyPatch.context() as patch:
+        failing(patch, model, "the layer", Countdown(torch.OutOfMemoryError, 6))
+        found = run(schedule, model, Contract(), items)
+    assert schedule.report is not None and schedule.report.retried
+    assert_same(found, expected, items)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def refused(match: str, model: Any, contract: Contract | None = None, **options: Any) -> None:
+    """Refused in mode "on"; in mode "auto" the stock schedule, or its own error."""
+    items, contract = options.pop("items", None) or hybrid.items(), contract or Contract()
+    with pytest.raises(CannotShare, match=match):
+        run(schedule_with(), model, contract, items, **options)
+
+
+def test_more_than_one_layer() -> None:
+    model = model_of(spec={"mtp_num_layers": 2})
+    refused("mtp_num_layers above 1", model)
+    schedule = PrefixSchedule(PrefixConfig(mode="auto", min_gain=0, kernel="math"))
+    found = run(schedule, model, Contract(), hybrid.items())
+    assert schedule.report is not None and not schedule.report.decision.share
+    assert found.logged["values"].shape == (2,)
+
+
+def test_what_replaces_megatrons_methods() -> None:
+    """As verl's and mbridge's patches do."""
+    model = model_of()
+    inner = unwrap(model)
+    inner._postprocess = MethodType(type(inner)._postprocess, inner)
+    refused("GPTModel's own _postprocess", model)
+    model = model_of()
+    layer = unwrap(model).mtp.layers[0]
+    layer.forward = MethodType(type(layer).forward, layer)
+    refused("multi-token prediction by MultiTokenPredictionLayer", model)
+
+
+def test_options_of_the_config() -> None:
+    for name, value in {"mtp_standalone": True, "mtp_isolated_loss": True}.items():
+        model = model_of()
+        setattr(unwrap(model).config, name, value)
+        refused(name, model)
+
+
+def test_calls_that_megatron_itself_cannot_run() -> None:
+    if without_labels() is not WithoutLabels.FAILS:
+        pytest.skip("it can: see tests/harness/mtp.py")
+    refused("no labels", model_of(), Contract(logits=True))
+    with pytest.raises(AttributeError):
+        run(stock_schedule(), model_of(), Contract(logits=True), hybrid.items())
+
+
+def test_a_last_stage_without_tokens() -> None:
+    from megatron_prefix.errors import refused as error
+    from megatron_prefix.refusals.table import AHEAD_TOKENS
+    from megatron_prefix.run import read_calls
+
+    with pytest.raises(CannotShare) as caught:
+        read_calls._check_ahead(None, None)  # type: ignore[arg-type]
+    assert str(caught.value) == str(error(AHEAD_TOKENS))
+
+
+def test_prompts_do_not_cross_data_parallel_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pair:
+        def size(self) -> int:
+            return 2
+
+    change_rank(monkeypatch, siblings=Pair())
+    with pytest.raises(CannotShare, match="across_ranks with multi-token prediction"):
+        run(schedule_with(across_ranks="on"), model_of(), Contract(), hybrid.items())
+
+
+def test_routes_of_the_decoders_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_prefix.run import routers
+
+    monkeypatch.setattr(routers, "_routed", lambda step, rank: True)
+    refused("routes, and a layer of multi-token prediction", model_of(name="tiny-moe"))

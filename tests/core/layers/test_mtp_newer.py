@@ -1,0 +1,42 @@
+"""Multi-token prediction in a newer Megatron-Core: calls without labels, and detached heads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from megatron_prefix.layers.mtp import WithoutLabels, without_labels
+from tests.core.trainers.registry import installed
+from tests.harness.data import REPOSITORY
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[dict[str, Any]]:
+    """What tests/harness/mtp.py prints there."""
+    folders = [str(installed("megatron")), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.harness.mtp"],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=500,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
+    )  # fmt: skip
+    assert not done.returncode, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.slow
+def test_steps_are_the_stock_schedules(lines: list[dict[str, Any]]) -> None:
+    assert [line for line in lines if line["error"]] == []
+    assert all(line["executed"] < 0.6 * line["raw"] for line in lines)
+    assert {line["megatron"].partition("+")[0] for line in lines} == {"0.19.2"}
+
+
+@pytest.mark.slow
+def test_what_this_release_lacks_is_among_them(lines: list[dict[str, Any]]) -> None:
+    assert without_labels() is WithoutLabels.FAILS, "the suite's release"
+    assert sum("logits=True" in line["case"][1] for line in lines) > 3
+    assert sum("mtp_detach_heads" in line["case"][3] for line in lines) > 3

@@ -1,0 +1,139 @@
+"""Tables of what segments read to predict one token further, against each microbatch by itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from megatron_prefix.tree import Forest, Pairs, TreeOptions, build, cp_layout
+from megatron_prefix.tree.ahead import AheadTables, Division, Rows, sums
+
+DIVISIONS = [
+    Division(per, *clamps)
+    for per in (False, True)
+    for clamps in ((False, False), (True, False), (True, True))
+]
+
+
+def samples(masked: bool = False) -> list[Pairs]:
+    """Of two prompts, of lengths that two context-parallel ranks divide; weights differ."""
+    draw = np.random.default_rng(3)
+    prompts = [draw.integers(1, 50, n) for n in (12, 9)]
+    found = []
+    for number in range(6):
+        end = draw.integers(1, 50, 17 - len(prompts[number % 2]) + 4 * (number % 3))
+        tokens = np.r_[prompts[number % 2], end]
+        labels = (
+            np.where(np.arange(len(tokens) - 1) < 9, -100, tokens[1:]) if masked else tokens[1:]
+        )
+        weights = draw.choice([0.0, 1.0, 0.25], len(tokens) - 1)
+        found.append(Pairs(tokens[:-1], labels, weights != 0, weights=weights))
+    return [*found, found[0]]
+
+
+MICROBATCHES = (0, 0, 1, 2, 2, 2, 1)
+
+
+def forest_of(some: list[Pairs], multiple: int = 1) -> Forest:
+    options = TreeOptions(multiple, chunk_tokens=8, segment_tokens=16, min_gain=0)
+    return build(some, options=options, microbatch_of=MICROBATCHES)
+
+
+def expected(some: list[Pairs], division: Division, size: int) -> Counter[tuple]:
+    """By (sample's first tokens up to a position, label): weights in loss and mean, summed."""
+    total: Counter[tuple] = Counter()
+    for m in sorted(set(MICROBATCHES)):
+        mine = [one for one, of in zip(some, MICROBATCHES, strict=True) if of == m]
+        for rank in range(size):
+            held = [cp_layout.positions(len(one), rank, size) for one in mine]
+            moved = [np.append(one.weights[1:], 0.0) for one in mine]  # type: ignore[index]
+            left = sum(one[at].sum() for one, at in zip(moved, held, strict=True))
+            whole = sum(one.weights[at].sum() for one, at in zip(mine, held, strict=True))  # type: ignore[index]
+            least = max(left, 1.0) if division.clamps else left
+            factor = 1 / least
+            if division.per_token:
+                factor = whole / least if division.clamps else 1.0
+            for one, at, weights in zip(mine, held, moved, strict=True):
+                for place in at[weights[at] != 0]:
+                    key = (*one.inputs[: place + 1].tolist(), int(one.labels[place + 1]))
+                    total[key] += weights[place] * factor
+                    total[("mean", *key)] += weights[place] / (
+                        max(left, 1.0) if division.clamps_mean else left
+                    )
+                    total[("count", *key)] += 1
+    return total
+
+
+def found_in(forest: Forest, some: list[Pairs], division: Division, size: int) -> Counter:
+    total: Counter[tuple] = Counter()
+    for rank in range(size):
+        tables = AheadTables(forest, some, MICROBATCHES, division, rank, size)
+        for segment, rows in zip(forest.segments, tables.rows(), strict=True):
+            assert (np.diff(rows.places) >= 0).all()
+            held = cp_layout.held_positions([s.padded for s in segment.spans], rank, size)
+            places = [
+                (span, span.start + n) for span in segment.spans for n in range(span.padded)
+            ]  # fmt: skip
+            for place, label, weights in zip(rows.places, rows.labels, rows.weights.T, strict=True):
+                span, position = places[held[place]]
+                key = (*some[span.rollouts[0]].inputs[: position + 1].tolist(), int(label))
+                for name, weight in zip(((), ("mean",), ("count",)), weights, strict=True):
+                    total[(*name, *key)] += weight
+    return total
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("division", DIVISIONS, ids=str)
+def test_every_label_counts_as_in_its_microbatches(
+    division: Division, masked: bool, size: int
+) -> None:
+    some = samples(masked)
+    forest = forest_of(some, 1 if size == 1 else 2 * size)
+    assert forest.executed_tokens < forest.raw_tokens and forest.max_depth > 1
+    found, wanted = found_in(forest, some, division, size), expected(some, division, size)
+    assert found.keys() == wanted.keys()
+    assert all(found[key] == pytest.approx(wanted[key], rel=1e-12) for key in wanted)
+
+
+def test_next_inputs_and_their_positions() -> None:
+    some = samples()
+    forest = forest_of(some)
+    table: NDArray[np.int64] = AheadTables(forest, some, MICROBATCHES, DIVISIONS[0]).following()
+    offset = 0
+    for span in (span for segment in forest.segments for span in segment.spans):
+        for rollout in span.rollouts:
+            inputs = np.append(some[rollout].inputs, 0)[span.start + 1 : span.end + 1]
+            ends = span.end == len(some[rollout])
+            assert table[0, offset : offset + span.length].tolist() == inputs.tolist()
+            places = np.arange(span.start, span.end) + 1
+            places[-1] *= not ends
+            assert table[1, offset : offset + span.length].tolist() == places.tolist()
+        offset += span.padded
+    assert offset == table.shape[1]
+
+
+def test_a_position_is_shared_where_the_next_input_is() -> None:
+    one = Pairs(np.array([5, 6, 7]), np.zeros(3, int), np.ones(3, bool), weights=np.ones(3))
+    other = Pairs(np.array([5, 6, 8]), np.zeros(3, int), np.ones(3, bool), weights=np.ones(3))
+    shorter = Pairs(np.array([5, 6]), np.zeros(2, int), np.ones(2, bool), weights=np.ones(2))
+    assert (one.codes() == other.codes()).all(axis=1).tolist() == [True, False, False]
+    assert (one.codes()[:2] == shorter.codes()).all(axis=1).tolist() == [True, False]
+    assert (one.codes(1, 2) == one.codes()[1:2]).all()
+
+
+def test_megatron_divides_by_zero() -> None:
+    some = samples()
+    for one, of in zip(some, MICROBATCHES, strict=True):
+        one.weights[:] *= of != 1  # type: ignore[index]
+    forest = forest_of(some)
+    assert sums(some, MICROBATCHES)[0][:, 0].tolist().count(0.0) == 1
+    for division in DIVISIONS:
+        tables = AheadTables(forest, some, MICROBATCHES, division)
+        assert tables.undefined == (not division.clamps)
+        assert all(
+            isinstance(rows, Rows) and np.isfinite(rows.weights).all() for rows in tables.rows()
+        )
