@@ -90,6 +90,17 @@ MAMBA_MOE = {
     "moe_shared_expert_intermediate_size": 40,
     "routed_scaling_factor": 2.5,
 }
+GPT_OSS = {
+    "head_dim": 24,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 6,
+    "swiglu_limit": 0.5,
+    "rope_parameters": {
+        **{name: value for name, value in YARN.items() if not name.startswith("mscale")},
+        "truncate": False,
+    },
+}
 TIED = {"tie_word_embeddings": True}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -108,6 +119,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3Next", DELTA_MOE),
     "qwen3.5": ("Qwen3_5", DELTA),
     "qwen3.5-moe": ("Qwen3_5Moe", DELTA_MOE),
+    "gpt-oss": ("GptOss", GPT_OSS),
     "nemotron-h": ("NemotronH", MAMBA),
     "nemotron-h-moe": ("NemotronH", MAMBA_MOE),
 }

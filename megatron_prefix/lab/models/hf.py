@@ -1,9 +1,9 @@
-"""Hugging Face `config.json` -> ModelSpec: Llama, Qwen, Nemotron-H and DeepSeek families. [pure]
+"""Hugging Face `config.json` -> ModelSpec, of every family that is built. [pure]
 
 The formats are those of transformers' LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig,
-Qwen3NextConfig, Qwen3_5Config, Qwen3_5MoeConfig, NemotronHConfig, DeepseekV3Config and
-Glm4MoeLiteConfig (transformers/models/*/configuration_*.py), where absent fields have the defaults
-used here.
+Qwen3NextConfig, Qwen3_5Config, Qwen3_5MoeConfig, NemotronHConfig, DeepseekV3Config,
+Glm4MoeLiteConfig and GptOssConfig (transformers/models/*/configuration_*.py), where absent fields
+have the defaults used here.
 Anything that Megatron-Core or the prefix schedule would compute differently is refused.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.lab.models import hf_deepseek, hf_nemotron
+from megatron_prefix.lab.models import hf_deepseek, hf_gpt_oss, hf_nemotron
 from megatron_prefix.lab.models.hf_config import Config, common, llama_rope
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.plan.files import read_text
@@ -203,6 +203,7 @@ _FAMILIES: dict[Any, Callable[[Config], ModelSpec]] = {
     "nemotron_h": hf_nemotron.nemotron_h,
     "deepseek_v3": hf_deepseek.deepseek_v3,
     "glm4_moe_lite": hf_deepseek.glm4_moe_lite,
+    "gpt_oss": hf_gpt_oss.gpt_oss,
 }
 
 

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch.overrides import TorchFunctionMode
@@ -148,6 +149,22 @@ def localize(submodules: Any, config: Any) -> None:
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = LocalAttention
+    experts = getattr(submodules.mlp.submodules, "experts", None)
+    if config.add_bias_linear and experts is not None:
+        experts.submodules.linear_fc2 = CopyingLinear
+
+
+class CopyingLinear(RowParallelLinear):  # type: ignore[misc]
+    """The second projection of an expert with biases.
+
+    Megatron adds the bias in place (transformer/mlp.py:247), which autograd forbids on what its own
+    linear layer returns; with transformer-engine's it works.
+    """
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """See RowParallelLinear; the output is a tensor of its own."""
+        output, bias = super().forward(x)
+        return output.clone(), bias
 
 
 def _localize_latent(attention: Any, config: Any) -> None:
@@ -165,7 +182,7 @@ def _localize_latent(attention: Any, config: Any) -> None:
 
 
 def use_sdpa(model: Any) -> None:
-    """Puts `SdpaAttention` instead of every core attention of a model."""
+    """Puts `SdpaAttention` instead of every core attention of a model without windows or sinks."""
     for module in [module for module in model.modules() if hasattr(module, "core_attention")]:
         latent = module.config.multi_latent_attention
         module.core_attention = SdpaAttention(
