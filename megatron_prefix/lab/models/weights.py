@@ -135,7 +135,7 @@ def local_part(
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _pieces(spec: ModelSpec, whole: str) -> int | Sequence[int]:
+def pieces_of(spec: ModelSpec, whole: str) -> int | Sequence[int]:
     """See `local_part`, of a parameter by its `global_name`."""
     if "linear_fc1." in whole:
         return 2 if spec.gated_linear_unit else 1
@@ -175,6 +175,6 @@ def fill(model: Any, spec: ModelSpec, seed: int) -> None:
         generator = _generator(seed, whole, parameter.device)
         full = torch.empty(shape, dtype=torch.float32, device=parameter.device)
         _draw(full, whole, spec, generator)
-        parameter.copy_(local_part(full, dim, rank, size, _pieces(spec, whole)))
+        parameter.copy_(local_part(full, dim, rank, size, pieces_of(spec, whole)))
     for name, bias in expert_biases(model):
         bias.normal_(0.0, NORM_NOISE, generator=_generator(seed, name, bias.device))
