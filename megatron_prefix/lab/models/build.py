@@ -178,6 +178,10 @@ def build_chunk(recipe: _Recipe, stage: int) -> Any:
         from megatron_prefix.lab.models.local import use_sdpa
 
         use_sdpa(model)
+    if recipe.spec.is_moe and recipe.spec.add_bias_linear and not recipe.engine:
+        from megatron_prefix.lab.models.local import copy_outputs
+
+        copy_outputs(model)
     model.to(recipe.device)
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

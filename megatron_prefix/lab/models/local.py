@@ -6,9 +6,9 @@ import copy
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from torch.overrides import TorchFunctionMode
 
 from megatron_prefix.layers import attention as segments
@@ -149,22 +149,25 @@ def localize(submodules: Any, config: Any) -> None:
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = LocalAttention
-    experts = getattr(submodules.mlp.submodules, "experts", None)
-    if config.add_bias_linear and experts is not None:
-        experts.submodules.linear_fc2 = CopyingLinear
 
 
-class CopyingLinear(RowParallelLinear):  # type: ignore[misc]
-    """The second projection of an expert with biases.
+def copy_outputs(model: Any) -> None:
+    """Makes the second projection of every expert with biases return a tensor of its own.
 
     Megatron adds the bias in place (transformer/mlp.py:247), which autograd forbids on what its own
     linear layer returns; with transformer-engine's it works.
     """
+    for name, module in model.named_modules():
+        if name.endswith("linear_fc2") and ".experts." in name:
+            module.forward = _copying(module.forward)
 
-    def forward(self, x: torch.Tensor) -> Any:
-        """See RowParallelLinear; the output is a tensor of its own."""
-        output, bias = super().forward(x)
+
+def _copying(stock: Any) -> Any:
+    def forward(x: torch.Tensor) -> Any:
+        output, bias = stock(x)
         return output.clone(), bias
+
+    return forward
 
 
 def _localize_latent(attention: Any, config: Any) -> None:
@@ -178,6 +181,8 @@ def _localize_latent(attention: Any, config: Any) -> None:
 
     if config.qk_layernorm:
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    if config.q_lora_rank is None:  # 0.19 refuses a norm of what is not there
+        attention.q_layernorm = IdentityOp
     attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
 
 
