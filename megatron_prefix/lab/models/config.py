@@ -78,6 +78,14 @@ def _check_local(spec: ModelSpec, layout: Layout) -> None:
             f"model {spec.name} has experts with biases, which Megatron-Core does not split over"
             f" tensor-parallel ranks; leave --tp {layout.tp} out"
         )
+    if spec.multi_latent_attention and spec.q_lora_rank is None and spec.qk_layernorm:
+        import megatron.core
+
+        if Version(Version(megatron.core.__version__).base_version) >= Version("0.19"):
+            raise UserError(
+                f"model {spec.name} has no q_lora_rank: from 0.19 on Megatron-Core norms the input"
+                " of its queries, too, which is another model; use an earlier megatron-core"
+            )
     if spec.window_size is not None and layout.cp > 1:
         raise UserError(
             f"model {spec.name} has layers with a window, which do not run with context parallelism"
