@@ -46,9 +46,9 @@ YARN = {
     "rope_type": "yarn",
     "rope_theta": 50.0,
     "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 4.0,
-    "beta_slow": 0.5,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 1.5,
+    "beta_slow": 0.2,
     "mscale": 0.7,
     "mscale_all_dim": 1.3,
 }
@@ -79,6 +79,28 @@ MAMBA = {
     "mamba_head_dim": 16,
     "n_groups": 2,
 }
+MAMBA_MOE = {
+    **MAMBA,
+    "hybrid_override_pattern": "MEM*-E",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 2.5,
+}
+GPT_OSS = {
+    "head_dim": 24,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 6,
+    "swiglu_limit": 0.5,
+    "rope_parameters": {
+        **{name: value for name, value in YARN.items() if not name.startswith("mscale")},
+        "truncate": False,
+    },
+}
 TIED = {"tie_word_embeddings": True}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -97,7 +119,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3Next", DELTA_MOE),
     "qwen3.5": ("Qwen3_5", DELTA),
     "qwen3.5-moe": ("Qwen3_5Moe", DELTA_MOE),
+    "gpt-oss": ("GptOss", GPT_OSS),
     "nemotron-h": ("NemotronH", MAMBA),
+    "nemotron-h-moe": ("NemotronH", MAMBA_MOE),
 }
 
 

@@ -43,8 +43,8 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
     parser.set_defaults(default_model=model)
     text = (
         "weights of a Hugging Face checkpoint (config.json and safetensors; Llama, Qwen2 to"
-        " Qwen3.5, Nemotron-H, DeepSeek-V3, Moonlight, GLM-4.7-Flash) instead of random ones, e.g."
-        " --load-hf Qwen3-8B; --set num_layers=N takes its first layers"
+        " Qwen3.5, Nemotron-H, DeepSeek-V3, Moonlight, GLM-4.7-Flash, gpt-oss) instead of random"
+        " ones, e.g. --load-hf Qwen3-8B; --set num_layers=N takes its first layers"
     )
     add_text(group, "--load-hf", text, metavar="DIR")
     text = (

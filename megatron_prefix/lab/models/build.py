@@ -15,7 +15,7 @@ from megatron_prefix.lab.models.config import dtype_of, transformer_config
 from megatron_prefix.lab.models.hf_weights import HFWeights
 from megatron_prefix.lab.models.logprobs import vocab_parallel_log_probs
 from megatron_prefix.lab.models.optimizer import build_optimizer
-from megatron_prefix.lab.models.presets import ModelSpec
+from megatron_prefix.lab.models.presets import ModelSpec, RopeScaling, YarnScaling
 from megatron_prefix.lab.platforms import cpu
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.moe.versions import transformer_layers
@@ -81,6 +81,11 @@ def build_model(
     if spec.vocab_size is None:
         raise UserError(
             f"model {spec.name} takes its vocabulary from the rollouts; call with_vocab(size)"
+        )
+    if sdpa and (spec.window_size is not None or spec.softmax_type != "vanilla"):
+        raise UserError(
+            f"model {spec.name}: torch's attention has neither windows nor learned sinks; take a"
+            " model without them"
         )
     engine = _use_transformer_engine(layer_spec, dtype, device)
     _check_memory(spec, layout, dtype, device)
@@ -174,6 +179,10 @@ def build_chunk(recipe: _Recipe, stage: int) -> Any:
         from megatron_prefix.lab.models.local import use_sdpa
 
         use_sdpa(model)
+    if recipe.spec.is_moe and recipe.spec.add_bias_linear and not recipe.engine:
+        from megatron_prefix.lab.models.local import copy_outputs
+
+        copy_outputs(model)
     model.to(recipe.device)
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -202,7 +211,7 @@ def _language_model(recipe: _Recipe, stage: int) -> Any:
         "max_sequence_length": spec.max_position,
         "pre_process": pipeline == 0 and stage == 0,
         "post_process": pipeline == layout.pp - 1 and stage == layout.vpp - 1,
-        "position_embedding_type": "rope" if spec.rope else "none",
+        "position_embedding_type": _positions(spec),
         "rotary_percent": spec.rotary_percent,
         "rotary_base": spec.rotary_base,
         "share_embeddings_and_output_weights": spec.tie_embeddings,
@@ -216,6 +225,13 @@ def _language_model(recipe: _Recipe, stage: int) -> Any:
     return _gpt_model(recipe, vp_stage, options)
 
 
+def _positions(spec: ModelSpec) -> str:
+    """GPTModel's position_embedding_type."""
+    if not spec.rope:
+        return "none"
+    return "yarn" if isinstance(spec.rope_scaling, YarnScaling) else "rope"
+
+
 def _gpt_model(recipe: _Recipe, vp_stage: int | None, options: dict[str, Any]) -> Any:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -225,7 +241,7 @@ def _gpt_model(recipe: _Recipe, vp_stage: int | None, options: dict[str, Any]) -
         recipe.config,
         block,
         mtp_block_spec=_mtp_spec(recipe.config, block, recipe.engine, vp_stage),
-        rope_scaling=spec.rope_scaling is not None,
+        rope_scaling=isinstance(spec.rope_scaling, RopeScaling),
         rope_scaling_factor=spec.rope_scaling.factor if spec.rope_scaling else 1.0,
         vp_stage=vp_stage,
         **options,

@@ -11,13 +11,13 @@ import torch
 from packaging.version import Version
 
 from megatron_prefix.errors import UserError, shown
-from megatron_prefix.lab.models.presets import LATENT, ModelSpec
+from megatron_prefix.lab.models.presets import LATENT, ModelSpec, YarnScaling
 from megatron_prefix.lab.runtime.layout import Layout
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _OF_MODELS = {
     *("name", "vocab_size", "max_position", "rope", "rotary_base", "rotary_percent"),
-    *("rope_scaling", "tie_embeddings", "hybrid_override_pattern"),
+    *("rope_scaling", "tie_embeddings", "hybrid_override_pattern", "quick_geglu"),
 }
 """Fields of a spec that no TransformerConfig has: arguments of Megatron's models (build.py)."""
 RECOMPUTE = ("none", "full", "selective")
@@ -66,14 +66,37 @@ def check_layout(spec: ModelSpec, layout: Layout) -> None:
             f"model {spec.name} has experts and --tp is {layout.tp}: Megatron-Core needs sequence "
             "parallelism then; add --sequence-parallel"
         )
+    _check_local(spec, layout)
+    if spec.is_hybrid_model or spec.recurrent:
+        _check_recurrent(spec, layout)
+
+
+def _check_local(spec: ModelSpec, layout: Layout) -> None:
+    """Refuse layouts that Megatron's layers do not have, or in which they are wrong."""
+    if spec.is_moe and spec.add_bias_linear and layout.tp > 1:
+        raise UserError(
+            f"model {spec.name} has experts with biases, which Megatron-Core does not split over"
+            f" tensor-parallel ranks; leave --tp {layout.tp} out"
+        )
+    if spec.multi_latent_attention and spec.q_lora_rank is None and spec.qk_layernorm:
+        import megatron.core
+
+        if Version(Version(megatron.core.__version__).base_version) >= Version("0.19"):
+            raise UserError(
+                f"model {spec.name} has no q_lora_rank: from 0.19 on Megatron-Core norms the input"
+                " of its queries, too, which is another model; use an earlier megatron-core"
+            )
+    if spec.window_size is not None and layout.cp > 1:
+        raise UserError(
+            f"model {spec.name} has layers with a window, which do not run with context parallelism"
+            f" here; leave --cp {layout.cp} out"
+        )
     if spec.multi_latent_attention and layout.tp > 1 and not layout.sequence_parallel:
         raise UserError(
             f"model {spec.name} has multi-latent attention and --tp is {layout.tp}: without"
             " sequence parallelism Megatron-Core computes wrong gradients then; add"
             " --sequence-parallel"
         )
-    if spec.is_hybrid_model or spec.recurrent:
-        _check_recurrent(spec, layout)
 
 
 def _check_recurrent(spec: ModelSpec, layout: Layout) -> None:
@@ -147,13 +170,26 @@ def transformer_config(
         warnings.filterwarnings("ignore", message="If you are using transformer_engine")
         try:
             latent = values["multi_latent_attention"]
-            return (MLATransformerConfig if latent else TransformerConfig)(**values)
+            config = (MLATransformerConfig if latent else TransformerConfig)(**values)
+            return _with_yarn(config, spec)
         except (AssertionError, NotImplementedError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise UserError(
                 f"model {shown(spec.name)}: Megatron-Core refuses this configuration ({reason});"
                 " change the fields it names"
             ) from None
+
+
+def _with_yarn(config: Any, spec: ModelSpec) -> Any:
+    """The config with the attributes that GPTModel reads for YaRN."""
+    if isinstance(spec.rope_scaling, YarnScaling):
+        config.yarn_rotary_scaling_factor = spec.rope_scaling.factor
+        config.yarn_original_max_position_embeddings = spec.rope_scaling.original_max_position
+        config.yarn_beta_fast = spec.rope_scaling.beta_fast
+        config.yarn_beta_slow = spec.rope_scaling.beta_slow
+        config.yarn_mscale = config.yarn_mscale_all_dim = None
+        config.yarn_correction_range_round_to_int = spec.rope_scaling.rounds
+    return config
 
 
 def _leave(weight: torch.Tensor) -> torch.Tensor:
@@ -175,13 +211,13 @@ def _fields(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
         values |= {name: getattr(spec, name) for name in ("rotary_base", "rotary_percent")}
     else:
         values = {name: value for name, value in values.items() if name not in LATENT}
-    gated = spec.gated_linear_unit
+    if isinstance(spec.window_attn_skip_freq, tuple):
+        values["window_attn_skip_freq"] = [*spec.window_attn_skip_freq]
     return {
         **values,
         "is_hybrid_model": spec.is_hybrid_model,
         "normalization": "RMSNorm",
-        "activation_func": torch.nn.functional.silu if gated else _squared_relu,
-        "add_bias_linear": False,
+        "activation_func": _activation(spec),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "init_method": _leave,
@@ -190,6 +226,17 @@ def _fields(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
         # variable_seq_lengths needs the all-to-all dispatcher, even in a dense model.
         "moe_token_dispatcher_type": "alltoall",
     }
+
+
+def _activation(spec: ModelSpec) -> Any:
+    """Of an MLP, or of its gate."""
+    if not spec.gated_linear_unit:
+        return _squared_relu
+    if not spec.quick_geglu:
+        return torch.nn.functional.silu
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    return quick_gelu
 
 
 def _squared_relu(x: torch.Tensor) -> torch.Tensor:
@@ -234,7 +281,7 @@ def _kernels(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, transformer_engine: bool
 ) -> dict[str, Any]:
     fused = device.type == "cuda" and dtype == torch.bfloat16
-    has_bias_kernel = fused and spec.gated_linear_unit
+    has_bias_kernel = fused and spec.gated_linear_unit and (spec.is_moe or not spec.quick_geglu)
     with_te = fused and transformer_engine
     can_fuse_rope = not spec.multi_latent_attention or spec.rope_type == "yarn"
     values: dict[str, Any] = {

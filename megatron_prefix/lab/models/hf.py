@@ -1,16 +1,15 @@
-"""Hugging Face `config.json` -> ModelSpec: Llama, Qwen, Nemotron-H and DeepSeek families. [pure]
+"""Hugging Face `config.json` -> ModelSpec, of every family that is built. [pure]
 
 The formats are those of transformers' LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig,
-Qwen3NextConfig, Qwen3_5Config, Qwen3_5MoeConfig, NemotronHConfig, DeepseekV3Config and
-Glm4MoeLiteConfig (transformers/models/*/configuration_*.py), where absent fields have the defaults
-used here.
+Qwen3NextConfig, Qwen3_5Config, Qwen3_5MoeConfig, NemotronHConfig, DeepseekV3Config,
+Glm4MoeLiteConfig and GptOssConfig (transformers/models/*/configuration_*.py), where absent fields
+have the defaults used here.
 Anything that Megatron-Core or the prefix schedule would compute differently is refused.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable
 from dataclasses import fields
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.lab.models import hf_deepseek
+from megatron_prefix.lab.models import hf_deepseek, hf_gpt_oss, hf_nemotron
 from megatron_prefix.lab.models.hf_config import Config, common, llama_rope
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.plan.files import read_text
@@ -172,73 +171,6 @@ def _language_model(config: Config) -> ModelSpec:
     return family(text)(Config(config.path, values))
 
 
-_SYMBOLS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*",
-            "mlp": "-"}  # fmt: skip
-"""Names of layers in `layers_block_type`; transformers 5 has the longer ones."""
-
-
-def _pattern(config: Config) -> str:
-    """Symbols of Nemotron-H's layers."""
-    kinds = config.names("layers_block_type")
-    pattern = config.values.get("hybrid_override_pattern")
-    if pattern is None and kinds is not None:
-        unknown = [kind for kind in kinds if kind not in _SYMBOLS]
-        if unknown:
-            raise config.wrong("layers_block_type", _no_experts(unknown[0]))
-        pattern = "".join(_SYMBOLS[kind] for kind in kinds)
-    if not isinstance(pattern, str) or not pattern:
-        raise config.wrong("hybrid_override_pattern", "is missing; take the model's config.json")
-    if set(pattern) - set("M*-"):
-        raise config.wrong("hybrid_override_pattern", _no_experts(pattern))
-    return pattern
-
-
-def _nemotron_h(config: Config) -> ModelSpec:
-    """Nemotron-H: Mamba2, attention without RoPE, and MLPs, each a layer of its own."""
-    pattern = _pattern(config)
-    config.only("mlp_hidden_act", "relu2", "the MLP is relu(x)^2")
-    config.only("mamba_hidden_act", "silu", "Mamba2's convolution ends in SiLU")
-    config.only("use_conv_bias", True, "Mamba2's convolution has a bias")
-    for field in ("use_bias", "mamba_proj_bias", "mlp_bias", "attention_bias"):
-        config.only(field, False, "projections have no bias")
-    for field in ("rms_norm_eps", "layer_norm_epsilon"):
-        config.only(field, 1e-5, "Megatron-Core's MambaMixer has its own norm with 1e-05")
-    # transformers 5 writes infinity as an object.
-    if config.values.get("time_step_limit") != [0.0, {"__float__": "Infinity"}]:
-        config.only("time_step_limit", [0.0, math.inf], "Megatron-Core limits no time step")
-    config.only("conv_kernel", 4, "Megatron-Core's convolution has no other width")
-    config.only("num_hidden_layers", len(pattern), "the pattern has as many layers")
-    return ModelSpec(
-        name=config.path.parent.name or config.path.stem,
-        num_layers=len(pattern),
-        hidden_size=config.size("hidden_size"),
-        num_attention_heads=config.size("num_attention_heads"),
-        num_query_groups=config.size("num_key_value_heads"),
-        kv_channels=config.size("attention_head_dim" if "attention_head_dim" in config.values
-                                else "head_dim", 128),
-        ffn_hidden_size=config.size("intermediate_size"),
-        vocab_size=config.size("vocab_size"),
-        max_position=config.size("max_position_embeddings", 4096),
-        rope=False,
-        gated_linear_unit=False,
-        tie_embeddings=config.flag("tie_word_embeddings"),
-        layernorm_epsilon=1e-5,
-        init_method_std=config.number("initializer_range", 0.02),
-        hybrid_override_pattern=pattern,
-        mamba_num_heads=config.size("mamba_num_heads", 128),
-        mamba_head_dim=config.size("mamba_head_dim", 64),
-        mamba_state_dim=config.size("ssm_state_size", 128),
-        mamba_num_groups=config.size("n_groups", 8),
-    )  # fmt: skip
-
-
-def _no_experts(layer: str) -> str:
-    return (
-        f"{layer!r} is not supported (of Nemotron-H's layers Mamba2, attention and MLP are built); "
-        "use a model without experts"
-    )
-
-
 def _qwen3_moe(config: Config, **family: Any) -> ModelSpec:
     layers, step = config.size("num_hidden_layers"), config.size("decoder_sparse_step", 1)
     dense = config.values.get("mlp_only_layers") or []
@@ -268,9 +200,10 @@ _FAMILIES: dict[Any, Callable[[Config], ModelSpec]] = {
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe": _language_model,
     "qwen3_5_moe_text": _qwen3_5_moe,
-    "nemotron_h": _nemotron_h,
+    "nemotron_h": hf_nemotron.nemotron_h,
     "deepseek_v3": hf_deepseek.deepseek_v3,
     "glm4_moe_lite": hf_deepseek.glm4_moe_lite,
+    "gpt_oss": hf_gpt_oss.gpt_oss,
 }
 
 

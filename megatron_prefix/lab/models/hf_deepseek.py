@@ -52,7 +52,7 @@ def _latent(
     rank, heads = config.values.get("q_lora_rank"), config.size("num_attention_heads")
     config.only("num_key_value_heads", heads, "every head has its own keys")
     values_dim = config.size("v_head_dim", 128)
-    given = _experts(config, groups, best, experts, scaling) if any(flags) else {}
+    given = sigmoid_experts(config, groups, best, experts, scaling) if any(flags) else {}
     return ModelSpec(
         **common(config),
         **_rope(config),
@@ -72,8 +72,15 @@ def _latent(
     )
 
 
-def _experts(config: Config, groups: int, best: int, chosen: int, scaling: float) -> dict[str, Any]:
-    """Fields of experts; arguments as of `_latent`."""
+def sigmoid_experts(
+    config: Config, groups: int, best: int, chosen: int, scaling: float
+) -> dict[str, Any]:
+    """Fields of experts chosen by sigmoid scores, a bias and groups.
+
+    Args:
+        groups, best: of experts, and how many of them a token's experts are chosen from.
+        chosen, scaling: the family's `num_experts_per_tok` and `routed_scaling_factor`.
+    """
     config.only("norm_topk_prob", True, "the weights of a token's experts add up to one")
     chosen, width = config.size("num_experts_per_tok", chosen), config.size("moe_intermediate_size")
     if chosen == 1:

@@ -34,6 +34,8 @@ class Rows(NamedTuple):
     stop: int | None = None
     expert: int | None = None
     """Of a stack over experts, which; rows are then those of its own tensor."""
+    transposed: bool = False
+    """Columns of the stack's tensor are rows of the parameter."""
 
 
 class Source(NamedTuple):
@@ -67,6 +69,7 @@ class Format:
         recurrent: the tensors of a recurrent layer, from a spec and the layer's name.
         hybrid: a layer is one block, called `mixer`.
         experts_stacked: the experts of a layer are in two tensors, not in two or three each.
+        experts: the tensors of router and experts, if they are others than everybody's.
         unread: names of tensors that Megatron's model has no place for: of heads for multi-token
             prediction, and of what sees.
         layers_unread: layers behind the last one are such heads, too.
@@ -78,6 +81,7 @@ class Format:
     recurrent: Callable[[ModelSpec, str], Sources] | None = None
     hybrid: bool = False
     experts_stacked: bool = False
+    experts: Callable[[ModelSpec, str], Sources] | None = None
     unread: str = r"^mtp\."
     layers_unread: bool = False
 
@@ -165,9 +169,14 @@ def _attention(spec: ModelSpec, at: str) -> Sources:
     join = partial(_grouped, head=head, gates=gates)
     weights = stacked(*((f"{at}.{name}.weight", size) for name, size in rows), width=hidden)
     yield "self_attention.linear_qkv.weight", weights._replace(join=join)
-    if spec.add_qkv_bias:
+    if spec.add_qkv_bias or spec.add_bias_linear:
         biases = tuple(Rows(f"{at}.{name}.bias", (size,)) for name, size in rows)
         yield "self_attention.linear_qkv.bias", Source(biases, join)
+    if spec.add_bias_linear:
+        yield "self_attention.linear_proj.bias", whole(f"{at}.o_proj.bias", hidden)
+    if spec.softmax_type == "learnable":
+        sinks = whole(f"{at}.sinks", spec.num_attention_heads)
+        yield "self_attention.core_attention.softmax_offset", sinks
     yield "self_attention.linear_proj.weight", whole(f"{at}.o_proj.weight", hidden, queries)
     if spec.qk_layernorm:
         yield "self_attention.q_layernorm.weight", whole(f"{at}.q_norm.weight", head)
@@ -302,6 +311,9 @@ def _mlp(spec: ModelSpec, at: str, own: str, width: int) -> Sources:
 
 
 def _experts(spec: ModelSpec, form: Format, at: str) -> Sources:
+    if form.experts:
+        yield from form.experts(spec, at)
+        return
     number, hidden = spec.num_moe_experts or 0, spec.hidden_size
     yield "mlp.router.weight", whole(f"{at}.gate.weight", number, hidden)
     if spec.moe_router_enable_expert_bias:
@@ -328,3 +340,33 @@ def _of_stack(at: str, own: str, expert: int, sizes: tuple[int, int, int]) -> So
     yield f"{own}.linear_fc1.weight", Source(halves)
     down = Rows(f"{at}.down_proj", (number, hidden, width), expert=expert)
     yield f"{own}.linear_fc2.weight", Source((down,))
+
+
+def biased_experts(spec: ModelSpec, at: str) -> Sources:
+    """Of gpt-oss: stacks of transposed matrices, a row of the gate before each of the up
+    projection, and biases."""
+    number, hidden, width = (
+        spec.num_moe_experts or 0,
+        spec.hidden_size,
+        spec.moe_ffn_hidden_size or 0,
+    )
+    yield "mlp.router.weight", whole(f"{at}.router.weight", number, hidden)
+    yield "mlp.router.bias", whole(f"{at}.router.bias", number)
+    up, down = f"{at}.experts.gate_up_proj", f"{at}.experts.down_proj"
+    for expert in range(number):
+        own = f"mlp.experts.{expert}"
+        pairs = Rows(up, (number, hidden, 2 * width), expert=expert, transposed=True)
+        yield f"{own}.linear_fc1.weight", Source((pairs,), _halves)
+        biases = Rows(f"{up}_bias", (number, 2 * width), expert=expert)
+        yield f"{own}.linear_fc1.bias", Source((biases,), _halves)
+        outputs = Rows(down, (number, width, hidden), expert=expert, transposed=True)
+        yield f"{own}.linear_fc2.weight", Source((outputs,))
+        yield (
+            f"{own}.linear_fc2.bias",
+            Source((Rows(f"{down}_bias", (number, hidden), expert=expert),)),
+        )
+
+
+def _halves(parts: list[Tensor]) -> Tensor:
+    """Every second row, and then the others."""
+    return torch.cat([parts[0][::2], parts[0][1::2]])

@@ -25,6 +25,7 @@ from megatron_prefix.lab.models.hf_tensors import (
     Format,
     Rows,
     Source,
+    biased_experts,
     delta_by_heads,
     delta_by_piece,
     mamba,
@@ -54,6 +55,7 @@ _FORMATS: dict[str, Format] = {
     "nemotron_h": Format("backbone", "embeddings", "norm_f", mamba, hybrid=True),
     "deepseek_v3": Format(layers_unread=True),
     "glm4_moe_lite": Format(layers_unread=True),
+    "gpt_oss": Format(experts=biased_experts),
 }
 """Of families that differ from Llama's and Qwen3's, by `model_type`."""
 for _text in ("qwen3_5", "qwen3_5_moe"):  # what sees has them one level deeper
@@ -181,6 +183,8 @@ class HFWeights:
     def _part(self, rows: Rows, dim: int, rank: int, size: int) -> torch.Tensor:
         """What tensor-parallel rank `rank` of `size` keeps of some rows, cut in `dim`."""
         own = rows.shape if rows.expert is None else rows.shape[1:]
+        if rows.transposed:
+            own = own[::-1]
         start, stop = rows.start, own[0] if rows.stop is None else rows.stop
         if dim == 1 and (start, stop) != (0, own[0]):
             raise ValueError(f"{rows}: of some rows no columns can be read")
@@ -188,7 +192,9 @@ class HFWeights:
             start, stop = 0, own[1]
         length = (stop - start) // size
         start += rank * length
-        return self._shards.read(rows.name, dim, start, start + length, rows.expert)
+        if not rows.transposed:
+            return self._shards.read(rows.name, dim, start, start + length, rows.expert)
+        return self._shards.read(rows.name, 1 - dim, start, start + length, rows.expert).t()
 
     def _vocabulary(self, name: str, parameter: torch.Tensor, rank: int, size: int) -> torch.Tensor:
         """This rank's rows of an embedding or output layer; those that pad it are zeros."""

@@ -153,6 +153,25 @@ def localize(submodules: Any, config: Any) -> None:
     attention.core_attention = LocalAttention
 
 
+def copy_outputs(model: Any) -> None:
+    """Makes the second projection of every expert with biases return a tensor of its own.
+
+    Megatron adds the bias in place (transformer/mlp.py:247), which autograd forbids on what its own
+    linear layer returns; with transformer-engine's it works.
+    """
+    for name, module in model.named_modules():
+        if name.endswith("linear_fc2") and ".experts." in name:
+            module.forward = _copying(module.forward)
+
+
+def _copying(stock: Any) -> Any:
+    def forward(x: torch.Tensor) -> Any:
+        output, bias = stock(x)
+        return output.clone(), bias
+
+    return forward
+
+
 def _localize_latent(attention: Any, config: Any) -> None:
     """The same of MLA.
 
@@ -163,13 +182,14 @@ def _localize_latent(attention: Any, config: Any) -> None:
     from megatron.core.post_training.modelopt.layers import Linear
 
     if config.qk_layernorm:
-        attention.kv_layernorm = RMSNorm
-        attention.q_layernorm = RMSNorm if config.q_lora_rank else IdentityOp
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    if config.q_lora_rank is None:  # 0.19 refuses a norm of what is not there
+        attention.q_layernorm = IdentityOp
     attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
 
 
 def use_sdpa(model: Any) -> None:
-    """Puts `SdpaAttention` instead of every core attention of a model."""
+    """Puts `SdpaAttention` instead of every core attention of a model without windows or sinks."""
     for module in [module for module in model.modules() if hasattr(module, "core_attention")]:
         latent = module.config.multi_latent_attention
         module.core_attention = SdpaAttention(

@@ -24,11 +24,14 @@ else:
 _MOST_LAYERS, _MOST_SIZE = 10_000, 10**9
 _POSITIVE = (
     *("rotary_base", "layernorm_epsilon", "rotary_scaling_factor", "beta_fast", "beta_slow"),
-    "moe_router_topk_scaling_factor",
+    *("moe_router_topk_scaling_factor", "activation_func_clamp_value"),
 )
 _FROM_ZERO = (
     *("init_method_std", "moe_aux_loss_coeff", "moe_z_loss_coeff", "mscale", "mscale_all_dim"),
-    "moe_router_bias_update_rate",
+    *("moe_router_bias_update_rate", "glu_linear_offset"),
+)
+_MAY_BE_NONE = (
+    *("moe_z_loss_coeff", "moe_router_topk_scaling_factor", "activation_func_clamp_value"),
 )
 LATENT = (
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
@@ -61,6 +64,32 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """YaRN of attention that is not latent (gpt-oss); its attention factor follows from `factor`.
+
+    Megatron-Core takes it for position_embedding_type "yarn", from attributes of the config that
+    are no fields of it (models/gpt/gpt_model.py).
+
+    Attributes:
+        rounds: where scaling begins and ends is rounded to whole dimensions.
+    """
+
+    factor: float
+    original_max_position: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    rounds: bool = True
+
+    def __post_init__(self) -> None:
+        values = (self.factor, self.original_max_position, self.beta_fast, self.beta_slow)
+        if not all(0 < value < math.inf for value in values):
+            raise UserError(
+                "rope_scaling (factor, original_max_position, beta_fast, beta_slow)"
+                f" {values} must be finite numbers above 0"
+            )
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A decoder of the Llama, Qwen, Nemotron-H and DeepSeek families: RMSNorm, RoPE, SwiGLU.
 
@@ -71,6 +100,7 @@ class ModelSpec:
     vocab_size: None takes the vocabulary of the rollouts; see `with_vocab`.
     max_position: the longest sequence. rotary_base, rope_scaling: of RoPE.
     rope: whether attention turns queries and keys. rotary_percent: the share of a head that turns.
+    quick_geglu: the gate of an MLP goes through x sigmoid(1.702 x) instead of SiLU (gpt-oss).
     tie_embeddings: the output layer is the input embedding.
     hybrid_override_pattern: of a HybridModel a symbol a layer: M (Mamba2), G (GatedDeltaNet),
     * (attention), - (MLP) or E (experts); "" for a GPTModel.
@@ -79,8 +109,14 @@ class ModelSpec:
     kv_channels: the width of one attention head.
     ffn_hidden_size: the width of a dense layer's MLP.
     gated_linear_unit: the MLP is SwiGLU, else relu(x)^2 without a gate (Nemotron-H).
+    glu_linear_offset: added to the up projection. activation_func_clamp_value: the largest number
+    in the gate, and the largest and smallest in the up projection.
     qk_layernorm: RMSNorm over each query and key head before RoPE (Qwen3).
-    add_qkv_bias: a bias on the query, key and value projections (Qwen2).
+    add_qkv_bias: a bias on the query, key and value projections (Qwen2). add_bias_linear: on all
+    projections, routers and experts included (gpt-oss); by default there is none, unlike there.
+    softmax_type: "learnable": a learned score of no key, a head (sinks; gpt-oss).
+    window_size: how many keys before and behind its own a query sees; None: all before it.
+    window_attn_skip_freq: every n-th layer sees all keys before it, or a flag a layer.
     attention_output_gate: attention's output is gated (Qwen3-Next).
     multi_latent_attention: MLA (DeepSeek), of which qk_layernorm norms the latents. kv_channels and
     rope_scaling then mean nothing; every head has its own keys.
@@ -122,7 +158,8 @@ class ModelSpec:
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
     rope: bool = True
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | YarnScaling | None = None
+    quick_geglu: bool = False
     tie_embeddings: bool = False
     hybrid_override_pattern: str = ""
     layernorm_epsilon: float = 1e-6
@@ -130,6 +167,10 @@ class ModelSpec:
     init_method_std: float = 0.02
     qk_layernorm: bool = False
     add_qkv_bias: bool = False
+    add_bias_linear: bool = False
+    softmax_type: str = "vanilla"
+    window_size: tuple[int, int] | None = None
+    window_attn_skip_freq: int | tuple[int, ...] | None = None
     attention_output_gate: bool = False
     multi_latent_attention: bool = False
     q_lora_rank: int | None = None
@@ -145,6 +186,8 @@ class ModelSpec:
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
     gated_linear_unit: bool = True
+    glu_linear_offset: float = 0.0
+    activation_func_clamp_value: float | None = None
     num_moe_experts: int | None = None
     moe_ffn_hidden_size: int | None = None
     moe_shared_expert_intermediate_size: int | None = None
@@ -190,6 +233,7 @@ class ModelSpec:
         self._require(0 < self.rotary_percent <= 1, f"rotary_percent {shown(self.rotary_percent)}"
                       " must be above 0 and at most 1")  # fmt: skip
         self._check_recurrent()
+        self._check_windows()
         if self.multi_latent_attention:
             self._check_latent()
 
@@ -212,7 +256,7 @@ class ModelSpec:
         """Refuses NaN, infinities and signs that no weight, coefficient or base can have."""
         for name in (*_POSITIVE, *_FROM_ZERO):
             value = getattr(self, name)
-            if value is None and name in ("moe_z_loss_coeff", "moe_router_topk_scaling_factor"):
+            if value is None and name in _MAY_BE_NONE:
                 continue
             number = isinstance(value, int | float) and not isinstance(value, bool)
             fine = number and 0 <= value < math.inf and (name not in _POSITIVE or value > 0)
@@ -233,6 +277,23 @@ class ModelSpec:
             self._require(flags == self.num_layers, f"moe_layer_freq has {flags} flags for"
                           f" {self.num_layers} layers; give one a layer")  # fmt: skip
 
+    def _check_windows(self) -> None:
+        """Of attention, and its softmax."""
+        kinds, every = ("vanilla", "learnable"), self.window_attn_skip_freq
+        self._require(self.softmax_type in kinds, f"softmax_type {shown(self.softmax_type)} is not"
+                      f" supported; use one of {', '.join(kinds)}")  # fmt: skip
+        size = self.window_size
+        fine = size is None or (
+            len(size) == 2 and type(size[0]) is int and 0 <= size[0] <= _MOST_SIZE and size[1] == 0
+        )
+        self._require(fine, f"window_size {shown(size)} must be (N, 0), of N keys before a query's"
+                      " own")  # fmt: skip
+        if isinstance(every, tuple | list):
+            self._require(len(every) == self.num_layers, f"window_attn_skip_freq has {len(every)}"
+                          f" flags for {self.num_layers} layers; give one a layer")  # fmt: skip
+        elif every is not None:
+            self._require_size("window_attn_skip_freq")
+
     def _check_latent(self) -> None:
         """Refuses what Megatron's MLA would leave out without a word, or fail on."""
         self._require(self.rope_type in ("rope", "yarn"), f"rope_type {shown(self.rope_type)} is"
@@ -245,7 +306,8 @@ class ModelSpec:
             f" {self.num_attention_heads}, as in MLA every head has its own keys",
         )
         others = (
-            *("add_qkv_bias", "attention_output_gate", "rope_scaling"),
+            *("add_qkv_bias", "add_bias_linear", "attention_output_gate", "rope_scaling"),
+            "window_size",
             *("hybrid_override_pattern", "experimental_attention_variant"),
         )
         given = [name for name in others if getattr(self, name)]
@@ -335,10 +397,12 @@ class ModelSpec:
     def first(self, num_layers: int) -> ModelSpec:
         """The model with its first layers only, at most all of them."""
         num, frequency = min(num_layers, self.num_layers), self.moe_layer_freq
+        windows = self.window_attn_skip_freq
         return dataclasses.replace(
             self,
             num_layers=num,
             moe_layer_freq=frequency if isinstance(frequency, int) else frequency[:num],
+            window_attn_skip_freq=windows[:num] if isinstance(windows, tuple) else windows,
             hybrid_override_pattern=self.hybrid_override_pattern[:num],
         )
 
@@ -366,6 +430,8 @@ def _presets() -> dict[str, ModelSpec]:
     models = toml.loads(text)
     for fields in models.values():
         fields |= {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        if "rope_scaling" in fields:
+            fields["rope_scaling"] = YarnScaling(**fields["rope_scaling"])
     return {name: ModelSpec(name, **fields) for name, fields in models.items()}
 
 

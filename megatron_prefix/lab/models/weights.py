@@ -78,10 +78,12 @@ def global_name(model: Any, name: str) -> str:
     for fused, plain in _FUSED_NORMS:
         if rest == fused:
             rest = plain
-    expert = re.match(r"mlp\.experts\.(?:local_experts\.(\d+)\.(\w+)|(\w+))\.weight(\d*)$", rest)
+    expert = re.match(
+        r"mlp\.experts\.(?:local_experts\.(\d+)\.(\w+)|(\w+))\.(weight|bias)(\d*)$", rest
+    )
     if expert is not None:
-        number = layer.mlp.local_expert_indices[int(expert[1] or expert[4])]
-        rest = f"mlp.experts.{number}.{expert[2] or expert[3]}.weight"
+        number = layer.mlp.local_expert_indices[int(expert[1] or expert[5])]
+        rest = f"mlp.experts.{number}.{expert[2] or expert[3]}.{expert[4]}"
     return f"{_AHEAD if ahead else f'decoder.layers.{layer.layer_number - 1}'}.{rest}"
 
 
@@ -117,6 +119,8 @@ def tensor_split(model: Any, whole: str, parameter: torch.Tensor) -> tuple[int, 
         whole: its `global_name`.
     """
     group = model.pg_collection.expt_tp if ".experts." in whole else model.pg_collection.tp
+    if whole.endswith("softmax_offset"):  # a number a head, which does not say so
+        return 0, group.rank(), group.size()
     if not getattr(parameter, "tensor_model_parallel", False) or group.size() == 1:
         return 0, 0, 1
     # Recurrent layers do not say which: it is the first.
@@ -139,9 +143,9 @@ def local_part(
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _pieces(spec: ModelSpec, whole: str) -> int | Sequence[int]:
+def pieces_of(spec: ModelSpec, whole: str) -> int | Sequence[int]:
     """See `local_part`, of a parameter by its `global_name`."""
-    if "linear_fc1.weight" in whole:
+    if "linear_fc1." in whole:
         return 2 if spec.gated_linear_unit else 1
     match = re.match(r"decoder\.layers\.(\d+)\.\w+\.(in_proj\.weight|conv1d)", whole)
     for kind in spec.layers[int(match[1])] if match else ():
@@ -179,6 +183,6 @@ def fill(model: Any, spec: ModelSpec, seed: int) -> None:
         generator = _generator(seed, whole, parameter.device)
         full = torch.empty(shape, dtype=torch.float32, device=parameter.device)
         _draw(full, whole, spec, generator)
-        parameter.copy_(local_part(full, dim, rank, size, _pieces(spec, whole)))
+        parameter.copy_(local_part(full, dim, rank, size, pieces_of(spec, whole)))
     for name, bias in expert_biases(model):
         bias.normal_(0.0, NORM_NOISE, generator=_generator(seed, name, bias.device))

@@ -87,11 +87,14 @@ def assert_same_step(steps, expected, layout, dtype, *, grads=True):
         ("tiny-deepseek", Layout(tp=2, dp=2, ep=2, **SP)),
         ("tiny-qwen3", Layout(cp=2)),
         ("tiny-deepseek", Layout(cp=2)),
+        ("tiny-gpt-oss", Layout(pp=2)),
+        ("tiny-gpt-oss", Layout(pp=2, vpp=2)),
+        ("tiny-gpt-oss", Layout(dp=2, ep=2)),
     ],
 )
 def test_float64_step_is_the_same_in_every_layout(name, layout):
     options = {"dtype": "float64"}
-    if layout.cp > 1 or (name == "tiny-moe" and layout.dp > 1):
+    if layout.cp > 1 or (name in ("tiny-moe", "tiny-gpt-oss") and layout.dp > 1):
         options["overrides"] = NO_AUX
     steps = run_ranks(layout.world_size, lambda: train_one_step(name, layout, **options))
     assert_same_step(steps, reference(name, **options), layout, torch.float64)
@@ -149,7 +152,10 @@ def test_sharded_and_overlapped_steps_are_plain_steps(name, options, dtype):
             assert_close(mine.params[parameter], value, TERMS, what=parameter)
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-moe", "tiny-deepseek"])
+NAMES = ["tiny-llama", "tiny-qwen3", "tiny-moe", "tiny-deepseek", "tiny-gpt-oss"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recompute_changes_nothing(name, recompute):
     plain = reference(name, dtype="float64")
@@ -174,7 +180,7 @@ def test_recompute_of_chosen_modules_changes_nothing(name, modules):
         assert_close(again.grads[parameter], grad, TERMS, what=parameter)
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-moe", "tiny-deepseek"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_narrower_dtypes_train_the_same_model(name, dtype):
     """Only the loss: what rounding does to gradients of a whole model has no simple bound."""
@@ -300,6 +306,9 @@ def test_vocabulary_padding_rarely_depends_on_the_layout(tp):
             {"num_moe_experts": None, "moe_layer_freq": 1},
             "latent attention and --tp is 2: .* wrong gradients",
         ),
+        ("tiny-gpt-oss", Layout(tp=2, **SP), {}, "experts with biases, .* leave --tp 2 out"),
+        ("tiny-gpt-oss", Layout(cp=2), {}, "layers with a window, .* leave --cp 2 out"),
+        ("tiny-gpt-oss", Layout(), {"sdpa": True}, "neither windows nor learned sinks"),
         ("tiny-llama", Layout(), {"dtype": "float16"}, "'float16' is not supported"),
         ("tiny-llama", Layout(), {"recompute": "some"}, "recompute 'some' is not known"),
         ("tiny-llama", Layout(), {"layer_spec": "te"}, "needs transformer-engine, a GPU"),
@@ -330,6 +339,13 @@ def test_what_older_releases_lack_is_refused(pattern, layout, release, message, 
     monkeypatch.setattr("megatron.core.__version__", release)
     with pytest.raises(UserError, match=message):
         build_model(spec, layout=layout)
+
+
+def test_latent_attention_without_a_latent_of_queries_is_refused_from_0_19_on(monkeypatch):
+    spec = resolve("tiny-deepseek", q_lora_rank=None).with_vocab(VOCAB)
+    monkeypatch.setattr("megatron.core.__version__", "0.19.0")
+    with pytest.raises(UserError, match=r"has no q_lora_rank: from 0\.19 on Megatron-Core norms"):
+        build_model(spec)
 
 
 def test_a_model_that_no_machine_holds_is_refused():

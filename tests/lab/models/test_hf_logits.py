@@ -13,14 +13,19 @@ import torch
 from megatron_prefix.device.tolerance import relative_error
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models import hf
-from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.shards import Shards
-from megatron_prefix.lab.models.weights import local_part
+from megatron_prefix.lab.models.weights import (
+    expert_biases,
+    global_name,
+    local_part,
+    pieces_of,
+    tensor_split,
+)
 from megatron_prefix.lab.runtime import Layout
 from tests.harness import hf_checkpoints
 from tests.harness.hf_checkpoints import FAMILIES, LENGTH, VOCAB
 from tests.harness.ranks import run_ranks
-from tests.harness.stock import named_parameters
 
 LIMIT = 1e-5
 """In float32, absolute, of logits whose standard deviation is about 1."""
@@ -112,8 +117,8 @@ def test_logits_in_a_layout(tmp_path, family, layout):
 
 
 class Held(NamedTuple):
-    """A rank's parameters, each with the dimension that tensor parallelism cuts (-1: none), and
-    how many elements were read from files."""
+    """A rank's parameters and biases of experts, each with the dimension that tensor parallelism
+    cuts (-1: none), and how many elements were read from files."""
 
     tp_rank: int
     parameters: dict[str, tuple[int, torch.Tensor]]
@@ -132,10 +137,12 @@ def held(folder: Path, layout: Layout) -> Held:
 
     with mock.patch.object(Shards, "read", count):
         chunks = build_model(hf.load(folder), layout=layout, load_hf=str(folder))
-    found = {
-        name: (one.partition_dim if one.tensor_model_parallel else -1, one.detach().clone())
-        for name, one in named_parameters(chunks).items()
-    }
+    found = {}
+    for model in map(unwrap, chunks):
+        tensors = [(global_name(model, name), one) for name, one in model.named_parameters()]
+        for name, one in [*tensors, *expert_biases(model)]:
+            dim, _, size = tensor_split(model, name, one)
+            found[name] = (dim if size > 1 else -1, one.detach().clone())
     return Held(parallel_state.get_tensor_model_parallel_rank(), found, sum(sizes))
 
 
@@ -145,10 +152,16 @@ def held(folder: Path, layout: Layout) -> Held:
         ("qwen2", Layout(tp=2, cp=2)),
         ("qwen3-tied", Layout(pp=2, vpp=2, dp=2)),
         ("moe-unscaled", Layout(tp=2, cp=2, ep=2, sequence_parallel=True)),
+        ("deepseek", TP_PP_EP),
+        ("qwen3-next", TP_PP_EP),
+        ("qwen3.5", TP_PP),
+        ("gpt-oss", Layout(pp=2, dp=2, ep=2)),
+        ("nemotron-h-moe", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
     ],
 )
 def test_every_rank_reads_its_part_of_the_whole_and_no_more(tmp_path, family, layout):
     hf_checkpoints.make(tmp_path, family)
+    spec = hf.load(tmp_path)
     [(_, whole, _)] = run_ranks(1, partial(held, tmp_path, Layout()))
     seen = set()
     for tp_rank, found, num_read in run_ranks(layout.world_size, partial(held, tmp_path, layout)):
@@ -157,7 +170,7 @@ def test_every_rank_reads_its_part_of_the_whole_and_no_more(tmp_path, family, la
         for name, (dim, mine) in found.items():
             _, full = whole[name]
             if dim >= 0 and full.shape != mine.shape:
-                pieces = 2 if "linear_fc1.weight" in name else 1
+                pieces = pieces_of(spec, name)
                 full = local_part(full, dim, tp_rank, layout.tp, pieces)
             assert torch.equal(mine, full), name
             seen.add(name)

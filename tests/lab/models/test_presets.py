@@ -422,6 +422,22 @@ def test_qwen3_5_moe_is_qwen3_next_with_other_sizes(tmp_path) -> None:
     assert found == dataclasses.replace(next_, num_moe_experts=256, ffn_hidden_size=512)
 
 
+NEMOTRON_MOE = {
+    "hybrid_override_pattern": "MEM-M-M*-E", "moe_intermediate_size": 96, "n_routed_experts": 16,
+    "num_experts_per_tok": 6, "moe_shared_expert_intermediate_size": 192,
+    "routed_scaling_factor": 2.5,
+}  # fmt: skip
+
+
+def test_nemotron_h_may_have_experts(tmp_path) -> None:
+    """As Nemotron 3: sigmoid scores with a bias, and a shared expert; all without a gate."""
+    found = hf.load(config_file(tmp_path, {**NEMOTRON_H, **NEMOTRON_MOE}))
+    assert found.is_moe and [n for n in range(10) if found.has_experts(n)] == [1, 9]
+    assert (found.moe_router_topk, found.moe_router_score_function) == (6, "sigmoid")
+    assert found.moe_shared_expert_intermediate_size == 192 and not found.moe_shared_expert_gate
+    assert found.moe_router_num_groups is None and not found.gated_linear_unit
+
+
 def test_nemotron_h_has_layers_of_three_kinds(tmp_path) -> None:
     found = hf.load(config_file(tmp_path, NEMOTRON_H))
     assert [kind.symbol for (kind,) in found.layers] == [*"M-M-M-M*-M"]
@@ -442,9 +458,12 @@ def test_nemotron_h_has_layers_of_three_kinds(tmp_path) -> None:
             "key_heads 3 must divide linear_num_value_heads 32",
         ),
         (
-            {**NEMOTRON_H, "hybrid_override_pattern": "MEM*"},
-            "hybrid_override_pattern 'MEM.' is not",
+            {**NEMOTRON_H, "hybrid_override_pattern": "MXM*"},
+            "hybrid_override_pattern 'MXM.' is not",
         ),
+        ({**NEMOTRON_H, **NEMOTRON_MOE, "moe_latent_size": 64}, "moe_latent_size 64 is not"),
+        ({**NEMOTRON_H, **NEMOTRON_MOE, "n_shared_experts": 2}, "n_shared_experts 2 is not"),
+        ({**NEMOTRON_H, "hybrid_override_pattern": "MEM*-M-M-M"}, "moe_intermediate_size is miss"),
         ({**QWEN3_5, "attn_output_gate": False}, "attn_output_gate False is not supported"),
         ({**QWEN3_5, "num_key_value_heads": None}, "num_key_value_heads is missing"),
         ({**QWEN3_NEXT, "model_type": "qwen3_5_moe_text", "mlp_only_layers": [1]}, "mlp_only_l"),
