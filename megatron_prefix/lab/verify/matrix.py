@@ -29,6 +29,8 @@ MODELS = {
     "hybrid-moe": "tiny-nemotron-h",
     "mla": "tiny-deepseek",
     "mla-moe": "tiny-deepseek",
+    "window": "tiny-gpt-oss",
+    "window-moe": "tiny-gpt-oss",
 }
 RECURRENT = ("gdn", "gdn-moe", "mamba", "hybrid-gdn", "hybrid-moe")
 """Megatron-Core 0.16 does not pack microbatches of these."""
@@ -50,6 +52,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hybrid-moe": {**EXPERTS, "hybrid_override_pattern": "MEM*EM"},
     "mla": {"num_moe_experts": None},
     "mla-moe": {"moe_router_load_balancing_type": "aux_loss"},
+    "window": {"num_moe_experts": None},
 }
 """Fields of the preset that a model changes."""
 RECOMPUTES = ("none", "full")
@@ -80,28 +83,32 @@ SIXTEEN_BIT_OF = {
         "moe_ffn_hidden_size": 256, "moe_router_topk": 8, "moe_router_group_topk": 4,
         "kv_lora_rank": 128, "qk_head_dim": 64, "v_head_dim": 64, "num_query_groups": 8,
     },
+    "window": {"ffn_hidden_size": 1408},
+    "window-moe": {"moe_ffn_hidden_size": 256, "moe_router_topk": 8},
 }  # fmt: skip
 
 # name: layout, models that can run it. With tensor parallelism Megatron-Core requires sequence
 # parallelism for experts, so for them TP2 is always +SP.
 LAYOUTS: dict[str, tuple[Layout, tuple[str, ...]]] = {
-    "TP2": (Layout(tp=2), ("dense",)),
+    "TP2": (Layout(tp=2), ("dense", "window")),
     "TP2+SP": (
         Layout(tp=2, sequence_parallel=True),
-        ("dense", "moe", "gdn", "gdn-moe", "mamba", "hybrid-gdn", "hybrid-moe", "mla"),
+        ("dense", "moe", "gdn", "gdn-moe", "mamba", "hybrid-gdn", "hybrid-moe", "mla", "window"),
     ),
-    "PP2": (Layout(pp=2), ("dense", "moe", "gdn", "mamba", "mla")),
+    "PP2": (Layout(pp=2), ("dense", "moe", "gdn", "mamba", "mla", "window")),
     "PP4": (Layout(pp=4), ("dense", "moe")),
-    "PP2xVPP2": (Layout(pp=2, vpp=2), ("dense", "moe", "gdn", "mamba", "hybrid-gdn", "mla")),
+    "PP2xVPP2": (
+        Layout(pp=2, vpp=2), ("dense", "moe", "gdn", "mamba", "hybrid-gdn", "mla", "window"),
+    ),
     "CP2": (Layout(cp=2), ("dense", "moe", "gdn", "mamba", "hybrid-gdn", "mla")),
     "CP4": (Layout(cp=4), ("dense", "moe")),
-    "EP2": (Layout(ep=2, dp=2), ("moe", "gdn-moe", "hybrid-moe", "mla-moe")),
+    "EP2": (Layout(ep=2, dp=2), ("moe", "gdn-moe", "hybrid-moe", "mla-moe", "window-moe")),
     "EP4": (Layout(ep=4, dp=4), ("moe",)),
-    "DP2": (Layout(dp=2), ("dense", "moe", "gdn", "mamba", "mla")),
+    "DP2": (Layout(dp=2), ("dense", "moe", "gdn", "mamba", "mla", "window")),
     "TP2xPP2": (Layout(tp=2, pp=2), ("dense", "moe")),
     "TP2xCP2": (Layout(tp=2, cp=2), ("dense", "moe")),
     "PP2xCP2": (Layout(pp=2, cp=2), ("dense", "moe", "mamba", "mla-moe")),
-    "PP2xEP2": (Layout(pp=2, ep=2, dp=2), ("moe", "gdn-moe", "hybrid-moe")),
+    "PP2xEP2": (Layout(pp=2, ep=2, dp=2), ("moe", "gdn-moe", "hybrid-moe", "window-moe")),
     "TP2xPP2xCP2": (Layout(tp=2, pp=2, cp=2), ("dense", "moe")),
     "TP2xEP2xPP2": (
         Layout(tp=2, pp=2, ep=2, dp=2, sequence_parallel=True), ("moe", "gdn-moe", "mla-moe"),

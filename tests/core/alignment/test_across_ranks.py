@@ -26,6 +26,7 @@ LAYOUTS = {
     "context parallel, gathered": "--dp 2 --cp 2 --cp-reduce segment --chunk-tokens 16",
     "expert parallel": "--dp 2 --ep 2 --model tiny-moe",
     "host layers": "--dp 2 --cache-host-layers 2",
+    "windows": "--dp 2 --model tiny-gpt-oss",
     "latents": "--dp 2 --model tiny-deepseek --set num_moe_experts=none",
     "GatedDeltaNet": "--dp 2 --model tiny-qwen3-next --baseline rollout",
     "Mamba": "--dp 2 --model tiny-nemotron-h --set num_layers=4 --baseline rollout",

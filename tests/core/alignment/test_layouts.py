@@ -32,6 +32,9 @@ mla/PP2xVPP2/tree/full
 mla/CP2/packed/none
 mla-moe/EP2/packed/none
 mla-moe/TP2xCP2xEP2xPP2/packed/none
+window/TP2+SP/packed/none
+window/PP2xVPP2/chunked/full
+window-moe/EP2/packed/none
 """.split()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.layers.mla import MLA
 from megatron_prefix.megatron.install import installed, language_model
 from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.run.report import StepReport
 from tests.core.alignment.test_hybrid_memory import step
 from tests.harness import hybrid, steps
 from tests.harness.failures import Countdown, Fault
@@ -68,20 +70,30 @@ def model_of(fields: dict[str, Any], **options: Any) -> Any:
     return small_model("tiny-deepseek", spec={**DENSE, **fields}, **options)
 
 
-def expected_of(fields: dict[str, Any]) -> steps.Reference:
-    return steps.plain(model_of(fields, wrap_ddp=False), Contract(), hybrid.items())
+@functools.cache
+def expected_of(name: str) -> steps.Reference:
+    """Of one of MODELS, by plain autograd."""
+    return steps.plain(model_of(MODELS[name], wrap_ddp=False), Contract(), hybrid.items())
+
+
+def report_of(name: str, options: str) -> StepReport:
+    """Of a step of one of MODELS."""
+    ours = schedule_with(**OPTIONS[options])
+    steps.call(ours, Contract().step, model_of(MODELS[name]), hybrid.items())
+    assert ours.report is not None and ours.report.memory is not None
+    return ours.report
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_exact(name: str) -> None:
-    model, expected = model_of(MODELS[name]), expected_of(MODELS[name])
+    model, expected = model_of(MODELS[name]), expected_of(name)
     for options in OPTIONS if name == "yarn" else ("trees packed", "chunks of 7"):
         assert hybrid.worst(model, expected, **OPTIONS[options]) <= EXACT, options
 
 
 @pytest.mark.parametrize("name", RECOMPUTES)
 def test_megatrons_own_recomputation(name: str) -> None:
-    model, expected = model_of({}, **RECOMPUTES[name]), expected_of({})
+    model, expected = model_of({}, **RECOMPUTES[name]), expected_of("yarn")
     for options in ("trees packed", "recompute", "offload", "all layers on the host"):
         assert hybrid.worst(model, expected, **OPTIONS[options]) <= EXACT, options
 
@@ -105,7 +117,7 @@ def test_frozen_weights() -> None:
 
 
 def test_a_failure_in_the_middle_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, expected = model_of({}), expected_of({})
+    model, expected = model_of({}), expected_of("yarn")
     for method in ("keys", "keys_with_pull", "left", "returned", "arrived"):
         with monkeypatch.context() as patch:
             count, stock = Countdown(Fault, 3), getattr(Latents, method)
@@ -123,10 +135,7 @@ def test_a_failure_in_the_middle_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("options", [name for name in OPTIONS if "host" not in name])
 def test_the_sidecar_takes_what_was_predicted(options: str) -> None:
-    ours = schedule_with(**OPTIONS[options])
-    hybrid.errors(model_of({}), expected_of({}), ours)
-    report = ours.report
-    assert report is not None and report.memory is not None
+    report = report_of("yarn", options)
     assert report.memory.cache_peak == pytest.approx(report.cache_bytes, rel=1e-9)
     assert (report.cache_bytes > 0) == (options != "no parent")
 
@@ -162,7 +171,7 @@ def test_up_projections_that_are_recomputed_are_not_kept(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(core, "segment_attention", watched)
     model = model_of({}, **RECOMPUTES["mla_up_proj"])
-    assert hybrid.worst(model, expected_of({}), chunk_tokens=7) <= EXACT
+    assert hybrid.worst(model, expected_of("yarn"), chunk_tokens=7) <= EXACT
     assert kept
 
 
@@ -186,7 +195,7 @@ def test_work_is_that_of_the_projections() -> None:
 
 def test_equal_rotary_embeddings_have_one_table() -> None:
     model = model_of({})
-    expected = expected_of({})
+    expected = expected_of("yarn")
     assert hybrid.worst(model, expected) <= EXACT
     rotary = installed(model).rotary  # type: ignore[union-attr]
     assert len(rotary.modules) == 3 and len({id(t) for t, _ in rotary.tables.values()}) == 1
@@ -240,4 +249,4 @@ def _weightless(self: Latents, stock: Any, payload: Any) -> Any:
 def test_what_is_wrong_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, method, broken = BROKEN[name]
     monkeypatch.setattr(owner, method, broken(getattr(owner, method)))
-    assert hybrid.worst(model_of({}), expected_of({}), chunk_tokens=7) > 1e-3
+    assert hybrid.worst(model_of({}), expected_of("yarn"), chunk_tokens=7) > 1e-3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from megatron_prefix.layers import table
 from megatron_prefix.layers.blocks import windowed
 from megatron_prefix.layers.blocks.windowed import Tails, WindowKeys
 from megatron_prefix.refusals.table import WINDOW_CP
+from megatron_prefix.run.report import StepReport
 from tests.harness import hybrid, steps
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank, small_model
@@ -69,13 +71,23 @@ def model_of(overrides: dict[str, Any], **options: Any) -> Any:
     return model
 
 
-def expected_of(overrides: dict[str, Any]) -> steps.Reference:
-    return steps.plain(model_of(overrides, wrap_ddp=False), Contract(), hybrid.items())
+@functools.cache
+def expected_of(name: str) -> steps.Reference:
+    """Of one of MODELS, by plain autograd."""
+    return steps.plain(model_of(MODELS[name], wrap_ddp=False), Contract(), hybrid.items())
+
+
+def report_of(name: str, options: str) -> StepReport:
+    """Of a step of one of MODELS."""
+    ours = schedule_with(**OPTIONS[options])
+    steps.call(ours, Contract().step, model_of(MODELS[name]), hybrid.items())
+    assert ours.report is not None and ours.report.memory is not None
+    return ours.report
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_exact(name: str) -> None:
-    model, expected = model_of(MODELS[name]), expected_of(MODELS[name])
+    model, expected = model_of(MODELS[name]), expected_of(name)
     every = name in ("gpt-oss", "windows last")
     for options in OPTIONS if every else ("trees packed", "chunks of 7", "depth first"):
         assert hybrid.worst(model, expected, **OPTIONS[options]) <= EXACT, options
@@ -83,7 +95,7 @@ def test_exact(name: str) -> None:
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_megatrons_own_recomputation(recompute: str) -> None:
-    model, expected = model_of(GPT_OSS, recompute=recompute), expected_of(GPT_OSS)
+    model, expected = model_of(GPT_OSS, recompute=recompute), expected_of("gpt-oss")
     for options in ("chunks of 7", "recompute", "all layers on the host"):
         assert hybrid.worst(model, expected, **OPTIONS[options]) <= EXACT, options
 
@@ -91,21 +103,12 @@ def test_megatrons_own_recomputation(recompute: str) -> None:
 @pytest.mark.parametrize("name", ["window 7", "windows last", "gpt-oss"])
 @pytest.mark.parametrize("options", [name for name in OPTIONS if "host" not in name])
 def test_the_sidecar_takes_what_was_predicted(name: str, options: str) -> None:
-    ours = schedule_with(**OPTIONS[options])
-    hybrid.errors(model_of(MODELS[name]), expected_of(MODELS[name]), ours)
-    report = ours.report
-    assert report is not None and report.memory is not None
+    report = report_of(name, options)
     assert report.memory.cache_peak == pytest.approx(report.cache_bytes, rel=1e-9)
 
 
 def test_layers_with_a_window_keep_less() -> None:
-    """A tenth where a prompt of 30 has a window of 3."""
-    held = []
-    for name in ("window 3", "window 200"):
-        ours = schedule_with()
-        hybrid.errors(model_of(MODELS[name]), expected_of(MODELS[name]), ours)
-        assert ours.report is not None
-        held.append(ours.report.cache_bytes)
+    held = [report_of(name, "trees packed").cache_bytes for name in ("window 3", "window 200")]
     assert held[0] < 0.6 * held[1]  # one layer of three is full
 
 
@@ -113,7 +116,7 @@ def test_layers_with_a_window_keep_less() -> None:
 def test_other_windows_are_refused(ends: tuple[int, int]) -> None:
     model = model_of({"window_size": ends})
     with pytest.raises(CannotShare, match=re.escape(f"window_size {ends}: give (positions")):
-        hybrid.worst(model, expected_of({}))
+        hybrid.worst(model, expected_of("gpt-oss"))
 
 
 def test_a_window_needs_whole_rollouts_on_a_rank() -> None:
@@ -151,4 +154,4 @@ BROKEN: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 def test_what_is_wrong_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, method, broken = BROKEN[name]
     monkeypatch.setattr(owner, method, broken(getattr(owner, method)))
-    assert hybrid.worst(model_of(GPT_OSS), expected_of(GPT_OSS), chunk_tokens=7) > 1e-3
+    assert hybrid.worst(model_of(GPT_OSS), expected_of("gpt-oss"), chunk_tokens=7) > 1e-3
