@@ -55,14 +55,12 @@ class LocalAttention(DotProductAttention):
         self,
         config: Any,
         *args: Any,
-        k_channels: int | None = None,
+        k_channels: int | None = None,  # of MLA, as the next; each call has them
         v_channels: int | None = None,
         **kwargs: Any,
     ) -> None:
         alone = copy.copy(config)
         alone.context_parallel_size = 1
-        if v_channels is not None:  # MLA: stock takes it for the width of what it returns
-            alone.kv_channels = v_channels
         super().__init__(alone, *args, **kwargs)
 
     def forward(
@@ -111,8 +109,8 @@ class LocalAttention(DotProductAttention):
         **named: Any,
     ) -> torch.Tensor:  # fmt: skip
         """[queries, batch, heads, dim] -> [queries, batch, heads * dim]; see `_hidden`."""
-        # MLA pads values of packs to the width of queries since megatron-core 0.18.
-        self.hidden_size_per_partition = query.shape[-2] * value.shape[-1]
+        # In MLA values have a width of their own; in packs 0.19 pads them to that of queries.
+        self.hidden_size_per_partition = query.shape[2] * value.shape[3]
         return super().forward(query, key, value, hidden, *more, **named)
 
 
@@ -195,7 +193,6 @@ def use_sdpa(model: Any) -> None:
         module.core_attention = SdpaAttention(
             module.config, module.layer_number, module.attn_mask_type, module.attention_type,
             softmax_scale=(module if latent else module.config).softmax_scale,
-            v_channels=module.config.v_head_dim if latent else None,
             pg_collection=module.pg_collection,
         )  # fmt: skip
 

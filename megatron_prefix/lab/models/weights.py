@@ -170,7 +170,7 @@ def _draw(full: torch.Tensor, whole: str, spec: ModelSpec, generator: torch.Gene
 
 @torch.no_grad()
 def fill(model: Any, spec: ModelSpec, seed: int) -> None:
-    """Give every parameter of one pipeline chunk its value, and every expert's bias.
+    """Give every parameter of one pipeline chunk its value; biases of experts begin at zero.
 
     Args:
         model: a GPTModel (unwrapped) of `spec`.
@@ -184,5 +184,3 @@ def fill(model: Any, spec: ModelSpec, seed: int) -> None:
         full = torch.empty(shape, dtype=torch.float32, device=parameter.device)
         _draw(full, whole, spec, generator)
         parameter.copy_(local_part(full, dim, rank, size, pieces_of(spec, whole)))
-    for name, bias in expert_biases(model):
-        bias.normal_(0.0, NORM_NOISE, generator=_generator(seed, name, bias.device))
