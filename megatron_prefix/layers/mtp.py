@@ -250,9 +250,8 @@ class LooksAhead:
         logits = self._logits(predicted, segment, named)
         losses = self._model.compute_language_model_loss(segment.labels, logits)
         weights = segment.weights.to(losses.dtype)
-        if self._model.training:
-            sums = [(losses * weights[1]).sum(), *self._guesses(logits, segment, named)]
-            self._step.note(current.index, *sums)
+        sums = [(losses * weights[1]).sum(), *self._guesses(logits, segment, named)]
+        self._step.note(current.index, *sums)
         factor = self._model.config.mtp_loss_scaling_factor
         found: Tensor = MTPLossAutoScaler.apply(hidden, factor * losses * weights[0])
         return found

@@ -128,15 +128,16 @@ def test_without_a_loss_mask_every_label_counts() -> None:
     assert read < schedule.report.forest.executed_tokens
 
 
+@pytest.mark.parametrize("forward_only", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_without_gradients_it_logs_as_megatron_does(training: bool) -> None:
+def test_it_logs_in_training_with_gradients_or_without(training: bool, forward_only: bool) -> None:
     items = mtp.weighed()
     models = [model_of(), model_of()]
     for model in models:
         model.train(training)
     schedules = stock_schedule(), schedule_with(chunk_tokens=7)
     expected, found = (
-        run(one, model, Contract(), items, forward_only=True)
+        run(one, model, Contract(), items, forward_only=forward_only)
         for one, model in zip(schedules, models, strict=True)
     )
     assert_same(found, expected, items)

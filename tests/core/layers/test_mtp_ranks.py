@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from megatron_prefix.lab.cli.matrix import align_row
+from megatron_prefix.lab.numerics import assert_close
+from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import matrix
 from megatron_prefix.lab.verify.matrix import Row
 from megatron_prefix.layers import mtp
+from tests.core.alignment.test_overlap import Job, trees
 from tests.harness import ranks  # noqa: F401  # ranks are forked from here
 
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -44,6 +47,21 @@ def test_row(name: str) -> None:
     assert verdict.passed, verdict.failures
     assert verdict.grad_max_rel_diff <= verdict.tolerance < 1e-12
     assert 0 < verdict.executed_tokens < verdict.raw_tokens
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("tied", [True, False])
+def test_reductions_during_backwards(pp: int, tied: bool) -> None:
+    """Five steps, also of the optimizer; the output layer, which may get a row of this loss or
+    none, is waited for."""
+    model = {"mtp_num_layers": 1, "tie_embeddings": tied}
+    job = Job(layout=Layout(pp=pp, dp=2), model=model)
+    expected, found = job.on_ranks("SSSSS", False, trees), job.on_ranks("PPPPP", True, trees)
+    for ours, stock in zip(found, expected, strict=True):
+        for parameter, value in stock.parameters.items():
+            assert_close(ours.parameters[parameter], value, 3000, what=parameter)
+        assert all(step.reduced_once() and not step.late for step in ours.watched)
+    assert any(step.early for step in found[0].watched)
 
 
 def test_a_row_can_be_different(monkeypatch: pytest.MonkeyPatch) -> None:
