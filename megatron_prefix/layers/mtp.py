@@ -30,12 +30,9 @@ if TYPE_CHECKING:
 
     from megatron_prefix.layers.blocks.core import SegmentContext
 
-_OWN_METHODS = {
-    "_postprocess": "megatron.core.models.gpt.gpt_model.GPTModel",
-    "_get_embeddings": "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayer",
-    "forward": "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayer",
-}
-"""The methods that are replaced or called, and the classes that have them."""
+_MODEL = "megatron.core.models.gpt.gpt_model.GPTModel"
+_BLOCK = "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionBlock"
+_LAYER = "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayer"
 
 
 def is_in(config: Any) -> bool:
@@ -90,16 +87,24 @@ def without_labels() -> WithoutLabels:
 
 
 def refusals(model: Any) -> Iterator[Reason]:
-    """What is refused of a model chunk that has the layer."""
+    """What is refused of a model chunk that has the layer; in every step, since trainers replace
+    these methods for the time of a pass."""
     block = getattr(model, "mtp", None)
     if block is None:
         return
-    if owner(model, "_postprocess") != _OWN_METHODS["_postprocess"]:
+    if not _is(model, "_postprocess", _MODEL):
         yield OWN_POSTPROCESS.given(type(model).__name__)
+    if not _is(block, "forward", _BLOCK):
+        yield OTHER_AHEAD.given(type(block).__name__)
     for layer in block.layers:
-        names = ("_get_embeddings", "forward")
-        if any(owner(layer, name) != _OWN_METHODS[name] for name in names):
+        if not (_is(layer, "forward", _LAYER) and _is(layer, "_get_embeddings", _LAYER)):
             yield OTHER_AHEAD.given(type(layer).__name__)
+
+
+def _is(module: Any, method: str, known: str) -> bool:
+    """Whether a method is that of a class, or what takes its place in segments."""
+    ours = getattr(vars(module).get(method), "__self__", None)
+    return isinstance(ours, LooksAhead) or owner(module, method) == known
 
 
 class _Segment(NamedTuple):

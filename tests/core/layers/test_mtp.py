@@ -275,10 +275,26 @@ def test_what_replaces_megatrons_methods() -> None:
     inner = unwrap(model)
     inner._postprocess = MethodType(type(inner)._postprocess, inner)
     refused("GPTModel's own _postprocess", model)
-    model = model_of()
-    layer = unwrap(model).mtp.layers[0]
-    layer.forward = MethodType(type(layer).forward, layer)
-    refused("multi-token prediction by MultiTokenPredictionLayer", model)
+    for part, name in (
+        (lambda inner: inner.mtp.layers[0], "MultiTokenPredictionLayer"),
+        (lambda inner: inner.mtp, "MultiTokenPredictionBlock"),
+    ):
+        model = model_of()
+        module = part(unwrap(model))
+        module.forward = MethodType(type(module).forward, module)
+        refused(f"multi-token prediction by {name}", model)
+
+
+def test_what_replaces_them_between_two_steps() -> None:
+    """And puts them back: the next step is shared."""
+    model, items = model_of(), hybrid.items()
+    expected = run(schedule_with(), model, Contract(), items)
+    inner = unwrap(model)
+    ours = inner._postprocess
+    inner._postprocess = MethodType(type(inner)._postprocess, inner)
+    refused("GPTModel's own _postprocess", model)
+    inner._postprocess = ours
+    assert_same(run(schedule_with(), model, Contract(), items), expected, items)
 
 
 def test_options_of_the_config() -> None:
