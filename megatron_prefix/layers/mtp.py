@@ -194,7 +194,7 @@ class LooksAhead:
     ) -> None:
         self._model, self._running, self._read, self._rotary = model, running, read, rotary
         self.layer = model.mtp.layers[0]
-        self._postprocess, self._embeddings = model._postprocess, self.layer._get_embeddings
+        self._stock, self._stock_embeddings = model._postprocess, self.layer._get_embeddings
 
     def overrides(self) -> Iterable[Override]:
         """See Kind."""
@@ -205,11 +205,11 @@ class LooksAhead:
         """Megatron's, with the embedding of the segment's next inputs."""
         current = self._running.current
         if current is None:
-            return self._embeddings(*args, embedding=embedding, **named)
+            return self._stock_embeddings(*args, embedding=embedding, **named)
         inputs, positions = self._step[current.index].following
         group, self.layer.cp_group = self.layer.cp_group, None  # nothing to exchange
         try:
-            return self._embeddings(
+            return self._stock_embeddings(
                 *args, **named,
                 embedding=lambda **_: embedding(input_ids=inputs, position_ids=positions),
             )  # fmt: skip
@@ -221,14 +221,14 @@ class LooksAhead:
         positions that are read go on."""
         current = self._running.current
         if current is None:
-            return self._postprocess(*args, **named)
+            return self._stock(*args, **named)
         hidden = named.pop("hidden_states")
         if self._running.ahead is not None:
             hidden = self._with_loss(hidden, current, named)
         config, num = self._model.config, self._model.config.mtp_num_layers
         config.mtp_num_layers = None
         try:
-            return self._postprocess(
+            return self._stock(
                 *args, **{**named, "mtp_in_postprocess": False},
                 hidden_states=self._read(hidden, current.rows),
             )  # fmt: skip

@@ -115,11 +115,11 @@ def read_calls(
         calls = capture.calls(-1)
         last = read(calls) if rank.looks_ahead or _tell_loss(calls, callbacks) else None
     if rank.looks_ahead and rank.is_last:
-        _check_ahead(first if last is None else last, rank)
+        check_ahead(first if last is None else last, rank)
     return ReadCalls(first, last, routes)
 
 
-def _check_ahead(known: CallTokens | None, rank: Rank) -> None:
+def check_ahead(known: CallTokens | None, rank: Rank) -> None:
     """Refuses calls of the last stage with which Megatron's multi-token prediction fails, or does
     not move all labels."""
     if known is None or known.tokens is None:

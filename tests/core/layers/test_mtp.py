@@ -17,6 +17,7 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.mtp import WithoutLabels, without_labels
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.moe import versions
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
@@ -318,7 +319,7 @@ def test_a_last_stage_without_tokens() -> None:
     from megatron_prefix.run import read_calls
 
     with pytest.raises(CannotShare) as caught:
-        read_calls._check_ahead(None, None)  # type: ignore[arg-type]
+        read_calls.check_ahead(None, None)  # type: ignore[arg-type]
     assert str(caught.value) == str(error(AHEAD_TOKENS))
 
 
@@ -333,7 +334,13 @@ def test_prompts_do_not_cross_data_parallel_ranks(monkeypatch: pytest.MonkeyPatc
 
 
 def test_routes_of_the_decoders_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_prefix.run import routers
+    from megatron_prefix.run import read_calls
 
-    monkeypatch.setattr(routers, "_routed", lambda step, rank: True)
-    refused("routes, and a layer of multi-token prediction", model_of(name="tiny-moe"))
+    for module in (versions, read_calls):
+        monkeypatch.setattr(module, "replays_routes", lambda config: True)
+    schedule, model = schedule_with(), model_of(name="tiny-moe")
+    schedule.callbacks = Callbacks(
+        routes=lambda call: torch.arange(2).expand(*call["input_ids"].shape, 2, 2)
+    )
+    with pytest.raises(CannotShare, match="routes, and a layer of multi-token prediction"):
+        run(schedule, model, Contract(), hybrid.items())
