@@ -90,6 +90,8 @@ def refusals(model: Any) -> Iterator[Reason]:
     """What is refused of a model chunk that has the layer; in every step, since trainers replace
     these methods for the time of a pass."""
     block = getattr(model, "mtp", None)
+    if is_in(model.config) and model.post_process != (block is not None):
+        yield OTHER_AHEAD.given("another stage than the last, or by none")
     if block is None:
         return
     if not _is(model, "_postprocess", _MODEL):

@@ -191,6 +191,18 @@ def test_a_label_moves_into_loss_where_the_position_has_none() -> None:
         assert_same(run(schedule_with(**fields), model_of(), Contract(), items), expected, items)
 
 
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_first_steps_are_watched(mode: str) -> None:
+    items, model = hybrid.items(), model_of()
+    expected = run(stock_schedule(), model_of(), Contract(), items)
+    schedule = schedule_with(mode=mode, min_speedup=0.1)
+    schedule.looks_first = True
+    for number in range(2):
+        assert_same(run(schedule, model, Contract(), items), expected, items)
+        assert schedule.report is not None
+        assert schedule.report.decision.share == (mode == "on" or number == 1)
+
+
 def test_where_the_trainer_has_no_loss_this_one_is_left() -> None:
     items = hybrid.items()
     for item in items:
@@ -298,6 +310,12 @@ def test_what_replaces_them_between_two_steps() -> None:
     assert_same(run(schedule_with(), model, Contract(), items), expected, items)
 
 
+def test_a_config_with_the_option_and_a_model_without_the_layer() -> None:
+    model = model_of(spec={"mtp_num_layers": None})
+    unwrap(model).config.mtp_num_layers = 1
+    refused("multi-token prediction by another stage than the last, or by none", model)
+
+
 def test_options_of_the_config() -> None:
     for name, value in {"mtp_standalone": True, "mtp_isolated_loss": True}.items():
         model = model_of()
@@ -319,7 +337,7 @@ def test_a_last_stage_without_tokens() -> None:
     from megatron_prefix.run import read_calls
 
     with pytest.raises(CannotShare) as caught:
-        read_calls.check_ahead(None, None)  # type: ignore[arg-type]
+        read_calls.check_ahead(None, None, forward_only=False)  # type: ignore[arg-type]
     assert str(caught.value) == str(error(AHEAD_TOKENS))
 
 
