@@ -39,6 +39,8 @@ class WithPositions(Trainer):
 
     def step(self, iterator: Any, model: Any) -> Any:
         def call(**given: Any) -> Any:
+            if given["input_ids"] is None:
+                return model(**given)
             batch = next(one for one in self.batches if one["tokens"] is given["input_ids"])
             places = [torch.arange(length) for length in batch["lengths"]]
             packed = self.form.packed
