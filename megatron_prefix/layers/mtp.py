@@ -30,12 +30,9 @@ if TYPE_CHECKING:
 
     from megatron_prefix.layers.blocks.core import SegmentContext
 
-_OWN_METHODS = {
-    "_postprocess": "megatron.core.models.gpt.gpt_model.GPTModel",
-    "_get_embeddings": "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayer",
-    "forward": "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayer",
-}
-"""The methods that are replaced or called, and the classes that have them."""
+_MODEL = "megatron.core.models.gpt.gpt_model.GPTModel"
+_BLOCK = "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionBlock"
+_LAYER = "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayer"
 
 
 def is_in(config: Any) -> bool:
@@ -90,16 +87,26 @@ def without_labels() -> WithoutLabels:
 
 
 def refusals(model: Any) -> Iterator[Reason]:
-    """What is refused of a model chunk that has the layer."""
+    """What is refused of a model chunk that has the layer; in every step, since trainers replace
+    these methods for the time of a pass."""
     block = getattr(model, "mtp", None)
+    if is_in(model.config) and model.post_process != (block is not None):
+        yield OTHER_AHEAD.given("another stage than the last, or by none")
     if block is None:
         return
-    if owner(model, "_postprocess") != _OWN_METHODS["_postprocess"]:
+    if not _is(model, "_postprocess", _MODEL):
         yield OWN_POSTPROCESS.given(type(model).__name__)
+    if not _is(block, "forward", _BLOCK):
+        yield OTHER_AHEAD.given(type(block).__name__)
     for layer in block.layers:
-        names = ("_get_embeddings", "forward")
-        if any(owner(layer, name) != _OWN_METHODS[name] for name in names):
+        if not (_is(layer, "forward", _LAYER) and _is(layer, "_get_embeddings", _LAYER)):
             yield OTHER_AHEAD.given(type(layer).__name__)
+
+
+def _is(module: Any, method: str, known: str) -> bool:
+    """Whether a method is that of a class, or what takes its place in segments."""
+    ours = getattr(vars(module).get(method), "__self__", None)
+    return isinstance(ours, LooksAhead) or owner(module, method) == known
 
 
 class _Segment(NamedTuple):
@@ -189,7 +196,7 @@ class LooksAhead:
     ) -> None:
         self._model, self._running, self._read, self._rotary = model, running, read, rotary
         self.layer = model.mtp.layers[0]
-        self._postprocess, self._embeddings = model._postprocess, self.layer._get_embeddings
+        self._stock, self._stock_embeddings = model._postprocess, self.layer._get_embeddings
 
     def overrides(self) -> Iterable[Override]:
         """See Kind."""
@@ -200,11 +207,11 @@ class LooksAhead:
         """Megatron's, with the embedding of the segment's next inputs."""
         current = self._running.current
         if current is None:
-            return self._embeddings(*args, embedding=embedding, **named)
+            return self._stock_embeddings(*args, embedding=embedding, **named)
         inputs, positions = self._step[current.index].following
         group, self.layer.cp_group = self.layer.cp_group, None  # nothing to exchange
         try:
-            return self._embeddings(
+            return self._stock_embeddings(
                 *args, **named,
                 embedding=lambda **_: embedding(input_ids=inputs, position_ids=positions),
             )  # fmt: skip
@@ -216,14 +223,14 @@ class LooksAhead:
         positions that are read go on."""
         current = self._running.current
         if current is None:
-            return self._postprocess(*args, **named)
+            return self._stock(*args, **named)
         hidden = named.pop("hidden_states")
         if self._running.ahead is not None:
             hidden = self._with_loss(hidden, current, named)
         config, num = self._model.config, self._model.config.mtp_num_layers
         config.mtp_num_layers = None
         try:
-            return self._postprocess(
+            return self._stock(
                 *args, **{**named, "mtp_in_postprocess": False},
                 hidden_states=self._read(hidden, current.rows),
             )  # fmt: skip
@@ -250,9 +257,8 @@ class LooksAhead:
         logits = self._logits(predicted, segment, named)
         losses = self._model.compute_language_model_loss(segment.labels, logits)
         weights = segment.weights.to(losses.dtype)
-        if self._model.training:
-            sums = [(losses * weights[1]).sum(), *self._guesses(logits, segment, named)]
-            self._step.note(current.index, *sums)
+        sums = [(losses * weights[1]).sum(), *self._guesses(logits, segment, named)]
+        self._step.note(current.index, *sums)
         factor = self._model.config.mtp_loss_scaling_factor
         found: Tensor = MTPLossAutoScaler.apply(hidden, factor * losses * weights[0])
         return found

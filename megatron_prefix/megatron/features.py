@@ -175,6 +175,7 @@ def check_again(model: Any, known: Iterable[Part]) -> None:
     """
     config = model.config
     reasons = [*refusals(config), *option_refusals(known, config), *gradient_hooks(model)]
+    reasons += mtp.refusals(model)
     if reasons:
         raise reasons[0].error(CANNOT_RUN)
 

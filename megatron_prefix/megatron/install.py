@@ -161,8 +161,8 @@ class Hooks:
 
     def unread(self) -> set[nn.Parameter]:
         """Parameters of the last stage that segments without loss may leave out."""
-        if self._looks_ahead:  # the output layer may have rows of its loss
-            return set()
+        if self._looks_ahead:  # of its loss the output layer may have no rows
+            return {*self.model.output_layer.parameters()}
         layers = self.model.decoder.layers
         used = layers if self.keys_only is None else layers[:-1]
         return {*self.model.parameters()} - {one for layer in used for one in layer.parameters()}

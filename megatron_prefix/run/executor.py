@@ -272,7 +272,9 @@ class Executor:
             return contextlib.nullcontext()
         segment = self._plan.segments[action.segment]
         ends_early = stage.is_last and not segment.scored
-        kind = segment.inner, segment.scored, self._plan.policy(action.segment)
+        further = stage.hooks.ahead  # it may be all that the output layer is for
+        rows = further is not None and further[action.segment].labels.numel() > 0
+        kind = segment.inner, segment.scored, rows, self._plan.policy(action.segment)
         return self._reductions.during(
             action.chunk, kind, stage.hooks.unread if ends_early else tuple
         )

@@ -115,14 +115,16 @@ def read_calls(
         calls = capture.calls(-1)
         last = read(calls) if rank.looks_ahead or _tell_loss(calls, callbacks) else None
     if rank.looks_ahead and rank.is_last:
-        _check_ahead(first if last is None else last, rank)
+        check_ahead(first if last is None else last, rank, forward_only=forward_only)
     return ReadCalls(first, last, routes)
 
 
-def _check_ahead(known: CallTokens | None, rank: Rank) -> None:
+def check_ahead(known: CallTokens | None, rank: Rank, *, forward_only: bool) -> None:
     """Refuses calls of the last stage with which Megatron's multi-token prediction fails, or does
     not move all labels."""
     if known is None or known.tokens is None:
+        raise refused(AHEAD_TOKENS)
+    if known.weights is None and rank.predicts_further(forward_only):
         raise refused(AHEAD_TOKENS)
     if known.labels is None and mtp.without_labels() is mtp.WithoutLabels.FAILS:
         raise refused(AHEAD_LABELS)
@@ -190,22 +192,25 @@ def read_tokens(
     columns = {name: [call[name] for call in calls] for name in ("input_ids", "labels")}
     columns["trained positions"] = [None if one is None else one != 0 for one in trained]
     lengths = [sum(layout.lengths) for layout in where]
-    for name, column in columns.items():
+    weights = [_weights(call) for call in calls] if ahead else []
+    for name, column in [*columns.items(), *([("loss_mask", weights)] if ahead else [])]:
         for value, num in zip(column, lengths, strict=True):
             if value is not None and not value.is_nested and value.numel() != num:
                 raise refused(COLUMN_LENGTH, name, value.numel(), num)
     further = [[call["position_ids"] for call in calls]]
     if ahead:
-        further.append([_weights(call) for call in calls])
+        further.append(weights)
     return CallTokens(where, *_on_host([*columns.values(), *further], lengths))
 
 
 def _weights(call: ModelCall) -> Tensor | None:
     """The bits of a call's loss_mask in float64, of ones where it has none, as int64."""
-    mask = call["loss_mask"]
-    if mask is None and call["input_ids"] is not None:
-        mask = torch.ones_like(call["input_ids"])
-    return None if mask is None else mask.double().contiguous().view(torch.int64)
+    mask, tokens = call["loss_mask"], call["input_ids"]
+    if mask is None and tokens is not None and not tokens.is_nested:
+        mask = torch.ones_like(tokens)
+    if mask is None or mask.is_nested:
+        return None
+    return mask.double().contiguous().view(torch.int64)
 
 
 def _on_host(

@@ -27,6 +27,7 @@ from megatron_prefix.refusals.table import (
 )
 from megatron_prefix.run.read_calls import CallTokens, Numbers, ReadCalls
 from megatron_prefix.tree import Forest, Pairs, cp_layout
+from megatron_prefix.tree.ahead import told_apart
 from megatron_prefix.tree.forest import check_routes
 
 MESSAGE_NUMBERS = 1 << 13
@@ -221,7 +222,7 @@ def _samples(
             mask = None if mask is None else np.append(mask[1:], 0.0)
         samples.append(Pairs(inputs, after, flags != 0, paths[index] if paths else None, mask))
     check_routes(samples)
-    return samples
+    return samples if known.weights is None else told_apart(samples)
 
 
 def _split_routes(routes: Sequence[Tensor | None], lengths: Sequence[int]) -> list[Numbers]:

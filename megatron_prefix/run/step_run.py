@@ -213,6 +213,7 @@ class StepRun:
             hooks, number = install(model, self._config.kernel), plan.stage(self._rank.stage, chunk)
             steps = self._capture.steps[chunk]
             call = steps[0].call if steps else ModelCall(0, {})
+            hooks.ahead = None
             if number == plan.num_stages - 1 and self._rank.predicts_further(self._forward_only):
                 has_labels = call["labels"] is not None
                 self._ahead = ahead.begin(self._step, self._rank, has_labels=has_labels)

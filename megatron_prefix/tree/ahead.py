@@ -2,7 +2,7 @@
 
 Multi-token prediction ("DeepSeek-V3 Technical Report", section 2.2) sees at position i the input of
 i+1 and predicts the label of i+1. Inside a span both are the same for all rollouts. At a span's
-last position the next input still is (`Pairs.codes`), and the label after it differs by rollout:
+last position the next input still is (`told_apart`), and the label after it differs by rollout:
 the position has a row of logits for each.
 
 Megatron divides the loss of a microbatch by the weights that are left when they have moved by one
@@ -13,7 +13,7 @@ Megatron divides the loss of a microbatch by the weights that are left when they
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -73,6 +73,14 @@ class Division:
         return np.divide(1.0, left, out=np.zeros_like(left), where=left != 0)
 
 
+def told_apart(samples: Sequence[Pairs]) -> list[Pairs]:
+    """Samples whose positions are shared only where next inputs are the same, too: where labels are
+    masked these are told, else the labels tell them."""
+    if all(np.array_equal(one.labels[:-1], one.inputs[1:]) for one in samples):
+        return [*samples]
+    return [replace(one, following=np.append(one.inputs[1:], -1)) for one in samples]
+
+
 class AheadTables:
     """Of all segments of a step, on one context-parallel rank.
 
@@ -121,10 +129,9 @@ class AheadTables:
         for span in (span for segment in self._forest.segments for span in segment.spans):
             inputs, places = np.zeros((2, span.padded), np.int64)
             if span.rollouts:  # a filler has none
-                ahead = self._samples[span.rollouts[0]].following[span.start : span.end]
-                known = ahead >= 0
-                inputs[: span.length] = np.where(known, ahead, 0)
-                places[: span.length] = np.where(known, np.arange(span.start, span.end) + 1, 0)
+                ahead = self._samples[span.rollouts[0]].inputs[span.start + 1 : span.end + 1]
+                inputs[: len(ahead)] = ahead
+                places[: len(ahead)] = np.arange(len(ahead)) + span.start + 1
             table.append(np.stack([inputs, places]))
         whole = np.concatenate(table, axis=1) if table else np.zeros((2, 0), np.int64)
         spans = [span.padded for segment in self._forest.segments for span in segment.spans]
@@ -180,8 +187,8 @@ def sums(
     num = max(microbatch_of, default=-1) + 1
     left, whole = np.zeros((2, num, size))
     for sample, m, owners in zip(samples, microbatch_of, _owners(samples, size), strict=True):
-        np.add.at(whole[m], owners, _weights(sample))
-        np.add.at(left[m], owners, _moved(sample))
+        whole[m] += np.bincount(owners, _weights(sample), size)
+        left[m] += np.bincount(owners, _moved(sample), size)
     return left, whole
 
 

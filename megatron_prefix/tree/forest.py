@@ -21,6 +21,8 @@ LEAST_SHARE = 16
 """An inner segment that saves one in so many of all positions of a step is kept, however small."""
 MOST_EXPERTS = 1 << 15
 """Experts of a layer that routes can name."""
+_LAST = np.uint64(1 << 63)
+"""Marks the code of a last position; no input is as large."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +36,11 @@ class Pairs:
         routes: experts that every layer sends the input token to, int [num_positions, layers,
             topk]; positions with different routes are not shared. None: routers choose.
         weights: the loss mask of the labels as it was given, float64 [num_positions], where the
-            model also predicts the label after next: then it reads the input after a position, and
-            positions with different ones are not shared. None elsewhere.
+            model also predicts the label after next: then it reads the input after a position, so
+            a rollout's last position, which has none, is shared with last ones only. None
+            elsewhere.
+        following: the input after each position, where labels do not tell it; positions with
+            different ones are not shared. None: they do, or it is not read.
     """
 
     inputs: np.ndarray
@@ -43,6 +48,7 @@ class Pairs:
     trained: np.ndarray
     routes: np.ndarray | None = None
     weights: np.ndarray | None = None
+    following: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -53,17 +59,14 @@ class Pairs:
         hits = np.flatnonzero(self.trained)
         return int(hits[0]) if len(hits) else len(self) - 1
 
-    @property
-    def following(self) -> np.ndarray:
-        """The input after each position, -1 after the last, int64 [num_positions]."""
-        return np.append(self.inputs[1:].astype(np.int64), -1)
-
     def codes(self, start: int = 0, end: int | None = None) -> np.ndarray:
         """A code per position [start, end), equal if input, label and routes are, and where it is
         read the next input: uint64 [positions, n]."""
         low = self.labels[start:end].astype(np.int64) & 0xFFFFFFFF
         pairs = (self.inputs[start:end].astype(np.int64) << 32 | low).astype(np.uint64)[:, None]
-        if self.weights is not None:
+        if self.weights is not None and len(pairs) == len(self) - start:
+            pairs[-1:] |= _LAST
+        if self.following is not None:
             pairs = np.hstack([pairs, self.following[start:end, None].astype(np.uint64)])
         if self.routes is None:
             return pairs

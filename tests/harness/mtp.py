@@ -59,6 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "full recomputation": dict(recompute="full"),
     "selective recomputation": dict(recompute="selective"),
     "norms of queries and keys": dict(name="tiny-qwen3"),
+    "recurrent layers": dict(name="tiny-qwen3-next", spec=hybrid.gated_delta()),
 }
 CONTRACTS = {
     "triple": Contract(),

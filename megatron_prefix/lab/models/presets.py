@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prefix.errors import UserError, shown
+from megatron_prefix.layers import mtp
 from megatron_prefix.layers.kind import Kind, Slot
-from megatron_prefix.layers.model import layers_of
+from megatron_prefix.layers.model import behind_decoder, layers_of
 from megatron_prefix.layers.recurrent.kind import Recurrent
 from megatron_prefix.layers.table import KINDS
 
@@ -329,6 +330,11 @@ class ModelSpec:
             "experimental_attention_variant and hybrid_override_pattern exclude each other; set the"
             " first to none and G in the pattern",
         )
+        self._require(
+            not (pattern and self.mtp_num_layers),
+            "hybrid_override_pattern and mtp_num_layers exclude each other here; set one of them to"
+            " none",
+        )
         if variant:
             self._require_size("linear_attention_freq")
         if pattern:
@@ -422,7 +428,10 @@ class ModelSpec:
     def parameters(self) -> int:
         """Parameters of the whole model, without norms and biases; an open vocabulary counts 0."""
         tables = (1 if self.tie_embeddings else 2) * (self.vocab_size or 0) * self.hidden_size
-        return tables + sum(self.layer_parameters(layer) for layer in range(self.num_layers))
+        layers = sum(self.layer_parameters(layer) for layer in range(self.num_layers))
+        inside = sum(kind.parameters(self) for kind in behind_decoder(self))
+        ahead = (self.mtp_num_layers or 0) * (inside + mtp.parameters(self))
+        return tables + layers + ahead
 
 
 def _presets() -> dict[str, ModelSpec]:

@@ -17,6 +17,7 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.mtp import WithoutLabels, without_labels
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.moe import versions
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
@@ -128,15 +129,16 @@ def test_without_a_loss_mask_every_label_counts() -> None:
     assert read < schedule.report.forest.executed_tokens
 
 
+@pytest.mark.parametrize("forward_only", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_without_gradients_it_logs_as_megatron_does(training: bool) -> None:
+def test_it_logs_in_training_with_gradients_or_without(training: bool, forward_only: bool) -> None:
     items = mtp.weighed()
     models = [model_of(), model_of()]
     for model in models:
         model.train(training)
     schedules = stock_schedule(), schedule_with(chunk_tokens=7)
     expected, found = (
-        run(one, model, Contract(), items, forward_only=True)
+        run(one, model, Contract(), items, forward_only=forward_only)
         for one, model in zip(schedules, models, strict=True)
     )
     assert_same(found, expected, items)
@@ -187,6 +189,18 @@ def test_a_label_moves_into_loss_where_the_position_has_none() -> None:
     expected = run(stock_schedule(), model_of(), Contract(), items)
     for fields in ({}, {"chunk_tokens": 2, "segment_tokens": 2}):
         assert_same(run(schedule_with(**fields), model_of(), Contract(), items), expected, items)
+
+
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_first_steps_are_watched(mode: str) -> None:
+    items, model = hybrid.items(), model_of()
+    expected = run(stock_schedule(), model_of(), Contract(), items)
+    schedule = schedule_with(mode=mode, min_speedup=0.1)
+    schedule.looks_first = True
+    for number in range(2):
+        assert_same(run(schedule, model, Contract(), items), expected, items)
+        assert schedule.report is not None
+        assert schedule.report.decision.share == (mode == "on" or number == 1)
 
 
 def test_where_the_trainer_has_no_loss_this_one_is_left() -> None:
@@ -274,10 +288,32 @@ def test_what_replaces_megatrons_methods() -> None:
     inner = unwrap(model)
     inner._postprocess = MethodType(type(inner)._postprocess, inner)
     refused("GPTModel's own _postprocess", model)
-    model = model_of()
-    layer = unwrap(model).mtp.layers[0]
-    layer.forward = MethodType(type(layer).forward, layer)
-    refused("multi-token prediction by MultiTokenPredictionLayer", model)
+    for part, name in (
+        (lambda inner: inner.mtp.layers[0], "MultiTokenPredictionLayer"),
+        (lambda inner: inner.mtp, "MultiTokenPredictionBlock"),
+    ):
+        model = model_of()
+        module = part(unwrap(model))
+        module.forward = MethodType(type(module).forward, module)
+        refused(f"multi-token prediction by {name}", model)
+
+
+def test_what_replaces_them_between_two_steps() -> None:
+    """And puts them back: the next step is shared."""
+    model, items = model_of(), hybrid.items()
+    expected = run(schedule_with(), model, Contract(), items)
+    inner = unwrap(model)
+    ours = inner._postprocess
+    inner._postprocess = MethodType(type(inner)._postprocess, inner)
+    refused("GPTModel's own _postprocess", model)
+    inner._postprocess = ours
+    assert_same(run(schedule_with(), model, Contract(), items), expected, items)
+
+
+def test_a_config_with_the_option_and_a_model_without_the_layer() -> None:
+    model = model_of(spec={"mtp_num_layers": None})
+    unwrap(model).config.mtp_num_layers = 1
+    refused("multi-token prediction by another stage than the last, or by none", model)
 
 
 def test_options_of_the_config() -> None:
@@ -301,7 +337,7 @@ def test_a_last_stage_without_tokens() -> None:
     from megatron_prefix.run import read_calls
 
     with pytest.raises(CannotShare) as caught:
-        read_calls._check_ahead(None, None)  # type: ignore[arg-type]
+        read_calls.check_ahead(None, None, forward_only=False)  # type: ignore[arg-type]
     assert str(caught.value) == str(error(AHEAD_TOKENS))
 
 
@@ -316,7 +352,13 @@ def test_prompts_do_not_cross_data_parallel_ranks(monkeypatch: pytest.MonkeyPatc
 
 
 def test_routes_of_the_decoders_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_prefix.run import routers
+    from megatron_prefix.run import read_calls
 
-    monkeypatch.setattr(routers, "_routed", lambda step, rank: True)
-    refused("routes, and a layer of multi-token prediction", model_of(name="tiny-moe"))
+    for module in (versions, read_calls):
+        monkeypatch.setattr(module, "replays_routes", lambda config: True)
+    schedule, model = schedule_with(), model_of(name="tiny-moe")
+    schedule.callbacks = Callbacks(
+        routes=lambda call: torch.arange(2).expand(*call["input_ids"].shape, 2, 2)
+    )
+    with pytest.raises(CannotShare, match="routes, and a layer of multi-token prediction"):
+        run(schedule, model, Contract(), hybrid.items())

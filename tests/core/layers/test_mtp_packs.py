@@ -39,6 +39,8 @@ class WithPositions(Trainer):
 
     def step(self, iterator: Any, model: Any) -> Any:
         def call(**given: Any) -> Any:
+            if given["input_ids"] is None:
+                return model(**given)
             batch = next(one for one in self.batches if one["tokens"] is given["input_ids"])
             places = [torch.arange(length) for length in batch["lengths"]]
             packed = self.form.packed
@@ -95,33 +97,31 @@ def test_padded_packs_give_what_packs_without_padding_give() -> None:
     assert distance(gradients(schedule_with(), padded, own_loss=False), expected) <= LIMIT
 
 
-@pytest.mark.parametrize("masked", [True, False])
-def test_positions_behind_the_last_sample(masked: bool) -> None:
-    """Megatron leaves them where they are: they must not count."""
+class Longer(Trainer):
+    """Its packs go on behind the last sample, where labels count or not."""
 
-    class Longer(WithPositions):
-        def _batch(self, *args: Any) -> dict[str, Any]:
-            batch = super()._batch(*args)
+    def __init__(self, counts: bool) -> None:
+        super().__init__(Form(), 3, Layout())
+        for batch in self.batches:
             for name in ("tokens", "labels", "loss_mask", "weight"):
-                more = torch.full((1, 3), 0 if masked else 1, dtype=batch[name].dtype)
-                batch[name] = torch.cat([batch[name], more * (name == "loss_mask")], 1)
-            return batch
+                value = float(counts and name == "loss_mask")
+                batch[name] = torch.nn.functional.pad(batch[name], (0, 3), value=value)
 
-        def step(self, iterator: Any, model: Any) -> Any:
-            def call(**given: Any) -> Any:
-                given["position_ids"] = torch.arange(given["input_ids"].shape[1])[None]
-                return model(**given)
+    def step(self, iterator: Any, model: Any) -> Any:
+        def call(**given: Any) -> Any:
+            given["position_ids"] = torch.arange(given["input_ids"].shape[1])[None]
+            return model(**given)
 
-            return Trainer.step(self, iterator, call)
+        return super().step(iterator, call)
 
-    def run(schedule: Any) -> dict[str, Tensor]:
-        return calls.run_step(schedule, Longer(Form(), 3, Layout()), [model_of()])[1]
 
-    if masked:  # Megatron's unfused rotary embedding refuses them, transformer-engine's does not
-        assert all(one.isfinite().all() for one in run(schedule_with()).values())
-        return
+def test_positions_behind_the_last_sample() -> None:
+    """Megatron leaves them where they are, so they must not count. (Its unfused rotary embedding
+    takes none of them, transformer-engine's does.)"""
+    found = calls.run_step(schedule_with(), Longer(counts=False), [model_of()])[1]
+    assert all(one.isfinite().all() for one in found.values())
     with pytest.raises(CannotShare, match="behind its last sample"):
-        run(schedule_with())
+        calls.run_step(schedule_with(), Longer(counts=True), [model_of()])
 
 
 def test_the_samples_are_uneven() -> None:

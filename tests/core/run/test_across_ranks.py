@@ -15,7 +15,7 @@ from megatron_prefix import trainers
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.refusals.table import ACROSS_EXPERTS, ACROSS_GATHERS
+from megatron_prefix.refusals.table import ACROSS_AHEAD, ACROSS_EXPERTS, ACROSS_GATHERS
 from megatron_prefix.run import across_ranks, joint_step
 from megatron_prefix.run.across_ranks import LENGTHS, SharingAcrossRanks, beginnings, tell
 from megatron_prefix.run.rank import default_groups
@@ -170,12 +170,13 @@ def test_what_carries_loss_crosses_ranks_too() -> None:
         ({"mode": "observe"}, "set across_ranks to auto, and mode, too"),
         ({"crosses": True}, ""),
         ({"has_global_loss": True}, f"{ACROSS_EXPERTS.name} is not supported yet"),
+        ({"looks_ahead": True}, f"{ACROSS_AHEAD.name} is not supported yet"),
         ({"gathers_late": True}, f"{ACROSS_GATHERS.name} is not supported yet"),
     ],
 )
 def test_the_setting_or_what_is_in_its_way_is_named(changes, told) -> None:
     has = {"crosses": False, "has_global_loss": False, "experts": None, "gathers_late": False}
-    has |= changes
+    has |= {"looks_ahead": False, **changes}
     rank = SimpleNamespace(data_ranks=object(), siblings=object(), **has)
     config = PrefixConfig(mode=changes.get("mode", "auto"))
     assert joint_step.setting(config, rank) == told  # type: ignore[arg-type]

@@ -50,7 +50,7 @@ def test_arguments_are_found_by_name_wherever_they_stand() -> None:
         (dict(tokens=(3, 5)), 1, CallLayout((5, 5, 5), False)),
         (dict(tokens=(1, 9), ends=(0, 4, 9)), 1, CallLayout((4, 5), True)),
         (dict(tokens=(1, 12), ends=(0, 3, 7), padded=(0, 4, 12)), 1, CallLayout((4, 8), True)),
-        (dict(tokens=(1, 12), ends=(0, 4, 9)), 1, CallLayout((4, 5, 3), True)),
+        (dict(tokens=(1, 12), ends=(0, 4, 9)), 1, CallLayout((4, 5, 3), True, 3)),
         (dict(tokens=(1, 6), ends=(0, 4, 12)), 2, CallLayout((2, 4), True)),
         (dict(tokens=(1, 4), ends=(0, 4, 4, 4)), 1, CallLayout((4,), True)),
         (dict(ends=(0, 4, 9)), 1, CallLayout((4, 5), True)),

@@ -64,7 +64,8 @@ def arguments(layout: str, steps: str, folder: Path) -> list[str]:
         "--pipeline-model-parallel-size", str(sizes.pp),
         "--micro-batch-size", "1" if packed else "2",
     ]  # fmt: skip
-    return [*found, *["--dataloader-inter-document-masking"] * packed]
+    ahead = ["--mtp-num-layers", "1", "--mtp-loss-scaling-factor", "1.0"] * ("mtp" in layout)
+    return [*found, *["--dataloader-inter-document-masking"] * packed, *ahead]
 
 
 def run(script: str, layout: str, mode: str, steps: str, folder: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build, cp_layout
-from megatron_prefix.tree.ahead import AheadTables, Division, Rows, sums
+from megatron_prefix.tree.ahead import AheadTables, Division, Rows, sums, told_apart
 
 DIVISIONS = [
     Division(per, *clamps)
@@ -31,7 +31,7 @@ def samples(masked: bool = False) -> list[Pairs]:
         )
         weights = draw.choice([0.0, 1.0, 0.25], len(tokens) - 1)
         found.append(Pairs(tokens[:-1], labels, weights != 0, weights=weights))
-    return [*found, found[0]]
+    return told_apart([*found, found[0]])
 
 
 MICROBATCHES = (0, 0, 1, 2, 2, 2, 1)
@@ -117,12 +117,20 @@ def test_next_inputs_and_their_positions() -> None:
 
 
 def test_a_position_is_shared_where_the_next_input_is() -> None:
-    one = Pairs(np.array([5, 6, 7]), np.zeros(3, int), np.ones(3, bool), weights=np.ones(3))
-    other = Pairs(np.array([5, 6, 8]), np.zeros(3, int), np.ones(3, bool), weights=np.ones(3))
-    shorter = Pairs(np.array([5, 6]), np.zeros(2, int), np.ones(2, bool), weights=np.ones(2))
-    assert (one.codes() == other.codes()).all(axis=1).tolist() == [True, False, False]
-    assert (one.codes()[:2] == shorter.codes()).all(axis=1).tolist() == [True, False]
-    assert (one.codes(1, 2) == one.codes()[1:2]).all()
+    def made(inputs: list[int], labels: list[int]) -> Pairs:
+        num = len(inputs)
+        return Pairs(*map(np.array, (inputs, labels)), np.ones(num, bool), weights=np.ones(num))
+
+    for masked in (False, True):
+        pairs = ([5, 6, 7], [6, 7, 9]), ([5, 6, 8], [6, 8, 9]), ([5, 6], [6, 7])
+        plain = [made(inputs, [0] * len(inputs) if masked else labels) for inputs, labels in pairs]
+        one, other, shorter = told_apart(plain)
+        assert (one.following is not None) == masked
+        assert one.codes().shape == (3, 1 + masked)
+        assert (one.codes() == other.codes()).all(axis=1).tolist() == [True, False, False]
+        assert (one.codes()[:2] == shorter.codes()).all(axis=1).tolist() == [True, False]
+        for start, end in ((1, 2), (1, 3), (0, 3), (2, None)):
+            assert (one.codes(start, end) == one.codes()[start:end]).all()
 
 
 def test_megatron_divides_by_zero() -> None:
