@@ -108,10 +108,10 @@ def crosses(config: PrefixConfig, layout: Layout) -> bool:
     Raises:
         UserError: `--across-ranks on`, and the layout is in the way.
     """
-    if config.across_ranks == "off" or layout.dp == 1:
+    if config.across == "off" or layout.dp == 1:
         return False
     whole = layout.pp == layout.cp == layout.ep == 1
-    if not whole and config.across_ranks == "on":
+    if not whole and config.across == "on":
         raise UserError(
             "--across-ranks on: `plan` simulates ranks that hold the whole model; leave --pp, --cp"
             " and --ep out, or give --across-ranks auto"

@@ -169,6 +169,7 @@ def test_what_carries_loss_crosses_ranks_too() -> None:
         ({}, "set across_ranks to auto"),
         ({"mode": "observe"}, "set across_ranks to auto, and mode, too"),
         ({"crosses": True}, ""),
+        ({"why_alone": joint_step.SLOWER}, f"not in this step, as {joint_step.SLOWER}"),
         ({"has_global_loss": True}, f"{ACROSS_EXPERTS.name} is not supported yet"),
         ({"gathers_late": True}, f"{ACROSS_GATHERS.name} is not supported yet"),
     ],
@@ -178,7 +179,8 @@ def test_the_setting_or_what_is_in_its_way_is_named(changes, told) -> None:
     has |= changes
     rank = SimpleNamespace(data_ranks=object(), siblings=object(), **has)
     config = PrefixConfig(mode=changes.get("mode", "auto"))
-    assert joint_step.setting(config, rank) == told  # type: ignore[arg-type]
+    step = SimpleNamespace(why_alone=changes.get("why_alone", ""))
+    assert joint_step.setting(config, rank, step) == told  # type: ignore[arg-type]
 
 
 def test_without_a_common_dp_group_nothing_is_exchanged() -> None:
