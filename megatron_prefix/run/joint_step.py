@@ -74,6 +74,23 @@ def why_alone(config: PrefixConfig, rank: Rank, *, together: bool) -> str | None
     return None if found is None else f"{found.name} is not supported yet"
 
 
+def tell_alone(why: str, rank: Rank, told: set[str]) -> None:
+    """Logs, once for every reason, why each data-parallel rank shares alone; "": they do not.
+
+    Args:
+        why: see `why_alone` and `Step.why_alone`; numbers are in brackets.
+        rank: this one; one rank of the job logs.
+        told: reasons that have been logged.
+    """
+    key = why.partition(" (")[0]
+    if not why or key in told:
+        return
+    told.add(key)
+    if rank.groups.tp.rank() == 0 and (rank.data_ranks is None or rank.data_ranks.rank() == 0):
+        level = logging.INFO if key in USUAL else logging.WARNING
+        logger.log(level, "each data-parallel rank shares what it has: %s", why)
+
+
 def setting(config: PrefixConfig, rank: Rank, step: Step) -> str:
     """What makes prompts run once in the job, or why that cannot be, for a message; "": they do."""
     if rank.crosses:
@@ -115,7 +132,7 @@ def joint(
             on another one, the step comes back as it is, or every rank is alone.
     """
     group: Any = rank.siblings
-    across, problem = _tried(lambda: _Across(step, rank, planning, build))
+    across, problem = _tried(lambda: Across(step, rank, planning, build))
     heard: list[Any] = [None] * group.size()
     dist.all_gather_object(heard, None if across is None else across.told, group=group)
     if across is not None and None not in heard:
@@ -135,7 +152,7 @@ def joint(
     return replace(step, forest=_read(build(step.samples or (), step.microbatch_of), step))
 
 
-class _Across:
+class Across:
     """A rank's step in which payloads cross, made in two parts.
 
     Args:
@@ -209,7 +226,7 @@ def _read(forest: Forest, step: Step) -> Forest:
 
 
 def _decided(
-    across: _Across | None,
+    across: Across | None,
     problem: BaseException | None,
     rank: Rank,
     forward_only: bool,

@@ -175,11 +175,11 @@ class Planning:
         """This rank's decision, and what it rests on; that of all data-parallel ranks where
         payloads cross them, as the slowest sets the pace."""
         if not rank.crosses:
-            return self._proposed(step, joint, rank, forward_only=forward_only)[0]
+            return self.proposed(step, joint, rank, forward_only=forward_only)[0]
         report: StepReport | None = None
         problem, mine = None, [0.0] * 3
         try:
-            report, over = self._proposed(step, joint, rank, forward_only=forward_only)
+            report, over = self.proposed(step, joint, rank, forward_only=forward_only)
             seconds = report.prediction
             mine = [over, seconds.stock_seconds, seconds.prefix_seconds]  # type: ignore[union-attr]
         except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it
@@ -195,7 +195,7 @@ class Planning:
         report.decision = kept_to_limit(self.config, decision, limit + over, limit)
         return report
 
-    def _proposed(
+    def proposed(
         self, step: Step, joint: JointForest, rank: Rank, *, forward_only: bool
     ) -> tuple[StepReport, float]:
         """What this rank alone would decide, and by how many bytes its predicted peak is above the

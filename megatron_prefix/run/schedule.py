@@ -229,7 +229,7 @@ class PrefixSchedule:
         together = self.callbacks.passes_together or not forward_only
         alone = joint_step.why_alone(self.config, rank, together=together)
         rank.may_cross, rank.why_alone = alone is None, alone or ""
-        self._tell_alone(rank.why_alone, rank)
+        joint_step.tell_alone(rank.why_alone, rank, self._told)
         if self.config.cache_host_layers and rank.groups.cp.size() > 1:
             raise refused(HOST_LAYERS_CP)
         if self.config.mode != "observe":  # by all ranks, whichever schedule each of them takes
@@ -293,20 +293,10 @@ class PrefixSchedule:
             return None
         if joint is None:
             raise RuntimeError("no rank says why a step has no segments")
-        self._tell_alone(joint.why_alone, rank)
+        joint_step.tell_alone(joint.why_alone, rank, self._told)
         if joint.crosses:
             rank.cross()
         return joint
-
-    def _tell_alone(self, why: str, rank: Rank) -> None:
-        """Logs, once for every reason, why each data-parallel rank shares alone."""
-        key = why.partition(" (")[0]  # numbers are in brackets
-        if not why or key in self._told:
-            return
-        self._told.add(key)
-        if rank.groups.tp.rank() == 0 and (rank.data_ranks is None or rank.data_ranks.rank() == 0):
-            level = logging.INFO if key in joint_step.USUAL else logging.WARNING
-            logger.log(level, "each data-parallel rank shares what it has: %s", why)
 
     def _read_calls(
         self, capture: Capture, rank: Rank, forward_only: bool, first: FirstStep | None

@@ -22,7 +22,7 @@ from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.refusals.table import ACROSS_GATHERS
 from megatron_prefix.run import joint_step, planning
 from megatron_prefix.run.communicator import Communicator
-from megatron_prefix.run.joint_step import APART, NOTHING, SLOWER, why_alone
+from megatron_prefix.run.joint_step import APART, NOTHING, SLOWER, tell_alone, why_alone
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
@@ -133,7 +133,7 @@ def _raise(*_: Any, **__: Any) -> None:
 PLACES = {
     "before ranks tell": (joint_step, "beginnings_of"),
     "what is in common": (joint_step, "common_spans"),
-    "whether it pays": (joint_step._Across, "pays"),
+    "whether it pays": (joint_step.Across, "pays"),
     "the forecast": (planning.Planning, "forecast"),
 }
 
@@ -159,7 +159,7 @@ def test_with_on_all_ranks_end_with_its_reason(place: str) -> None:
 
 
 def test_a_rank_that_fails_to_plan_what_crosses_ends_the_step_of_all() -> None:
-    spoil = failing(planning.Planning, "_proposed")
+    spoil = failing(planning.Planning, "proposed")
     other, failed = run_ranks(2, run, AUTO, Layout(dp=2), spoil)
     assert failed[0] == ["KeyError: 'spoiled'"] * 2
     assert other[0] == ["StepFailed: the step ends on all ranks: rank 1: KeyError: 'spoiled'"] * 2
@@ -196,10 +196,10 @@ def test_what_is_in_the_way_is_said() -> None:
 def test_why_ranks_are_alone_is_logged_once_for_every_reason(caplog: Any) -> None:
     rank: Any = SimpleNamespace(data_ranks=None)
     rank.groups = SimpleNamespace(tp=SimpleNamespace(rank=lambda: 0))
-    schedule = PrefixSchedule(AUTO)
+    told: set[str] = set()
     with caplog.at_level(logging.INFO):
         for why in ("", f"{SLOWER} (1 s)", f"{SLOWER} (2 s)", "it could not be planned (x)"):
-            schedule._tell_alone(why, rank)
+            tell_alone(why, rank, told)
     assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
         ("INFO", f"each data-parallel rank shares what it has: {SLOWER} (1 s)"),
         ("WARNING", "each data-parallel rank shares what it has: it could not be planned (x)"),
