@@ -99,6 +99,7 @@ class Footprint:
         parts: context-parallel ranks, which share the positions.
         payloads: of every stage, those of its layers that leave one.
         host_layers: see PrefixConfig.cache_host_layers.
+        state, state_grad: a final hidden state that crosses data-parallel ranks, and its gradient.
         shares: into how many parts K/V and gK/gV of inner segments are cut; a rank has one.
         keeps_outputs: whether a stage's output stays until its backward.
     """
@@ -123,6 +124,8 @@ class Footprint:
     keeps_outputs: bool = True
     host_layers: int = 0
     payloads: tuple[tuple[Payload, ...], ...] = ()
+    state: float = 0.0
+    state_grad: float = 0.0
 
     @classmethod
     def of_layers(
@@ -158,7 +161,8 @@ class Footprint:
             seen=max((part.seen for part in parts), default=0.0),
             num_layers=max(1, len(layers) // form.num_stages), parts=form.cp,
             shares=1 if gathers else form.cp, keeps_outputs=form.keeps_outputs,
-            host_layers=host_layers, payloads=payloads,
+            host_layers=host_layers, payloads=payloads, state=hidden_size * form.itemsize,
+            state_grad=hidden_size * max(4, form.itemsize),
         )  # fmt: skip
 
     def kept(self, policy: str, inner: bool, read: float, first: bool, last: bool) -> float:
