@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -29,6 +29,7 @@ from tests.harness.ranks import run_ranks
 
 VOCAB = 64
 CHUNKED = PrefixConfig(min_gain=0, chunk_tokens=16, segment_tokens=48)
+ACROSS = replace(CHUNKED, across_ranks="on")
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,16 @@ CASES = {
     "the first layer's K and V frozen": Case(adapters={"targets": ("linear_fc2",)}),
     "the last layer alone": Case(adapters={"layers": (3,)}),
     "the first layer alone": Case(adapters={"layers": (0,)}),
+    "across ranks": Case(Layout(dp=2), ACROSS),
+    "across ranks, PP2": Case(Layout(dp=2, pp=2), ACROSS),
+    "across ranks, experts": Case(Layout(dp=2), ACROSS, "tiny-moe"),
+    "across ranks, the last layer alone": Case(Layout(dp=2), ACROSS, adapters={"layers": (3,)}),
+    "across ranks, the first layer alone": Case(Layout(dp=2), ACROSS, adapters={"layers": (0,)}),
 }
 
 
 def compare(case: Case) -> None:
-    make = build.build_chunk
+    make, crosses = build.build_chunk, case.prefix.across_ranks == "on"
 
     def adapted(recipe: Any, stage: int) -> Any:
         chunk = make(recipe, stage)
@@ -76,7 +82,12 @@ def compare(case: Case) -> None:
                 build_model(spec, layout=case.layout, dtype="float64", **options)
                 for options in (keeping, case.build)
             )
-        groups = generate(2, 40, 16, 4, vocab_size=VOCAB, seed=align.data_rank())
+        groups = generate(2, 40, 16, 4, vocab_size=VOCAB, seed=0 if crosses else align.data_rank())
+        if crosses:  # their rollouts are on all ranks
+            groups = [
+                replace(one, rollouts=one.rollouts[align.data_rank() :: case.layout.dp])
+                for one in groups
+            ]
         items = align.microbatches([*groups], 1, case.layout.alignment)
         ours = PrefixSchedule(case.prefix)
         step = loss.forward_step(loss.GrpoConfig(clip_low=1.0, clip_high=1e9))
