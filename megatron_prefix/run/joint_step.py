@@ -106,7 +106,7 @@ def setting(config: PrefixConfig, rank: Rank, step: Step) -> str:
 def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
     if rank.data_ranks is None or rank.siblings is None:
         return ACROSS_NO_GROUP
-    if rank.has_global_loss or (rank.experts and rank.gathers_tokens):
+    if rank.experts and rank.gathers_tokens:
         return ACROSS_EXPERTS
     if rank.gathers_late:
         return ACROSS_GATHERS

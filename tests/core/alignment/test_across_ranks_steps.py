@@ -83,7 +83,7 @@ def sequence(
     config: PrefixConfig, layout: Layout, deal: Deal, options: dict[str, Any]
 ) -> list[int]:
     """A rank's part of three updates with a pass without gradients before each: the positions that
-    it received or sent in every call. Losses, gradients and weights are those of the stock schedule."""
+    it received or sent in every call. Losses, gradients and weights are the stock schedule's."""
     runtime.initialize(layout)
     number = dist.get_rank() // layout.tp % layout.dp
     ours = PrefixSchedule(config, Callbacks(passes_together=True))

@@ -170,12 +170,15 @@ def test_what_carries_loss_crosses_ranks_too() -> None:
         ({"mode": "observe"}, "set across_ranks to auto, and mode, too"),
         ({"crosses": True}, ""),
         ({"why_alone": joint_step.SLOWER}, f"not in this step, as {joint_step.SLOWER}"),
-        ({"has_global_loss": True}, f"{ACROSS_EXPERTS.name} is not supported yet"),
+        (
+            {"experts": object(), "gathers_tokens": True},
+            f"{ACROSS_EXPERTS.name} is not supported yet",
+        ),
         ({"gathers_late": True}, f"{ACROSS_GATHERS.name} is not supported yet"),
     ],
 )
 def test_the_setting_or_what_is_in_its_way_is_named(changes, told) -> None:
-    has = {"crosses": False, "has_global_loss": False, "experts": None, "gathers_late": False}
+    has = {"crosses": False, "experts": None, "gathers_late": False}
     has |= changes
     rank = SimpleNamespace(data_ranks=object(), siblings=object(), **has)
     config = PrefixConfig(mode=changes.get("mode", "auto"))
