@@ -32,7 +32,6 @@ from megatron_prefix.moe import tokens
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.moe.ledger import RouterLedger
 from megatron_prefix.moe.span_sums import SpanSums
-from megatron_prefix.refusals.table import ACROSS_EXPERTS
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import build, trees
 from tests.harness.ranks import run_ranks
@@ -284,12 +283,6 @@ def test_a_step_is_that_of_the_stock_schedule(name):
     assert verdict.failures == ()
     assert verdict.passed
     assert verdict.executed_tokens < verdict.raw_tokens
-
-
-def test_an_all_gather_of_tokens_and_prompts_across_ranks_are_refused() -> None:
-    case = CASES["EP2, all-gather"]
-    with pytest.raises(UserError, match=ACROSS_EXPERTS.name):
-        aligned(replace(case, prefix=ACROSS))
 
 
 def once(rows: Any, *place: int) -> list[np.ndarray]:

@@ -19,7 +19,7 @@ from megatron_prefix.errors import CannotShare, StepFailed
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.refusals.table import ACROSS_GATHERS
+from megatron_prefix.refusals.table import ACROSS_EXPERTS, ACROSS_GATHERS
 from megatron_prefix.run import joint_step, planning
 from megatron_prefix.run.communicator import Communicator
 from megatron_prefix.run.joint_step import APART, NOTHING, SLOWER, tell_alone, why_alone
@@ -191,6 +191,8 @@ def test_what_is_in_the_way_is_said() -> None:
     assert asked("auto", None, gathers_late=True) == f"{ACROSS_GATHERS.name} is not supported yet"
     with pytest.raises(CannotShare, match=ACROSS_GATHERS.name):
         asked("auto", "on", gathers_late=True)
+    with pytest.raises(CannotShare, match=ACROSS_EXPERTS.name):
+        asked("on", "on", experts=GROUP, gathers_tokens=True)
 
 
 def test_why_ranks_are_alone_is_logged_once_for_every_reason(caplog: Any) -> None:
