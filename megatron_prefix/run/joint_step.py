@@ -29,6 +29,7 @@ from megatron_prefix.refusals.table import (
 )
 from megatron_prefix.run.agreement import worst
 from megatron_prefix.run.communicator import communicator
+from megatron_prefix.run.node_groups import node_group
 from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.rank import Rank, several
 from megatron_prefix.run.step import Step
@@ -60,7 +61,7 @@ def why_alone(config: PrefixConfig, rank: Rank, *, together: bool) -> str | None
         "" where nobody wants it, or there is one rank; None if some may cross.
 
     Raises:
-        UserError: `across_ranks` is "on", and something is in the way.
+        UserError: `across_ranks` is "on" or "node", and something is in the way.
     """
     if config.across == "off" or config.mode in ("off", "observe"):
         return ""
@@ -69,8 +70,12 @@ def why_alone(config: PrefixConfig, rank: Rank, *, together: bool) -> str | None
     if not together:
         return APART
     found = _in_the_way(config, rank)
-    if found is not None and config.across == "on":
+    if found is not None and config.across != "auto":
         raise refused(found)
+    if config.across == "node":
+        rank.siblings, any_together = node_group(rank)
+        if not any_together:
+            return ""
     return None if found is None else f"{found.name} is not supported yet"
 
 
@@ -137,7 +142,7 @@ def joint(
     dist.all_gather_object(heard, None if across is None else across.told, group=group)
     if across is not None and None not in heard:
         _, problem = _tried(lambda: across.build(heard))
-    if planning.config.across == "on":
+    if planning.config.across != "auto":
         if problem is not None:
             raise problem
         return step if across is None or across.forest is None else across.step

@@ -53,8 +53,8 @@ class Rank:
         experts: ranks that share experts and so meet in every action; None if this one shares none.
         data_ranks: data- and context-parallel ranks (`dp_cp`); None if the trainer's groups lack
             them.
-        siblings: data-parallel ranks with the same part of every sample; None if the trainer's
-            groups do not tell them.
+        siblings: data-parallel ranks with the same part of every sample, those that payloads may
+            cross; None if the trainer's groups do not tell them.
         companions: process groups whose grid holds all ranks that take part in a step. Here and
             below groups of one rank are left out.
         same_schedule: groups that take the same schedule in every step.

@@ -214,8 +214,8 @@ _TEXTS = {
     " segment, which sends less, while every rank keeps K/V of all; auto (default): segment if it"
     " fits",
     "across_ranks": "run what rollouts on several data-parallel ranks begin with once in the job:"
-    " auto: where it can be, pays and fits; on: what is in the way is refused (default: auto in"
-    " mode auto, else off)",
+    " auto: where it can be, pays and fits; on: what is in the way is refused; node: on, among the"
+    " ranks of one host (default: auto in mode auto, else off)",
     "kernel": f"attention kernel: {', '.join(KERNELS)}, dense+causal, or auto (default)",
 }
 _OLD_FLAGS = {"segment_tokens": ["--wave-tokens"]}

@@ -106,10 +106,14 @@ def crosses(config: PrefixConfig, layout: Layout) -> bool:
     """Whether the plans of all ranks are made.
 
     Raises:
-        UserError: `--across-ranks on`, and the layout is in the way.
+        UserError: `--across-ranks node`; or `on`, and the layout is in the way.
     """
     if config.across == "off" or layout.dp == 1:
         return False
+    if config.across == "node":
+        raise UserError(
+            "--across-ranks node: `plan` knows no hosts; give on, with --dp of one host"
+        )
     whole = layout.pp == layout.cp == layout.ep == 1
     if not whole and config.across == "on":
         raise UserError(
