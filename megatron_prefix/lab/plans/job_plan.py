@@ -112,6 +112,8 @@ def message_seconds(
 
     What spans leave that have no row a position (recurrent states) is not counted.
 
+    Context-parallel ranks send a part of it each, all at once.
+
     Args:
         spec, layout: of the model; bf16.
         bytes_per_second: of one GPU.
@@ -120,4 +122,5 @@ def message_seconds(
     stages = footprint_of(spec, form).payloads
     rows = [one for stage in stages for one in stage if one.form is Form.POSITIONS]
     values, gradients = sum(one.values for one in rows), sum(one.gradients for one in rows)
-    return values / bytes_per_second, gradients / bytes_per_second
+    together = bytes_per_second * layout.cp
+    return values / together, gradients / together
