@@ -36,7 +36,6 @@ from megatron_prefix.run.step import Step
 from megatron_prefix.sidecar.arena import wider
 from megatron_prefix.tree import Forest
 from megatron_prefix.tree.across_ranks import CommonSpans, beginnings_of, common_spans
-from megatron_prefix.tree.build import trie
 from megatron_prefix.tree.payload_map import Form
 
 logger = logging.getLogger(__name__)
@@ -186,7 +185,7 @@ class Across:
     def build(self, heard: Sequence[Any]) -> None:
         """Makes the segments."""
         group: Any = self._rank.siblings
-        self.common = common_spans(heard, group.rank(), trie, self._options)
+        self.common = common_spans(heard, group.rank(), self._options)
         self.forest = self._built(common=(self._numbers, self.common))
 
     def _built(self, **options: Any) -> Forest:
