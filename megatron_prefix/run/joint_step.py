@@ -13,6 +13,7 @@ others, so that a rank that fails can say so.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from megatron_prefix.refusals.table import (
 from megatron_prefix.run.agreement import worst
 from megatron_prefix.run.communicator import communicator
 from megatron_prefix.run.node_groups import node_group
+from megatron_prefix.run.pause import AFTER, STEPS
 from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.rank import Rank, several
 from megatron_prefix.run.step import Step
@@ -44,7 +46,8 @@ T = TypeVar("T")
 APART = "data-parallel ranks are not known to make equally many calls without gradients"
 NOTHING = "rollouts on several ranks begin with nothing in common that is worth it"
 SLOWER = "the slowest rank is not predicted to be sooner"
-USUAL = (APART, NOTHING, SLOWER)
+RESTS = f"no prompt has crossed in {AFTER} steps: ranks ask again after {STEPS}"
+USUAL = (APART, NOTHING, SLOWER, RESTS)
 """Reasons that nobody has to look after."""
 
 
@@ -221,7 +224,8 @@ class Across:
         moved = _crossing(self.step.forest, rank, forward_only)
         moved += rank.gradient_bytes * (rank.overlaps and not forward_only)
         seconds = across.prefix_seconds + moved / bytes_per_second
-        return across.over, seconds, min(alone.prefix_seconds, alone.stock_seconds)
+        by_stock = alone.stock_seconds if self._planning.config.mode == "auto" else math.inf
+        return across.over, seconds, min(alone.prefix_seconds, by_stock)
 
 
 def _read(forest: Forest, step: Step) -> Forest:

@@ -38,7 +38,7 @@ from megatron_prefix.run.first_step import FirstStep, code_name
 from megatron_prefix.run.losses import LossContract
 from megatron_prefix.run.memory_control import MemoryControl
 from megatron_prefix.run.messages import channels_of
-from megatron_prefix.run.pause import Pause
+from megatron_prefix.run.pause import Pause, Rest
 from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read_calls import ReadCalls, read_calls
@@ -80,6 +80,7 @@ class PrefixSchedule:
     memory: MemoryControl = field(init=False, repr=False)
     planning: Planning = field(init=False, repr=False)
     _pauses: dict[Any, Pause] = field(default_factory=dict, init=False, repr=False)
+    _rest: Rest = field(default_factory=Rest, init=False, repr=False)
     _told: set[str] = field(default_factory=set, init=False, repr=False)
     _kinds: dict[Any, UserError | None] = field(default_factory=dict, init=False, repr=False)
 
@@ -228,6 +229,8 @@ class PrefixSchedule:
         rank = Rank(models, groups)
         together = self.callbacks.passes_together or not forward_only
         alone = joint_step.why_alone(self.config, rank, together=together)
+        if alone is None and self.config.across == "auto" and self._rest.next():
+            alone = joint_step.RESTS
         rank.may_cross, rank.why_alone = alone is None, alone or ""
         joint_step.tell_alone(rank.why_alone, rank, self._told)
         if self.config.cache_host_layers and rank.groups.cp.size() > 1:
@@ -294,6 +297,7 @@ class PrefixSchedule:
         if joint is None:
             raise RuntimeError("no rank says why a step has no segments")
         joint_step.tell_alone(joint.why_alone, rank, self._told)
+        self._rest.note(joint.crosses)
         if joint.crosses:
             rank.cross()
         return joint

@@ -22,7 +22,8 @@ from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.refusals.table import ACROSS_EXPERTS, ACROSS_GATHERS
 from megatron_prefix.run import joint_step, planning
 from megatron_prefix.run.communicator import Communicator
-from megatron_prefix.run.joint_step import APART, NOTHING, SLOWER, tell_alone, why_alone
+from megatron_prefix.run.joint_step import APART, NOTHING, RESTS, SLOWER, tell_alone, why_alone
+from megatron_prefix.run.pause import Rest
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
@@ -57,20 +58,20 @@ def gradients(schedule: Any, model: Any, items: list[Any]) -> dict[str, torch.Te
 
 
 def run(
-    config: PrefixConfig, layout: Layout, spoil: Callable[[], None], prompts: int = 4
+    config: PrefixConfig, layout: Layout, spoil: Callable[[], None], num_steps: int = 2
 ) -> tuple[list[str], float, int]:
-    """A rank's part of two steps: why nothing crossed in each, or what it raised; how long that
+    """A rank's part of some steps: why nothing crossed in each, or what it raised; how long that
     took; and the positions received in the last one. Gradients are stock's."""
     runtime.initialize(layout)
     Communicator.measured = lambda _: 1e15  # type: ignore[method-assign]  # the rank's own process
     model = small_model(dtype=torch.float64, layout=layout)
     number = dist.get_rank() // layout.tp % layout.dp
-    items = step_of(number, prompts) if number >= 0 else []
+    items = step_of(number, prompts=4)
     stock = gradients(stock_schedule(), model, items)
     spoil()
     schedule = PrefixSchedule(config)
     begin, said = time.monotonic(), []
-    for _ in range(2):
+    for _ in range(num_steps):
         try:
             ours = gradients(schedule, model, items)
         except (StepFailed, KeyError) as error:
@@ -114,6 +115,18 @@ def test_each_rank_is_alone_where_one_would_take_too_much_memory() -> None:
     config = replace(AUTO, memory="retain", memory_budget_gb=1e-6)
     for said, *_ in run_ranks(2, run, config, Layout(dp=2), nothing):
         assert all("more memory than it may" in one for one in said)
+
+
+def test_ranks_ask_again_after_a_while() -> None:
+    rest, asked = Rest(), []
+    for step in range(60):
+        if not rest.next():
+            asked.append(step)
+            rest.note(crosses=step == 26)
+    assert asked == [0, 1, 26, 27, 28, 53], "what crossed once begins anew"
+    for said, *_ in run_ranks(2, run, AUTO, Layout(dp=2), slow_messages, 4):
+        assert [why.startswith(SLOWER) for why in said] == [True, True, False, False]
+        assert said[2:] == [RESTS] * 2
 
 
 def failing(module: Any, name: str) -> Callable[[], None]:
