@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.generate import generate
+from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models import build
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
@@ -63,8 +64,17 @@ CASES = {
 }
 
 
+def groups_of(case: Case) -> list[Group]:
+    """A data-parallel rank's, of its own; where prompts cross, its rollouts of all."""
+    number = align.data_rank()
+    if case.prefix.across_ranks != "on":
+        return [*generate(2, 40, 16, 4, vocab_size=VOCAB, seed=number)]
+    groups = generate(2, 40, 16, 4, vocab_size=VOCAB, seed=0)
+    return [replace(one, rollouts=one.rollouts[number :: case.layout.dp]) for one in groups]
+
+
 def compare(case: Case) -> None:
-    make, crosses = build.build_chunk, case.prefix.across_ranks == "on"
+    make = build.build_chunk
 
     def adapted(recipe: Any, stage: int) -> Any:
         chunk = make(recipe, stage)
@@ -82,13 +92,7 @@ def compare(case: Case) -> None:
                 build_model(spec, layout=case.layout, dtype="float64", **options)
                 for options in (keeping, case.build)
             )
-        groups = generate(2, 40, 16, 4, vocab_size=VOCAB, seed=0 if crosses else align.data_rank())
-        if crosses:  # their rollouts are on all ranks
-            groups = [
-                replace(one, rollouts=one.rollouts[align.data_rank() :: case.layout.dp])
-                for one in groups
-            ]
-        items = align.microbatches([*groups], 1, case.layout.alignment)
+        items = align.microbatches(groups_of(case), 1, case.layout.alignment)
         ours = PrefixSchedule(case.prefix)
         step = loss.forward_step(loss.GrpoConfig(clip_low=1.0, clip_high=1e9))
         stock = gradients(get_forward_backward_func(), step, reference, items)
