@@ -22,12 +22,14 @@ import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import Refusal, refused
+from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import (
     ACROSS_EXPERTS,
     ACROSS_GATHERS,
     ACROSS_NO_GROUP,
     ACROSS_PLAN,
 )
+from megatron_prefix.run import agreement
 from megatron_prefix.run.agreement import worst
 from megatron_prefix.run.communicator import communicator
 from megatron_prefix.run.node_groups import node_group
@@ -98,15 +100,18 @@ def tell_alone(why: str, rank: Rank, told: set[str]) -> None:
         logger.log(level, "each data-parallel rank shares what it has: %s", why)
 
 
-def setting(config: PrefixConfig, rank: Rank, step: Step) -> str:
-    """What makes prompts run once in the job, or why that cannot be, for a message; "": they do."""
+def setting(config: PrefixConfig, rank: Rank, why: str) -> str:
+    """What makes prompts run once in the job, or why that cannot be, for a message; "": they do.
+
+    `why`: see `StepReport.why_alone`.
+    """
     if rank.crosses:
         return ""
     found = _in_the_way(config, rank)
     if found is not None:
         return f"{found.name} is not supported yet"
-    if step.why_alone:
-        return f"not in this step, as {step.why_alone}"
+    if why:
+        return f"not in this step, as {why}"
     return "set across_ranks to auto" + (", and mode, too" if config.mode == "observe" else "")
 
 
@@ -202,7 +207,13 @@ class Across:
             raise RuntimeError("the segments have not been made")
         return replace(self._before, forest=self.forest, crosses=True)
 
-    def pays(self, bytes_per_second: float, forward_only: bool) -> tuple[float, float, float]:
+    def meet(self) -> JointForest:
+        """The segments among those of ranks that share experts, which call this together."""
+        return agreement.meet(self.step.forest, self._before.microbatch_of, self._rank.experts)
+
+    def pays(
+        self, met: JointForest, bytes_per_second: float, forward_only: bool
+    ) -> tuple[float, float, float]:
         """By how many bytes this rank's predicted peak is above the limit of memory if payloads
         cross, the seconds that the step then takes, and those if the rank is alone; it asks no
         other rank.
@@ -211,6 +222,7 @@ class Across:
         would have overlapped with backwards.
 
         Args:
+            met: the segments, from `meet`.
             bytes_per_second: of messages.
             forward_only: see `joint`.
         """
@@ -221,11 +233,12 @@ class Across:
             )
             for one in (self.step.forest, self.alone)
         )
+        _, over = self._planning.proposed(self.step, met, rank, forward_only=forward_only)
         moved = _crossing(self.step.forest, rank, forward_only)
         moved += rank.gradient_bytes * (rank.overlaps and not forward_only)
         seconds = across.prefix_seconds + moved / bytes_per_second
         by_stock = alone.stock_seconds if self._planning.config.mode == "auto" else math.inf
-        return across.over, seconds, min(alone.prefix_seconds, by_stock)
+        return over, seconds, min(alone.prefix_seconds, by_stock)
 
 
 def _read(forest: Forest, step: Step) -> Forest:
@@ -253,7 +266,8 @@ def _decided(
     if not across.common.segments:
         return NOTHING
     rate = communicator(rank.siblings, rank.device).bytes_per_second
-    mine, problem = _tried(lambda: across.pays(rate, forward_only))
+    met = across.meet()
+    mine, problem = _tried(lambda: across.pays(met, rate, forward_only))
     (over, together, alone), failed = worst(mine or (0.0,) * 3, problem, groups, rank.device)
     if failed:
         across.alone = None  # some ranks have none, and all go on alike

@@ -320,11 +320,12 @@ class PrefixSchedule:
 
     def _plan(self, step: Step, rank: Rank, forward_only: bool, pause: Pause) -> JointForest | None:
         """Sets `report` with the plan; None if the stock schedule is the better one."""
+        why = step.why_alone or rank.why_alone
         if self.config.mode != "on":
-            setting = joint_step.setting(self.config, rank, step)
+            setting = joint_step.setting(self.config, rank, why)
             self.across_ranks.look(step, rank, forward_only=forward_only, setting=setting)
         report, joint = self.planning.decided(step, rank, forward_only=forward_only)
-        report.why_alone = step.why_alone or rank.why_alone
+        report.why_alone = why
         self._report(report)
         if not forward_only and not self.planning.meter(rank).due:  # else it may run to be timed
             pause.note(report.decision)

@@ -169,7 +169,7 @@ def test_what_carries_loss_crosses_ranks_too() -> None:
         ({}, "set across_ranks to auto"),
         ({"mode": "observe"}, "set across_ranks to auto, and mode, too"),
         ({"crosses": True}, ""),
-        ({"why_alone": joint_step.SLOWER}, f"not in this step, as {joint_step.SLOWER}"),
+        ({"why": joint_step.SLOWER}, f"not in this step, as {joint_step.SLOWER}"),
         (
             {"experts": object(), "gathers_tokens": True},
             f"{ACROSS_EXPERTS.name} is not supported yet",
@@ -182,8 +182,7 @@ def test_the_setting_or_what_is_in_its_way_is_named(changes, told) -> None:
     has |= changes
     rank = SimpleNamespace(data_ranks=object(), siblings=object(), **has)
     config = PrefixConfig(mode=changes.get("mode", "auto"))
-    step = SimpleNamespace(why_alone=changes.get("why_alone", ""))
-    assert joint_step.setting(config, rank, step) == told  # type: ignore[arg-type]
+    assert joint_step.setting(config, rank, changes.get("why", "")) == told  # type: ignore[arg-type]
 
 
 def test_without_a_common_dp_group_nothing_is_exchanged() -> None:

@@ -37,6 +37,29 @@ FAILS = 1
 """The rank that fails."""
 
 
+def sharing_experts(mine: list[Any]) -> list[str]:
+    """A rank's part of two steps of ranks that share experts: why nothing crossed in each."""
+    layout = Layout(dp=2, ep=2)
+    runtime.initialize(layout)
+    Communicator.measured = lambda _: 1e15  # type: ignore[method-assign]
+    model = small_model("tiny-moe", dtype=torch.float64, layout=layout)
+    items, said = step_of(dist.get_rank(), prompts=4), []
+    stock = gradients(stock_schedule(), model, items)
+    for config in mine:
+        schedule = PrefixSchedule(config)
+        ours = gradients(schedule, model, items)
+        expected = steps.Reference(stock, {n: float(g.abs().max()) for n, g in stock.items()})
+        steps.assert_gradients(ours, expected, sum(i["tokens"].numel() for i in items))
+        said.append(schedule.report.why_alone)  # type: ignore[union-attr]
+    return said
+
+
+def test_ranks_that_share_experts_decide_by_what_they_run_side_by_side() -> None:
+    small = replace(AUTO, memory="retain", memory_budget_gb=1e-6)
+    for crosses, too_much in run_ranks(2, sharing_experts, [AUTO, small]):
+        assert crosses == "" and "more memory than it may" in too_much
+
+
 def step_of(number: int, prompts: int) -> list[Any]:
     """A rank's microbatches, one a prompt: each rank has a rollout of all of them."""
     items = []
@@ -171,9 +194,20 @@ def test_with_on_all_ranks_end_with_its_reason(place: str) -> None:
     assert max(other[1], failed[1]) < SOON_S
 
 
+def failing_behind_the_forecast() -> None:
+    """Spoils one rank: its proposal raises when ranks have agreed that payloads cross."""
+    stock, calls = planning.Planning.proposed, []
+
+    def proposed(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        return stock(*args, **options) if len(calls) % 2 else _raise()
+
+    if dist.get_rank() == FAILS:
+        planning.Planning.proposed = proposed  # type: ignore[method-assign]
+
+
 def test_a_rank_that_fails_to_plan_what_crosses_ends_the_step_of_all() -> None:
-    spoil = failing(planning.Planning, "proposed")
-    other, failed = run_ranks(2, run, AUTO, Layout(dp=2), spoil)
+    other, failed = run_ranks(2, run, AUTO, Layout(dp=2), failing_behind_the_forecast)
     assert failed[0] == ["KeyError: 'spoiled'"] * 2
     assert other[0] == ["StepFailed: the step ends on all ranks: rank 1: KeyError: 'spoiled'"] * 2
     assert max(other[1], failed[1]) < SOON_S
