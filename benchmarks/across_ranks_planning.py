@@ -38,7 +38,6 @@ from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.tree import Forest, Pairs
 from megatron_prefix.tree.across_ranks import beginnings_of, common_spans
-from megatron_prefix.tree.build import trie
 
 COST = cost_of(resolve("qwen3-8b"))
 STEPS = ("tell", "hear", "common", "forest", "plan", "windows")
@@ -111,7 +110,7 @@ def measure(ranks: Sequence[Sequence[Pairs]], repeats: int) -> str:
         told = functools.partial(beginnings_of, mine, microbatch_of, options)
         _, numbers = clock.timed("tell", told)
         heard = clock.timed("hear", lambda: [*map(pickle.loads, sent)])
-        spans = functools.partial(common_spans, heard, 0, trie, options)
+        spans = functools.partial(common_spans, heard, 0, options)
         common = clock.timed("common", spans)
         forest = clock.timed("forest", functools.partial(build, common=(numbers, common)))
         plan = clock.timed("plan", functools.partial(planned, forest, microbatch_of))

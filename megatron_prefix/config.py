@@ -12,7 +12,7 @@ from megatron_prefix.tree import TreeOptions
 MODES = ("off", "observe", "auto", "on")
 MEMORY_POLICIES = ("retain", "offload", "recompute", "auto")
 CP_REDUCE = ("auto", "wave", "segment")
-ACROSS_RANKS = ("off", "auto", "on")
+ACROSS_RANKS = ("off", "auto", "on", "node")
 KERNELS = ("math", "flash_cpu", "flash", "cudnn", "fa3", "fa4")
 """Names of the attention kernels (megatron_prefix/layers/blocks/kernels.py)."""
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -79,9 +79,11 @@ class PrefixConfig:
             training steps had free.
         across_ranks: whether what rollouts on several data-parallel ranks begin with runs once, on
             one of them, which sends its K/V or states, and final hidden states of what carries
-            loss, to the others. "auto": where it can be and the slowest rank is predicted to be
-            sooner, at the measured rate of messages; "on": always, and what is in the way is
-            refused; "off": every rank shares what it has. Chunk length "auto" then cuts nothing.
+            loss, to the others. "auto": where it can be, the slowest rank is predicted to be
+            sooner, at the measured rate of messages, and the predicted peak keeps the limit of
+            memory; "on": always, and what is in the way is refused; "node": the same, among the
+            ranks of one host; "off": every rank shares what it has. None: "auto" in mode "auto",
+            else "off" (`across`). Where prompts may cross, chunk length "auto" cuts nothing.
         run_ahead: forwards that a pipeline stage runs ahead of its successor (1 or 2).
         min_speedup: in mode "auto", the predicted speedup below which the stock schedule runs.
         cost_file: where mode "auto" keeps what it measures of this model, layout and device, for
@@ -102,7 +104,7 @@ class PrefixConfig:
     memory_budget_gb: float = 0.0
     cache_host_layers: int = 0
     cp_reduce: str = "auto"
-    across_ranks: str = "off"
+    across_ranks: str | None = None
     run_ahead: int = 2
     min_speedup: float = 1.05
     cost_file: str | None = None
@@ -118,7 +120,7 @@ class PrefixConfig:
         self.tree_options(1)
         for name, known in CHOICES.items():
             value = getattr(self, name)
-            if value not in known:
+            if value not in known and value != self.__dataclass_fields__[name].default:
                 raise UserError(f"{name} is {value!r}: give one of {', '.join(map(str, known))}")
         if not 0 <= self.memory_budget_gb <= MOST_MEMORY_GB:
             raise UserError(
@@ -129,6 +131,11 @@ class PrefixConfig:
             raise UserError(f"cache_host_layers is {self.cache_host_layers}: give a number from 0")
         if not 0 < self.min_speedup < math.inf:
             raise UserError(f"min_speedup is {self.min_speedup}: give a finite number above 0")
+
+    @property
+    def across(self) -> str:
+        """`across_ranks`; by `mode` where that is not set."""
+        return self.across_ranks or ("auto" if self.mode == "auto" else "off")
 
     @property
     def memory_budget(self) -> float | None:

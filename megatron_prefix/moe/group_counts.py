@@ -18,9 +18,12 @@ proved. So a replica stops only if one of its ranks waits in a backward for a su
 (`Forest.ordered`, `loss_ready_after`) has the forwards of microbatches 0..m' on the last stage
 before that backward, and so on every stage, since a segment reaches the last stage through all
 others. Hence all ranks of a replica that stops have started sum m, as have those of one that ends.
-So all ranks have started sum m, and it completes. With expert parallelism replicas also meet in
-every expert layer; those replicas have one common plan, in which microbatch m is that of all of
-them (plan/joint_forest.py), and count as one replica here.
+So all ranks have started sum m, and it completes. Where payloads cross data-parallel ranks, all of
+them have begun to leave a rank before its first wave, and so before its first sum, which has tokens
+of a wave; gradients cross after its last wave, and so after its last sum: all ranks begin both in
+one order. With expert parallelism replicas also meet in every expert layer; those replicas have one
+common plan, in which microbatch m is that of all of them (plan/joint_forest.py), and count as one
+replica here.
 """
 
 from __future__ import annotations

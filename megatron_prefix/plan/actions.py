@@ -100,6 +100,20 @@ class Transfer(NamedTuple):
     spans: tuple[int, ...]
 
 
+class Sent(NamedTuple):
+    """What of a segment other data-parallel ranks get, each of them counted.
+
+    Attributes:
+        positions, spans: of the segment, padding included.
+        copied, copied_spans: those of them that go to ranks whose spans are not neighbours.
+    """
+
+    positions: int
+    spans: int
+    copied: int
+    copied_spans: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """What every rank of a pipeline does in one step.
@@ -110,6 +124,8 @@ class Plan:
         num_chunks: model chunks a rank (virtual stages), 1 without interleaving.
         policies: per segment one of POLICIES; empty: all retain.
         transfers: payloads that this data-parallel rank sends, one of each segment and peer.
+        sent: what of each segment crosses, for the memory that it takes; empty: nothing. Not in a
+            file.
     """
 
     segments: tuple[Segment, ...]
@@ -117,6 +133,7 @@ class Plan:
     num_chunks: int = 1
     policies: tuple[str, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    sent: tuple[Sent, ...] = ()
 
     @property
     def num_ranks(self) -> int:

@@ -102,6 +102,7 @@ class Footprint:
         behind_inner, behind_wave: saved by multi-token prediction, behind the last layer, for the
             backward of an inner segment and of a wave.
         host_layers: see PrefixConfig.cache_host_layers.
+        state, state_grad: a final hidden state that crosses data-parallel ranks, and its gradient.
         shares: into how many parts K/V and gK/gV of inner segments are cut; a rank has one.
         keeps_outputs: whether a stage's output stays until its backward.
     """
@@ -130,6 +131,8 @@ class Footprint:
     payloads: tuple[tuple[Payload, ...], ...] = ()
     behind_inner: float = 0.0
     behind_wave: float = 0.0
+    state: float = 0.0
+    state_grad: float = 0.0
 
     @classmethod
     def of_layers(
@@ -171,7 +174,8 @@ class Footprint:
             seen=max((part.seen for part in parts), default=0.0),
             num_layers=max(1, len(layers) // form.num_stages), parts=form.cp,
             shares=1 if gathers else form.cp, keeps_outputs=form.keeps_outputs,
-            host_layers=host_layers, payloads=payloads,
+            host_layers=host_layers, payloads=payloads, state=hidden_size * form.itemsize,
+            state_grad=hidden_size * max(4, form.itemsize),
         )  # fmt: skip
 
     def kept(self, policy: str, inner: bool, read: float, first: bool, last: bool) -> float:

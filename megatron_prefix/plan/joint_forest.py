@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
+from megatron_prefix.plan.actions import Sent
 from megatron_prefix.tree import Forest, Segment, Span
 from megatron_prefix.tree.forest import Exchange
 
@@ -38,6 +39,7 @@ class JointForest:
         union_microbatch_of: the microbatch of each rollout of the union.
         lengths: per place of the union the positions of every forest's segment.
         spans: per place of the union the most spans of a forest's segment.
+        sent: per place of the union the most that a forest's segment sends; empty: nothing.
     """
 
     forest: Forest
@@ -46,6 +48,7 @@ class JointForest:
     union_microbatch_of: tuple[int, ...]
     lengths: tuple[tuple[int, ...], ...]
     spans: tuple[int, ...]
+    sent: tuple[Sent, ...] = ()
 
     @classmethod
     def alone(cls, forest: Forest, microbatch_of: Sequence[int]) -> JointForest:
@@ -53,7 +56,7 @@ class JointForest:
         owners, segments = tuple(microbatch_of), forest.segments
         lengths = tuple((segment.padded_length,) for segment in segments)
         spans = tuple(len(segment.spans) for segment in segments)
-        return cls(forest, owners, forest, owners, lengths, spans)
+        return cls(forest, owners, forest, owners, lengths, spans, _sent([forest]))
 
     @property
     def even(self) -> bool:
@@ -93,7 +96,23 @@ def joint_forest(
             tuple(f.segments[index].padded_length for f in filled) for index in range(len(nodes))
         ),
         tuple(max(len(f.segments[index].spans) for f in filled) for index in range(len(nodes))),
+        _sent(filled),
     )
+
+
+def _sent(forests: Sequence[Forest]) -> tuple[Sent, ...]:
+    """Per place the most that one of some forests sends; they have equally many segments."""
+    most = [[0] * len(Sent._fields) for _ in forests[0].segments]
+    for forest in forests:
+        for one in forest.exchanges:
+            segment, mine = forest.segments[one.segment], [0] * len(Sent._fields)
+            for _, spans in one.peers if segment.source < 0 else ():
+                positions = sum(segment.spans[span].padded for span in spans)
+                apart = spans[-1] - spans[0] >= len(spans)
+                row = (positions, len(spans), positions * apart, len(spans) * apart)
+                mine = [*map(sum, zip(mine, row, strict=True))]
+            most[one.segment] = [*map(max, zip(most[one.segment], mine, strict=True))]
+    return tuple(Sent(*row) for row in most) if any(map(any, most)) else ()
 
 
 def _numbered(microbatches_of: Sequence[Sequence[int]], ordered: bool) -> Iterator[int]:

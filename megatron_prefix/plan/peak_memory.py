@@ -15,10 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.exchange_memory import ExchangeMemory
 from megatron_prefix.plan.footprint import Footprint, spread
 from megatron_prefix.plan.layer_numbers import Payload
 from megatron_prefix.tree import Segment
-from megatron_prefix.tree.payload_map import Form, Level, PayloadMap, batches, payload_map
+from megatron_prefix.tree.payload_map import Level, PayloadMap, batches, payload_map
 
 Sizes = list[tuple[float, float]]
 """Of some layers the bytes of their payload, and of its gradient."""
@@ -46,6 +47,7 @@ class RankMemory:
         wave_peak: the most in use while a wave runs (0 without waves).
         staged: the most that offloaded segments take on the host.
         cache_staged: the most that K/V and gK/gV take on the host.
+        exchanged: the most that messages between data-parallel ranks take.
         held: at the peak, the segments between forward and backward and the bytes of each.
     """
 
@@ -62,6 +64,7 @@ class RankMemory:
     staged: float
     cache_staged: float
     held: tuple[tuple[int, float], ...]
+    exchanged: float = 0.0
 
     def within(self, room: float) -> RankMemory:
         """The peaks where `room` bytes may be used: copies to the host are not waited for before
@@ -110,7 +113,8 @@ class _MemoryRun:
         """Goes through one rank's program."""
         held: dict[tuple[int, int], float] = {}
         arenas = self._arenas(rank)
-        activations = saved = there = kept = wave = 0.0
+        messages = self._exchanges(rank, arenas)
+        activations = saved = there = kept = wave = exchanged = 0.0
         found = RankMemory(0.0, 0.0, Action("F", 0), *(0.0,) * 9, ())
         for action in self.plan.programs[rank]:
             key = action.chunk, action.segment
@@ -124,13 +128,19 @@ class _MemoryRun:
             again, temporary = self._moment(rank, action, arenas[action.chunk])
             total = activations + kv + kv_grad
             saved, kept = max(saved, total + again), max(kept, kv + kv_grad)
-            used = total + again + temporary + self.messages
+            messages[action.chunk].post(action)
+            before = sum(one.held for one in messages)
+            messages[action.chunk].take(action)
+            crossing = sum(one.held for one in messages)
+            # What has arrived is in the sidecar before the action computes.
+            at_once = max(again + temporary + crossing, before)
+            used, exchanged = total + at_once + self.messages, max(exchanged, before)
             if not self.plan.segments[action.segment].inner:
                 wave = max(wave, used)
             if used > found.peak:
                 found = RankMemory(
-                    used, 0.0, action, activations, kv, kv_grad, self.messages,
-                    again + temporary, 0.0, 0.0, 0.0, 0.0,
+                    used, 0.0, action, activations, kv, kv_grad, self.messages + crossing,
+                    at_once - crossing, 0.0, 0.0, 0.0, 0.0,
                     tuple((index, size) for (_, index), size in held.items()),
                 )  # fmt: skip
             if action.kind == "B":
@@ -138,7 +148,14 @@ class _MemoryRun:
                 arenas[action.chunk].end(action)
         found = replace(found, staged=max(itertools.accumulate(self._staged(rank)), default=0.0))
         found = replace(found, cache_peak=kept, cache_staged=there)
-        return replace(found, saved=saved, wave_peak=wave)
+        return replace(found, saved=saved, wave_peak=wave, exchanged=exchanged)
+
+    def _exchanges(self, rank: int, arenas: Sequence[_Arena]) -> list[ExchangeMemory]:
+        """Messages between data-parallel ranks, of every model chunk of a rank."""
+        return [
+            ExchangeMemory(self.plan, rank, chunk, self.one, arena.map.seen)
+            for chunk, arena in enumerate(arenas)
+        ]
 
     def _arenas(self, rank: int) -> list[_Arena]:
         """The sidecar of every model chunk of a rank."""
@@ -193,7 +210,7 @@ class _MemoryRun:
         first, last = self._ends(rank, action)
         positions, one = self.positions[action.segment], self.one
         if segment.source >= 0:
-            return 0.0, self._arriving(rank, action, last and segment.scored)
+            return 0.0, self._arriving(action, last and segment.scored)
         temporary = positions * max(one.temporary, one.exchanged(action.kind == "B"))
         temporary += self._of_ancestors(arena.map.levels[action.segment])
         if segment.inner or arena.map.levels[action.segment]:
@@ -218,18 +235,16 @@ class _MemoryRun:
                 again += whole - (0.0 if first else one.stage_input)
         return positions * again, temporary
 
-    def _arriving(self, rank: int, action: Action, scored: bool) -> float:
-        """Transient bytes of a segment of another rank: what arrives before it is in the sidecar,
-        and where it is scored what the output layer needs."""
+    def _arriving(self, action: Action, scored: bool) -> float:
+        """Transient bytes of a segment of another rank: what the output layer needs where it is
+        scored."""
         segment = self.plan.segments[action.segment]
         positions, read = segment.padded_length / self.one.parts, _read(segment, self.one.parts)
-        payloads = self.payloads[self.plan.stage(rank, action.chunk)].items()
-        values = sum(num * of.values for of, num in payloads if of.form == Form.POSITIONS)
         head = positions * read * self.one.head_temporary * scored
         if action.kind == "B":
             saved = positions * read * (self.one.head - self.one.norm)
             return head + (saved + self.one.head_weight) * scored
-        return positions * values + head
+        return head
 
     def _of_ancestors(self, levels: Sequence[Level]) -> float:
         """Transient bytes of one layer's attention to ancestors."""

@@ -151,7 +151,7 @@ class StepPlanner:
             kept = plan.policies or kept
         else:
             plan = self._best(joint.union, microbatches=joint.union_microbatch_of)
-        return replace(plan, segments=joint.forest.segments, policies=kept)
+        return replace(plan, segments=joint.forest.segments, policies=kept, sent=joint.sent)
 
 
 def _lengths(config: PrefixConfig) -> tuple[int, ...]:

@@ -40,6 +40,32 @@ def share_together(decision: Decision, group: Any, device: torch.device, why: st
     return replace(decision, share=False, fallback=True, reason=reason)
 
 
+def worst(
+    numbers: Sequence[float],
+    problem: BaseException | None,
+    groups: Sequence[Any],
+    device: torch.device,
+) -> tuple[list[float], str]:
+    """What is the worst on any rank of a grid of groups; every rank of them calls this.
+
+    Args:
+        numbers: of this rank, as many on all of them; not looked at where there is a problem.
+        problem: what went wrong on this rank.
+        groups: of several ranks; see `Rank.companions`.
+        device: where their tensors live.
+
+    Returns:
+        The largest of each number; and what a rank says of its problem, "" if none has one.
+    """
+    failed = problem is not None
+    mine = [0.0] * len(numbers) if failed else numbers
+    values = torch.tensor([float(failed), *mine], dtype=torch.float64, device=device)
+    for group in groups:
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+    any_failed, *largest = values.tolist()
+    return largest, str(_first_reason(problem, groups)) if any_failed else ""
+
+
 def all_agree(mine: bool, group: Any, device: torch.device) -> bool:
     """Whether something holds on all ranks of a group; without a group, on this one."""
     if group is None:

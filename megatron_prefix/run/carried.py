@@ -37,6 +37,7 @@ class Carried:
         model: as given.
         forms: of the layers that leave something, final states and routers last.
         parts: context-parallel ranks, each of which has an equal part of every span's positions.
+        gathers: whether each of them keeps the payloads of all.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Carried:
         self.model, self._cache, self._ledger = model, cache, ledger
         self._final = [final if one else None for one in scored]
         self.forms, self.parts = (*cache.forms, Form.POSITIONS, Form.SPANS), cache.map.parts
+        self.gathers = cache.map.shares < self.parts
 
     def rows(self, index: int) -> list[list[Row]]:
         """What rows of a segment's payload are, layer by layer."""

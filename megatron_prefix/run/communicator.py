@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -88,6 +89,8 @@ class Communicator:
     def measured(self) -> float:
         """See `bytes_per_second`: all ranks send to the next one in a ring."""
         num = len(self.ranks)
+        if num == 1:
+            return math.inf
         after, before = (self.rank + 1) % num, (self.rank - 1) % num
         given = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=self._device)
         found, seconds = torch.empty_like(given), []

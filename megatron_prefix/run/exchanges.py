@@ -36,6 +36,8 @@ class Crossed:
         received_tokens, sent_tokens: positions of payloads; those that go to several ranks count
             for each of them.
         received_bytes, sent_bytes: of payloads and of gradients.
+        peak_bytes: the most that messages took at once: what has not been read, gradients that have
+            not been added, and copies of what leaves.
         waits: begin and end of every wait for a message; see device/clock.py.
     """
 
@@ -43,6 +45,7 @@ class Crossed:
     sent_tokens: int = 0
     received_bytes: int = 0
     sent_bytes: int = 0
+    peak_bytes: int = 0
     waits: list[tuple[Any, Any]] = field(default_factory=list)
 
     def waited(self) -> float:
@@ -64,6 +67,7 @@ class Exchanges:
 
     Attributes:
         crossed: what has been exchanged so far.
+        held_bytes: that messages take now; see `Crossed.peak_bytes`.
 
     Raises:
         ValueError: several windows: rows of gradients could be taken again while they leave.
@@ -92,7 +96,9 @@ class Exchanges:
             for one in chunks
         ]
         self._waiting: list[Message] = []
-        self._sent: list[Message] = []
+        self.held_bytes = 0
+        # By segment and chunk: tensors live until they have left; and the bytes that are copies.
+        self._sent: dict[tuple[int, int], list[tuple[Message, int]]] = {}
         self._coming: dict[tuple[int, int], tuple[Message, list[Payload]]] = {}
         self._coming_back: dict[tuple[int, int], list[Any]] = {}
 
@@ -104,6 +110,7 @@ class Exchanges:
             chunk: the model chunk.
             read: the segments that it reads; their payloads are waited for.
         """
+        self._forget()
         for before in range(chunk):
             self._cross(before, len(self._levels))
         self._cross(chunk, self._level_of.get(index, len(self._levels)))
@@ -113,6 +120,7 @@ class Exchanges:
     def backward(self, index: int, chunk: int) -> None:
         """Before a segment runs backward: gradients of its level cross, and its own are there."""
         level = self._level_of.get(index, len(self._levels))
+        self._forget()
         self._cross(chunk, len(self._levels))
         while self._returned[chunk] > level:
             self._returned[chunk] -= 1
@@ -122,6 +130,11 @@ class Exchanges:
         for spans, coming, gradients in self._coming_back.pop((index, chunk), ()):
             self._wait(coming, f"waiting for gradients of segment {index} of")
             self._chunks[chunk].add_to(index, spans, gradients)
+            self._hold(-_size(coming))
+        if self._segments[index].source < 0:  # whoever has sent gradients of a payload has that
+            for message, size in self._sent.pop((index, chunk), ()):
+                self._wait(message, "sending to")
+                self._hold(-size)
 
     def _cross(self, chunk: int, level: int) -> None:
         """Lets the levels before one cross that have not."""
@@ -145,8 +158,11 @@ class Exchanges:
             else:
                 payload = carried.leaving(one.segment, spans)
                 told = self._communicator.tell_rows(peer, known, payload)
-                self._sent += [] if told is None else [told]
-                self._send(peer, payload)
+                if told is not None:
+                    self._keep(one.segment, chunk, told, 0)
+                apart = spans[-1] - spans[0] >= len(spans) or carried.gathers
+                message = self._send(peer, payload)
+                self._keep(one.segment, chunk, message, _size(message) * apart)
                 self.crossed.sent_tokens += self._positions(one, spans, chunk)
 
     def _give_back(self, one: Exchange, chunk: int) -> None:
@@ -156,7 +172,9 @@ class Exchanges:
             if self._segments[index].source >= 0:
                 self._arrive(index, chunk)
                 if not self._forward_only:
-                    self._send(peer, carried.sums(index))
+                    *layers, states, routed = carried.sums(index)
+                    message = self._send(peer, [*layers, states, routed])
+                    self._keep(index, chunk, message, sum(one.nbytes for one in states))
             elif not self._forward_only:
                 rows = [
                     [(shape, wider(dtype)) for shape, dtype in of] for of in carried.rows(index)
@@ -170,21 +188,41 @@ class Exchanges:
             coming, payload = self._coming.pop((index, chunk))
             self._wait(coming, f"waiting for segment {index} of")
             self._chunks[chunk].arrived(index, payload)
+            self._hold(-_size(coming))
 
     def finish(self) -> None:
         """Waits until everything sent has left."""
-        while self._sent:
-            self._wait(self._sent.pop(), "sending to")
+        for message, _ in itertools.chain(*self._sent.values()):
+            self._wait(message, "sending to")
+        self._sent.clear()
 
-    def _send(self, peer: int, payload: Sequence[Payload]) -> None:
+    def _forget(self) -> None:
+        """Drops what has left, as far as that is known without waiting (gloo never knows)."""
+        for key, some in self._sent.items():
+            left = [one for one in some if not _done(one[0])]
+            self._hold(sum(size for _, size in left) - sum(size for _, size in some))
+            self._sent[key] = left
+
+    def _keep(self, index: int, chunk: int, message: Message, num_bytes: int) -> None:
+        """Keeps what is sent of a segment until it has left; so many bytes of it are copies."""
+        self._sent.setdefault((index, chunk), []).append((message, num_bytes))
+        self._hold(num_bytes)
+
+    def _hold(self, num_bytes: int) -> None:
+        """Counts bytes that messages take (negative: no longer)."""
+        self.held_bytes += num_bytes
+        self.crossed.peak_bytes = max(self.crossed.peak_bytes, self.held_bytes)
+
+    def _send(self, peer: int, payload: Sequence[Payload]) -> Message:
         message = Message(dist.isend, peer, [*itertools.chain.from_iterable(payload)])
-        self.crossed.sent_bytes += sum(one.nbytes for one in message.tensors)
+        self.crossed.sent_bytes += _size(message)
         self._waiting.append(message)
-        self._sent.append(message)  # tensors live until they have left
+        return message
 
     def _receive(self, peer: int, payload: Sequence[Payload]) -> Message:
         message = Message(dist.irecv, peer, [*itertools.chain.from_iterable(payload)])
-        self.crossed.received_bytes += sum(one.nbytes for one in message.tensors)
+        self.crossed.received_bytes += _size(message)
+        self._hold(_size(message))
         self._waiting.append(message)
         return message
 
@@ -231,3 +269,12 @@ class Exchanges:
             )
             for form, of_layer in zip(carried.forms, rows, strict=True)
         ]  # fmt: skip
+
+
+def _size(message: Message) -> int:
+    return sum(one.nbytes for one in message.tensors)
+
+
+def _done(message: Message) -> bool:
+    """Whether a message that has begun is known to have ended."""
+    return bool(message.works) and all(work.is_completed() for work in message.works)

@@ -39,7 +39,7 @@ def meet(store: dist.Store, rank: int, world_size: int, limit: timedelta) -> Non
 
     global _hosts
     keys = [f"host of rank {number}" for number in range(world_size)]
-    store.set(keys[rank], socket.gethostname())
+    store.set(keys[rank], here())
     try:
         store.wait(keys, limit)
     except DistError:
@@ -49,6 +49,11 @@ def meet(store: dist.Store, rank: int, world_size: int, limit: timedelta) -> Non
             f" {limit.total_seconds():.0f} s; their nodes' logs say why"
         ) from None
     _hosts = tuple(store.get(key).decode() for key in keys)
+
+
+def here() -> str:
+    """The host of this rank."""
+    return socket.gethostname()
 
 
 def named(rank: int) -> str:

@@ -3,21 +3,26 @@
 Ranks tell one another what their rollouts begin with, and each comes to the same common spans
 (tree/across_ranks.py). That is only done in calls that all of them are known to make: those with
 gradients, and others where the trainer says so; and after they have agreed to go on with the step.
+
+With `across_ranks` "auto" they then decide together, and each of them shares alone where nothing is
+in common, where the slowest would not be sooner, where one would need more memory than it may, or
+where one of them fails to find out. What each finds out by itself is apart from what it asks the
+others, so that a rank that fails can say so.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import Refusal, refused
-from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import (
     ACROSS_AHEAD,
     ACROSS_EXPERTS,
@@ -25,54 +30,96 @@ from megatron_prefix.refusals.table import (
     ACROSS_NO_GROUP,
     ACROSS_PLAN,
 )
+from megatron_prefix.run import agreement
+from megatron_prefix.run.agreement import worst
 from megatron_prefix.run.communicator import communicator
+from megatron_prefix.run.node_groups import node_group
+from megatron_prefix.run.pause import AFTER, STEPS
 from megatron_prefix.run.planning import Planning
-from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.rank import Rank, several
 from megatron_prefix.run.step import Step
 from megatron_prefix.sidecar.arena import wider
 from megatron_prefix.tree import Forest
-from megatron_prefix.tree.across_ranks import beginnings_of, common_spans
-from megatron_prefix.tree.build import trie
+from megatron_prefix.tree.across_ranks import CommonSpans, beginnings_of, common_spans
 from megatron_prefix.tree.payload_map import Form
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+APART = "data-parallel ranks are not known to make equally many calls without gradients"
+NOTHING = "rollouts on several ranks begin with nothing in common that is worth it"
+SLOWER = "the slowest rank is not predicted to be sooner"
+RESTS = f"no prompt has crossed in {AFTER} steps: ranks ask again after {STEPS}"
+USUAL = (APART, NOTHING, SLOWER, RESTS)
+"""Reasons that nobody has to look after."""
 
 
-def crosses(config: PrefixConfig, rank: Rank, *, together: bool) -> bool:
-    """Whether payloads cross data-parallel ranks in a call; the same on all of them.
+def why_alone(config: PrefixConfig, rank: Rank, *, together: bool) -> str | None:
+    """Why no payload can cross data-parallel ranks in a call; the same on all of them.
 
     Args:
         config: what the user set.
         rank: this one.
         together: whether all data-parallel ranks are known to make the call.
 
+    Returns:
+        "" where nobody wants it, or there is one rank; None if some may cross.
+
     Raises:
-        UserError: `across_ranks` is "on", and something is in the way.
+        UserError: `across_ranks` is "on" or "node", and something is in the way.
     """
-    if config.across_ranks == "off" or not together or config.mode in ("off", "observe"):
-        return False
+    if config.across == "off" or config.mode in ("off", "observe"):
+        return ""
     if rank.siblings is not None and rank.siblings.size() == 1:
-        return False
+        return ""
+    if not together:
+        return APART
     found = _in_the_way(config, rank)
-    if found is not None and config.across_ranks == "on":
+    if found is not None and config.across != "auto":
         raise refused(found)
-    return found is None
+    if config.across == "node":
+        rank.siblings, any_together = node_group(rank)
+        if not any_together:
+            return ""
+    return None if found is None else f"{found.name} is not supported yet"
 
 
-def setting(config: PrefixConfig, rank: Rank) -> str:
-    """What makes prompts run once in the job, or why that cannot be, for a message; "": they do."""
+def tell_alone(why: str, rank: Rank, told: set[str]) -> None:
+    """Logs, once for every reason, why each data-parallel rank shares alone; "": they do not.
+
+    Args:
+        why: see `why_alone` and `Step.why_alone`; numbers are in brackets.
+        rank: this one; one rank of the job logs.
+        told: reasons that have been logged.
+    """
+    key = why.partition(" (")[0]
+    if not why or key in told:
+        return
+    told.add(key)
+    if rank.groups.tp.rank() == 0 and (rank.data_ranks is None or rank.data_ranks.rank() == 0):
+        level = logging.INFO if key in USUAL else logging.WARNING
+        logger.log(level, "each data-parallel rank shares what it has: %s", why)
+
+
+def setting(config: PrefixConfig, rank: Rank, why: str) -> str:
+    """What makes prompts run once in the job, or why that cannot be, for a message; "": they do.
+
+    `why`: see `StepReport.why_alone`.
+    """
     if rank.crosses:
         return ""
     found = _in_the_way(config, rank)
     if found is not None:
         return f"{found.name} is not supported yet"
+    if why:
+        return f"not in this step, as {why}"
     return "set across_ranks to auto" + (", and mode, too" if config.mode == "observe" else "")
 
 
 def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
     if rank.data_ranks is None or rank.siblings is None:
         return ACROSS_NO_GROUP
-    if rank.has_global_loss or (rank.experts and rank.gathers_tokens):
+    if rank.experts and rank.gathers_tokens:
         return ACROSS_EXPERTS
     if rank.looks_ahead:
         return ACROSS_AHEAD
@@ -83,63 +130,182 @@ def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
     return None
 
 
-def joint(step: Step, rank: Rank, planning: Planning, build: Callable[..., Forest]) -> Step:
-    """A step with segments that cross data-parallel ranks; all of these call this.
-
-    With `across_ranks` "auto" nothing crosses if the slowest rank is predicted to be sooner then.
+def joint(
+    step: Step, rank: Rank, planning: Planning, build: Callable[..., Forest], *, forward_only: bool
+) -> Step:
+    """A step with its segments; all data-parallel ranks call this.
 
     Args:
         step: this rank's, without segments.
         rank: this one, on a first stage.
-        planning: knows the trees' options, and times.
+        planning: knows the trees' options, and predicts.
         build: makes segments of samples, their microbatches, and what is `common`.
+        forward_only: whether the call has no gradients.
+
+    Raises:
+        Exception: what went wrong on this rank; the others wait to hear of it. Where it went wrong
+            on another one, the step comes back as it is, or every rank is alone.
     """
-    samples = step.samples or ()
     group: Any = rank.siblings
-    options = planning.planner(rank).options
-    mine, numbers = beginnings_of(samples, step.microbatch_of, options)
+    across, problem = _tried(lambda: Across(step, rank, planning, build))
     heard: list[Any] = [None] * group.size()
-    dist.all_gather_object(heard, mine, group=group)
-    common = common_spans(heard, group.rank(), trie, options)
-    forest = build(samples, step.microbatch_of, common=(numbers, common))
-    if planning.config.across_ranks == "auto":
-        alone = build(samples, step.microbatch_of)
-        if not _pays(forest, alone, rank, planning.meter(rank).times):
-            forest = alone
-    return replace(step, forest=forest.all_read() if step.reads_all else forest)
+    dist.all_gather_object(heard, None if across is None else across.told, group=group)
+    if across is not None and None not in heard:
+        _, problem = _tried(lambda: across.build(heard))
+    if planning.config.across != "auto":
+        if problem is not None:
+            raise problem
+        return step if across is None or across.forest is None else across.step
+    why = _decided(across, problem, rank, forward_only)
+    if why == "" and across is not None:
+        return across.step
+    step = replace(step, why_alone=why)
+    if across is not None and across.alone is not None:
+        return replace(step, forest=across.alone)
+    if planning.shares_nothing(step.samples, rank):
+        return replace(step, unshared=True)
+    return replace(step, forest=_read(build(step.samples or (), step.microbatch_of), step))
 
 
-def _pays(across: Forest, alone: Forest, rank: Rank, times: CostModel) -> bool:
-    """Whether the slowest rank is sooner if prompts cross; the same on all that ask together.
+class Across:
+    """A rank's step in which payloads cross, made in two parts.
 
-    As if nothing hid: messages are added to what a rank computes. A pass without gradients has a
-    third of both, so the answer is that of a step.
+    Args:
+        step, rank, planning, build: see `joint`.
+
+    Attributes:
+        told: what the others hear of this rank's rollouts.
+        forest: None until they have been heard.
+        common: what the ranks have in common.
+        alone: segments of this rank if nothing crosses; None until somebody asks.
     """
-    bytes_per_second = communicator(rank.siblings, rank.device).bytes_per_second
+
+    def __init__(
+        self, step: Step, rank: Rank, planning: Planning, build: Callable[..., Forest]
+    ) -> None:
+        self._rank, self._build, self._before = rank, build, step
+        self._planning = planning
+        self._options = planning.planner(rank).options
+        self.told, self._numbers = beginnings_of(
+            step.samples or (), step.microbatch_of, self._options
+        )
+        self.forest: Forest | None = None
+        self.alone: Forest | None = None
+        self.common = CommonSpans()
+
+    def build(self, heard: Sequence[Any]) -> None:
+        """Makes the segments."""
+        group: Any = self._rank.siblings
+        self.common = common_spans(heard, group.rank(), self._options)
+        self.forest = self._built(common=(self._numbers, self.common))
+
+    def _built(self, **options: Any) -> Forest:
+        step = self._before
+        return _read(self._build(step.samples or (), step.microbatch_of, **options), step)
+
+    @property
+    def step(self) -> Step:
+        """With them."""
+        if self.forest is None:
+            raise RuntimeError("the segments have not been made")
+        return replace(self._before, forest=self.forest, crosses=True)
+
+    def meet(self) -> JointForest:
+        """The segments among those of ranks that share experts, which call this together."""
+        return agreement.meet(self.step.forest, self._before.microbatch_of, self._rank.experts)
+
+    def pays(
+        self, met: JointForest, bytes_per_second: float, forward_only: bool
+    ) -> tuple[float, float, float]:
+        """By how many bytes this rank's predicted peak is above the limit of memory if payloads
+        cross, the seconds that the step then takes, and those if the rank is alone; it asks no
+        other rank.
+
+        As if nothing hid: messages are added to what a rank computes, and so are reductions that
+        would have overlapped with backwards.
+
+        Args:
+            met: the segments, from `meet`.
+            bytes_per_second: of messages.
+            forward_only: see `joint`.
+        """
+        rank, self.alone = self._rank, self._built()
+        across, alone = (
+            self._planning.forecast(
+                one, self._before.microbatch_of, rank, forward_only=forward_only
+            )
+            for one in (self.step.forest, self.alone)
+        )
+        _, over = self._planning.proposed(self.step, met, rank, forward_only=forward_only)
+        moved = _crossing(self.step.forest, rank, forward_only)
+        moved += rank.gradient_bytes * (rank.overlaps and not forward_only)
+        seconds = across.prefix_seconds + moved / bytes_per_second
+        by_stock = alone.stock_seconds if self._planning.config.mode == "auto" else math.inf
+        return over, seconds, min(alone.prefix_seconds, by_stock)
+
+
+def _read(forest: Forest, step: Step) -> Forest:
+    """Segments of a step, all of whose positions losses may look at."""
+    return forest.all_read() if step.reads_all else forest
+
+
+def _decided(
+    across: Across | None,
+    problem: BaseException | None,
+    rank: Rank,
+    forward_only: bool,
+) -> str:
+    """Why every rank shares alone, "" if payloads cross; the same on all that ask together.
+
+    Args:
+        across: this rank's step, if it could be made.
+        problem: why it could not.
+        rank, forward_only: see `joint`.
+    """
+    groups = several(rank.groups.tp, rank.data_ranks)
+    _, failed = worst([], problem, groups, rank.device)
+    if failed or across is None or across.forest is None:
+        return f"it could not be planned ({failed})"
+    if not across.common.segments:
+        return NOTHING
+    rate = communicator(rank.siblings, rank.device).bytes_per_second
+    met = across.meet()
+    mine, problem = _tried(lambda: across.pays(met, rate, forward_only))
+    (over, together, alone), failed = worst(mine or (0.0,) * 3, problem, groups, rank.device)
+    if failed:
+        across.alone = None  # some ranks have none, and all go on alike
+        return f"it could not be predicted ({failed})"
+    if over > 0:
+        return f"a rank would take more memory than it may ({over / 2**30:.3g} GiB too much)"
+    if together >= alone:
+        return f"{SLOWER} ({together:.4g} s if prompts cross, {alone:.4g} s if not)"
+    logger.debug("predicted: %.4f s if prompts cross, %.4f s if not", together, alone)
+    return ""
+
+
+def _crossing(forest: Forest, rank: Rank, forward_only: bool) -> float:
+    """Bytes that a rank sends and receives in a step; states of recurrent layers do not count."""
     stages = rank.footprint(gathers=False, host_layers=0).payloads
     rows = [one for of in stages[rank.stage :: rank.num_stages] for one in of]
     rows = [one for one in rows if one.form == Form.POSITIONS]
-    a_position = sum(one.values + one.gradients for one in rows)
+    back = not forward_only
+    a_position = sum(one.values + one.gradients * back for one in rows)
     dtype, states = rank.config.params_dtype, 0
     if rank.is_last:  # final hidden states, and their gradients
-        states = rank.config.hidden_size * (dtype.itemsize + wider(dtype).itemsize)
-    crossing = sum(
-        across.segments[one.segment].spans[span].padded
-        * (a_position + states * across.segments[one.segment].scored)
-        for one in across.exchanges
+        states = rank.config.hidden_size * (dtype.itemsize + wider(dtype).itemsize * back)
+    moved = sum(
+        forest.segments[one.segment].spans[span].padded
+        * (a_position + states * forest.segments[one.segment].scored)
+        for one in forest.exchanges
         for _, spans in one.peers
         for span in spans
     )
-    communicating = crossing / rank.groups.cp.size() / bytes_per_second
-    seconds = [_seconds(across, times) + communicating, _seconds(alone, times)]
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=rank.device)
-    for group in (rank.groups.tp, rank.data_ranks):
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    with_messages, without = slowest.tolist()
-    logger.debug("predicted: %.4f s if prompts cross, %.4f s if not", with_messages, without)
-    return bool(with_messages < without)
+    return moved / rank.groups.cp.size()
 
 
-def _seconds(forest: Forest, times: CostModel) -> float:
-    """Of a rank's forwards and backwards; pipelines wait alike in both."""
-    return sum(times.segment(one, kind) for one in forest.segments for kind in "FB")
+def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What some work returns, or what it raises."""
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001  # other ranks wait to hear of it
+        return None, error

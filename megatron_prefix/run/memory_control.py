@@ -196,7 +196,7 @@ class MemoryControl:
         why_final: Callable[[], str] = str,
     ) -> tuple[Result, Plan]:
         """Runs a step, and again if memory runs out and it can be undone; see `oom_retry.run`."""
-        before, self._before = self._before, None
+        before, self._before = None if rank.waiting else self._before, None
         return oom_retry.run(
             attempt, plan, before, is_alone=not rank.waiting, why_final=why_final,
             failure=lambda reason, tried: self._failure(reason, tried, rank),

@@ -1,8 +1,10 @@
-"""Steps that mode "auto" leaves to Megatron's schedule without looking at them.
+"""Steps that mode "auto" leaves to Megatron's schedule without looking at them, and those in which
+data-parallel ranks do not ask one another.
 
 To look at a step costs time: its microbatches are read before anything runs, so the device waits
 for the host. Where sharing did not pay, or would have taken too much memory, in `AFTER` training
-steps in a row on all ranks that make a step together, none of them looks at the next `STEPS`.
+steps in a row on all ranks that make a step together, none of them looks at the next `STEPS`. To
+find what data-parallel ranks have in common takes time on the host, too, and waits for all of them.
 """
 
 from __future__ import annotations
@@ -50,3 +52,23 @@ class Pause:
             f" {STEPS} steps"
         )
         return Decision(False, reason, True, 1.0)
+
+
+class Rest:
+    """Counts steps in which data-parallel ranks asked one another and no prompt crossed; all of
+    them count alike."""
+
+    def __init__(self) -> None:
+        self._in_a_row = self._left = 0
+
+    def note(self, crosses: bool) -> None:
+        """Counts a step in which they asked."""
+        self._in_a_row = 0 if crosses else self._in_a_row + 1
+        if self._in_a_row >= AFTER:  # after a rest once is enough
+            self._in_a_row, self._left = AFTER - 1, STEPS
+
+    def next(self) -> bool:
+        """Whether they do not ask in the next step."""
+        rests = self._left > 0
+        self._left -= rests
+        return rests

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import StepFailed
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.gate import (
     Decision,
@@ -32,6 +33,21 @@ from megatron_prefix.run.step import Step
 from megatron_prefix.tree import Forest, Pairs
 
 logger = logging.getLogger(__name__)
+
+
+class Forecast(NamedTuple):
+    """What is predicted of a step's segments.
+
+    Attributes:
+        over: bytes by which the peak is above the limit.
+        prefix_seconds, stock_seconds: with either schedule.
+        retains: whether every segment keeps what it has saved.
+    """
+
+    over: float
+    prefix_seconds: float
+    stock_seconds: float
+    retains: bool
 
 
 class Planning:
@@ -70,7 +86,7 @@ class Planning:
     def shares_nothing(self, samples: Sequence[Pairs] | None, rank: Rank) -> bool:
         """Whether a step is without sharing, for which no tree is built; all ranks of a first
         stage that share experts ask, and all of their steps must be such."""
-        if self.config.mode != "auto" or rank.crosses:
+        if self.config.mode != "auto":
             return False
         unit = rank.cost.forward
         head = unit.scored / (unit.positions + unit.scored)
@@ -99,16 +115,33 @@ class Planning:
         if forward_only:
             return None
         self._memory.ask_once(rank)
-        times = self.meter(rank).times
 
         def judged(forest: Forest, microbatch_of: Sequence[int], plan: Plan) -> Verdict:
-            plan = self._memory.limited(plan, forest, microbatch_of, rank)
-            over = max(0.0, self._memory.peak(plan, rank) - self._memory.limit)
-            predicted = predict(times, forest, microbatch_of, plan)
-            retains = self.config.memory != "auto" or not any(plan.policies)
-            return Verdict(over, predicted.prefix_seconds, retains)
+            found = self._judged(forest, microbatch_of, plan, rank)
+            return Verdict(found.over, found.prefix_seconds, found.retains)
 
         return judged
+
+    def _judged(
+        self, forest: Forest, microbatch_of: Sequence[int], plan: Plan, rank: Rank
+    ) -> Forecast:
+        plan = self._memory.limited(plan, forest, microbatch_of, rank)
+        over = max(0.0, self._memory.peak(plan, rank) - self._memory.limit)
+        found = predict(self.meter(rank).times, forest, microbatch_of, plan)
+        retains = self.config.memory != "auto" or not any(plan.policies)
+        return Forecast(over, found.prefix_seconds, found.stock_seconds, retains)
+
+    def forecast(
+        self, forest: Forest, microbatch_of: Sequence[int], rank: Rank, *, forward_only: bool
+    ) -> Forecast:
+        """What a pipeline's segments would do if they ran side by side with no others; asks no
+        other rank. Ranks have called `judge` for the step."""
+        plan = self.planner(rank).plan(JointForest.alone(forest, microbatch_of))
+        if not forward_only:
+            return self._judged(forest, microbatch_of, plan, rank)
+        times = self.meter(rank).times
+        found = predict(times, forest, microbatch_of, plan, forward_only=True)
+        return Forecast(0.0, found.prefix_seconds, found.stock_seconds, True)
 
     def decided(
         self, step: Step, rank: Rank, *, forward_only: bool
@@ -139,7 +172,34 @@ class Planning:
     def _predicted(
         self, step: Step, joint: JointForest, rank: Rank, *, forward_only: bool
     ) -> StepReport:
-        """This rank's decision, and what it rests on."""
+        """This rank's decision, and what it rests on; that of all data-parallel ranks where
+        payloads cross them, as the slowest sets the pace."""
+        if not rank.crosses:
+            return self.proposed(step, joint, rank, forward_only=forward_only)[0]
+        report: StepReport | None = None
+        problem, mine = None, [0.0] * 3
+        try:
+            report, over = self.proposed(step, joint, rank, forward_only=forward_only)
+            seconds = report.prediction
+            mine = [over, seconds.stock_seconds, seconds.prefix_seconds]  # type: ignore[union-attr]
+        except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it
+            problem = error
+        worst, failed = agreement.worst(mine, problem, rank.companions, rank.device)
+        if problem is not None:
+            raise problem
+        if report is None or failed:
+            raise StepFailed(f"the step ends on all ranks: {failed}")
+        over, stock, prefix = worst
+        decision = decide(self.config, stock / prefix if prefix > 0 else 1.0)
+        limit = self._memory.limit
+        report.decision = kept_to_limit(self.config, decision, limit + over, limit)
+        return report
+
+    def proposed(
+        self, step: Step, joint: JointForest, rank: Rank, *, forward_only: bool
+    ) -> tuple[StepReport, float]:
+        """What this rank alone would decide, and by how many bytes its predicted peak is above the
+        limit; it asks no other rank."""
         plan, meter = self.planner(rank).plan(joint), self.meter(rank)
         peak = limit = 0.0
         if not forward_only:
@@ -160,9 +220,10 @@ class Planning:
         if meter.due and peak <= limit and not (rank.experts or rank.crosses):
             decision = meter.chosen(decision)
         decision = kept_to_limit(self.config, decision, peak, limit)
-        return StepReport(
+        report = StepReport(
             step.forest, decision, plan, union, prediction=prediction, times=meter.times
         )
+        return report, max(0.0, peak - limit)
 
     def _together(
         self, decision: Decision, step: Step, rank: Rank, *, ordered: bool, forward_only: bool
@@ -172,9 +233,8 @@ class Planning:
             global_aux_sync.check_counts(step.num_microbatches, rank.groups.dp_cp, rank.device)
             why = "global_aux_loss needs one schedule"
             return agreement.share_together(decision, rank.groups.dp_cp, rank.device, why)
-        if rank.crosses:
-            why = "payloads cross data-parallel ranks"
-            return agreement.share_together(decision, rank.data_ranks, rank.device, why)
+        if rank.crosses:  # all have come to it together
+            return decision
         # Buckets that are reduced during the backward are reduced in the order in which the stock
         # schedule's backward completes them, and ours is a fixed one (run/overlap.py): the two
         # differ for chunks that are interleaved, and where neighbouring weights of a layer fill a

@@ -55,12 +55,14 @@ class Rank:
         experts: ranks that share experts and so meet in every action; None if this one shares none.
         data_ranks: data- and context-parallel ranks (`dp_cp`); None if the trainer's groups lack
             them.
-        siblings: data-parallel ranks with the same part of every sample; None if the trainer's
-            groups do not tell them.
+        siblings: data-parallel ranks with the same part of every sample, those that payloads may
+            cross; None if the trainer's groups do not tell them.
         companions: process groups whose grid holds all ranks that take part in a step. Here and
             below groups of one rank are left out.
         same_schedule: groups that take the same schedule in every step.
-        crosses: whether payloads cross data-parallel ranks in this call.
+        may_cross: whether data-parallel ranks decide together if payloads cross in this call.
+        crosses: whether they do.
+        why_alone: why they cannot.
         waiting: groups whose ranks wait for one another in the middle of a step.
         vocab_size: the model's vocabulary, which every pipeline stage knows; 0 if it does not say.
         pattern: one letter per layer of the whole model, as hybrid models name them; "" for others.
@@ -68,7 +70,8 @@ class Rank:
         parts: ranks that share the work of every layer: tensor and context parallelism.
     """
 
-    crosses = False
+    may_cross = crosses = False
+    why_alone = ""
 
     def __init__(self, models: Sequence[Any], groups: ProcessGroupCollection | None = None) -> None:
         self.models = list(models)
@@ -97,8 +100,8 @@ class Rank:
         alone = groups.cp.size() == 1
         self.siblings = self.data_ranks if alone else getattr(groups, "dp", None)
         self.companions = companions(groups)
-        self.same_schedule = _several(groups.tp, groups.cp, groups.pp, self.experts)
-        data = _several(groups.dp_cp) if self.has_global_loss else []
+        self.same_schedule = several(groups.tp, groups.cp, groups.pp, self.experts)
+        data = several(groups.dp_cp) if self.has_global_loss else []
         self.waiting = self.same_schedule + data
         self.vocab_size: int = getattr(self.language_models[0], "vocab_size", 0)
         self.pattern = pattern_of(self.language_models[0])
@@ -108,12 +111,12 @@ class Rank:
     def cross(self) -> None:
         """Payloads cross data-parallel ranks in this call, so that these wait for one another."""
         self.crosses = True
-        self.waiting = self.waiting + _several(self.data_ranks)
+        self.waiting = self.waiting + several(self.data_ranks)
 
     def agreeing(self, forward_only: bool) -> list[Any]:
         """Groups whose ranks end or fall back together.  Data-parallel ranks need not make equally
         many calls without gradients (evaluation, log-probs), so none waits for another there."""
-        apart = forward_only and not self.crosses
+        apart = forward_only and not self.may_cross
         return self.same_schedule if apart else self.companions
 
     def predicts_further(self, forward_only: bool) -> bool:
@@ -134,11 +137,16 @@ class Rank:
     @property
     def static_bytes(self) -> float:
         """Bytes of the rank's weights and of their gradients."""
+        weights = itertools.chain(*(model.parameters() for model in self.models))
+        return float(sum(one.numel() * one.element_size() for one in weights)) + self.gradient_bytes
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Bytes of the gradients of the rank's weights."""
         total = 0
         for weight in itertools.chain(*(model.parameters() for model in self.models)):
             gradient = getattr(weight, "main_grad", None)
             gradient = weight if gradient is None and weight.requires_grad else gradient
-            total += weight.numel() * weight.element_size()
             total += 0 if gradient is None else gradient.numel() * gradient.element_size()
         return float(total)
 
@@ -158,10 +166,10 @@ class Rank:
 
 def companions(groups: Any) -> list[Any]:
     """Those of a rank's process groups whose grid holds all ranks that take part in a step."""
-    return _several(groups.tp, groups.pp, getattr(groups, "dp_cp", None) or groups.cp)
+    return several(groups.tp, groups.pp, getattr(groups, "dp_cp", None) or groups.cp)
 
 
-def _several(*groups: Any) -> list[Any]:
+def several(*groups: Any) -> list[Any]:
     """Process groups of several ranks."""
     return [group for group in groups if group is not None and group.size() > 1]
 

@@ -114,6 +114,7 @@ class StepReport:
         cache_bytes: the most that K/V, states and their gradients took on the device at once.
         crossed: what this rank exchanged with other data-parallel ranks; None if nothing could
             cross.
+        why_alone: why nothing crossed where it could have; on the first pipeline stage.
         retried: memory ran out, and the step ran once more.
     """
 
@@ -130,6 +131,7 @@ class StepReport:
     room_bytes: float = 0.0
     cache_bytes: int = 0
     crossed: Crossed | None = None
+    why_alone: str = ""
     retried: bool = False
 
     @property

@@ -38,7 +38,7 @@ from megatron_prefix.run.first_step import FirstStep, code_name
 from megatron_prefix.run.losses import LossContract
 from megatron_prefix.run.memory_control import MemoryControl
 from megatron_prefix.run.messages import channels_of
-from megatron_prefix.run.pause import Pause
+from megatron_prefix.run.pause import Pause, Rest
 from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read_calls import ReadCalls, read_calls
@@ -80,6 +80,7 @@ class PrefixSchedule:
     memory: MemoryControl = field(init=False, repr=False)
     planning: Planning = field(init=False, repr=False)
     _pauses: dict[Any, Pause] = field(default_factory=dict, init=False, repr=False)
+    _rest: Rest = field(default_factory=Rest, init=False, repr=False)
     _told: set[str] = field(default_factory=set, init=False, repr=False)
     _kinds: dict[Any, UserError | None] = field(default_factory=dict, init=False, repr=False)
 
@@ -206,7 +207,8 @@ class PrefixSchedule:
             )
         # A model that cannot run in segments is never captured: its dropout draws in stock's order.
         found = first.error or _refusal_of(rank)
-        refusal = self._kinds[kind] = agree(found, rank.same_schedule, rank.device)
+        # Ranks that later look at steps together remember the same.
+        refusal = self._kinds[kind] = agree(found, rank.agreeing(kind[0]), rank.device)
         if refusal is None:
             self._stock_report(Decision(False, WATCHED, False, 1.0))
         else:
@@ -226,8 +228,11 @@ class PrefixSchedule:
         """This rank; its layout has to suit the configuration."""
         rank = Rank(models, groups)
         together = self.callbacks.passes_together or not forward_only
-        if joint_step.crosses(self.config, rank, together=together):
-            rank.cross()
+        alone = joint_step.why_alone(self.config, rank, together=together)
+        if alone is None and self.config.across == "auto" and self._rest.next():
+            alone = joint_step.RESTS
+        rank.may_cross, rank.why_alone = alone is None, alone or ""
+        joint_step.tell_alone(rank.why_alone, rank, self._told)
         if self.config.cache_host_layers and rank.groups.cp.size() > 1:
             raise refused(HOST_LAYERS_CP)
         if self.config.mode != "observe":  # by all ranks, whichever schedule each of them takes
@@ -260,27 +265,42 @@ class PrefixSchedule:
         build = functools.partial(planning.build, rank=rank, judge=judge, forward_only=forward_only)
         step = read_step(
             calls, rank.groups,  # type: ignore[arg-type]
-            not_built if rank.crosses else build,
-            rank.device, functools.partial(planning.shares_nothing, rank=rank),
+            not_built if rank.may_cross else build, rank.device,
+            lambda samples: not rank.may_cross and planning.shares_nothing(samples, rank),
         )  # fmt: skip
         problem = step if isinstance(step, BaseException) else _problem(step, rank)
         if (reason := agree(problem, ranks, rank.device)) is not None:
             self._refused(reason)
             return None
-        return self._joint(step, rank, build) if rank.crosses else step  # type: ignore
+        if not rank.may_cross:
+            return step  # type: ignore[return-value]
+        return self._joint(step, rank, build, forward_only=forward_only)  # type: ignore[arg-type]
 
-    def _joint(self, step: Step, rank: Rank, build: Callable[..., Forest]) -> Step:
-        """A step with its segments, some of which cross data-parallel ranks; these end together."""
+    def _joint(
+        self, step: Step, rank: Rank, build: Callable[..., Forest], *, forward_only: bool
+    ) -> Step | None:
+        """A step with its segments, some of which may cross data-parallel ranks, which end or fall
+        back together."""
         problem: BaseException | None = None
         joint: Step | None = None
         try:
             if rank.is_first:
-                joint = joint_step.joint(step, rank, self.planning, build)
+                joint = joint_step.joint(
+                    step, rank, self.planning, build, forward_only=forward_only
+                )
         except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it
             problem = error
         joint = told(joint, step.samples, rank.groups.pp, rank.device)
-        agree(problem, rank.agreeing(forward_only=False), rank.device)
-        return joint or step
+        if (reason := agree(problem, rank.agreeing(forward_only), rank.device)) is not None:
+            self._refused(reason)
+            return None
+        if joint is None:
+            raise RuntimeError("no rank says why a step has no segments")
+        joint_step.tell_alone(joint.why_alone, rank, self._told)
+        self._rest.note(joint.crosses)
+        if joint.crosses:
+            rank.cross()
+        return joint
 
     def _read_calls(
         self, capture: Capture, rank: Rank, forward_only: bool, first: FirstStep | None
@@ -300,10 +320,12 @@ class PrefixSchedule:
 
     def _plan(self, step: Step, rank: Rank, forward_only: bool, pause: Pause) -> JointForest | None:
         """Sets `report` with the plan; None if the stock schedule is the better one."""
+        why = step.why_alone or rank.why_alone
         if self.config.mode != "on":
-            setting = joint_step.setting(self.config, rank)
+            setting = joint_step.setting(self.config, rank, why)
             self.across_ranks.look(step, rank, forward_only=forward_only, setting=setting)
         report, joint = self.planning.decided(step, rank, forward_only=forward_only)
+        report.why_alone = why
         self._report(report)
         if not forward_only and not self.planning.meter(rank).due:  # else it may run to be timed
             pause.note(report.decision)

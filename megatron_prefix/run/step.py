@@ -51,6 +51,8 @@ class Step:
         samples: whole; None on stages in the middle. Routes are on the first stage.
         routed: whether the samples have routes.
         reads_all: losses look at all positions of segments with loss; known on the first stage.
+        crosses: payloads cross data-parallel ranks, though perhaps none of this one.
+        why_alone: why they do not, where they could have; known on the first stage.
         unshared: the prefilter says that sharing does not pay; the forest has no segments then.
     """
 
@@ -61,6 +63,8 @@ class Step:
     routed: bool = False
     unshared: bool = False
     reads_all: bool = False
+    crosses: bool = False
+    why_alone: str = ""
 
     @property
     def num_microbatches(self) -> int:
@@ -71,7 +75,7 @@ class Step:
         """The step as numbers, to tell the other stages; `from_ints` reads them."""
         owners = np.array(self.microbatch_of, np.int64)
         counts = np.bincount(owners, minlength=self.num_microbatches)
-        flags = self.routed + 2 * self.unshared
+        flags = self.routed + 2 * self.unshared + 4 * self.crosses
         numbers = [flags, len(self.packed), *self.packed, *counts, *self.forest.to_ints()]
         return np.array(numbers, np.int64)
 
@@ -82,8 +86,9 @@ class Step:
         packed, counts = numbers[2 : 2 + num].astype(bool), numbers[2 + num : 2 + 2 * num]
         forest = Forest.from_ints(numbers[2 + 2 * num :].tolist())
         microbatch_of = tuple(np.repeat(np.arange(num), counts).tolist())
-        routed, unshared = bool(flags & 1), bool(flags & 2)
-        return cls(forest, microbatch_of, tuple(packed.tolist()), samples, routed, unshared)
+        routed, unshared, crosses = (bool(flags & bit) for bit in (1, 2, 4))
+        known = (forest, microbatch_of, tuple(packed.tolist()), samples, routed, unshared)
+        return cls(*known, crosses=crosses)
 
 
 def read_step(

@@ -18,12 +18,13 @@ from __future__ import annotations
 import collections
 import hashlib
 import itertools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from megatron_prefix.tree.block_tree import BlockTree, RankBeginnings, block_tree, window_of
 from megatron_prefix.tree.forest import LEAST_SHARE, Pairs, TreeOptions
 from megatron_prefix.tree.nodes import Node
 from megatron_prefix.tree.parts import equal_bounds, even_parts
@@ -32,42 +33,6 @@ _BYTES = 16
 BLOCK = 8
 """Positions between two digests of a beginning, each of 16 bytes: beginnings that branch inside a
 block have only what is before it in common. Blocks of 1 lose nothing and send as much as tokens."""
-
-Trie = Callable[[Mapping[int, np.ndarray], TreeOptions], list[Node]]
-"""Makes the prefix tree of codes, by number; see `build.trie`."""
-
-
-class RankBeginnings(NamedTuple):
-    """What a rank tells the others of its beginnings: digests, and no token.
-
-    A beginning is all of a rollout but its last position, or with `loss_in_leaves` what comes
-    before any position that carries loss. Digests have 128 bits of a cryptographic hash (BLAKE2b):
-    beginnings with equal ones are taken as equal.
-
-    Attributes:
-        lengths: positions of each beginning, all of them different: int64 [num].
-        digests: of each one's first block, its first two, and so on up to all of it: uint64
-            [sum of their blocks, 2]. The last block may be shorter.
-        first, last: the first and the last of the rank's microbatches that have it: int64 [num].
-        first_trained: the first position of each that carries loss in any rollout; at most its
-            length: int64 [num].
-        own: positions of its rollouts behind them.
-        num_microbatches: of the trainer.
-        block: positions of a block, a multiple of the trees' boundary.
-    """
-
-    lengths: np.ndarray
-    digests: np.ndarray
-    first: np.ndarray
-    last: np.ndarray
-    first_trained: np.ndarray
-    own: int
-    num_microbatches: int
-    block: int
-
-    def ends(self) -> np.ndarray:
-        """Where the digests of each beginning end: int64 [num]."""
-        return np.cumsum(-(-self.lengths // self.block))
 
 
 class CommonSpan(NamedTuple):
@@ -134,7 +99,7 @@ class CommonSpans:
 
     def window_of(self, microbatch: int) -> int:
         """The window in which one of this rank's microbatches runs."""
-        window = _window(microbatch, self.num_microbatches, self.num_windows)
+        window = window_of(microbatch, self.num_microbatches, self.num_windows)
         return min(window, self.num_windows - 1)
 
     def beginning(self, window: int) -> Iterator[CommonSegment]:
@@ -213,37 +178,31 @@ def _digests(codes: np.ndarray, block: int) -> Iterator[bytes]:
 
 
 def common_spans(
-    ranks: Sequence[RankBeginnings],
-    rank: int,
-    trie: Trie,
-    options: TreeOptions,
-    num_windows: int = 1,
+    ranks: Sequence[RankBeginnings], rank: int, options: TreeOptions, num_windows: int = 1
 ) -> CommonSpans:
     """What ranks have in common; the same on all of them but for `below`.
 
     Args:
         ranks: what each of them tells.
         rank: this one.
-        trie: makes the prefix tree of codes; here of blocks, whose codes are digests.
         options: see TreeOptions. A span that saves fewer than `min_gain` positions on all ranks
             together is not common, nor are those of a segment that saves fewer than `segment_gain`.
         num_windows: of the step.
     """
-    reached, alone = _shared(ranks)
-    load = [a + one.own for a, one in zip(alone, ranks, strict=True)]
-    known, numbers = _different(ranks, reached, num_windows)
-    found = _spans(known, trie, ranks[rank].block, options)
+    tree = block_tree(ranks, num_windows)
+    load = [a + one.own for a, one in zip(tree.alone, ranks, strict=True)]
+    found = _spans(tree, options)
     found = _chunked(_worthwhile(found, load, ranks, options), options)
     segments = _segments(found.spans, _owners(found.spans, load), options.segment_tokens)
     return CommonSpans(
         rank, tuple(found.spans), tuple(segments),
-        tuple(found.below[number] if number >= 0 else -1 for number in numbers[rank]),
+        tuple(found.below[node] if node >= 0 else -1 for node in tree.below[rank]),
         ranks[rank].num_microbatches, num_windows,
     )  # fmt: skip
 
 
 class _Spans(NamedTuple):
-    """Common spans, parents before children, and the last one of every known beginning."""
+    """Common spans, parents before children, and the last one of every node of the tree."""
 
     spans: list[CommonSpan]
     below: list[int]
@@ -253,29 +212,25 @@ class _Spans(NamedTuple):
         return _Spans(spans, [moved[number] if number >= 0 else -1 for number in self.below])
 
 
-def _spans(known: Sequence[_Known], trie: Trie, block: int, options: TreeOptions) -> _Spans:
+def _spans(tree: BlockTree, options: TreeOptions) -> _Spans:
     """Those that save at least `min_gain` positions on all ranks together."""
-    found = _Spans([], [-1] * len(known))
-    tree = trie({number: one.digests for number, one in enumerate(known)}, _BLOCKS)
-    todo = [(node, 0, -1) for node in reversed(tree)]
-    boundary = options.boundary
+    found = _Spans([], [-1] * len(tree.start))
+    todo = [(node, 0, -1, 0) for node in reversed(tree.children[-1])]
+    boundary, gain = options.boundary, max(1, options.min_gain)
     while todo:
-        node, start, parent = todo.pop()
-        members = [known[member] for member in node.members]
-        of_ranks = tuple(sorted({*itertools.chain(*[one.ranks for one in members])}))
-        if len(of_ranks) < 2:
-            continue
-        least = max(1, options.min_gain) / (len(of_ranks) - 1)
-        for end, scored in _pieces(node, members, block, boundary):
-            if end - start < least:
-                continue
-            first, last = min(one.first for one in members), max(one.last for one in members)
-            level = found.spans[parent].level + 1 if parent >= 0 else 0
-            found.spans.append(CommonSpan(start, end, parent, level, of_ranks, first, last, scored))
-            start, parent = end, len(found.spans) - 1
-            for member in node.members:
-                found.below[member] = parent
-        todo.extend((child, start, parent) for child in reversed(node.children))
+        node, start, parent, level = todo.pop()
+        ranks, least = tree.ranks[node], gain / (len(tree.ranks[node]) - 1)
+        last = tree.end[node]
+        cut = tree.first_trained[node] // boundary * boundary
+        # Where positions first carry loss a span ends.
+        pieces = [(min(cut, last), False)] if cut > tree.start[node] else []
+        for end, scored in [*pieces, (last, True)] if cut < last else pieces:
+            if end - start >= least:
+                window = tree.first[node], tree.last[node]
+                found.spans.append(CommonSpan(start, end, parent, level, ranks, *window, scored))
+                start, parent, level = end, len(found.spans) - 1, level + 1
+        found.below[node] = parent
+        todo += [(child, start, parent, level) for child in reversed(tree.children[node])]
     return found
 
 
@@ -332,112 +287,6 @@ def _chunked(found: _Spans, options: TreeOptions) -> _Spans:
     return found.renumbered(spans, moved)
 
 
-def _pieces(
-    node: Node, members: Sequence[_Known], block: int, boundary: int
-) -> Iterator[tuple[int, bool]]:
-    """Where a node of a tree of blocks ends, and before that, where positions first carry loss;
-    each with whether they do."""
-    end = min(node.end * block, members[0].length)
-    cut = min([one.first_trained for one in members]) // boundary * boundary
-    if cut > node.start * block:
-        yield min(cut, end), False
-    if cut < end:
-        yield end, True
-
-
-def _shared(ranks: Sequence[RankBeginnings]) -> tuple[list[np.ndarray], list[int]]:
-    """Per rank how many blocks of each of its beginnings others have, too; and the positions of the
-    blocks that no other has, each of them once."""
-    keys = np.concatenate([one.digests[:, 0] for one in ranks])  # 64 bits are enough for a count
-    counts = [len(one.digests) for one in ranks]
-    rank_of = np.repeat(np.arange(len(ranks)), counts)
-    order = np.argsort(keys)
-    begins = np.flatnonzero(np.diff(keys[order], prepend=~keys[order[:1]]))
-    lasts = np.append(begins, len(keys))[1:] - 1
-    lowest, highest = (of.reduceat(rank_of[order], begins) for of in (np.minimum, np.maximum))
-    shared = np.empty(len(keys), bool)
-    shared[order] = np.repeat(lowest != highest, lasts - begins + 1)
-    alone = lowest == highest
-    sizes = np.concatenate([_sizes(one) for one in ranks])[order[begins][alone]]
-    own = np.bincount(lowest[alone], sizes, minlength=len(ranks))
-    reached = []
-    for one, some in zip(ranks, np.split(shared, np.cumsum(counts)[:-1]), strict=True):
-        ends, total = one.ends(), np.append(0, np.cumsum(some))
-        reached.append(total[ends] - total[np.append(0, ends[:-1])])
-    return reached, own.astype(int).tolist()
-
-
-def _sizes(one: RankBeginnings) -> np.ndarray:
-    """Positions of every block; the last one of a beginning may be shorter."""
-    sizes = np.full(len(one.digests), one.block)
-    num = np.diff(one.ends(), prepend=0)
-    sizes[one.ends()[num > 0] - 1] -= (num * one.block - one.lengths)[num > 0]
-    return sizes
-
-
-@dataclass(slots=True)
-class _Known:
-    """As much of a beginning as several ranks have.
-
-    Attributes:
-        digests, length: see RankBeginnings.
-        ranks: that have it, ascending.
-        first, last: the windows in which any of them needs it first and last.
-        first_trained: the first position that carries loss on any of them.
-    """
-
-    digests: np.ndarray
-    length: int
-    ranks: list[int]
-    first: int
-    last: int
-    first_trained: int
-
-
-_BLOCKS = TreeOptions()
-"""Of a tree whose positions are blocks."""
-
-
-def _different(
-    ranks: Sequence[RankBeginnings], reached: Sequence[np.ndarray], num_windows: int
-) -> tuple[list[_Known], list[list[int]]]:
-    """What beginnings have in common with other ranks', once, and per rank the numbers of its own;
-    -1 where that is nothing."""
-    known: list[_Known] = []
-    number_of: dict[bytes, int] = {}
-    numbers: list[list[int]] = [[] for _ in ranks]
-    for place, (told, blocks) in enumerate(zip(ranks, reached, strict=True)):
-        named = told.digests.tobytes()
-        starts = np.append(0, told.ends()[:-1]) if len(told.lengths) else told.lengths
-        lengths = np.minimum(blocks * told.block, told.lengths)
-        columns = (starts, starts + blocks, lengths, *_windows_of(told, num_windows))
-        rows = zip(*(one.tolist() for one in (*columns, told.first_trained)), strict=True)
-        for start, end, length, first, last, trained in rows:
-            if start == end:
-                numbers[place].append(-1)
-                continue
-            number = number_of.setdefault(named[_BYTES * (end - 1) : _BYTES * end], len(known))
-            if number == len(known):
-                known.append(_Known(told.digests[start:end], length, [], first, last, trained))
-            one = known[number]
-            if place not in one.ranks[-1:]:
-                one.ranks.append(place)
-            one.first, one.last = min(one.first, first), max(one.last, last)
-            one.first_trained = min(one.first_trained, trained)
-            numbers[place].append(number)
-    return known, numbers
-
-
-def _windows_of(told: RankBeginnings, num_windows: int) -> Iterator[np.ndarray]:
-    """The first and the last window of each beginning."""
-    return (_window(one, told.num_microbatches, num_windows) for one in (told.first, told.last))
-
-
-def _window(microbatch: Any, num_microbatches: int, num_windows: int) -> Any:
-    """Of a microbatch, or of an array of them."""
-    return microbatch * num_windows // num_microbatches
-
-
 def _owners(spans: Sequence[CommonSpan], alone: Sequence[int]) -> list[int]:
     """The rank that computes each span: of those that have it the one with least to compute so
     far; long spans choose first.
@@ -447,9 +296,13 @@ def _owners(spans: Sequence[CommonSpan], alone: Sequence[int]) -> list[int]:
         alone: positions that every rank computes besides.
     """
     load, owners = [*alone], [0] * len(spans)
-    for number in sorted(range(len(spans)), key=lambda n: (spans[n].start - spans[n].end, n)):
-        owner = min(spans[number].ranks, key=lambda rank: (load[rank], rank))
-        load[owner] += spans[number].end - spans[number].start
+    lengths = np.array([span.end - span.start for span in spans], np.int64)
+    for number in np.argsort(-lengths, kind="stable").tolist():
+        owner, *others = spans[number].ranks
+        for rank in others:
+            if load[rank] < load[owner]:
+                owner = rank
+        load[owner] += int(lengths[number])
         owners[number] = owner
     return owners
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Sequence
 
 
@@ -17,28 +19,28 @@ def even_parts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
     """
     if not lengths:
         return []
-    if not budget:
+    ends = [*itertools.accumulate(lengths)]
+    if not budget or ends[-1] <= budget:
         return [(0, len(lengths))]
-    fewest = len(_parts(lengths, budget))
-    low, high = min(-(-sum(lengths) // fewest), budget), budget
+    fewest = len(_parts(ends, budget))
+    low, high = min(-(-ends[-1] // fewest), budget), budget
     while low < high:
         middle = (low + high) // 2
-        if len(_parts(lengths, middle)) > fewest:
+        if len(_parts(ends, middle)) > fewest:
             low = middle + 1
         else:
             high = middle
-    return _parts(lengths, high)
+    return _parts(ends, high)
 
 
-def _parts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
-    """Parts filled one after the other."""
-    bounds, total = [0], 0
-    for number, length in enumerate(lengths):
-        if total and total + length > budget:
-            bounds.append(number)
-            total = 0
-        total += length
-    return [*zip(bounds, [*bounds[1:], len(lengths)], strict=True)]
+def _parts(ends: Sequence[int], budget: int) -> list[tuple[int, int]]:
+    """Parts filled one after the other, of things that end there."""
+    parts, start, before = [], 0, 0
+    while start < len(ends):
+        stop = max(start + 1, bisect.bisect(ends, before + budget, start))
+        parts.append((start, stop))
+        start, before = stop, ends[stop - 1]
+    return parts
 
 
 def equal_bounds(start: int, end: int, longest: int, align: int) -> list[int]:

@@ -95,7 +95,7 @@ def visit(
     cache: SidecarCache, one: Segment, index: int, layer: int, backward: bool, device: str = "cpu"
 ) -> list[Tensor]:
     """One segment in one layer; returns all that it gets from the cache."""
-    if cache.forms[layer] is Form.SPANS:
+    if cache.forms[layer] == Form.SPANS:
         return visit_states(cache, one, index, layer, backward, device)
     seen: list[Tensor] = []
     if one.inner and not backward:

@@ -214,7 +214,8 @@ _TEXTS = {
     " segment, which sends less, while every rank keeps K/V of all; auto (default): segment if it"
     " fits",
     "across_ranks": "run what rollouts on several data-parallel ranks begin with once in the job:"
-    " auto: where it can be; on: what is in the way is refused (default {})",
+    " auto: where it can be, pays and fits; on: what is in the way is refused; node: on, among the"
+    " ranks of one host (default: auto in mode auto, else off)",
     "kernel": f"attention kernel: {', '.join(KERNELS)}, dense+causal, or auto (default)",
 }
 _OLD_FLAGS = {"segment_tokens": ["--wave-tokens"]}
@@ -246,7 +247,7 @@ def add_fields(group: Any, owner: type, texts: Mapping[str, str], **defaults: An
         }
         kind = kinds[str(field.type)]
         if name in _CHOICES:
-            kind = {"type": type(field.default), "choices": _CHOICES[name]}
+            kind = {"type": type(_CHOICES[name][0]), "choices": _CHOICES[name]}
         group.add_argument(
             "--" + _OPTIONS.get(name, name).replace("_", "-"),
             *_OLD_FLAGS.get(name, ()),

@@ -41,15 +41,16 @@ of forward work, a backward twice, communication nothing.  The speedup is of the
 launches included, over the stock schedule on rollouts packed to at most 16,384 tokens.
 With --dp N the step is dealt to N ranks: a table shows the tokens that each has and executes if it
 shares alone, and what is left if every prompt runs once in the whole job; all else is of the rank
-that executes most.  With --across-ranks the plans of all ranks are made and simulated together,
-with messages at 50 GB/s, and --output FOLDER writes them (rank-0.csv, ...), a picture (plan.svg)
-and a trace (plan.json); all else stays as it is.
+that executes most.  With --across-ranks the plans of all ranks are made, and without --pp and --ep
+simulated together, with messages at 50 GB/s; --output FOLDER writes them (rank-0.csv, ...), a
+picture (plan.svg) and a trace (plan.json); all else stays as it is.
 In JSON ranks are data_parallel (null with one rank): lists by rank (rollouts,
 raw_tokens, executed_tokens, own_tokens: those on no other rank), executed_tokens_across_ranks,
 speedup and speedup_across_ranks of the slowest rank by tokens, the latter if owners of prompts even
 ranks out, deal, planned_rank, and across_ranks (null without --across-ranks): by rank
 executed_tokens, received_tokens, sent_tokens (once for every rank that gets them),
-peak_received_tokens, and in tokens of forward work busy, waiting, and the makespan."""
+speedup of the slowest by tokens, and where it is simulated peak_received_tokens, and in tokens of
+forward work busy, waiting, and the makespan."""
 EPILOG = """\
 examples:
   megatron-prefix plan rollouts.jsonl.gz
@@ -115,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
             "--output is for plans of ranks that share prompts: give --dp of at least 2 and"
             " --across-ranks on"
         )
+    if args.output and not plan_ranks.simulates(layout):
+        raise UserError("--output is for a step that can be simulated: leave --pp and --ep out")
     if args.output:
         check_folder_writable(args.output)
     step = _planned(args, layout)

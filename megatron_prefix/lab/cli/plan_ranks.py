@@ -39,6 +39,7 @@ FACTS = {
 
 BYTES_PER_SECOND = 50e9
 """Of messages in the simulated step: those of a GPU between nodes."""
+PLANNED = {"slowest rank, by tokens, across ranks": "{speedup:.2f}x"}
 ACROSS = [
     ("rank", "{rank}"),
     ("executed", "{executed_tokens:n}"),
@@ -57,13 +58,14 @@ class Dealt(NamedTuple):
         how: one of `plans.dealing.DEALS`.
         ranks: the groups of each.
         tokens: what they execute.
-        job: the plans of all ranks, and when they run; None unless prompts cross ranks.
+        job: the plans of all ranks, and when they run, where that is simulated (`simulates`); None
+            unless prompts cross ranks.
     """
 
     how: str
     ranks: Sequence[Sequence[Group]]
     tokens: DealtTokens
-    job: tuple[JobPlan, JobTimeline] | None = None
+    job: tuple[JobPlan, JobTimeline | None] | None = None
 
 
 def dealt(
@@ -97,8 +99,9 @@ def dealt(
         pairs = [pairs_of_groups(some)[0] for some in ranks]
         plans = job_plan(pairs, [[*range(len(one))] for one in pairs], options)
         position = rank_cost(spec, layout).forward.positions
-        seconds = message_seconds(spec, layout, BYTES_PER_SECOND)
-        job = plans, plans.timeline(messages=(seconds[0] / position, seconds[1] / position))
+        sent, back = message_seconds(spec, layout, BYTES_PER_SECOND)
+        messages = sent / position, back / position
+        job = plans, plans.timeline(messages=messages) if simulates(layout) else None
     return Dealt(how, ranks, dealt_tokens(ranks, options), job)
 
 
@@ -106,24 +109,28 @@ def crosses(config: PrefixConfig, layout: Layout) -> bool:
     """Whether the plans of all ranks are made.
 
     Raises:
-        UserError: `--across-ranks on`, and the layout is in the way.
+        UserError: `--across-ranks node`.
     """
-    if config.across_ranks == "off" or layout.dp == 1:
+    if config.across == "off" or layout.dp == 1:
         return False
-    whole = layout.pp == layout.cp == layout.ep == 1
-    if not whole and config.across_ranks == "on":
+    if config.across == "node":
         raise UserError(
-            "--across-ranks on: `plan` simulates ranks that hold the whole model; leave --pp, --cp"
-            " and --ep out, or give --across-ranks auto"
+            "--across-ranks node: `plan` knows no hosts; give on, with --dp of one host"
         )
-    return whole
+    return True
+
+
+def simulates(layout: Layout) -> bool:
+    """Whether the step of all ranks is simulated with its messages: stages of pipelines, and ranks
+    that share experts, wait for more than these."""
+    return layout.pp == layout.ep == 1
 
 
 def write(dealt: Dealt, folder: str, title: str) -> None:
     """Writes the plans of all ranks, a picture and a trace, of a step with a job."""
-    if dealt.job is None:
-        raise RuntimeError("no prompt crosses ranks, and their plans are to be written")
-    plans, timeline = dealt.job
+    plans, timeline = dealt.job or (None, None)
+    if plans is None or timeline is None:
+        raise RuntimeError("no step is simulated, and the plans of all ranks are to be written")
     for rank, plan in enumerate(plans.plans):
         write_text(f"{folder}/rank-{rank}.csv", plan.to_csv(), makes_folders=True)
     write_text(f"{folder}/plan.svg", job_svg(timeline, plans.plans, title), makes_folders=True)
@@ -139,16 +146,22 @@ def result(dealt: Dealt) -> dict[str, Any]:
         **vars(tokens),
         "speedup": tokens.speedup,
         "speedup_across_ranks": tokens.speedup_across_ranks,
-        "across_ranks": None if dealt.job is None else _across(*dealt.job),
+        "across_ranks": None if dealt.job is None else _across(tokens, *dealt.job),
     }
 
 
-def _across(plans: JobPlan, timeline: JobTimeline) -> dict[str, Any]:
-    """What the simulated job does, lists by rank; times in tokens of forward work."""
-    return {
+def _across(tokens: DealtTokens, plans: JobPlan, timeline: JobTimeline | None) -> dict[str, Any]:
+    """What the job does, lists by rank; times in tokens of forward work, None where it was not
+    simulated."""
+    found = {
         "executed_tokens": plans.executed_tokens,
         "received_tokens": plans.received_tokens,
         "sent_tokens": plans.sent_tokens,
+        "speedup": max(tokens.raw_tokens) / max(plans.executed_tokens),
+    }
+    if timeline is None:
+        return found | dict.fromkeys(("peak_received_tokens", "busy", "waiting", "makespan"))
+    return found | {
         "peak_received_tokens": timeline.peak_received,
         "busy": timeline.busy,
         "waiting": timeline.waiting,
@@ -164,10 +177,13 @@ def show(dealt: Dealt, *, stderr: bool) -> None:
     values = {**result(dealt), "alone": sum(tokens.executed_tokens)}
     print_facts("all ranks", facts(FACTS, values), stderr=stderr)
     if dealt.job is not None:
-        title = (
-            f"across ranks, simulated with messages at {BYTES_PER_SECOND / 1e9:.0f} GB/s, tokens"
-        )
-        print_records(title, ACROSS, _by_rank(_across(*dealt.job)), stderr=stderr)
+        title, columns = "across ranks, tokens", ACROSS[:4]
+        if dealt.job[1] is not None:
+            rate = f"{BYTES_PER_SECOND / 1e9:.0f} GB/s"
+            title, columns = f"across ranks, simulated with messages at {rate}, tokens", ACROSS
+        across = _across(tokens, *dealt.job)
+        print_records(title, columns, _by_rank(across), stderr=stderr)
+        print_facts("these plans", facts(PLANNED, across), stderr=stderr)
 
 
 def _by_rank(values: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.simulator import Cost, token_cost
 from megatron_prefix.tree import Forest, Pairs, TreeOptions
 from megatron_prefix.tree.across_ranks import beginnings_of, common_spans
-from megatron_prefix.tree.build import find_below, trie
+from megatron_prefix.tree.build import find_below
 from megatron_prefix.tree.payload_map import Form
 
 
@@ -90,7 +90,7 @@ def job_plan(
     heard = [mine for mine, _ in told]
     forests, plans, ready_after = [], [], []
     for rank, (rollouts, microbatches) in enumerate(both):
-        common = common_spans(heard, rank, trie, options)
+        common = common_spans(heard, rank, options)
         tries = find_below(rollouts, told[rank][1], common, options)
         forest = tries.forest(microbatch_of=microbatches)
         forests.append(forest)
@@ -112,6 +112,8 @@ def message_seconds(
 
     What spans leave that have no row a position (recurrent states) is not counted.
 
+    Context-parallel ranks send a part of it each, all at once.
+
     Args:
         spec, layout: of the model; bf16.
         bytes_per_second: of one GPU.
@@ -120,4 +122,5 @@ def message_seconds(
     stages = footprint_of(spec, form).payloads
     rows = [one for stage in stages for one in stage if one.form == Form.POSITIONS]
     values, gradients = sum(one.values for one in rows), sum(one.gradients for one in rows)
-    return values / bytes_per_second, gradients / bytes_per_second
+    together = bytes_per_second * layout.cp
+    return values / together, gradients / together

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from tests.harness.command_line import BUNDLED, command
+from tests.harness.data import REPOSITORY
 
 SMALL = "--groups 3 --max-tokens 96 --set num_layers=2 --min-gain 8 --dtype float64 --json"
 LAYOUTS = {
@@ -70,8 +71,8 @@ def test_what_is_timed_says_what_crossed() -> None:
 
 
 def test_what_cannot_cross_is_refused() -> None:
-    options = "--dp 2 --model tiny-moe --set moe_router_load_balancing_type=global_aux_loss"
-    options += " --set moe_aux_loss_coeff=0.1 --deal random --across-ranks on"
+    plan = next((REPOSITORY / "schedules").glob("*.csv"))
+    options = f"--dp 2 --deal random --across-ranks on --prefix-plan {plan}"
     done = command("align", "--rollouts", BUNDLED, *SMALL.split(), *options.split())
     assert done.returncode == 2
-    assert "across_ranks with global_aux_loss" in done.stderr
+    assert "across_ranks with a plan file" in done.stderr

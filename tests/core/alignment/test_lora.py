@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.generate import generate
+from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models import build
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
@@ -29,6 +30,7 @@ from tests.harness.ranks import run_ranks
 
 VOCAB = 64
 CHUNKED = PrefixConfig(min_gain=0, chunk_tokens=16, segment_tokens=48)
+ACROSS = replace(CHUNKED, across_ranks="on")
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,21 @@ CASES = {
     "the first layer's K and V frozen": Case(adapters={"targets": ("linear_fc2",)}),
     "the last layer alone": Case(adapters={"layers": (3,)}),
     "the first layer alone": Case(adapters={"layers": (0,)}),
+    "across ranks": Case(Layout(dp=2), ACROSS),
+    "across ranks, PP2": Case(Layout(dp=2, pp=2), ACROSS),
+    "across ranks, experts": Case(Layout(dp=2), ACROSS, "tiny-moe"),
+    "across ranks, the last layer alone": Case(Layout(dp=2), ACROSS, adapters={"layers": (3,)}),
+    "across ranks, the first layer alone": Case(Layout(dp=2), ACROSS, adapters={"layers": (0,)}),
 }
+
+
+def groups_of(case: Case) -> list[Group]:
+    """A data-parallel rank's, of its own; where prompts cross, its rollouts of all."""
+    number = align.data_rank()
+    if case.prefix.across_ranks != "on":
+        return [*generate(2, 40, 16, 4, vocab_size=VOCAB, seed=number)]
+    groups = generate(2, 40, 16, 4, vocab_size=VOCAB, seed=0)
+    return [replace(one, rollouts=one.rollouts[number :: case.layout.dp]) for one in groups]
 
 
 def compare(case: Case) -> None:
@@ -76,8 +92,7 @@ def compare(case: Case) -> None:
                 build_model(spec, layout=case.layout, dtype="float64", **options)
                 for options in (keeping, case.build)
             )
-        groups = generate(2, 40, 16, 4, vocab_size=VOCAB, seed=align.data_rank())
-        items = align.microbatches([*groups], 1, case.layout.alignment)
+        items = align.microbatches(groups_of(case), 1, case.layout.alignment)
         ours = PrefixSchedule(case.prefix)
         step = loss.forward_step(loss.GrpoConfig(clip_low=1.0, clip_high=1e9))
         stock = gradients(get_forward_backward_func(), step, reference, items)

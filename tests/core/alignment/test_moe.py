@@ -71,6 +71,7 @@ class Case:
     recompute: str = "none"
     flat: bool = False
     uneven: bool = False  # flat groups on odd data-parallel ranks
+    even: bool = False  # equally many microbatches on all ranks that prompts cross
 
 
 CHUNKED = PrefixConfig(min_gain=0, chunk_tokens=8, segment_tokens=16)
@@ -169,6 +170,28 @@ CASES = {
     "across ranks, EP2 PP2": Case(
         layout=Layout(dp=2, ep=2, pp=2), prefix=replace(ACROSS, memory="recompute"), config=BOTH
     ),
+    "across ranks, global_aux_loss": Case(GLOBAL, Layout(dp=2), ACROSS, even=True),
+    "across ranks, global_aux_loss, per-token loss": Case(
+        layout=Layout(dp=3),
+        prefix=ACROSS_CHUNKED,
+        even=True,
+        config={"calculate_per_token_loss": True, **ALL},
+    ),
+    "across ranks, PP2, global_aux_loss": Case(
+        layout=Layout(pp=2, dp=2),
+        prefix=replace(ACROSS_CHUNKED, memory="recompute"),
+        config=ALL,
+        even=True,
+    ),
+    "across ranks, PP2 VPP2, global_aux_loss": Case(
+        {**GLOBAL, "num_layers": 4}, Layout(pp=2, vpp=2, dp=2), ACROSS, even=True
+    ),
+    "across ranks, EP2, global_aux_loss": Case(
+        GLOBAL, Layout(dp=2, ep=2), ACROSS, recompute="full"
+    ),
+    "across ranks, TP2, global_aux_loss": Case(
+        layout=Layout(dp=2, tp=2, **SP), prefix=ACROSS, config=ALL, even=True
+    ),
     "across ranks, CP2 EP2": Case(layout=Layout(dp=2, cp=2, ep=2), prefix=ACROSS, config=BOTH),
     "across ranks, PP2 VPP2": Case(
         {**AUX_Z, "num_layers": 4},
@@ -245,7 +268,7 @@ def aligned(case: Case) -> align.Alignment:
         align.PrefixSchedule = Forgetful  # in this process only
         number = align.data_rank()
         if case.prefix.across_ranks == "on":
-            mine = scattered(groups(case.flat, 0), number, even=case.layout.ep > 1)
+            mine = scattered(groups(case.flat, 0), number, even=case.even or case.layout.ep > 1)
         else:
             mine = groups(case.flat or (case.uneven and number % 2 == 1), number)
         multiple = case.layout.alignment
@@ -301,6 +324,11 @@ MISTAKES = {
         "DP2, global_aux_loss",
         "group_counts.GroupCounts.enter",
         alone,
+    ),
+    "global_aux_loss of other ranks": (
+        "across ranks, global_aux_loss",
+        "span_sums.SpanSums.put",
+        zeros,
     ),
     "global_aux_loss, unordered": ("global_aux_loss", "ledger.RouterLedger._averages", by_itself),
     "z-loss of rows": ("z-loss", "tokens.columns_of", once),

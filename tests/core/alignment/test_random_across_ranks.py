@@ -31,17 +31,20 @@ from tests.harness.ranks import run_ranks
 
 VOCAB = 64
 MOE = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5}
+GLOBAL = {**MOE, "moe_router_load_balancing_type": "global_aux_loss"}
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[Layout, ...]]] = {
     "dense": ("tiny-qwen3", {}, (Layout(dp=2), Layout(dp=3), Layout(dp=2, pp=2))),
     "shards": ("tiny-qwen3", {}, (Layout(dp=2, tp=2, sequence_parallel=True), Layout(dp=2, tp=2))),
     "CP2": ("tiny-qwen3", {}, (Layout(dp=2, cp=2),)),
     "experts": ("tiny-moe", MOE, (Layout(dp=2), Layout(dp=4))),
     "EP2": ("tiny-moe", MOE, (Layout(dp=2, ep=2),)),
+    "global batch": ("tiny-moe", GLOBAL, (Layout(dp=2), Layout(dp=2, pp=2))),
     "GatedDeltaNet": ("tiny-qwen3-next", {"num_moe_experts": None}, (Layout(dp=2),)),
 }
-UNPACKED = ("CP2", "EP2", "GatedDeltaNet")
-"""Ranks that share experts need equally many microbatches; GatedDeltaNet takes packs from
-megatron-core 0.18 on."""
+EVEN = ("EP2", "global batch")
+UNPACKED = ("CP2", *EVEN, "GatedDeltaNet")
+"""Ranks that share experts, or balance the global batch, need equally many
+microbatches; GatedDeltaNet takes packs from megatron-core 0.18 on."""
 
 
 def groups(rng: random.Random) -> list[Group]:
@@ -110,7 +113,7 @@ def steps(model: str, layout: Layout, seeds: list[int]) -> list[str]:
             baseline = Baseline("rollout")
         # Some trainers do not say what carries loss: then all positions may.
         align.SAYS = Callbacks(rng.choice([loss.trained, None]), passes_together=True)
-        ranks = dealt(rng, layout.dp, even=layout.ep > 1)
+        ranks = dealt(rng, layout.dp, even=model in EVEN)
         mine = ranks[align.data_rank()]
         num_tokens = sum(len(r) - 1 for rank in ranks for group in rank for r in group.rollouts)
         try:

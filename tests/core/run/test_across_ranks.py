@@ -169,17 +169,21 @@ def test_what_carries_loss_crosses_ranks_too() -> None:
         ({}, "set across_ranks to auto"),
         ({"mode": "observe"}, "set across_ranks to auto, and mode, too"),
         ({"crosses": True}, ""),
-        ({"has_global_loss": True}, f"{ACROSS_EXPERTS.name} is not supported yet"),
+        ({"why": joint_step.SLOWER}, f"not in this step, as {joint_step.SLOWER}"),
         ({"looks_ahead": True}, f"{ACROSS_AHEAD.name} is not supported yet"),
+        (
+            {"experts": object(), "gathers_tokens": True},
+            f"{ACROSS_EXPERTS.name} is not supported yet",
+        ),
         ({"gathers_late": True}, f"{ACROSS_GATHERS.name} is not supported yet"),
     ],
 )
 def test_the_setting_or_what_is_in_its_way_is_named(changes, told) -> None:
-    has = {"crosses": False, "has_global_loss": False, "experts": None, "gathers_late": False}
-    has |= {"looks_ahead": False, **changes}
+    has = {"crosses": False, "experts": None, "gathers_late": False, "looks_ahead": False}
+    has |= changes
     rank = SimpleNamespace(data_ranks=object(), siblings=object(), **has)
     config = PrefixConfig(mode=changes.get("mode", "auto"))
-    assert joint_step.setting(config, rank) == told  # type: ignore[arg-type]
+    assert joint_step.setting(config, rank, changes.get("why", "")) == told  # type: ignore[arg-type]
 
 
 def test_without_a_common_dp_group_nothing_is_exchanged() -> None:

@@ -16,7 +16,7 @@ from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Pairs, TreeOptions
 from megatron_prefix.tree.across_ranks import BLOCK, CommonSpan, beginnings_of, common_spans
-from megatron_prefix.tree.build import find_below, trie
+from megatron_prefix.tree.build import find_below
 from tests.harness.trees import trie_size
 
 
@@ -48,7 +48,7 @@ def forests_of(
     forests = []
     for place, rank in enumerate(ranks):
         heard = [mine for mine, _ in told]
-        common = common_spans(heard, place, trie, options, num_windows)
+        common = common_spans(heard, place, options, num_windows)
         tries = find_below(rank, told[place][1], common, options)
         forests.append(tries.forest(microbatch_of=owners[place]))
     return forests, owners
@@ -144,7 +144,7 @@ def test_what_is_common_ends_at_a_block_or_with_the_beginning(block: int, multip
         ranks = dealt(seed, 3)
         told = [beginnings_of(rank, [0] * len(rank), options, block) for rank in ranks]
         for place, (_, numbers) in enumerate(told):
-            common = common_spans([mine for mine, _ in told], place, trie, options)
+            common = common_spans([mine for mine, _ in told], place, options)
             others = [one for other in ranks if other is not ranks[place] for one in other]
             for rollout, number in zip(ranks[place], numbers, strict=True):
                 expected, mine = 0, options.rounded(len(rollout) - 1)
@@ -181,7 +181,7 @@ def test_routes_are_part_of_a_beginning() -> None:
     other[5] = 1
     rollouts = [Pairs(tokens[:-1], tokens[1:], trained, one) for one in (routes, other)]
     told = [beginnings_of([one], [0], options, 1)[0] for one in rollouts]
-    assert [span.end for span in common_spans(told, 0, trie, options).spans] == [5]
+    assert [span.end for span in common_spans(told, 0, options).spans] == [5]
     none = replace(rollouts[0], trained=trained | True)  # a beginning without a position
     before = replace(options, loss_in_leaves=True)
     assert beginnings_of([none], [0], before)[0].digests.shape == (0, 2)
@@ -234,7 +234,7 @@ def test_segments_that_save_too_little_are_not_common() -> None:
     for segment_gain, ends in ((0, [399, 439]), (50, [399])):
         options = TreeOptions(share="batch", min_gain=20, segment_gain=segment_gain)
         told = [beginnings_of(rank, [0, 0], options, block=1)[0] for rank in ranks]
-        found = common_spans(told, 0, trie, options).spans
+        found = common_spans(told, 0, options).spans
         assert [one.end for one in found] == ends
         assert [one.scored for one in found] == [False, True][: len(ends)]
 
@@ -244,7 +244,7 @@ def loads_of(
 ) -> tuple[list[int], list[int], list[tuple[int, int, CommonSpan]]]:
     """What ranks compute for themselves alone and with what they own, and every span's owner."""
     told = [beginnings_of(rank, [0] * len(rank), options, block=1)[0] for rank in ranks]
-    common = common_spans(told, 0, trie, options)
+    common = common_spans(told, 0, options)
     owned = [(one.owner, n, common.spans[n]) for one in common.segments for n in one.spans]
     forests, _ = forests_of(ranks, options, 1)
     load = [one.executed_tokens for one in forests]

@@ -108,7 +108,11 @@ def test_plans_of_all_ranks_are_written(capsys, tmp_path) -> None:
         (["--output", "x"], "--output is for plans of ranks that share prompts"),
         (["--output", "x", "--dp", "2"], "--output is for plans of ranks that share prompts"),
         (["--output", "x", "--across-ranks", "on"], "give --dp of at least 2"),
-        (["--dp", "2", "--pp", "2", "--across-ranks", "on"], "leave --pp, --cp and --ep out"),
+        (["--dp", "2", "--across-ranks", "node"], "`plan` knows no hosts"),
+        (
+            ["--dp", "2", "--pp", "2", "--across-ranks", "on", "--output", "x"],
+            "leave --pp and --ep out",
+        ),
         (["--dp", "2", "--across-ranks", "on", "--output", __file__], "cannot be written"),
     ],
 )
@@ -116,9 +120,22 @@ def test_plans_of_ranks_that_cannot_be_made(capsys, options, message) -> None:
     assert message in failure(capsys, "plan", BUNDLED, *options)
 
 
-def test_where_ranks_cannot_share_auto_makes_no_plans(capsys) -> None:
-    options = ["--dp", "2", "--pp", "2", "--across-ranks", "auto"]
-    assert result(capsys, "plan", BUNDLED, *options)["data_parallel"]["across_ranks"] is None
+@pytest.mark.parametrize("layout", ["--pp 2", "--pp 2 --vpp 2", "--ep 2", "--cp 2", "--tp 2"])
+@pytest.mark.parametrize("setting", ["on", "auto"])
+def test_ranks_of_every_layout_are_planned(capsys, layout: str, setting: str) -> None:
+    options = ["--dp", "2", "--deal", "random", "--min-gain", "8", *layout.split()]
+    options += ["--across-ranks", setting]
+    found = result(capsys, "plan", BUNDLED, *options)["data_parallel"]
+    across = found["across_ranks"]
+    assert sum(across["executed_tokens"]) < sum(found["executed_tokens"])
+    assert sum(across["received_tokens"]) == sum(across["sent_tokens"]) > 0
+    assert across["speedup"] == max(found["raw_tokens"]) / max(across["executed_tokens"])
+    assert found["speedup"] < across["speedup"]
+    simulated = layout in ("--cp 2", "--tp 2")
+    assert (across["makespan"] is not None) == simulated
+    _, out, _ = run(capsys, "plan", BUNDLED, *options)
+    assert f"across ranks, {'simulated with messages at 50 GB/s, ' * simulated}tokens" in out
+    assert f"{across['speedup']:.2f}x" in out
 
 
 def test_more_ranks_than_rollouts_are_refused(capsys) -> None:

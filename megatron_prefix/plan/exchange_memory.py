@@ -1,0 +1,163 @@
+"""Buffers of messages between data-parallel ranks while a program runs.  Pure.
+
+As run/exchanges.py holds them. A payload that comes from another rank waits in a buffer of its own
+until a segment reads it. What leaves is a view of the sidecar where the spans that a rank gets are
+neighbours, else a copy, which lives until that rank's gradients are back: no sooner does one know
+everywhere that it has left. The gradients of a level have buffers from the first backward of the
+level on, those of all ranks that send some, and each until the segment's own backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+from megatron_prefix.plan.actions import Action, Plan, Sent
+from megatron_prefix.plan.footprint import Footprint
+from megatron_prefix.tree.payload_map import Form
+
+
+class ExchangeMemory:
+    """Bytes of one model chunk's messages.
+
+    Args:
+        plan: whose `sent` says what leaves.
+        rank: in the pipeline.
+        chunk: the rank's model chunk.
+        one: of the model.
+        seen: of a segment those that it reads.
+
+    Attributes:
+        crosses: whether there are any.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        chunk: int,
+        one: Footprint,
+        seen: Callable[[int], Collection[int]],
+    ) -> None:
+        self._plan, self._one, self._seen = plan, one, seen
+        stage = plan.stage(rank, chunk)
+        self._payloads = one.payloads[stage] if stage < len(one.payloads) else ()
+        self._is_last = stage == plan.num_stages - 1
+        self.crosses = plan.crosses or bool(plan.sent)
+        program = plan.programs[rank] if self.crosses else ()
+        self._forward = dict(self._payloads_by_level(program, chunk))
+        self._backward = dict(self._gradients_by_level(program, chunk))
+        self._coming: dict[int, float] = {}
+        self._copies: dict[int, float] = {}
+        self._back: dict[int, float] = {}
+        self._returned = 0.0  # copies of final states' gradients, until the step ends
+
+    @property
+    def held(self) -> float:
+        """Bytes now."""
+        return self._returned + sum(
+            sum(some.values()) for some in (self._coming, self._copies, self._back)
+        )
+
+    def post(self, action: Action) -> None:
+        """Takes what begins to cross with an action."""
+        for index in self._forward.pop(action, ()):
+            sent = self._sent(index)
+            if sent is None:
+                self._coming[index] = self._values(index, self._whole(index))
+                continue
+            whole = self._one.shares == 1 < self._one.parts  # rows lie as the parts of all ranks
+            rows = sent[:2] if whole else (sent.copied, sent.copied_spans)
+            self._copies[index] = self._values(index, rows)
+        for index in self._backward.pop(action, ()):
+            sent = self._sent(index)
+            self._back[index] = 0.0 if sent is None else self._gradients(index, sent[:2])
+
+    def take(self, action: Action) -> None:
+        """Frees what an action waits for before it computes."""
+        index = action.segment
+        if action.kind == "F":
+            for seen in self._seen(index):
+                self._coming.pop(seen, None)
+            return
+        self._coming.pop(index, None)
+        self._back.pop(index, None)
+        self._copies.pop(index, None)
+        segment = self._plan.segments[index]
+        if segment.source >= 0 and segment.scored and self._is_last:
+            self._returned += self._whole(index)[0] / self._one.parts * self._one.state_grad
+
+    def _payloads_by_level(
+        self, program: Iterable[Action], chunk: int
+    ) -> Iterator[tuple[Action, list[int]]]:
+        """What follows every level, and the segments of that.
+
+        In a level what this rank computes comes first (plan/exchanges.py), so a level ends where
+        that follows a segment that others compute; levels that lack one of the two are taken
+        together with the next.
+        """
+        level: list[int] = []
+        any_received = False
+        for action in program:
+            received = self._plan.segments[action.segment].source >= 0
+            crosses = received or self._sent(action.segment) is not None
+            mine = crosses and action.kind == "F" and action.chunk == chunk
+            if level and (not mine or (any_received and not received)):
+                yield action, level
+                level, any_received = [], False
+            if mine:
+                level.append(action.segment)
+                any_received |= received
+
+    def _gradients_by_level(
+        self, program: Iterable[Action], chunk: int
+    ) -> Iterator[tuple[Action, list[int]]]:
+        """The first backward of every level, with the segments whose gradients it waits for.
+
+        In a level what others compute comes first (plan/exchanges.py), so a level begins at the
+        latest where that follows a segment that is computed here.
+        """
+        first: Action | None = None
+        waited: list[int] = []
+        for action in program:
+            received = self._plan.segments[action.segment].source >= 0
+            sent = self._sent(action.segment) is not None
+            if action.kind != "B" or action.chunk != chunk or not (received or sent):
+                continue
+            if first is None or (received and waited):
+                if first is not None:
+                    yield first, waited
+                first, waited = action, []
+            waited += [action.segment] if sent else []
+        if first is not None:
+            yield first, waited
+
+    def _sent(self, index: int) -> Sent | None:
+        sent = self._plan.sent[index] if self._plan.sent else None
+        return sent if sent is not None and sent.positions else None
+
+    def _whole(self, index: int) -> tuple[int, int]:
+        segment = self._plan.segments[index]
+        return segment.padded_length, len(segment.spans)
+
+    def _values(self, index: int, rows: tuple[int, ...]) -> float:
+        """Of payloads of so many positions and spans; received states are counted by who keeps
+        them."""
+        scored = self._plan.segments[index].scored and self._is_last
+        kept = self._plan.segments[index].source >= 0 and self._one.parts == 1
+        state = self._one.state if scored and not kept else 0.0
+        return self._bytes([(of.form, of.values) for of in self._payloads], rows, state)
+
+    def _gradients(self, index: int, rows: tuple[int, ...]) -> float:
+        scored = self._plan.segments[index].scored and self._is_last
+        state = self._one.state_grad if scored else 0.0
+        return self._bytes([(of.form, of.gradients) for of in self._payloads], rows, state)
+
+    def _bytes(
+        self, payloads: Iterable[tuple[Form, float]], rows: tuple[int, ...], state: float
+    ) -> float:
+        positions, spans = rows[0] / self._one.parts, rows[1]
+        found = positions * state
+        for form, size in payloads:
+            limit = positions if form.last is None else min(positions, form.last * spans)
+            found += size * (spans if form == Form.SPANS else limit)
+        return found
