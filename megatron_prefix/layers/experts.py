@@ -42,7 +42,8 @@ class Experts(Kind):
     def parameters(self, config: Any) -> int:
         """See Kind; of all experts, the router, and the gate of shared ones."""
         width, shared = _widths(config)
-        always = matrices(config) * shared + 1 if shared else 0
+        gate = bool(shared and getattr(config, "moe_shared_expert_gate", False))
+        always = matrices(config) * shared + gate
         each = matrices(config) * width + 1
         weights: int = ((config.num_moe_experts or 0) * each + always) * config.hidden_size
         return weights
