@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -131,6 +132,13 @@ def test_a_position_is_shared_where_the_next_input_is() -> None:
         assert (one.codes()[:2] == shorter.codes()).all(axis=1).tolist() == [True, False]
         for start, end in ((1, 2), (1, 3), (0, 3), (2, None)):
             assert (one.codes(start, end) == one.codes()[start:end]).all()
+
+
+def test_one_masked_sample_is_enough() -> None:
+    some = samples()
+    assert all(one.following is None for one in some)
+    last = replace(some[-1], labels=np.where(some[-1].labels > 20, -100, some[-1].labels))
+    assert all(one.following is not None for one in told_apart([*some[:-1], last]))
 
 
 def test_megatron_divides_by_zero() -> None:
