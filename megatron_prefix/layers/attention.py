@@ -17,7 +17,7 @@ from megatron_prefix.errors import Reason
 from megatron_prefix.layers.kind import Heads, Kind, Override, Running, Slot, owner
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
-from megatron_prefix.refusals.table import MASK_TYPE, OTHER_CORE, OWN_FORWARD
+from megatron_prefix.refusals.table import MASK_TYPE, NO_SINKS, OTHER_CORE, OWN_FORWARD
 from megatron_prefix.tree.payload_map import Form
 
 if TYPE_CHECKING:
@@ -33,6 +33,12 @@ CORES = {
 IGNORES_MASKS = {"megatron.core.extensions.transformer_engine.TEDotProductAttention"}
 """Of these, those that are causal whatever mask a call has if their attn_mask_type is `causal`;
 another one adds its name. Megatron's own puts a given mask in the causal one's place."""
+_ROTARY = "megatron.core.models.common.embeddings"
+ROTARY = {
+    f"{_ROTARY}.rotary_pos_embedding.RotaryEmbedding",
+    f"{_ROTARY}.yarn_rotary_pos_embedding.YarnRotaryEmbedding",
+}
+"""Classes of rotary embeddings whose rule segments follow."""
 _CAUSAL = ("causal", "padding_causal", "arbitrary")
 """Names of Megatron's AttnMaskType. With `arbitrary` (ModelOpt's layers) a call's mask decides: see
 `mask_use`."""
@@ -65,7 +71,7 @@ class Attention(Kind):
 
     def heads(self, config: Any) -> Heads | None:
         """See Kind; of K/V heads a rank of tensor parallelism has at least one."""
-        ranks = config.tensor_model_parallel_size
+        ranks = getattr(config, "tensor_model_parallel_size", 1)
         num = config.num_attention_heads // ranks
         shared = max((config.num_query_groups or config.num_attention_heads) // ranks, 1)
         return Heads(num, max(num // shared, 1), config.kv_channels, config.kv_channels)
@@ -118,6 +124,12 @@ class Attention(Kind):
                 yield MASK_TYPE.given(number, mask)
                 return
 
+    def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
+        """See Kind."""
+        core = module.core_attention
+        if _has_sinks(core.config) and getattr(core, "softmax_offset", None) is None:
+            yield NO_SINKS.given(core.config.softmax_type)
+
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
         """See Kind."""
         from megatron_prefix.layers.blocks.shared import KEYS
@@ -152,13 +164,16 @@ def _mask_type(module: Any) -> str:
 
 
 def window_of(attention: Any) -> tuple[int, int] | None:
-    """Positions that a query of a module sees before its own and behind it; None: all before."""
+    """Positions that a query of a module sees before its own and behind it; None: all before.
+
+    transformer-engine's module has a window always; one that begins at -1 has no beginning.
+    """
     core = attention.core_attention
-    for one in (core, getattr(core, "scale_mask_softmax", None)):
-        found = getattr(one, "window_size", None)
-        if isinstance(found, tuple | list):
-            return None if found[0] < 0 else (int(found[0]), int(found[1]))
-    return None
+    if (found := getattr(core, "window_size", None)) is not None:
+        left, right = found
+        return None if left < 0 else (left, right)
+    found = getattr(getattr(core, "scale_mask_softmax", None), "window_size", None)
+    return None if found is None else (found[0], found[1])
 
 
 def _is_gated(config: Any) -> bool:
@@ -213,11 +228,14 @@ def in_segments(
 
 def _sink(core: Any) -> Tensor | None:
     """One more score of every head of a core attention, [heads]; None without one."""
-    offset = getattr(core, "softmax_offset", None)
-    if offset is None or getattr(core.config, "softmax_type", "vanilla") == "vanilla":
+    if not _has_sinks(core.config):
         return None
-    sink: Tensor = offset.flatten()
+    sink: Tensor = core.softmax_offset.flatten()
     return sink
+
+
+def _has_sinks(config: Any) -> bool:
+    return getattr(config, "softmax_type", "vanilla") != "vanilla"
 
 
 def _softmax_scale(attention: Any, core: Any) -> float:

@@ -81,6 +81,7 @@ class Kind:
             megatron/core/ssm/mamba_hybrid_layer_allocation.py.
         slot: what it fills.
         form: rows of its payload; None if it leaves nothing.
+        has_window: whether its queries see a window of positions, by the config's `window_size`.
         cut: positions that its kernels take at once; at multiples of it a shared prompt is bitwise
             the unshared one. None if that is so anywhere.
     """
@@ -89,6 +90,7 @@ class Kind:
     symbol: ClassVar[str]
     slot: ClassVar[Slot]
     form: ClassVar[Form | None] = None
+    has_window: ClassVar[bool] = False
     cut: ClassVar[int | None] = None
 
     def fills(self, config: Any, layer: int) -> bool:
@@ -113,8 +115,8 @@ class Kind:
         """
         raise NotImplementedError
 
-    def form_of(self, config: Any) -> Form | None:
-        """Rows of its payload in a model: `form`, unless they depend on the config."""
+    def form_in(self, module: Any) -> Form | None:
+        """Rows of a module's payload: `form`, unless they depend on the module."""
         return self.form
 
     def window(self, module: Any) -> int | None:

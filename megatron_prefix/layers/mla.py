@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron_prefix.errors import Reason
-from megatron_prefix.layers.attention import Attention, in_segments, window_of
+from megatron_prefix.layers.attention import ROTARY, Attention, in_segments, window_of
 from megatron_prefix.layers.kind import Heads, Override, Running, owner
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
@@ -26,18 +26,11 @@ from megatron_prefix.refusals.table import (
 )
 from megatron_prefix.tree.payload_map import Form
 
-_ROTARY = "megatron.core.models.common.embeddings"
-ROTARY = {
-    f"{_ROTARY}.rotary_pos_embedding.RotaryEmbedding",
-    f"{_ROTARY}.yarn_rotary_pos_embedding.YarnRotaryEmbedding",
-}
-"""Classes of rotary embeddings whose rule segments follow."""
-
 
 class MLA(Attention):
     """Megatron's MLASelfAttention, causal."""
 
-    name, symbol = "multi-latent attention", ""
+    name = "multi-latent attention"
     forwards = "megatron.core.transformer.multi_latent_attention.MultiLatentAttention"
 
     def fills(self, config: Any, layer: int) -> bool:
@@ -48,7 +41,7 @@ class MLA(Attention):
         """See Kind; every head has keys and values of its own."""
         if not self.fills(config, 0):
             return None
-        num = config.num_attention_heads // config.tensor_model_parallel_size
+        num = config.num_attention_heads // getattr(config, "tensor_model_parallel_size", 1)
         width, value_width = _widths(config)
         return Heads(num, 1, width, value_width)
 
@@ -106,6 +99,7 @@ class MLA(Attention):
 
     def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
         """See Kind."""
+        yield from super().option_refusals(module, config)
         if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
             yield MLA_WITHOUT_SP.given()
         if config.apply_rope_fusion and config.context_parallel_size > 1:

@@ -25,7 +25,7 @@ def layers_of(config: Any, pattern: str | None = None) -> list[tuple[Kind, ...]]
     if pattern is None:
         pattern = getattr(config, "hybrid_override_pattern", None) or ""
     if pattern:
-        return [tuple(one for one in table.KINDS if one.symbol == symbol) for symbol in pattern]
+        return [_named(config, layer, symbol) for layer, symbol in enumerate(pattern)]
     return [
         tuple(
             next(one for one in table.KINDS if one.slot is slot and one.fills(config, layer))
@@ -33,6 +33,14 @@ def layers_of(config: Any, pattern: str | None = None) -> list[tuple[Kind, ...]]
         )
         for layer in range(config.num_layers)
     ]
+
+
+def _named(config: Any, layer: int, symbol: str) -> tuple[Kind, ...]:
+    """The kind of a symbol; of several the first that fills the layer."""
+    found = [one for one in table.KINDS if one.symbol == symbol]
+    if len(found) > 1:
+        found = [one for one in found if one.fills(config, layer)]
+    return tuple(found[:1])
 
 
 def behind_decoder(config: Any, pattern: str | None = None) -> tuple[Kind, ...]:

@@ -35,6 +35,12 @@ def heads(config: Any) -> Heads:
     return next(found for kind in KINDS if (found := kind.heads(config)) is not None)
 
 
+def windows(config: Any) -> set[int]:
+    """Windows that a config gives to layers of a model, on any stage."""
+    given = {kind for kind in KINDS for n in range(config.num_layers) if kind.fills(config, n)}
+    return {config.window_size[0] for kind in given if kind.has_window}
+
+
 def part_of(layer: Any, slot: Slot) -> Part | None:
     """What fills a slot of one of Megatron's layers; None if that is not known."""
     for kind in KINDS:
@@ -53,9 +59,9 @@ def payload_parts(model: Any) -> list[Part]:
     return [part for part in parts(model, Slot.MIXER) if part.kind and part.kind.form]
 
 
-def forms(parts: Iterable[Part], config: Any) -> list[Form]:
+def forms(parts: Iterable[Part]) -> list[Form]:
     """Of the payloads of some parts of a model."""
-    found = (part.kind.form_of(config) for part in parts if part.kind)
+    found = (part.kind.form_in(part.module) for part in parts if part.kind)
     return [form for form in found if form]
 
 

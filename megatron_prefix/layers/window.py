@@ -7,7 +7,7 @@ ones in turn (gpt-oss, Gemma 3, MiMo), or no other (Mistral). Segments run in bl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,23 +16,24 @@ from megatron_prefix.layers.attention import Attention, in_segments, window_of
 from megatron_prefix.layers.kind import Override, Running
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
-from megatron_prefix.refusals.table import WINDOW_AHEAD, WINDOW_CP
+from megatron_prefix.refusals.table import WINDOW_AHEAD, WINDOW_CP, WINDOW_FUSED
 from megatron_prefix.tree.payload_map import Form
 
 
 class Window(Attention):
     """Megatron's SelfAttention, causal, with a `window_size`."""
 
-    name, symbol = "attention with a window", "W"
+    name, has_window = "attention with a window", True
 
-    def form_of(self, config: Any) -> Form:
+    def form_in(self, module: Any) -> Form:
         """See Kind."""
-        return Form("positions", config.window_size[0])
+        return Form("positions", self.window(module))
 
     def fills(self, config: Any, layer: int) -> bool:
         """See Kind; as `is_layer_window_attention` of megatron/core/transformer/utils.py."""
         window = getattr(config, "window_size", None)
-        if not window or window[0] < 0:
+        # Some models have a number there, and layers of their own that know what it means.
+        if not isinstance(window, Sequence) or window[0] < 0:
             return False
         every = getattr(config, "window_attn_skip_freq", None)
         if every is None:
@@ -49,11 +50,15 @@ class Window(Attention):
         their gradients, are copies."""
         full = super().memory(config, form)
         of = full.payload
-        rows = None if of is None else Payload(self.form_of(config), of.values, of.gradients)
-        copies = 0.0 if of is None else 2 * of.values + of.gradients
+        if of is None:
+            raise RuntimeError("attention that leaves nothing")
+        rows = Payload(Form("positions", config.window_size[0]), of.values, of.gradients)
+        # Both end to end and span by span; gradients of both, and their sums.
+        copies = 3 * of.values + of.gradients
         return replace(
-            full, inner=full.wave, payload=rows, seen=0.0, temporary=full.temporary + copies
-        )
+            full, inner=full.wave, payload=rows, seen=0.0, temporary=full.temporary + copies,
+            tail=copies,
+        )  # fmt: skip
 
     def module_of(self, layer: Any) -> Any | None:
         """See Kind."""
@@ -64,8 +69,11 @@ class Window(Attention):
         """See Kind."""
         yield from super().option_refusals(module, config)
         left, right = window_of(module) or (0, 0)
-        if left < 1 or right > 0:
+        if left < 1 or right != 0:
             yield WINDOW_AHEAD.given((left, right))
+        softmax: Any = getattr(module.core_attention, "scale_mask_softmax", None)
+        if getattr(softmax, "scaled_masked_softmax_fusion", False) and softmax.input_in_float16:
+            yield WINDOW_FUSED.given()
         if config.context_parallel_size > 1:
             yield WINDOW_CP.given()
 
@@ -73,11 +81,11 @@ class Window(Attention):
         """See Kind."""
         from megatron_prefix.layers.blocks.windowed import Tails, window_attention
 
-        tails, window = Tails(self.form_of(module.config), running), self.window(module)
+        tails, window = Tails(self.form_in(module), running), self.window(module)
         core = in_segments(module, number, running, tails, window_attention, window)
         yield module.core_attention, "forward", core
 
     def window(self, module: Any) -> int | None:
-        """See Attention."""
+        """See Kind."""
         found = window_of(module)
         return None if found is None else found[0]

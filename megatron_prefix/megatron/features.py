@@ -39,10 +39,6 @@ from megatron_prefix.refusals.table import (
 logger = logging.getLogger(__name__)
 OTHER_STEPS = (PARTIAL_CHECKPOINTS, OVERLAPPED_EXPERTS, DELAYED_WGRAD)
 """Options with which Megatron's schedule gives forward steps more than an iterator and a model."""
-ROTARY = {
-    "megatron.core.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding",
-    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding.YarnRotaryEmbedding",
-}
 CANNOT_RUN = "the prefix schedule cannot run this model with "
 OLDEST = Version("0.16.1")
 NEWEST_TRIED = Version("0.19.2")
@@ -105,7 +101,7 @@ def _module_refusals(model: Any) -> Iterator[Reason]:
     yield from gradient_hooks(model)
     rotary = getattr(model, "rotary_pos_emb", None)
     methods = ("forward", "get_emb")
-    if rotary is not None and not {owner(rotary, name) for name in methods} <= ROTARY:
+    if rotary is not None and not {owner(rotary, name) for name in methods} <= attention.ROTARY:
         yield OTHER_ROTARY.given(type(rotary).__name__)
     yield from layer_refusals(model)
     for name, module in model.named_modules():

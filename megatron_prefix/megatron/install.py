@@ -146,14 +146,18 @@ class Hooks:
     @property
     def forms(self) -> list[Form]:
         """Of the payloads that its layers leave in this step."""
-        forms = table.forms(self.parts, self.model.config)
+        forms = table.forms(self.parts)
         return forms[:-1] if self._looks_ahead and self.ahead is None else forms
 
     def use(self, kernel: str) -> None:
         """Chooses the kernel by name; see megatron_prefix/layers/blocks/kernels.py."""
         self._kernel_name = kernel
-        windows = {part.kind.window(part.module) for part in self.parts if part.kind}
-        num_layers = table.forms(self.parts, self.model.config).count(Form.POSITIONS)
+        # Those of other stages, too, so that all of them refuse a kernel that has no window.
+        windows = {
+            *(part.kind.window(part.module) for part in self.parts if part.kind),
+            *table.windows(self.model.config),
+        }
+        num_layers = table.forms(self.parts).count(Form.POSITIONS)
         self.kernels: dict[int | None, Kernel] = {
             window: _choose_kernel(kernel, self.model, num_layers, window)
             for window in {None, *windows}

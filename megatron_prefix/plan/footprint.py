@@ -87,6 +87,7 @@ class Footprint:
         kv: payload of a position in the sidecar, one layer that leaves some.
         kv_grad: its gradient there.
         keys, keys_grad: K and V of a position as one layer's attention sees them, and their sums.
+        tail: transient bytes a row of ancestors' last positions in one layer.
         attention: besides `unread`, saved by the last layer of all positions as soon as one of them
             is read.
         norm: saved after the last layer, without a loss.
@@ -123,6 +124,7 @@ class Footprint:
     num_layers: int
     keys: float = 0.0
     keys_grad: float = 0.0
+    tail: float = 0.0
     head_weight: float = 0.0
     parts: int = 1
     shares: int = 1
@@ -172,6 +174,7 @@ class Footprint:
             stage_input=hidden * form.itemsize,
             temporary=max((part.temporary for part in parts), default=0.0),
             seen=max((part.seen for part in parts), default=0.0),
+            tail=max((part.tail for part in parts), default=0.0),
             num_layers=max(1, len(layers) // form.num_stages), parts=form.cp,
             shares=1 if gathers else form.cp, keeps_outputs=form.keeps_outputs,
             host_layers=host_layers, payloads=payloads, state=hidden_size * form.itemsize,

@@ -62,6 +62,7 @@ class LayerMemory:
         temporary: peak transient bytes.
         seen: transient bytes a key of an ancestor in a backward.
         payload: what a span leaves; None: nothing.
+        tail: transient bytes a row of ancestors' last positions, as often as spans see it.
         keys, keys_grad: K and V as attention sees them, and their sums on context-parallel ranks;
             None: the payload's.
     """
@@ -74,5 +75,6 @@ class LayerMemory:
     temporary: float = 0.0
     seen: float = 0.0
     payload: Payload | None = None
+    tail: float = 0.0
     keys: float | None = None
     keys_grad: float | None = None

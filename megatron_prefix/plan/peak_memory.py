@@ -212,7 +212,13 @@ class _MemoryRun:
         if segment.source >= 0:
             return 0.0, self._arriving(action, last and segment.scored)
         temporary = positions * max(one.temporary, one.exchanged(action.kind == "B"))
-        temporary += self._of_ancestors(arena.map.levels[action.segment])
+        temporary += max(
+            self._of_ancestors(arena.map.levels[action.segment]),
+            one.tail
+            * max(
+                (reads[action.segment].repeated for _, reads in arena.map.tails.values()), default=0
+            ),
+        )
         if segment.inner or arena.map.levels[action.segment]:
             temporary += arena.visited(action.kind == "B")
         read = _read(segment, one.parts)

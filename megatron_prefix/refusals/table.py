@@ -109,6 +109,8 @@ MLA_CACHE = Refusal("cache_mla_latents", "module", WRONG, "turn it off: it is fo
 MLA_WINDOW = Refusal("multi-latent attention with a sliding window", "module", NOT_YET, "leave window_size out, or use the stock schedule")
 MLA_FUSED_ROPE_CP = Refusal("multi-latent attention with apply_rope_fusion and context parallelism", "module", NOT_YET, "turn apply_rope_fusion off: its kernel counts positions itself")
 WINDOW_AHEAD = Refusal("window_size …", "module", NOT_YET, "give (positions before, 0), with at least one before")
+WINDOW_FUSED = Refusal("window_size with masked_softmax_fusion in 16 bit", "module", WRONG, "turn masked_softmax_fusion off: Megatron's fused kernel ignores the window for some lengths")
+NO_SINKS = Refusal("softmax_type …, and core attention without softmax_offset", "module", NOT_YET, "use Megatron's DotProductAttention or TEDotProductAttention, which have it")
 WINDOW_CP = Refusal("a sliding window with context parallelism", "module", NOT_YET, "use the stock schedule, or tensor parallelism instead: the last positions of a span are on some of the ranks")
 OTHER_ROTARY = Refusal("rotary embedding …", "module", NOT_YET, "use Megatron's RotaryEmbedding or YarnRotaryEmbedding, or the stock schedule")
 ROTARY_TABLES = Refusal("the model gives its layers rotary_pos_emb …, and its rotary_pos_emb makes one table for all", "module", NOT_YET, "use the stock schedule", ends=True)

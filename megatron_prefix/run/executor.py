@@ -274,7 +274,9 @@ class Executor:
         ends_early = stage.is_last and not segment.scored
         further = stage.hooks.ahead  # it may be all that the output layer is for
         rows = further is not None and further[action.segment].labels.numel() > 0
-        kind = segment.inner, segment.scored, rows, self._plan.policy(action.segment)
+        expands = bool(segment.parents)  # weights that make keys of ancestors' latents
+        policy = self._plan.policy(action.segment)
+        kind = segment.inner, segment.scored, rows, expands, policy
         return self._reductions.during(
             action.chunk, kind, stage.hooks.unread if ends_early else tuple
         )

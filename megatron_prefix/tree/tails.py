@@ -26,6 +26,11 @@ class Tail(NamedTuple):
     rows: tuple[tuple[int, int], ...]
     spans: tuple[tuple[tuple[int, int], ...], ...]
 
+    @property
+    def repeated(self) -> int:
+        """Rows of all spans, as often as they are seen."""
+        return sum(stop - start for span in self.spans for start, stop in span)
+
 
 def tails_of(
     segments: Sequence[Segment], intervals: Sequence[slice | None], window: int

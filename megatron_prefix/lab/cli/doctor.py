@@ -214,20 +214,21 @@ def _what_runs(device: str, spec: ModelSpec | None, probes: bool) -> dict[str, A
     import torch
 
     from megatron_prefix.lab.platforms import stock_packs
+    from megatron_prefix.layers import table
     from megatron_prefix.layers.blocks import kernels
+    from megatron_prefix.layers.kind import Heads
     from megatron_prefix.layers.recurrent import probe
     from megatron_prefix.megatron import features
 
     features.check_version()
-    width = spec.kv_channels if spec else HEAD_DIM
-    heads, kv_heads = (spec.num_attention_heads, spec.num_query_groups) if spec else (GROUP, 1)
-    group = heads // kv_heads
+    heads = table.heads(spec) if spec else Heads(GROUP, GROUP, HEAD_DIM, HEAD_DIM)
+    probed: Any = dict(group=heads.group, compiles=probes, head_dim_v=heads.value_width)
     reasons, chosen, why = {}, {}, {}
     for name in DTYPES:
-        heads_of = device, getattr(torch, name), width
-        reasons[name] = kernels.available(*heads_of, group=group, compiles=probes)
-        chosen[name] = kernels.choose("auto", *heads_of, group=group, compiles=probes).name
-        why[name] = kernels.why(*heads_of, group=group, compiles=probes)
+        heads_of = device, getattr(torch, name), heads.width
+        reasons[name] = kernels.available(*heads_of, **probed)
+        chosen[name] = kernels.choose("auto", *heads_of, **probed).name
+        why[name] = kernels.why(*heads_of, **probed)
     recurrent = _recurrent(functools.partial(probe.refusals, compiles=probes), device, spec)
     untried = [] if probes or device == "cpu" else [*kernels.COMPILED, *probe.COMPILED]
     return {
@@ -236,7 +237,9 @@ def _what_runs(device: str, spec: ModelSpec | None, probes: bool) -> dict[str, A
         "why": why,
         "recurrent": recurrent,
         "untried": untried,
-        "stock_packs": stock_packs.refusal(heads, kv_heads, width) if device == "cuda" else None,
+        "stock_packs": stock_packs.refusal(heads.num, heads.num // heads.group, heads.width)
+        if device == "cuda"
+        else None,
         "model": _check_model(spec, torch.device(device)) if spec else None,
     }
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.numerics.compare import Conditions
+from megatron_prefix.layers import table
 
 
 def named_parameters(chunks: list[Any]) -> Iterator[tuple[str, Any]]:
@@ -126,6 +127,7 @@ def reductions(config: Any) -> tuple[int, int]:
     """Width and depth of a model by Megatron's config: the longest sum in a layer, and the number
     of layers, the output layer included; see `numerics.tolerance`."""
     experts = config.moe_router_topk * (config.moe_ffn_hidden_size or 0)
-    heads = config.num_attention_heads * config.kv_channels
+    of = table.heads(config)
+    heads = config.num_attention_heads * max(of.width, of.value_width)
     widths = (config.hidden_size, config.ffn_hidden_size, heads, experts)
     return max(widths), config.num_layers + 1

@@ -1,8 +1,9 @@
 """Attention of a segment: its spans' causal blocks, a block a level of ancestors, one merge.
 
-One autograd function computes attention and uses the sidecar. Its forward copies an inner segment's
-K/V into the sidecar. Its backward sends each ancestor its part of gK/gV, and adds what descendants
-sent to an inner segment's own dK/dV. That is exact: under a causal mask a suffix reaches its prefix
+One autograd function computes attention and uses the sidecar. Its forward copies into the sidecar
+what an inner segment leaves: K/V, or that from which its descendants make them (shared.py). Its
+backward sends each ancestor its part of gK/gV, and adds what descendants sent to an inner segment's
+own dK/dV. That is exact: under a causal mask a suffix reaches its prefix
 only through gK/gV, and the prefix's backward is linear in them ("Schedule-Level Shared-Prefix Reuse
 for LLM RL Training", section 3.1 and appendix A).
 
@@ -142,9 +143,11 @@ def segment_attention(
     Returns:
         [positions, 1, heads * value_dim], as Megatron's core attention returns it.
     """
-    call = _Call(context, layer, scale, kernel, shared)
+    call = _Call(context, layer, scale, kernel, shared, autocast_now(query.device.type))
+    # Where nothing is expanded here, weights have no gradient to get.
+    weights = shared.weights if context.num_levels else ()
     out: Tensor = _SegmentAttention.apply(
-        query.squeeze(1), key.squeeze(1), value.squeeze(1), sink, call, *shared.weights
+        query.squeeze(1), key.squeeze(1), value.squeeze(1), sink, call, *weights
     )
     return out.flatten(1).unsqueeze(1)
 
@@ -164,6 +167,7 @@ class _Call(NamedTuple):
     scale: float
     kernel: Kernel
     shared: Shared
+    autocast: torch.autocast
 
     def own_keys(self, key: Tensor, value: Tensor) -> OwnKeys:
         """The segment's own K and V; those of an inner one are in the sidecar, if they are shared
@@ -196,7 +200,7 @@ class _SegmentAttention(torch.autograd.Function):
         call: _Call,
         *weights: Tensor,
     ) -> Tensor:
-        context, layer, scale, kernel, shared = call
+        context, layer, scale, kernel, shared, _ = call
         cache, keys = context.cache, call.own_keys(key, value)
         if not call.kept:
             context.capture(layer, shared, key, value)
@@ -219,7 +223,7 @@ class _SegmentAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        context, layer, scale, kernel, shared = call
+        context, layer, scale, kernel, shared, autocast = call
         cache, (query, out, lse, sink, *saved) = context.cache, ctx.saved_tensors
         key, value = saved or cache.own(layer, context.index)
         keys = call.own_keys(key, value)
@@ -232,8 +236,9 @@ class _SegmentAttention(torch.autograd.Function):
         sums: list[Tensor | None] = [None] * ctx.num_weights
         for number, level_aux in enumerate(ctx.aux[1:]):
             level = cache.level(context.index, number)
-            seen, pull = shared.keys_with_pull(cache.read(layer, context.index, level))
-            mine = level.queries
+            payload, mine = cache.read(layer, context.index, level), level.queries
+            with autocast:
+                seen, pull = shared.keys_with_pull(payload)
             more, *seen_grads = kernel.backward(
                 _selected(out_grad, mine), _selected(query, mine), *seen,
                 _selected(out, mine), _selected(lse, mine, 1), level_aux,
@@ -249,6 +254,12 @@ class _SegmentAttention(torch.autograd.Function):
         context.leave(layer, backward=True)
         sink_grad = sink_gradient(out_grad, out, lse, sink)
         return query_grad, key_grad, value_grad, sink_grad, None, *sums
+
+
+def autocast_now(device_type: str) -> torch.autocast:
+    """What is cast now: a backward runs outside of it."""
+    dtype = torch.get_autocast_dtype(device_type)
+    return torch.autocast(device_type, dtype, torch.is_autocast_enabled(device_type), False)
 
 
 def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:

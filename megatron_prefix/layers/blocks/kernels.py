@@ -89,6 +89,7 @@ def available(
     head_dim: int,
     group: int = 2,
     compiles: bool = True,
+    head_dim_v: int | None = None,
 ) -> dict[str, str | None]:
     """Every kernel by name, with the reason why it does not work here; None: it works.
 
@@ -99,11 +100,12 @@ def available(
         device: where it is to run.
         dtype: of queries, keys and values.
         head_dim: width of a head.
+        head_dim_v: of its values (default: the same).
         group: query heads of each K/V head.
         compiles: if not, kernels of `COMPILED` are not run, only asked whether they would take such
             tensors.
     """
-    probe = _probe(device, dtype, head_dim, head_dim, group, compiles)
+    probe = _probe(device, dtype, head_dim, head_dim_v, group, compiles)
     return {name: probe(name) for name in KERNELS}
 
 
@@ -160,15 +162,16 @@ def why(
     head_dim: int,
     group: int = 2,
     compiles: bool = True,
+    head_dim_v: int | None = None,
 ) -> str:
     """The kernel that "auto" takes and the reason, in one line; arguments as in `available`.
 
     Raises UserError if none works.
     """
-    taken = choose("auto", device, dtype, head_dim, group=group, compiles=compiles).name
+    taken = choose("auto", device, dtype, head_dim, head_dim_v, group=group, compiles=compiles).name
     if dtype is torch.float64:
         return f"{taken}, which is exact"
-    probe = _probe(device, dtype, head_dim, head_dim, group, compiles)
+    probe = _probe(device, dtype, head_dim, head_dim_v, group, compiles)
     order = _order(device, dtype)
     better: dict[str, list[str]] = {}  # by what is in the way
     for name in order[: order.index(taken.split()[0])]:

@@ -19,6 +19,7 @@ from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.run.report import StepReport
 from tests.core.alignment.test_hybrid_memory import step
 from tests.harness import hybrid, steps
+from tests.harness.command_line import BUNDLED, command
 from tests.harness.failures import Countdown, Fault
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank, small_model
@@ -68,6 +69,24 @@ def _rank() -> Iterator[None]:
 def model_of(fields: dict[str, Any], **options: Any) -> Any:
     """Equal arguments give equal weights."""
     return small_model("tiny-deepseek", spec={**DENSE, **fields}, **options)
+
+
+def test_reductions_overlap_with_selective_recomputation() -> None:
+    """A checkpoint's graph gives the projection its gradient apart from attention's."""
+    options = "--groups 3 --max-tokens 96 --min-gain 8 --dtype float64 --model tiny-deepseek"
+    options += " --set num_moe_experts=none --dp 2 --overlap-grad-reduce --recompute selective"
+    done = command("align", "--rollouts", BUNDLED, *options.split())
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_backward_casts_as_its_forward_did() -> None:
+    """The projection of latents runs there again, under autocast as before."""
+    with torch.autocast("cpu", torch.bfloat16):
+        found = core.autocast_now("cpu")
+    assert not torch.is_autocast_enabled("cpu")
+    with found:
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") is torch.bfloat16
 
 
 @functools.cache

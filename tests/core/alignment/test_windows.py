@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections import UserList
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,15 +14,22 @@ import torch
 
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers import table
 from megatron_prefix.layers.blocks import windowed
 from megatron_prefix.layers.blocks.windowed import Tails, WindowKeys
+from megatron_prefix.layers.model import footprint_of
+from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.plan.peak_memory import predict
+from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.refusals.table import WINDOW_CP
 from megatron_prefix.run.report import StepReport
+from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness import hybrid, steps
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract
+from tests.harness.trees import flat_forest
 
 EXACT = 1e-12
 
@@ -112,11 +120,48 @@ def test_layers_with_a_window_keep_less() -> None:
     assert held[0] < 0.6 * held[1]  # one layer of three is full
 
 
-@pytest.mark.parametrize("ends", [(4, 2), (0, 0)])
+@pytest.mark.parametrize("ends", [(4, 2), (0, 0), (5, -1), (-1, 0)])
 def test_other_windows_are_refused(ends: tuple[int, int]) -> None:
     model = model_of({"window_size": ends})
     with pytest.raises(CannotShare, match=re.escape(f"window_size {ends}: give (positions")):
         hybrid.worst(model, expected_of("gpt-oss"))
+
+
+class Pair(UserList[int]):
+    """A sequence that is no list."""
+
+
+@pytest.mark.parametrize("given", [[5, 0], Pair([5, 0])])
+def test_any_pair_is_a_window(given: Any) -> None:
+    assert hybrid.worst(model_of(window(0) | {"window_size": given}), five()) <= EXACT
+
+
+@functools.cache
+def five() -> steps.Reference:
+    return steps.plain(model_of(window(5), wrap_ddp=False), Contract(), hybrid.items())
+
+
+def test_the_layer_says_what_its_window_is() -> None:
+    """Whatever the config says later."""
+    model = model_of(window(5))
+    for other in ((3, 0), None, 7):
+        unwrap(model).config.window_size = other
+        assert hybrid.worst(model, five()) <= EXACT
+
+
+def test_copies_of_common_rows_count() -> None:
+    """Every span repeats the last rows of its ancestors."""
+    form = Form("positions", 8)
+    forest = flat_forest(prefix=40, suffix=4, num=50)
+    _, reads = payload_map(forest.segments, forms=[form]).tails[form]
+    wave = len(forest.segments) - 1
+    assert reads[wave].repeated == 8 * len(forest.segments[wave].spans)
+    peaks = []
+    for tail in (0.0, 1000.0):
+        spec = resolve("tiny-gpt-oss", num_moe_experts=None, window_size=(8, 0))
+        one = dataclasses.replace(footprint_of(spec, Execution()), tail=tail)
+        peaks.append(max(rank.peak for rank in predict(make_plan(forest), one)))
+    assert peaks[1] >= 1000.0 * reads[wave].repeated
 
 
 def test_a_window_needs_whole_rollouts_on_a_rank() -> None:
