@@ -208,7 +208,7 @@ class HFWeights:
             self._check_tied(present, start, stop)
         values[: stop - start] = present
         if rank == 0 and rows * size > vocab:
-            _tell_padding(self.folder, vocab, rows * size)
+            tell_padding(self.folder, vocab, rows * size)
         return values
 
     def _check_tied(self, embedding: torch.Tensor, start: int, stop: int) -> None:
@@ -223,7 +223,7 @@ class HFWeights:
 
 
 @functools.cache  # once for all tables and chunks of a process
-def _tell_padding(folder: Path, vocab: int, padded: int) -> None:
+def tell_padding(folder: Path, vocab: int, padded: int) -> None:
     logger.warning(
         "%s: %d tokens are padded to %d; the softmax counts the padding, whose logits are zero",
         folder, vocab, padded,

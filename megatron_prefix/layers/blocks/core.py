@@ -14,6 +14,7 @@ to its own end, so a rank attends to its segment's own keys in one call of the k
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from megatron_prefix.moe.ledger import RouterLedger
     from megatron_prefix.offload.segment import OffloadedSegment
     from megatron_prefix.tree.payload_map import Form
+
+
+_AS_IT_IS = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,8 @@ def segment_attention(
     Returns:
         [positions, 1, heads * value_dim], as Megatron's core attention returns it.
     """
-    call = _Call(context, layer, scale, kernel, shared, autocast_now(query.device.type))
+    cast = _AS_IT_IS if shared.is_keys else autocast_now(query.device.type)
+    call = _Call(context, layer, scale, kernel, shared, cast)
     # Where nothing is expanded here, weights have no gradient to get.
     weights = shared.weights if context.num_levels else ()
     out: Tensor = _SegmentAttention.apply(
@@ -167,7 +172,7 @@ class _Call(NamedTuple):
     scale: float
     kernel: Kernel
     shared: Shared
-    autocast: torch.autocast
+    autocast: contextlib.AbstractContextManager[Any]
 
     def own_keys(self, key: Tensor, value: Tensor) -> OwnKeys:
         """The segment's own K and V; those of an inner one are in the sidecar, if they are shared

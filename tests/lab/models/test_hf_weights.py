@@ -244,7 +244,7 @@ def test_a_tied_output_layer_must_be_the_embedding(copy):
 
 def test_padding_is_zero_and_said(made, caplog):
     caplog.set_level("WARNING", hf_weights.__name__)
-    hf_weights._tell_padding.cache_clear()
+    hf_weights.tell_padding.cache_clear()
     table = model(made).embedding.word_embeddings.weight
     assert table.shape[0] == 256 and not table[200:].any() and table[199].all()
     assert caplog.text.count("200 tokens are padded to 256") == 1
