@@ -224,6 +224,7 @@ class HFWeights:
 
 @functools.cache  # once for all tables and chunks of a process
 def tell_padding(folder: Path, vocab: int, padded: int) -> None:
+    """Warns that a folder's vocabulary of so many tokens is padded."""
     logger.warning(
         "%s: %d tokens are padded to %d; the softmax counts the padding, whose logits are zero",
         folder, vocab, padded,
