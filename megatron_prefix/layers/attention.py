@@ -23,7 +23,7 @@ from megatron_prefix.tree.payload_map import Form
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_prefix.layers.blocks.shared import Shared
+    from megatron_prefix.layers.blocks.shared import Leaving
 
 CORES = {
     "megatron.core.transformer.dot_product_attention.DotProductAttention",
@@ -185,7 +185,7 @@ def in_segments(
     attention: Any,
     number: int,
     running: Running,
-    shared: Shared,
+    shared: Leaving,
     attend: Callable[..., Tensor] | None = None,
     window: int | None = None,
 ) -> Callable[..., Tensor]:
@@ -202,7 +202,7 @@ def in_segments(
     from megatron_prefix.layers.blocks.core import segment_attention
     from megatron_prefix.layers.blocks.unread import keys_only
 
-    attend = attend or segment_attention
+    run: Callable[..., Tensor] = attend or segment_attention
 
     core = attention.core_attention
     stock = core.forward
@@ -221,7 +221,7 @@ def in_segments(
             value = value.contiguous()
         scale = _softmax_scale(attention, core)  # it may be changed between steps
         kernel, sink = running.kernels[window], _sink(core)
-        return attend(query, key, value, context, number, scale, kernel, shared, sink)
+        return run(query, key, value, context, number, scale, kernel, shared, sink)
 
     return forward
 

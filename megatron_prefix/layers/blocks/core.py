@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
 from megatron_prefix.layers.blocks.merge import merge
-from megatron_prefix.layers.blocks.shared import KEYS, Shared
+from megatron_prefix.layers.blocks.shared import KEYS, Leaving, Shared
 from megatron_prefix.layers.blocks.sinks import sink_gradient, with_sink
 from megatron_prefix.layers.recurrent.spans import Spans
 from megatron_prefix.sidecar.arena import Rows
@@ -87,7 +87,7 @@ class SegmentContext:
     between: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     windows: dict[Form, WindowKeys] = field(default_factory=dict)
 
-    def capture(self, layer: int, shared: Shared, key: Tensor, value: Tensor) -> None:
+    def capture(self, layer: int, shared: Leaving, key: Tensor, value: Tensor) -> None:
         """Puts what an inner segment leaves into the sidecar, once: recomputation calls again."""
         if self.inner and self.cache.state(layer, self.index) is not SegmentState.CAPTURED:
             self.cache.capture(layer, self.index, shared.left(key, value))

@@ -124,10 +124,9 @@ def choose(
 
     "auto" is `math` for fp64 and torch's flash on the CPU; on CUDA FlashAttention-4, then 3, then
     cuDNN or FlashAttention-2 by shape (layers/blocks/adaptive.py), or whichever of them works. A
-    kernel that does not work here is a UserError that says why and which do. ``num_layers`` is how
-    many attention layers will use it; ``window``: see `Batched`; the others as in
-    `available`. Only kernels that could be
-    chosen are tried.
+    kernel that does not work here is a UserError that says why and which do. Only kernels that
+    could be chosen are tried. ``num_layers`` is how many attention layers will use it; ``window``:
+    see `Batched`; the others as in `available`.
     """
     probe = _probe(device, dtype, head_dim, head_dim_v, group, compiles, window)
     if name == "auto":

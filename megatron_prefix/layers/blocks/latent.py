@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 class Latents:
     """What one layer of multi-latent attention leaves; see Shared.
 
+    What one method leaves for another is in the segment's context: latents from the projection's
+    forward for `left`, what `returned` gets for the projection's backward. With recomputation these
+    are in other graphs.
+
     Args:
         module: Megatron's MLASelfAttention.
         number: of the layer in the sidecar.

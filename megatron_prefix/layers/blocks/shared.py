@@ -17,8 +17,18 @@ Pull = Callable[[Both], tuple[Payload, Sequence[Tensor | None]]]
 """Of gradients of keys and values: those of the payload, and of the layer's `weights`."""
 
 
-class Shared(Protocol):
-    """What one layer leaves.
+class Leaving(Protocol):
+    """What one layer leaves."""
+
+    def left(self, key: Tensor, value: Tensor) -> Payload:
+        """The payload of a segment with these K and V, [positions, kv_heads, dim] each."""
+
+    def returned(self, sent: Payload, gradients: Both) -> None:
+        """Adds what descendants have sent to the gradients of a segment's own K and V."""
+
+
+class Shared(Leaving, Protocol):
+    """What one layer leaves, and keys of levels that are made of it.
 
     Attributes:
         is_keys: whether that are K and V, so that attention reads its own ones in the sidecar.
@@ -31,17 +41,11 @@ class Shared(Protocol):
     @property
     def weights(self) -> Sequence[Tensor]: ...  # noqa: D102
 
-    def left(self, key: Tensor, value: Tensor) -> Payload:
-        """The payload of a segment with these K and V, [positions, kv_heads, dim] each."""
-
     def keys(self, payload: Payload) -> Both:
         """K and V of ancestors, [rows, kv_heads, dim] each."""
 
     def keys_with_pull(self, payload: Payload) -> tuple[Both, Pull]:
         """The same, and what takes their gradients back; it is called once."""
-
-    def returned(self, sent: Payload, gradients: Both) -> None:
-        """Adds what descendants have sent to the gradients of a segment's own K and V."""
 
 
 class KeysAndValues:

@@ -16,7 +16,7 @@ from torch import Size, Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megatron_prefix.layers.blocks.shared import KEYS, Shared
+from megatron_prefix.layers.blocks.shared import KEYS, Leaving
 from megatron_prefix.sidecar.arena import wide
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def keys_only(
     value: Tensor,
     context: SegmentContext,
     layer: int,
-    shared: Shared = KEYS,
+    shared: Leaving = KEYS,
 ) -> Tensor:
     """Captures what an inner segment leaves, and lets its gradients in; arguments as of
     `segment_attention`.
@@ -77,7 +77,7 @@ class _KeysOnly(Function):
         value: Tensor,
         context: SegmentContext,
         layer: int,
-        shared: Shared,
+        shared: Leaving,
     ) -> Tensor:
         context.capture(layer, shared, key, value)
         if not context.backward:

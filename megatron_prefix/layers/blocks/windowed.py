@@ -17,7 +17,6 @@ from torch.autograd.function import once_differentiable
 
 from megatron_prefix.device.transfer import on
 from megatron_prefix.layers.blocks.interface import Kernel, Runs
-from megatron_prefix.layers.blocks.shared import Pull
 from megatron_prefix.layers.blocks.sinks import sink_gradient, with_sink
 from megatron_prefix.sidecar.arena import Both, Payload, TailReading, wide
 from megatron_prefix.tree.payload_map import Form
@@ -27,37 +26,27 @@ if TYPE_CHECKING:
 
 
 class Tails:
-    """K and V of the last positions of every span are what a layer leaves; see Shared.
+    """K and V of the last positions of every span are what a layer leaves; see Leaving.
 
     Args:
         form: of the payload.
         running: says which segment runs.
     """
 
-    is_keys, weights = False, ()
-
     def __init__(self, form: Form, running: Any) -> None:
         self.form, self._running = form, running
 
     def left(self, key: Tensor, value: Tensor) -> Payload:
-        """See Shared."""
+        """See Leaving."""
         rows = self._rows(key.device)
         return key.index_select(0, rows), value.index_select(0, rows)
 
     def returned(self, sent: Payload, gradients: Both) -> None:
-        """See Shared."""
+        """See Leaving."""
         rows = self._rows(gradients[0].device)
         for gradient, more in zip(gradients, sent, strict=True):
             both = gradient.index_select(0, rows) + more  # summed before it is rounded
             gradient.index_copy_(0, rows, both.to(gradient.dtype))
-
-    def keys(self, payload: Payload) -> Both:
-        """See Shared."""
-        raise NotImplementedError("no level has a window")
-
-    def keys_with_pull(self, payload: Payload) -> tuple[Both, Pull]:
-        """See Shared."""
-        raise NotImplementedError("no level has a window")
 
     def _rows(self, device: torch.device) -> Tensor:
         """Last positions of the running segment's spans, int64."""
