@@ -210,8 +210,8 @@ def _samples(
     tokens = np.zeros(num, np.int64) if known.tokens is None else known.tokens
     trained = np.ones(num, np.int64) if known.trained is None else known.trained
     labels = tokens if known.labels is None else known.labels
-    weights = trained if known.weights is None else known.weights
-    table = np.stack([tokens, labels, trained, weights])
+    weights = [] if known.weights is None else [known.weights]
+    table = np.stack([tokens, labels, trained, *weights])
     paths = _split_routes(routes, lengths)
     if size > 1:
         table, paths = _gathered(table, paths, lengths, group, device)
@@ -219,8 +219,8 @@ def _samples(
     samples = []
     parts = np.split(table, np.cumsum(lengths)[:-1], axis=1) if lengths else []
     for index, part in enumerate(parts):
-        inputs, after, flags, bits = part
-        mask = None if known.weights is None else bits.view(np.float64)
+        inputs, after, flags, *bits = part
+        mask = bits[0].view(np.float64) if bits else None
         if known.labels is None:
             # Whatever follows a token may be its label; no other sample has the last one's.
             after = np.append(inputs[1:], -2 - index)
