@@ -233,8 +233,8 @@ class ModelSpec:
             self._check_experts(self.num_moe_experts)
         self._require(0 < self.rotary_percent <= 1, f"rotary_percent {shown(self.rotary_percent)}"
                       " must be above 0 and at most 1")  # fmt: skip
+        self._check_windows()  # what the layers are depends on it
         self._check_recurrent()
-        self._check_windows()
         if self.multi_latent_attention:
             self._check_latent()
 

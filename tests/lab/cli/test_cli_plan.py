@@ -39,9 +39,9 @@ def test_plan_json_has_the_keys_of_the_contract_and_their_values(capsys) -> None
     assert found["prefix_ratio_p50"] == pytest.approx(np.percentile(ratios, 50))
     assert found["prefix_ratio_p95"] == pytest.approx(np.percentile(ratios, 95))
     # Nothing but compression, fewer actions and a smaller output layer makes a step faster.
-    linear, head, _, action, _ = cost_of(resolve("llama3-8b")).forward
-    most = found["compression"] + action / linear * len(rollouts) / trie
-    assert 2 < found["flop_ratio"] < most * (1 + head / linear)
+    unit = cost_of(resolve("llama3-8b")).forward
+    most = found["compression"] + unit.actions / unit.positions * len(rollouts) / trie
+    assert 2 < found["flop_ratio"] < most * (1 + unit.scored / unit.positions)
     assert 1 < found["predicted_speedup"] < found["flop_ratio"]
     # All in one bundle: a segment a level of the trees, the last one a wave.
     assert found["max_depth"] > 2

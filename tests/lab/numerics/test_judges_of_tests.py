@@ -18,7 +18,7 @@ NAME = "decoder.layers.0.weight"
 CHUNK = SimpleNamespace(
     config=SimpleNamespace(
         hidden_size=16, ffn_hidden_size=64, num_attention_heads=2, kv_channels=8, num_layers=2,
-        moe_router_topk=2, moe_ffn_hidden_size=None,
+        moe_router_topk=2, moe_ffn_hidden_size=None, num_query_groups=2,
     )
 )  # fmt: skip
 
