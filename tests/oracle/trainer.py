@@ -120,9 +120,11 @@ class Trainer:
                         layer.self_attention.core_attention.softmax_scale *= 0.3
                 continue
             if kind == "frequency":
-                rotary = self.parts.language.rotary_pos_emb
-                rotary.inv_freq = rotary.inv_freq * 0.3
-                type(rotary).forward.cache_clear()
+                for rotary in self.parts.language.modules():
+                    for name in ("inv_freq", "inv_freq_extra", "inv_freq_inter"):
+                        if isinstance(found := getattr(rotary, name, None), Tensor):
+                            setattr(rotary, name, found * 0.3)
+                            type(rotary).forward.cache_clear()  # type: ignore[attr-defined]
                 continue
             if kind == "uneven" and not parallel_state.get_data_parallel_rank():
                 continue
