@@ -25,7 +25,7 @@ def layers_of(config: Any, pattern: str | None = None) -> list[tuple[Kind, ...]]
     if pattern is None:
         pattern = getattr(config, "hybrid_override_pattern", None) or ""
     if pattern:
-        return [_named(config, layer, symbol) for layer, symbol in enumerate(pattern)]
+        return [_of_symbol(config, layer, symbol) for layer, symbol in enumerate(pattern)]
     return [
         tuple(
             next(one for one in table.KINDS if one.slot is slot and one.fills(config, layer))
@@ -35,7 +35,7 @@ def layers_of(config: Any, pattern: str | None = None) -> list[tuple[Kind, ...]]
     ]
 
 
-def _named(config: Any, layer: int, symbol: str) -> tuple[Kind, ...]:
+def _of_symbol(config: Any, layer: int, symbol: str) -> tuple[Kind, ...]:
     """The kind of a symbol; of several the first that fills the layer."""
     found = [one for one in table.KINDS if one.symbol == symbol]
     if len(found) > 1:

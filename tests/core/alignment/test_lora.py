@@ -22,7 +22,7 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.rl import loss, passes
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
-from megatron_prefix.plan.cost import Work
+from megatron_prefix.plan.cost import NUM_FEATURES
 from megatron_prefix.run.cost_meter import key_of
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -107,7 +107,7 @@ def compare(case: Case) -> None:
         frozen = Rank(chunks).frozen_share
         assert 0.8 < frozen < 1 and "of the weights frozen" in key_of(Rank(chunks), "math")
         # A frozen weight has no gradient: its backward is one product, and not two.
-        forward, backward = meter.times.prices[0], meter.times.prices[len(Work._fields)]
+        forward, backward = meter.times.prices[0], meter.times.prices[NUM_FEATURES // 2]
         assert backward == pytest.approx((2 - frozen) * forward, rel=0.05)  # the first rank's
         forest = ours.report.forest
         assert forest.executed_tokens < 0.6 * forest.raw_tokens
