@@ -37,8 +37,9 @@ def heads(config: Any) -> Heads:
 
 def windows(config: Any) -> set[int]:
     """Windows that a config gives to layers of a model, on any stage."""
-    given = {kind for kind in KINDS for n in range(config.num_layers) if kind.fills(config, n)}
-    return {config.window_size[0] for kind in given if kind.has_window}
+    kinds = [kind for kind in KINDS if kind.has_window]
+    given = (kind.fills(config, layer) for kind in kinds for layer in range(config.num_layers))
+    return {config.window_size[0]} if any(given) else set()
 
 
 def part_of(layer: Any, slot: Slot) -> Part | None:

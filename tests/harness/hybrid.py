@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_prefix.lab import numerics
 from megatron_prefix.lab.models.presets import PRESETS
+from megatron_prefix.run.report import StepReport
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
@@ -97,3 +99,18 @@ def worst(model: Any, expected: steps.Reference, **fields: Any) -> float:
     """The largest of `errors` with options of the prefix schedule; NaN wins."""
     found = errors(model, expected, schedule_with(**fields)).values()
     return torch.tensor(list(found), dtype=torch.float64).max().item()
+
+
+def limit(width: int, layers: int) -> float:
+    """What the numerics policy accepts of `worst`, for a model in fp64 with so many layers, whose
+    longest sum has `width` terms."""
+    num = sum(item["tokens"].numel() for item in items())
+    return numerics.tolerance(torch.float64, num, width, layers + 1)
+
+
+def report_of(model: Any, **fields: Any) -> StepReport:
+    """What a step with options of the prefix schedule says of itself."""
+    ours = schedule_with(**fields)
+    steps.call(ours, Contract().step, model, items())
+    assert ours.report is not None and ours.report.memory is not None
+    return ours.report

@@ -105,10 +105,10 @@ def window_of(context: SegmentContext, form: Form, device: torch.device) -> Wind
 def _window(context: SegmentContext, form: Form, device: torch.device) -> WindowKeys:
     reading, own = context.cache.tail(context.index, form), context.cache.map.lengths[context.index]
     spans = ((),) * len(own) if reading is None else reading.spans
-    begins = [0, *itertools.accumulate(own)]
+    begins = itertools.accumulate(own[:-1], initial=0)
     order, last, keys = [], [], []
     num_read = max((stop for span in spans for _, stop in span), default=0)
-    for above, begin, length in zip(spans, begins, own, strict=False):
+    for above, begin, length in zip(spans, begins, own, strict=True):
         order += [np.arange(*one) for one in above]
         order.append(np.arange(begin, begin + length) + num_read)
         last.append(np.arange(begin + length - form.rows(length), begin + length))

@@ -16,7 +16,6 @@ from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.layers.mla import MLA
 from megatron_prefix.megatron.install import installed, language_model
 from megatron_prefix.plan.footprint import Execution
-from megatron_prefix.run.report import StepReport
 from tests.core.alignment.test_hybrid_memory import step
 from tests.harness import hybrid, steps
 from tests.harness.command_line import BUNDLED, command
@@ -25,7 +24,7 @@ from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract
 
-EXACT = 1e-12
+EXACT = hybrid.limit(128, 3)
 DENSE: dict[str, Any] = {"num_layers": 3, "num_moe_experts": None}
 MODELS: dict[str, dict[str, Any]] = {
     "yarn": {},
@@ -95,14 +94,6 @@ def expected_of(name: str) -> steps.Reference:
     return steps.plain(model_of(MODELS[name], wrap_ddp=False), Contract(), hybrid.items())
 
 
-def report_of(name: str, options: str) -> StepReport:
-    """Of a step of one of MODELS."""
-    ours = schedule_with(**OPTIONS[options])
-    steps.call(ours, Contract().step, model_of(MODELS[name]), hybrid.items())
-    assert ours.report is not None and ours.report.memory is not None
-    return ours.report
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_exact(name: str) -> None:
     model, expected = model_of(MODELS[name]), expected_of(name)
@@ -154,7 +145,7 @@ def test_a_failure_in_the_middle_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("options", [name for name in OPTIONS if "host" not in name])
 def test_the_sidecar_takes_what_was_predicted(options: str) -> None:
-    report = report_of("yarn", options)
+    report = hybrid.report_of(model_of({}), **OPTIONS[options])
     assert report.memory.cache_peak == pytest.approx(report.cache_bytes, rel=1e-9)
     assert (report.cache_bytes > 0) == (options != "no parent")
 
