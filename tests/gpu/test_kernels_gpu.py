@@ -124,19 +124,40 @@ def test_causal_runs_with_more_keys_than_queries(
 ) -> None:
     """As of context-parallel ranks, whose K and V lie side by side."""
     kernel, math = working(name, torch.bfloat16, 128, 128, 4), KERNELS["math"]
+    compare(kernel, math, Runs(queries, keys, causal=True), (4, 128))
+
+
+@pytest.mark.parametrize("shape", [(4, 128), (8, 64)], ids=str)
+@pytest.mark.parametrize("name", ["flash", "fa4"])
+@pytest.mark.parametrize("window", [31, 127])
+def test_a_window(name: str, window: int, shape: tuple[int, int]) -> None:
+    """Runs of a layer with a window: own keys, and the last ones of ancestors before them."""
+    group, width = shape
+    kernel = choose(name, "cuda", torch.bfloat16, width, group=group, window=window)
+    math = KERNELS["math"].windowed(window)
+    assert math is not None
+    for queries in ((300, 300), (700,), (5, 64, 1, 129, 400), tuple(range(1, 60))):
+        keys = tuple(length + min(window, 40 * number) for number, length in enumerate(queries))
+        compare(kernel, math, Runs(queries, keys, causal=True), shape)
+
+
+def compare(kernel: Kernel, math: Kernel, runs: Runs, shape: tuple[int, int]) -> None:
+    """Every result of one call, of heads that are (queries a K/V head, width)."""
+    group, width = shape
     source = torch.Generator("cuda").manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda", generator=source).to(torch.bfloat16)
 
-    q, dout = random(sum(queries), 8, 128), random(sum(queries), 8, 128)
-    both, runs = random(sum(keys), 2, 256), Runs(queries, keys, causal=True)
-    k, v = both[..., :128], both[..., 128:]
+    num = sum(runs.queries)
+    q, dout = random(num, 2 * group, width), random(num, 2 * group, width)
+    both = random(sum(runs.keys), 2, 2 * width)
+    k, v = both[..., :width], both[..., width:]
     results = []
     for one in (kernel, math):
         part = one.forward(q, k, v, runs, 0.1)
         results.append([part.out, part.lse, *one.backward(dout, q, k, v, *part, runs, 0.1)])
-    terms = max(keys) + 4 * sum(queries)
+    terms = max(runs.keys) + group * num
     for got, wanted, what in zip(*results, ("out", "lse", "dq", "dk", "dv"), strict=True):
         assert_close(got, wanted, terms, torch.bfloat16, what)
 

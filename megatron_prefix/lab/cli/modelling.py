@@ -171,7 +171,8 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def overrides_of(settings: list[str]) -> tuple[tuple[str, Any], ...]:
-    """`FIELD=VALUE` texts as values of the fields' types; a field's old name is taken and logged.
+    """`FIELD=VALUE` texts as values of the fields' types, numbers of a tuple with commas between
+    them; a field's old name is taken and logged.
 
     Raises:
         UserError: no such field, or a value of another type.
@@ -201,6 +202,8 @@ def _value(kind: str, text: str) -> Any:
         if text.lower() not in ("true", "false"):
             raise ValueError(text)
         return text.lower() == "true"
+    if "tuple[int" in kind and "," in text:
+        return tuple(int(part) for part in text.split(","))
     if kind.startswith("int"):
         return int(text)
     if kind.startswith("float"):

@@ -28,7 +28,9 @@ def cost_model(spec: ModelSpec) -> CostModel:
     """Forward FLOPs of a model, without any overhead."""
     if spec.vocab_size is None:
         raise UserError(f"model {spec.name} has no vocabulary yet; call with_vocab(size)")
-    return CostModel.of_flops(*cost_of(spec).forward[:3], action_tokens=0.0)
+    forward = cost_of(spec).forward
+    # A backward expands once more, and what is counted here is a third of both.
+    return CostModel.of_flops(*forward[:3], action_tokens=0.0, expansion=4 / 3 * forward.seen)
 
 
 def peak_flops(dtype: str) -> float | None:

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Multi-latent attention, windows and sinks against the FLOP bound, on one GPU with transformer-engine and flash-attn-4:
+# widths of Moonlight, DeepSeek-V3 and gpt-oss-20b with few layers and few experts, aligned in bfloat16 first. The bound
+# counts what latents are expanded.
+#   bash benchmarks/families_gpu.sh OUTPUT [ARGUMENTS of `megatron-prefix bench`]
+# OUTPUT gets one JSON file per row; the tables go to stdout. Exit code 0 when everything was aligned and timed.
+#
+# Environment variables:
+#   ROWS      which of moonlight moonlight-steps deepseek gpt-oss gpt-oss-packed gpt-oss-steps to run (default: all).
+#             transformer-engine has no packs with sinks: gpt-oss has one rollout per microbatch, and the other two no
+#             sinks
+#   DATA      folder of the rollout files, for steps (default: ../shared/data)
+#   SETS      the sets, by their files' names (default: rag_musique rag_hotpot_llm)
+#   TOTAL_S   seconds of one row (default: 280)
+set -uo pipefail
+
+output=$(realpath -m "${1:?OUTPUT folder}")
+options=("${@:2}")
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+mkdir -p "$output" || exit 2
+steps=(--step-tokens 100000 --warm-up 1 --steps 3 --rehearse --rollouts)
+for name in ${SETS:-rag_musique rag_hotpot_llm}; do steps+=("${DATA:-../shared/data}/$name.jsonl.gz"); done
+moonlight=(--model moonlight-16b-a3b --set num_layers=12 --set num_moe_experts=16 --set max_position=32768)
+oss=(--model gpt-oss-20b --set num_layers=12 --set num_moe_experts=8)
+status=0
+for row in ${ROWS:-moonlight moonlight-steps deepseek gpt-oss gpt-oss-packed gpt-oss-steps}; do
+    case $row in
+    moonlight) row_options=("${moonlight[@]}" --shapes 10240:2048:8 16384:64:9) ;;
+    moonlight-steps) row_options=("${moonlight[@]}" "${steps[@]}") ;;
+    deepseek)
+        row_options=(--model deepseek-v3 --set num_layers=2 --set moe_layer_freq=0,1 --set num_moe_experts=16
+            --shapes 10240:2048:8)
+        ;;
+    gpt-oss) row_options=("${oss[@]}" --baseline rollout --shapes 10240:2048:8) ;;
+    gpt-oss-packed) row_options=("${oss[@]}" --set softmax_type=vanilla --shapes 10240:2048:8 16384:64:9) ;;
+    gpt-oss-steps) row_options=("${oss[@]}" --set softmax_type=vanilla "${steps[@]}") ;;
+    *)
+        echo "ROWS: $row is none of the rows" >&2
+        exit 2
+        ;;
+    esac
+    echo "== $row: $(date +%T)"
+    timeout --signal=ABRT --kill-after=10 "${TOTAL_S:-280}" python3 -X faulthandler -m megatron_prefix bench \
+        "${row_options[@]}" --dtype bfloat16 --device cuda --layer-spec te --warm-up-calls 2 --repeats 3 \
+        --bench-json "$output/$row.json" --progress "${options[@]}" || status=1
+done
+exit "$status"
