@@ -36,7 +36,7 @@ from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.schedule import PrefixSchedule
 
 BLOCKING = ("Synchronize", "cudaMalloc", "cudaFree", "HostAlloc", "cudaMemcpyAsync")
-GAPS = 12
+GAPS, KERNELS = 12, 14
 ACTION = "action "
 
 
@@ -75,27 +75,57 @@ def show(name: str, before: list[float], spent: float, found: Any) -> None:
         print(f"    in {action}: {total / 1e6:.1f} ms")
     for length, at, action in sorted(gaps, reverse=True)[:GAPS]:
         print(f"    gap of {length / 1e6:.2f} ms at {at:.1f} ms in {action}")
+    for action, kernels in busiest(events).items():
+        total = sum(kernels.values())
+        print(f"  kernels of {action}: {total / 1e6:.1f} ms")
+        for kernel, spent in kernels.most_common(KERNELS):
+            print(f"    {spent / 1e6:8.2f} ms  {kernel[:100]}")
+
+
+def busiest(events: Any) -> dict[str, collections.Counter[str]]:
+    """Nanoseconds of every kernel, by the action that launched it."""
+    actions, launched = actions_of(events), launches(events)
+    found: dict[str, collections.Counter[str]] = {}
+    for e in events:
+        if e.device_type() == DeviceType.CUDA and not e.name().startswith(ACTION):
+            action = within(actions, launched.get(e.correlation_id(), e.start_ns()))
+            found.setdefault(action, collections.Counter())[e.name()] += e.duration_ns()
+    return found
+
+
+def actions_of(events: Any) -> list[tuple[int, int, str]]:
+    """Begin and end of every action on the host, in nanoseconds, and its name."""
+    return [
+        (e.start_ns(), e.start_ns() + e.duration_ns(), e.name())
+        for e in events
+        if e.name().startswith(ACTION) and e.device_type() == DeviceType.CPU
+    ]
+
+
+def launches(events: Any) -> dict[int, int]:
+    """When the host launched what, in nanoseconds, by its correlation."""
+    return {e.correlation_id(): e.start_ns() for e in events if "Launch" in e.name()}
+
+
+def within(actions: list[tuple[int, int, str]], at: int) -> str:
+    """The action of the host at a time."""
+    where = [name for start, stop, name in actions if start <= at < stop]
+    return where[-1] if where else "no action"
 
 
 def idle_gaps(events: Any) -> Iterator[tuple[int, float, str]]:
     """Their nanoseconds, milliseconds since the first kernel, and the action that ended them."""
-    on_device, actions, launched = [], [], {}
-    for e in events:
-        begin, end = e.start_ns(), e.start_ns() + e.duration_ns()
-        if e.name().startswith(ACTION):
-            if e.device_type() == DeviceType.CPU:
-                actions.append((begin, end, e.name()))
-        elif e.device_type() == DeviceType.CUDA:
-            on_device.append((begin, end, e.correlation_id()))
-        elif "Launch" in e.name():
-            launched[e.correlation_id()] = begin
-    on_device.sort()
+    actions, launched = actions_of(events), launches(events)
+    on_device = sorted(
+        (e.start_ns(), e.start_ns() + e.duration_ns(), e.correlation_id())
+        for e in events
+        if e.device_type() == DeviceType.CUDA and not e.name().startswith(ACTION)
+    )
     last = first = on_device[0][0] if on_device else 0
     for begin, end, correlation in on_device:
         if begin > last:
             at = launched.get(correlation, begin)
-            where = [name for start, stop, name in actions if start <= at < stop]
-            yield begin - last, (last - first) / 1e6, where[-1] if where else "no action"
+            yield begin - last, (last - first) / 1e6, within(actions, at)
         last = max(last, end)
 
 
