@@ -17,7 +17,7 @@ from megatron_prefix.errors import Reason
 from megatron_prefix.layers.kind import Heads, Kind, Override, Running, Slot, owner
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
-from megatron_prefix.refusals.table import MASK_TYPE, NO_SINKS, OTHER_CORE, OWN_FORWARD
+from megatron_prefix.refusals.table import FUSED_YARN, MASK_TYPE, NO_SINKS, OTHER_CORE, OWN_FORWARD
 from megatron_prefix.tree.payload_map import Form
 
 if TYPE_CHECKING:
@@ -129,6 +129,8 @@ class Attention(Kind):
         core = module.core_attention
         if _has_sinks(core.config) and getattr(core, "softmax_offset", None) is None:
             yield NO_SINKS.given(core.config.softmax_type)
+        if config.apply_rope_fusion and _is_scaled_by_yarn(config):
+            yield FUSED_YARN.given()
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
         """See Kind."""
@@ -174,6 +176,15 @@ def window_of(attention: Any) -> tuple[int, int] | None:
         return None if left < 0 else (left, right)
     found = getattr(getattr(core, "scale_mask_softmax", None), "window_size", None)
     return None if found is None else (found[0], found[1])
+
+
+def _is_scaled_by_yarn(config: Any) -> bool:
+    """Whether YaRN makes rotated queries and keys longer, as
+    `_yarn_get_concentration_factor_from_config` of megatron/core/models/common/embeddings/
+    yarn_rotary_pos_embedding.py says. Latents have fields and kernels of their own."""
+    one, other = (getattr(config, f"yarn_mscale{of}", None) for of in ("", "_all_dim"))
+    longer = (getattr(config, "yarn_rotary_scaling_factor", None) or 1.0) > 1.0
+    return longer and (one is None or other is None or one != other)
 
 
 def _is_gated(config: Any) -> bool:

@@ -110,6 +110,7 @@ MLA_WINDOW = Refusal("multi-latent attention with a sliding window", "module", N
 MLA_FUSED_ROPE_CP = Refusal("multi-latent attention with apply_rope_fusion and context parallelism", "module", NOT_YET, "turn apply_rope_fusion off: its kernel counts positions itself")
 WINDOW_AHEAD = Refusal("window_size …", "module", NOT_YET, "give (positions before, 0), with at least one before")
 WINDOW_FUSED = Refusal("window_size with masked_softmax_fusion in 16 bit", "module", WRONG, "turn masked_softmax_fusion off: Megatron's fused kernel ignores the window for some lengths")
+FUSED_YARN = Refusal("apply_rope_fusion with YaRN's scale of queries and keys", "module", WRONG, "turn apply_rope_fusion off: Megatron's fused kernel leaves that scale out of packs, and only of packs")
 NO_SINKS = Refusal("softmax_type …, and core attention without softmax_offset", "module", NOT_YET, "use Megatron's DotProductAttention or TEDotProductAttention, which have it")
 WINDOW_CP = Refusal("a sliding window with context parallelism", "module", NOT_YET, "use the stock schedule, or tensor parallelism instead: the last positions of a span are on some of the ranks")
 OTHER_ROTARY = Refusal("rotary embedding …", "module", NOT_YET, "use Megatron's RotaryEmbedding or YarnRotaryEmbedding, or the stock schedule")

@@ -283,7 +283,8 @@ def _kernels(
     fused = device.type == "cuda" and dtype == torch.bfloat16
     has_bias_kernel = fused and spec.gated_linear_unit and (spec.is_moe or not spec.quick_geglu)
     with_te = fused and transformer_engine
-    can_fuse_rope = not spec.multi_latent_attention or spec.rope_type == "yarn"
+    is_yarn = isinstance(spec.rope_scaling, YarnScaling)  # whose scale the kernel leaves out
+    can_fuse_rope = spec.rope_type == "yarn" if spec.multi_latent_attention else not is_yarn
     values: dict[str, Any] = {
         "transformer_impl": "transformer_engine" if transformer_engine else "local",
         "use_cpu_initialization": device.type == "cpu",

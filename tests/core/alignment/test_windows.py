@@ -22,7 +22,7 @@ from megatron_prefix.layers.model import footprint_of
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.peak_memory import predict
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.refusals.table import WINDOW_CP
+from megatron_prefix.refusals.table import FUSED_YARN, WINDOW_CP
 from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness import hybrid, steps
 from tests.harness.one_rank import one_rank, small_model
@@ -164,6 +164,26 @@ def test_a_window_needs_whole_rollouts_on_a_rank() -> None:
     assert part.kind is not None
     found = [one.refusal for one in part.kind.option_refusals(part.module, config)]
     assert found == [WINDOW_CP]
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [({}, [FUSED_YARN]), ({"apply_rope_fusion": False}, []),
+     ({"yarn_mscale": 1.0, "yarn_mscale_all_dim": 1.0}, []),
+     ({"yarn_rotary_scaling_factor": 1.0}, [])],
+)  # fmt: skip
+def test_a_fused_rotation_without_the_scale_of_yarn(
+    changes: dict[str, Any], found: list[Any]
+) -> None:
+    """Megatron's kernel for packs has no mscale, and its other paths have one."""
+    model = unwrap(model_of(window(4, None)))
+    part = table.payload_parts(model)[0]
+    config = dataclasses.replace(model.config)
+    yarn = {"apply_rope_fusion": True, "yarn_rotary_scaling_factor": 32.0}
+    for name, value in {**yarn, **changes}.items():
+        setattr(config, name, value)
+    assert part.kind is not None
+    assert [one.refusal for one in part.kind.option_refusals(part.module, config)] == found
 
 
 BROKEN: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
