@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Multi-latent attention, windows and sinks against the FLOP bound, on one GPU with transformer-engine and flash-attn-4:
-# widths of Moonlight, DeepSeek-V3 and gpt-oss-20b with few layers and few experts, aligned in bfloat16 first. The bound
-# counts what latents are expanded.
+# widths of Moonlight, DeepSeek-V3 (with a smaller vocabulary) and gpt-oss-20b with few layers and few experts, aligned
+# first. The bound counts what latents are expanded.
 #   bash benchmarks/families_gpu.sh OUTPUT [ARGUMENTS of `megatron-prefix bench`]
 # OUTPUT gets one JSON file per row; the tables go to stdout. Exit code 0 when everything was aligned and timed.
 #
@@ -22,18 +22,20 @@ steps=(--step-tokens 100000 --warm-up 1 --steps 3 --rehearse --rollouts)
 for name in ${SETS:-rag_musique rag_hotpot_llm}; do steps+=("${DATA:-../shared/data}/$name.jsonl.gz"); done
 moonlight=(--model moonlight-16b-a3b --set num_layers=12 --set num_moe_experts=16 --set max_position=32768)
 oss=(--model gpt-oss-20b --set num_layers=12 --set num_moe_experts=8)
+# In packs of 16,384 logits of 201,088 tokens do not fit beside 12 layers in 140 GB.
+oss_packs=(--model gpt-oss-20b --set num_layers=8 --set num_moe_experts=8 --set softmax_type=vanilla)
 status=0
 for row in ${ROWS:-moonlight moonlight-steps deepseek gpt-oss gpt-oss-packed gpt-oss-steps}; do
     case $row in
     moonlight) row_options=("${moonlight[@]}" --shapes 10240:2048:8 16384:64:9) ;;
     moonlight-steps) row_options=("${moonlight[@]}" "${steps[@]}") ;;
     deepseek)
-        row_options=(--model deepseek-v3 --set num_layers=2 --set moe_layer_freq=0,1 --set num_moe_experts=16
+        row_options=(--model deepseek-v3 --set num_layers=2 --set moe_layer_freq=0,1 --set num_moe_experts=16 --set vocab_size=32768
             --shapes 10240:2048:8)
         ;;
     gpt-oss) row_options=("${oss[@]}" --baseline rollout --shapes 10240:2048:8) ;;
-    gpt-oss-packed) row_options=("${oss[@]}" --set softmax_type=vanilla --shapes 10240:2048:8 16384:64:9) ;;
-    gpt-oss-steps) row_options=("${oss[@]}" --set softmax_type=vanilla "${steps[@]}") ;;
+    gpt-oss-packed) row_options=("${oss_packs[@]}" --shapes 10240:2048:8 16384:64:9) ;;
+    gpt-oss-steps) row_options=("${oss_packs[@]}" "${steps[@]}") ;;
     *)
         echo "ROWS: $row is none of the rows" >&2
         exit 2

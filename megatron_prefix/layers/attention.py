@@ -179,9 +179,8 @@ def window_of(attention: Any) -> tuple[int, int] | None:
 
 
 def _is_scaled_by_yarn(config: Any) -> bool:
-    """Whether YaRN makes rotated queries and keys longer, as
-    `_yarn_get_concentration_factor_from_config` of megatron/core/models/common/embeddings/
-    yarn_rotary_pos_embedding.py says. Latents have fields and kernels of their own."""
+    """Whether YaRN makes rotated queries and keys longer, as megatron-core's
+    `_yarn_get_concentration_factor_from_config` says. Latents have other fields and kernels."""
     one, other = (getattr(config, f"yarn_mscale{of}", None) for of in ("", "_all_dim"))
     longer = (getattr(config, "yarn_rotary_scaling_factor", None) or 1.0) > 1.0
     return longer and (one is None or other is None or one != other)

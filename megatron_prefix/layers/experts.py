@@ -15,6 +15,10 @@ from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
 from megatron_prefix.refusals.table import OTHER_ROUTER, ROUTES_IN_ORDER
 
+LAUNCHES = 10.0
+"""See LayerWork: the host waits for the device in every layer, as it needs the tokens of each
+expert, and launches as many products (benchmarks/LOG.md, 2026-11-25, Moonlight)."""
+
 
 class Experts(Kind):
     """Megatron's mixture of experts, whose router is a TopKRouter."""
@@ -37,7 +41,7 @@ class Experts(Kind):
         """See Kind; those count that a token visits, and shared ones."""
         width, shared = _widths(config)
         width = width * config.moe_router_topk + shared
-        return LayerWork(matrices(config) * config.hidden_size * width)
+        return LayerWork(matrices(config) * config.hidden_size * width, launches=LAUNCHES)
 
     def parameters(self, config: Any) -> int:
         """See Kind; of all experts, the router, and the gate of shared ones."""

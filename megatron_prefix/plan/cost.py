@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from megatron_prefix.plan.layer_numbers import LayerWork
 from megatron_prefix.tree import Forest, Segment
 
 ACTION_SECONDS, CALL_SECONDS = 3e-4, 5e-5
-"""A layer's forward beyond its FLOPs, and an attention call's: launches of kernels."""
+"""A dense layer's forward beyond its FLOPs, and an attention call's: launches of kernels."""
 FLOPS_PER_SECOND = {"cuda": 4e14, "cpu": 5e10}
 """A guess for each of torch's types of device, until actions have been measured."""
 
@@ -109,11 +109,13 @@ class CostModel:
         prices: of a unit of each feature, of forwards and then of backwards.
         stock_factor: measured time of whole steps with the stock schedule over what prices say.
         prefix_factor: the same with the prefix schedule.
+        launches: of an action's forward, in dense layers; None: as many as the model has layers.
     """
 
     prices: tuple[float, ...]
     stock_factor: float = 1.0
     prefix_factor: float = 1.0
+    launches: float | None = None
 
     @classmethod
     def of_flops(
@@ -148,12 +150,13 @@ class CostModel:
             vocab_size: of the output layer.
         """
         layers = list(layers)
-        return cls.of_flops(
+        flops = cls.of_flops(
             linear=2.0 * sum(one.products for one in layers),
             head=2.0 * hidden_size * vocab_size,
             attention=2.0 * sum(one.pairs for one in layers),
             expansion=2.0 * sum(one.seen for one in layers),
         )
+        return replace(flops, launches=sum(one.launches for one in layers))
 
     def in_seconds(
         self,
@@ -174,9 +177,10 @@ class CostModel:
                 compute, so sharing saves less beside attention and overheads.
         """
         flop, layers, unit = 1 / flops_per_second, num_layers / num_ranks, self.forward
+        launches = num_layers if self.launches is None else self.launches
         forward = Work(
             unit.positions * flop / num_ranks, unit.scored * flop, unit.pairs * flop / num_ranks,
-            ACTION_SECONDS * layers / num_chunks, CALL_SECONDS * layers,
+            ACTION_SECONDS * launches / num_ranks / num_chunks, CALL_SECONDS * layers,
             unit.seen * flop / num_ranks,
         )  # fmt: skip
         backwards = (2 - frozen, 2 - frozen, 2, 2, 2, 3 - frozen)

@@ -12,18 +12,20 @@ from megatron_prefix.tree.payload_map import Form
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Multiplications of a forward; each is two FLOPs.
+    """Multiplications of a forward, each of two FLOPs, and what the host does for it.
 
     Attributes:
         products: a position, in matrix products.
         pairs: a visible (query, key) pair.
         seen: an ancestor's position that a segment sees, in matrix products that make its keys and
             values once more.
+        launches: how long the host takes, beside all of a layer of attention and an MLP.
     """
 
     products: float
     pairs: float = 0.0
     seen: float = 0.0
+    launches: float = 0.5
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.cost import CostModel, Work, action_features, features, segment_work
 from megatron_prefix.plan.joint_forest import joint_forest
@@ -40,6 +42,14 @@ def test_flops_make_the_first_guess() -> None:
     frozen = COST.in_seconds(400.0, 12, 2, 3, frozen=0.75).prices
     assert frozen[:6] == forward and frozen[8:] == backward[2:]
     assert frozen[6:8] == pytest.approx((1.25 * forward[0], 1.25 * forward[1]))
+
+
+def test_experts_keep_the_host_busier() -> None:
+    """Ten times as long as a dense layer, in every layer that has them."""
+    specs = (resolve("tiny-moe", num_moe_experts=None), resolve("tiny-moe", moe_layer_freq=2))
+    prices = [cost_of(spec, 0).in_seconds(1e9, spec.num_layers).forward for spec in specs]
+    assert [one.actions for one in prices] == pytest.approx([4 * 3e-4, 4 * 3e-4 * 5.75])
+    assert prices[0].calls == prices[1].calls
 
 
 def test_keys_that_are_made_again() -> None:
