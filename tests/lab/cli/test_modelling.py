@@ -17,6 +17,12 @@ def test_values_have_the_types_of_their_fields() -> None:
     )  # fmt: skip
 
 
+def test_numbers_of_a_tuple() -> None:
+    given = ["moe_layer_freq=0,1", "window_size=127,0"]
+    assert overrides_of(given) == (("moe_layer_freq", (0, 1)), ("window_size", (127, 0)))
+    assert overrides_of(["moe_layer_freq=2"]) == (("moe_layer_freq", 2),)
+
+
 def test_a_model_without_its_experts_has_mlps() -> None:
     whole = presets.resolve("qwen3-next-80b-a3b")
     spec = presets.resolve("qwen3-next-80b-a3b", **dict(overrides_of(["num_moe_experts=none"])))
@@ -39,6 +45,7 @@ def test_old_names_of_fields_are_taken_and_logged(caplog: pytest.LogCaptureFixtu
     [
         ("num_layers=none", "num_layers is int; give such a value"),
         ("num_moe_experts=some", "num_moe_experts is int | None; give such a value"),
+        ("moe_layer_freq=0,x", "moe_layer_freq is int | tuple[int, ...]; give such a value"),
         ("qk_layernorm=yes", "qk_layernorm is bool; give such a value"),
         ("layers=2", "layers=2: no such field; fields: "),
     ],
