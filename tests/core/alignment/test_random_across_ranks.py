@@ -44,11 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[Layout, ...]]] = {
         {"mtp_num_layers": 1},
         (Layout(dp=2), Layout(dp=3), Layout(dp=2, pp=2), Layout(dp=2, tp=2, sequence_parallel=True)),
     ),
-    "MTP and experts": (
-        "tiny-moe",
-        {**MOE, "mtp_num_layers": 1},
-        (Layout(dp=2, ep=2), Layout(dp=2, cp=2)),
-    ),
+    "MTP and experts": ("tiny-moe", {**MOE, "mtp_num_layers": 1}, (Layout(dp=2, ep=2),)),
     "GatedDeltaNet": ("tiny-qwen3-next", {"num_moe_experts": None}, (Layout(dp=2),)),
 }
 EVEN = ("EP2", "global batch", "MTP and experts")
