@@ -130,7 +130,8 @@ class Communicator:
             wanted: peers, shapes and dtypes, in the order in which the peers tell them.
         """
         sent = [
-            Message(dist.isend, peer, [torch.from_numpy(one).to(self._device)]) for peer, one in told
+            Message(dist.isend, peer, [torch.from_numpy(one).to(self._device)])
+            for peer, one in told
         ]
         coming = [
             Message(dist.irecv, peer, [torch.empty(shape, dtype=dtype, device=self._device)])

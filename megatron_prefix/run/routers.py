@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from megatron_prefix.errors import refused
 from megatron_prefix.moe import versions

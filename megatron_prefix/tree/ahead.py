@@ -3,9 +3,8 @@
 Multi-token prediction ("DeepSeek-V3 Technical Report", section 2.2) sees at position i the input of
 i+1 and predicts the label of i+1. Inside a span both are the same for all rollouts. At a span's
 last position the next input still is (`told_apart`), and the label after it differs by rollout:
-the position has a row of logits for each. A span that several data-parallel ranks have in common runs
-on one of them, with the labels and weights of all: these are numbers of the step, so that nothing
-of a backward has to cross.
+the position has a row of logits for each. A span that several data-parallel ranks have in common
+runs on one of them, with the labels and weights of all, which are known before it runs.
 
 Megatron divides the loss of a microbatch by the weights that are left when they have moved by one
 (`process_mtp_loss` in megatron/core/transformer/multi_token_prediction.py, before 0.17 in
@@ -211,9 +210,8 @@ def _weighed(table: Floats) -> Floats:
 def _merged(table: Floats) -> Floats:
     """Rows [5, rows] with those of one place and label added up."""
     keys, where = np.unique(table[:2], axis=1, return_inverse=True)
-    weights = np.zeros((3, keys.shape[1]))
-    np.add.at(weights, (slice(None), where.reshape(-1)), table[2:])
-    return np.concatenate([keys, weights])
+    added = [np.bincount(where.reshape(-1), row, keys.shape[1]) for row in table[2:]]
+    return np.concatenate([keys, added])
 
 
 def _split(table: Floats) -> tuple[Numbers, Numbers, Floats]:

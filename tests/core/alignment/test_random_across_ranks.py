@@ -42,7 +42,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[Layout, ...]]] = {
     "MTP": (
         "tiny-qwen3",
         {"mtp_num_layers": 1},
-        (Layout(dp=2), Layout(dp=3), Layout(dp=2, pp=2), Layout(dp=2, tp=2, sequence_parallel=True)),
+        (Layout(dp=3), Layout(dp=2, pp=2), Layout(dp=2, tp=2, sequence_parallel=True)),
     ),
     "MTP and experts": ("tiny-moe", {**MOE, "mtp_num_layers": 1}, (Layout(dp=2, ep=2),)),
     "GatedDeltaNet": ("tiny-qwen3-next", {"num_moe_experts": None}, (Layout(dp=2),)),
