@@ -198,7 +198,7 @@ CHANGED_OUTPUT = Refusal("the forward step changes what the model returns on a s
 SOME_ROUTES = Refusal("some microbatches have routes and some have none", "routes", NOT_YET, "give all or none")
 NUMBER_OF_ROUTES = Refusal("… routes for … positions", "routes", NOT_YET, "give one each")
 RECORDS_ROUTES = Refusal("RouterReplay records routes, and segments run in another order than microbatches", "routes", NOT_YET, "run this pass with the stock schedule (mode off)")
-AHEAD_ROUTES = Refusal("routes, and a layer of multi-token prediction with experts", "routes", NOT_YET, "run it with the stock schedule: routes are of the decoder's layers only")
+AHEAD_ROUTES = Refusal("a router of multi-token prediction that replays", "routes", NOT_YET, "set no action on it, so that it chooses for itself: routes are of the decoder's layers")
 UNKNOWN_ROUTES = Refusal("RouterReplay's action is …, and the step's routes are not known", "routes", NOT_YET, "give get_forward_backward_func the callback `routes`; `set_replay_data` has those of one stage's layers only")
 
 # --- ranks ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from megatron_prefix.errors import refused
 from megatron_prefix.moe import versions
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.moe.ledger import RouterLedger
-from megatron_prefix.moe.replay import Replay, SegmentRoutes, forward_action
+from megatron_prefix.moe.replay import Replay, SegmentRoutes, followers, forward_action
 from megatron_prefix.moe.tokens import LogicalTokens
 from megatron_prefix.refusals.table import AHEAD_ROUTES
 from megatron_prefix.run.executor import Stage
@@ -23,11 +23,12 @@ def check(step: Step, rank: Rank) -> None:
     Raises:
         CannotShare: they record routes, or follow routes that the schedule has not been given.
     """
-    if rank.has_experts:
-        if rank.looks_ahead and _routed(step, rank):
+    for model in rank.language_models if rank.has_experts else ():
+        found = versions.routers(model)
+        forward_action(found.values(), _routed(step, rank))
+        ahead = [one for layer, one in found.items() if layer >= len(model.decoder.layers)]
+        if followers(ahead):
             raise refused(AHEAD_ROUTES)
-        for model in rank.language_models:
-            forward_action(versions.routers(model).values(), _routed(step, rank))
 
 
 def begin(
@@ -75,4 +76,6 @@ def _set_routes(stages: Sequence[Stage], step: Step, rank: Rank) -> None:
         shape = config.num_layers, config.moe_router_topk
         routes = SegmentRoutes(step.forest, step.samples, shape, rank.groups, rank.device)
     for stage, action in zip(stages, actions, strict=True):
-        stage.hooks.replay = Replay(routes, action) if routes is not None and action else None
+        stage.hooks.replay = None
+        if routes is not None and action:
+            stage.hooks.replay = Replay(routes, action, followers(stage.hooks.routers.values()))
