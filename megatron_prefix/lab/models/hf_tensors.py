@@ -79,15 +79,19 @@ class Ahead(NamedTuple):
 def ahead_as_layer(spec: ModelSpec) -> Ahead:
     """DeepSeek-V3 and what has its format: as one more layer."""
     at = f"model.layers.{spec.num_layers}"
-    names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-    copies = f"{at}.embed_tokens.weight", f"{at}.shared_head.head.weight"
-    return Ahead(at, *(f"{at}.{name}.weight" for name in names), copies)
+    return Ahead(
+        at, f"{at}.enorm.weight", f"{at}.hnorm.weight", f"{at}.eh_proj.weight",
+        f"{at}.shared_head.norm.weight",
+        (f"{at}.embed_tokens.weight", f"{at}.shared_head.head.weight"),
+    )  # fmt: skip
 
 
 def ahead_apart(_: ModelSpec) -> Ahead:
     """Qwen3-Next and Qwen3.5."""
-    names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-    return Ahead("mtp.layers.0", *(f"mtp.{name}.weight" for name in names))
+    return Ahead(
+        "mtp.layers.0", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight",
+        "mtp.fc.weight", "mtp.norm.weight",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Hugging Face weights of multi-token prediction, which transformers has no model of: its loss, with
+"""Hugging Face weights of multi-token prediction, of which transformers has no model: its loss with
 transformers' own layer between the parts that are added."""
 
 from __future__ import annotations
