@@ -69,6 +69,14 @@ def division(config: Any) -> Division:
     return Division(per_token, _process() is not None, clamps_mean)
 
 
+def loss_scale() -> float:
+    """By which Megatron multiplies the loss of a rank, as it has been set and rounded; the host
+    waits for the device."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    return float(MTPLossAutoScaler.main_loss_backward_scale)
+
+
 class WithoutLabels(Enum):
     """What Megatron does where calls have no labels."""
 
@@ -225,7 +233,7 @@ class LooksAhead:
         if current is None:
             return self._stock(*args, **named)
         hidden = named.pop("hidden_states")
-        if self._running.ahead is not None:
+        if self._running.ahead is not None and current.decoded is None:  # else its owner has it
             hidden = self._with_loss(hidden, current, named)
         config, num = self._model.config, self._model.config.mtp_num_layers
         config.mtp_num_layers = None

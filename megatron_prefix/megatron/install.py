@@ -231,7 +231,8 @@ class Hooks:
         def forward(*args: Any, **kwargs: Any) -> Any:
             current = self.current
             if current is not None and current.decoded is not None:
-                return self._read(current.decoded, current.rows)
+                hidden = current.decoded
+                return hidden if self._looks_ahead else self._read(hidden, current.rows)
             if current is None or current.offload is None:
                 hidden = stock(*args, **kwargs)
             else:

@@ -92,19 +92,23 @@ def _fill(
 
 
 class Replay:
-    """Makes the routers of a model chunk follow the routes of a step.
+    """Makes routers of a model chunk follow the routes of a step.
 
     Args:
         routes: the step's.
         action: RouterReplay's REPLAY_FORWARD.
+        routers: that follow; others choose for themselves.
     """
 
-    def __init__(self, routes: SegmentRoutes, action: Any) -> None:
-        self._routes, self._action = routes, action
+    def __init__(self, routes: SegmentRoutes, action: Any, routers: Iterable[Any]) -> None:
+        self._routes, self._action, self._routers = routes, action, [*routers]
 
     @contextlib.contextmanager
     def around(self, router: Any, index: int, num_tokens: int) -> Iterator[None]:
         """Surrounds a router's forward on `num_tokens` tokens of a segment."""
+        if router not in self._routers:
+            yield
+            return
         replay = router.router_replay
         saved = dict(vars(replay))
         replay.replay_backward_list = []
@@ -126,7 +130,7 @@ def forward_action(routers: Iterable[Any], routed: bool) -> Any:
     Raises:
         UserError: they replay and there are no routes, or they record routes.
     """
-    actions = _actions(routers)
+    actions = [_action(router) for router in followers(routers)]
     if any(action.name == "RECORD" for action in actions):
         raise refused(RECORDS_ROUTES)
     if actions and not routed:
@@ -135,7 +139,10 @@ def forward_action(routers: Iterable[Any], routed: bool) -> Any:
     return type(actions[0]).REPLAY_FORWARD if actions else None
 
 
-def _actions(routers: Iterable[Any]) -> list[Any]:
-    replays = (getattr(router, "router_replay", None) for router in routers)
-    actions = (getattr(replay, "router_replay_action", None) for replay in replays)
-    return [action for action in actions if action is not None]
+def followers(routers: Iterable[Any]) -> list[Any]:
+    """Those that have been told to do something with routes."""
+    return [router for router in routers if _action(router) is not None]
+
+
+def _action(router: Any) -> Any:
+    return getattr(getattr(router, "router_replay", None), "router_replay_action", None)

@@ -11,6 +11,7 @@ for a segment that comes from rank 1, `>1:0 2;>2:0` for one whose spans 0 and 2 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
 import io
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.tree import Place, Segment, Span
+from megatron_prefix.tree.forest import with_above
 
 VERSION, VERSION_ALONE = 5, 4
 """Of files of plans whose segments cross data-parallel ranks, and of all others."""
@@ -218,6 +220,8 @@ class Plan:
         segments, policies, transfers = zip(*rows, strict=True) if rows else ((), (), ())
         if set(policies) == {POLICIES[0]}:
             policies = ()
+        with contextlib.suppress(IndexError):  # they are no forest, see `read_plan`
+            segments = tuple(with_above(segments))
         return cls(segments, programs, chunks, policies, tuple(itertools.chain(*transfers)))
 
 

@@ -55,8 +55,9 @@ def segment_work(segment: Segment) -> Work:
     positions = segment.padded_length
     pairs = sum(causal_pairs(span.start, span.padded) for span in segment.spans)
     calls = 1 + any(span.start > 0 for span in segment.spans)  # own keys, and those of ancestors
-    # An upper bound: what several parents have in common counts for each of them.
-    seen = sum({span.parent: span.start for span in segment.spans}.values())
+    seen = segment.above
+    if seen is None:  # an upper bound: what several parents have in common counts for each of them
+        seen = sum({span.parent: span.start for span in segment.spans}.values())
     return Work(positions, segment.num_read, pairs, 1, calls, seen)
 
 

@@ -116,7 +116,7 @@ class Job:
     def _table_faults(self, plan: Plan, peers: set[int]) -> Iterator[str]:
         """Segments and transfers that name what does not exist."""
         segments = plan.segments
-        for index, (_, inner, _, _, source) in enumerate(segments):
+        for index, (_, inner, _, _, source, _) in enumerate(segments):
             if source not in peers | {-1}:
                 yield f"segment {index} comes from rank {source}, which is no other rank"
             elif source >= 0 and not inner:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -116,6 +117,31 @@ class Communicator:
         )
         for one in messages:
             one.works.extend(itertools.islice(works, len(one.tensors)))
+
+    def numbers(
+        self,
+        told: Sequence[tuple[int, np.ndarray]],
+        wanted: Sequence[tuple[int, tuple[int, ...], torch.dtype]],
+    ) -> list[np.ndarray]:
+        """Arrays that other ranks tell this one; waits for all.
+
+        Args:
+            told: peers, and what each of them gets.
+            wanted: peers, shapes and dtypes, in the order in which the peers tell them.
+        """
+        sent = [
+            Message(dist.isend, peer, [torch.from_numpy(one).to(self._device)])
+            for peer, one in told
+        ]
+        coming = [
+            Message(dist.irecv, peer, [torch.empty(shape, dtype=dtype, device=self._device)])
+            for peer, shape, dtype in wanted
+        ]
+        self.exchange([one for one in sent + coming if one.tensors[0].numel()])
+        for one in sent + coming:
+            for work in one.works:
+                work.wait()
+        return [one.tensors[0].cpu().numpy() for one in coming]
 
     def known(self, model: Any, forward_only: bool, scored: bool) -> Known:
         """What ranks know of one another's payloads of a model chunk. They are others where routers

@@ -24,7 +24,6 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import Refusal, refused
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import (
-    ACROSS_AHEAD,
     ACROSS_EXPERTS,
     ACROSS_GATHERS,
     ACROSS_NO_GROUP,
@@ -121,8 +120,6 @@ def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
         return ACROSS_NO_GROUP
     if rank.experts and rank.gathers_tokens:
         return ACROSS_EXPERTS
-    if rank.looks_ahead:
-        return ACROSS_AHEAD
     if rank.gathers_late:
         return ACROSS_GATHERS
     if config.plan_file:

@@ -47,6 +47,21 @@ class LossContract:
     collect_non_loss_data: bool
 
 
+def set_auxiliary_scales(contract: LossContract, model: Any, num_microbatches: int) -> None:
+    """Tells Megatron how to weigh the losses of routers and of multi-token prediction, as a stage
+    without losses does in its schedule.
+
+    The scales are read when a backward runs, on every stage, and only the last has `Losses`.
+    """
+    config = contract.config
+    if config.timers is not None:
+        config.timers("forward-compute", log_level=2).start()
+    forward_step_calc_loss(
+        model, next(model.parameters()), None, config, getattr(model, "vp_stage", None),
+        contract.collect_non_loss_data, max(num_microbatches, 1), [], contract.cp_size, False,
+    )  # fmt: skip
+
+
 class Losses:
     """The trainer's losses on the last stage: answers its model calls, and keeps its order.
 

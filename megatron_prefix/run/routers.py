@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 
 from megatron_prefix.errors import refused
 from megatron_prefix.moe import versions
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.moe.ledger import RouterLedger
-from megatron_prefix.moe.replay import Replay, SegmentRoutes, forward_action
+from megatron_prefix.moe.replay import Replay, SegmentRoutes, followers, forward_action
 from megatron_prefix.moe.tokens import LogicalTokens
 from megatron_prefix.refusals.table import AHEAD_ROUTES
 from megatron_prefix.run.executor import Stage
-from megatron_prefix.run.losses import LossContract
+from megatron_prefix.run.losses import LossContract, set_auxiliary_scales
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.step import Step
 
@@ -26,11 +23,12 @@ def check(step: Step, rank: Rank) -> None:
     Raises:
         CannotShare: they record routes, or follow routes that the schedule has not been given.
     """
-    if rank.has_experts:
-        if rank.looks_ahead and _routed(step, rank):
+    for model in rank.language_models if rank.has_experts else ():
+        found = versions.routers(model)
+        forward_action(found.values(), _routed(step, rank))
+        ahead = [one for layer, one in found.items() if layer >= len(model.decoder.layers)]
+        if followers(ahead):
             raise refused(AHEAD_ROUTES)
-        for model in rank.language_models:
-            forward_action(versions.routers(model).values(), _routed(step, rank))
 
 
 def begin(
@@ -54,7 +52,7 @@ def begin(
     """
     _set_routes(stages, step, rank)
     if not forward_only and any(stage.hooks.routers for stage in stages):
-        _set_auxiliary_scales(contract, stages[-1].model, step.num_microbatches)
+        set_auxiliary_scales(contract, stages[-1].model, step.num_microbatches)
         cp = rank.groups.cp
         tokens = LogicalTokens(
             step.forest, step.microbatch_of, rank.device, cp.rank(), cp.size(),
@@ -78,18 +76,6 @@ def _set_routes(stages: Sequence[Stage], step: Step, rank: Rank) -> None:
         shape = config.num_layers, config.moe_router_topk
         routes = SegmentRoutes(step.forest, step.samples, shape, rank.groups, rank.device)
     for stage, action in zip(stages, actions, strict=True):
-        stage.hooks.replay = Replay(routes, action) if routes is not None and action else None
-
-
-def _set_auxiliary_scales(contract: LossContract, model: Any, num_microbatches: int) -> None:
-    """Tells Megatron how to weigh auxiliary losses, as a stage without losses does in its schedule.
-
-    The scales are read when a backward runs, on every stage, and only the last has `Losses`.
-    """
-    config = contract.config
-    if config.timers is not None:
-        config.timers("forward-compute", log_level=2).start()
-    forward_step_calc_loss(
-        model, next(model.parameters()), None, config, getattr(model, "vp_stage", None),
-        contract.collect_non_loss_data, max(num_microbatches, 1), [], contract.cp_size, False,
-    )  # fmt: skip
+        stage.hooks.replay = None
+        if routes is not None and action:
+            stage.hooks.replay = Replay(routes, action, followers(stage.hooks.routers.values()))

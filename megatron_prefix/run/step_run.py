@@ -216,7 +216,10 @@ class StepRun:
             hooks.ahead = None
             if number == plan.num_stages - 1 and self._rank.predicts_further(self._forward_only):
                 has_labels = call["labels"] is not None
-                self._ahead = ahead.begin(self._step, self._rank, has_labels=has_labels)
+                self._ahead = ahead.begin(
+                    self._step, self._rank, self._contract, self._communicator,
+                    has_labels=has_labels,
+                )  # fmt: skip
                 hooks.ahead = self._ahead
             called = steps[0].called if steps else Settings.now()
             stage = Stage(

@@ -3,7 +3,8 @@
 Multi-token prediction ("DeepSeek-V3 Technical Report", section 2.2) sees at position i the input of
 i+1 and predicts the label of i+1. Inside a span both are the same for all rollouts. At a span's
 last position the next input still is (`told_apart`), and the label after it differs by rollout:
-the position has a row of logits for each.
+the position has a row of logits for each. A span that several data-parallel ranks have in common
+runs on one of them, with the labels and weights of all, which are known before it runs.
 
 Megatron divides the loss of a microbatch by the weights that are left when they have moved by one
 (`process_mtp_loss` in megatron/core/transformer/multi_token_prediction.py, before 0.17 in
@@ -12,6 +13,7 @@ Megatron divides the loss of a microbatch by the weights that are left when they
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -106,6 +108,7 @@ class AheadTables:
         size: int = 1,
     ) -> None:
         self._forest, self._samples, self._place = forest, samples, (rank, size)
+        self._heard: dict[int, list[Floats]] = collections.defaultdict(list)
         left, whole = sums(samples, microbatch_of, size)
         self.undefined = not division.clamps and bool((left[:, rank] == 0).any())
         in_loss, in_mean = division.in_loss(left, whole), division.in_mean(left)
@@ -137,15 +140,33 @@ class AheadTables:
         spans = [span.padded for segment in self._forest.segments for span in segment.spans]
         return whole[:, cp_layout.held_positions(spans, *self._place)]
 
-    def rows(self) -> Iterator[Rows]:
-        """Of every segment, those labels that have a weight."""
-        return map(self._rows, self._forest.segments)
+    def told(self, index: int) -> Floats:
+        """What the owner of a segment hears of this rank's rollouts: per row its span, place in the
+        span, label and weights, float64 [6, rows]."""
+        spans = self._forest.segments[index].spans
+        parts = [_weighed(self._of_span(span)) for span in spans]
+        numbers = np.repeat(np.arange(len(spans)), [part.shape[1] for part in parts])
+        return np.concatenate([numbers[None], np.concatenate(parts, axis=1)])
 
-    def _rows(self, segment: Segment) -> Rows:
-        columns = [np.zeros((5, 0))]
+    def hear(self, index: int, spans: Sequence[int], rows: Floats) -> None:
+        """Takes what another rank has `told` of some spans of a segment, before `rows` is asked."""
+        number, places = np.array(spans)[rows[0].astype(np.int64)], rows[1]
+        starts = np.cumsum([0, *(span.padded for span in self._forest.segments[index].spans)])
+        self._heard[index].append(np.concatenate([(starts[number] + places)[None], rows[2:]]))
+
+    def rows(self) -> Iterator[Rows]:
+        """Of every segment, those labels that have a weight; none of what another rank computes."""
+        for index, segment in enumerate(self._forest.segments):
+            here = segment.source < 0
+            yield self._rows(segment, self._heard[index]) if here else Rows(*_split(_NOTHING))
+
+    def _rows(self, segment: Segment, heard: Sequence[Floats]) -> Rows:
+        columns = [_NOTHING, *heard]
         start = 0
         for span in segment.spans:
-            columns += self._of_span(span, start)
+            part = self._of_span(span)
+            part[0] += start
+            columns.append(part)
             start += span.padded
         table = np.concatenate(columns, axis=1)
         if self._place[1] > 1:
@@ -153,13 +174,14 @@ class AheadTables:
             here = np.full(start, -1)
             here[held] = np.arange(len(held))
             table[0] = here[table[0].astype(np.int64)]
-        table = table[:, (table[0] >= 0) & (table[2:] != 0).any(axis=0)]
-        table = table[:, np.argsort(table[0], kind="stable")]
-        places, labels = table[:2].astype(np.int64)
-        return Rows(places, labels, table[2:])
+            table = table[:, table[0] >= 0]
+        table = _weighed(_merged(table) if heard else table)
+        return Rows(*_split(table[:, np.argsort(table[0], kind="stable")]))
 
-    def _of_span(self, span: Span, start: int) -> list[Floats]:
-        """Place, label and weights of a span's rows, [5, rows]; `start`: where it begins."""
+    def _of_span(self, span: Span) -> Floats:
+        """Place in a span, label and weights of its rows, [5, rows]."""
+        if not span.rollouts:  # a filler
+            return _NOTHING.copy()
         inside = np.zeros((3, span.length - 1))
         ends: dict[int, Floats] = {}
         for rollout in span.rollouts:
@@ -168,15 +190,34 @@ class AheadTables:
             if span.end < len(sample):
                 label = int(sample.labels[span.end])
                 ends[label] = ends.get(label, np.zeros(3)) + counted[:, span.end - 1]
-        if not span.rollouts:
-            return []
         labels = self._samples[span.rollouts[0]].labels[span.start + 1 : span.end]
-        places = start + np.arange(span.length - 1)
+        places = np.arange(span.length - 1)
         last = [
-            np.array([start + span.length - 1, label, *weights]).reshape(5, 1)
+            np.array([span.length - 1, label, *weights]).reshape(5, 1)
             for label, weights in ends.items()
         ]
-        return [np.concatenate([places[None], labels[None], inside]), *last]
+        return np.concatenate([np.concatenate([places[None], labels[None], inside]), *last], axis=1)
+
+
+_NOTHING = np.zeros((5, 0))
+
+
+def _weighed(table: Floats) -> Floats:
+    """Rows [5, rows] of which any weight is not zero."""
+    return table[:, (table[2:] != 0).any(axis=0)]
+
+
+def _merged(table: Floats) -> Floats:
+    """Rows [5, rows] with those of one place and label added up."""
+    keys, where = np.unique(table[:2], axis=1, return_inverse=True)
+    added = [np.bincount(where.reshape(-1), row, keys.shape[1]) for row in table[2:]]
+    return np.concatenate([keys, added])
+
+
+def _split(table: Floats) -> tuple[Numbers, Numbers, Floats]:
+    """Places, labels and weights of rows [5, rows]."""
+    places, labels = table[:2].astype(np.int64)
+    return places, labels, table[2:]
 
 
 def sums(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -205,6 +205,7 @@ class Segment(NamedTuple):
         trained: positions that carry loss in any rollout of this rank; None if that is not known.
         source: the data-parallel rank that computes it and sends its payload here; -1: it is
             computed here. What is received is inner. If it is scored, the output layer runs here.
+        above: positions of all ancestors of its spans, each counted once; None outside of a forest.
     """
 
     spans: tuple[Span, ...]
@@ -212,6 +213,7 @@ class Segment(NamedTuple):
     scored: bool
     trained: int | None = None
     source: int = -1
+    above: int | None = None
 
     @property
     def padded_length(self) -> int:
@@ -229,6 +231,17 @@ class Segment(NamedTuple):
     def parents(self) -> tuple[int, ...]:
         """Segments of its spans' parents, ascending."""
         return tuple(sorted({span.parent.segment for span in self.spans if span.parent}))
+
+
+def with_above(segments: Sequence[Segment]) -> Iterator[Segment]:
+    """Segments, in F-order, with `above` counted."""
+    for segment in segments:
+        seen: dict[Place, int] = {}
+        for place in (span.parent for span in segment.spans):
+            while place is not None and place not in seen:
+                span = segments[place.segment].spans[place.number]
+                seen[place], place = span.length, span.parent
+        yield segment._replace(above=sum(seen.values()))
 
 
 def trees(segments: Sequence[Segment]) -> list[tuple[int, ...]]:
@@ -293,6 +306,10 @@ class Forest:
     exchanges: tuple[Exchange, ...] = ()
     windows: tuple[int, ...] = ()
     num_windows: int = 1
+
+    def __post_init__(self) -> None:
+        if any(segment.above is None for segment in self.segments):
+            object.__setattr__(self, "segments", tuple(with_above(self.segments)))
 
     @property
     def raw_tokens(self) -> int:

@@ -19,12 +19,14 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_prefix.lab import numerics
+from megatron_prefix.lab import numerics, runtime
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.layers import mtp
 from megatron_prefix.layers.mtp import WithoutLabels
 from megatron_prefix.megatron.stock import stock_schedule
@@ -34,6 +36,7 @@ from megatron_prefix.tree import Pairs
 from tests.harness import hybrid, steps
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank, small_model
+from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract, Microbatch
 
 FACTOR = 3.0
@@ -196,6 +199,32 @@ def compared(
         yield schedule
 
 
+def compared_across_ranks(model: str, contract: Contract, kind: str, over: dict[str, Any]) -> int:
+    """As `compared`, on one of two data-parallel ranks which prompts cross; how many positions it
+    received. What is logged is so on any rank, and only the sum is Megatron's."""
+    runtime.initialize(Layout(dp=2))
+    options = {**MODELS[model], "layout": Layout(dp=2), "config_overrides": over}
+    items = ITEMS[kind]()[dist.get_rank() :: 2]
+    ours = schedule_with(across_ranks="on", chunk_tokens=7)
+    both = [run(one, model_of(**options), contract, items) for one in (stock_schedule(), ours)]
+    for found in both:
+        for value in found.logged.values():
+            dist.all_reduce(value)
+    assert_same(both[1], both[0], items)
+    runtime.shutdown()
+    return ours.report.forest.received_tokens  # type: ignore[union-attr]
+
+
+def cases_across_ranks() -> Iterator[tuple[str, Contract, str, dict[str, Any]]]:
+    """Likewise, for two ranks: they have not equally many microbatches."""
+    for kind in ITEMS:
+        yield "dense", Contract(scale=7.0), kind, {}
+    yield "tied", Contract(per_token=True), "masked", {}
+    if hasattr(TransformerConfig, "mtp_detach_heads"):
+        yield "dense", Contract(), "weighed", {"mtp_detach_heads": True}
+        yield "tied", Contract(logits=True), "masked", {"mtp_detach_heads": True}
+
+
 def cases() -> Iterator[tuple[str, Contract, str, dict[str, Any]]]:
     """Model, contract, items and more fields of its config."""
     for kind in ITEMS:
@@ -217,22 +246,30 @@ def cases() -> Iterator[tuple[str, Contract, str, dict[str, Any]]]:
 
 def main() -> None:
     """See the top of the file."""
+    for case in cases_across_ranks():
+        _tell(case, lambda case=case: {"received": run_ranks(2, compared_across_ranks, *case)})
+    with one_rank():
+        for case in cases():
+            _tell(case, lambda case=case: _shared(*case))
+
+
+def _shared(model: str, contract: Contract, kind: str, over: dict[str, Any]) -> dict[str, Any]:
+    made = list(compared(model, contract, kind, "trees packed", "recompute", **over))
+    forest = made[0].report.forest  # type: ignore[union-attr]
+    return {"executed": forest.executed_tokens, "raw": forest.raw_tokens}
+
+
+def _tell(case: tuple[Any, ...], found: Callable[[], dict[str, Any]]) -> None:
     import megatron.core
 
-    with one_rank():
-        for model, contract, kind, over in cases():
-            case = {
-                "case": [model, str(contract), kind, over],
-                "megatron": megatron.core.__version__,
-            }
-            try:
-                made = list(compared(model, contract, kind, "trees packed", "recompute", **over))
-                forest = made[0].report.forest  # type: ignore[union-attr]
-                case |= {"executed": forest.executed_tokens, "raw": forest.raw_tokens, "error": ""}
-            except Exception as error:  # noqa: BLE001  # told by the test
-                case |= {"error": f"{type(error).__name__}: {error}"}
-            sys.stdout.write(json.dumps(case) + "\n")
-            sys.stdout.flush()
+    model, contract, kind, over = case
+    line = {"case": [model, str(contract), kind, over], "megatron": megatron.core.__version__}
+    try:
+        line |= {**found(), "error": ""}
+    except Exception as error:  # noqa: BLE001  # told by the test
+        line |= {"error": f"{type(error).__name__}: {error}"}
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
 
 
 def config_of(model: Any) -> Any:

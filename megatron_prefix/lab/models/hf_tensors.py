@@ -59,6 +59,41 @@ def stacked(*tensors: tuple[str, int], width: int) -> Source:
     return Source(tuple(Rows(name, (rows, width)) for name, rows in tensors))
 
 
+class Ahead(NamedTuple):
+    """Names of a head for multi-token prediction.
+
+    Attributes:
+        inner: of its layer, to which those of the layer's tensors are added.
+        embedding_norm, hidden_norm, projection, norm: of the tensors around that.
+        copies: of tensors that also are the model's embedding and output layer.
+    """
+
+    inner: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str
+    copies: tuple[str, str] | None = None
+
+
+def ahead_as_layer(spec: ModelSpec) -> Ahead:
+    """DeepSeek-V3 and what has its format: as one more layer."""
+    at = f"model.layers.{spec.num_layers}"
+    return Ahead(
+        at, f"{at}.enorm.weight", f"{at}.hnorm.weight", f"{at}.eh_proj.weight",
+        f"{at}.shared_head.norm.weight",
+        (f"{at}.embed_tokens.weight", f"{at}.shared_head.head.weight"),
+    )  # fmt: skip
+
+
+def ahead_apart(_: ModelSpec) -> Ahead:
+    """Qwen3-Next and Qwen3.5."""
+    return Ahead(
+        "mtp.layers.0", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight",
+        "mtp.fc.weight", "mtp.norm.weight",
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Format:
     """How a family calls its tensors.
@@ -71,8 +106,9 @@ class Format:
         experts_stacked: the experts of a layer are in two tensors, not in two or three each.
         experts: the tensors of router and experts, if they are others than everybody's.
         unread: names of tensors that Megatron's model has no place for: of heads for multi-token
-            prediction, and of what sees.
+            prediction that it is built without, and of what sees.
         layers_unread: layers behind the last one are such heads, too.
+        ahead: the names of such a head; None: that family has none.
     """
 
     prefix: str = "model"
@@ -84,6 +120,7 @@ class Format:
     experts: Callable[[ModelSpec, str], Sources] | None = None
     unread: str = r"^mtp\."
     layers_unread: bool = False
+    ahead: Callable[[ModelSpec], Ahead] | None = None
 
     @property
     def names(self) -> tuple[str, str, str]:
@@ -116,7 +153,21 @@ def sources(spec: ModelSpec, form: Format) -> dict[str, Source]:
         at = f"{form.prefix}.layers.{layer}"
         for name, source in (_block if form.hybrid else _layer)(spec, form, layer, at):
             found[f"decoder.layers.{layer}.{name}"] = source
+    if spec.mtp_num_layers and form.ahead:
+        found |= {f"mtp.layers.0.{name}": source for name, source in _ahead(spec, form, form.ahead)}
     return found
+
+
+def _ahead(spec: ModelSpec, form: Format, names: Callable[[ModelSpec], Ahead]) -> Sources:
+    """Of multi-token prediction, whose layer is as the model's last; both sides put the embedding
+    in front of the hidden states."""
+    hidden, own = spec.hidden_size, names(spec)
+    yield "enorm.weight", whole(own.embedding_norm, hidden)
+    yield "hnorm.weight", whole(own.hidden_norm, hidden)
+    yield "eh_proj.weight", whole(own.projection, hidden, 2 * hidden)
+    yield "final_layernorm.weight", whole(own.norm, hidden)
+    for name, source in _layer(spec, form, spec.num_layers - 1, own.inner):
+        yield f"transformer_layer.{name}", source
 
 
 def shapes(found: dict[str, Source]) -> dict[str, tuple[int, ...]]:

@@ -25,6 +25,8 @@ from megatron_prefix.lab.models.hf_tensors import (
     Format,
     Rows,
     Source,
+    ahead_apart,
+    ahead_as_layer,
     biased_experts,
     delta_by_heads,
     delta_by_piece,
@@ -44,17 +46,17 @@ _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 _FREE = {
     "name", "num_layers", "init_method_std", "max_position", "moe_layer_freq",
     "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff",
-    "moe_router_bias_update_rate",
+    "moe_router_bias_update_rate", "mtp_num_layers",
 }  # fmt: skip
 
 
 _FORMATS: dict[str, Format] = {
-    "qwen3_next": Format(recurrent=delta_by_heads),
-    "qwen3_5_text": Format(recurrent=delta_by_piece),
-    "qwen3_5_moe_text": Format(recurrent=delta_by_piece),
+    "qwen3_next": Format(recurrent=delta_by_heads, ahead=ahead_apart),
+    "qwen3_5_text": Format(recurrent=delta_by_piece, ahead=ahead_apart),
+    "qwen3_5_moe_text": Format(recurrent=delta_by_piece, ahead=ahead_apart),
     "nemotron_h": Format("backbone", "embeddings", "norm_f", mamba, hybrid=True),
-    "deepseek_v3": Format(layers_unread=True),
-    "glm4_moe_lite": Format(layers_unread=True),
+    "deepseek_v3": Format(layers_unread=True, ahead=ahead_as_layer),
+    "glm4_moe_lite": Format(layers_unread=True, ahead=ahead_as_layer),
     "gpt_oss": Format(experts=biased_experts),
 }
 """Of families that differ from Llama's and Qwen3's, by `model_type`."""
@@ -90,7 +92,8 @@ class HFWeights:
 
     Args:
         folder: a Hugging Face checkpoint: config.json and safetensors.
-        spec: the model they are for. It may have fewer layers, which are then the first ones.
+        spec: the model they are for. It may have fewer layers, which are then the first ones, and
+            multi-token prediction, of which config.json says nothing.
 
     Raises:
         UserError: the folder's files cannot be used, tensors are missing, unknown or of another
@@ -104,13 +107,32 @@ class HFWeights:
         _check_same(self.folder, self.whole, spec)
         self._shards = Shards(self.folder)
         self._format = format_of(hf.model_type(self.folder), self._shards.names)
+        if spec.mtp_num_layers and self._format.ahead is None:
+            raise UserError(
+                f"{self.folder}: no weights of multi-token prediction are known of this family;"
+                " set mtp_num_layers=none"
+            )
+        self.whole = dataclasses.replace(self.whole, mtp_num_layers=spec.mtp_num_layers)
         self.sources = sources(self.whole, self._format)
+        self._copies = self._known_copies()
         self._check_tensors()
+
+    def _known_copies(self) -> dict[str, list[str]]:
+        """Tensors that must be what another one is, by that one: the output layer of a model that
+        ties it, and what is in a head for multi-token prediction, too."""
+        embedding, _, head = self._format.names
+        copies: dict[str, list[str]] = {embedding: [], head: []}
+        if self.whole.tie_embeddings:
+            copies = {embedding: [HEAD]}
+        ahead = self._format.ahead(self.whole) if self.whole.mtp_num_layers else None  # type: ignore[misc]
+        for table, copy in zip((embedding, head), (ahead and ahead.copies) or (), strict=False):
+            copies[table if table in copies else embedding].append(copy)
+        return {one: [c for c in some if c in self._shards.names] for one, some in copies.items()}
 
     def _check_tensors(self) -> None:
         wanted, given = shapes(self.sources), self._shards.names
-        if self.whole.tie_embeddings and HEAD in given:  # a copy; `_check_tied` compares values
-            wanted[HEAD] = wanted[self._format.names[0]]
+        for table, copies in self._copies.items():  # `_check_copies` compares values
+            wanted.update(dict.fromkeys(copies, wanted[table]))
         missing = wanted.keys() - given
         extra = {name for name in given - wanted.keys() if not _COMPUTED.search(name)}
         unread = {n for n in extra if self._format.is_unread(n, self.whole.num_layers)}
@@ -204,21 +226,25 @@ class HFWeights:
         if start == stop:
             return values
         present = self._shards.read(name, 0, start, stop)
-        if name == self._tables[0] and self.spec.tie_embeddings:
-            self._check_tied(present, start, stop)
+        self._check_copies(name, present, start, stop)
         values[: stop - start] = present
         if rank == 0 and rows * size > vocab:
             tell_padding(self.folder, vocab, rows * size)
         return values
 
-    def _check_tied(self, embedding: torch.Tensor, start: int, stop: int) -> None:
-        """Some tied checkpoints hold the output layer too; it must be the embedding."""
-        if HEAD in self._shards.names and not torch.equal(
-            self._shards.read(HEAD, 0, start, stop), embedding
-        ):
+    def _check_copies(self, name: str, present: torch.Tensor, start: int, stop: int) -> None:
+        """Some checkpoints hold the embedding or the output layer twice."""
+        for copy in self._copies.get(name, ()):
+            if torch.equal(self._shards.read(copy, 0, start, stop), present):
+                continue
+            if copy != HEAD:
+                raise UserError(
+                    f"{self.folder}: {copy} is not {name}, and Megatron's model has one of them;"
+                    " set mtp_num_layers=none"
+                )
             raise UserError(
                 f"{self.folder}: config.json ties the embeddings, but {HEAD} is not"
-                f' {self._tables[0]}; set "tie_word_embeddings": false there'
+                f' {name}; set "tie_word_embeddings": false there'
             )
 
 
@@ -234,8 +260,8 @@ def tell_padding(folder: Path, vocab: int, padded: int) -> None:
 @functools.cache
 def _tell_unread(folder: Path, number: int, names: str) -> None:
     logger.warning(
-        "%s: %d tensors are not read, as the model has no multi-token prediction and does not see:"
-        " %s", folder, number, names,
+        "%s: %d tensors are not read, as the model does not see, and has no multi-token prediction"
+        " unless mtp_num_layers is set: %s", folder, number, names,
     )  # fmt: skip
 
 
@@ -250,6 +276,8 @@ def _check_same(folder: Path, whole: ModelSpec, spec: ModelSpec) -> None:
         wrong.append(f"num_layers {spec.num_layers} instead of {whole.num_layers}")
     if not wrong and spec.layers != whole.layers[: spec.num_layers]:
         wrong.append("other layers with experts")
+    if not wrong and spec.mtp_num_layers and spec.layers[-1] != whole.layers[-1]:
+        wrong.append("another last layer, which multi-token prediction has inside")
     if wrong:
         raise UserError(
             f"model {spec.name} is not that of {folder / 'config.json'}: {listed(wrong)};"

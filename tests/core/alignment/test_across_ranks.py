@@ -29,6 +29,8 @@ LAYOUTS = {
     "host layers": "--dp 2 --cache-host-layers 2",
     "windows": "--dp 2 --model tiny-gpt-oss",
     "latents": "--dp 2 --model tiny-deepseek --set num_moe_experts=none",
+    "multi-token prediction": "--dp 2 --set mtp_num_layers=1",
+    "multi-token prediction, context parallel": "--dp 2 --cp 2 --set mtp_num_layers=1",
     "GatedDeltaNet": "--dp 2 --model tiny-qwen3-next --baseline rollout",
     "Mamba": "--dp 2 --model tiny-nemotron-h --set num_layers=4 --baseline rollout",
 }

@@ -39,9 +39,15 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[Layout, ...]]] = {
     "experts": ("tiny-moe", MOE, (Layout(dp=2), Layout(dp=4))),
     "EP2": ("tiny-moe", MOE, (Layout(dp=2, ep=2),)),
     "global batch": ("tiny-moe", GLOBAL, (Layout(dp=2), Layout(dp=2, pp=2))),
+    "MTP": (
+        "tiny-qwen3",
+        {"mtp_num_layers": 1},
+        (Layout(dp=3), Layout(dp=2, pp=2), Layout(dp=2, tp=2, sequence_parallel=True)),
+    ),
+    "MTP and experts": ("tiny-moe", {**MOE, "mtp_num_layers": 1}, (Layout(dp=2, ep=2),)),
     "GatedDeltaNet": ("tiny-qwen3-next", {"num_moe_experts": None}, (Layout(dp=2),)),
 }
-EVEN = ("EP2", "global batch")
+EVEN = ("EP2", "global batch", "MTP and experts")
 UNPACKED = ("CP2", *EVEN, "GatedDeltaNet")
 """Ranks that share experts, or balance the global batch, need equally many
 microbatches; GatedDeltaNet takes packs from megatron-core 0.18 on."""

@@ -48,6 +48,7 @@ class Case:
     layout: Layout
     prefix: PrefixConfig = CHUNKED
     recompute: str = "none"
+    ahead: bool = False
 
 
 CASES = {
@@ -55,6 +56,8 @@ CASES = {
     "CP2": Case(Layout(cp=2)),
     "EP2": Case(Layout(dp=2, ep=2)),
     "TP2, full recompute": Case(Layout(tp=2, sequence_parallel=True), recompute="full"),
+    "MTP": Case(Layout(), ahead=True),
+    "MTP, PP2": Case(Layout(pp=2), ahead=True),
 }
 
 
@@ -92,13 +95,18 @@ def compare(case: Case) -> tuple[int, int]:
 
     def on_rank() -> tuple[int, int]:
         runtime.initialize(case.layout)
-        spec = resolve("tiny-moe", num_layers=LAYERS, moe_aux_loss_coeff=1.0).with_vocab(64)
+        fields = {"num_layers": LAYERS, "moe_aux_loss_coeff": 1.0}
+        fields |= {"mtp_num_layers": 1} if case.ahead else {}
+        spec = resolve("tiny-moe", **fields).with_vocab(64)
         (model,) = build_model(
             spec, layout=case.layout, dtype="float64", recompute=case.recompute,
             config_overrides=ROUTED,
         )  # fmt: skip
         set_action(RouterReplayAction.REPLAY_FORWARD)
-        step = steps.replaying(CONTRACT.step, versions.routers(unwrap(model)))
+        routers = versions.routers(unwrap(model))
+        if len(routers) > len(unwrap(model).decoder.layers):  # nobody has routes for it
+            routers.popitem()[1].router_replay.clear_router_replay_action()
+        step = steps.replaying(CONTRACT.step, routers)
         ours, found = PrefixSchedule(case.prefix, steps.routes_of(items())), []
         for schedule in (get_forward_backward_func(), ours):
             logs = steps.call(schedule, step, model, items(), forward_only=True)
@@ -190,6 +198,14 @@ def test_routes_of_another_model_are_refused(model) -> None:
     fewer = [{**item, "routes": item["routes"][:, :, :2]} for item in items()]
     with pytest.raises(UserError, match=r"rollout 0 has routes .* \[2, 2\], the model \[4, 2\]"):
         run(model, fewer)
+
+
+def test_a_router_of_multi_token_prediction_follows_no_routes(model) -> None:
+    spec = {"num_layers": LAYERS, "mtp_num_layers": 1}
+    other = small_model("tiny-moe", spec=spec, config_overrides=ROUTED, wrap_ddp=False)
+    set_action(RouterReplayAction.REPLAY_FORWARD)
+    with pytest.raises(UserError, match="a router of multi-token prediction that replays"):
+        run(other, items())
 
 
 def test_without_an_action_routers_choose_and_leave_nothing(model) -> None:

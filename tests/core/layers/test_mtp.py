@@ -17,7 +17,6 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.mtp import WithoutLabels, without_labels
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.moe import versions
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
@@ -25,7 +24,7 @@ from tests.harness import failures, hybrid, mtp, steps
 from tests.harness.failures import Countdown, Fault
 from tests.harness.mtp import CONTRACTS, ITEMS, MODELS, assert_same, compared, model_of, run
 from tests.harness.one_group import schedule_with
-from tests.harness.one_rank import change_rank, one_rank
+from tests.harness.one_rank import one_rank
 from tests.harness.steps import Contract, Microbatch
 
 
@@ -339,26 +338,3 @@ def test_a_last_stage_without_tokens() -> None:
     with pytest.raises(CannotShare) as caught:
         read_calls.check_ahead(None, None, forward_only=False)  # type: ignore[arg-type]
     assert str(caught.value) == str(error(AHEAD_TOKENS))
-
-
-def test_prompts_do_not_cross_data_parallel_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Pair:
-        def size(self) -> int:
-            return 2
-
-    change_rank(monkeypatch, siblings=Pair())
-    with pytest.raises(CannotShare, match="across_ranks with multi-token prediction"):
-        run(schedule_with(across_ranks="on"), model_of(), Contract(), hybrid.items())
-
-
-def test_routes_of_the_decoders_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_prefix.run import read_calls
-
-    for module in (versions, read_calls):
-        monkeypatch.setattr(module, "replays_routes", lambda config: True)
-    schedule, model = schedule_with(), model_of(name="tiny-moe")
-    schedule.callbacks = Callbacks(
-        routes=lambda call: torch.arange(2).expand(*call["input_ids"].shape, 2, 2)
-    )
-    with pytest.raises(CannotShare, match="routes, and a layer of multi-token prediction"):
-        run(schedule, model, Contract(), hybrid.items())

@@ -31,7 +31,10 @@ def lines() -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_steps_are_the_stock_schedules(lines: list[dict[str, Any]]) -> None:
     assert [line for line in lines if line["error"]] == []
-    assert all(line["executed"] < 0.6 * line["raw"] for line in lines)
+    crossing = [line.get("received") for line in lines]
+    assert all(any(one) for one in crossing if one is not None)
+    alone = [line for line, one in zip(lines, crossing, strict=True) if one is None]
+    assert all(line["executed"] < 0.6 * line["raw"] for line in alone)
     assert {line["megatron"].partition("+")[0] for line in lines} == {"0.19.2"}
 
 
@@ -40,3 +43,5 @@ def test_what_this_release_lacks_is_among_them(lines: list[dict[str, Any]]) -> N
     assert without_labels() is WithoutLabels.FAILS, "the suite's release"
     assert sum("logits=True" in line["case"][1] for line in lines) > 3
     assert sum("mtp_detach_heads" in line["case"][3] for line in lines) > 3
+    across = [line for line in lines if "received" in line]
+    assert sum("mtp_detach_heads" in line["case"][3] for line in across) == 2

@@ -22,6 +22,7 @@ from tests.core.alignment.test_overlap import Job, trees
 from tests.core.layers.test_mtp_packs import WithPositions
 from tests.harness import calls
 from tests.harness.calls import Form
+from tests.harness.mtp import cases_across_ranks, compared_across_ranks
 from tests.harness.one_group import schedule_with
 from tests.harness.ranks import run_ranks
 
@@ -72,6 +73,11 @@ def test_reductions_during_backwards(pp: int, tied: bool) -> None:
             assert_close(ours.parameters[parameter], value, 3000, what=parameter)
         assert all(step.reduced_once() and not step.late for step in ours.watched)
     assert any(step.early for step in found[0].watched)
+
+
+@pytest.mark.parametrize("case", cases_across_ranks(), ids=str)
+def test_prompts_cross_ranks(case: Any) -> None:
+    assert any(run_ranks(2, compared_across_ranks, *case))
 
 
 def refused_on(layout: Layout, change: Callable[[Any, int], None], form: Form) -> list[str]:

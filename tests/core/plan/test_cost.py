@@ -65,6 +65,25 @@ def test_work_of_segments() -> None:
     assert {segment_work(wave) for wave in waves} == {Work(2, 2, 11, 1, 2, 4)}
 
 
+@given(rollout_sets(), tree_options())
+@settings(max_examples=60)
+def test_what_several_spans_see_counts_once(sets, options) -> None:
+    forest = build(*sets, options)
+    for segment in forest.segments:
+        above = {
+            (place, forest.segments[place.segment].spans[place.number])
+            for span in segment.spans
+            for place in forest.paths[span.rollouts[0]]
+        }
+        start = {span.rollouts: span.start for span in segment.spans}
+        seen = sum(
+            one.length
+            for _, one in above
+            if any({*members} <= {*one.rollouts} and one.end <= at for members, at in start.items())
+        )
+        assert segment_work(segment).seen == seen
+
+
 def test_nothing_is_as_fast_as_nothing() -> None:
     assert COST.speedup(build([])) == 1.0
 

@@ -216,7 +216,7 @@ def test_a_rank_that_fails_to_plan_what_crosses_ends_the_step_of_all() -> None:
 # Who asks -----------------------------------------------------------------------------------------
 
 GROUP = SimpleNamespace(size=lambda: 2)
-FREE = {"experts": None, "gathers_late": False, "looks_ahead": False}
+FREE = {"experts": None, "gathers_late": False}
 
 
 def asked(mode: str, across: str | None, together: bool = True, **has: Any) -> str | None:

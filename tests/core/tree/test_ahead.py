@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build, cp_layout
 from megatron_prefix.tree.ahead import AheadTables, Division, Rows, sums, told_apart
+from tests.core.tree.test_across_ranks import dealt, forests_of
 
 DIVISIONS = [
     Division(per, *clamps)
@@ -43,11 +45,13 @@ def forest_of(some: list[Pairs], multiple: int = 1) -> Forest:
     return build(some, options=options, microbatch_of=MICROBATCHES)
 
 
-def expected(some: list[Pairs], division: Division, size: int) -> Counter[tuple]:
+def expected(
+    some: list[Pairs], division: Division, size: int, owners: Sequence[int] = MICROBATCHES
+) -> Counter[tuple]:
     """By (sample's first tokens up to a position, label): weights in loss and mean, summed."""
     total: Counter[tuple] = Counter()
-    for m in sorted(set(MICROBATCHES)):
-        mine = [one for one, of in zip(some, MICROBATCHES, strict=True) if of == m]
+    for m in sorted(set(owners)):
+        mine = [one for one, of in zip(some, owners, strict=True) if of == m]
         for rank in range(size):
             held = [cp_layout.positions(len(one), rank, size) for one in mine]
             moved = [np.append(one.weights[1:], 0.0) for one in mine]  # type: ignore[index]
@@ -72,17 +76,25 @@ def found_in(forest: Forest, some: list[Pairs], division: Division, size: int) -
     total: Counter[tuple] = Counter()
     for rank in range(size):
         tables = AheadTables(forest, some, MICROBATCHES, division, rank, size)
-        for segment, rows in zip(forest.segments, tables.rows(), strict=True):
-            assert (np.diff(rows.places) >= 0).all()
-            held = cp_layout.held_positions([s.padded for s in segment.spans], rank, size)
-            places = [
-                (span, span.start + n) for span in segment.spans for n in range(span.padded)
-            ]  # fmt: skip
-            for place, label, weights in zip(rows.places, rows.labels, rows.weights.T, strict=True):
-                span, position = places[held[place]]
-                key = (*some[span.rollouts[0]].inputs[: position + 1].tolist(), int(label))
-                for name, weight in zip(((), ("mean",), ("count",)), weights, strict=True):
-                    total[(*name, *key)] += weight
+        total.update(counted(tables, forest, some, rank, size))
+    return total
+
+
+def counted(
+    tables: AheadTables, forest: Forest, some: list[Pairs], rank: int, size: int
+) -> Counter[tuple]:
+    """On one context-parallel rank."""
+    total: Counter[tuple] = Counter()
+    for segment, rows in zip(forest.segments, tables.rows(), strict=True):
+        assert (np.diff(rows.places) >= 0).all()
+        assert len(rows.places) == len({*zip(rows.places, rows.labels, strict=True)})
+        held = cp_layout.held_positions([s.padded for s in segment.spans], rank, size)
+        places = [(span, span.start + n) for span in segment.spans for n in range(span.padded)]
+        for place, label, weights in zip(rows.places, rows.labels, rows.weights.T, strict=True):
+            span, position = places[held[place]]
+            key = (*some[span.rollouts[0]].inputs[: position + 1].tolist(), int(label))
+            for name, weight in zip(((), ("mean",), ("count",)), weights, strict=True):
+                total[(*name, *key)] += weight
     return total
 
 
@@ -98,6 +110,42 @@ def test_every_label_counts_as_in_its_microbatches(
     found, wanted = found_in(forest, some, division, size), expected(some, division, size)
     assert found.keys() == wanted.keys()
     assert all(found[key] == pytest.approx(wanted[key], rel=1e-12) for key in wanted)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("seed", range(8))
+def test_owners_hear_what_counts_on_other_data_parallel_ranks(seed: int, size: int) -> None:
+    draw = np.random.default_rng(seed)
+    ranks = [told_apart([weighed(one, draw) for one in rank]) for rank in dealt(seed, 3)]
+    options = TreeOptions(1 if size == 1 else 2 * size, chunk_tokens=8, min_gain=0)
+    forests, owners = forests_of(ranks, options, 1)
+    both = [*zip(forests, ranks, owners, strict=True)]
+    division, total = DIVISIONS[5], Counter[tuple]()
+    for place in range(size):
+        tables = [AheadTables(*one, division, place, size) for one in both]
+        told = {}
+        for rank, forest in enumerate(forests):
+            for one in forest.exchanges:
+                if forest.segments[one.segment].source >= 0:
+                    [(owner, _)] = one.peers
+                    told.setdefault((rank, owner), []).append(tables[rank].told(one.segment))
+        for rank, forest in enumerate(forests):
+            for one in forest.exchanges:
+                for peer, spans in one.peers if forest.segments[one.segment].source < 0 else ():
+                    tables[rank].hear(one.segment, spans, told[peer, rank].pop(0))
+        assert not any(told.values())
+        for one, forest, rank in zip(tables, forests, ranks, strict=True):
+            total.update(counted(one, forest, rank, place, size))
+    wanted = sum((expected(s, division, size, of) for _, s, of in both), Counter())
+    assert total.keys() == wanted.keys()
+    assert all(total[key] == pytest.approx(wanted[key], rel=1e-12) for key in wanted)
+
+
+def weighed(one: Pairs, draw: np.random.Generator) -> Pairs:
+    """A sample as long as two context-parallel ranks need, with any weights; none is zero."""
+    num = max(len(one) // 4 * 4, 4)
+    inputs, labels = (np.resize(column, num) for column in (one.inputs, one.labels))
+    return Pairs(inputs, labels, np.ones(num, bool), weights=draw.uniform(0.1, 1, num))
 
 
 def test_next_inputs_and_their_positions() -> None:

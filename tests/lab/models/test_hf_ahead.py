@@ -1,0 +1,153 @@
+"""Hugging Face weights of multi-token prediction, of which transformers has no model: its loss with
+transformers' own layer between the parts that are added."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.models.build import build_model, unwrap
+from megatron_prefix.lab.models.hf_weights import HFWeights
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.models.weights import padded_vocab
+from megatron_prefix.lab.runtime import Layout
+from tests.harness import hf_checkpoints
+from tests.harness.ranks import run_ranks
+
+safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+
+LAYERS = 4
+NAMES = {
+    "deepseek": ("model.layers.4", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "moonlight": ("model.layers.4", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "glm-lite": ("model.layers.4", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "qwen3-next": ("mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+    "qwen3.5-moe": ("mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+}
+LAYOUTS = [Layout(), Layout(tp=2, sequence_parallel=True)]
+
+
+def checkpoint(folder: Path, family: str) -> float:
+    """Saves one with a layer of multi-token prediction; its loss on `tokens()[:1]`."""
+    inside = 2 * LAYERS - 1  # of the kind of the last
+    changes = {"num_hidden_layers": 2 * LAYERS}
+    kind, options = hf_checkpoints.FAMILIES[family]
+    hf_checkpoints.FAMILIES["deeper"] = kind, {**options, **changes}
+    model = hf_checkpoints.make(folder, "deeper", shard_size="1GB")
+    draw = torch.Generator().manual_seed(3)
+    width = model.config.hidden_size
+    centered = kind in hf_checkpoints.CENTERED
+    parts = [torch.randn(width, generator=draw) / 10 + (not centered) for _ in range(2)]
+    parts.append(torch.randn(width, 2 * width, generator=draw) / 10)
+    parts.append(torch.randn(width, generator=draw) / 10 + (not centered))
+    at, *names = NAMES[family]
+    own = f"{at}.layers.0" if at == "mtp" else at
+    tensors = {f"{at}.{name}.weight": one for name, one in zip(names, parts, strict=True)}
+    for name, one in safetensors.load_file(folder / "model.safetensors").items():
+        number = int(name.split(".")[2]) if name.startswith("model.layers.") else 0
+        if number == inside:
+            tensors[name.replace(f"model.layers.{inside}", own)] = one
+        elif number < LAYERS:
+            tensors[name] = one
+    if at != "mtp":
+        tensors[f"{at}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{at}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    safetensors.save_file(tensors, folder / "model.safetensors")
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    values["num_hidden_layers"] = LAYERS
+    for name in ("layer_types", "mlp_layer_types"):
+        if name in values:
+            values[name] = values[name][:LAYERS]
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    return expected(model, parts, inside)
+
+
+@torch.no_grad()
+def expected(model: Any, parts: list[Tensor], inside: int) -> float:
+    """The loss by transformers: its decoder, then its layer `inside` as a decoder of its own."""
+    inputs, labels = sample()
+    inner, layers, norm = model.model, model.model.layers, model.model.norm
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        norm.weight.copy_(weight)
+        return norm(x)
+
+    def only(some: list[int]) -> None:
+        inner.layers = nn.ModuleList([layers[one] for one in some])
+        inner.config.num_hidden_layers = len(some)
+        if kinds:
+            inner.config.layer_types = [kinds[one] for one in some]
+
+    kinds = getattr(inner.config, "layer_types", None)
+    only([*range(LAYERS)])
+    hidden = inner(input_ids=inputs, use_cache=False).last_hidden_state
+    following = inner.embed_tokens(torch.cat([inputs[:, 1:], inputs[:, :1] * 0], 1))
+    both = torch.cat([normed(following, parts[0]), normed(hidden, parts[1])], -1)
+    only([inside])
+    norm.weight.copy_(parts[3])
+    logits = model(inputs_embeds=both @ parts[2].T, use_cache=False).logits
+    more = padded_vocab(hf_checkpoints.VOCAB, 1) - hf_checkpoints.VOCAB  # their logits are zero
+    padded = nn.functional.pad(logits[0, :-1], (0, more))
+    return float(nn.functional.cross_entropy(padded, labels[0, 1:]))
+
+
+def sample() -> tuple[Tensor, Tensor]:
+    tokens = hf_checkpoints.tokens()[:1]
+    tokens = torch.cat([tokens, tokens[:, :1]], 1)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def on_rank(folder: Path, layout: Layout) -> float:
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    runtime.initialize(layout)
+    spec = resolve(str(folder), mtp_num_layers=1)
+    [model] = build_model(spec, layout=layout, load_hf=str(folder), wrap_ddp=False)
+    inputs, labels = sample()
+    places, mask = torch.arange(inputs.shape[1])[None], torch.ones_like(labels)
+    unwrap(model)(inputs, places, None, labels=labels, loss_mask=mask)
+    return float(MTPLossLoggingHelper.tracker["values"][0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("family", NAMES)
+def test_the_loss_is_that_of_the_parts(tmp_path: Path, family: str, layout: Layout) -> None:
+    wanted = checkpoint(tmp_path, family)
+    for found in run_ranks(layout.world_size, partial(on_rank, tmp_path, layout)):
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def test_copies_must_be_copies_and_all_must_be_there(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "deepseek")
+    spec, file = resolve(str(tmp_path), mtp_num_layers=1), tmp_path / "model.safetensors"
+    tensors = safetensors.load_file(file)
+    copy = "model.layers.4.shared_head.head.weight"
+    safetensors.save_file({**tensors, copy: tensors[copy] + 1}, file)
+    with pytest.raises(UserError, match=f"{copy} is not lm_head.weight"):
+        run_ranks(1, partial(on_rank, tmp_path, Layout()))
+    del tensors["model.layers.4.eh_proj.weight"]
+    safetensors.save_file(tensors, file)
+    with pytest.raises(UserError, match=r"missing tensors.*: model.layers.4.eh_proj.weight;"):
+        HFWeights(tmp_path, spec)
+    HFWeights(tmp_path, resolve(str(tmp_path)))
+
+
+def test_a_family_without_such_layers_is_refused(tmp_path: Path) -> None:
+    hf_checkpoints.make(tmp_path, "llama")
+    with pytest.raises(UserError, match="no weights of multi-token prediction"):
+        HFWeights(tmp_path, resolve(str(tmp_path), mtp_num_layers=1))
+
+
+def test_the_last_layer_must_be_of_the_kind(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "deepseek")
+    HFWeights(tmp_path, resolve(str(tmp_path), num_layers=2, mtp_num_layers=1))
+    with pytest.raises(UserError, match="another last layer"):
+        HFWeights(tmp_path, resolve(str(tmp_path), num_layers=1, mtp_num_layers=1))
