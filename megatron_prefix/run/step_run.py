@@ -191,15 +191,20 @@ class StepRun:
             scored = [segment.scored for segment in forest.segments]
             chunks = [Carried(s.model, s.cache, s.ledger, s.final, scored) for s in stages]
             exchanges = Exchanges(forest, self._communicator, chunks, rank.device, forward_only)
+        trained = [one for one in self._capture.given if one is not None and one.trains]
+        trained = [] if forward_only else trained
         executor = Executor(
             plan, stages, inputs, links, forward_only,
             self._schedule.watch or (report.stopwatch.timing if report.stopwatch else None),
-            # Gradients are reduced after the last exchange: ranks must not wait for both.
-            offloader, None if exchanges else self._reductions, exchanges,
+            # Gradients are reduced after the last exchange, as ranks must not wait for both, and
+            # after what goes on behind embeddings that were given.
+            offloader, None if exchanges or trained else self._reductions, exchanges,
         )  # fmt: skip
         embedding = clear_embedding_activation_buffer(config, rank.models, stages[-1].is_last)
         with contextlib.nullcontext() if forward_only else _no_sync(rank):
             executor.run(rank.stage)
+            for given in trained:
+                given.backward()
         report.crossed = exchanges.crossed if exchanges is not None else None
         report.cache_bytes = sum(stage.cache.peak_bytes for stage in stages)
         return embedding
@@ -209,6 +214,8 @@ class StepRun:
         cp = self._rank.groups.cp
         exchange = Exchange(cp) if cp.size() > 1 else None
         stages = []
+        for given in filter(None, self._capture.given):
+            given.prepare(self._step.forest)
         for chunk, model in enumerate(self._rank.models):
             hooks, number = install(model, self._config.kernel), plan.stage(self._rank.stage, chunk)
             steps = self._capture.steps[chunk]
@@ -222,7 +229,7 @@ class StepRun:
             stage = Stage(
                 model, hooks, self._cache(plan, chunk, hooks, exchange, offloader),
                 number == 0, number == plan.num_stages - 1, called,
-                call["labels"] is not None, call.others,
+                call["labels"] is not None, call.others, self._capture.given[chunk],
             )  # fmt: skip
             if stage.is_last and self._losses is not None:  # memory ran out in an attempt before
                 self._losses.begin_again()

@@ -42,6 +42,7 @@ from megatron_prefix.refusals.table import (
 from megatron_prefix.run import forward_step_state
 from megatron_prefix.run.calls import ModelCall, bound
 from megatron_prefix.run.forward_step_state import Settings, Swap, fixed, quantises
+from megatron_prefix.run.given import Given
 from megatron_prefix.run.loss_variables import LossVariables
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.samples import RecordingIterator
@@ -185,6 +186,7 @@ class Capture:
 
     Attributes:
         steps: per model chunk the suspended forward steps in the trainer's order.
+        given: per model chunk what their calls give in the place of tokens, once they are read.
     """
 
     def __init__(
@@ -204,6 +206,7 @@ class Capture:
             given = [RecordingIterator(one) if hasattr(one, "__next__") else one for one in given]
         self._iterators = given if many else given * len(rank.models)
         self.steps: list[list[SuspendedStep]] = [[] for _ in rank.models]
+        self.given: list[Given | None] = [None] * len(rank.models)
         self._stack, self._loss_variables = contextlib.ExitStack(), LossVariables(forward_step)
         self._left = [deque[SuspendedStep]() for _ in rank.models]
 
@@ -284,6 +287,7 @@ class Capture:
         """A `forward_step_func` for the stock schedule: the suspended steps go on, in order, and
         those that have not begun begin."""
         chunk = next(i for i, one in enumerate(self._rank.models) if one is model)
+        self.given[chunk] = None
         if self._left[chunk]:
             return self._left[chunk].popleft().run_model()
         return self._forward_step(self._iterators[chunk], model)

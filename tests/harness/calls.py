@@ -86,7 +86,7 @@ class Trainer:
         multiple = form.pad * (2 * layout.cp if layout.cp > 1 else 1)
         if layout.sequence_parallel:
             multiple *= layout.tp
-        some = iter(samples(seed, sum(form.sizes)))
+        some = iter(self.samples(seed, sum(form.sizes)))
         self.batches = [
             self._batch([next(some) for _ in range(size)], number, multiple)
             for number, size in enumerate(form.sizes)
@@ -95,11 +95,15 @@ class Trainer:
         self.reads = 0
         self.ended: list[int] = []
 
+    def samples(self, seed: int, num: int) -> list[Any]:
+        """Tokens and trained flags of rollouts; see `samples`."""
+        return samples(seed, num)
+
     def _batch(self, members: Sequence[Any], number: int, multiple: int) -> dict[str, Any]:
-        form, longest = self.form, max(len(tokens) for tokens, _ in members)
+        form, longest = self.form, max(len(tokens) for tokens, *_ in members)
         columns: dict[str, list[np.ndarray]] = {"tokens": [], "labels": [], "loss_mask": []}
         lengths, true = [], []
-        for tokens, trained in members:
+        for tokens, trained, *_ in members:
             length = len(tokens) - 1 if form.packed else longest - 1
             length = -(-length // multiple) * multiple
             pad = length - (len(tokens) - 1)

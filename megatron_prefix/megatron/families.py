@@ -1,0 +1,87 @@
+"""Vision-language models: the classes that trainers build them of, and how they call their parts.
+
+The language model is the module that owns the decoder (install.py); a class of its own has a
+forward of its own, and a line here if that gives every position to the decoder as Megatron's does.
+Rotary tables are made by the model from the positions that it is called with, so a class is in
+`ROTARY` if a row of its table depends on that position's numbers alone.  [pure]
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from megatron_prefix.layers.kind import owner
+
+_BRIDGE = "megatron.bridge.models"
+_QWEN3 = f"{_BRIDGE}.qwen_vl.modelling_qwen3_vl"
+
+
+class Family(NamedTuple):
+    """A class of language model with a forward of its own.
+
+    Attributes:
+        forward: the class that defines it.
+        used_by: what it belongs to.
+        positions_first: the mask of images' positions is [positions, samples] instead of [samples,
+            positions].
+    """
+
+    forward: str
+    used_by: str
+    positions_first: bool = False
+
+
+FAMILIES = (
+    Family(f"{_QWEN3}.text_model.Qwen3VLGPTModel", "Megatron-Bridge's Qwen3-VL and Qwen3.5"),
+    Family("mbridge.models.qwen3_vl.gpt_model.Qwen3VLGPTModel", "mbridge's Qwen3-VL"),
+    Family("mcore_bridge.model.gpt_model.GPTModel", "ms-swift's models", positions_first=True),
+)
+"""Another class adds its line; those with Megatron's own GPTModel inside need none."""
+ROTARY = {
+    "megatron.core.models.common.embeddings.rotary_pos_embedding.MultimodalRotaryEmbedding",
+    f"{_QWEN3}.rope.Qwen3VLMultimodalRotaryEmbedding",
+    "mbridge.models.qwen3_vl.rope_utils.Qwen3VLMultimodalRotaryEmbedding",
+    "mbridge.models.qwen3_5.rope_utils.Qwen3VLMultimodalRotaryEmbedding",
+}
+"""Classes of rotary embeddings that are called with three positions a token."""
+_SET_BY = {"mrope_forward_thd_cp": "mbridge.models.qwen2_5_vl.rope_utils"}
+"""Functions that models set as the forward of such a module, and where they are from."""
+
+
+def family(model: Any) -> Family | None:
+    """A language model's line of the table; None for Megatron's own classes, and unknown ones."""
+    found = owner_of_class(model)
+    return next((one for one in FAMILIES if one.forward == found), None)
+
+
+def owner_of_class(model: Any) -> str:
+    """The class that defines a model's forward, whatever its instance has at the moment."""
+    for base in type(model).__mro__:
+        if "forward" in vars(base):
+            return f"{base.__module__}.{base.__qualname__}"
+    return ""
+
+
+def positions_first(model: Any) -> bool:
+    """See `Family`."""
+    found = family(model)
+    return found is not None and found.positions_first
+
+
+def is_multimodal(model: Any) -> bool:
+    """Whether a language model's rotary table is made from three positions a token."""
+    attends = not getattr(model.config, "multi_latent_attention", False)
+    return attends and getattr(model, "position_embedding_type", "") == "mrope"
+
+
+def knows_rotary(module: Any) -> bool:
+    """Whether a rotary embedding is one of `ROTARY`."""
+    set_by_model = vars(module).get("forward")
+    if set_by_model is None:
+        return owner(module, "forward") in ROTARY
+    function = getattr(set_by_model, "__func__", set_by_model)
+    name = getattr(function, "__name__", "")
+    if _SET_BY.get(name, "") == getattr(function, "__module__", ""):
+        return True
+    # Its own again (mbridge's Qwen2.5-VL puts it back for rows).
+    return any(vars(base).get("forward") is function for base in type(module).__mro__)

@@ -1,0 +1,145 @@
+"""Vision-language models: positions of three rows, embeddings in place of tokens, rows that layers
+add; in every layout against the stock schedule."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.numerics import assert_close, tolerance
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.megatron.install import language_model
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.harness import vision
+from tests.harness.calls import Form, run_step
+from tests.harness.ranks import run_ranks
+
+CONFIG = {"min_gain": 0, "segment_tokens": 24, "chunk_tokens": 8, "kernel": "math"}
+SIZES = (3, 4, 2, 4, 3)
+PACKED, PADDED = Form(sizes=SIZES), Form(sizes=SIZES, pad=4)
+ROWS, SINGLE = Form(packed=False, sizes=SIZES), Form(packed=False, sizes=(1,) * 9)
+QWEN3 = "Megatron-Bridge, Qwen3-VL"
+
+
+class Case(NamedTuple):
+    """What is special about a step.
+
+    Attributes:
+        form: of the model calls.
+        model: see tests/harness/vision.py.
+        build: options of the model.
+        prefix: options of the schedule.
+        images: whether there are any.
+        forward_only: without gradients.
+    """
+
+    form: Form = PACKED
+    model: str = QWEN3
+    build: dict[str, Any] = {}
+    prefix: dict[str, Any] = {}
+    images: bool = True
+    forward_only: bool = False
+
+
+KINDS = {name: Case(model=name) for name in vision.KINDS}
+ONE = {
+    **KINDS,
+    "rows": Case(ROWS),
+    "rows, positions first": Case(SINGLE, "mcore-bridge, Qwen3-VL"),
+    "text": Case(images=False),
+    "text in rows": Case(ROWS, "Megatron-Bridge, Qwen2.5-VL", images=False),
+    "frozen tower": Case(build={"freeze": True}),
+    "logits": Case(Form(sizes=SIZES, logits=True, pad=4)),
+    "no mask": Case(Form(sizes=SIZES, mask=False, pad=4)),
+    "forward only": Case(Form(sizes=SIZES, logits=True), forward_only=True),
+    "recompute": Case(prefix={"memory": "recompute"}),
+    "recomputed layers": Case(model="mbridge, GLM-4V", build={"recompute": "full"}, prefix={"memory": "recompute"}),
+    "offload": Case(prefix={"memory": "offload"}),
+    "overlap": Case(build={"overlap_grad_reduce": True}),
+}
+EVERY = {name: case._replace(form=PADDED) for name, case in KINDS.items()}
+SHARDED = {
+    **EVERY,
+    "frozen tower": Case(PADDED, build={"freeze": True}),
+    "recompute": Case(PADDED, prefix={"memory": "recompute"}),
+    "text": Case(PADDED, images=False),
+}
+IN_ROWS = {name: case._replace(form=ROWS) for name, case in KINDS.items() if "mcore" not in name}
+JOBS = {
+    "one rank": (Layout(), ONE),
+    "TP2": (Layout(tp=2), EVERY),
+    "TP2 SP": (Layout(tp=2, sequence_parallel=True), SHARDED),
+    "PP2": (Layout(pp=2), {**EVERY, "rows": Case(ROWS), "text": Case(images=False)}),
+    "TP2 SP PP2": (Layout(tp=2, pp=2, sequence_parallel=True), {"packed": Case(PADDED)}),
+    "CP2": (
+        Layout(cp=2),
+        {**IN_ROWS, "recompute": Case(ROWS, prefix={"memory": "recompute"}),
+         "positions first": Case(SINGLE, "mcore-bridge, Qwen3-VL"),
+         "text": Case(ROWS, images=False)},
+    ),
+    "CP2 TP2 SP": (Layout(cp=2, tp=2, sequence_parallel=True), {"rows": Case(SINGLE)}),
+    "CP2 PP2": (Layout(cp=2, pp=2), {"sliced": Case(ROWS, "mbridge, Qwen3-VL"), "cut": Case(ROWS)}),
+    "DP2": (Layout(dp=2), {"packed": Case(), "overlap": ONE["overlap"]}),
+}  # fmt: skip
+
+
+def compare(case: Case, layout: Layout) -> None:
+    """Ours against the stock schedule on the same calls."""
+    from megatron.core import parallel_state
+
+    chunks = vision.build(case.model, layout, **case.build)
+    assert language_model(chunks[0]) is chunks[0].module.language_model
+    seed = 3 + parallel_state.get_data_parallel_rank()
+    stock, ours = (vision.Trainer(case.form, seed, layout, case.images) for _ in range(2))
+    schedule = PrefixSchedule(PrefixConfig(**{**CONFIG, **case.prefix}))
+    options = {"forward_only": case.forward_only}
+    with torch.no_grad() if case.forward_only else torch.enable_grad():
+        expected, gradients = run_step(stock_schedule(), stock, chunks, **options)
+        found, own = run_step(schedule, ours, chunks, **options)
+    assert schedule.report is not None and schedule.report.decision.share
+    forest = schedule.report.forest
+    assert forest.executed_tokens < 0.9 * forest.raw_tokens
+    num = sum(batch["tokens"].numel() for batch in ours.batches) * layout.cp
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_close(mine["nll"], theirs["nll"], num)
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        error = float((own[name] - gradient).abs().max())
+        scale = max(float(gradient.abs().max()), 0.01 * largest)
+        limit = tolerance(torch.float64, num) * scale
+        assert error <= limit, f"{name}: {error:.2e} exceeds {limit:.2e}"
+        trained = not (case.build.get("freeze") or case.forward_only or not case.images)
+        assert float(gradient.abs().max()) > 0 or not trained or "vision" not in name, name
+
+
+def run_cases(layout: Layout, cases: dict[str, Case]) -> dict[str, str]:
+    """A rank's part of a job: what went wrong in each case, "" for nothing."""
+    runtime.initialize(layout)
+    found = {}
+    for name, case in cases.items():
+        try:
+            compare(case, layout)
+            found[name] = ""
+        except Exception:  # noqa: BLE001  # the case fails, and the next one tells its own story
+            found[name] = traceback.format_exc()
+    runtime.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("job", list(JOBS))
+def test_steps_are_the_stock_schedules(job: str) -> None:
+    layout, cases = JOBS[job]
+    size = layout.tp * layout.pp * layout.cp * layout.dp
+    failures = {
+        f"{name}, rank {rank}": text
+        for rank, found in enumerate(run_ranks(size, run_cases, layout, cases))
+        for name, text in found.items()
+        if text
+    }
+    assert not failures, "\n".join(f"{name}:\n{text}" for name, text in failures.items())
