@@ -44,6 +44,22 @@ ROTARY = {
     "mbridge.models.qwen3_5.rope_utils.Qwen3VLMultimodalRotaryEmbedding",
 }
 """Classes of rotary embeddings that are called with three positions a token."""
+_HF = "transformers.models"
+TOWERS = {
+    f"{_HF}.qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel",
+    f"{_HF}.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel",
+    f"{_HF}.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel",
+    f"{_HF}.qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeVisionModel",
+    f"{_HF}.qwen3_5.modeling_qwen3_5.Qwen3_5VisionModel",
+    f"{_HF}.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeVisionModel",
+    f"{_HF}.glm4v.modeling_glm4v.Glm4vVisionModel",
+    f"{_HF}.glm4v_moe.modeling_glm4v_moe.Glm4vMoeVisionModel",
+    f"{_QWEN3}.vision_model.Qwen3VLVisionModel",
+    "mbridge.models.qwen2_5_vl.vision_model.Qwen2_5VisionModel",
+    "mbridge.models.qwen3_vl.vision_model.Qwen3VLVisionModel",
+}
+"""Classes of vision towers that are called with patches and grids of images, and in which an image
+sees itself alone; they run once an image (run/tower.py), others once a call."""
 _SET_BY = {"mrope_forward_thd_cp": "mbridge.models.qwen2_5_vl.rope_utils"}
 """Functions that models set as the forward of such a module, and where they are from."""
 

@@ -397,14 +397,30 @@ def intercepted(
         replacement: (language model, its present `forward`) -> what replaces it.
     """
     inner = language_model(model)
-    before = vars(inner).get("forward")  # some trainers put their own here
-    inner.forward = replacement(inner, inner.forward)
+    with replaced(inner, replacement(inner, inner.forward)):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replaces the `forward` of one module."""
+    before = vars(module).get("forward")  # some trainers put their own here
+    module.forward = forward
     try:
         yield
     finally:
-        vars(inner).pop("forward", None)
+        vars(module).pop("forward", None)
         if before is not None:
-            inner.forward = before
+            module.forward = before
+
+
+def vision_tower(model: nn.Module) -> nn.Module | None:
+    """The vision tower of a model chunk, wrapped or not; None without one, or if what an image's
+    rows depend on is not known."""
+    for module in model.modules():
+        if families.owner_of_class(module) in families.TOWERS:
+            return module
+    return None
 
 
 def _can_end_early(layer: Any) -> bool:

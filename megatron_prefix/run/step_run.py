@@ -193,6 +193,8 @@ class StepRun:
             exchanges = Exchanges(forest, self._communicator, chunks, rank.device, forward_only)
         trained = [one for one in self._capture.given if one is not None and one.trains]
         trained = [] if forward_only else trained
+        for tower in self._capture.towers:
+            tower.begin()
         executor = Executor(
             plan, stages, inputs, links, forward_only,
             self._schedule.watch or (report.stopwatch.timing if report.stopwatch else None),
@@ -203,8 +205,8 @@ class StepRun:
         embedding = clear_embedding_activation_buffer(config, rank.models, stages[-1].is_last)
         with contextlib.nullcontext() if forward_only else _no_sync(rank):
             executor.run(rank.stage)
-            for given in trained:
-                given.backward()
+            for one in [*trained, *(self._capture.towers if trained else ())]:
+                one.backward()
         report.crossed = exchanges.crossed if exchanges is not None else None
         report.cache_bytes = sum(stage.cache.peak_bytes for stage in stages)
         return embedding

@@ -28,7 +28,7 @@ import greenlet
 import torch
 
 from megatron_prefix.errors import DataEnded, UserError, refused
-from megatron_prefix.megatron.install import intercepted
+from megatron_prefix.megatron.install import intercepted, vision_tower
 from megatron_prefix.moe import versions
 from megatron_prefix.refusals.table import (
     DIFFERENT_AUTOCAST,
@@ -46,6 +46,7 @@ from megatron_prefix.run.given import Given
 from megatron_prefix.run.loss_variables import LossVariables
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.samples import RecordingIterator
+from megatron_prefix.run.tower import TowerOnce
 
 _running: SuspendedStep | None = None
 
@@ -53,6 +54,11 @@ _running: SuspendedStep | None = None
 def running() -> SuspendedStep | None:
     """The forward step whose code runs now; None outside of all."""
     return _running
+
+
+def _number() -> int:
+    """The microbatch whose forward step runs now; -1 outside of all."""
+    return -1 if _running is None else _running.number
 
 
 class SuspendedStep:
@@ -187,6 +193,7 @@ class Capture:
     Attributes:
         steps: per model chunk the suspended forward steps in the trainer's order.
         given: per model chunk what their calls give in the place of tokens, once they are read.
+        towers: vision towers, each of which runs once an image.
     """
 
     def __init__(
@@ -207,6 +214,7 @@ class Capture:
         self._iterators = given if many else given * len(rank.models)
         self.steps: list[list[SuspendedStep]] = [[] for _ in rank.models]
         self.given: list[Given | None] = [None] * len(rank.models)
+        self.towers: list[TowerOnce] = []
         self._stack, self._loss_variables = contextlib.ExitStack(), LossVariables(forward_step)
         self._left = [deque[SuspendedStep]() for _ in rank.models]
 
@@ -215,6 +223,8 @@ class Capture:
             self._forks = stack.enter_context(forward_step_state.watched_forks())
             for model in self._rank.models:
                 stack.enter_context(intercepted(model, _intercepting))
+                if (tower := vision_tower(model)) is not None:
+                    self.towers.append(stack.enter_context(TowerOnce(tower, _number).running()))
             self._stack = stack.pop_all()
         return self
 

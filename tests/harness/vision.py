@@ -97,6 +97,10 @@ class Tower(nn.Module):
         return self.second(x), [merger(x) for merger in self.mergers]
 
 
+Tower.__module__ = "transformers.models.qwen3_vl.modeling_qwen3_vl"
+Tower.__qualname__ = "Qwen3VLVisionModel"
+
+
 class Block(TransformerBlock):
     """Adds images' rows behind its first layers."""
 
@@ -394,15 +398,22 @@ class Trainer(calls.Trainer):
         two_rows: bool = False,
     ) -> None:
         self._has_images, self._two_rows = images, two_rows
+        self._different: set[bytes] = set()
         super().__init__(form, seed, layout)
 
     def samples(self, seed: int, num: int) -> list[Any]:
         """See `samples`."""
         return samples(seed, num, self._has_images)
 
+    @property
+    def num_images(self) -> int:
+        """Different images of the step."""
+        return len(self._different)
+
     def _batch(self, members: Any, number: int, multiple: int) -> dict[str, Any]:
         batch = super()._batch(members, number, multiple)
         images = [one for _, _, seen in members for one in seen]
+        self._different |= {patches.numpy().tobytes() for patches, _ in images}
         batch["pixels"] = torch.cat([p for p, _ in images]) if images else None
         batch["grids"] = torch.tensor([g for _, g in images]) if images else None
         num = batch["lengths"]

@@ -4,6 +4,7 @@ add; in every layout against the stock schedule."""
 from __future__ import annotations
 
 import traceback
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -41,8 +42,8 @@ class Case(NamedTuple):
 
     form: Form = PACKED
     model: str = QWEN3
-    build: dict[str, Any] = {}
-    prefix: dict[str, Any] = {}
+    build: Any = MappingProxyType({})
+    prefix: Any = MappingProxyType({})
     images: bool = True
     forward_only: bool = False
 
@@ -59,7 +60,9 @@ ONE = {
     "no mask": Case(Form(sizes=SIZES, mask=False, pad=4)),
     "forward only": Case(Form(sizes=SIZES, logits=True), forward_only=True),
     "recompute": Case(prefix={"memory": "recompute"}),
-    "recomputed layers": Case(model="mbridge, GLM-4V", build={"recompute": "full"}, prefix={"memory": "recompute"}),
+    "recomputed layers": Case(
+        model="mbridge, GLM-4V", build={"recompute": "full"}, prefix={"memory": "recompute"}
+    ),
     "offload": Case(prefix={"memory": "offload"}),
     "overlap": Case(build={"overlap_grad_reduce": True}),
 }
@@ -99,9 +102,15 @@ def compare(case: Case, layout: Layout) -> None:
     stock, ours = (vision.Trainer(case.form, seed, layout, case.images) for _ in range(2))
     schedule = PrefixSchedule(PrefixConfig(**{**CONFIG, **case.prefix}))
     options = {"forward_only": case.forward_only}
+    tower = chunks[0].module.vision_model
     with torch.no_grad() if case.forward_only else torch.enable_grad():
         expected, gradients = run_step(stock_schedule(), stock, chunks, **options)
+        if tower is not None:
+            asked, tower.runs = tower.runs, 0
         found, own = run_step(schedule, ours, chunks, **options)
+    if tower is not None and case.images:
+        again = not (case.build.get("freeze") or case.forward_only)
+        assert tower.runs == (1 + again) * ours.num_images < asked
     assert schedule.report is not None and schedule.report.decision.share
     forest = schedule.report.forest
     assert forest.executed_tokens < 0.9 * forest.raw_tokens
