@@ -42,8 +42,8 @@ FORWARDS = frozenset(
 )
 """Classes of attention whose forward hands queries, keys and values, turned by the rotary table row
 by row, to its core attention; another one adds its name."""
-PASSED_OVER = {_QWEN3: {"megatron.core.transformer.dot_product_attention.DotProductAttention"}}
-"""Core attentions in whose place such a forward does something of its own."""
+PASSED_OVER = {_QWEN3: "megatron.core.transformer.dot_product_attention.DotProductAttention"}
+"""Core attention, or a base of it, in whose place such a forward does something of its own."""
 IGNORES_MASKS = {"megatron.core.extensions.transformer_engine.TEDotProductAttention"}
 """Of these, those that are causal whatever mask a call has if their attn_mask_type is `causal`;
 another one adds its name. Megatron's own puts a given mask in the causal one's place."""
@@ -130,7 +130,8 @@ class Attention(Kind):
         if forward not in self.forwards:
             yield OWN_FORWARD.given(number, type(module).__name__)
             return
-        if owner(core, "forward") not in CORES - PASSED_OVER.get(forward, set()):
+        bases = {f"{base.__module__}.{base.__qualname__}" for base in type(core).__mro__}
+        if owner(core, "forward") not in CORES or PASSED_OVER.get(forward) in bases:
             yield OTHER_CORE.given(number, type(core).__name__)
             return
         for one in (module, core):

@@ -60,6 +60,12 @@ TOWERS = {
 }
 """Classes of vision towers that are called with patches and grids of images, and in which an image
 sees itself alone; they run once an image (run/tower.py), others once a call."""
+SPLIT_IMAGES = {
+    "mbridge.models.qwen3_vl.model.Qwen3VLModel",
+    "mbridge.models.qwen3_5.model.Qwen3_5VLModel",
+}
+"""Models whose context-parallel ranks share the images of a call, and do not add up what their rows
+send to these (`AllGatherVisionEmbeddings` of mbridge/core/util.py)."""
 _SET_BY = {"mrope_forward_thd_cp": "mbridge.models.qwen2_5_vl.rope_utils"}
 """Functions that models set as the forward of such a module, and where they are from."""
 

@@ -34,6 +34,7 @@ from megatron_prefix.refusals.table import (
     OTHER_SYMBOLS,
     OVERLAPPED_EXPERTS,
     PARTIAL_CHECKPOINTS,
+    SPLIT_IMAGES,
 )
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,17 @@ def _module_refusals(model: Any) -> Iterator[Reason]:
             yield DROPOUT.given(module.p, name)
 
 
+def _image_refusals(model: Any) -> Iterator[Reason]:
+    """What is refused of a vision-language model, wrapped or not, around its language model."""
+    for module in model.modules() if model is not None else ():
+        if families.owner_of_class(module) not in families.SPLIT_IMAGES:
+            continue
+        tower = [*module.vision_model.parameters()] if module.vision_model is not None else []
+        trains = any(parameter.requires_grad for parameter in tower)
+        if trains and module.config.context_parallel_size > 1:
+            yield SPLIT_IMAGES.given(type(module).__name__)
+
+
 def _rotary_refusals(model: Any) -> Iterator[Reason]:
     """What is refused of a language model's rotary embedding."""
     rotary = getattr(model, "rotary_pos_emb", None)
@@ -159,6 +171,7 @@ def check(model: Any, wrapped: Any = None) -> None:
     check_version()
     reasons = [reason for config in _configs(model) for reason in refusals(config)]
     reasons += _wrapper_refusals(wrapped)
+    reasons += _image_refusals(wrapped)
     reasons += _module_refusals(model)
     if reasons:
         raise reasons[0].error(CANNOT_RUN)

@@ -119,6 +119,7 @@ OTHER_MIXER = Refusal("layer …'s mixer …", "module", NOT_YET, "use Megatron'
 OTHER_SYMBOLS = Refusal("hybrid layers …", "module", NOT_YET, "use M G * - E")
 OWN_POSTPROCESS = Refusal("…'s own _postprocess, with multi-token prediction", "module", NOT_YET, "use that of Megatron's GPTModel (verl's and mbridge's patches replace it), or the stock schedule")
 AHEAD_GIVEN = Refusal("multi-token prediction in a vision-language model", "module", NOT_YET, "build it without: the next position's input is an embedding that is given, and its positions are three")
+SPLIT_IMAGES = Refusal("…, whose context-parallel ranks share the images of a call", "module", WRONG, "freeze its vision tower, or leave context parallelism out: a rank gets no gradient of its images from rows of other ranks, so that gradients depend on which copy of an image it has")
 OTHER_AHEAD = Refusal("multi-token prediction by …", "module", NOT_YET, "use Megatron's MultiTokenPredictionLayer, or the stock schedule")
 DETERMINISTIC = Refusal("deterministic_mode with recurrent layers", "module", NOT_YET, "turn it off: its recurrences take no states")
 MAMBA_PATH = Refusal("use_mamba_mem_eff_path off", "module", NOT_YET, "turn it on: the other path takes no initial states")

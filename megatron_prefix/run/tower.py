@@ -1,4 +1,4 @@
-"""A vision tower that runs once for every different image of a step.
+"""A vision tower that runs once for every different image of a step, or frame of a video.
 
 Forward steps run up to their language model's call, all of them before the first segment, and each
 would keep its tower's graph until its backward.  So the tower runs without gradients there, and
@@ -7,7 +7,8 @@ copies of an image at once, a few images at a time; or, if the stock schedule ta
 microbatch's own backward, as Megatron's recomputation does.
 
 Copies of an image get the very same rows, so that they are equal bit by bit, whatever else is in a
-call.  Towers are known by name (megatron/families.py): an image's rows do not depend on others.
+call.  Towers are known by name (megatron/families.py): a frame's rows do not depend on others, so
+[t, h, w] is t images.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Image:
 
     Attributes:
         patches: of it.
-        grid: int64 [3].
+        grid: int64 [3]: 1, height, width.
         rows: of every tensor that the tower returns.
         sums: of the gradients of these; None before the first.
     """
@@ -122,6 +123,8 @@ class TowerOnce:
 
     def _seen(self, patches: Tensor, grids: Tensor) -> list[Key]:
         """Which images a call has; those that are new go through the tower."""
+        grids = grids.repeat_interleave(grids[:, 0], 0)
+        grids[:, 0] = 1  # some models join images of one size, as if they were a video
         counts = grids.prod(-1).tolist()
         numbers = to_host(fingerprints(patches))
         keys: list[Key] = []

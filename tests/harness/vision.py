@@ -9,7 +9,7 @@ these have a forward of their own, since that is how models are told.
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,7 +62,8 @@ class Kind(NamedTuple):
 KINDS = {
     "Megatron-Bridge, Qwen3-VL": Kind(2, gives_tokens=True, slices=False, shows_decoder=True),
     "Megatron-Bridge, Qwen2.5-VL": Kind(),
-    "mbridge, Qwen3-VL": Kind(2, in_block=True),
+    "mbridge, Qwen3-VL": Kind(2),
+    "mbridge, by extra_block_kwargs": Kind(2, in_block=True),
     "mbridge, GLM-4V": Kind(shows_decoder=True),
     "mcore-bridge, Qwen3-VL": Kind(2, gives_tokens=True, positions_first=True),
 }
@@ -75,22 +76,16 @@ _MODULES = {
 
 class Tower(nn.Module):
     """Patches [n, WIDTH] of images [1, h, w] -> embeddings of their h*w/4 tokens, and deepstack
-    rows; patches of one image see one another.
-
-    Attributes:
-        runs: images that have gone through it.
-    """
+    rows; patches of one image see one another."""
 
     def __init__(self, hidden: int, depth: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH * MERGE**2, 16, dtype=dtype)
         self.second = nn.Linear(16, hidden, dtype=dtype)
         self.mergers = nn.ModuleList(nn.Linear(16, hidden, dtype=dtype) for _ in range(depth))
-        self.runs = 0
 
     def forward(self, hidden_states: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
         """See the class."""
-        self.runs += len(grid_thw)
         lengths = (grid_thw.prod(-1) // MERGE**2).tolist()
         x = self.first(hidden_states.unflatten(0, (-1, MERGE**2)).flatten(1))
         x = torch.cat([torch.tanh(part + part.mean(0)) for part in x.split(lengths)])
@@ -201,7 +196,9 @@ def language_model_class(name: str) -> type:
 class VisionLanguage(MegatronModule):
     """A tower and a language model."""
 
-    def __init__(self, name: str, config: Any, spec: Any, **options: Any) -> None:
+    def __init__(
+        self, name: str, config: Any, spec: Any, inside: type | None = None, **options: Any
+    ) -> None:
         super().__init__(config=config)
         self.kind = KINDS[name]
         self.pre_process, self.post_process = options["pre_process"], options["post_process"]
@@ -211,7 +208,7 @@ class VisionLanguage(MegatronModule):
             self.vision_model = Tower(config.hidden_size, self.kind.depth, config.params_dtype)
             for parameter in self.vision_model.parameters():
                 parameter.average_gradients_across_tp_domain = True
-        self.language_model = language_model_class(name)(
+        self.language_model = (inside or language_model_class(name))(
             config, spec, position_embedding_type="mrope",
             scatter_embedding_sequence_parallel=False, **options,
         )  # fmt: skip
@@ -290,9 +287,24 @@ class Showing(VisionLanguage):
 
 
 def build(
-    name: str, layout: Any, *, freeze: bool = False, num_layers: int = 4, **overrides: Any
+    name: str,
+    layout: Any,
+    *,
+    freeze: bool = False,
+    num_layers: int = 4,
+    make: Callable[..., Any] | None = None,
+    **overrides: Any,
 ) -> list[Any]:
-    """This rank's chunk of a model in fp64, in Megatron's DistributedDataParallel."""
+    """This rank's chunk of a model in fp64, in Megatron's DistributedDataParallel.
+
+    Args:
+        name: of `KINDS`.
+        layout: of the job.
+        freeze: the tower is not trained.
+        num_layers: of the language model.
+        make: another class's constructor, called as that of `VisionLanguage`.
+        overrides: of the config.
+    """
     spec = resolve("tiny-qwen3", num_layers=num_layers).with_vocab(VOCAB)
     half = spec.kv_channels // 2
     sections = {"mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
@@ -303,8 +315,7 @@ def build(
         overrides={"variable_seq_lengths": True, **sections, **overrides},
     )  # fmt: skip
     pipeline = parallel_state.get_pipeline_model_parallel_rank()
-    made = Showing if KINDS[name].shows_decoder else VisionLanguage
-    model = made(
+    model = (make or (Showing if KINDS[name].shows_decoder else VisionLanguage))(
         name, config, _block_spec(config, False, None), vocab_size=VOCAB, max_sequence_length=512,
         pre_process=pipeline == 0, post_process=pipeline == layout.pp - 1, rotary_percent=1.0,
         rotary_base=1000,
@@ -324,6 +335,18 @@ def build(
     chunk.train()
     config.finalize_model_grads_func = finalize_model_grads
     return [chunk]
+
+
+class Counted:
+    """Counts rows that go into the first layer of a tower; of None it counts nothing."""
+
+    def __init__(self, tower: nn.Module | None) -> None:
+        self.rows = 0
+        if tower is not None:
+            next(iter(tower.children())).register_forward_pre_hook(self._count)
+
+    def _count(self, _: Any, args: Any) -> None:
+        self.rows += len(args[0])
 
 
 def samples(seed: int, num: int, images: bool = True) -> list[Any]:
@@ -398,7 +421,7 @@ class Trainer(calls.Trainer):
         two_rows: bool = False,
     ) -> None:
         self._has_images, self._two_rows = images, two_rows
-        self._different: set[bytes] = set()
+        self._patches: list[Tensor] = []
         super().__init__(form, seed, layout)
 
     def samples(self, seed: int, num: int) -> list[Any]:
@@ -406,14 +429,15 @@ class Trainer(calls.Trainer):
         return samples(seed, num, self._has_images)
 
     @property
-    def num_images(self) -> int:
-        """Different images of the step."""
-        return len(self._different)
+    def num_patches(self) -> tuple[int, int]:
+        """Patches of all images of the step, and of the different ones."""
+        different = {one.numpy().tobytes(): len(one) for one in self._patches}
+        return sum(map(len, self._patches)), sum(different.values())
 
     def _batch(self, members: Any, number: int, multiple: int) -> dict[str, Any]:
         batch = super()._batch(members, number, multiple)
         images = [one for _, _, seen in members for one in seen]
-        self._different |= {patches.numpy().tobytes() for patches, _ in images}
+        self._patches += [patches for patches, _ in images]
         batch["pixels"] = torch.cat([p for p, _ in images]) if images else None
         batch["grids"] = torch.tensor([g for _, g in images]) if images else None
         num = batch["lengths"]
