@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from megatron_prefix.lab.models.build import _block_spec, _exact_loss, weights
 from megatron_prefix.lab.models.config import transformer_config
+from megatron_prefix.lab.models.local import _Float64Kept
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.tree import cp_layout
 from tests.harness import calls
@@ -72,6 +73,18 @@ _MODULES = {
     "mbridge": ("mbridge.models.qwen3_vl.gpt_model", "rope_utils"),
     "mcore-bridge": ("mcore_bridge.model.gpt_model", ""),
 }
+
+
+class Kept(_Float64Kept):
+    """And casts of transformers' towers, which name the dtype."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.to and kwargs.get("dtype") == torch.float32:
+            kwargs["dtype"] = args[0].dtype if args[0].dtype == torch.float64 else torch.float32
+        if func is torch.nn.functional.grid_sample:
+            args = (args[0], args[1].to(args[0].dtype), *args[2:])
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class Tower(nn.Module):
@@ -409,7 +422,7 @@ class Trainer(calls.Trainer):
         seed: of the samples.
         layout: of the job.
         images: whether there are any.
-        two_rows: positions of text are [samples, positions].
+        dealt: which part of how many of the samples this rank has.
     """
 
     def __init__(
@@ -418,15 +431,16 @@ class Trainer(calls.Trainer):
         seed: int,
         layout: Any,
         images: bool = True,
-        two_rows: bool = False,
+        dealt: tuple[int, int] = (0, 1),
     ) -> None:
-        self._has_images, self._two_rows = images, two_rows
+        self._has_images, self._dealt = images, dealt
         self._patches: list[Tensor] = []
         super().__init__(form, seed, layout)
 
     def samples(self, seed: int, num: int) -> list[Any]:
         """See `samples`."""
-        return samples(seed, num, self._has_images)
+        place, parts = self._dealt
+        return samples(seed, parts * num, self._has_images)[place::parts]
 
     @property
     def num_patches(self) -> tuple[int, int]:
@@ -462,8 +476,6 @@ class Trainer(calls.Trainer):
             "input_ids": batch["whole"], "position_ids": batch["positions"],
             "pixel_values": batch["pixels"], "image_grid_thw": batch["grids"],
         }  # fmt: skip
-        if self._two_rows:
-            given["position_ids"] = batch["positions"][0]
         if not self.form.logits:
             given["labels"] = batch["labels"]
         if self.form.mask:

@@ -68,6 +68,7 @@ ONE = {
     "offload": Case(prefix={"memory": "offload"}),
     "overlap": Case(build={"overlap_grad_reduce": True}),
 }
+ACROSS = Case(prefix={"across_ranks": "on"})
 EVERY = {name: case._replace(form=PADDED) for name, case in KINDS.items()}
 SHARDED = {
     **EVERY,
@@ -90,7 +91,12 @@ JOBS = {
     ),
     "CP2 TP2 SP": (Layout(cp=2, tp=2, sequence_parallel=True), {"rows": Case(SINGLE)}),
     "CP2 PP2": (Layout(cp=2, pp=2), {"sliced": Case(ROWS, "mbridge, Qwen3-VL"), "cut": Case(ROWS)}),
-    "DP2": (Layout(dp=2), {"packed": Case(), "overlap": ONE["overlap"]}),
+    "DP2": (
+        Layout(dp=2),
+        {"packed": Case(), "overlap": ONE["overlap"], "across": ACROSS,
+         "across, text": ACROSS._replace(images=False)},
+    ),
+    "DP2 PP2": (Layout(dp=2, pp=2), {"across": ACROSS}),
 }  # fmt: skip
 
 
@@ -100,8 +106,8 @@ def compare(case: Case, layout: Layout) -> None:
 
     chunks = vision.build(case.model, layout, **case.build)
     assert language_model(chunks[0]) is chunks[0].module.language_model
-    seed = 3 + parallel_state.get_data_parallel_rank()
-    stock, ours = (vision.Trainer(case.form, seed, layout, case.images) for _ in range(2))
+    dealt = parallel_state.get_data_parallel_rank(), layout.dp
+    stock, ours = (vision.Trainer(case.form, 3, layout, case.images, dealt) for _ in range(2))
     schedule = PrefixSchedule(PrefixConfig(**{**CONFIG, **case.prefix}))
     options = {"forward_only": case.forward_only}
     counted = vision.Counted(chunks[0].module.vision_model)
@@ -116,6 +122,8 @@ def compare(case: Case, layout: Layout) -> None:
     assert counted.rows < asked or not asked or case.splits
     assert schedule.report is not None and schedule.report.decision.share
     forest = schedule.report.forest
+    if case.prefix.get("across_ranks"):
+        assert forest.exchanges
     assert forest.executed_tokens < 0.9 * forest.raw_tokens
     num = sum(batch["tokens"].numel() for batch in ours.batches) * layout.cp
     for mine, theirs in zip(found, expected, strict=True):
@@ -155,3 +163,32 @@ def test_steps_are_the_stock_schedules(job: str) -> None:
         if text
     }
     assert not failures, "\n".join(f"{name}:\n{text}" for name, text in failures.items())
+
+
+def fall_back(layout: Layout) -> str:
+    """What is wrong with a step that the stock schedule takes after all, "" for nothing."""
+    runtime.initialize(layout)
+    try:
+        for overlap in (False, True):
+            chunks = vision.build(QWEN3, layout, overlap_grad_reduce=overlap)
+            stock, ours = (vision.Trainer(PACKED, 3, layout) for _ in range(2))
+            _, gradients = run_step(stock_schedule(), stock, chunks)
+            schedule = PrefixSchedule(PrefixConfig(**{**CONFIG, "mode": "auto", "min_speedup": 99}))
+            _, own = run_step(schedule, ours, chunks)
+            assert schedule.report is not None and not schedule.report.decision.share
+            largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+            for name, gradient in gradients.items():
+                scale = max(float(gradient.abs().max()), 0.01 * largest)
+                error = float((own[name] - gradient).abs().max())
+                assert error <= tolerance(torch.float64, 400) * scale, name
+        return ""
+    except Exception:  # noqa: BLE001
+        return traceback.format_exc()
+    finally:
+        runtime.shutdown()
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2), Layout(dp=2)], ids=str)
+def test_the_stock_schedule_can_still_take_a_step(layout: Layout) -> None:
+    found = run_ranks(layout.world_size, fall_back, layout)
+    assert not any(found), "\n".join(found)

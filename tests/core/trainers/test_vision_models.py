@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import traceback
-from typing import Any
 
 import pytest
-import torch
 
 from megatron_prefix.lab import runtime
-from megatron_prefix.lab.models.local import _Float64Kept
 from megatron_prefix.lab.runtime import Layout
 from tests.core.alignment.test_vision import PADDED, ROWS, Case, compare
 from tests.core.trainers import vision_models
 from tests.harness.ranks import run_ranks
+from tests.harness.vision import Kept
 
 WHY = vision_models.missing()
 LAYOUTS = {
@@ -26,18 +24,6 @@ SPLITS = {"mbridge, Qwen3.5"}
 """Models whose tensor- and context-parallel ranks share the images of a call."""
 WITHOUT_CP = {"mbridge, GLM-4V"}
 """Models that refuse context parallelism themselves."""
-
-
-class Kept(_Float64Kept):
-    """And casts of towers that name the dtype."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.to and kwargs.get("dtype") == torch.float32:
-            kwargs["dtype"] = args[0].dtype if args[0].dtype == torch.float64 else torch.float32
-        if func is torch.nn.functional.grid_sample:
-            args = (args[0], args[1].to(args[0].dtype), *args[2:])
-        return super().__torch_function__(func, types, args, kwargs)
 
 
 def run_models(layout: Layout, names: list[str]) -> dict[str, str]:
