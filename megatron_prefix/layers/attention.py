@@ -31,9 +31,10 @@ CORES = {
 }
 """Classes of core attention whose rule segments follow; another one adds its name."""
 _QWEN3 = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention.Qwen3VLSelfAttention"
+MEGATRON = "megatron.core.transformer.attention.Attention"
 FORWARDS = frozenset(
     {
-        "megatron.core.transformer.attention.Attention",
+        MEGATRON,
         _QWEN3,
         "mbridge.models.qwen2_5_vl.attention.Qwen2_5VLSelfAttention",
         "mbridge.models.qwen3_vl.attention.Qwen3VLSelfAttention",

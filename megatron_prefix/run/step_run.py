@@ -99,6 +99,7 @@ class StepRun:
         self._reductions: Reductions | None = None
         self._communicator: Communicator | None = None
         self._ahead: StepAhead | None = None
+        self._is_behind = False  # behind the model, in what has made its inputs
 
     def run(self) -> list[Any]:
         """Runs the step; returns Megatron's `forward_data_store`."""
@@ -132,6 +133,8 @@ class StepRun:
         """Why an attempt that has failed cannot be repeated; empty if it can."""
         if self._reductions is not None and self._reductions.begun:
             return "its gradients were being reduced: turn overlap_grad_reduce off"
+        if self._is_behind:
+            return "it was in the backward of embeddings, or of a vision tower"
         if self._losses is not None and not self._losses.repeatable:
             return "it was in the trainer's loss, or the loss looks at logits"
         return ""
@@ -205,6 +208,7 @@ class StepRun:
         embedding = clear_embedding_activation_buffer(config, rank.models, stages[-1].is_last)
         with contextlib.nullcontext() if forward_only else _no_sync(rank):
             executor.run(rank.stage)
+            self._is_behind = bool(trained)
             for one in [*trained, *(self._capture.towers if trained else ())]:
                 one.backward()
         report.crossed = exchanges.crossed if exchanges is not None else None

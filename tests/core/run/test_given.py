@@ -31,7 +31,7 @@ def rank(mrope: bool = True, ahead: bool = False) -> Any:
 def call(
     number: int, seed: int = 0, num: int = 6, images: tuple[int, ...] = (2, 3), **changed: Any
 ) -> ModelCall:
-    """A call of one sample; all calls have the same rows, of seed 0, unless something is changed."""
+    """A call of one sample; its rows are those of every call of the same seed."""
     draw = torch.Generator().manual_seed(seed)
     rows = torch.randn(num, 1, WIDTH, generator=draw, requires_grad=True)
     deep = [torch.randn(len(images), WIDTH, generator=draw, requires_grad=True) for _ in range(2)]
@@ -132,10 +132,8 @@ def test_a_segment_has_rows_of_its_spans() -> None:
     wanted = torch.cat([first[1:4], first[3:4], second[:3], first[:1], first[:1]])
     assert torch.equal(found[EMBEDDINGS][:, 0], wanted) and found["input_ids"] is None
     assert found[MASK].tolist() == [[False, True, True, True, False, False, True, False, False]]
-    deep = [one[DEEPSTACK][1] for one in calls]
-    assert torch.equal(
-        found[DEEPSTACK][1], torch.stack([deep[0][0], deep[0][1], deep[0][1], deep[1][0]])
-    )
+    one, other = (one[DEEPSTACK][1] for one in calls)
+    assert torch.equal(found[DEEPSTACK][1], torch.stack([one[0], one[1], one[1], other[0]]))
 
 
 def test_gradients_go_to_the_copies_that_rows_were_taken_from() -> None:
@@ -158,7 +156,7 @@ def test_a_second_attempt_begins_with_nothing() -> None:
     made, found = segment_of(calls, spans)
     found[EMBEDDINGS].sum().backward()
     made.collect(0)
-    made.prepare(forest([], [6]))
+    made.prepare(forest(spans, [6]))
     made.backward()
     assert calls[0][EMBEDDINGS].grad is None
 
