@@ -65,7 +65,7 @@ SPLIT_IMAGES = {
     "mbridge.models.qwen3_5.model.Qwen3_5VLModel",
 }
 """Models whose context-parallel ranks share the images of a call, and do not add up what their rows
-send to these (`AllGatherVisionEmbeddings` of mbridge/core/util.py)."""
+send to these (`AllGatherVisionEmbeddings` in mbridge's core utilities)."""
 _SET_BY = {"mrope_forward_thd_cp": "mbridge.models.qwen2_5_vl.rope_utils"}
 """Functions that models set as the forward of such a module, and where they are from."""
 

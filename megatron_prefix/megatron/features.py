@@ -98,14 +98,14 @@ def _module_refusals(model: Any) -> Iterator[Reason]:
     if not own and families.family(model) is None:
         yield OTHER_FORWARD.given(type(model).__name__)
     yield from gradient_hooks(model)
-    yield from _rotary_refusals(model)
+    yield from rotary_refusals(model)
     yield from layer_refusals(model)
     for name, module in model.named_modules():
         if "Dropout" in type(module).__name__ and (getattr(module, "p", None) or 0) > 0:
             yield DROPOUT.given(module.p, name)
 
 
-def _image_refusals(model: Any) -> Iterator[Reason]:
+def image_refusals(model: Any) -> Iterator[Reason]:
     """What is refused of a vision-language model, wrapped or not, around its language model."""
     for module in model.modules() if model is not None else ():
         if families.owner_of_class(module) not in families.SPLIT_IMAGES:
@@ -116,7 +116,7 @@ def _image_refusals(model: Any) -> Iterator[Reason]:
             yield SPLIT_IMAGES.given(type(module).__name__)
 
 
-def _rotary_refusals(model: Any) -> Iterator[Reason]:
+def rotary_refusals(model: Any) -> Iterator[Reason]:
     """What is refused of a language model's rotary embedding."""
     rotary = getattr(model, "rotary_pos_emb", None)
     if rotary is None:
@@ -171,7 +171,7 @@ def check(model: Any, wrapped: Any = None) -> None:
     check_version()
     reasons = [reason for config in _configs(model) for reason in refusals(config)]
     reasons += _wrapper_refusals(wrapped)
-    reasons += _image_refusals(wrapped)
+    reasons += image_refusals(wrapped)
     reasons += _module_refusals(model)
     if reasons:
         raise reasons[0].error(CANNOT_RUN)

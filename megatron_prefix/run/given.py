@@ -14,7 +14,7 @@ On later pipeline stages, which get hidden states, only positions are given, eac
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,62 +26,13 @@ from megatron_prefix.device.transfer import on, to_host
 from megatron_prefix.errors import refused
 from megatron_prefix.megatron import families
 from megatron_prefix.refusals.table import AHEAD_GIVEN, NO_POSITION_IDS
+from megatron_prefix.run.call_rows import CallRows, Places
 from megatron_prefix.run.calls import BLOCK, DEEPSTACK, EMBEDDINGS, MASK, ModelCall
-from megatron_prefix.run.fingerprints import combined, fingerprints
+from megatron_prefix.run.fingerprints import combined
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.tree import Forest, cp_layout
 
 Numbers = np.ndarray
-
-
-@dataclass
-class Rows:
-    """Rows of one call on this rank, with the graphs behind them.
-
-    Attributes:
-        hidden: embeddings [positions, samples, hidden_size].
-        deep: for each deepstack layer, rows [images' positions, hidden_size].
-        numbers: of a position's deepstack row, int64 [positions, samples]; -1: it has none.
-        gradients: of `hidden` and `deep`, one copy's of every row; empty before the first.
-    """
-
-    hidden: Tensor
-    deep: list[Tensor]
-    numbers: Tensor
-    gradients: list[Tensor] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, call: ModelCall, positions_first: bool) -> Rows:
-        """Those of a call, whose mask of images is [samples, positions] or the other way round."""
-        hidden, mask, deep = (call.given(name) for name in (EMBEDDINGS, MASK, DEEPSTACK))
-        none = torch.full(hidden.shape[:2], -1, device=hidden.device)
-        if mask is None or deep is None or not len(deep):
-            return cls(hidden, [], none)
-        seen = mask.flatten().to(hidden.device)
-        numbers = torch.where(seen, seen.cumsum(0) - 1, -1).view(mask.shape)
-        return cls(hidden, [*deep], numbers if positions_first else numbers.T)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All of them."""
-        return [self.hidden, *self.deep]
-
-    def words(self) -> Tensor:
-        """What tells two rows apart, int64 [positions, samples]: the bits of all of their parts."""
-        found = fingerprints(self.hidden.detach())
-        for layer in self.deep:
-            rows = torch.cat([fingerprints(layer.detach()), found.new_zeros(1)])
-            found = combined(found, rows[self.numbers])  # -1: the zero
-        return combined(found, (self.numbers >= 0).long())
-
-    def backward(self) -> None:
-        """Goes on with the gradients, through what has made the rows."""
-        pairs = [
-            pair for pair in zip(self.tensors, self.gradients, strict=True) if pair[0].requires_grad
-        ]
-        self.gradients = []
-        if pairs:  # together: they come from one graph
-            torch.autograd.backward([t for t, _ in pairs], [gradient for _, gradient in pairs])
 
 
 @dataclass
@@ -121,11 +72,12 @@ class Given:
         if any(ids is None for ids in self._ids):
             raise refused(NO_POSITION_IDS)
         has_rows = bool(calls) and calls[0][EMBEDDINGS] is not None
-        self._calls = [Rows.of(call, self._positions_first) for call in calls] if has_rows else []
+        known = [CallRows.of(call, self._positions_first) for call in calls if has_rows]
+        self._calls: list[CallRows] = known
         self._tokens: Tensor | None = None
         self._positions: Tensor | None = None
         self._images = np.zeros(0, bool)
-        self._depth = 0
+        self._depth, self._owner = 0, np.zeros(0, np.int64)
         self._leaves: dict[int, Leaf] = {}
 
     @property
@@ -136,7 +88,7 @@ class Given:
     @property
     def trains(self) -> bool:
         """Whether gradients go on behind the rows."""
-        return any(tensor.requires_grad for one in self._calls for tensor in one.tensors)
+        return any(one.trains for one in self._calls)
 
     def first_row(self, num: int) -> Numbers | None:
         """The first row of the positions, int64 [positions], where this rank has just its own."""
@@ -188,19 +140,23 @@ class Given:
             one.gradients = []
         self._segments = [_rows_of(segment, lengths) for segment in forest.segments]
         self._padded = [[span.padded for span in segment.spans] for segment in forest.segments]
-        self._find_places(lengths)
+        if self._calls and not len(self._owner):
+            self._find_places(lengths)
+            every = np.unique(np.concatenate([rows for rows, _ in self._segments]))
+            calls, at, samples = self._places[:, every]
+            for number, one in enumerate(self._calls):
+                places = at[calls == number], samples[calls == number]
+                one.keep((on(self._device, places[0]), on(self._device, places[1])))
 
     def _find_places(self, lengths: Sequence[int]) -> None:
         """Where each position of the samples is on this rank: its call, and where in that; -1."""
         self._places = np.full((3, sum(lengths)), -1)
-        if not self._calls:
-            return
         parts = self._sequence_ranks * self._cp.size()
-        counts = [one.hidden[..., 0].numel() * parts for one in self._calls]
+        counts = [one.numbers.numel() * parts for one in self._calls]
         self._owner = np.repeat(np.arange(len(counts)), counts)
         columns, tp = [], self._tp.rank() if self._sequence_ranks > 1 else 0
         for number, one in enumerate(self._calls):
-            rows, samples = one.hidden.shape[:2]
+            rows, samples = one.shape[:2]
             at = np.arange(rows * self._sequence_ranks) - tp * rows
             inside = (at >= 0) & (at < rows)
             table = np.stack([np.full_like(at, number), at, at])[:, None].repeat(samples, 1)
@@ -252,14 +208,11 @@ class Given:
 
     def _gathered(self, rows: Numbers, images: Numbers) -> list[Tensor]:
         """Rows of the whole segment: embeddings, and deepstack rows where it has any image."""
-        like = self._calls[0].hidden
-        depth = self._depth if images.any() else 0
-        found = like.new_zeros((1 + depth, len(rows), like.shape[-1]))
+        like, depth = self._calls[0], self._depth if images.any() else 0
+        shape = 1 + depth, len(rows), like.shape[-1]
+        found = torch.zeros(shape, dtype=like.hidden.dtype, device=self._device)
         for one, at, places in self._found(rows):
-            found[0, at] = one.hidden.detach()[places]
-            for layer, deep in enumerate(one.deep[:depth], 1):
-                numbers = one.numbers[places]
-                found[layer, at[numbers >= 0]] = deep.detach()[numbers[numbers >= 0]].to(like.dtype)
+            one.read(places, found, at)
         return [*self._exchanged(found)]
 
     def collect(self, index: int) -> None:
@@ -274,22 +227,17 @@ class Given:
             if tensor.grad is not None:
                 sent[layer, on(sent.device, mine)] = tensor.grad.view(-1, like.shape[-1])
         sent = self._exchanged(sent)
-        for number in {*self._all_calls(leaf.rows)}:
-            one = self._calls[number]
-            one.gradients = one.gradients or [torch.zeros_like(tensor) for tensor in one.tensors]
+        for number in self._all_calls(leaf.rows):
+            self._calls[number].begin_gradients()
         for one, at, places in self._found(leaf.rows):
-            one.gradients[0][places] = sent[0, at].to(one.hidden.dtype)
-            numbers = one.numbers[places]
-            for layer, gradient in enumerate(one.gradients[1 : len(sent)], 1):
-                gradient[numbers[numbers >= 0]] = sent[layer, at[numbers >= 0]].to(gradient.dtype)
+            one.write(places, sent, at)
 
     def backward(self) -> None:
         """Goes on with the backward of every call, behind the language model, once."""
         for one in self._calls:
-            if one.gradients:
-                one.backward()
+            one.backward()
 
-    def _found(self, rows: Numbers) -> Iterator[tuple[Rows, Tensor, tuple[Tensor, Tensor]]]:
+    def _found(self, rows: Numbers) -> Iterator[tuple[CallRows, Tensor, Places]]:
         """Which of some rows each call has on this rank, and where."""
         calls, at, samples = np.where(rows < 0, -1, self._places[:, rows])
         for number in np.unique(calls[calls >= 0]):

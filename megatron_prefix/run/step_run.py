@@ -188,40 +188,41 @@ class StepRun:
         )  # fmt: skip
         if rank.overlaps and not forward_only:
             self._reductions = Reductions(rank, self._force_all_reduce)
-        exchanges = None
-        if self._communicator is not None:
-            forest = self._step.forest
-            scored = [segment.scored for segment in forest.segments]
-            chunks = [Carried(s.model, s.cache, s.ledger, s.final, scored) for s in stages]
-            exchanges = Exchanges(forest, self._communicator, chunks, rank.device, forward_only)
-        trained = [one for one in self._capture.given if one is not None and one.trains]
-        trained = [] if forward_only else trained
-        for tower in self._capture.towers:
-            tower.begin()
+        exchanges = self._exchanges(stages)
+        behind = [] if forward_only else self._capture.behind()
         executor = Executor(
             plan, stages, inputs, links, forward_only,
             self._schedule.watch or (report.stopwatch.timing if report.stopwatch else None),
             # Gradients are reduced after the last exchange, as ranks must not wait for both, and
             # after what goes on behind embeddings that were given.
-            offloader, None if exchanges or trained else self._reductions, exchanges,
+            offloader, None if exchanges or behind else self._reductions, exchanges,
         )  # fmt: skip
         embedding = clear_embedding_activation_buffer(config, rank.models, stages[-1].is_last)
         with contextlib.nullcontext() if forward_only else _no_sync(rank):
             executor.run(rank.stage)
-            self._is_behind = bool(trained)
-            for one in [*trained, *(self._capture.towers if trained else ())]:
+            self._is_behind = bool(behind)
+            for one in behind:
                 one.backward()
         report.crossed = exchanges.crossed if exchanges is not None else None
         report.cache_bytes = sum(stage.cache.peak_bytes for stage in stages)
         return embedding
+
+    def _exchanges(self, stages: list[Stage]) -> Exchanges | None:
+        """With other data-parallel ranks; None without."""
+        if self._communicator is None:
+            return None
+        forest = self._step.forest
+        scored = [segment.scored for segment in forest.segments]
+        chunks = [Carried(s.model, s.cache, s.ledger, s.final, scored) for s in stages]
+        device = self._rank.device
+        return Exchanges(forest, self._communicator, chunks, device, self._forward_only)
 
     def _stages(self, plan: Plan, offloader: Offloader | None) -> list[Stage]:
         """The rank's model chunks with hooks and sidecars; the last stage's has the losses."""
         cp = self._rank.groups.cp
         exchange = Exchange(cp) if cp.size() > 1 else None
         stages = []
-        for given in filter(None, self._capture.given):
-            given.prepare(self._step.forest)
+        self._capture.begin(self._step.forest)
         for chunk, model in enumerate(self._rank.models):
             hooks, number = install(model, self._config.kernel), plan.stage(self._rank.stage, chunk)
             steps = self._capture.steps[chunk]

@@ -47,6 +47,7 @@ from megatron_prefix.run.loss_variables import LossVariables
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.samples import RecordingIterator
 from megatron_prefix.run.tower import TowerOnce
+from megatron_prefix.tree import Forest
 
 _running: SuspendedStep | None = None
 
@@ -287,6 +288,18 @@ class Capture:
             raise refused(DIFFERENT_AUTOCAST)
         if any(step.changes_training for step in steps):
             raise refused(TRAINING_MODE)
+
+    def begin(self, forest: Forest) -> None:
+        """Begins to run segments, or begins again, with what is given in the place of tokens."""
+        for given in filter(None, self.given):
+            given.prepare(forest)
+        for tower in self.towers:
+            tower.begin()
+
+    def behind(self) -> list[Given | TowerOnce]:
+        """What goes on behind the models' inputs when all segments are through, in that order."""
+        trained = [given for given in self.given if given is not None and given.trains]
+        return [*trained, *self.towers] if trained else []
 
     def forget_arguments(self) -> None:
         """Drops the tensors of all calls, once they are read."""

@@ -30,9 +30,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
-from megatron_prefix.lab.models.build import _block_spec, _exact_loss, weights
+from megatron_prefix.lab.models.build import block_spec, exact_loss, weights
 from megatron_prefix.lab.models.config import transformer_config
-from megatron_prefix.lab.models.local import _Float64Kept
+from megatron_prefix.lab.models.local import Float64Kept
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.tree import cp_layout
 from tests.harness import calls
@@ -75,7 +75,7 @@ _MODULES = {
 }
 
 
-class Kept(_Float64Kept):
+class Kept(Float64Kept):
     """And casts of transformers' towers, which name the dtype."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -329,7 +329,7 @@ def build(
     )  # fmt: skip
     pipeline = parallel_state.get_pipeline_model_parallel_rank()
     model = (make or (Showing if KINDS[name].shows_decoder else VisionLanguage))(
-        name, config, _block_spec(config, False, None), vocab_size=VOCAB, max_sequence_length=512,
+        name, config, block_spec(config, False, None), vocab_size=VOCAB, max_sequence_length=512,
         pre_process=pipeline == 0, post_process=pipeline == layout.pp - 1, rotary_percent=1.0,
         rotary_base=1000,
     )  # fmt: skip
@@ -337,7 +337,7 @@ def build(
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     weights.fill(model.language_model, spec, 1234)
     inside = model.language_model
-    inside.compute_language_model_loss = types.MethodType(_exact_loss, inside)
+    inside.compute_language_model_loss = types.MethodType(exact_loss, inside)
     if model.vision_model is not None:
         draw = torch.Generator().manual_seed(5)
         for parameter in model.vision_model.parameters():
@@ -448,8 +448,8 @@ class Trainer(calls.Trainer):
         different = {one.numpy().tobytes(): len(one) for one in self._patches}
         return sum(map(len, self._patches)), sum(different.values())
 
-    def _batch(self, members: Any, number: int, multiple: int) -> dict[str, Any]:
-        batch = super()._batch(members, number, multiple)
+    def batch_of(self, members: Any, number: int, multiple: int) -> dict[str, Any]:
+        batch = super().batch_of(members, number, multiple)
         images = [one for _, _, seen in members for one in seen]
         self._patches += [patches for patches, _ in images]
         batch["pixels"] = torch.cat([p for p, _ in images]) if images else None
@@ -483,6 +483,6 @@ class Trainer(calls.Trainer):
         if self.form.packed:
             given["packed_seq_params"] = self._packing(batch)
         try:
-            return model(**given), self._loss(batch)
+            return model(**given), self.loss_of(batch)
         finally:
             self.ended.append(batch["number"])

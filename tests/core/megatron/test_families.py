@@ -73,7 +73,7 @@ def test_rotary_embeddings(known: bool) -> None:
     model.position_embedding_type = "mrope"
     full = sorted(families.ROTARY)[0] if known else "someone.elses.Rotary"
     model.rotary_pos_emb.__class__ = named(full, nn.Module)
-    reasons = [reason.refusal.name for reason in features._rotary_refusals(model)]
+    reasons = [reason.refusal.name for reason in features.rotary_refusals(model)]
     assert reasons == ([] if known else ["rotary embedding …"])
 
 
@@ -130,6 +130,6 @@ def test_images_that_ranks_share_without_adding_up(frozen: bool, size: int) -> N
     model = Wrapper(nn.Linear(2, 2).requires_grad_(not frozen))
     model.__class__ = named(sorted(families.SPLIT_IMAGES)[0], Wrapper)
     model.config.context_parallel_size = size
-    refused = [reason.text for reason in features._image_refusals(model)]
+    refused = [reason.text for reason in features.image_refusals(model)]
     assert bool(refused) == (size > 1 and not frozen)
     assert all("context-parallel ranks share the images of a call" in one for one in refused)

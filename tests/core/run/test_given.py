@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_prefix.errors import CannotShare
+from megatron_prefix.run.call_rows import CallRows
 from megatron_prefix.run.calls import DEEPSTACK, EMBEDDINGS, MASK, ModelCall
 from megatron_prefix.run.given import Given, given
 
@@ -166,3 +167,18 @@ def test_the_first_row_of_positions_is_looked_at_where_ranks_have_their_own() ->
     found = made.first_row(12)
     assert found is not None and found.tolist() == [*range(6), *range(6)]
     assert made.first_row(6) is None  # they have whole ones
+
+
+def test_a_call_keeps_the_rows_that_segments_read() -> None:
+    weight = torch.ones(6, 1, WIDTH, requires_grad=True)
+    made = weight * 2
+    first, second = call(0, **{EMBEDDINGS: made}), call(1)
+    given, found = segment_of([first, second], [(0, 1, 3, 3)])
+    assert made.numel() == 1 and found[EMBEDDINGS].shape == (3, 1, WIDTH)
+    rows = CallRows.of(second, positions_first=False)
+    rows.keep((torch.tensor([4, 1]), torch.tensor([0, 0])))
+    assert rows.kept is not None and torch.equal(rows.kept, second[EMBEDDINGS][[4, 1], 0])
+    (found[EMBEDDINGS] * torch.arange(1.0, 4.0)[:, None, None]).sum().backward()
+    given.collect(0)
+    given.backward()
+    assert weight.grad is not None and weight.grad[:, 0, 0].tolist() == [0, 2, 4, 6, 0, 0]
