@@ -96,6 +96,13 @@ def is_multimodal(model: Any) -> bool:
     return attends and getattr(model, "position_embedding_type", "") == "mrope"
 
 
+def length_scaling(model: Any) -> str | None:
+    """The rope_type by which a model makes its rotary table anew for the length of every call
+    (ms-swift's, of Hugging Face's configs); None: it does not."""
+    kind = (getattr(model, "hf_rope_scaling", None) or {}).get("rope_type")
+    return kind if kind in ("dynamic", "longrope") else None
+
+
 def knows_rotary(module: Any) -> bool:
     """Whether a rotary embedding is one of `ROTARY`."""
     set_by_model = vars(module).get("forward")

@@ -121,6 +121,8 @@ def rotary_refusals(model: Any) -> Iterator[Reason]:
     rotary = getattr(model, "rotary_pos_emb", None)
     if rotary is None:
         return
+    if (kind := families.length_scaling(model)) is not None:
+        yield OTHER_ROTARY.given(f"of rope_type {kind}, which depends on the length of the call")
     known = {owner(rotary, name) for name in ("forward", "get_emb")} <= attention.ROTARY
     if not (families.knows_rotary(rotary) if families.is_multimodal(model) else known):
         yield OTHER_ROTARY.given(type(rotary).__name__)

@@ -77,6 +77,14 @@ def test_rotary_embeddings(known: bool) -> None:
     assert reasons == ([] if known else ["rotary embedding …"])
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn"])
+def test_tables_that_depend_on_the_length_of_a_call(kind: str) -> None:
+    model = small_model(wrap_ddp=False)
+    model.hf_rope_scaling = {"rope_type": kind}
+    reasons = [reason.text for reason in features.rotary_refusals(model)]
+    assert bool(reasons) == (kind != "yarn") and all(kind in one for one in reasons)
+
+
 def test_a_forward_that_models_set_themselves() -> None:
     rotary = named("megatron.core.X", nn.Module)()
     assert not families.knows_rotary(rotary)
