@@ -32,10 +32,11 @@ from torch import Tensor, nn
 
 from megatron_prefix.lab.models.build import block_spec, exact_loss, weights
 from megatron_prefix.lab.models.config import transformer_config
-from megatron_prefix.lab.models.local import Float64Kept
+from megatron_prefix.lab.models.local import Float64Kept, keep_float64
 from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.platforms import cpu
 from megatron_prefix.tree import cp_layout
-from tests.harness import calls
+from tests.harness import calls, hybrid
 
 VOCAB, IMAGE, MERGE, WIDTH = 64, 63, 2, 5
 
@@ -306,6 +307,7 @@ def build(
     freeze: bool = False,
     num_layers: int = 4,
     make: Callable[..., Any] | None = None,
+    recurrent: bool = False,
     **overrides: Any,
 ) -> list[Any]:
     """This rank's chunk of a model in fp64, in Megatron's DistributedDataParallel.
@@ -316,10 +318,15 @@ def build(
         freeze: the tower is not trained.
         num_layers: of the language model.
         make: another class's constructor, called as that of `VisionLanguage`.
+        recurrent: every second layer is a GatedDeltaNet, and attention has gates (Qwen3.5).
         overrides: of the config.
     """
-    spec = resolve("tiny-qwen3", num_layers=num_layers).with_vocab(VOCAB)
-    half = spec.kv_channels // 2
+    if recurrent:
+        cpu.load_recurrent_layers()
+        spec = resolve(hybrid.GDN, **hybrid.gated_delta(num_layers)).with_vocab(VOCAB)
+    else:
+        spec = resolve("tiny-qwen3", num_layers=num_layers).with_vocab(VOCAB)
+    half = int(spec.kv_channels * spec.rotary_percent) // 2
     sections = {"mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     ddp = {name: overrides.pop(name) for name in ("overlap_grad_reduce",) if name in overrides}
     config = transformer_config(
@@ -330,13 +337,15 @@ def build(
     pipeline = parallel_state.get_pipeline_model_parallel_rank()
     model = (make or (Showing if KINDS[name].shows_decoder else VisionLanguage))(
         name, config, block_spec(config, False, None), vocab_size=VOCAB, max_sequence_length=512,
-        pre_process=pipeline == 0, post_process=pipeline == layout.pp - 1, rotary_percent=1.0,
-        rotary_base=1000,
+        pre_process=pipeline == 0, post_process=pipeline == layout.pp - 1,
+        rotary_percent=spec.rotary_percent, rotary_base=1000,
     )  # fmt: skip
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     weights.fill(model.language_model, spec, 1234)
     inside = model.language_model
+    for layer in inside.decoder.layers if recurrent else ():
+        keep_float64(layer)
     inside.compute_language_model_loss = types.MethodType(exact_loss, inside)
     if model.vision_model is not None:
         draw = torch.Generator().manual_seed(5)

@@ -50,6 +50,7 @@ class Case(NamedTuple):
     splits: bool = False
 
 
+RECURRENT = Case(ROWS, "mbridge, GLM-4V", build={"recurrent": True})
 KINDS = {name: Case(model=name) for name in vision.KINDS}
 ONE = {
     **KINDS,
@@ -57,6 +58,8 @@ ONE = {
     "rows, positions first": Case(SINGLE, "mcore-bridge, Qwen3-VL"),
     "text": Case(images=False),
     "text in rows": Case(ROWS, "Megatron-Bridge, Qwen2.5-VL", images=False),
+    "recurrent layers": RECURRENT,
+    "recurrent layers, text": RECURRENT._replace(images=False),
     "frozen tower": Case(build={"freeze": True}),
     "logits": Case(Form(sizes=SIZES, logits=True, pad=4)),
     "no mask": Case(Form(sizes=SIZES, mask=False, pad=4)),
@@ -75,13 +78,14 @@ SHARDED = {
     "frozen tower": Case(PADDED, build={"freeze": True}),
     "recompute": Case(PADDED, prefix={"memory": "recompute"}),
     "text": Case(PADDED, images=False),
+    "recurrent layers": RECURRENT._replace(form=Form(packed=False, sizes=SIZES, pad=4)),
 }
 IN_ROWS = {name: case._replace(form=ROWS) for name, case in KINDS.items() if "mcore" not in name}
 JOBS = {
     "one rank": (Layout(), ONE),
     "TP2": (Layout(tp=2), EVERY),
     "TP2 SP": (Layout(tp=2, sequence_parallel=True), SHARDED),
-    "PP2": (Layout(pp=2), {**EVERY, "rows": Case(ROWS), "text": Case(images=False)}),
+    "PP2": (Layout(pp=2), {**EVERY, "rows": Case(ROWS), "text": Case(images=False), "recurrent layers": RECURRENT}),
     "TP2 SP PP2": (Layout(tp=2, pp=2, sequence_parallel=True), {"packed": Case(PADDED)}),
     "CP2": (
         Layout(cp=2),
