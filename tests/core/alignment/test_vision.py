@@ -85,7 +85,10 @@ JOBS = {
     "one rank": (Layout(), ONE),
     "TP2": (Layout(tp=2), EVERY),
     "TP2 SP": (Layout(tp=2, sequence_parallel=True), SHARDED),
-    "PP2": (Layout(pp=2), {**EVERY, "rows": Case(ROWS), "text": Case(images=False), "recurrent layers": RECURRENT}),
+    "PP2": (
+        Layout(pp=2),
+        {**EVERY, "rows": Case(ROWS), "text": Case(images=False), "recurrent layers": RECURRENT},
+    ),
     "TP2 SP PP2": (Layout(tp=2, pp=2, sequence_parallel=True), {"packed": Case(PADDED)}),
     "CP2": (
         Layout(cp=2),
