@@ -307,7 +307,7 @@ def build(
     freeze: bool = False,
     num_layers: int = 4,
     make: Callable[..., Any] | None = None,
-    recurrent: bool = False,
+    spec: str = "tiny-qwen3",
     **overrides: Any,
 ) -> list[Any]:
     """This rank's chunk of a model in fp64, in Megatron's DistributedDataParallel.
@@ -318,19 +318,20 @@ def build(
         freeze: the tower is not trained.
         num_layers: of the language model.
         make: another class's constructor, called as that of `VisionLanguage`.
-        recurrent: every second layer is a GatedDeltaNet, and attention has gates (Qwen3.5).
+        spec: name of the language model's; of `hybrid.GDN` every second layer is a GatedDeltaNet,
+            and attention has gates, as in Qwen3.5.
         overrides: of the config.
     """
+    recurrent = spec == hybrid.GDN
     if recurrent:
         cpu.load_recurrent_layers()
-        spec = resolve(hybrid.GDN, **hybrid.gated_delta(num_layers)).with_vocab(VOCAB)
-    else:
-        spec = resolve("tiny-qwen3", num_layers=num_layers).with_vocab(VOCAB)
-    half = int(spec.kv_channels * spec.rotary_percent) // 2
+    fields = hybrid.gated_delta(num_layers) if recurrent else {"num_layers": num_layers}
+    inner = resolve(spec, **fields).with_vocab(VOCAB)
+    half = int(inner.kv_channels * inner.rotary_percent) // 2
     sections = {"mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     ddp = {name: overrides.pop(name) for name in ("overlap_grad_reduce",) if name in overrides}
     config = transformer_config(
-        spec, layout, torch.float64, torch.device("cpu"), transformer_engine=False,
+        inner, layout, torch.float64, torch.device("cpu"), transformer_engine=False,
         recompute=overrides.pop("recompute", "none"),
         overrides={"variable_seq_lengths": True, **sections, **overrides},
     )  # fmt: skip
@@ -338,14 +339,15 @@ def build(
     model = (make or (Showing if KINDS[name].shows_decoder else VisionLanguage))(
         name, config, block_spec(config, False, None), vocab_size=VOCAB, max_sequence_length=512,
         pre_process=pipeline == 0, post_process=pipeline == layout.pp - 1,
-        rotary_percent=spec.rotary_percent, rotary_base=1000,
+        rotary_percent=inner.rotary_percent, rotary_base=1000,
     )  # fmt: skip
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    weights.fill(model.language_model, spec, 1234)
+    weights.fill(model.language_model, inner, 1234)
     inside = model.language_model
-    for layer in inside.decoder.layers if recurrent else ():
-        keep_float64(layer)
+    for layer in inside.decoder.layers:
+        if recurrent or hasattr(layer.mlp, "router"):
+            keep_float64(layer if recurrent else layer.mlp.router)
     inside.compute_language_model_loss = types.MethodType(exact_loss, inside)
     if model.vision_model is not None:
         draw = torch.Generator().manual_seed(5)

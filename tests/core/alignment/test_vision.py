@@ -17,7 +17,7 @@ from megatron_prefix.lab.numerics import assert_close, tolerance
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.harness import vision
+from tests.harness import hybrid, vision
 from tests.harness.calls import Form, run_step
 from tests.harness.ranks import run_ranks
 
@@ -50,7 +50,16 @@ class Case(NamedTuple):
     splits: bool = False
 
 
-RECURRENT = Case(ROWS, "mbridge, GLM-4V", build={"recurrent": True})
+RECURRENT = Case(ROWS, "mbridge, GLM-4V", build={"spec": hybrid.GDN})
+EXPERTS = Case(
+    PADDED,
+    build={
+        "spec": "tiny-moe",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.05,
+        "moe_z_loss_coeff": 0.01,
+    },
+)
 KINDS = {name: Case(model=name) for name in vision.KINDS}
 ONE = {
     **KINDS,
@@ -58,6 +67,7 @@ ONE = {
     "rows, positions first": Case(SINGLE, "mcore-bridge, Qwen3-VL"),
     "text": Case(images=False),
     "text in rows": Case(ROWS, "Megatron-Bridge, Qwen2.5-VL", images=False),
+    "experts": EXPERTS,
     "recurrent layers": RECURRENT,
     "recurrent layers, text": RECURRENT._replace(images=False),
     "frozen tower": Case(build={"freeze": True}),
@@ -103,6 +113,7 @@ JOBS = {
         {"packed": Case(), "overlap": ONE["overlap"], "across": ACROSS,
          "across, text": ACROSS._replace(images=False)},
     ),
+    "EP2": (Layout(ep=2, dp=2), {"experts": EXPERTS}),
     "DP2 PP2": (Layout(dp=2, pp=2), {"across": ACROSS}),
 }  # fmt: skip
 
