@@ -233,10 +233,10 @@ class VisionLanguage(MegatronModule):
         return self.language_model.shared_embedding_or_output_weight()
 
     def set_input_tensor(self, tensor: Any) -> None:
-        """The language model's, where it has no embedding."""
-        tensor = tensor[0] if isinstance(tensor, list) else tensor
+        """The language model's, where it has no embedding; of a list, as Megatron's schedules
+        give it."""
         if not self.pre_process:
-            self.language_model.set_input_tensor(tensor)
+            self.language_model.set_input_tensor(tensor[0])
 
     def forward(
         self,
@@ -341,10 +341,21 @@ def build(
         pre_process=pipeline == 0, post_process=pipeline == layout.pp - 1,
         rotary_percent=inner.rotary_percent, rotary_base=1000,
     )  # fmt: skip
+    _fill(model, inner, freeze=freeze)
+    model.to(torch.float64)
+    chunk = DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), model)
+    chunk.train()
+    config.finalize_model_grads_func = finalize_model_grads
+    return [chunk]
+
+
+def _fill(model: Any, inner: Any, *, freeze: bool) -> None:
+    """Weights of a model whose language model has this spec, and arithmetic in fp64."""
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     weights.fill(model.language_model, inner, 1234)
     inside = model.language_model
+    recurrent = inner.name == hybrid.GDN
     for layer in inside.decoder.layers:
         if recurrent or hasattr(layer.mlp, "router"):
             keep_float64(layer if recurrent else layer.mlp.router)
@@ -354,11 +365,6 @@ def build(
         for parameter in model.vision_model.parameters():
             parameter.data.copy_(0.5 * torch.randn(parameter.shape, generator=draw))
             parameter.requires_grad = not freeze
-    model.to(torch.float64)
-    chunk = DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), model)
-    chunk.train()
-    config.finalize_model_grads_func = finalize_model_grads
-    return [chunk]
 
 
 class Counted:
