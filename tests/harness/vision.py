@@ -38,6 +38,8 @@ from megatron_prefix.lab.platforms import cpu
 from megatron_prefix.tree import cp_layout
 from tests.harness import calls, hybrid
 
+DDP = ("overlap_grad_reduce", "bucket_size")
+"""Options of DistributedDataParallel."""
 VOCAB, IMAGE, MERGE, WIDTH = 64, 63, 2, 5
 
 
@@ -226,7 +228,7 @@ class VisionLanguage(MegatronModule):
             config, spec, position_embedding_type="mrope",
             scatter_embedding_sequence_parallel=False, **options,
         )  # fmt: skip
-        self.share_embeddings_and_output_weights = False
+        self.share_embeddings_and_output_weights = options["share_embeddings_and_output_weights"]
 
     def shared_embedding_or_output_weight(self) -> Any:
         """The language model's."""
@@ -320,7 +322,7 @@ def build(
         make: another class's constructor, called as that of `VisionLanguage`.
         spec: name of the language model's; of `hybrid.GDN` every second layer is a GatedDeltaNet,
             and attention has gates, as in Qwen3.5.
-        overrides: of the config.
+        overrides: of the config, of `DDP`, and `tied`: embedding and output layer are one.
     """
     recurrent = spec == hybrid.GDN
     if recurrent:
@@ -329,7 +331,8 @@ def build(
     inner = resolve(spec, **fields).with_vocab(VOCAB)
     half = int(inner.kv_channels * inner.rotary_percent) // 2
     sections = {"mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
-    ddp = {name: overrides.pop(name) for name in ("overlap_grad_reduce",) if name in overrides}
+    ddp = {name: overrides.pop(name) for name in DDP if name in overrides}
+    tied = overrides.pop("tied", False)
     config = transformer_config(
         inner, layout, torch.float64, torch.device("cpu"), transformer_engine=False,
         recompute=overrides.pop("recompute", "none"),
@@ -340,6 +343,7 @@ def build(
         name, config, block_spec(config, False, None), vocab_size=VOCAB, max_sequence_length=512,
         pre_process=pipeline == 0, post_process=pipeline == layout.pp - 1,
         rotary_percent=inner.rotary_percent, rotary_base=1000,
+        share_embeddings_and_output_weights=tied,
     )  # fmt: skip
     _fill(model, inner, freeze=freeze)
     model.to(torch.float64)
