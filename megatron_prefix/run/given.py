@@ -187,7 +187,7 @@ class Given:
         tensors = [parts[0].unsqueeze(1), *(part[seen] for part in parts[1:])]
         if torch.is_grad_enabled() and self.trains:
             tensors = [tensor.requires_grad_() for tensor in tensors]
-        self._leaves[index] = Leaf(np.where(own, rows, -1), mine, tensors)
+            self._leaves[index] = Leaf(np.where(own, rows, -1), mine, tensors)
         found |= {"input_ids": None, EMBEDDINGS: tensors[0]}
         if len(tensors) > 1:
             mask = seen[:, None] if self._positions_first else seen[None]
@@ -218,7 +218,7 @@ class Given:
     def collect(self, index: int) -> None:
         """Keeps what a segment's backward has sent to its rows."""
         leaf = self._leaves.pop(index, None)
-        if leaf is None or not leaf.tensors[0].requires_grad:
+        if leaf is None:
             return
         like, images = leaf.tensors[0], self._images[self._segments[index][0]]
         sent = like.new_zeros((len(leaf.tensors), len(leaf.rows), like.shape[-1]))

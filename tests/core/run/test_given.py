@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,6 +169,17 @@ def test_the_first_row_of_positions_is_looked_at_where_ranks_have_their_own() ->
     found = made.first_row(12)
     assert found is not None and found.tolist() == [*range(6), *range(6)]
     assert made.first_row(6) is None  # they have whole ones
+
+
+def test_without_gradients_nothing_is_kept_of_a_segment() -> None:
+    with torch.no_grad():
+        made, found = segment_of([call(0)], [(0, 0, 6, 6)])
+    assert not found[EMBEDDINGS].requires_grad
+    gone = weakref.ref(found.pop(EMBEDDINGS))
+    found.clear()
+    gc.collect()
+    assert gone() is None
+    made.collect(0)
 
 
 def test_a_call_keeps_the_rows_that_segments_read() -> None:
