@@ -120,8 +120,8 @@ def read_calls(
         first = read(calls)
         if first is None or (first.tokens is None and not (given and given.has_rows)):
             raise refused(NO_TOKENS)
-        if given is not None:
-            first = first._replace(positions=given.first_row(first.num))
+        if given is not None and (row := given.first_row(first.num)) is not None:
+            first = first._replace(positions=row)
         embedding = getattr(rank.language_models[0], "position_embedding_type", "")
         check_positions(first, cp.rank(), cp.size(), used=embedding == "learned_absolute")
         if callbacks.routes is not None and rank.has_experts and replays_routes(rank.config):
