@@ -30,6 +30,21 @@ CORES = {
     "megatron.core.extensions.transformer_engine.TEDotProductAttention",
 }
 """Classes of core attention whose rule segments follow; another one adds its name."""
+_QWEN3 = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention.Qwen3VLSelfAttention"
+MEGATRON = "megatron.core.transformer.attention.Attention"
+FORWARDS = frozenset(
+    {
+        MEGATRON,
+        _QWEN3,
+        "mbridge.models.qwen2_5_vl.attention.Qwen2_5VLSelfAttention",
+        "mbridge.models.qwen3_vl.attention.Qwen3VLSelfAttention",
+        "mbridge.models.qwen3_5.attention.Qwen3_5VLSelfAttention",
+    }
+)
+"""Classes of attention whose forward hands queries, keys and values, turned by the rotary table row
+by row, to its core attention; another one adds its name."""
+PASSED_OVER = {_QWEN3: "megatron.core.transformer.dot_product_attention.DotProductAttention"}
+"""Core attention, or a base of it, in whose place such a forward does something of its own."""
 IGNORES_MASKS = {"megatron.core.extensions.transformer_engine.TEDotProductAttention"}
 """Of these, those that are causal whatever mask a call has if their attn_mask_type is `causal`;
 another one adds its name. Megatron's own puts a given mask in the causal one's place."""
@@ -48,8 +63,8 @@ class Attention(Kind):
     """Megatron's SelfAttention, causal."""
 
     name, symbol, slot, form = "attention", "*", Slot.MIXER, Form.POSITIONS
-    forwards = "megatron.core.transformer.attention.Attention"
-    """The class whose forward its modules have."""
+    forwards: frozenset[str] = FORWARDS
+    """Classes whose forward its modules have."""
 
     def fills(self, config: Any, layer: int) -> bool:
         """See Kind."""
@@ -112,10 +127,12 @@ class Attention(Kind):
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind."""
         core = module.core_attention
-        if owner(module, "forward") != self.forwards:
+        forward = owner(module, "forward")
+        if forward not in self.forwards:
             yield OWN_FORWARD.given(number, type(module).__name__)
             return
-        if owner(core, "forward") not in CORES:
+        bases = {f"{base.__module__}.{base.__qualname__}" for base in type(core).__mro__}
+        if owner(core, "forward") not in CORES or PASSED_OVER.get(forward) in bases:
             yield OTHER_CORE.given(number, type(core).__name__)
             return
         for one in (module, core):

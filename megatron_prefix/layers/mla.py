@@ -31,7 +31,7 @@ class MLA(Attention):
     """Megatron's MLASelfAttention, causal."""
 
     name = "multi-latent attention"
-    forwards = "megatron.core.transformer.multi_latent_attention.MultiLatentAttention"
+    forwards = frozenset({"megatron.core.transformer.multi_latent_attention.MultiLatentAttention"})
 
     def fills(self, config: Any, layer: int) -> bool:
         """See Kind."""

@@ -19,13 +19,13 @@ from packaging.version import Version
 from megatron_prefix.errors import Reason, refused
 from megatron_prefix.layers import attention, mtp, table
 from megatron_prefix.layers.kind import Part, owner
+from megatron_prefix.megatron import families
 from megatron_prefix.refusals.table import (
     DDP_DELAYED_WGRAD,
     DELAYED_WGRAD,
     DROPOUT,
     FULLY_SHARDED,
     GRADIENT_HOOKS,
-    MROPE,
     OFFLOAD_OVERLAP,
     OLD_MEGATRON,
     OPTIONS,
@@ -34,6 +34,7 @@ from megatron_prefix.refusals.table import (
     OTHER_SYMBOLS,
     OVERLAPPED_EXPERTS,
     PARTIAL_CHECKPOINTS,
+    SPLIT_IMAGES,
 )
 
 logger = logging.getLogger(__name__)
@@ -93,20 +94,38 @@ def _wrapper_refusals(model: Any) -> Iterator[Reason]:
 
 def _module_refusals(model: Any) -> Iterator[Reason]:
     """What is refused of the modules of a language model."""
-    if getattr(model, "position_embedding_type", "rope") == "mrope":
-        yield MROPE.given()
-    given = next(one for one in type(model).__mro__ if "forward" in vars(one))
-    if not given.__module__.startswith(("megatron.core.", "megatron_prefix.")):
+    own = families.owner_of_class(model).startswith(("megatron.core.", "megatron_prefix."))
+    if not own and families.family(model) is None:
         yield OTHER_FORWARD.given(type(model).__name__)
     yield from gradient_hooks(model)
-    rotary = getattr(model, "rotary_pos_emb", None)
-    methods = ("forward", "get_emb")
-    if rotary is not None and not {owner(rotary, name) for name in methods} <= attention.ROTARY:
-        yield OTHER_ROTARY.given(type(rotary).__name__)
+    yield from rotary_refusals(model)
     yield from layer_refusals(model)
     for name, module in model.named_modules():
         if "Dropout" in type(module).__name__ and (getattr(module, "p", None) or 0) > 0:
             yield DROPOUT.given(module.p, name)
+
+
+def image_refusals(model: Any) -> Iterator[Reason]:
+    """What is refused of a vision-language model, wrapped or not, around its language model."""
+    for module in model.modules() if model is not None else ():
+        if families.owner_of_class(module) not in families.SPLIT_IMAGES:
+            continue
+        tower = [*module.vision_model.parameters()] if module.vision_model is not None else []
+        trains = any(parameter.requires_grad for parameter in tower)
+        if trains and module.config.context_parallel_size > 1:
+            yield SPLIT_IMAGES.given(type(module).__name__)
+
+
+def rotary_refusals(model: Any) -> Iterator[Reason]:
+    """What is refused of a language model's rotary embedding."""
+    rotary = getattr(model, "rotary_pos_emb", None)
+    if rotary is None:
+        return
+    if (kind := families.length_scaling(model)) is not None:
+        yield OTHER_ROTARY.given(f"of rope_type {kind}, which depends on the length of the call")
+    known = {owner(rotary, name) for name in ("forward", "get_emb")} <= attention.ROTARY
+    if not (families.knows_rotary(rotary) if families.is_multimodal(model) else known):
+        yield OTHER_ROTARY.given(type(rotary).__name__)
 
 
 def gradient_hooks(model: Any) -> Iterator[Reason]:
@@ -154,6 +173,7 @@ def check(model: Any, wrapped: Any = None) -> None:
     check_version()
     reasons = [reason for config in _configs(model) for reason in refusals(config)]
     reasons += _wrapper_refusals(wrapped)
+    reasons += image_refusals(wrapped)
     reasons += _module_refusals(model)
     if reasons:
         raise reasons[0].error(CANNOT_RUN)

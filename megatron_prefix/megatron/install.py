@@ -34,6 +34,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
+from megatron_prefix.device.transfer import on
 from megatron_prefix.errors import refused
 from megatron_prefix.layers import table
 from megatron_prefix.layers.blocks.core import SegmentContext
@@ -43,11 +44,12 @@ from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.layers.blocks.unread import picked, skipped
 from megatron_prefix.layers.kind import Part, Slot
 from megatron_prefix.layers.mtp import LooksAhead, StepAhead
-from megatron_prefix.megatron import features
+from megatron_prefix.megatron import families, features
 from megatron_prefix.megatron.cross_entropy import without_waiting
 from megatron_prefix.moe import versions
 from megatron_prefix.moe.replay import Replay
 from megatron_prefix.refusals.table import NO_LANGUAGE_MODEL, ROTARY_TABLES
+from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.payload_map import Form
 
 logger = logging.getLogger(__name__)
@@ -91,7 +93,8 @@ class Hooks:
         self.replay: Replay | None = None
         self.rotary = Rotary()
         self._rope = getattr(self.model, "rotary_pos_emb", None)
-        if self._rope is not None:
+        self._is_multimodal = families.is_multimodal(self.model)
+        if self._rope is not None and not self._is_multimodal:
             self.rotary.add(self._rope)
         self.ahead: StepAhead | None = None
         self._turned: Tensor | None = None  # the rotary table of the segment that runs
@@ -219,13 +222,27 @@ class Hooks:
         hidden = kwargs.get("hidden_states")
         if hidden is not None and torch.is_grad_enabled() and not hidden.requires_grad:
             kwargs["hidden_states"] = hidden.detach().requires_grad_()
-        if self._rope is not None:
-            given = kwargs.get("rotary_pos_emb")
+        given = kwargs.get("rotary_pos_emb")
+        if self._is_multimodal:
+            kwargs["rotary_pos_emb"] = self._own_slice(given, len(self.current.positions))
+        elif self._rope is not None:
             angles = self.rotary.of(self._rope, self.current.positions)[0]
             if not isinstance(given, Tensor) or given.shape[1:] != angles.shape[1:]:
                 raise refused(ROTARY_TABLES, _described(given))
             self._turned = kwargs["rotary_pos_emb"] = angles
         return args, kwargs
+
+    def _own_slice(self, given: Any, num: int) -> Any:
+        """A rotary table [positions, 1, 1, width] that the model has made from a segment's own
+        positions (run/given.py); of all context-parallel ranks, where it has left the slicing to
+        whoever called it."""
+        group = self.model.pg_collection.cp
+        if not isinstance(given, Tensor) or len(given) not in (num, num * group.size()):
+            raise refused(ROTARY_TABLES, _described(given))
+        if len(given) == num:
+            return given
+        slots = cp_layout.positions(len(given), group.rank(), group.size())
+        return given.index_select(0, on(given.device, slots))
 
     def _saving(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -381,14 +398,30 @@ def intercepted(
         replacement: (language model, its present `forward`) -> what replaces it.
     """
     inner = language_model(model)
-    before = vars(inner).get("forward")  # some trainers put their own here
-    inner.forward = replacement(inner, inner.forward)
+    with replaced(inner, replacement(inner, inner.forward)):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replaces the `forward` of one module."""
+    before = vars(module).get("forward")  # some trainers put their own here
+    module.forward = forward
     try:
         yield
     finally:
-        vars(inner).pop("forward", None)
+        vars(module).pop("forward", None)
         if before is not None:
-            inner.forward = before
+            module.forward = before
+
+
+def vision_tower(model: nn.Module) -> nn.Module | None:
+    """The vision tower of a model chunk, wrapped or not; None without one, or if what an image's
+    rows depend on is not known."""
+    for module in model.modules():
+        if families.owner_of_class(module) in families.TOWERS:
+            return module
+    return None
 
 
 def _can_end_early(layer: Any) -> bool:

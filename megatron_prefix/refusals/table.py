@@ -14,7 +14,6 @@ from megatron_prefix.refusals.options import (
     Test,
     above,
     balances,
-    equal_to,
     on,
     other_than,
     with_experts,
@@ -93,7 +92,6 @@ SINKHORN = _option(f"{_BALANCING} sinkhorn", WRONG, _COUPLED, balances("sinkhorn
 QUANTILES = _option(f"{_BALANCING} quantile_balancing", WRONG, _COUPLED, balances("quantile_balancing"), _BALANCING)
 OTHER_BALANCING = _option(f"{_BALANCING} of another name", NOT_YET, f"{_BALANCE}it is not known here", balances(*_KNOWN, others=True), _BALANCING)
 PAGED_STASH = _option("moe_paged_stash", NOT_YET, "turn it off: it assumes the stock order of backward passes", with_experts)
-MROPE = _option("multimodal rope", NOT_YET, "use the stock schedule: positions have three components", equal_to("mrope"), "position_embedding_type")
 
 # --- modules --------------------------------------------------------------------------------------
 
@@ -121,6 +119,8 @@ ROUTES_IN_ORDER = Refusal("layer …'s router takes its routes from a queue, in 
 OTHER_MIXER = Refusal("layer …'s mixer …", "module", NOT_YET, "use Megatron's own attention, GatedDeltaNet or MambaMixer, or the stock schedule")
 OTHER_SYMBOLS = Refusal("hybrid layers …", "module", NOT_YET, "use M G * - E")
 OWN_POSTPROCESS = Refusal("…'s own _postprocess, with multi-token prediction", "module", NOT_YET, "use that of Megatron's GPTModel (verl's and mbridge's patches replace it), or the stock schedule")
+AHEAD_GIVEN = Refusal("multi-token prediction in a vision-language model", "module", NOT_YET, "build it without: the next position's input is an embedding that is given, and its positions are three")
+SPLIT_IMAGES = Refusal("…, whose context-parallel ranks share the images of a call", "module", WRONG, "freeze its vision tower, or leave context parallelism out: a rank gets no gradient of its images from rows of other ranks, so that gradients depend on which copy of an image it has")
 OTHER_AHEAD = Refusal("multi-token prediction by …", "module", NOT_YET, "use Megatron's MultiTokenPredictionLayer, or the stock schedule")
 DETERMINISTIC = Refusal("deterministic_mode with recurrent layers", "module", NOT_YET, "turn it off: its recurrences take no states")
 MAMBA_PATH = Refusal("use_mamba_mem_eff_path off", "module", NOT_YET, "turn it on: the other path takes no initial states")
@@ -135,7 +135,6 @@ OFFLOAD_OVERLAP = Refusal("memory policy offload with gradient_accumulation_fusi
 
 # --- calls ----------------------------------------------------------------------------------------
 
-DECODER_INPUT = Refusal("a model call with decoder_input", "call", NOT_YET, "give input_ids: embeddings that the trainer makes are not supported")
 INFERENCE_CONTEXT = Refusal("a model call with inference_context", "call", WRONG, "leave it out: it is for generation")
 INFERENCE_PARAMS = Refusal("a model call with inference_params", "call", WRONG, "leave it out: it is for generation")
 PADDING_MASK = Refusal("a model call's padding_mask leaves tokens out, and routers count tokens", "call", NOT_YET, "leave it out (verl's and Megatron's dynamic context parallelism set it): it keeps padding out of the routers' losses")
@@ -171,7 +170,7 @@ NOT_CAUSAL = Refusal("the attention_mask of a model call is not causal", "mask",
 NO_MASK = Refusal("a model call has no attention_mask, and the layers' attn_mask_type is arbitrary", "mask", WRONG, "give a causal one, or build the model with attn_mask_type causal")
 ODD_SLICES = Refusal("a sample has … positions on a context-parallel rank, which are not two chunks", "mask", NOT_YET, "pad samples to a multiple of …, twice the context-parallel size, and give every rank its slice of the zig-zag")
 CONTIGUOUS = Refusal("context-parallel ranks hold contiguous parts of a sample", "mask", NOT_YET, "give every rank its chunks of Megatron's zig-zag (slime: leave out --allgather-cp)")
-NO_POSITION_IDS = Refusal("the model learns positions, and a model call's position_ids are not one for every position", "mask", NOT_YET, "give them in the shape of input_ids")
+NO_POSITION_IDS = Refusal("the model looks at positions, and a model call's position_ids are not one for every position", "mask", NOT_YET, "give them in the shape of input_ids, three of them with multimodal rope")
 OTHER_POSITIONS = Refusal("position_ids of a sample do not count from 0, and the model learns positions", "mask", NOT_YET, "pack samples without padding in front")
 AHEAD_NOTHING = Refusal("a microbatch has no position for the loss of multi-token prediction", "mask", WRONG, "leave it out, or use calculate_per_token_loss or megatron-core 0.17: this one divides by zero")
 AHEAD_BEHIND = Refusal("a pack has positions behind its last sample, and labels there count for multi-token prediction", "mask", WRONG, "give them a loss_mask of zero, or an entry of cu_seqlens: Megatron does not move them by one")
@@ -223,7 +222,7 @@ PACKED_BINS_CP = Refusal("--context-parallel-size with packed bins", "Megatron-R
 FUSED_SP = Refusal("use_fused_kernels with sequence parallelism", "verl", NOT_YET, "it returns a part of the hidden states: turn one of them off")
 DYNAMIC_CP = Refusal("dynamic_context_parallel", "verl", NOT_YET, "it passes a padding_mask")
 ALLGATHER_CP = Refusal("--allgather-cp", "slime", NOT_YET, "each rank holds one contiguous part of a sample: leave it out")
-MULTIMODAL = Refusal("multimodal data", "NeMo-RL", NOT_YET, "embeddings that the trainer makes are not supported")
+MULTIMODAL = Refusal("multimodal data", "NeMo-RL", NOT_YET, "batches with images were not tried in it")
 NEMO_MTP = Refusal("policy.megatron_cfg.mtp_num_layers above 1", "NeMo-RL", NOT_YET, "use one layer of multi-token prediction")
 TREE_TRAINING = Refusal("tree training", "AReaL", NOT_YET, "it has an attention of its own, and shares already")
 SHIFTED_MASK = Refusal("the loss_mask of its model calls", "ROLL", NOT_YET, "it is over tokens, not over the positions that predict them: shift it by one")

@@ -21,7 +21,6 @@ from torch.utils import (
 
 from megatron_prefix.errors import refused
 from megatron_prefix.refusals.table import (
-    DECODER_INPUT,
     DIFFERENT_ARGUMENTS,
     EMPTY_ARGUMENT,
     INFERENCE_CONTEXT,
@@ -36,8 +35,13 @@ from megatron_prefix.refusals.table import (
 PER_POSITION = ("input_ids", "position_ids", "labels", "loss_mask")
 """Arguments of the model that have a value for every position."""
 
+EMBEDDINGS, MASK, DEEPSTACK = "decoder_input", "visual_pos_masks", "deepstack_visual_embeds"
+GIVEN = (EMBEDDINGS, MASK, DEEPSTACK)
+"""Arguments of a vision-language model's call of its language model: see given.py."""
+BLOCK = "extra_block_kwargs"
+"""Keywords for the decoder, which may hold some of them."""
+
 REFUSED = {
-    "decoder_input": DECODER_INPUT,
     "inference_context": INFERENCE_CONTEXT,
     "inference_params": INFERENCE_PARAMS,
 }
@@ -73,12 +77,18 @@ class ModelCall:
 
     def without_tensors(self) -> ModelCall:
         """The call with True for every tensor and packing."""
+        held = (*GIVEN, "packed_seq_params")
         plain = {
-            name: True if isinstance(value, Tensor) or name == "packed_seq_params" else value
+            name: True if isinstance(value, Tensor) or name in held else value
             for name, value in self.arguments.items()
-            if value is not None
+            if value is not None and name != BLOCK
         }
-        return ModelCall(self.microbatch, plain)
+        return ModelCall(self.microbatch, plain | self.others)
+
+    def given(self, name: str) -> Any:
+        """One of `GIVEN`, of the call itself or of what it hands to the decoder."""
+        found = self[name]
+        return (self[BLOCK] or {}).get(name) if found is None else found
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments.get(name)
@@ -86,8 +96,10 @@ class ModelCall:
     @property
     def others(self) -> dict[str, Any]:
         """Arguments that are about no position and go along with every segment."""
-        own = {*PER_POSITION, *REFUSED, *MASKS, "packed_seq_params"}
+        own = {*PER_POSITION, *GIVEN, *REFUSED, *MASKS, "packed_seq_params"}
         others = {n: v for n, v in self.arguments.items() if n not in own and v is not None}
+        if isinstance(block := others.get(BLOCK), dict):
+            others[BLOCK] = {name: value for name, value in block.items() if name not in GIVEN}
         # Keywords for something else: an empty dict is as good as none.
         return {n: v for n, v in others.items() if not (n.endswith("_kwargs") and v == {})}
 
@@ -135,7 +147,7 @@ def bound(
 
 
 def _versions(arguments: Mapping[str, Any]) -> tuple[int, ...]:
-    tensors = [arguments.get(name) for name in (*PER_POSITION, *MASKS)]
+    tensors = [arguments.get(name) for name in (*PER_POSITION, *MASKS, EMBEDDINGS, MASK)]
     packing = arguments.get("packed_seq_params")
     tensors += [getattr(packing, name, None) for name in ("cu_seqlens_q", "cu_seqlens_q_padded")]
     return tuple(
@@ -177,7 +189,7 @@ def check(calls: Sequence[ModelCall]) -> None:
                 raise refused(OTHER_TENSORS, name)
             if isinstance(value, dict | list | set) and not value:
                 raise refused(EMPTY_ARGUMENT, name)
-    for name in ("labels", "loss_mask"):
+    for name in ("labels", "loss_mask", EMBEDDINGS):
         if len({call[name] is None for call in calls}) > 1:
             raise refused(SOME_HAVE, name)
     for call in calls[1:]:
@@ -185,12 +197,15 @@ def check(calls: Sequence[ModelCall]) -> None:
             raise refused(DIFFERENT_ARGUMENTS, ", ".join({*call.others, *calls[0].others}))
 
 
-def layouts(calls: Sequence[ModelCall], cp_size: int) -> list[CallLayout] | None:
+def layouts(
+    calls: Sequence[ModelCall], cp_size: int, sequence_ranks: int = 1
+) -> list[CallLayout] | None:
     """Where the samples of each call are; None on a stage whose calls do not say.
 
     Args:
         calls: of one model chunk.
         cp_size: context-parallel ranks, each of which has the same share of every sample.
+        sequence_ranks: tensor-parallel ranks that share the rows of embeddings.
 
     Raises:
         CannotShare: a form of packing that is not known, or samples of no position.
@@ -198,7 +213,7 @@ def layouts(calls: Sequence[ModelCall], cp_size: int) -> list[CallLayout] | None
     ends = _sample_ends([call["packed_seq_params"] for call in calls])
     places = []
     for call, cumulated in zip(calls, ends, strict=True):
-        shape = _shape(call)
+        shape = shape_of(call, sequence_ranks)
         if cumulated is None or (shape is not None and shape[0] > 1):
             if shape is None:
                 return None
@@ -215,8 +230,10 @@ def layouts(calls: Sequence[ModelCall], cp_size: int) -> list[CallLayout] | None
     return places
 
 
-def _shape(call: ModelCall) -> torch.Size | None:
-    """[samples, positions] of a call; None if nothing in it says."""
+def shape_of(call: ModelCall, sequence_ranks: int = 1) -> torch.Size | None:
+    """[samples, positions] of a call; None if nothing in it says. See `layouts`."""
+    if (rows := call[EMBEDDINGS]) is not None:
+        return torch.Size((rows.shape[1], rows.shape[0] * sequence_ranks))
     for name in ("input_ids", "labels", "loss_mask"):
         value = call[name]
         # verl gives nested tensors, which are not packed, where no embedding reads them.

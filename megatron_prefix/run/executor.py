@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_prefix.layers.blocks.core import SegmentContext, own_runs
@@ -30,6 +29,7 @@ from megatron_prefix.plan.memory_policy import BACKWARDS_AHEAD
 from megatron_prefix.run.exchanges import Exchanges
 from megatron_prefix.run.final_states import FinalStates
 from megatron_prefix.run.forward_step_state import Settings
+from megatron_prefix.run.given import Given
 from megatron_prefix.run.inputs import SegmentInputs
 from megatron_prefix.run.losses import Losses
 from megatron_prefix.run.messages import Links
@@ -50,6 +50,7 @@ class Stage:
         called: settings of the trainer's model calls.
         has_labels: whether these have labels.
         others: their other arguments that are about no position.
+        given: what they give in the place of tokens; None: nothing.
         losses: on the last stage only.
         final: what of its decoder's output crosses data-parallel ranks; None elsewhere, and where
             nothing does.
@@ -68,6 +69,7 @@ class Stage:
     called: Settings
     has_labels: bool
     others: Mapping[str, Any]
+    given: Given | None = None
     losses: Losses | None = None
     final: FinalStates | None = None
     ledger: RouterLedger | None = None
@@ -217,12 +219,15 @@ class Executor:
 
     def _call(self, index: int, stage: Stage, received: Tensor | None) -> Any:
         """Runs the model chunk on a segment: its forward, or its forward again."""
-        get_attr_wrapped_model(stage.model, "set_input_tensor")(received)
+        stage.hooks.model.set_input_tensor(received)
         scored = self._scored(index, stage)
         context = self._context(index, stage)
         with stage.hooks.running(context, scored=scored), stage.called.autocasting():
             forward = stage.hooks.model.forward
-            return self._inputs.call(forward, index, stage.has_labels, stage.others)
+            others = dict(stage.others)
+            if stage.given is not None:
+                others |= stage.given.arguments(index)
+            return self._inputs.call(forward, index, stage.has_labels, others)
 
     def _backward(self, action: Action, stage: Stage) -> None:
         index = action.segment
@@ -247,6 +252,8 @@ class Executor:
                 else:
                     gradient = torch.zeros_like(output) if gradient is None else gradient
                     torch.autograd.backward(output, gradient)
+        if stage.given is not None:
+            stage.given.collect(index)
         if received is not None:
             if received.grad is None:
                 raise RuntimeError(f"{action}: no gradient has reached the stage's input")

@@ -96,7 +96,8 @@ class SegmentInputs:
                 those, and its answer comes back through them.
             index: the segment.
             has_labels: whether the trainer's calls have labels.
-            others: what else they have and is about no position (`runtime_gather_output`, ...).
+            others: what else they have and is about no position (`runtime_gather_output`, ...), and
+                what is given in the place of tokens.
 
         Returns:
             The model's output; on the last stage of the trainer's kind.
@@ -105,13 +106,8 @@ class SegmentInputs:
         if has_labels and (rows := self.rows[index]) is not None:
             # As many as there are hidden states in front of the output layer.
             labels = labels.index_select(1, rows.there)
-        return forward(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=None,
-            labels=labels if has_labels else None,
-            **others,
-        )
+        arguments = {"input_ids": tokens, "position_ids": positions, "attention_mask": None}
+        return forward(**arguments | {"labels": labels if has_labels else None} | dict(others))
 
     def _read_rows(
         self, flags: np.ndarray, device: torch.device, sequence_ranks: int

@@ -39,6 +39,8 @@ from megatron_prefix.refusals.table import (
 from megatron_prefix.run import calls as model_calls
 from megatron_prefix.run import masks
 from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall, layouts
+from megatron_prefix.run.given import Given
+from megatron_prefix.run.given import given as given_by
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.samples import trained_positions
 from megatron_prefix.run.suspend import Capture
@@ -67,6 +69,11 @@ class CallTokens(NamedTuple):
     positions: Numbers | None
     weights: Numbers | None = None
 
+    @property
+    def num(self) -> int:
+        """Positions of all calls on this rank."""
+        return sum(sum(layout.lengths) for layout in self.layouts)
+
 
 class ReadCalls(NamedTuple):
     """What this rank's model calls say of a step.
@@ -75,11 +82,13 @@ class ReadCalls(NamedTuple):
         first: of the first stage's calls, on that stage.
         last: of the last stage's calls, on that stage, where they are not the first's.
         routes: of the first stage's calls where routers follow them, [positions, layers, topk].
+        given: what the first stage's calls give in the place of tokens; None: nothing.
     """
 
     first: CallTokens | None
     last: CallTokens | None
     routes: Sequence[Tensor | None] = ()
+    given: Given | None = None
 
 
 def read_calls(
@@ -93,20 +102,26 @@ def read_calls(
     for chunk, model in enumerate(rank.models):
         use, calls = _check_features(rank.language_models[chunk], model), capture.calls(chunk)
         model_calls.check(calls)
-        masks.check(calls, use, counts_tokens=rank.counts_tokens)
+        masks.check(
+            calls, use, counts_tokens=rank.counts_tokens, sequence_ranks=rank.sequence_ranks
+        )
+        capture.given[chunk] = given_by(calls, rank, chunk)
     capture.check_settings()
-    first = last = None
+    first = last = given = None
     routes: list[Tensor | None] = []
     cp = rank.groups.cp
     read = functools.partial(
         read_tokens, cp_size=cp.size(), callbacks=callbacks, forward_only=forward_only,
-        cp_rank=cp.rank(), ahead=rank.predicts_further(forward_only),
+        cp_rank=cp.rank(), sequence_ranks=rank.sequence_ranks,
+        ahead=rank.predicts_further(forward_only),
     )  # fmt: skip
     if rank.is_first:
-        calls = capture.calls(0)
+        calls, given = capture.calls(0), capture.given[0]
         first = read(calls)
-        if first is None or first.tokens is None:
+        if first is None or (first.tokens is None and not (given and given.has_rows)):
             raise refused(NO_TOKENS)
+        if given is not None and (row := given.first_row(first.num)) is not None:
+            first = first._replace(positions=row)
         embedding = getattr(rank.language_models[0], "position_embedding_type", "")
         check_positions(first, cp.rank(), cp.size(), used=embedding == "learned_absolute")
         if callbacks.routes is not None and rank.has_experts and replays_routes(rank.config):
@@ -116,7 +131,7 @@ def read_calls(
         last = read(calls) if rank.looks_ahead or _tell_loss(calls, callbacks) else None
     if rank.looks_ahead and rank.is_last:
         check_ahead(first if last is None else last, rank, forward_only=forward_only)
-    return ReadCalls(first, last, routes)
+    return ReadCalls(first, last, routes, given)
 
 
 def check_ahead(known: CallTokens | None, rank: Rank, *, forward_only: bool) -> None:
@@ -166,6 +181,7 @@ def read_tokens(
     *,
     forward_only: bool = False,
     cp_rank: int = 0,
+    sequence_ranks: int = 1,
     ahead: bool = False,
 ) -> CallTokens | None:
     """Tokens, labels and loss flags of a chunk's calls, on the host; None if they say nothing.
@@ -179,7 +195,7 @@ def read_tokens(
     if not calls:  # a data-parallel rank without microbatches
         nothing = np.zeros(0, np.int64)
         return CallTokens([], nothing, nothing, nothing, None, nothing if ahead else None)
-    where = layouts(calls, cp_size)
+    where = layouts(calls, cp_size, sequence_ranks)
     if where is None:
         return None
     for call in calls:
@@ -189,7 +205,10 @@ def read_tokens(
         trained = [callbacks.trained(call) for call in calls]
     elif callbacks.samples is not None and not forward_only and all(one is None for one in trained):
         trained = trained_positions(calls, where, callbacks.samples, cp_rank, cp_size)
+    embedded = [call[model_calls.EMBEDDINGS] is not None for call in calls]
     columns = {name: [call[name] for call in calls] for name in ("input_ids", "labels")}
+    if any(embedded):  # tokens may be there, in another layout
+        columns["input_ids"] = [None] * len(calls)
     columns["trained positions"] = [None if one is None else one != 0 for one in trained]
     lengths = [sum(layout.lengths) for layout in where]
     weights = [_weights(call) for call in calls] if ahead else []

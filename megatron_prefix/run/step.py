@@ -25,6 +25,7 @@ from megatron_prefix.refusals.table import (
     SOME_ROUTES,
     STAGES_DIFFER,
 )
+from megatron_prefix.run.given import Given
 from megatron_prefix.run.read_calls import CallTokens, Numbers, ReadCalls
 from megatron_prefix.tree import Forest, Pairs, cp_layout
 from megatron_prefix.tree.ahead import told_apart
@@ -117,6 +118,7 @@ def read_step(
     known = _tell_first(calls.last, calls.first, pp, device)
     try:
         if calls.first is not None and known is not None:
+            known = _coded(known, calls.given, cp.size())
             samples = _samples(known, calls.routes, cp, device)
         elif calls.last is not None:
             samples = _samples(calls.last, (), cp, device)
@@ -187,6 +189,14 @@ def _tell_first(
     labels = next(parts) if has_labels else None
     trained = next(parts) if has_trained else None
     return _merged(first, first._replace(labels=labels, trained=trained))
+
+
+def _coded(known: CallTokens, given: Given | None, cp_size: int) -> CallTokens:
+    """What is given in the place of tokens, as tokens: a number for each position."""
+    if given is None:
+        return known
+    lengths = [cp_size * length for layout in known.layouts for length in layout.lengths]
+    return known._replace(tokens=given.codes(lengths, known.tokens))
 
 
 def _merged(first: CallTokens | None, last: CallTokens | None) -> CallTokens | None:

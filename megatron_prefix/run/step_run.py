@@ -99,6 +99,7 @@ class StepRun:
         self._reductions: Reductions | None = None
         self._communicator: Communicator | None = None
         self._ahead: StepAhead | None = None
+        self._is_behind = False  # behind the model, in what has made its inputs
 
     def run(self) -> list[Any]:
         """Runs the step; returns Megatron's `forward_data_store`."""
@@ -132,6 +133,8 @@ class StepRun:
         """Why an attempt that has failed cannot be repeated; empty if it can."""
         if self._reductions is not None and self._reductions.begun:
             return "its gradients were being reduced: turn overlap_grad_reduce off"
+        if self._is_behind:
+            return "it was in the backward of embeddings, or of a vision tower"
         if self._losses is not None and not self._losses.repeatable:
             return "it was in the trainer's loss, or the loss looks at logits"
         return ""
@@ -185,30 +188,41 @@ class StepRun:
         )  # fmt: skip
         if rank.overlaps and not forward_only:
             self._reductions = Reductions(rank, self._force_all_reduce)
-        exchanges = None
-        if self._communicator is not None:
-            forest = self._step.forest
-            scored = [segment.scored for segment in forest.segments]
-            chunks = [Carried(s.model, s.cache, s.ledger, s.final, scored) for s in stages]
-            exchanges = Exchanges(forest, self._communicator, chunks, rank.device, forward_only)
+        exchanges = self._exchanges(stages)
+        behind = [] if forward_only else self._capture.behind()
         executor = Executor(
             plan, stages, inputs, links, forward_only,
             self._schedule.watch or (report.stopwatch.timing if report.stopwatch else None),
-            # Gradients are reduced after the last exchange: ranks must not wait for both.
-            offloader, None if exchanges else self._reductions, exchanges,
+            # Gradients are reduced after the last exchange, as ranks must not wait for both, and
+            # after what goes on behind embeddings that were given.
+            offloader, None if exchanges or behind else self._reductions, exchanges,
         )  # fmt: skip
         embedding = clear_embedding_activation_buffer(config, rank.models, stages[-1].is_last)
         with contextlib.nullcontext() if forward_only else _no_sync(rank):
             executor.run(rank.stage)
+            self._is_behind = bool(behind)
+            for one in behind:
+                one.backward()
         report.crossed = exchanges.crossed if exchanges is not None else None
         report.cache_bytes = sum(stage.cache.peak_bytes for stage in stages)
         return embedding
+
+    def _exchanges(self, stages: list[Stage]) -> Exchanges | None:
+        """With other data-parallel ranks; None without."""
+        if self._communicator is None:
+            return None
+        forest = self._step.forest
+        scored = [segment.scored for segment in forest.segments]
+        chunks = [Carried(s.model, s.cache, s.ledger, s.final, scored) for s in stages]
+        device = self._rank.device
+        return Exchanges(forest, self._communicator, chunks, device, self._forward_only)
 
     def _stages(self, plan: Plan, offloader: Offloader | None) -> list[Stage]:
         """The rank's model chunks with hooks and sidecars; the last stage's has the losses."""
         cp = self._rank.groups.cp
         exchange = Exchange(cp) if cp.size() > 1 else None
         stages = []
+        self._capture.begin(self._step.forest)
         for chunk, model in enumerate(self._rank.models):
             hooks, number = install(model, self._config.kernel), plan.stage(self._rank.stage, chunk)
             steps = self._capture.steps[chunk]
@@ -225,7 +239,7 @@ class StepRun:
             stage = Stage(
                 model, hooks, self._cache(plan, chunk, hooks, exchange, offloader),
                 number == 0, number == plan.num_stages - 1, called,
-                call["labels"] is not None, call.others,
+                call["labels"] is not None, call.others, self._capture.given[chunk],
             )  # fmt: skip
             if stage.is_last and self._losses is not None:  # memory ran out in an attempt before
                 self._losses.begin_again()

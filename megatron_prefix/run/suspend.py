@@ -28,7 +28,7 @@ import greenlet
 import torch
 
 from megatron_prefix.errors import DataEnded, UserError, refused
-from megatron_prefix.megatron.install import intercepted
+from megatron_prefix.megatron.install import intercepted, vision_tower
 from megatron_prefix.moe import versions
 from megatron_prefix.refusals.table import (
     DIFFERENT_AUTOCAST,
@@ -42,9 +42,12 @@ from megatron_prefix.refusals.table import (
 from megatron_prefix.run import forward_step_state
 from megatron_prefix.run.calls import ModelCall, bound
 from megatron_prefix.run.forward_step_state import Settings, Swap, fixed, quantises
+from megatron_prefix.run.given import Given
 from megatron_prefix.run.loss_variables import LossVariables
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.samples import RecordingIterator
+from megatron_prefix.run.tower import TowerOnce
+from megatron_prefix.tree import Forest
 
 _running: SuspendedStep | None = None
 
@@ -52,6 +55,11 @@ _running: SuspendedStep | None = None
 def running() -> SuspendedStep | None:
     """The forward step whose code runs now; None outside of all."""
     return _running
+
+
+def _number() -> int:
+    """The microbatch whose forward step runs now; -1 outside of all."""
+    return -1 if _running is None else _running.number
 
 
 class SuspendedStep:
@@ -185,6 +193,8 @@ class Capture:
 
     Attributes:
         steps: per model chunk the suspended forward steps in the trainer's order.
+        given: per model chunk what their calls give in the place of tokens, once they are read.
+        towers: vision towers, each of which runs once an image.
     """
 
     def __init__(
@@ -204,6 +214,8 @@ class Capture:
             given = [RecordingIterator(one) if hasattr(one, "__next__") else one for one in given]
         self._iterators = given if many else given * len(rank.models)
         self.steps: list[list[SuspendedStep]] = [[] for _ in rank.models]
+        self.given: list[Given | None] = [None] * len(rank.models)
+        self.towers: list[TowerOnce] = []
         self._stack, self._loss_variables = contextlib.ExitStack(), LossVariables(forward_step)
         self._left = [deque[SuspendedStep]() for _ in rank.models]
 
@@ -212,6 +224,8 @@ class Capture:
             self._forks = stack.enter_context(forward_step_state.watched_forks())
             for model in self._rank.models:
                 stack.enter_context(intercepted(model, _intercepting))
+                if (tower := vision_tower(model)) is not None:
+                    self.towers.append(stack.enter_context(TowerOnce(tower, _number).running()))
             self._stack = stack.pop_all()
         return self
 
@@ -275,6 +289,18 @@ class Capture:
         if any(step.changes_training for step in steps):
             raise refused(TRAINING_MODE)
 
+    def begin(self, forest: Forest) -> None:
+        """Begins to run segments, or begins again, with what is given in the place of tokens."""
+        for given in filter(None, self.given):
+            given.prepare(forest)
+        for tower in self.towers:
+            tower.begin()
+
+    def behind(self) -> list[Given | TowerOnce]:
+        """What goes on behind the models' inputs when all segments are through, in that order."""
+        trained = [given for given in self.given if given is not None and given.trains]
+        return [*trained, *self.towers] if trained else []
+
     def forget_arguments(self) -> None:
         """Drops the tensors of all calls, once they are read."""
         for step in itertools.chain(*self.steps):
@@ -284,6 +310,7 @@ class Capture:
         """A `forward_step_func` for the stock schedule: the suspended steps go on, in order, and
         those that have not begun begin."""
         chunk = next(i for i, one in enumerate(self._rank.models) if one is model)
+        self.given[chunk] = None
         if self._left[chunk]:
             return self._left[chunk].popleft().run_model()
         return self._forward_step(self._iterators[chunk], model)

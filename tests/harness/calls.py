@@ -86,20 +86,24 @@ class Trainer:
         multiple = form.pad * (2 * layout.cp if layout.cp > 1 else 1)
         if layout.sequence_parallel:
             multiple *= layout.tp
-        some = iter(samples(seed, sum(form.sizes)))
+        some = iter(self.samples(seed, sum(form.sizes)))
         self.batches = [
-            self._batch([next(some) for _ in range(size)], number, multiple)
+            self.batch_of([next(some) for _ in range(size)], number, multiple)
             for number, size in enumerate(form.sizes)
         ]
         self.order: list[int] = []
         self.reads = 0
         self.ended: list[int] = []
 
-    def _batch(self, members: Sequence[Any], number: int, multiple: int) -> dict[str, Any]:
-        form, longest = self.form, max(len(tokens) for tokens, _ in members)
+    def samples(self, seed: int, num: int) -> list[Any]:
+        """Tokens and trained flags of rollouts; see `samples`."""
+        return samples(seed, num)
+
+    def batch_of(self, members: Sequence[Any], number: int, multiple: int) -> dict[str, Any]:
+        form, longest = self.form, max(len(tokens) for tokens, *_ in members)
         columns: dict[str, list[np.ndarray]] = {"tokens": [], "labels": [], "loss_mask": []}
         lengths, true = [], []
-        for tokens, trained in members:
+        for tokens, trained, *_ in members:
             length = len(tokens) - 1 if form.packed else longest - 1
             length = -(-length // multiple) * multiple
             pad = length - (len(tokens) - 1)
@@ -165,7 +169,7 @@ class Trainer:
             given["packed_seq_params"] = self._packing(batch)
         try:
             output = model(**given)
-            return output, self._loss(batch)
+            return output, self.loss_of(batch)
         finally:
             self.ended.append(batch["number"])
 
@@ -180,7 +184,7 @@ class Trainer:
             max_seqlen_kv=max(batch["lengths"]),
         )  # fmt: skip
 
-    def _loss(self, batch: dict[str, Any]) -> Callable[[Any], Any]:
+    def loss_of(self, batch: dict[str, Any]) -> Callable[[Any], Any]:
         def loss_func(output: Any) -> Any:
             self.order.append(batch["number"])
             nll = output

@@ -195,7 +195,7 @@ def build_chunk(recipe: _Recipe, stage: int) -> Any:
     if recipe.config.params_dtype == torch.float64:
         _keep_float64(model, recipe.spec)
     if recipe.exact:
-        model.compute_language_model_loss = types.MethodType(_exact_loss, model)
+        model.compute_language_model_loss = types.MethodType(exact_loss, model)
     return chunk
 
 
@@ -236,7 +236,7 @@ def _gpt_model(recipe: _Recipe, vp_stage: int | None, options: dict[str, Any]) -
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     spec = recipe.spec
-    block = _block_spec(recipe.config, recipe.engine, vp_stage)
+    block = block_spec(recipe.config, recipe.engine, vp_stage)
     return GPTModel(
         recipe.config,
         block,
@@ -248,7 +248,7 @@ def _gpt_model(recipe: _Recipe, vp_stage: int | None, options: dict[str, Any]) -
     )
 
 
-def _exact_loss(model: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+def exact_loss(model: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Replaces LanguageModule.compute_language_model_loss: [b, s], [s, b, V/tp] -> [b, s]."""
     return -vocab_parallel_log_probs(logits, labels, model.pg_collection.tp)
 
@@ -264,7 +264,7 @@ def _keep_float64(model: Any, spec: ModelSpec) -> None:
             keep_float64(layer.mlp.router)
 
 
-def _block_spec(config: Any, engine: bool, vp_stage: int | None) -> Any:
+def block_spec(config: Any, engine: bool, vp_stage: int | None) -> Any:
     """The layers of one chunk; local ones allow packing, sequence and context parallelism."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 

@@ -215,7 +215,7 @@ def _hidden(length: int, rank: int, size: int, device: torch.device) -> torch.Te
     return (torch.arange(length, device=device) > held[:, None])[None, None]
 
 
-class _Float64Kept(TorchFunctionMode):
+class Float64Kept(TorchFunctionMode):
     """Makes casts of float64 to float32 do nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -240,7 +240,7 @@ def keep_float64(module: Any) -> None:
     stock = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _Float64Kept():
+        with Float64Kept():
             return stock(*args, **kwargs)
 
     module.forward = forward

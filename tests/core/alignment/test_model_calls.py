@@ -377,7 +377,7 @@ def refusal(change: str, mode: str) -> str:
         if change == "two calls":
             output = model(**given)
         model.train()
-        return output, trainer._loss(batch)
+        return output, trainer.loss_of(batch)
 
     trainer.step = step  # type: ignore[method-assign]
     try:

@@ -89,8 +89,6 @@ def option(name: str) -> tuple[str, Any, bool]:
     """What to set on the config for a line of the table, and whether it needs experts."""
     if name in BALANCING:
         return "moe_router_load_balancing_type", BALANCING[name], True
-    if name == "multimodal rope":
-        return "position_embedding_type", "mrope", False
     attribute = name.partition(" ")[0]
     return attribute, VALUES[attribute], name.startswith("moe_")
 
@@ -173,9 +171,11 @@ def test_steps_with_other_arguments_are_never_called(
     assert caught.value.refusal is refusal and not calls
 
 
-def test_multimodal_positions_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rotary_embedding_of_another_kind_is_refused(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(unwrap(model), "position_embedding_type", "mrope")
-    with pytest.raises(UserError, match="multimodal rope: use the stock schedule"):
+    with pytest.raises(UserError, match="rotary embedding RotaryEmbedding: "):
         install(model)
 
 

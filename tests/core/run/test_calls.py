@@ -74,7 +74,10 @@ def test_labels_alone_say_the_shape() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"decoder_input": torch.zeros(4, 1, 8)}, "decoder_input: give input_ids"),
+        (
+            {"decoder_input": torch.zeros(4, 1, 8)},
+            "model calls of the step have decoder_input",
+        ),
         ({"inference_context": object()}, "inference_context: leave it out"),
         ({"inference_params": object()}, "inference_params"),
         ({"output_processor_context": {"x": torch.zeros(3)}}, "which has tensors"),

@@ -1,0 +1,116 @@
+"""Vision-language models: the classes that trainers build them of, and how they call their parts.
+
+The language model is the module that owns the decoder (install.py); a class of its own has a
+forward of its own, and a line here if that gives every position to the decoder as Megatron's does.
+Rotary tables are made by the model from the positions that it is called with, so a class is in
+`ROTARY` if a row of its table depends on that position's numbers alone.  [pure]
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from megatron_prefix.layers.kind import owner
+
+_BRIDGE = "megatron.bridge.models"
+_QWEN3 = f"{_BRIDGE}.qwen_vl.modelling_qwen3_vl"
+
+
+class Family(NamedTuple):
+    """A class of language model with a forward of its own.
+
+    Attributes:
+        forward: the class that defines it.
+        used_by: what it belongs to.
+        positions_first: the mask of images' positions is [positions, samples] instead of [samples,
+            positions].
+    """
+
+    forward: str
+    used_by: str
+    positions_first: bool = False
+
+
+FAMILIES = (
+    Family(f"{_QWEN3}.text_model.Qwen3VLGPTModel", "Megatron-Bridge's Qwen3-VL and Qwen3.5"),
+    Family("mbridge.models.qwen3_vl.gpt_model.Qwen3VLGPTModel", "mbridge's Qwen3-VL"),
+    Family("mcore_bridge.model.gpt_model.GPTModel", "ms-swift's models", positions_first=True),
+)
+"""Another class adds its line; those with Megatron's own GPTModel inside need none."""
+ROTARY = {
+    "megatron.core.models.common.embeddings.rotary_pos_embedding.MultimodalRotaryEmbedding",
+    f"{_QWEN3}.rope.Qwen3VLMultimodalRotaryEmbedding",
+    "mbridge.models.qwen3_vl.rope_utils.Qwen3VLMultimodalRotaryEmbedding",
+    "mbridge.models.qwen3_5.rope_utils.Qwen3VLMultimodalRotaryEmbedding",
+}
+"""Classes of rotary embeddings that are called with three positions a token."""
+_HF = "transformers.models"
+TOWERS = {
+    f"{_HF}.qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel",
+    f"{_HF}.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel",
+    f"{_HF}.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel",
+    f"{_HF}.qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeVisionModel",
+    f"{_HF}.qwen3_5.modeling_qwen3_5.Qwen3_5VisionModel",
+    f"{_HF}.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeVisionModel",
+    f"{_HF}.glm4v.modeling_glm4v.Glm4vVisionModel",
+    f"{_HF}.glm4v_moe.modeling_glm4v_moe.Glm4vMoeVisionModel",
+    f"{_QWEN3}.vision_model.Qwen3VLVisionModel",
+    "mbridge.models.qwen2_5_vl.vision_model.Qwen2_5VisionModel",
+    "mbridge.models.qwen3_vl.vision_model.Qwen3VLVisionModel",
+}
+"""Classes of vision towers that are called with patches and grids of images, and in which an image
+sees itself alone; they run once an image (run/tower.py), others once a call."""
+SPLIT_IMAGES = {
+    "mbridge.models.qwen3_vl.model.Qwen3VLModel",
+    "mbridge.models.qwen3_5.model.Qwen3_5VLModel",
+}
+"""Models whose context-parallel ranks share the images of a call, and do not add up what their rows
+send to these (`AllGatherVisionEmbeddings` in mbridge's core utilities)."""
+_SET_BY = {"mrope_forward_thd_cp": "mbridge.models.qwen2_5_vl.rope_utils"}
+"""Functions that models set as the forward of such a module, and where they are from."""
+
+
+def family(model: Any) -> Family | None:
+    """A language model's line of the table; None for Megatron's own classes, and unknown ones."""
+    found = owner_of_class(model)
+    return next((one for one in FAMILIES if one.forward == found), None)
+
+
+def owner_of_class(model: Any) -> str:
+    """The class that defines a model's forward, whatever its instance has at the moment."""
+    for base in type(model).__mro__:
+        if "forward" in vars(base):
+            return f"{base.__module__}.{base.__qualname__}"
+    return ""
+
+
+def positions_first(model: Any) -> bool:
+    """See `Family`."""
+    found = family(model)
+    return found is not None and found.positions_first
+
+
+def is_multimodal(model: Any) -> bool:
+    """Whether a language model's rotary table is made from three positions a token."""
+    attends = not getattr(model.config, "multi_latent_attention", False)
+    return attends and getattr(model, "position_embedding_type", "") == "mrope"
+
+
+def length_scaling(model: Any) -> str | None:
+    """The rope_type by which a model makes its rotary table anew for the length of every call
+    (ms-swift's, of Hugging Face's configs); None: it does not."""
+    kind = (getattr(model, "hf_rope_scaling", None) or {}).get("rope_type")
+    return kind if kind in ("dynamic", "longrope") else None
+
+
+def knows_rotary(module: Any) -> bool:
+    """Whether a rotary embedding is one of `ROTARY`."""
+    set_by_model = vars(module).get("forward")
+    if set_by_model is None:
+        return owner(module, "forward") in ROTARY
+    function = getattr(set_by_model, "__func__", set_by_model)
+    name = getattr(function, "__name__", "")
+    if _SET_BY.get(name, "") == getattr(function, "__module__", ""):
+        return True
+    # Its own again (mbridge's Qwen2.5-VL puts it back for rows).
+    return any(vars(base).get("forward") is function for base in type(module).__mro__)

@@ -1,0 +1,217 @@
+"""Vision-language models: positions of three rows, embeddings in place of tokens, rows that layers
+add; in every layout against the stock schedule."""
+
+from __future__ import annotations
+
+import traceback
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.numerics import assert_close, tolerance
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.megatron.install import language_model
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.harness import hybrid, vision
+from tests.harness.calls import Form, run_step
+from tests.harness.ranks import run_ranks
+
+CONFIG = {"min_gain": 0, "segment_tokens": 24, "chunk_tokens": 8, "kernel": "math"}
+SIZES = (3, 4, 2, 4, 3)
+PACKED, PADDED = Form(sizes=SIZES), Form(sizes=SIZES, pad=4)
+ROWS, SINGLE = Form(packed=False, sizes=SIZES), Form(packed=False, sizes=(1,) * 9)
+QWEN3 = "Megatron-Bridge, Qwen3-VL"
+
+
+class Case(NamedTuple):
+    """What is special about a step.
+
+    Attributes:
+        form: of the model calls.
+        model: see tests/harness/vision.py.
+        build: options of the model.
+        prefix: options of the schedule.
+        images: whether there are any.
+        forward_only: without gradients.
+        splits: ranks share the images of a call, so that their runs are not counted.
+    """
+
+    form: Form = PACKED
+    model: str = QWEN3
+    build: Any = MappingProxyType({})
+    prefix: Any = MappingProxyType({})
+    images: bool = True
+    forward_only: bool = False
+    splits: bool = False
+
+
+RECURRENT = Case(ROWS, "mbridge, GLM-4V", build={"spec": hybrid.GDN})
+OVERLAP = Case(build={"overlap_grad_reduce": True, "bucket_size": 5000})
+TIED = Case(build={**OVERLAP.build, "tied": True})
+EXPERTS = Case(
+    PADDED,
+    build={
+        "spec": "tiny-moe",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.05,
+        "moe_z_loss_coeff": 0.01,
+    },
+)
+KINDS = {name: Case(model=name) for name in vision.KINDS}
+ONE = {
+    **KINDS,
+    "rows": Case(ROWS),
+    "rows, positions first": Case(SINGLE, "mcore-bridge, Qwen3-VL"),
+    "text": Case(images=False),
+    "text in rows": Case(ROWS, "Megatron-Bridge, Qwen2.5-VL", images=False),
+    "experts": EXPERTS,
+    "recurrent layers": RECURRENT,
+    "recurrent layers, text": RECURRENT._replace(images=False),
+    "frozen tower": Case(build={"freeze": True}),
+    "logits": Case(Form(sizes=SIZES, logits=True, pad=4)),
+    "no mask": Case(Form(sizes=SIZES, mask=False, pad=4)),
+    "forward only": Case(Form(sizes=SIZES, logits=True), forward_only=True),
+    "recompute": Case(prefix={"memory": "recompute"}),
+    "recomputed layers": Case(
+        model="mbridge, GLM-4V", build={"recompute": "full"}, prefix={"memory": "recompute"}
+    ),
+    "offload": Case(prefix={"memory": "offload"}),
+    "overlap": OVERLAP,
+}
+ACROSS = Case(prefix={"across_ranks": "on"})
+EVERY = {name: case._replace(form=PADDED) for name, case in KINDS.items()}
+SHARDED = {
+    **EVERY,
+    "frozen tower": Case(PADDED, build={"freeze": True}),
+    "recompute": Case(PADDED, prefix={"memory": "recompute"}),
+    "text": Case(PADDED, images=False),
+    "recurrent layers": RECURRENT._replace(form=Form(packed=False, sizes=SIZES, pad=4)),
+}
+IN_ROWS = {name: case._replace(form=ROWS) for name, case in KINDS.items() if "mcore" not in name}
+JOBS = {
+    "one rank": (Layout(), ONE),
+    "TP2": (Layout(tp=2), EVERY),
+    "TP2 SP": (Layout(tp=2, sequence_parallel=True), SHARDED),
+    "PP2": (
+        Layout(pp=2),
+        {**EVERY, "rows": Case(ROWS), "text": Case(images=False), "recurrent layers": RECURRENT},
+    ),
+    "TP2 SP PP2": (Layout(tp=2, pp=2, sequence_parallel=True), {"packed": Case(PADDED)}),
+    "CP2": (
+        Layout(cp=2),
+        {**IN_ROWS, "recompute": Case(ROWS, prefix={"memory": "recompute"}),
+         "positions first": Case(SINGLE, "mcore-bridge, Qwen3-VL"),
+         "text": Case(ROWS, images=False)},
+    ),
+    "CP2 TP2 SP": (Layout(cp=2, tp=2, sequence_parallel=True), {"rows": Case(SINGLE)}),
+    "CP2 PP2": (Layout(cp=2, pp=2), {"sliced": Case(ROWS, "mbridge, Qwen3-VL"), "cut": Case(ROWS)}),
+    "DP2": (
+        Layout(dp=2),
+        {"packed": Case(), "overlap": OVERLAP, "tied": TIED, "across": ACROSS,
+         "across, text": ACROSS._replace(images=False)},
+    ),
+    "EP2": (Layout(ep=2, dp=2), {"experts": EXPERTS}),
+    "DP2 PP2": (Layout(dp=2, pp=2), {"across": ACROSS}),
+}  # fmt: skip
+
+
+def compare(case: Case, layout: Layout) -> None:
+    """Ours against the stock schedule on the same calls."""
+    from megatron.core import parallel_state
+
+    chunks = vision.build(case.model, layout, **case.build)
+    assert language_model(chunks[0]) is chunks[0].module.language_model
+    dealt = parallel_state.get_data_parallel_rank(), layout.dp
+    stock, ours = (vision.Trainer(case.form, 3, layout, case.images, dealt) for _ in range(2))
+    schedule = PrefixSchedule(PrefixConfig(**{**CONFIG, **case.prefix}))
+    options = {"forward_only": case.forward_only}
+    counted = vision.Counted(chunks[0].module.vision_model)
+    with torch.no_grad() if case.forward_only else torch.enable_grad():
+        expected, gradients = run_step(stock_schedule(), stock, chunks, **options)
+        asked = counted.rows
+        if "overlap_grad_reduce" in case.build:  # what backwards give is known from the second on
+            run_step(schedule, vision.Trainer(case.form, 3, layout, case.images, dealt), chunks)
+        counted.rows = 0
+        found, own = run_step(schedule, ours, chunks, **options)
+    again = not (case.build.get("freeze") or case.forward_only)
+    every, different = ours.num_patches
+    if not case.splits:
+        assert every * counted.rows == (1 + again) * different * asked
+    assert counted.rows < asked or not asked or case.splits
+    assert schedule.report is not None and schedule.report.decision.share
+    forest = schedule.report.forest
+    if case.prefix.get("across_ranks"):
+        assert forest.exchanges
+    assert forest.executed_tokens < 0.9 * forest.raw_tokens
+    num = sum(batch["tokens"].numel() for batch in ours.batches) * layout.cp
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_close(mine["nll"], theirs["nll"], num)
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        error = float((own[name] - gradient).abs().max())
+        scale = max(float(gradient.abs().max()), 0.01 * largest)
+        limit = tolerance(torch.float64, num) * scale
+        assert error <= limit, f"{name}: {error:.2e} exceeds {limit:.2e}"
+        trained = not (case.build.get("freeze") or case.forward_only or not case.images)
+        assert float(gradient.abs().max()) > 0 or not trained or "vision" not in name, name
+
+
+def run_cases(layout: Layout, cases: dict[str, Case]) -> dict[str, str]:
+    """A rank's part of a job: what went wrong in each case, "" for nothing."""
+    runtime.initialize(layout)
+    found = {}
+    for name, case in cases.items():
+        try:
+            compare(case, layout)
+            found[name] = ""
+        except Exception:  # noqa: BLE001  # the case fails, and the next one tells its own story
+            found[name] = traceback.format_exc()
+    runtime.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("job", list(JOBS))
+def test_steps_are_the_stock_schedules(job: str) -> None:
+    layout, cases = JOBS[job]
+    size = layout.tp * layout.pp * layout.cp * layout.dp
+    failures = {
+        f"{name}, rank {rank}": text
+        for rank, found in enumerate(run_ranks(size, run_cases, layout, cases))
+        for name, text in found.items()
+        if text
+    }
+    assert not failures, "\n".join(f"{name}:\n{text}" for name, text in failures.items())
+
+
+def fall_back(layout: Layout) -> str:
+    """What is wrong with a step that the stock schedule takes after all, "" for nothing."""
+    runtime.initialize(layout)
+    try:
+        for overlap in (False, True):
+            chunks = vision.build(QWEN3, layout, overlap_grad_reduce=overlap)
+            stock, ours = (vision.Trainer(PACKED, 3, layout) for _ in range(2))
+            _, gradients = run_step(stock_schedule(), stock, chunks)
+            schedule = PrefixSchedule(PrefixConfig(**{**CONFIG, "mode": "auto", "min_speedup": 99}))
+            _, own = run_step(schedule, ours, chunks)
+            assert schedule.report is not None and not schedule.report.decision.share
+            largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+            for name, gradient in gradients.items():
+                scale = max(float(gradient.abs().max()), 0.01 * largest)
+                error = float((own[name] - gradient).abs().max())
+                assert error <= tolerance(torch.float64, 400) * scale, name
+        return ""
+    except Exception:  # noqa: BLE001
+        return traceback.format_exc()
+    finally:
+        runtime.shutdown()
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2), Layout(dp=2)], ids=str)
+def test_the_stock_schedule_can_still_take_a_step(layout: Layout) -> None:
+    found = run_ranks(layout.world_size, fall_back, layout)
+    assert not any(found), "\n".join(found)

@@ -1,0 +1,143 @@
+"""Classes of vision-language models that are taken, and what of them is refused."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from megatron.core.transformer.attention import SelfAttention
+from torch import nn
+
+from megatron_prefix.errors import CannotShare
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.layers import attention
+from megatron_prefix.megatron import families, features
+from megatron_prefix.megatron.install import install, language_model, uninstall, vision_tower
+from tests.harness.one_rank import one_rank, small_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+def named(full: str, *bases: type, **members: Any) -> type:
+    """A class of that full name with a forward of its own."""
+    module, _, name = full.rpartition(".")
+    own = {"__module__": module, "__qualname__": name, **members}
+
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        return bases[0].forward(self, *args, **named)
+
+    own.setdefault("forward", forward)
+    return types.new_class(name, bases, {}, lambda space: space.update(own))
+
+
+@pytest.mark.parametrize("line", families.FAMILIES, ids=lambda line: line.forward)
+def test_known_language_models_are_taken(line: families.Family) -> None:
+    model = small_model(wrap_ddp=False)
+    model.__class__ = named(line.forward, type(model))
+    assert families.family(model) is line
+    assert families.positions_first(model) == line.forward.startswith("mcore_bridge.")
+    install(model)
+    uninstall(model)
+
+
+def test_unknown_ones_are_not() -> None:
+    model = small_model(wrap_ddp=False)
+    model.__class__ = named("someone.elses.GPTModel", type(model))
+    with pytest.raises(CannotShare, match="GPTModel, which has a forward of its own"):
+        install(model)
+
+
+@pytest.mark.parametrize("full", sorted(attention.FORWARDS - {attention.MEGATRON}))
+def test_known_attention_is_taken(full: str) -> None:
+    """But for one that computes Megatron's local attention itself, in the place of its core."""
+    model = small_model(wrap_ddp=False)
+    for layer in model.decoder.layers:
+        layer.self_attention.__class__ = named(full, SelfAttention)
+    if full in attention.PASSED_OVER:
+        with pytest.raises(CannotShare, match="layer 0's core attention LocalAttention"):
+            install(model)
+        return
+    install(model)
+    uninstall(model)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_rotary_embeddings(known: bool) -> None:
+    model = small_model(wrap_ddp=False)
+    model.position_embedding_type = "mrope"
+    full = sorted(families.ROTARY)[0] if known else "someone.elses.Rotary"
+    model.rotary_pos_emb.__class__ = named(full, nn.Module)
+    reasons = [reason.refusal.name for reason in features.rotary_refusals(model)]
+    assert reasons == ([] if known else ["rotary embedding …"])
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn"])
+def test_tables_that_depend_on_the_length_of_a_call(kind: str) -> None:
+    model = small_model(wrap_ddp=False)
+    model.hf_rope_scaling = {"rope_type": kind}
+    reasons = [reason.text for reason in features.rotary_refusals(model)]
+    assert bool(reasons) == (kind != "yarn") and all(kind in one for one in reasons)
+
+
+def test_a_forward_that_models_set_themselves() -> None:
+    rotary = named("megatron.core.X", nn.Module)()
+    assert not families.knows_rotary(rotary)
+
+    def mrope_forward_thd_cp(self: Any) -> None:
+        """As mbridge's Qwen2.5-VL sets it for packs."""
+
+    mrope_forward_thd_cp.__module__ = "mbridge.models.qwen2_5_vl.rope_utils"
+    rotary.forward = types.MethodType(mrope_forward_thd_cp, rotary)
+    assert families.knows_rotary(rotary)
+    mrope_forward_thd_cp.__module__ = "someone.elses"
+    assert not families.knows_rotary(rotary)
+
+
+def test_multimodal_positions_of_latent_attention_are_plain() -> None:
+    model = small_model(wrap_ddp=False)
+    assert not families.is_multimodal(model)
+    model.position_embedding_type = "mrope"
+    assert families.is_multimodal(model)
+    model.config.multi_latent_attention = True
+    assert not families.is_multimodal(model)
+
+
+class Wrapper(nn.Module):
+    """As vision-language models are: a tower and a language model."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.language_model = small_model(wrap_ddp=False)
+        self.config, self.vision_model = self.language_model.config, tower
+
+    @property
+    def decoder(self) -> Any:
+        """The language model's."""
+        return self.language_model.decoder
+
+
+def test_towers_are_found_by_their_class() -> None:
+    full = "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel"
+    tower = named(full, nn.Linear)(2, 2)
+    model = Wrapper(tower)
+    assert vision_tower(model) is tower
+    assert language_model(model) is unwrap(model.language_model)
+    model = Wrapper(nn.Linear(2, 2))
+    assert vision_tower(model) is None
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_images_that_ranks_share_without_adding_up(frozen: bool, size: int) -> None:
+    model = Wrapper(nn.Linear(2, 2).requires_grad_(not frozen))
+    model.__class__ = named(sorted(families.SPLIT_IMAGES)[0], Wrapper)
+    model.config.context_parallel_size = size
+    refused = [reason.text for reason in features.image_refusals(model)]
+    assert bool(refused) == (size > 1 and not frozen)
+    assert all("context-parallel ranks share the images of a call" in one for one in refused)
