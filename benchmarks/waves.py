@@ -54,7 +54,7 @@ def row(name: str, folder: Path, args: argparse.Namespace, pp: int, shuffle: boo
 
     def judge(forest: Forest, _: object, plan: Plan) -> Verdict:
         nonlocal stock, limit
-        heaviest = heaviest_stock_plan(forest, owners, pp)
+        heaviest = heaviest_stock_plan(forest, [owners], pp)
         stock = max(one.peak for one in predict_memory(heaviest, footprint))
         limit = limit_of(stock, static)
         chosen = automatic(plan, footprint, cost, Rates(1.0, 1.0), limit, False)

@@ -37,6 +37,7 @@ class JointForest:
         union: all forests as one; rollouts are numbered on from one forest to the next, and so are
             microbatches unless the forests are ordered.
         union_microbatch_of: the microbatch of each rollout of the union.
+        microbatches_of: per forest the microbatch of each of its own rollouts.
         lengths: per place of the union the positions of every forest's segment.
         spans: per place of the union the most spans of a forest's segment.
         sent: per place of the union the most that a forest's segment sends; empty: nothing.
@@ -46,6 +47,7 @@ class JointForest:
     microbatch_of: tuple[int, ...]
     union: Forest
     union_microbatch_of: tuple[int, ...]
+    microbatches_of: tuple[tuple[int, ...], ...]
     lengths: tuple[tuple[int, ...], ...]
     spans: tuple[int, ...]
     sent: tuple[Sent, ...] = ()
@@ -56,7 +58,12 @@ class JointForest:
         owners, segments = tuple(microbatch_of), forest.segments
         lengths = tuple((segment.padded_length,) for segment in segments)
         spans = tuple(len(segment.spans) for segment in segments)
-        return cls(forest, owners, forest, owners, lengths, spans, _sent([forest]))
+        return cls(forest, owners, forest, owners, (owners,), lengths, spans, _sent([forest]))
+
+    @property
+    def num_pipelines(self) -> int:
+        """Pipelines that run together."""
+        return len(self.microbatches_of)
 
     @property
     def even(self) -> bool:
@@ -92,6 +99,7 @@ def joint_forest(
             windows=(0,) * len(nodes) if crossing else (),
         ),
         tuple(_numbered(microbatches_of, ordered)),
+        tuple(map(tuple, microbatches_of)),
         tuple(
             tuple(f.segments[index].padded_length for f in filled) for index in range(len(nodes))
         ),

@@ -27,7 +27,7 @@ from megatron_prefix.plan.stock_plan import heaviest_stock_plan, limit_of
 from megatron_prefix.run import oom_retry
 from megatron_prefix.run.oom_retry import Result, Rewind
 from megatron_prefix.run.rank import Rank
-from megatron_prefix.tree import Forest, Place, Segment, Span
+from megatron_prefix.tree import Place, Segment, Span
 
 STEPS_ASKED, STEPS_BETWEEN = 3, 50
 """Training steps, first of all and later on, in which all ranks say how much memory is free. The
@@ -114,7 +114,7 @@ class MemoryControl:
         numbers = _least([measured.flops, measured.link], rank.waiting, rank.device)
         return Rates(*map(_rounded, numbers))
 
-    def limited(self, plan: Plan, forest: Forest, owners: Sequence[int], rank: Rank) -> Plan:
+    def limited(self, plan: Plan, joint: JointForest, rank: Rank) -> Plan:
         """The plan with policies that keep the limit, by memory "auto"; sets `limit`.
 
         Without a budget the limit is the predicted peak of Megatron's own schedule on the same
@@ -123,11 +123,10 @@ class MemoryControl:
 
         Args:
             plan: of the step, on segments as long as on the longest rank.
-            forest: of the step, of all ranks that share experts.
-            owners: the microbatch of each of its rollouts.
+            joint: the step, of all ranks that share experts.
             rank: that runs it.
         """
-        self.limit = self._limit(forest, owners, rank)
+        self.limit = self._limit(joint, rank)
         if self._config.memory != "auto" or self._config.plan_file:
             return plan
         may_offload = self._config.memory_budget is not None and not any(
@@ -138,13 +137,13 @@ class MemoryControl:
         )
         return replace(plan, policies=policies)
 
-    def _limit(self, forest: Forest, owners: Sequence[int], rank: Rank) -> float:
+    def _limit(self, joint: JointForest, rank: Rank) -> float:
         if self._config.memory_budget is not None:
             return self._config.memory_budget
-        plan = heaviest_stock_plan(forest, owners, rank.num_stages, len(rank.models))
+        plan = heaviest_stock_plan(
+            joint.union, joint.microbatches_of, rank.num_stages, len(rank.models)
+        )
         stock = max(one.peak for one in predict(plan, self._before_settled(rank)))
-        if forest.ordered and rank.experts is not None:
-            stock /= rank.experts.size()  # its microbatches are those of all ranks together
         return limit_of(stock, self._static)
 
     def peak(self, plan: Plan, rank: Rank) -> float:
@@ -233,7 +232,7 @@ def _rounded(number: float) -> float:
 def longest_segments(joint: JointForest) -> tuple[Segment, ...]:
     """As long as on the rank that has most rows, place by place, in as many spans as on the rank
     that has most, all of them below the last parent."""
-    if len(joint.lengths[0]) == 1:
+    if joint.num_pipelines == 1:
         return joint.forest.segments
     segments, align = [], max(1, joint.forest.multiple)
     places = zip(joint.union.segments, joint.lengths, joint.spans, strict=True)

@@ -126,7 +126,7 @@ def test_the_heaviest_microbatches_are_the_steps_peak(num_ranks: int, num_chunks
         forest = Forest(segments, lengths, tuple(length - 1 for length in lengths))
         each = list(range(len(lengths)))
         whole = make_plan(forest, num_ranks, num_chunks=num_chunks, run_ahead=1)
-        part = heaviest_stock_plan(forest, each, num_ranks, num_chunks)
+        part = heaviest_stock_plan(forest, [each], num_ranks, num_chunks)
         peaks = [max(one.peak for one in predict(plan, footprint)) for plan in (part, whole)]
         assert 0.8 * peaks[1] <= peaks[0] <= peaks[1]
         assert seed or peaks[0] == peaks[1]
