@@ -116,13 +116,15 @@ class StepPlanner:
         if judge is None or len(self._lengths) == 1:
             return self._built(rollouts, groups, microbatch_of, self._options, common)
         tried: list[tuple[Verdict, Forest]] = []
-        for number in self._lengths:
-            options = replace(self._options, segment_tokens=max(number, self._options.multiple))
+        for length in self._lengths:
+            options = replace(self._options, segment_tokens=max(length, self._options.multiple))
             forest = self._built(rollouts, groups, microbatch_of, options, common)
             plans = self.plans(JointForest.alone(forest, microbatch_of))
             judged = (judge(forest, microbatch_of, plan) for plan in plans)
-            tried.append((fitting(judged, lambda verdict: verdict), forest))
-            if tried[-1][0].settles and len(tried) >= self._least:
+            number, verdict = fitting(judged, lambda verdict: verdict)
+            tried.append((verdict, forest))
+            # Shorter segments may wait less than stages that run less ahead.
+            if verdict.settles and not number and len(tried) >= self._least:
                 break
         return min(tried, key=lambda entry: entry[0][:2])[1]
 
@@ -168,15 +170,15 @@ class StepPlanner:
             yield replace(plan, policies=kept, **mine)
 
 
-def fitting(tried: Iterable[T], verdict: Callable[[T], Verdict]) -> T:
-    """The first of some plans that settles it, after which none is made; else the quickest that
-    keeps the limit; else the one that is least over it."""
+def fitting(tried: Iterable[T], verdict: Callable[[T], Verdict]) -> tuple[int, T]:
+    """The first of some plans, and no other is made, if it settles it; else the quickest that
+    keeps the limit; else the one that is least over it. With its number."""
     seen: list[T] = []
     for one in tried:
         seen.append(one)
-        if verdict(one).settles:
-            return one
-    return min(seen, key=lambda one: verdict(one)[:2])
+        if verdict(seen[0]).settles:
+            break
+    return min(enumerate(seen), key=lambda entry: verdict(entry[1])[:2])
 
 
 def _lengths(config: PrefixConfig) -> tuple[int, ...]:
