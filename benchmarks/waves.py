@@ -68,7 +68,7 @@ def row(name: str, folder: Path, args: argparse.Namespace, pp: int, shuffle: boo
 
     planner = StepPlanner(PrefixConfig(segment_tokens=args.segment_tokens), seconds, 1, pp, 1, None)
     took = -time.perf_counter()
-    forest = planner.build(rollouts, [0] * len(rollouts), owners, judge)
+    _, forest = planner.build(rollouts, [0] * len(rollouts), owners, judge)
     took += time.perf_counter()
     plans = planner.plans(JointForest.alone(forest, owners))
     _, (plan, peak, _) = fitting((chosen(forest, one) for one in plans), lambda one: one[2])

@@ -14,6 +14,7 @@ so that nothing that ranks wait for together waits for what comes later on one o
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -159,17 +160,20 @@ def _source(forests: Sequence[Forest], node: _Node) -> int:
 
 def _side_by_side(forests: Sequence[Forest]) -> list[_Node]:
     """Places of the union behind what crosses, in F-order: waves first where some have a wave next
-    and some have not."""
+    and some have not. Ordered forests go round by round, as losses wait for all ranks."""
     nodes: list[_Node] = []
     done = [len(forest.exchanges) for forest in forests]
-    while any(place < len(forest.segments) for place, forest in zip(done, forests, strict=True)):
-        left = [
-            forest.segments[place].inner if place < len(forest.segments) else None
-            for place, forest in zip(done, forests, strict=True)
-        ]
-        taken = [inner is (False not in left) for inner in left]
-        nodes.append(tuple(n if take else None for n, take in zip(done, taken, strict=True)))
-        done = [n + take for n, take in zip(done, taken, strict=True)]
+    rounds = [(f.ordered and f.rounds) or (0,) * len(f.segments) for f in forests]
+    for number in sorted({*itertools.chain(*rounds)}):
+        ends = [bisect.bisect(one, number) for one in rounds]
+        while any(place < end for place, end in zip(done, ends, strict=True)):
+            left = [
+                forest.segments[place].inner if place < end else None
+                for place, end, forest in zip(done, ends, forests, strict=True)
+            ]
+            taken = [inner is (False not in left) for inner in left]
+            nodes.append(tuple(n if take else None for n, take in zip(done, taken, strict=True)))
+            done = [n + take for n, take in zip(done, taken, strict=True)]
     return nodes
 
 
@@ -198,7 +202,8 @@ def _filled(
             exchanges.append(Exchange(number, 0, 0, (), level))
     exchanges.sort(key=lambda one: one.level)  # in a level in the order that all ranks have
     windows = (0,) * len(nodes) if exchanges else ()
-    return replace(forest, segments=tuple(segments), exchanges=tuple(exchanges), windows=windows)
+    filled = replace(forest, segments=tuple(segments), exchanges=tuple(exchanges), rounds=())
+    return replace(filled, windows=windows)
 
 
 def _moved(segment: Segment, new: Mapping[int, int]) -> Segment:

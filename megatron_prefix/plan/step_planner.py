@@ -21,6 +21,7 @@ from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 from megatron_prefix.tree.across_ranks import CommonSpans
 from megatron_prefix.tree.build import find_below
+from megatron_prefix.tree.rounds import Rows
 
 
 class Verdict(NamedTuple):
@@ -102,8 +103,8 @@ class StepPlanner:
         microbatch_of: Sequence[int],
         judge: Judge | None = None,
         common: Common | None = None,
-    ) -> Forest:
-        """The step's segments.
+    ) -> tuple[int, Forest]:
+        """The most positions in a segment (0: no limit), and the step's segments.
 
         Args:
             rollouts: of the step.
@@ -113,35 +114,47 @@ class StepPlanner:
             common: per rollout the number of its beginning, and what data-parallel ranks have in
                 common.
         """
+
+        def built(length: int) -> Forest:
+            return self.build_at(length, rollouts, groups, microbatch_of, common=common)
+
         if judge is None or len(self._lengths) == 1:
-            return self._built(rollouts, groups, microbatch_of, self._options, common)
-        tried: list[tuple[Verdict, Forest]] = []
+            length = self._options.segment_tokens
+            return length, built(length)
+        tried: list[tuple[Verdict, int, Forest]] = []
         for length in self._lengths:
-            options = replace(self._options, segment_tokens=max(length, self._options.multiple))
-            forest = self._built(rollouts, groups, microbatch_of, options, common)
+            length = max(length, self._options.multiple)
+            forest = built(length)
             plans = self.plans(JointForest.alone(forest, microbatch_of))
             judged = (judge(forest, microbatch_of, plan) for plan in plans)
             number, verdict = fitting(judged, lambda verdict: verdict)
-            tried.append((verdict, forest))
+            tried.append((verdict, length, forest))
             # Shorter segments may wait less than stages that run less ahead.
             if verdict.settles and not number and len(tried) >= self._least:
                 break
-        return min(tried, key=lambda entry: entry[0][:2])[1]
+        return min(tried, key=lambda entry: entry[0][:2])[1:]
 
-    def _built(
+    def build_at(
         self,
+        length: int,
         rollouts: Sequence[Pairs],
         groups: Sequence[int],
         microbatch_of: Sequence[int],
-        options: TreeOptions,
-        common: Common | None,
+        *,
+        common: Common | None = None,
+        rows: Rows | None = None,
     ) -> Forest:
+        """The step's segments, of at most so many positions; see `build`.
+
+        `rows`: see `Tries.forest`; they have nothing in common with other data-parallel ranks.
+        """
+        options = replace(self._options, segment_tokens=length)
         if common is not None:
             return find_below(rollouts, *common, options).forest(microbatch_of=microbatch_of)
         if self._chooser is not None:
             chunk_tokens = self._chooser.choose(rollouts, groups, options, microbatch_of)
             options = replace(options, chunk_tokens=chunk_tokens)
-        return build(rollouts, groups, options, microbatch_of)
+        return build(rollouts, groups, options, microbatch_of, rows)
 
     def plan(self, joint: JointForest) -> Plan:
         """The first of `plans`."""

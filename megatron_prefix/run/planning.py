@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import StepFailed
 from megatron_prefix.plan.actions import Plan
@@ -31,6 +33,7 @@ from megatron_prefix.run.rank import Rank, default_groups
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.run.step import Step
 from megatron_prefix.tree import Forest, Pairs
+from megatron_prefix.tree.rounds import Rows
 
 logger = logging.getLogger(__name__)
 
@@ -108,11 +111,48 @@ class Planning:
         forward_only: bool,
         common: Common | None = None,
     ) -> Forest:
-        """The segments of a step; see `StepPlanner.build`."""
+        """The segments of a step, which asks no other rank; see `StepPlanner.build`."""
         groups = [0] * len(samples)
-        forest = self.planner(rank).build(samples, groups, microbatch_of, judge, common)
-        ordered = rank.has_global_loss and not forward_only
-        return replace(forest, ordered=True) if ordered else forest
+        _, forest = self.planner(rank).build(samples, groups, microbatch_of, judge, common)
+        return replace(forest, ordered=rank.has_global_loss and not forward_only)
+
+    def cuts_together(self, rank: Rank, *, forward_only: bool) -> bool:
+        """Whether `build_together` makes the segments of a step in which nothing crosses ranks:
+        where a loss waits for those of all ranks that share experts, microbatch by microbatch."""
+        waits = rank.experts is not None and rank.has_global_loss and not forward_only
+        return waits and not self.config.plan_file
+
+    def build_together(
+        self,
+        samples: Sequence[Pairs],
+        microbatch_of: Sequence[int],
+        rank: Rank,
+        judge: Judge | None,
+    ) -> Forest:
+        """As `build`, in the same rounds on all ranks that share experts, by the rank that has most
+        in each; all of a first stage call this.
+
+        Raises:
+            Exception: what went wrong on this rank, or that something did on another.
+        """
+        planner, groups = self.planner(rank), [0] * len(samples)
+        mine: Any = None
+        problem: Exception | None = None
+        try:
+            length, forest = planner.build(samples, groups, microbatch_of, judge)
+            mine = length, Rows.of(forest, microbatch_of)
+        except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it
+            problem, mine = error, f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+        group: Any = rank.experts
+        heard: list[Any] = [None] * group.size()
+        dist.all_gather_object(heard, mine, group=group)
+        if problem is not None:
+            raise problem
+        if failed := next((one for one in heard if isinstance(one, str)), ""):
+            raise StepFailed(f"the step ends on all ranks: {failed}")
+        length, rows = min(length for length, _ in heard), Rows.most(rows for _, rows in heard)
+        forest = planner.build_at(length, samples, groups, microbatch_of, rows=rows)
+        return replace(forest, ordered=True)
 
     def judge(self, rank: Rank, *, forward_only: bool) -> Judge | None:
         """Says of plans whether they keep the limit of memory, and how long they take; all ranks

@@ -30,7 +30,7 @@ def chosen(room: int, per_action: float, given: int | str = "auto") -> int:
         seconds = sum(s.padded_length + per_action for s in plan.segments)
         return Verdict(max(0, longest - room), seconds, retains=True)
 
-    forest = planner.build(rollouts, groups, list(range(len(rollouts))), judge)
+    _, forest = planner.build(rollouts, groups, list(range(len(rollouts))), judge)
     return max(segment.padded_length for segment in forest.segments)
 
 
@@ -66,7 +66,7 @@ def test_stages_run_less_ahead_where_that_alone_keeps_the_limit() -> None:
     rollouts, groups = flat_rollouts(100, 900, 4, 20)
     owners = list(range(len(rollouts)))
     planner = StepPlanner(PrefixConfig(segment_tokens=1000), COST, 1, 4, 2, None)
-    forest = planner.build(rollouts, groups, owners)
+    _, forest = planner.build(rollouts, groups, owners)
     joint = JointForest.alone(forest, owners)
 
     def chosen(room: float) -> tuple[float, float]:

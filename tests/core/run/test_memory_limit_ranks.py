@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.device.tolerance import tolerance
+from megatron_prefix.errors import StepFailed
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.bench.counted import SavedBytes
 from megatron_prefix.lab.models.build import build_model, unwrap
@@ -20,6 +21,7 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.offload.segment import addresses
 from megatron_prefix.plan import stock_plan
+from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
@@ -53,10 +55,14 @@ class Counted(NamedTuple):
     error: float
 
 
-def batches(number: int, prompt: int, order: str) -> list[Any]:
-    """Of a data-parallel rank: six groups of four, two rollouts a microbatch; later ranks have
-    shorter rollouts."""
-    rollouts, _ = flat_rollouts(prompt >> number, 32, 4, 6)
+GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1.0}
+
+
+def batches(number: int, order: str) -> list[Any]:
+    """Of a data-parallel rank: six groups of four, two rollouts a microbatch; the second rank has
+    shorter prompts and, where losses wait for one another, longer responses."""
+    response = 112 if number and order == "in turn" else 32
+    rollouts, _ = flat_rollouts(160 >> number, response, 4, 6)
     places = list(range(len(rollouts)))
     if order == "shuffled":
         random.Random(number).shuffle(places)
@@ -94,8 +100,9 @@ def counted(
     stock_plan.LEAST_OVER = 0.0  # no bytes are too few to count
     name = "tiny-moe" if layout.ep > 1 else "tiny-llama"
     spec = resolve(name, num_layers=4).with_vocab(128)
-    chunks = build_model(spec, layout=layout, dtype="float64")
-    items = batches(dist.get_rank() % layout.dp, 160, order)  # data-parallel ranks are neighbours
+    overrides = GLOBAL if order == "in turn" else {}
+    chunks = build_model(spec, layout=layout, dtype="float64", config_overrides=overrides)
+    items = batches(dist.get_rank() % layout.dp, order)  # data-parallel ranks are neighbours
     stock, wanted = step(get_forward_backward_func(), chunks, items)
     allowed = tolerance(torch.float64, sum(i["tokens"].numel() for i in items), 256, 4)
     found = []
@@ -112,8 +119,10 @@ def counted(
     return stock, static, found
 
 
-@pytest.mark.parametrize("order", ["in groups", "shuffled"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "order"),
+    [*itertools.product(LAYOUTS, ["in groups", "shuffled"]), ("ep2", "in turn")],
+)
 def test_counted_bytes_keep_the_limit(layout: str, order: str) -> None:
     """Of the rank with most, whatever forwards are required; without room the step is stock's."""
     of = LAYOUTS[layout]
@@ -141,3 +150,29 @@ def test_counted_bytes_keep_the_limit(layout: str, order: str) -> None:
         assert saved <= 1.1 * limit, f"{config}"  # as exact as the model of memory is
         shared += 1
     assert 2 <= shared < len(configs)
+
+
+def one_fails() -> str:
+    """A rank's part of a step in which the last rank cannot make its segments: what it raises."""
+    runtime.initialize(Layout(dp=2, ep=2))
+    chunks = build_model(
+        resolve("tiny-moe", num_layers=2).with_vocab(128), layout=Layout(dp=2, ep=2),
+        dtype="float64", config_overrides=GLOBAL,
+    )  # fmt: skip
+
+    def spoiled(*_: Any, **__: Any) -> None:
+        raise KeyError("spoiled")
+
+    if dist.get_rank():
+        StepPlanner.build = spoiled  # type: ignore[method-assign]  # the rank's own process
+    try:
+        step(PrefixSchedule(PrefixConfig(kernel="math")), chunks, batches(0, "in groups"))
+    except (KeyError, StepFailed) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_that_cannot_cut_ends_the_step_of_all() -> None:
+    other, failed = run_ranks(2, one_fails, timeout_s=60.0)
+    assert failed == "KeyError: 'spoiled'"
+    assert other == "StepFailed: the step ends on all ranks: rank 1: KeyError: 'spoiled'"
