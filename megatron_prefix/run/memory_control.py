@@ -45,6 +45,7 @@ class MemoryControl:
     Attributes:
         gathers: whether every context-parallel rank keeps K/V of all, in the step that runs.
         limit: bytes besides weights and gradients that the last planned step may take on a rank.
+        stock_bytes: what it is predicted to take on this one with the stock schedule, likewise.
     """
 
     def __init__(self, config: PrefixConfig) -> None:
@@ -54,7 +55,7 @@ class MemoryControl:
         self._settled = 0
         self._known: dict[Any, tuple[float, Rates]] = {}
         self._static, self._rates = 0.0, Rates(1.0, 1.0)
-        self.limit = math.inf
+        self.limit, self.stock_bytes = math.inf, 0.0
         self._before: Rewind | None = None
 
     def begin(self, rank: Rank, forward_only: bool) -> None:
@@ -114,10 +115,13 @@ class MemoryControl:
         numbers = _least([measured.flops, measured.link], rank.waiting, rank.device)
         return Rates(*map(_rounded, numbers))
 
-    def limited(self, plan: Plan, joint: JointForest, rank: Rank) -> Plan:
-        """The plan with policies that keep the limit, by memory "auto"; sets `limit`.
+    def limited(
+        self, plan: Plan, joint: JointForest, rank: Rank, factors: tuple[float, float]
+    ) -> tuple[Plan, float]:
+        """The plan with policies that keep the limit, by memory "auto", and the peak of the rank
+        with most, in bytes; sets `limit`.
 
-        Without a budget the limit is the predicted peak of Megatron's own schedule on the same
+        Without a budget the limit is the peak of Megatron's own schedule on the same
         microbatches, with the user's own recomputation, and a little more. All ranks that make a
         step together come to the same answer.
 
@@ -125,30 +129,30 @@ class MemoryControl:
             plan: of the step, on segments as long as on the longest rank.
             joint: the step, of all ranks that share experts.
             rank: that runs it.
+            factors: by what predictions are multiplied, of the stock schedule and of ours.
         """
-        self.limit = self._limit(joint, rank)
-        if self._config.memory != "auto" or self._config.plan_file:
-            return plan
-        may_offload = self._config.memory_budget is not None and not any(
-            map(offload_refusal, rank.models)
-        )
-        policies = automatic(
-            plan, self._before_settled(rank), rank.cost, self._rates, self.limit, may_offload
-        )
-        return replace(plan, policies=policies)
+        by_stock, by_ours = factors
+        self.limit = self._limit(joint, rank, by_stock)
+        footprint = self._before_settled(rank)
+        if self._config.memory == "auto" and not self._config.plan_file:
+            may_offload = self._config.memory_budget is not None and not any(
+                map(offload_refusal, rank.models)
+            )
+            policies = automatic(
+                plan, footprint, rank.cost, self._rates, self.limit / by_ours, may_offload
+            )
+            plan = replace(plan, policies=policies)
+        return plan, by_ours * max(one.peak for one in predict(plan, footprint))
 
-    def _limit(self, joint: JointForest, rank: Rank) -> float:
-        if self._config.memory_budget is not None:
-            return self._config.memory_budget
+    def _limit(self, joint: JointForest, rank: Rank, by_stock: float) -> float:
         plan = heaviest_stock_plan(
             joint.union, joint.microbatches_of, rank.num_stages, len(rank.models)
         )
-        stock = max(one.peak for one in predict(plan, self._before_settled(rank)))
-        return limit_of(stock, self._static)
-
-    def peak(self, plan: Plan, rank: Rank) -> float:
-        """Predicted bytes of the rank with most."""
-        return max(one.peak for one in predict(plan, self._before_settled(rank)))
+        ranks = predict(plan, self._before_settled(rank))
+        self.stock_bytes = ranks[rank.stage].peak
+        if self._config.memory_budget is not None:
+            return self._config.memory_budget
+        return limit_of(by_stock * max(one.peak for one in ranks), self._static)
 
     def _before_settled(self, rank: Rank) -> Footprint:
         """Before it is known whether a rank keeps K/V of all: only if the user says so."""

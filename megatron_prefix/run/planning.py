@@ -187,8 +187,9 @@ class Planning:
         peak = limit = 0.0
         if not forward_only:
             longest = replace(plan, segments=longest_segments(joint))
-            longest = self._memory.limited(longest, joint, rank)
-            peak, limit = self._memory.peak(longest, rank), self._memory.limit
+            factors = self.meter(rank).memory_factors
+            longest, peak = self._memory.limited(longest, joint, rank, factors)
+            limit = self._memory.limit
             plan = replace(plan, policies=longest.policies)
         union = plan
         if joint.union is not joint.forest:
@@ -267,7 +268,7 @@ class Planning:
         decision = kept_to_limit(self.config, decision, found.peak, found.limit)
         report = StepReport(
             step.forest, decision, found.plan, found.union, prediction=found.prediction,
-            times=meter.times,
+            times=meter.times, stock_bytes=0.0 if forward_only else self._memory.stock_bytes,
         )  # fmt: skip
         return report, found.verdict.over
 
