@@ -171,14 +171,30 @@ class MemoryControl:
         """What a rank is predicted to hold."""
         return predict(plan, self._footprint(rank))[rank.stage]
 
+    def give_back(self, used: int, reserved: int, device: torch.device) -> None:
+        """Returns to the device the blocks that torch's allocator has cached in a step with
+        gradients, where they are more than the stock schedule would have left: what other phases
+        run besides this process's allocator (an inference engine) finds the same room. Where the
+        trainer had reserved as much before, nothing is returned, as that takes time.
+
+        Args:
+            used, reserved: bytes of the allocator when the step began.
+            device: of the model.
+        """
+        if torch.cuda.memory_reserved(device) > max(reserved, used + self.limit):
+            logger.info("the step's cached blocks are more than its limit: they are given back")
+            torch.cuda.empty_cache()
+
     def offloader(self, plan: Plan, rank: Rank, forward_only: bool) -> Offloader | None:
-        """What takes tensors to the host in a step that begins; None if all stay.
+        """What takes tensors to the host in a step that begins; None if all stay. The first step
+        with gradients in which all do gives the host memory back.
 
         Raises:
             UserError: the model cannot run with "offload".
         """
         offloads = "offload" in plan.policies and not forward_only
         if not (offloads or self._config.cache_host_layers):
+            self._offloader = self._offloader if forward_only else None
             return None
         reasons = [reason for reason in map(offload_refusal, rank.models) if reason]
         if offloads and reasons:

@@ -1,0 +1,96 @@
+"""What a step leaves behind between the trainer's phases: nothing that grows, and little at all."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.run.memory_control import MemoryControl
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.harness import steps
+from tests.harness.one_rank import one_rank, small_model
+from tests.harness.steps import Contract
+
+WAYS: dict[str, dict[str, Any]] = {
+    "retain": {"memory": "retain"},
+    "recompute": {"memory": "recompute"},
+    "offload": {"memory": "offload"},
+    "host": {"cache_host_layers": 1},
+    "stock": {"mode": "auto", "min_speedup": 1e9},
+}
+LITTLE = 1 << 13
+"""Bytes: where runs of queries and keys begin, and the like."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+def storages() -> dict[int, int]:
+    """Bytes of the memory of every tensor that Python knows, by its address."""
+    gc.collect()
+    found = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
+    parts = [one.untyped_storage() for one in found if one.layout is torch.strided]
+    return {part.data_ptr(): part.nbytes() for part in parts}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_holds_next_to_nothing(way: str) -> None:
+    """Neither arenas nor payloads, outputs or losses; new lengths of rollouts change nothing."""
+    model, contract = small_model(), Contract()
+    schedule = PrefixSchedule(PrefixConfig(**{"mode": "on", "min_gain": 0, **WAYS[way]}))
+    steps.call(stock_schedule(), contract.step, model, steps.group(9, 2))  # rotary tables, and such
+    model.zero_grad(set_to_none=True)
+    before = storages()
+    for num in (3, 5, 4):
+        steps.zero_gradients(model)
+        steps.call(schedule, contract.step, model, steps.group(num, num))
+        model.zero_grad(set_to_none=True)
+        left = {at: size for at, size in storages().items() if at not in before}
+        pool = schedule.memory._offloader.pool if schedule.memory._offloader else None
+        slabs = 0 if pool is None else pool.num_bytes
+        assert pool is None or pool.used_bytes == 0
+        assert sum(left.values()) <= LITTLE + slabs
+
+
+def test_host_memory_goes_with_the_first_step_that_does_not_offload() -> None:
+    model, schedule = small_model(), PrefixSchedule(PrefixConfig(memory="offload", min_gain=0))
+    passes = {}
+    for memory, forward_only in (("offload", False), ("retain", True), ("retain", False)):
+        object.__setattr__(schedule.memory._config, "memory", memory)
+        schedule.planning._planners.clear()
+        steps.zero_gradients(model)
+        with torch.set_grad_enabled(not forward_only):
+            steps.call(
+                schedule, Contract().step, model, steps.group(0, 3), forward_only=forward_only
+            )
+        passes[memory, forward_only] = schedule.memory._offloader is not None
+    assert passes == {("offload", False): True, ("retain", True): True, ("retain", False): False}
+
+
+@pytest.mark.parametrize(
+    ("reserved", "after", "returns"),
+    [
+        (100, 150, False),  # within the limit
+        (100, 181, True),
+        (200, 200, False),  # the trainer's own
+        (200, 201, True),
+    ],
+)
+def test_cached_blocks_beyond_the_limit_are_returned(
+    reserved: int, after: int, returns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control, calls, device = MemoryControl(PrefixConfig()), [], torch.device("cuda", 0)
+    control.limit = 120.0
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: after)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
+    control.give_back(60, reserved, device)
+    assert bool(calls) == returns
