@@ -41,7 +41,7 @@ def chunks() -> Iterator[list[Any]]:
 @pytest.fixture(scope="module")
 def one(chunks: list[Any]) -> list[Any]:
     """The model that `bench memory` takes without a `--model`."""
-    return [small_model(vocab=2048, spec=dict(num_layers=2), dtype=torch.float32)]
+    return [small_model(vocab=2048, spec=dict(num_layers=4), dtype=torch.float32)]
 
 
 def measured(chunks: list[Any], way: str) -> memory.Row:
