@@ -48,9 +48,8 @@ def row(name: str, folder: Path, args: argparse.Namespace, pp: int, shuffle: boo
     sizes = pack_sizes([len(rollout) for rollout in rollouts], PACK_TOKENS)
     owners = [number for number, size in enumerate(sizes) for _ in range(size)]
     footprint = footprint_of(spec, Execution(num_stages=pp))
-    cost, static = cost_of(spec), 6.0 * spec.parameters() / pp
+    cost, static, stock = cost_of(spec), 6.0 * spec.parameters() / pp, 0.0
     seconds = cost.in_seconds(FLOPS_PER_SECOND["cuda"], args.layers, pp)
-    stock = 0.0
 
     def chosen(forest: Forest, plan: Plan) -> tuple[Plan, float, Verdict]:
         nonlocal stock
@@ -63,12 +62,11 @@ def row(name: str, folder: Path, args: argparse.Namespace, pp: int, shuffle: boo
         predicted = predict(seconds, forest, owners, plan)
         return plan, peak, Verdict(max(0, peak - limit), predicted.prefix_seconds, not any(kept))
 
-    def judge(forest: Forest, _: object, plan: Plan) -> Verdict:
-        return chosen(forest, plan)[2]
-
-    planner = StepPlanner(PrefixConfig(segment_tokens=args.segment_tokens), seconds, 1, pp, 1, None)
-    took = -time.perf_counter()
-    _, forest = planner.build(rollouts, [0] * len(rollouts), owners, judge)
+    config = PrefixConfig(segment_tokens=args.segment_tokens)
+    planner, took = StepPlanner(config, seconds, 1, pp, 1, None), -time.perf_counter()
+    _, forest = planner.build(
+        rollouts, [0] * len(rollouts), owners, lambda f, _, p: chosen(f, p)[2]
+    )
     took += time.perf_counter()
     plans = planner.plans(JointForest.alone(forest, owners))
     _, (plan, peak, _) = fitting((chosen(forest, one) for one in plans), lambda one: one[2])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +13,17 @@ import torch
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.plan.actions import policies
+from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.memory_control import MemoryControl
+from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.tree import TreeOptions, build
 from tests.harness import steps
+from tests.harness.arenas import offloaders
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract
+from tests.harness.trees import flat_rollouts
 
 WAYS: dict[str, dict[str, Any]] = {
     "retain": {"memory": "retain"},
@@ -43,9 +51,9 @@ def held() -> int:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_step_holds_next_to_nothing(way: str) -> None:
+def test_a_step_holds_next_to_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither arenas nor payloads, outputs or losses; new lengths of rollouts change nothing."""
-    model, contract = small_model(), Contract()
+    model, contract, away = small_model(), Contract(), offloaders(monkeypatch)
     schedule = PrefixSchedule(PrefixConfig(**{"mode": "on", "min_gain": 0, **WAYS[way]}))
     steps.call(stock_schedule(), contract.step, model, steps.group(9, 2))  # rotary tables, and such
     model.zero_grad(set_to_none=True)
@@ -55,25 +63,25 @@ def test_a_step_holds_next_to_nothing(way: str) -> None:
         steps.call(schedule, contract.step, model, steps.group(num, num))
         model.zero_grad(set_to_none=True)
         left = held() - before
-        pool = schedule.memory._offloader.pool if schedule.memory._offloader else None
-        slabs = 0 if pool is None else pool.num_bytes
-        assert pool is None or pool.used_bytes == 0
-        assert left <= LITTLE + slabs
+        assert not any(one.pool.used_bytes for one in away)
+        assert left <= LITTLE + sum(one.pool.num_bytes for one in away)
 
 
 def test_host_memory_goes_with_the_first_step_that_does_not_offload() -> None:
-    model, schedule = small_model(), PrefixSchedule(PrefixConfig(memory="offload", min_gain=0))
-    passes = {}
-    for memory, forward_only in (("offload", False), ("retain", True), ("retain", False)):
-        object.__setattr__(schedule.memory._config, "memory", memory)
-        schedule.planning._planners.clear()
-        steps.zero_gradients(model)
-        with torch.set_grad_enabled(not forward_only):
-            steps.call(
-                schedule, Contract().step, model, steps.group(0, 3), forward_only=forward_only
-            )
-        passes[memory, forward_only] = schedule.memory._offloader is not None
-    assert passes == {("offload", False): True, ("retain", True): True, ("retain", False): False}
+    """A pass without gradients in between does not count."""
+    model = small_model()
+    control, rank = MemoryControl(PrefixConfig()), Rank([model])
+    rollouts, groups = flat_rollouts(12, 6, 3, 1)
+    plain = make_plan(build(rollouts, groups, TreeOptions(min_gain=0)))
+    away = replace(plain, policies=policies(plain.segments, "offload"))
+    first = control.offloader(away, rank, False)
+    assert first is not None
+    assert control.offloader(plain, rank, True) is None
+    assert control.offloader(away, rank, False) is first
+    assert control.offloader(plain, rank, False) is None
+    kept = weakref.ref(first)
+    del first
+    assert kept() is None
 
 
 @pytest.mark.parametrize(
