@@ -1,6 +1,6 @@
 """Jobs of several data-parallel ranks that share prompts: made at random, and played with names.
 
-`played` knows nothing of plan/job_check.py: messages carry the names of spans, a rank adds up who
+`played` knows nothing of job_check.py (lab/plans): messages carry the names of spans, a rank adds up who
 sent it gradients, and what is asked for must be there.
 """
 
