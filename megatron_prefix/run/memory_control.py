@@ -172,15 +172,17 @@ class MemoryControl:
         return predict(plan, self._footprint(rank))[rank.stage]
 
     def give_back(self, used: int, reserved: int, device: torch.device) -> None:
-        """Returns to the device the blocks that torch's allocator has cached in a step with
-        gradients, where they are more than the stock schedule would have left: what other phases
-        run besides this process's allocator (an inference engine) finds the same room. Where the
-        trainer had reserved as much before, nothing is returned, as that takes time.
+        """In mode "auto" returns to the device the blocks that torch's allocator has cached in a
+        step with gradients, where they are more than the stock schedule would have left: what other
+        phases run besides this process's allocator (an inference engine) finds the same room. Where
+        the trainer had reserved as much before, nothing is returned, as that takes time.
 
         Args:
             used, reserved: bytes of the allocator when the step began.
             device: of the model.
         """
+        if self._config.mode != "auto":
+            return
         if torch.cuda.memory_reserved(device) > max(reserved, used + self.limit):
             logger.info("the step's cached blocks are more than its limit: they are given back")
             torch.cuda.empty_cache()

@@ -96,9 +96,11 @@ def test_host_memory_goes_with_the_first_step_that_does_not_offload() -> None:
 def test_cached_blocks_beyond_the_limit_are_returned(
     reserved: int, after: int, returns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    control, calls, device = MemoryControl(PrefixConfig()), [], torch.device("cuda", 0)
-    control.limit = 120.0
+    calls: list[int] = []
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: after)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
-    control.give_back(60, reserved, device)
-    assert bool(calls) == returns
+    for mode, wanted in (("on", False), ("auto", returns)):
+        control = MemoryControl(PrefixConfig(mode=mode))
+        control.limit = 120.0
+        control.give_back(60, reserved, torch.device("cuda", 0))
+        assert bool(calls) == wanted
