@@ -112,10 +112,10 @@ def measure(ranks: Sequence[Sequence[Pairs]], repeats: int) -> str:
         heard = clock.timed("hear", lambda: [*map(pickle.loads, sent)])
         spans = functools.partial(common_spans, heard, 0, options)
         common = clock.timed("common", spans)
-        forest = clock.timed("forest", functools.partial(build, common=(numbers, common)))
+        _, forest = clock.timed("forest", functools.partial(build, common=(numbers, common)))
         plan = clock.timed("plan", functools.partial(planned, forest, microbatch_of))
         clock.timed("windows", functools.partial(in_windows, plan, forest))
-        clock.timed("alone", lambda: planned(build(), microbatch_of))
+        clock.timed("alone", lambda: planned(build()[1], microbatch_of))
     total = sum(clock.ms(name) for name in STEPS if name not in ("forest", "plan"))
     facts = len(mine), forest.executed_tokens, forest.received_tokens, len(common.spans)
     megabytes = len(sent[0]) / 1e6, sum(map(len, sent)) / 1e6

@@ -5,7 +5,7 @@
 Nothing is measured. Every file is one step, dealt to data-parallel ranks by length or at random;
 times are those that the cost model guesses for one GPU a rank (plan/cost.py), bf16, packs of 16,384
 tokens, and messages take their bytes over a bandwidth, one after another on every rank
-(plan/job.py). A row is one dealing:
+(lab/plans/job.py). A row is one dealing:
 
 - alone: speedup of the slowest rank over the stock schedule, if each rank shares alone;
 - tokens: speedup by sharing across ranks over that, as tokens allow it (`plan --dp`);

@@ -25,11 +25,11 @@ from megatron_prefix.layers.model import cost_of, footprint_of
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.cost import FLOPS_PER_SECOND
 from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.memory_policy import Rates, automatic
 from megatron_prefix.plan.peak_memory import predict as predict_memory
-from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.plan.prediction import predict
-from megatron_prefix.plan.step_planner import StepPlanner, Verdict
+from megatron_prefix.plan.step_planner import StepPlanner, Verdict, fitting
 from megatron_prefix.plan.stock_plan import heaviest_stock_plan, limit_of
 from megatron_prefix.tree import Forest
 
@@ -48,28 +48,28 @@ def row(name: str, folder: Path, args: argparse.Namespace, pp: int, shuffle: boo
     sizes = pack_sizes([len(rollout) for rollout in rollouts], PACK_TOKENS)
     owners = [number for number, size in enumerate(sizes) for _ in range(size)]
     footprint = footprint_of(spec, Execution(num_stages=pp))
-    cost, static = cost_of(spec), 6.0 * spec.parameters() / pp
+    cost, static, stock = cost_of(spec), 6.0 * spec.parameters() / pp, 0.0
     seconds = cost.in_seconds(FLOPS_PER_SECOND["cuda"], args.layers, pp)
-    stock = limit = 0.0
 
-    def judge(forest: Forest, _: object, plan: Plan) -> Verdict:
-        nonlocal stock, limit
-        heaviest = heaviest_stock_plan(forest, owners, pp)
+    def chosen(forest: Forest, plan: Plan) -> tuple[Plan, float, Verdict]:
+        nonlocal stock
+        heaviest = heaviest_stock_plan(forest, [owners], pp)
         stock = max(one.peak for one in predict_memory(heaviest, footprint))
         limit = limit_of(stock, static)
-        chosen = automatic(plan, footprint, cost, Rates(1.0, 1.0), limit, False)
-        plan = replace(plan, policies=chosen)
+        kept = automatic(plan, footprint, cost, Rates(1.0, 1.0), limit, False)
+        plan = replace(plan, policies=kept)
         peak = max(one.peak for one in predict_memory(plan, footprint))
         predicted = predict(seconds, forest, owners, plan)
-        return Verdict(max(0.0, peak - limit), predicted.prefix_seconds, not any(chosen))
+        return plan, peak, Verdict(max(0, peak - limit), predicted.prefix_seconds, not any(kept))
 
-    planner = StepPlanner(PrefixConfig(segment_tokens=args.segment_tokens), seconds, 1, pp, 1, None)
-    took = -time.perf_counter()
-    forest = planner.build(rollouts, [0] * len(rollouts), owners, judge)
+    config = PrefixConfig(segment_tokens=args.segment_tokens)
+    planner, took = StepPlanner(config, seconds, 1, pp, 1, None), -time.perf_counter()
+    _, forest = planner.build(
+        rollouts, [0] * len(rollouts), owners, lambda f, _, p: chosen(f, p)[2]
+    )
     took += time.perf_counter()
-    plan = best_plan(forest, pp, microbatches=owners)
-    plan = replace(plan, policies=automatic(plan, footprint, cost, Rates(1, 1), limit, False))
-    peak = max(one.peak for one in predict_memory(plan, footprint))
+    plans = planner.plans(JointForest.alone(forest, owners))
+    _, (plan, peak, _) = fitting((chosen(forest, one) for one in plans), lambda one: one[2])
     longest = max(segment.padded_length for segment in forest.segments)
     before, now = ((peak + static) / GIB for peak in (stock, peak))
     order, recomputed = ("in groups", "shuffled")[shuffle], plan.policies.count("recompute")

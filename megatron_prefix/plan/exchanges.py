@@ -42,7 +42,7 @@ def in_windows(plan: Plan, forest: Forest) -> Plan:
 
 
 def with_messages(plan: Plan, forest: Forest) -> Plan:
-    """A plan of `in_windows` with every exchange written out, as plan/job.py judges it."""
+    """A plan of `in_windows` with every exchange written out, as lab/plans/job.py judges it."""
     transfers = tuple(
         Transfer(one.segment, peer, spans)
         for one in forest.exchanges

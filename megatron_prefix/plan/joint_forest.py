@@ -14,6 +14,7 @@ so that nothing that ranks wait for together waits for what comes later on one o
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ class JointForest:
         union: all forests as one; rollouts are numbered on from one forest to the next, and so are
             microbatches unless the forests are ordered.
         union_microbatch_of: the microbatch of each rollout of the union.
+        microbatches_of: per forest the microbatch of each of its own rollouts.
         lengths: per place of the union the positions of every forest's segment.
         spans: per place of the union the most spans of a forest's segment.
         sent: per place of the union the most that a forest's segment sends; empty: nothing.
@@ -46,6 +48,7 @@ class JointForest:
     microbatch_of: tuple[int, ...]
     union: Forest
     union_microbatch_of: tuple[int, ...]
+    microbatches_of: tuple[tuple[int, ...], ...]
     lengths: tuple[tuple[int, ...], ...]
     spans: tuple[int, ...]
     sent: tuple[Sent, ...] = ()
@@ -56,7 +59,12 @@ class JointForest:
         owners, segments = tuple(microbatch_of), forest.segments
         lengths = tuple((segment.padded_length,) for segment in segments)
         spans = tuple(len(segment.spans) for segment in segments)
-        return cls(forest, owners, forest, owners, lengths, spans, _sent([forest]))
+        return cls(forest, owners, forest, owners, (owners,), lengths, spans, _sent([forest]))
+
+    @property
+    def num_pipelines(self) -> int:
+        """Pipelines that run together."""
+        return len(self.microbatches_of)
 
     @property
     def even(self) -> bool:
@@ -92,6 +100,7 @@ def joint_forest(
             windows=(0,) * len(nodes) if crossing else (),
         ),
         tuple(_numbered(microbatches_of, ordered)),
+        tuple(map(tuple, microbatches_of)),
         tuple(
             tuple(f.segments[index].padded_length for f in filled) for index in range(len(nodes))
         ),
@@ -151,17 +160,20 @@ def _source(forests: Sequence[Forest], node: _Node) -> int:
 
 def _side_by_side(forests: Sequence[Forest]) -> list[_Node]:
     """Places of the union behind what crosses, in F-order: waves first where some have a wave next
-    and some have not."""
+    and some have not. Ordered forests go round by round, as losses wait for all ranks."""
     nodes: list[_Node] = []
     done = [len(forest.exchanges) for forest in forests]
-    while any(place < len(forest.segments) for place, forest in zip(done, forests, strict=True)):
-        left = [
-            forest.segments[place].inner if place < len(forest.segments) else None
-            for place, forest in zip(done, forests, strict=True)
-        ]
-        taken = [inner is (False not in left) for inner in left]
-        nodes.append(tuple(n if take else None for n, take in zip(done, taken, strict=True)))
-        done = [n + take for n, take in zip(done, taken, strict=True)]
+    rounds = [(f.ordered and f.rounds) or (0,) * len(f.segments) for f in forests]
+    for number in sorted({*itertools.chain(*rounds)}):
+        ends = [bisect.bisect(one, number) for one in rounds]
+        while any(place < end for place, end in zip(done, ends, strict=True)):
+            left = [
+                forest.segments[place].inner if place < end else None
+                for place, end, forest in zip(done, ends, forests, strict=True)
+            ]
+            taken = [inner is (False not in left) for inner in left]
+            nodes.append(tuple(n if take else None for n, take in zip(done, taken, strict=True)))
+            done = [n + take for n, take in zip(done, taken, strict=True)]
     return nodes
 
 
@@ -190,7 +202,8 @@ def _filled(
             exchanges.append(Exchange(number, 0, 0, (), level))
     exchanges.sort(key=lambda one: one.level)  # in a level in the order that all ranks have
     windows = (0,) * len(nodes) if exchanges else ()
-    return replace(forest, segments=tuple(segments), exchanges=tuple(exchanges), windows=windows)
+    filled = replace(forest, segments=tuple(segments), exchanges=tuple(exchanges), rounds=())
+    return replace(filled, windows=windows)
 
 
 def _moved(segment: Segment, new: Mapping[int, int]) -> Segment:

@@ -12,6 +12,8 @@ from megatron_prefix.plan.footprint import Footprint
 from megatron_prefix.plan.peak_memory import RankMemory, predict
 from megatron_prefix.tree import Segment
 
+MOST_TRIES = 32
+"""Peaks that are looked at one after the other; where more would have to be, all is recomputed."""
 BACKWARDS_AHEAD = 4
 """An offloaded segment is loaded during at most so many backwards before its own."""
 
@@ -65,17 +67,20 @@ def automatic(
     Returns:
         A policy a segment, or () where all retain. If nothing fits, the one with the lowest peak.
     """
+    lean = policies(plan.segments, "recompute")
+    least = max(one.peak for one in predict(replace(plan, policies=lean), footprint))
+    if least > free and not may_offload:  # a search would take long, and find as little
+        return lean
     choice = _Choice(plan, footprint, cost, rates, may_offload)
-    for _ in range(2 * len(plan.segments)):
+    for _ in range(min(MOST_TRIES, 2 * len(plan.segments))):
         memory = predict(choice.plan, footprint)
         worst = max(range(len(memory)), key=lambda rank: memory[rank].peak)
         if memory[worst].peak <= free or not choice.give(
             worst, memory[worst], memory[worst].peak - free
         ):
             break
-    found = [choice.plan.policies, policies(plan.segments, "recompute")]
-    peaks = [max(one.peak for one in predict(replace(plan, policies=p), footprint)) for p in found]
-    return found[0] if peaks[0] <= max(free, peaks[1]) else found[1]
+    peak = max(one.peak for one in predict(choice.plan, footprint))
+    return choice.plan.policies if peak <= max(free, least) else lean
 
 
 def _computed(segment: Segment) -> bool:

@@ -124,7 +124,8 @@ def make_plan(
         num_chunks: model chunks a rank (virtual stages).
         microbatches: see `loss_ready_after`.
         run_ahead: forwards that a stage runs ahead of its successor, beyond those that its next
-            backward needs. More hides uneven segments, less holds less memory. None: as many as
+            backward needs. More hides uneven segments, less holds less memory. 0: only what is
+            needed, without Megatron's warm-up of virtual stages. None: as many as
             `max_live_positions` allows.
         group_size: Megatron's microbatch_group_size_per_vp_stage; default: the pipeline size.
         max_live_positions: a rank runs no forward ahead that would make it hold more positions for
@@ -135,13 +136,10 @@ def make_plan(
     forwards = forward_items(len(forest.segments), num_chunks, size)
     backwards = backward_items(backward_order(forest.segments, ready_after), num_chunks, size)
     place = {item: position for position, item in enumerate(forwards)}
-    # Forwards that the j-th backward needs; never fewer than Megatron's own warm-up.
-    demands = (
-        max(place[ready_after[segment], num_chunks - 1] + 1, (num_chunks - 1) * size + 1 + j)
-        for j, (segment, _) in enumerate(backwards)
-    )
+    demands = (place[ready_after[segment], num_chunks - 1] + 1 for segment, _ in backwards)
     orders = _Orders(
         forwards, backwards, list(itertools.accumulate(demands, max)),
+        (num_chunks - 1) * size + 1 if run_ahead != 0 else 0,
         [place[index, num_chunks - 1] for index in ready_after],
         [segment.padded_length if segment.source < 0 else 0 for segment in forest.segments],
         num_ranks, num_chunks,
@@ -162,8 +160,9 @@ def best_plan(
 ) -> Plan:
     """The shortest of three plans that hold no more positions than `make_plan` with `run_ahead`.
 
-    The others run further ahead, but only into the memory that `run_ahead` needs at its peak. That
-    shortens most steps, those with virtual stages most; which one is best depends on the trees.
+    The others run further ahead, but only into the memory that `run_ahead` needs at its peak, be it
+    0. That shortens most steps, those with virtual stages most; which one is best depends on the
+    trees.
     """
     options: dict[str, Any] = dict(
         num_chunks=num_chunks, microbatches=microbatches, group_size=group_size
@@ -198,6 +197,8 @@ class _Orders(NamedTuple):
     Attributes:
         forwards, backwards: (segment, model chunk) in F-order and B-order.
         least: per backward the number of forwards that a rank must have run before.
+        warm_up: forwards that a rank runs before its first backward in Megatron's schedule; it
+            stays as many ahead, as far as memory allows.
         scored_at: per segment the forward on the last stage that completes its loss.
         positions: per segment.
         num_ranks, num_chunks: the pipeline.
@@ -206,6 +207,7 @@ class _Orders(NamedTuple):
     forwards: list[tuple[int, int]]
     backwards: list[tuple[int, int]]
     least: list[int]
+    warm_up: int
     scored_at: list[int]
     positions: list[int]
     num_ranks: int
@@ -256,9 +258,11 @@ class _Merge:
         if position == len(orders.forwards):
             return None
         index, chunk = orders.forwards[position]
-        must = orders.least[self.done["B"][rank]]
+        backwards = self.done["B"][rank]
+        must = orders.least[backwards]
+        wanted = max(must, orders.warm_up + backwards) + self.ahead[rank]
         too_many = 0 < self.max_live_positions < self.live[rank] + orders.positions[index]
-        if position >= must and (position >= must + self.ahead[rank] or too_many):
+        if position >= must and (position >= wanted or too_many):
             return None
         stage = chunk * orders.num_ranks + rank
         return 0.0 if stage == 0 else self.finished.get(("F", stage - 1, index))

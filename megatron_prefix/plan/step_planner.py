@@ -7,9 +7,9 @@ further passes over the same rollouts (log-probs, several epochs) ask for the sa
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from megatron_prefix.config import LEAST_SEGMENT, SEGMENT_TOKENS, PrefixConfig
 from megatron_prefix.plan.actions import Plan, policies
@@ -21,6 +21,7 @@ from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 from megatron_prefix.tree.across_ranks import CommonSpans
 from megatron_prefix.tree.build import find_below
+from megatron_prefix.tree.rounds import Rows
 
 
 class Verdict(NamedTuple):
@@ -36,7 +37,13 @@ class Verdict(NamedTuple):
     seconds: float
     retains: bool
 
+    @property
+    def settles(self) -> bool:
+        """Whether nothing better need be looked for."""
+        return self.retains and not self.over
 
+
+T = TypeVar("T")
 Common = tuple[Sequence[int], CommonSpans]
 """Per rollout the number of its beginning, and what data-parallel ranks have in common."""
 Judge = Callable[[Forest, Sequence[int], Plan], Verdict]
@@ -74,12 +81,13 @@ class StepPlanner:
         self._least = len(self._lengths) if config.segment_tokens == "auto" else min(2, num_ranks)
         self._file = PlanFile(config.plan_file, config.memory) if config.plan_file else None
         self._chooser: ChunkChooser | None = None
-        pipeline: dict[str, Any] = dict(
-            num_chunks=num_chunks, run_ahead=config.run_ahead, group_size=group_size
-        )
+        pipeline: dict[str, Any] = dict(num_chunks=num_chunks, group_size=group_size)
+        # Where the limit of memory is in the way, stages run less ahead; alone a rank never does.
+        self._ahead = range(config.run_ahead, -1, -1) if num_ranks > 1 else (config.run_ahead,)
         if config.chunk_tokens == "auto":
-            self._chooser = ChunkChooser(num_ranks, cost=cost.segment, **pipeline)
-        self._best = functools.lru_cache(maxsize=8)(
+            ahead = config.run_ahead
+            self._chooser = ChunkChooser(num_ranks, cost=cost.segment, run_ahead=ahead, **pipeline)
+        self._best = functools.lru_cache(maxsize=16)(
             functools.partial(best_plan, num_ranks=num_ranks, **pipeline)
         )
 
@@ -95,8 +103,8 @@ class StepPlanner:
         microbatch_of: Sequence[int],
         judge: Judge | None = None,
         common: Common | None = None,
-    ) -> Forest:
-        """The step's segments.
+    ) -> tuple[int, Forest]:
+        """The most positions in a segment (0: no limit), and the step's segments.
 
         Args:
             rollouts: of the step.
@@ -106,37 +114,55 @@ class StepPlanner:
             common: per rollout the number of its beginning, and what data-parallel ranks have in
                 common.
         """
-        if judge is None or len(self._lengths) == 1:
-            return self._built(rollouts, groups, microbatch_of, self._options, common)
-        tried: list[tuple[float, float, Forest]] = []
-        for number in self._lengths:
-            options = replace(self._options, segment_tokens=max(number, self._options.multiple))
-            forest = self._built(rollouts, groups, microbatch_of, options, common)
-            plan = self._best(forest, microbatches=tuple(microbatch_of))
-            plan = replace(plan, policies=policies(forest.segments, self._memory))
-            over, seconds, retains = judge(forest, microbatch_of, plan)
-            tried.append((over, seconds, forest))
-            if retains and not over and len(tried) >= self._least:
-                break
-        return min(tried, key=lambda entry: entry[:2])[2]
 
-    def _built(
+        def built(length: int) -> Forest:
+            return self.build_at(length, rollouts, groups, microbatch_of, common=common)
+
+        if judge is None or len(self._lengths) == 1:
+            length = self._options.segment_tokens
+            return length, built(length)
+        tried: list[tuple[Verdict, int, Forest]] = []
+        for length in self._lengths:
+            length = max(length, self._options.multiple)
+            forest = built(length)
+            plans = self.plans(JointForest.alone(forest, microbatch_of))
+            judged = (judge(forest, microbatch_of, plan) for plan in plans)
+            number, verdict = fitting(judged, lambda verdict: verdict)
+            tried.append((verdict, length, forest))
+            # Shorter segments may wait less than stages that run less ahead.
+            if verdict.settles and not number and len(tried) >= self._least:
+                break
+        return min(tried, key=lambda entry: entry[0][:2])[1:]
+
+    def build_at(
         self,
+        length: int,
         rollouts: Sequence[Pairs],
         groups: Sequence[int],
         microbatch_of: Sequence[int],
-        options: TreeOptions,
-        common: Common | None,
+        *,
+        common: Common | None = None,
+        rows: Rows | None = None,
     ) -> Forest:
+        """The step's segments, of at most so many positions; see `build`.
+
+        `rows`: see `Tries.forest`; they have nothing in common with other data-parallel ranks.
+        """
+        options = replace(self._options, segment_tokens=length)
         if common is not None:
             return find_below(rollouts, *common, options).forest(microbatch_of=microbatch_of)
         if self._chooser is not None:
             chunk_tokens = self._chooser.choose(rollouts, groups, options, microbatch_of)
             options = replace(options, chunk_tokens=chunk_tokens)
-        return build(rollouts, groups, options, microbatch_of)
+        return build(rollouts, groups, options, microbatch_of, rows)
 
     def plan(self, joint: JointForest) -> Plan:
-        """The rank's plan: the user's, where there is one, else the planner's.
+        """The first of `plans`."""
+        return next(self.plans(joint))
+
+    def plans(self, joint: JointForest) -> Iterator[Plan]:
+        """The rank's plans: the user's, where there is one, else the planner's best, and those
+        that hold less, as stages run less ahead.
 
         Args:
             joint: the rank's pipeline, and those that run together with it.
@@ -146,12 +172,26 @@ class StepPlanner:
         """
         # Recomputing runs the layers forward again, so all pipelines must do it together.
         kept = policies(joint.union.segments, self._memory)
+        mine: dict[str, Any] = dict(segments=joint.forest.segments, sent=joint.sent)
         if self._file is not None:
             plan = self._file.fitting(joint.forest, *self._shape, joint.microbatch_of)
-            kept = plan.policies or kept
-        else:
-            plan = self._best(joint.union, microbatches=joint.union_microbatch_of)
-        return replace(plan, segments=joint.forest.segments, policies=kept, sent=joint.sent)
+            yield replace(plan, policies=plan.policies or kept, **mine)
+            return
+        for ahead in self._ahead:
+            owners = joint.union_microbatch_of
+            plan = self._best(joint.union, microbatches=owners, run_ahead=ahead)
+            yield replace(plan, policies=kept, **mine)
+
+
+def fitting(tried: Iterable[T], verdict: Callable[[T], Verdict]) -> tuple[int, T]:
+    """The first of some plans, and no other is made, if it settles it; else the quickest that
+    keeps the limit; else the one that is least over it. With its number."""
+    seen: list[T] = []
+    for one in tried:
+        seen.append(one)
+        if verdict(seen[0]).settles:
+            break
+    return min(enumerate(seen), key=lambda entry: verdict(entry[1])[:2])
 
 
 def _lengths(config: PrefixConfig) -> tuple[int, ...]:

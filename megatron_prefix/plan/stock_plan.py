@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Sequence
 
 from megatron_prefix.plan.actions import Plan
@@ -25,38 +26,47 @@ def limit_of(stock: float, static: float) -> float:
 
 
 def heaviest_stock_plan(
-    forest: Forest, microbatch_of: Sequence[int], num_ranks: int = 1, num_chunks: int = 1
+    forest: Forest,
+    microbatches_of: Sequence[Sequence[int]],
+    num_ranks: int = 1,
+    num_chunks: int = 1,
 ) -> Plan:
-    """One forward one backward over the neighbouring microbatches with the most positions.
+    """One forward one backward over the neighbouring microbatches with the most positions, of the
+    pipeline that has them.
 
     As many as a pipeline holds at once, and as many again (with virtual stages all of them), so its
-    peak of memory is that of the whole step. The padding that trainers give microbatches does not
-    count.
+    peak of memory is that of the whole step. Padding is of the rollouts as they were read, and
+    counts.
 
     Args:
         forest: of the step; its segments are not looked at.
-        microbatch_of: the trainer's microbatch of every rollout.
+        microbatches_of: of every pipeline that runs side by side the trainer's microbatch of each
+            of its rollouts, which the forest has one pipeline behind the other.
         num_ranks: pipeline size.
         num_chunks: model chunks a rank.
     """
-    rollouts = collections.defaultdict(list)
-    for rollout, microbatch in enumerate(microbatch_of):
-        rollouts[microbatch].append(rollout)
-    sums = [sum(forest.num_positions[r] for r in rollouts[one]) for one in sorted(rollouts)]
-    held = len(sums) if num_chunks > 1 else 2 * num_ranks if num_ranks > 1 else 1
-    num = min(len(sums), held)
-    start = max(range(len(sums) - num + 1), key=lambda begin: sum(sums[begin : begin + num]))
-    segments: list[Segment] = []
-    owners: list[int] = []
-    for number, microbatch in enumerate(sorted(rollouts)[start : start + num]):
-        spans = []
-        for rollout in rollouts[microbatch]:
-            length = forest.num_positions[rollout]
-            padded = -(-length // forest.multiple) * forest.multiple
-            spans.append(Span(0, length, padded, (len(owners),)))
-            owners.append(number)
-        segments.append(Segment(tuple(spans), inner=False, scored=True))
-    lengths = tuple(span.length for segment in segments for span in segment.spans)
-    last = tuple(length - 1 for length in lengths)
-    part = Forest(tuple(segments), lengths, last, forest.multiple)
+    held = 2 * num_ranks if num_ranks > 1 else 1
+    multiple, first = forest.multiple, 0
+    heaviest: list[list[int]] = []
+    for microbatch_of in microbatches_of:
+        lengths = collections.defaultdict(list)
+        for rollout, microbatch in enumerate(microbatch_of, first):
+            lengths[microbatch].append(-(-forest.num_positions[rollout] // multiple) * multiple)
+        first += len(microbatch_of)
+        mine = [lengths[one] for one in sorted(lengths)]
+        num = len(mine) if num_chunks > 1 else min(len(mine), held)
+        windows = (mine[begin : begin + num] for begin in range(len(mine) - num + 1))
+        heaviest = max(heaviest, *windows, key=_positions)
+    owners = [number for number, one in enumerate(heaviest) for _ in one]
+    rollouts = itertools.count()
+    segments = [
+        Segment(tuple(Span(0, n, n, (next(rollouts),)) for n in one), inner=False, scored=True)
+        for one in heaviest
+    ]
+    padded = tuple(itertools.chain(*heaviest))
+    part = Forest(tuple(segments), padded, tuple(n - 1 for n in padded), multiple)
     return make_plan(part, num_ranks, num_chunks=num_chunks, microbatches=owners, run_ahead=1)
+
+
+def _positions(microbatches: Sequence[Sequence[int]]) -> int:
+    return sum(map(sum, microbatches))

@@ -2,7 +2,8 @@
 
 A few steps are measured, the first ones and then one in 50. In those the host waits for the device
 at the beginning and at the end, and all ranks put together what they have measured; all others run
-as without it. Ranks that must decide alike have the same numbers: those of the first rank.
+as without it. Ranks that must decide alike have the same numbers: those of the first rank. On a GPU
+peaks of memory are read in the same steps.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from megatron_prefix.plan.cost_file import read_costs, write_costs
 from megatron_prefix.plan.cost_fit import KEPT, Evidence, StepTime, together
 from megatron_prefix.plan.files import check_writable
 from megatron_prefix.plan.gate import Decision, other_way
+from megatron_prefix.plan.seen_peaks import Peaks, Seen, factors
 from megatron_prefix.run.agreement import first_says
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.report import StepReport
@@ -65,6 +67,7 @@ class CostMeter:
         self.times = first_says(self._measured.times(self._prior), stages)
         self._num_steps = 0
         self._ran: set[bool] = set()
+        self._seen = {share: Seen() for share in (False, True)}
         self.due = False
 
     def _loaded(self) -> Evidence:
@@ -102,6 +105,12 @@ class CostMeter:
     def _knows_both(self) -> bool:
         return bool(self._measured.measured(True) and self._measured.measured(False))
 
+    @property
+    def memory_factors(self) -> tuple[float, float]:
+        """By what predicted peaks are multiplied, of the stock schedule and of ours; the same on
+        all ranks."""
+        return factors(self._seen[False], self._seen[True])
+
     def chosen(self, decision: Decision) -> Decision:
         """The decision, or the other schedule where that was never timed and could be faster.
 
@@ -120,15 +129,26 @@ class CostMeter:
             rank: place in the pipeline.
         """
         self._wait()
+        before = peaks(self._device) if self.due else None
         begin = time.perf_counter()
         yield
         self._wait()
         if self.due:
-            self._learn(report, rank, time.perf_counter() - begin)
+            seconds = time.perf_counter() - begin
+            self._learn(report, rank, seconds, self._looked(report, before))
         self._ran.add(report.decision.share)
 
-    def _learn(self, report: StepReport, rank: int, seconds: float) -> None:
-        """Fits prices to what all ranks have measured in a step."""
+    def _looked(self, report: StepReport, before: Peaks | None) -> Seen:
+        """This rank's peak of memory in a step."""
+        after = peaks(self._device)
+        if before is None or after is None or report.retried:
+            return Seen()
+        ours = report.memory.within(report.room_bytes).peak if report.memory else 0.0
+        predicted = ours if report.decision.share else report.stock_bytes
+        return Seen.of_step(before, after, predicted)
+
+    def _learn(self, report: StepReport, rank: int, seconds: float, seen: Seen) -> None:
+        """Fits prices to what all ranks have measured in a step, and keeps peaks that they saw."""
         mine, share = Evidence(), report.decision.share
         if report.stopwatch is not None and share and not report.retried:
             timed = report.stopwatch.seconds()
@@ -142,8 +162,10 @@ class CostMeter:
                 mine = mine.and_also(Evidence(steps=(step,)))
         for group in self._groups:
             heard: list[Any] = [None] * group.size()
-            dist.all_gather_object(heard, mine, group=group)
-            mine = together(heard, self.times)
+            dist.all_gather_object(heard, (mine, seen), group=group)
+            measured, peaks_seen = zip(*heard, strict=True)
+            mine, seen = together(measured, self.times), Seen.most(peaks_seen)
+        self._seen[share] = self._seen[share].then(seen)
         self._measured = self._measured.and_also(mine, KEPT)
         self.times = first_says(self._measured.times(self._prior), self._groups)
         logger.info("measured step %d: %s", self._num_steps, self.times)
@@ -161,6 +183,15 @@ class CostMeter:
     def _wait(self) -> None:
         if self.due and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def peaks(device: torch.device) -> Peaks | None:
+    """What the allocator says; None where there is none. The host does not wait."""
+    if device.type != "cuda":
+        return None
+    stats = torch.cuda.memory_stats(device)
+    names = "allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.peak"
+    return Peaks(*(float(stats.get(name, 0)) for name in names))
 
 
 def key_of(rank: Rank, kernel: str) -> str:

@@ -128,7 +128,13 @@ def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
 
 
 def joint(
-    step: Step, rank: Rank, planning: Planning, build: Callable[..., Forest], *, forward_only: bool
+    step: Step,
+    rank: Rank,
+    planning: Planning,
+    build: Callable[..., Forest],
+    build_alone: Callable[..., Forest],
+    *,
+    forward_only: bool,
 ) -> Step:
     """A step with its segments; all data-parallel ranks call this.
 
@@ -137,6 +143,7 @@ def joint(
         rank: this one, on a first stage.
         planning: knows the trees' options, and predicts.
         build: makes segments of samples, their microbatches, and what is `common`.
+        build_alone: the same where nothing crosses; all ranks that share experts call it.
         forward_only: whether the call has no gradients.
 
     Raises:
@@ -157,11 +164,11 @@ def joint(
     if why == "" and across is not None:
         return across.step
     step = replace(step, why_alone=why)
-    if across is not None and across.alone is not None:
+    if across is not None and across.alone is not None and build_alone is build:
         return replace(step, forest=across.alone)
     if planning.shares_nothing(step.samples, rank):
         return replace(step, unshared=True)
-    return replace(step, forest=_read(build(step.samples or (), step.microbatch_of), step))
+    return with_segments(step, build_alone)
 
 
 class Across:
@@ -239,6 +246,11 @@ class Across:
         seconds = across.prefix_seconds + moved / bytes_per_second
         by_stock = alone.stock_seconds if self._planning.config.mode == "auto" else math.inf
         return over, seconds, min(alone.prefix_seconds, by_stock)
+
+
+def with_segments(step: Step, build: Callable[..., Forest]) -> Step:
+    """A step with segments that are made of its samples and their microbatches."""
+    return replace(step, forest=_read(build(step.samples or (), step.microbatch_of), step))
 
 
 def _read(forest: Forest, step: Step) -> Forest:

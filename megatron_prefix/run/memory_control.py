@@ -27,7 +27,7 @@ from megatron_prefix.plan.stock_plan import heaviest_stock_plan, limit_of
 from megatron_prefix.run import oom_retry
 from megatron_prefix.run.oom_retry import Result, Rewind
 from megatron_prefix.run.rank import Rank
-from megatron_prefix.tree import Forest, Place, Segment, Span
+from megatron_prefix.tree import Place, Segment, Span
 
 STEPS_ASKED, STEPS_BETWEEN = 3, 50
 """Training steps, first of all and later on, in which all ranks say how much memory is free. The
@@ -45,6 +45,7 @@ class MemoryControl:
     Attributes:
         gathers: whether every context-parallel rank keeps K/V of all, in the step that runs.
         limit: bytes besides weights and gradients that the last planned step may take on a rank.
+        stock_bytes: what it is predicted to take on this one with the stock schedule, likewise.
     """
 
     def __init__(self, config: PrefixConfig) -> None:
@@ -54,7 +55,7 @@ class MemoryControl:
         self._settled = 0
         self._known: dict[Any, tuple[float, Rates]] = {}
         self._static, self._rates = 0.0, Rates(1.0, 1.0)
-        self.limit = math.inf
+        self.limit, self.stock_bytes = math.inf, 0.0
         self._before: Rewind | None = None
 
     def begin(self, rank: Rank, forward_only: bool) -> None:
@@ -114,42 +115,44 @@ class MemoryControl:
         numbers = _least([measured.flops, measured.link], rank.waiting, rank.device)
         return Rates(*map(_rounded, numbers))
 
-    def limited(self, plan: Plan, forest: Forest, owners: Sequence[int], rank: Rank) -> Plan:
-        """The plan with policies that keep the limit, by memory "auto"; sets `limit`.
+    def limited(
+        self, plan: Plan, joint: JointForest, rank: Rank, factors: tuple[float, float]
+    ) -> tuple[Plan, float]:
+        """The plan with policies that keep the limit, by memory "auto", and the peak of the rank
+        with most, in bytes; sets `limit`.
 
-        Without a budget the limit is the predicted peak of Megatron's own schedule on the same
+        Without a budget the limit is the peak of Megatron's own schedule on the same
         microbatches, with the user's own recomputation, and a little more. All ranks that make a
         step together come to the same answer.
 
         Args:
             plan: of the step, on segments as long as on the longest rank.
-            forest: of the step, of all ranks that share experts.
-            owners: the microbatch of each of its rollouts.
+            joint: the step, of all ranks that share experts.
             rank: that runs it.
+            factors: by what predictions are multiplied, of the stock schedule and of ours.
         """
-        self.limit = self._limit(forest, owners, rank)
-        if self._config.memory != "auto" or self._config.plan_file:
-            return plan
-        may_offload = self._config.memory_budget is not None and not any(
-            map(offload_refusal, rank.models)
-        )
-        policies = automatic(
-            plan, self._before_settled(rank), rank.cost, self._rates, self.limit, may_offload
-        )
-        return replace(plan, policies=policies)
+        by_stock, by_ours = factors
+        self.limit = self._limit(joint, rank, by_stock)
+        footprint = self._before_settled(rank)
+        if self._config.memory == "auto" and not self._config.plan_file:
+            may_offload = self._config.memory_budget is not None and not any(
+                map(offload_refusal, rank.models)
+            )
+            policies = automatic(
+                plan, footprint, rank.cost, self._rates, self.limit / by_ours, may_offload
+            )
+            plan = replace(plan, policies=policies)
+        return plan, by_ours * max(one.peak for one in predict(plan, footprint))
 
-    def _limit(self, forest: Forest, owners: Sequence[int], rank: Rank) -> float:
+    def _limit(self, joint: JointForest, rank: Rank, by_stock: float) -> float:
+        plan = heaviest_stock_plan(
+            joint.union, joint.microbatches_of, rank.num_stages, len(rank.models)
+        )
+        ranks = predict(plan, self._before_settled(rank))
+        self.stock_bytes = ranks[rank.stage].peak
         if self._config.memory_budget is not None:
             return self._config.memory_budget
-        plan = heaviest_stock_plan(forest, owners, rank.num_stages, len(rank.models))
-        stock = max(one.peak for one in predict(plan, self._before_settled(rank)))
-        if forest.ordered and rank.experts is not None:
-            stock /= rank.experts.size()  # its microbatches are those of all ranks together
-        return limit_of(stock, self._static)
-
-    def peak(self, plan: Plan, rank: Rank) -> float:
-        """Predicted bytes of the rank with most."""
-        return max(one.peak for one in predict(plan, self._before_settled(rank)))
+        return limit_of(by_stock * max(one.peak for one in ranks), self._static)
 
     def _before_settled(self, rank: Rank) -> Footprint:
         """Before it is known whether a rank keeps K/V of all: only if the user says so."""
@@ -168,14 +171,32 @@ class MemoryControl:
         """What a rank is predicted to hold."""
         return predict(plan, self._footprint(rank))[rank.stage]
 
+    def give_back(self, used: int, reserved: int, device: torch.device) -> None:
+        """In mode "auto" returns to the device the blocks that torch's allocator has cached in a
+        step with gradients, where they are more than the stock schedule would have left: what other
+        phases run besides this process's allocator (an inference engine) finds the same room. Where
+        the trainer had reserved as much before, nothing is returned, as that takes time.
+
+        Args:
+            used, reserved: bytes of the allocator when the step began.
+            device: of the model.
+        """
+        if self._config.mode != "auto":
+            return
+        if torch.cuda.memory_reserved(device) > max(reserved, used + self.limit):
+            logger.info("the step's cached blocks are more than its limit: they are given back")
+            torch.cuda.empty_cache()
+
     def offloader(self, plan: Plan, rank: Rank, forward_only: bool) -> Offloader | None:
-        """What takes tensors to the host in a step that begins; None if all stay.
+        """What takes tensors to the host in a step that begins; None if all stay. The first step
+        with gradients in which all do gives the host memory back.
 
         Raises:
             UserError: the model cannot run with "offload".
         """
         offloads = "offload" in plan.policies and not forward_only
         if not (offloads or self._config.cache_host_layers):
+            self._offloader = self._offloader if forward_only else None
             return None
         reasons = [reason for reason in map(offload_refusal, rank.models) if reason]
         if offloads and reasons:
@@ -233,7 +254,7 @@ def _rounded(number: float) -> float:
 def longest_segments(joint: JointForest) -> tuple[Segment, ...]:
     """As long as on the rank that has most rows, place by place, in as many spans as on the rank
     that has most, all of them below the last parent."""
-    if len(joint.lengths[0]) == 1:
+    if joint.num_pipelines == 1:
         return joint.forest.segments
     segments, align = [], max(1, joint.forest.multiple)
     places = zip(joint.union.segments, joint.lengths, joint.spans, strict=True)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import StepFailed
 from megatron_prefix.plan.actions import Plan
@@ -22,8 +24,8 @@ from megatron_prefix.plan.gate import (
     without_sharing,
 )
 from megatron_prefix.plan.joint_forest import JointForest
-from megatron_prefix.plan.prediction import predict
-from megatron_prefix.plan.step_planner import Common, Judge, StepPlanner, Verdict
+from megatron_prefix.plan.prediction import Prediction, predict
+from megatron_prefix.plan.step_planner import Common, Judge, StepPlanner, Verdict, fitting
 from megatron_prefix.run import agreement, global_aux_sync
 from megatron_prefix.run.cost_meter import CostMeter, guessed
 from megatron_prefix.run.memory_control import MemoryControl, longest_segments
@@ -31,23 +33,29 @@ from megatron_prefix.run.rank import Rank, default_groups
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.run.step import Step
 from megatron_prefix.tree import Forest, Pairs
+from megatron_prefix.tree.rounds import Rows
 
 logger = logging.getLogger(__name__)
 
 
 class Forecast(NamedTuple):
-    """What is predicted of a step's segments.
+    """What is predicted of a plan.
 
     Attributes:
-        over: bytes by which the peak is above the limit.
-        prefix_seconds, stock_seconds: with either schedule.
-        retains: whether every segment keeps what it has saved.
+        plan: with the policies that it would have.
+        union: the same on the segments of all pipelines that run side by side.
+        peak, limit: bytes besides weights and gradients, of the rank with most; 0 in a step without
+            gradients.
+        prediction: of both schedules' times.
+        verdict: on the plan.
     """
 
-    over: float
-    prefix_seconds: float
-    stock_seconds: float
-    retains: bool
+    plan: Plan
+    union: Plan
+    peak: float
+    limit: float
+    prediction: Prediction
+    verdict: Verdict
 
 
 class Planning:
@@ -103,11 +111,48 @@ class Planning:
         forward_only: bool,
         common: Common | None = None,
     ) -> Forest:
-        """The segments of a step; see `StepPlanner.build`."""
+        """The segments of a step, which asks no other rank; see `StepPlanner.build`."""
         groups = [0] * len(samples)
-        forest = self.planner(rank).build(samples, groups, microbatch_of, judge, common)
-        ordered = rank.has_global_loss and not forward_only
-        return replace(forest, ordered=True) if ordered else forest
+        _, forest = self.planner(rank).build(samples, groups, microbatch_of, judge, common)
+        return replace(forest, ordered=rank.has_global_loss and not forward_only)
+
+    def cuts_together(self, rank: Rank, *, forward_only: bool) -> bool:
+        """Whether `build_together` makes the segments of a step in which nothing crosses ranks:
+        where a loss waits for those of all ranks that share experts, microbatch by microbatch."""
+        waits = rank.experts is not None and rank.has_global_loss and not forward_only
+        return waits and not self.config.plan_file
+
+    def build_together(
+        self,
+        samples: Sequence[Pairs],
+        microbatch_of: Sequence[int],
+        rank: Rank,
+        judge: Judge | None,
+    ) -> Forest:
+        """As `build`, in the same rounds on all ranks that share experts, by the rank that has most
+        in each; all of a first stage call this.
+
+        Raises:
+            Exception: what went wrong on this rank, or that something did on another.
+        """
+        planner, groups = self.planner(rank), [0] * len(samples)
+        mine: Any = None
+        problem: Exception | None = None
+        try:
+            length, forest = planner.build(samples, groups, microbatch_of, judge)
+            mine = length, Rows.of(forest, microbatch_of)
+        except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it
+            problem, mine = error, f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+        group: Any = rank.experts
+        heard: list[Any] = [None] * group.size()
+        dist.all_gather_object(heard, mine, group=group)
+        if problem is not None:
+            raise problem
+        if failed := next((one for one in heard if isinstance(one, str)), ""):
+            raise StepFailed(f"the step ends on all ranks: {failed}")
+        length, rows = min(length for length, _ in heard), Rows.most(rows for _, rows in heard)
+        forest = planner.build_at(length, samples, groups, microbatch_of, rows=rows)
+        return replace(forest, ordered=True)
 
     def judge(self, rank: Rank, *, forward_only: bool) -> Judge | None:
         """Says of plans whether they keep the limit of memory, and how long they take; all ranks
@@ -117,31 +162,45 @@ class Planning:
         self._memory.ask_once(rank)
 
         def judged(forest: Forest, microbatch_of: Sequence[int], plan: Plan) -> Verdict:
-            found = self._judged(forest, microbatch_of, plan, rank)
-            return Verdict(found.over, found.prefix_seconds, found.retains)
+            joint = JointForest.alone(forest, microbatch_of)
+            return self._forecast(plan, joint, rank, forward_only=False).verdict
 
         return judged
 
-    def _judged(
-        self, forest: Forest, microbatch_of: Sequence[int], plan: Plan, rank: Rank
-    ) -> Forecast:
-        plan = self._memory.limited(plan, forest, microbatch_of, rank)
-        over = max(0.0, self._memory.peak(plan, rank) - self._memory.limit)
-        found = predict(self.meter(rank).times, forest, microbatch_of, plan)
-        retains = self.config.memory != "auto" or not any(plan.policies)
-        return Forecast(over, found.prefix_seconds, found.stock_seconds, retains)
-
     def forecast(
         self, forest: Forest, microbatch_of: Sequence[int], rank: Rank, *, forward_only: bool
-    ) -> Forecast:
-        """What a pipeline's segments would do if they ran side by side with no others; asks no
+    ) -> Prediction:
+        """What a pipeline's segments would take if they ran side by side with no others; asks no
         other rank. Ranks have called `judge` for the step."""
-        plan = self.planner(rank).plan(JointForest.alone(forest, microbatch_of))
+        joint = JointForest.alone(forest, microbatch_of)
+        return self._fitting(joint, rank, forward_only=forward_only).prediction
+
+    def _fitting(self, joint: JointForest, rank: Rank, *, forward_only: bool) -> Forecast:
+        """Of the plan that keeps the limit of memory, if one does."""
+        plans = self.planner(rank).plans(joint)
+        tried = (self._forecast(plan, joint, rank, forward_only=forward_only) for plan in plans)
+        return fitting(tried, lambda one: one.verdict)[1]
+
+    def _forecast(
+        self, plan: Plan, joint: JointForest, rank: Rank, *, forward_only: bool
+    ) -> Forecast:
+        peak = limit = 0.0
         if not forward_only:
-            return self._judged(forest, microbatch_of, plan, rank)
-        times = self.meter(rank).times
-        found = predict(times, forest, microbatch_of, plan, forward_only=True)
-        return Forecast(0.0, found.prefix_seconds, found.stock_seconds, True)
+            longest = replace(plan, segments=longest_segments(joint))
+            factors = self.meter(rank).memory_factors
+            longest, peak = self._memory.limited(longest, joint, rank, factors)
+            limit = self._memory.limit
+            plan = replace(plan, policies=longest.policies)
+        union = plan
+        if joint.union is not joint.forest:
+            union = replace(plan, segments=joint.union.segments)
+        found = predict(
+            self.meter(rank).times, joint.union, joint.union_microbatch_of, union,
+            forward_only=forward_only, num_pipelines=joint.num_pipelines,
+        )  # fmt: skip
+        retains = forward_only or self.config.memory != "auto" or not any(plan.policies)
+        verdict = Verdict(max(0.0, peak - limit), found.prefix_seconds, retains)
+        return Forecast(plan, union, peak, limit, found, verdict)
 
     def decided(
         self, step: Step, rank: Rank, *, forward_only: bool
@@ -200,30 +259,18 @@ class Planning:
     ) -> tuple[StepReport, float]:
         """What this rank alone would decide, and by how many bytes its predicted peak is above the
         limit; it asks no other rank."""
-        plan, meter = self.planner(rank).plan(joint), self.meter(rank)
-        peak = limit = 0.0
-        if not forward_only:
-            longest = replace(plan, segments=longest_segments(joint))
-            longest = self._memory.limited(longest, joint.union, joint.union_microbatch_of, rank)
-            peak, limit = self._memory.peak(longest, rank), self._memory.limit
-            plan = replace(plan, policies=longest.policies)
-        union = plan
-        if joint.union is not joint.forest:
-            union = replace(plan, segments=joint.union.segments)
-        prediction = predict(
-            meter.times, joint.union, joint.union_microbatch_of, union, forward_only=forward_only,
-            num_pipelines=1 if rank.experts is None else rank.experts.size(),
-        )  # fmt: skip
-        decision = decide(self.config, prediction.speedup)
+        found, meter = self._fitting(joint, rank, forward_only=forward_only), self.meter(rank)
+        decision = decide(self.config, found.prediction.speedup)
         # Ranks that share experts need equally many microbatches for one schedule and may need
         # segments of equal lengths for the other, so nothing is tried there.
-        if meter.due and peak <= limit and not (rank.experts or rank.crosses):
+        if meter.due and not (found.verdict.over or rank.experts or rank.crosses):
             decision = meter.chosen(decision)
-        decision = kept_to_limit(self.config, decision, peak, limit)
+        decision = kept_to_limit(self.config, decision, found.peak, found.limit)
         report = StepReport(
-            step.forest, decision, plan, union, prediction=prediction, times=meter.times
-        )
-        return report, max(0.0, peak - limit)
+            step.forest, decision, found.plan, found.union, prediction=found.prediction,
+            times=meter.times, stock_bytes=0.0 if forward_only else self._memory.stock_bytes,
+        )  # fmt: skip
+        return report, found.verdict.over
 
     def _together(
         self, decision: Decision, step: Step, rank: Rank, *, ordered: bool, forward_only: bool

@@ -109,6 +109,8 @@ class StepReport:
         times: what it was made from.
         stopwatch: times of this rank's actions, in a step that was measured.
         memory: predicted of this rank, where the prefix schedule ran with gradients.
+        stock_bytes: predicted peak of this rank in the stock schedule, besides weights and
+            gradients; 0 where nothing was predicted.
         base_bytes: allocated on the device when the step began.
         room_bytes: what the step could still use then; 0 if it is not known.
         cache_bytes: the most that K/V, states and their gradients took on the device at once.
@@ -127,6 +129,7 @@ class StepReport:
     times: CostModel | None = None
     stopwatch: Stopwatch | None = None
     memory: RankMemory | None = None
+    stock_bytes: float = 0.0
     base_bytes: int = 0
     room_bytes: float = 0.0
     cache_bytes: int = 0

@@ -263,31 +263,43 @@ class PrefixSchedule:
             return None
         planning, judge = self.planning, self.planning.judge(rank, forward_only=forward_only)
         build = functools.partial(planning.build, rank=rank, judge=judge, forward_only=forward_only)
+        alone = build
+        if planning.cuts_together(rank, forward_only=forward_only):
+            alone = functools.partial(planning.build_together, rank=rank, judge=judge)
+        later = rank.may_cross or alone is not build  # when ranks have agreed to go on
         step = read_step(
             calls, rank.groups,  # type: ignore[arg-type]
-            not_built if rank.may_cross else build, rank.device,
+            not_built if later else build, rank.device,
             lambda samples: not rank.may_cross and planning.shares_nothing(samples, rank),
         )  # fmt: skip
         problem = step if isinstance(step, BaseException) else _problem(step, rank)
         if (reason := agree(problem, ranks, rank.device)) is not None:
             self._refused(reason)
             return None
-        if not rank.may_cross:
+        if not later or step.unshared:  # type: ignore[union-attr]
             return step  # type: ignore[return-value]
-        return self._joint(step, rank, build, forward_only=forward_only)  # type: ignore[arg-type]
+        return self._joint(step, rank, build, alone, forward_only=forward_only)  # type: ignore[arg-type]
 
     def _joint(
-        self, step: Step, rank: Rank, build: Callable[..., Forest], *, forward_only: bool
+        self,
+        step: Step,
+        rank: Rank,
+        build: Callable[..., Forest],
+        alone: Callable[..., Forest],
+        *,
+        forward_only: bool,
     ) -> Step | None:
-        """A step with its segments, some of which may cross data-parallel ranks, which end or fall
-        back together."""
+        """A step with segments that data-parallel ranks make together, some of which may cross
+        them; they end or fall back together. `build`, `alone`: see `joint_step.joint`."""
         problem: BaseException | None = None
         joint: Step | None = None
         try:
-            if rank.is_first:
+            if rank.is_first and rank.may_cross:
                 joint = joint_step.joint(
-                    step, rank, self.planning, build, forward_only=forward_only
+                    step, rank, self.planning, build, alone, forward_only=forward_only
                 )
+            elif rank.is_first:
+                joint = joint_step.with_segments(step, alone)
         except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it
             problem = error
         joint = told(joint, step.samples, rank.groups.pp, rank.device)
@@ -296,8 +308,9 @@ class PrefixSchedule:
             return None
         if joint is None:
             raise RuntimeError("no rank says why a step has no segments")
-        joint_step.tell_alone(joint.why_alone, rank, self._told)
-        self._rest.note(joint.crosses)
+        if rank.may_cross:
+            joint_step.tell_alone(joint.why_alone, rank, self._told)
+            self._rest.note(joint.crosses)
         if joint.crosses:
             rank.cross()
         return joint

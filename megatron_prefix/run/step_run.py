@@ -105,7 +105,9 @@ class StepRun:
         """Runs the step; returns Megatron's `forward_data_store`."""
         report, rank = self._report, self._rank
         report.stopwatch = Stopwatch(rank.groups.pp, rank.device) if self._measures else None
-        if rank.device.type == "cuda":
+        on_gpu, reserved = rank.device.type == "cuda", 0
+        if on_gpu:
+            reserved = torch.cuda.memory_reserved(rank.device)
             report.base_bytes = torch.cuda.memory_allocated(rank.device)
             report.room_bytes = free_bytes(rank.device, self._config.memory_budget)
         self._memory.settle(report.plan, self._joint, rank, self._forward_only)
@@ -127,6 +129,8 @@ class StepRun:
                 self._ahead.log()
             if self._losses is not None:
                 self._losses.check()  # waits for the device, so after what others wait for
+        if on_gpu and not self._forward_only:
+            self._memory.give_back(report.base_bytes, reserved, rank.device)
         return self._losses.forward_data_store if self._losses is not None else []
 
     def _why_final(self) -> str:

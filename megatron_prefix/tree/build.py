@@ -33,6 +33,7 @@ from megatron_prefix.tree.forest import (
 from megatron_prefix.tree.nodes import Node, preorder
 from megatron_prefix.tree.packing import Packing
 from megatron_prefix.tree.parts import equal_bounds
+from megatron_prefix.tree.rounds import Rows
 
 _PAIRS, _AT_ONCE = 1024, 1 << 20
 """Pairs of rollouts, and positions of one of each, that are compared at once."""
@@ -58,13 +59,17 @@ class Tries:
         return sum(node.end - node.start for roots in self.trees for node in preorder(roots))
 
     def forest(
-        self, chunk_tokens: int | None = None, microbatch_of: Sequence[int] | None = None
+        self,
+        chunk_tokens: int | None = None,
+        microbatch_of: Sequence[int] | None = None,
+        rows: Rows | None = None,
     ) -> Forest:
         """The segments.
 
         Args:
             chunk_tokens: longest chunk (default: the options').
             microbatch_of: the trainer's microbatch of each rollout (default: one rollout each).
+            rows: what several ranks cut microbatches by, in the same rounds on all of them.
         """
         options, first = self.options, self.first_trained
         num_positions = tuple(map(len, self.trained))
@@ -73,13 +78,13 @@ class Tries:
         roots = _copied([root for tree in self.trees for root in tree])
         roots = _worthwhile(roots, first, options, microbatch_of, sum(num_positions), self.common)
         roots = _chunked(roots, first, options)
-        packed = Packing(roots, first, options, microbatch_of, self.common)
+        packed = Packing(roots, first, options, microbatch_of, self.common, rows)
         across = len(packed.exchanges) > 0
         return Forest(
             tuple(segment._replace(trained=self._trained(segment)) for segment in packed.segments),
             num_positions, first, options.multiple, unshared_by_routes=self.unshared_by_routes,
             exchanges=tuple(packed.exchanges), windows=tuple(packed.windows) if across else (),
-            num_windows=self.common.num_windows,
+            num_windows=self.common.num_windows, rounds=tuple(packed.rounds) if rows else (),
         )  # fmt: skip
 
     def _trained(self, segment: Segment) -> int:
@@ -93,9 +98,10 @@ def build(
     groups: Sequence[int] | None = None,
     options: TreeOptions | None = None,
     microbatch_of: Sequence[int] | None = None,
+    rows: Rows | None = None,
 ) -> Forest:
     """Makes the forest of a step; see `find_shared` and `Tries.forest` for arguments and errors."""
-    return find_shared(rollouts, groups, options).forest(microbatch_of=microbatch_of)
+    return find_shared(rollouts, groups, options).forest(microbatch_of=microbatch_of, rows=rows)
 
 
 def find_shared(

@@ -295,6 +295,8 @@ class Forest:
         windows: per segment the part of the step in which it runs forward, of `num_windows` parts
             that all ranks begin with an exchange and end with another; empty without exchanges.
         num_windows: at least 1.
+        rounds: per segment the round of microbatches that it runs in, ascending, where the ranks
+            that share experts have the same rounds; empty elsewhere.
     """
 
     segments: tuple[Segment, ...]
@@ -306,6 +308,7 @@ class Forest:
     exchanges: tuple[Exchange, ...] = ()
     windows: tuple[int, ...] = ()
     num_windows: int = 1
+    rounds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if any(segment.above is None for segment in self.segments):
@@ -365,9 +368,10 @@ class Forest:
                 numbers += [rank, len(spans), *spans]
         numbers += [len(self.num_positions), *self.num_positions, *self.first_trained]
         windows = self.windows or (0,) * len(self.segments)
-        for segment, window in zip(self.segments, windows, strict=True):
+        rounds = self.rounds or (-1,) * len(self.segments)
+        for segment, window, number in zip(self.segments, windows, rounds, strict=True):
             known = -1 if segment.trained is None else segment.trained
-            numbers += [segment.inner + 2 * segment.scored, known, segment.source, window]
+            numbers += [segment.inner + 2 * segment.scored, known, segment.source, window, number]
             numbers.append(len(segment.spans))
             for span in segment.spans:
                 numbers += [*(span.parent or (-1, -1)), *span[:3]]
@@ -390,9 +394,9 @@ class Forest:
             exchanges.append(Exchange(segment, first, last, tuple(peers), level))
         (num_rollouts,) = take(1)
         num_positions, first_trained = take(num_rollouts), take(num_rollouts)
-        segments, windows = [], []
-        while head := take(5):
-            flags, known, source, window, num_spans = head
+        segments, windows, rounds = [], [], []
+        while head := take(6):
+            flags, known, source, window, number, num_spans = head
             spans = []
             for _ in range(num_spans):
                 *parent, start, length, padded, members = take(6)
@@ -402,7 +406,9 @@ class Forest:
             inner, scored = bool(flags & 1), bool(flags & 2)
             segments.append(Segment(tuple(spans), inner, scored, trained, source))
             windows.append(window)
+            rounds.append(number)
         return cls(
             tuple(segments), num_positions, first_trained, align, bool(ordered), unshared,
             tuple(exchanges), tuple(windows) if exchanges else (), num_windows,
+            () if -1 in rounds else tuple(rounds),
         )  # fmt: skip

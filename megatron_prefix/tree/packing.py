@@ -21,7 +21,7 @@ from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans
 from megatron_prefix.tree.forest import Exchange, Place, Segment, TreeOptions
 from megatron_prefix.tree.nodes import Node, preorder
 from megatron_prefix.tree.parts import even_parts
-from megatron_prefix.tree.rounds import Rounds
+from megatron_prefix.tree.rounds import Rounds, Rows
 
 
 class Packing:
@@ -33,12 +33,14 @@ class Packing:
         options: see TreeOptions.
         microbatch_of: the trainer's microbatch of every rollout; None: one rollout each.
         common: what this rank has in common with others.
+        rows: see Rounds.
 
     Attributes:
         segments: in F-order.
         inner: the nodes of every inner segment that the rank has for itself.
         exchanges: see Forest.
         windows: of every segment; see Forest.
+        rounds: of every segment.
     """
 
     def __init__(
@@ -48,11 +50,13 @@ class Packing:
         options: TreeOptions,
         microbatch_of: Sequence[int] | None = None,
         common: CommonSpans = NOTHING_IN_COMMON,
+        rows: Rows | None = None,
     ) -> None:
         self.segments: list[Segment] = []
         self.inner: list[Sequence[Node]] = []
         self.exchanges: list[Exchange] = []
         self.windows: list[int] = []
+        self.rounds: list[int] = []
         self._first, self._multiple = first_trained, options.multiple
         self._budget = options.segment_tokens
         # By identity of nodes, so none of them may be gone before the end.
@@ -61,17 +65,19 @@ class Packing:
         self._parents: dict[int, Node] = {}
         self._owner = range(len(first_trained)) if microbatch_of is None else microbatch_of
         self._common = common
-        rounds = Rounds(self._inner(roots), _leaves(roots), self._owner, options, common)
+        rounds = Rounds(self._inner(roots), _leaves(roots), self._owner, options, common, rows)
         shared = {node.common: node for node in preorder(roots) if node.common >= 0}
-        self._window = -1
+        self._window, self._round = -1, 0
         for together in rounds.together():
             self._begin(rounds.windows[together[0]], common, shared)
+            self._round = together[0]
             levels: dict[int, list[Node]] = collections.defaultdict(list)
             for depth, node in itertools.chain(*(rounds.inner[number] for number in together)):
                 levels[depth].append(node)
             for depth in sorted(levels):
                 self._fill(levels[depth], inner=True)
             for number in together:
+                self._round = number
                 self._fill(rounds.lasting[number], inner=False)
                 self._fill([self._part(*part) for part in rounds.leaves[number]], inner=False)
         self._begin(common.num_windows - 1, common, shared)
@@ -137,6 +143,7 @@ class Packing:
         scored = any(self._first[m] < span.end for span in spans for m in span.rollouts)
         self.segments.append(Segment(spans, inner, scored, source=source))
         self.windows.append(self._window)
+        self.rounds.append(self._round)
         if inner and nodes[0].common < 0:
             self.inner.append(nodes)
 

@@ -4,12 +4,42 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from megatron_prefix.tree.across_ranks import CommonSpans
-from megatron_prefix.tree.forest import TreeOptions
+from megatron_prefix.tree.forest import Forest, TreeOptions
 from megatron_prefix.tree.nodes import Node
 from megatron_prefix.tree.parts import even_parts
+
+
+class Rows(NamedTuple):
+    """Positions of a step's spans by microbatch, each span with the first one that needs it.
+
+    Attributes:
+        inner: of spans that others read, of every microbatch.
+        leaves: of the others.
+    """
+
+    inner: tuple[int, ...]
+    leaves: tuple[int, ...]
+
+    @classmethod
+    def of(cls, forest: Forest, microbatch_of: Sequence[int]) -> Rows:
+        """Of segments, with the microbatch of each rollout."""
+        rows = [[0] * (max(microbatch_of, default=-1) + 1) for _ in range(2)]
+        for segment in forest.segments:
+            for span in segment.spans:
+                first = min(microbatch_of[rollout] for rollout in span.rollouts)
+                rows[not segment.inner][first] += span.padded
+        return cls(*map(tuple, rows))
+
+    @classmethod
+    def most(cls, several: Iterable[Rows]) -> Rows:
+        """Of every microbatch those of the rank that has most."""
+        inner, leaves = zip(*several, strict=True)
+        largest = [map(max, itertools.zip_longest(*one, fillvalue=0)) for one in (inner, leaves)]
+        return cls(*map(tuple, largest))
 
 
 class Rounds:
@@ -21,6 +51,7 @@ class Rounds:
         owner: the microbatch of every rollout.
         options: see TreeOptions.
         common: what data-parallel ranks have in common; a round is in one of its windows.
+        rows: by which microbatches are cut; None: by those of `inner` and `leaves`.
 
     Attributes:
         windows: per round its window.
@@ -36,12 +67,18 @@ class Rounds:
         owner: Sequence[int],
         options: TreeOptions,
         common: CommonSpans,
+        rows: Rows | None = None,
     ) -> None:
         self._common = common
         self._owner, self._multiple, self._budget = owner, options.multiple, options.segment_tokens
         inner = [*inner]
-        rows = self._rows(node for _, node in inner), self._rows(leaves)
-        rounds = list(self._rounds(sorted({*owner}), *rows))
+        if rows is None:
+            mine: Any = self._rows(node for _, node in inner), self._rows(leaves)
+            rounds = list(self._rounds(sorted({*owner}), *mine))
+        else:
+            mine = rows
+            rounds = list(self._rounds(range(len(rows.leaves)), *rows))
+        self._new = [sum(mine[0][one] for one in some) for some in rounds]
         self.windows = [common.window_of(some[0]) for some in rounds]
         self._round_of = {one: number for number, some in enumerate(rounds) for one in some}
         self.inner: list[list[tuple[int, Node]]] = [[] for _ in rounds]
@@ -72,8 +109,7 @@ class Rounds:
         """Rounds of a window whose inner nodes run together: those that have a segment of them at
         most."""
         start, rows = 0, 0
-        for number, nodes in enumerate(self.inner):
-            new = sum(node.padded(self._multiple) for _, node in nodes)
+        for number, new in enumerate(self._new):
             full = 0 < self._budget < rows + new
             if number > start and (full or self.windows[number] != self.windows[start]):
                 yield range(start, number)
@@ -92,8 +128,8 @@ class Rounds:
     def _rounds(
         self,
         microbatches: Sequence[int],
-        inner: collections.Counter[int],
-        leaves: collections.Counter[int],
+        inner: Mapping[int, int] | Sequence[int],
+        leaves: Mapping[int, int] | Sequence[int],
     ) -> Iterator[Sequence[int]]:
         """Microbatches in order, as many a round as fit, about equally many positions in each.
 

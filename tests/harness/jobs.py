@@ -1,7 +1,7 @@
 """Jobs of several data-parallel ranks that share prompts: made at random, and played with names.
 
-`played` knows nothing of plan/job_check.py: messages carry the names of spans, a rank adds up who
-sent it gradients, and what is asked for must be there.
+`played` knows nothing of the rules in `megatron_prefix/lab/plans/job_check.py`: messages carry the
+names of spans, a rank adds up who sent it gradients, and what is asked for must be there.
 """
 
 from __future__ import annotations

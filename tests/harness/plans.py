@@ -37,7 +37,7 @@ def random_case(rng: random.Random) -> Case:
         dict(
             num_chunks=num_chunks,
             microbatches=microbatch_of,
-            run_ahead=rng.choice((1, 2, 3, None)),
+            run_ahead=rng.choice((0, 1, 2, 3, None)),
             group_size=rng.choice((None, num_ranks, num_ranks + 1, 2 * num_ranks, 1)),
             max_live_positions=rng.choice((0, 0, 1, 50, 200)),
         ),
@@ -48,7 +48,8 @@ def run(case: Case, best: bool = False) -> Timeline:
     """Plans and simulates; with `best` by `best_plan`."""
     options = case.options
     if best:
-        options = {**options, "run_ahead": options["run_ahead"] or 2}
+        ahead = options["run_ahead"]
+        options = {**options, "run_ahead": 2 if ahead is None else ahead}
     plan = (best_plan if best else make_plan)(case.forest, case.num_ranks, **options)
     return simulate(plan, ready_after=loss_ready_after(case.forest, options["microbatches"]))
 

@@ -2,7 +2,7 @@
 
 On a GPU peaks are the allocator's, without weights and their gradients; memory that waits for a
 copy on a side stream counts as used. On the CPU they are the bytes that autograd and the sidecar
-hold, without temporaries.
+hold, without temporaries and without what is offloaded, and so is the prediction beside them.
 
 "Phase B" is the time in which waves run, as in "Schedule-Level Shared-Prefix Reuse for LLM RL
 Training", section 5, whose memory figures are of that phase.
@@ -22,6 +22,7 @@ import torch
 from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
 from megatron_prefix.errors import StepOutOfMemory, UserError, shown
 from megatron_prefix.lab.bench.counted import SavedBytes
+from megatron_prefix.lab.bench.scores import held_by_math, with_saved_scores
 from megatron_prefix.lab.bench.timing import GIB
 from megatron_prefix.lab.bench.work import GroupShape
 from megatron_prefix.lab.models.build import unwrap
@@ -30,9 +31,8 @@ from megatron_prefix.lab.verify import align
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.offload.segment import addresses
 from megatron_prefix.plan.actions import Action, Plan, policies
-from megatron_prefix.plan.peak_memory import RankMemory
+from megatron_prefix.plan.peak_memory import RankMemory, predict
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.run.memory_control import MemoryControl
 from megatron_prefix.run.oom_retry import free_memory
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -117,10 +117,8 @@ def measure(
     with recomputing(chunks, way.recompute):
         memory = predicted(shape, way, chunks, config)
         base = _base(chunks)
-        row = Row(
-            shape.name, str(way), base / GIB, memory.peak / GIB, None, memory.wave_peak / GIB, None,
-            None,
-        )  # fmt: skip
+        of_step, of_waves = _compared(memory, shape, way, chunks)
+        row = Row(shape.name, str(way), base / GIB, of_step, None, of_waves, None, None)
         schedule: Any = (
             PrefixSchedule(replace(config, memory=way.policy))
             if (way.policy != STOCK)
@@ -135,13 +133,34 @@ def measure(
             free_memory()
         # Workspaces of libraries that the first call has allocated stay.
         base = _base(chunks)
-        return _filled(replace(row, base_gib=base / GIB), schedule, results[1:] or results, base)
+        row = replace(row, base_gib=base / GIB)
+        report = schedule.report if isinstance(schedule, PrefixSchedule) else None
+        if report is not None and report.retried:
+            return replace(row, problem="out of device memory until every segment was recomputed")
+        if report is not None and report.memory is not None:  # of the policies that really ran
+            memory = report.memory.within(report.room_bytes)
+            of_step, of_waves = _compared(memory, shape, way, chunks)
+            row = replace(row, predicted_gib=of_step, predicted_wave_gib=of_waves)
+        return _filled(row, schedule, results[1:] or results, base)
+
+
+def _compared(
+    memory: RankMemory, shape: GroupShape, way: Way, chunks: list[Any]
+) -> tuple[float, float]:
+    """What is predicted of what is measured here, of a step and while waves run, GiB."""
+    if next(chunks[0].parameters()).device.type != "cuda":
+        waves = memory.saved if way.policy == STOCK else memory.wave_peak
+        return memory.saved / GIB, waves / GIB
+    scores = 0.0
+    if way.policy != STOCK:
+        longest = max(shape.prompt, shape.segment_tokens or shape.response)
+        keys = shape.prompt + shape.response
+        scores = held_by_math(unwrap(chunks[0]).config, longest, keys)
+    return (memory.peak + scores) / GIB, (memory.wave_peak + scores) / GIB
 
 
 def _filled(row: Row, schedule: Any, results: Sequence[_Peaks], base: float) -> Row:
     report = schedule.report if isinstance(schedule, PrefixSchedule) else None
-    if report is not None and report.retried:
-        return replace(row, problem="out of device memory until every segment was recomputed")
     wave = None
     if results[0].by_action and report is not None:
         inner = [segment.inner for segment in report.plan.segments]
@@ -153,11 +172,6 @@ def _filled(row: Row, schedule: Any, results: Sequence[_Peaks], base: float) -> 
         )
     elif report is None:
         wave = max(result.peak for result in results)
-    if report is not None and report.memory is not None:  # of the policies that really ran
-        memory = report.memory.within(report.room_bytes)
-        row = replace(
-            row, predicted_gib=memory.peak / GIB, predicted_wave_gib=memory.wave_peak / GIB
-        )
     offloader = schedule.memory._offloader if report is not None else None
     return replace(
         row,
@@ -254,7 +268,11 @@ def recomputing(chunks: list[Any], recompute: str) -> Iterator[None]:
 
 def predicted(shape: GroupShape, way: Way, chunks: list[Any], config: PrefixConfig) -> RankMemory:
     """Predicted memory of a shape (memory "auto": as if all were retained)."""
-    return MemoryControl(config).predicted(_plan(shape, way, config), Rank(chunks))
+    footprint = Rank(chunks).footprint(gathers=False, host_layers=config.cache_host_layers)
+    if way.policy == STOCK:
+        length = shape.prompt + shape.response - 1
+        footprint = with_saved_scores(footprint, unwrap(chunks[0]).config, length)
+    return predict(_plan(shape, way, config), footprint)[0]
 
 
 def _plan(shape: GroupShape, way: Way, config: PrefixConfig) -> Plan:

@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         "aligned": not failures,
         "failures": failures,
         "peaks": _peaks(args),
+        "predicted": _counted(args),
         "rows": rows,
         "frontier": frontiers,
     }
@@ -131,11 +132,23 @@ def _peaks(args: argparse.Namespace) -> str:
     return "allocated" if args.device == "cuda" else "counted"
 
 
+def _counted(args: argparse.Namespace) -> str:
+    """What a prediction counts on this device."""
+    kept = "what layers save, K/V of prompts and their gradients"
+    if args.device != "cuda":
+        return f"{kept}; no temporaries, and nothing that is offloaded is measured"
+    return (
+        f"{kept}, temporaries of one layer and of the output layer, the gradient of its weight,"
+        " scores of attention in 32 and 64 bit; no optimizer, no workspaces of libraries"
+    )
+
+
 # The end ------------------------------------------------------------------------------------------
 
 COLUMNS = (
     ("way", "{way}"),
     ("step", "{predicted_gib:.3g} / {peak}"),
+    ("off", "{off:.1%}"),
     ("Phase B", "{predicted_wave_gib:.3g} / {wave}"),
     ("less", "{less:.1%}"),
     ("less of all", "{of_all:.1%}"),
@@ -158,13 +171,14 @@ def _print(args: argparse.Namespace, rows: Sequence[Any], frontiers: Sequence[An
         for row in mine:
             if row.problem:
                 print(f"{row.way}: {row.problem}")
+    print(f"predicted: {_counted(args)}")
     title = f"longest sequence that trains, responses of {args.frontier}"
     print_records(title, FRONTIER, map(vars, frontiers))
 
 
 def _values(row: Any, stock: Any) -> dict[str, Any]:
-    """Of COLUMNS: "less" is what Phase B saves against the stock schedule, without weights and
-    gradients, and with them."""
+    """Of COLUMNS: "off" is the prediction's error, "less" what Phase B saves against the stock
+    schedule, without weights and gradients, and with them."""
     less = of_all = None
     if stock is not None and stock is not row:
         ours, theirs = row.wave_gib, stock.wave_gib
@@ -174,7 +188,8 @@ def _values(row: Any, stock: Any) -> dict[str, Any]:
         of_all = 1 - (ours + row.base_gib) / (theirs + stock.base_gib)
     measured = {"peak": row.peak_gib, "wave": row.wave_gib}
     cells = {name: "-" if gib is None else f"{gib:.3g}" for name, gib in measured.items()}
-    return {**vars(row), **cells, "less": less, "of_all": of_all}
+    off = row.predicted_gib / row.peak_gib - 1 if row.peak_gib else None
+    return {**vars(row), **cells, "less": less, "of_all": of_all, "off": off}
 
 
 def figure(rows: Sequence[Any]) -> Any:

@@ -15,11 +15,11 @@ from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.plans.dealing import deal
 from megatron_prefix.lab.plans.dealt_tokens import DealtTokens, dealt_tokens
+from megatron_prefix.lab.plans.job import JobTimeline
 from megatron_prefix.lab.plans.job_plan import JobPlan, job_plan, message_seconds, rank_cost
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.lab.view.drawing import job_svg
 from megatron_prefix.lab.view.trace import job_trace
-from megatron_prefix.plan.job import JobTimeline
 from megatron_prefix.tree import TreeOptions
 
 COLUMNS = [

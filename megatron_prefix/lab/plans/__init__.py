@@ -1,1 +1,1 @@
-"""The catalogue of canonical plans, and the placement of rollouts on data-parallel ranks."""
+"""The catalogue of canonical plans, and rollouts and plans of data-parallel ranks."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +15,9 @@ from megatron_prefix.plan.check import check_segments
 from megatron_prefix.plan.joint_forest import JointForest, joint_forest
 from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
 from megatron_prefix.plan.simulator import simulate
-from megatron_prefix.tree import Forest, Place, Segment, build
+from megatron_prefix.run.memory_control import longest_segments
+from megatron_prefix.tree import Forest, Pairs, Place, Segment, TreeOptions, build
+from megatron_prefix.tree.rounds import Rows
 from tests.harness.trees import flat_rollouts, random_forest
 
 
@@ -150,3 +155,52 @@ def test_a_wave_ends_before_the_next_if_another_rank_has_fewer() -> None:
     found = joint_forest(forests, [range(6), range(12)])
     joint = make_plan(found.union, microbatches=found.union_microbatch_of)
     assert joint.programs == make_plan(forests[1]).programs
+
+
+# Rounds that are cut together ---------------------------------------------------------------------
+
+
+def uneven(rng: random.Random, num_groups: int) -> list[Pairs]:
+    """Groups of four; every rank has other lengths of prompts and responses."""
+    draw = np.random.default_rng(rng.randrange(2**32))
+    prompt, response, rollouts = rng.choice((10, 40)), rng.choice((8, 30, 90)), []
+    for group in range(num_groups):
+        first = draw.integers(0, 50, prompt) + 50 * group
+        for _ in range(4):
+            tokens = np.r_[first, draw.integers(0, 50, response)]
+            trained = np.arange(len(tokens) - 1) >= prompt - 1
+            rollouts.append(Pairs(tokens[:-1], tokens[1:], trained))
+    return rollouts
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ordered_losses_hold_up_no_round_where_rounds_are_cut_together(seed: int) -> None:
+    """A rank holds no more than it or another would hold alone, and a round besides."""
+    rng = random.Random(seed)
+    options, owners = TreeOptions(segment_tokens=100, min_gain=0), [i // 2 for i in range(24)]
+    ranks = [uneven(rng, 6) for _ in range(3)]
+    alone = [build(rollouts, None, options, owners) for rollouts in ranks]
+    rows = Rows.most(Rows.of(forest, owners) for forest in alone)
+    together = [build(rollouts, None, options, owners, rows) for rollouts in ranks]
+
+    def round_of(forest: Forest) -> list[int]:
+        of = {}
+        for segment, number in zip(forest.segments, forest.rounds, strict=True):
+            leaves = [] if segment.inner else segment.spans
+            of.update({owners[m]: number for span in leaves for m in span.rollouts})
+        return [of[microbatch] for microbatch in range(12)]
+
+    assert round_of(together[0]) == round_of(together[1]) == round_of(together[2])
+    for forest in together:
+        assert [*forest.rounds] == sorted(forest.rounds)
+        assert Forest.from_ints(forest.to_ints()) == forest
+
+    def peak(forests: list[Forest]) -> int:
+        joint = joint_forest([replace(f, ordered=True) for f in forests], [owners] * len(forests))
+        plan = make_plan(joint.union, microbatches=joint.union_microbatch_of)
+        assert not joint.union.rounds
+        longest = replace(plan, segments=longest_segments(joint))
+        return simulate(longest).peak_live_positions
+
+    most = max(peak([forest]) for forest in together)
+    assert peak(together) <= most + 2 * 100 + max(map(len, ranks[0]))

@@ -10,14 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_prefix.plan.actions import Action
-from megatron_prefix.plan.planner import backward_order, best_plan, loss_ready_after, make_plan
+from megatron_prefix.plan.planner import (
+    backward_order,
+    best_plan,
+    forward_items,
+    loss_ready_after,
+    make_plan,
+)
 from megatron_prefix.plan.simulator import Timeline, simulate
 from megatron_prefix.tree import Forest, TreeOptions, build
 from tests.harness.trees import (
     flat_rollouts,
     random_forest,
     rollout_sets,
-    ruled_plan,
     tree_options,
 )
 
@@ -258,24 +263,40 @@ def test_virtual_stages_follow_megatron_order_and_run(
     simulate(plan, ready_after=loss_ready_after(forest))
 
 
-@given(forests, st.integers(1, 4), st.integers(1, 60))
-@settings(max_examples=60)
-def test_a_bound_on_live_rows_is_kept_but_for_what_must_be_held(forest, num_ranks, rows) -> None:
-    bounded = simulate(
-        make_plan(forest, num_ranks, max_live_positions=rows), ready_after=loss_ready_after(forest)
-    )
-    # One rank runs just the forwards that its next backward cannot do without.
-    least = simulate(ruled_plan(forest, 1)).peak_live_positions
-    assert bounded.peak_live_positions <= max(rows, least)
-
-
-@given(forests, st.integers(2, 4), st.integers(2, 3), st.integers(1, 60))
-@settings(max_examples=40)
-def test_a_bound_on_live_rows_never_stops_virtual_stages(
-    forest, num_ranks, num_chunks, rows
+@given(forests, st.integers(1, 4), st.integers(1, 3), st.integers(1, 60), st.sampled_from([1, 3]))
+@settings(max_examples=100)
+def test_a_bound_on_live_rows_is_kept_but_for_what_must_be_held(
+    forest, num_ranks, num_chunks, rows, run_ahead
 ) -> None:
-    plan = make_plan(forest, num_ranks, num_chunks=num_chunks, max_live_positions=rows)
-    simulate(plan, ready_after=loss_ready_after(forest))
+    """On every rank, Megatron's warm-up of virtual stages included."""
+    num_chunks = num_chunks if num_ranks > 1 else 1
+    bounded, least = (
+        simulate(
+            make_plan(forest, num_ranks, num_chunks=num_chunks, **options),
+            ready_after=loss_ready_after(forest),
+        ).peak_positions
+        for options in (dict(run_ahead=run_ahead, max_live_positions=rows), dict(run_ahead=0))
+    )
+    for peak, needed in zip(bounded, least, strict=True):
+        assert peak <= max(rows, needed)
+
+
+@given(forests, st.integers(2, 4), st.integers(1, 3))
+@settings(max_examples=60)
+def test_without_running_ahead_only_what_is_needed_runs(forest, num_ranks, num_chunks) -> None:
+    plan = make_plan(forest, num_ranks, num_chunks=num_chunks, run_ahead=0)
+    size = num_ranks if num_chunks > 1 else 1
+    items = forward_items(len(forest.segments), num_chunks, size)
+    place = {item: number for number, item in enumerate(items)}
+    ready_after, last = loss_ready_after(forest), num_chunks - 1
+    for program in plan.programs:
+        forwards = least = 0
+        for action in program:
+            if action.kind == "F":
+                forwards += 1
+                continue
+            least = max(least, place[ready_after[action.segment], last] + 1)
+            assert forwards <= least
 
 
 @given(forests, st.integers(1, 8), st.sampled_from([1, 2]), st.integers(1, 5))

@@ -10,7 +10,9 @@ from megatron_prefix.config import SEGMENT_TOKENS, PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.cost import CostModel
-from megatron_prefix.plan.step_planner import StepPlanner, Verdict
+from megatron_prefix.plan.joint_forest import JointForest
+from megatron_prefix.plan.simulator import simulate
+from megatron_prefix.plan.step_planner import StepPlanner, Verdict, fitting
 from megatron_prefix.tree import Forest
 from tests.harness.command_line import failure
 from tests.harness.trees import flat_rollouts
@@ -28,7 +30,7 @@ def chosen(room: int, per_action: float, given: int | str = "auto") -> int:
         seconds = sum(s.padded_length + per_action for s in plan.segments)
         return Verdict(max(0, longest - room), seconds, retains=True)
 
-    forest = planner.build(rollouts, groups, list(range(len(rollouts))), judge)
+    _, forest = planner.build(rollouts, groups, list(range(len(rollouts))), judge)
     return max(segment.padded_length for segment in forest.segments)
 
 
@@ -57,3 +59,28 @@ def test_a_plan_without_a_device_needs_a_number(capsys: pytest.CaptureFixture[st
     assert "--segment-tokens auto depends on" in failure(
         capsys, "plan", "x.jsonl", "--segment-tokens", "auto"
     )
+
+
+def test_stages_run_less_ahead_where_that_alone_keeps_the_limit() -> None:
+    """The quickest plan that does; with room the one that runs ahead as far as is allowed."""
+    rollouts, groups = flat_rollouts(100, 900, 4, 20)
+    owners = list(range(len(rollouts)))
+    planner = StepPlanner(PrefixConfig(segment_tokens=1000), COST, 1, 4, 2, None)
+    _, forest = planner.build(rollouts, groups, owners)
+    joint = JointForest.alone(forest, owners)
+
+    def chosen(room: float) -> tuple[float, float]:
+        timelines = [simulate(plan) for plan in planner.plans(joint)]
+        judged = [
+            Verdict(max(0.0, t.peak_live_positions - room), t.makespan, retains=True)
+            for t in timelines
+        ]
+        number, verdict = fitting(iter(judged), lambda one: one)
+        assert verdict == judged[number]
+        return timelines[number].peak_live_positions, verdict.seconds
+
+    (most, soonest), (least, latest) = chosen(1e9), chosen(0.0)
+    assert least < 0.7 * most and soonest < latest
+    middle, seconds = chosen(most - 1)
+    assert least < middle < most and soonest <= seconds < latest
+    assert chosen(least) == (least, latest)

@@ -109,6 +109,31 @@ def test_a_step_that_cannot_keep_it_is_stocks(
     assert schedule.report.decision.share
 
 
+def test_padding_of_rows_counts_for_both_schedules(model: Any) -> None:
+    """Positions behind a row's end run through the model like the others."""
+    short, long = (flat_rollouts(160, response, 4, 2)[0] for response in (8, 64))
+    limits = []
+    for rollouts in (short, [*long[:1], *short[1:]], [*long[:1], *short[1:7], *long[7:]]):
+        items = [steps.microbatch(rollouts[at : at + 4], 0, at) for at in (0, 4)]
+        schedule = PrefixSchedule(PrefixConfig(min_gain=0))
+        saved(schedule, model, items)
+        limits.append(schedule.memory.limit)
+    assert limits[0] < 0.8 * limits[1]  # one long row pads its microbatch
+    assert limits[1] == limits[2]  # the second microbatch is not larger
+
+
+@pytest.mark.parametrize("num_pipelines", [2, 3])
+def test_the_largest_rank_of_those_that_share_experts_counts(num_pipelines: int) -> None:
+    """Neither the mean nor the sum, and no window of microbatches reaches over two of them."""
+    lengths = [(40, 40, 40), (40, 90, 90), (10, 10, 95)][:num_pipelines]
+    *alone, union = (Forest((), mine, mine) for mine in (*lengths, sum(lengths, ())))
+    for num_ranks in (1, 2):
+        found = heaviest_stock_plan(union, [range(3)] * num_pipelines, num_ranks)
+        wanted = [heaviest_stock_plan(one, [range(3)], num_ranks) for one in alone]
+        sums = [sum(s.padded_length for s in plan.segments) for plan in (found, *wanted)]
+        assert sums[0] == max(sums[1:])
+
+
 @pytest.mark.parametrize("num_chunks", [1, 2])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_the_heaviest_microbatches_are_the_steps_peak(num_ranks: int, num_chunks: int) -> None:
@@ -126,7 +151,7 @@ def test_the_heaviest_microbatches_are_the_steps_peak(num_ranks: int, num_chunks
         forest = Forest(segments, lengths, tuple(length - 1 for length in lengths))
         each = list(range(len(lengths)))
         whole = make_plan(forest, num_ranks, num_chunks=num_chunks, run_ahead=1)
-        part = heaviest_stock_plan(forest, each, num_ranks, num_chunks)
+        part = heaviest_stock_plan(forest, [each], num_ranks, num_chunks)
         peaks = [max(one.peak for one in predict(plan, footprint)) for plan in (part, whole)]
         assert 0.8 * peaks[1] <= peaks[0] <= peaks[1]
         assert seed or peaks[0] == peaks[1]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,14 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import StepOutOfMemory, UserError
 from megatron_prefix.lab.bench import longest, memory
 from megatron_prefix.lab.bench.memory import Way
+from megatron_prefix.lab.bench.scores import held_by_math, with_saved_scores
 from megatron_prefix.lab.bench.work import GroupShape
+from megatron_prefix.lab.cli import bench
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.layers.blocks.math import MAX_SCORES
+from megatron_prefix.layers.model import footprint_of
+from megatron_prefix.plan.footprint import Execution
 from tests.harness.command_line import failure
 from tests.harness.data import REPOSITORY
 from tests.harness.one_rank import one_rank, small_model
@@ -29,6 +36,12 @@ CONFIG = PrefixConfig(kernel="math")
 def chunks() -> Iterator[list[Any]]:
     with one_rank():
         yield [small_model(vocab=128, spec=dict(num_layers=4), dtype=torch.float32)]
+
+
+@pytest.fixture(scope="module")
+def one(chunks: list[Any]) -> list[Any]:
+    """The model that `bench memory` takes without a `--model`."""
+    return [small_model(vocab=2048, spec=dict(num_layers=4), dtype=torch.float32)]
 
 
 def measured(chunks: list[Any], way: str) -> memory.Row:
@@ -60,6 +73,30 @@ def test_the_stock_schedule_is_a_plan_that_shares_nothing(chunks: list[Any]) -> 
     assert row.wave_gib == row.peak_gib and row.predicted_wave_gib == row.predicted_gib
     full = measured(chunks, "stock+full")
     assert full.peak_gib < row.peak_gib and full.predicted_gib < row.predicted_gib
+
+
+@pytest.mark.parametrize("way", ["stock", "retain", "recompute", "stock+full", "retain+full"])
+def test_the_example_of_the_help_is_predicted_within_a_tenth(way: str, one: list[Any]) -> None:
+    """As documented, and the stock schedule's scores of attention with it."""
+    assert "bench memory --shapes 512:64:4" in bench.EPILOG
+    shape = GroupShape.parse("512:64:4")
+    row = memory.measure(shape, Way.parse(way), one, PrefixConfig(), repeats=0, seed=0)
+    assert row.peak_gib is not None and 0.9 <= row.predicted_gib / row.peak_gib <= 1.1
+
+
+def test_in_sixteen_bits_there_are_no_scores() -> None:
+    sixteen, whole = (
+        SimpleNamespace(
+            params_dtype=dtype, num_attention_heads=8, num_layers=2, recompute_granularity=None,
+            transformer_impl="transformer_engine",
+        )
+        for dtype in (torch.bfloat16, torch.float32)
+    )  # fmt: skip
+    one = footprint_of(resolve("llama3-8b", num_layers=2), Execution())
+    assert with_saved_scores(one, sixteen, 1000) is one
+    assert with_saved_scores(one, whole, 1000).wave == one.wave + 1000 * (8 * 4 + 1)
+    assert held_by_math(sixteen, 64, 512) == 0 < held_by_math(whole, 64, 512)
+    assert held_by_math(whole, 1 << 20, 1 << 20) == 12 * MAX_SCORES
 
 
 def test_a_step_that_does_not_fit_is_a_row_too(

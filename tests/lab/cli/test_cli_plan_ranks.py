@@ -6,8 +6,8 @@ import pytest
 
 from megatron_prefix.lab.data.pairs import pairs_of
 from megatron_prefix.lab.data.rollouts import read_groups
+from megatron_prefix.lab.plans.job import simulate_job
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.job import simulate_job
 from megatron_prefix.plan.planfile import forest_of
 from tests.harness import data
 from tests.harness.command_line import BUNDLED, failure, result, run

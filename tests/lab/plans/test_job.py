@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_prefix.lab.plans.job import simulate_job
 from megatron_prefix.plan.actions import Action, Plan, Transfer
 from megatron_prefix.plan.check import PlanError
-from megatron_prefix.plan.job import simulate_job
 from megatron_prefix.tree import Place, Segment, Span
 from tests.harness.jobs import Job, played, random_job
 

@@ -1,6 +1,6 @@
 """Simulates the plans of several data-parallel ranks that share prompts.  Pure.
 
-They are checked first (plan/job_check.py): so they can run even where messages block. Times are
+They are checked first (job_check.py): so they can run even where messages block. Times are
 those of asynchronous messages: a rank issues an `S` or `R` when it comes to it and goes on, its
 messages cross one after another on a stream of their own, and what needs one waits for it.
 """
@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_prefix.lab.plans.job_check import End, Job, first_action, last_action
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.job_check import End, Job, first_action, last_action
 from megatron_prefix.plan.simulator import Cost, Event, Timeline, token_cost
 
 

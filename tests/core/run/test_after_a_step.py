@@ -1,0 +1,106 @@
+"""What a step leaves behind between the trainer's phases: nothing that grows, and little at all."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.plan.actions import policies
+from megatron_prefix.plan.planner import make_plan
+from megatron_prefix.run.memory_control import MemoryControl
+from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.tree import TreeOptions, build
+from tests.harness import steps
+from tests.harness.arenas import offloaders
+from tests.harness.one_rank import one_rank, small_model
+from tests.harness.steps import Contract
+from tests.harness.trees import flat_rollouts
+
+WAYS: dict[str, dict[str, Any]] = {
+    "retain": {"memory": "retain"},
+    "recompute": {"memory": "recompute"},
+    "offload": {"memory": "offload"},
+    "host": {"cache_host_layers": 1},
+    "stock": {"mode": "auto", "min_speedup": 1e9},
+}
+LITTLE = 3 << 12
+"""Bytes: where runs of queries and keys begin, and the like."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+def held() -> int:
+    """Bytes of the memory of all tensors that Python knows."""
+    gc.collect()
+    found = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
+    parts = [one.untyped_storage() for one in found if one.layout is torch.strided]
+    return sum({part.data_ptr(): part.nbytes() for part in parts}.values())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_holds_next_to_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither arenas nor payloads, outputs or losses; new lengths of rollouts change nothing."""
+    model, contract, away = small_model(), Contract(), offloaders(monkeypatch)
+    schedule = PrefixSchedule(PrefixConfig(**{"mode": "on", "min_gain": 0, **WAYS[way]}))
+    steps.call(stock_schedule(), contract.step, model, steps.group(9, 2))  # rotary tables, and such
+    model.zero_grad(set_to_none=True)
+    before = held()
+    for num in (3, 5, 4):
+        steps.zero_gradients(model)
+        steps.call(schedule, contract.step, model, steps.group(num, num))
+        model.zero_grad(set_to_none=True)
+        left = held() - before
+        assert not any(one.pool.used_bytes for one in away)
+        assert left <= LITTLE + sum(one.pool.num_bytes for one in away)
+
+
+def test_host_memory_goes_with_the_first_step_that_does_not_offload() -> None:
+    """A pass without gradients in between does not count."""
+    model = small_model()
+    control, rank = MemoryControl(PrefixConfig()), Rank([model])
+    rollouts, groups = flat_rollouts(12, 6, 3, 1)
+    plain = make_plan(build(rollouts, groups, TreeOptions(min_gain=0)))
+    away = replace(plain, policies=policies(plain.segments, "offload"))
+    first = control.offloader(away, rank, False)
+    assert first is not None
+    assert control.offloader(plain, rank, True) is None
+    assert control.offloader(away, rank, False) is first
+    assert control.offloader(plain, rank, False) is None
+    kept = weakref.ref(first)
+    del first
+    assert kept() is None
+
+
+@pytest.mark.parametrize(
+    ("reserved", "after", "returns"),
+    [
+        (100, 150, False),  # within the limit
+        (100, 181, True),
+        (200, 200, False),  # the trainer's own
+        (200, 201, True),
+    ],
+)
+def test_cached_blocks_beyond_the_limit_are_returned(
+    reserved: int, after: int, returns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: after)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
+    for mode, wanted in (("on", False), ("auto", returns)):
+        control = MemoryControl(PrefixConfig(mode=mode))
+        control.limit = 120.0
+        control.give_back(60, reserved, torch.device("cuda", 0))
+        assert bool(calls) == wanted

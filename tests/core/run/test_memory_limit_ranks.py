@@ -1,0 +1,178 @@
+"""The limit of memory in pipelines, virtual stages and with shared experts, on counted bytes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.device.tolerance import tolerance
+from megatron_prefix.errors import StepFailed
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.bench.counted import SavedBytes
+from megatron_prefix.lab.models.build import build_model, unwrap
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.offload.segment import addresses
+from megatron_prefix.plan import stock_plan
+from megatron_prefix.plan.step_planner import StepPlanner
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.harness import steps
+from tests.harness.ranks import run_ranks
+from tests.harness.steps import Contract
+from tests.harness.trees import flat_rollouts
+
+LAYOUTS = {
+    "pp2": Layout(pp=2),
+    "pp2 vpp2": Layout(pp=2, vpp=2),
+    "ep2": Layout(dp=2, ep=2),
+    "pp2 ep2": Layout(pp=2, dp=2, ep=2),
+}
+
+
+class Counted(NamedTuple):
+    """Of a step on one rank.
+
+    Attributes:
+        saved: the most bytes that autograd and the sidecar hold.
+        limit: bytes that the rank with most may take.
+        plan: programs and policies.
+        reason: of a fallback; empty where the step shares.
+        error: the largest difference of a gradient from the stock schedule's, over the largest
+            gradient, in units of what the numerics policy allows.
+    """
+
+    saved: float
+    limit: float
+    plan: str
+    reason: str
+    error: float
+
+
+GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1.0}
+
+
+def batches(number: int, order: str) -> list[Any]:
+    """Of a data-parallel rank: six groups of four, two rollouts a microbatch; the second rank has
+    shorter prompts and, where losses wait for one another, longer responses."""
+    response = 112 if number and order == "in turn" else 32
+    rollouts, _ = flat_rollouts(160 >> number, response, 4, 6)
+    places = list(range(len(rollouts)))
+    if order == "shuffled":
+        random.Random(number).shuffle(places)
+    return [
+        steps.microbatch([rollouts[place] for place in places[start : start + 2]], 0, start)
+        for start in range(0, len(places), 2)
+    ]
+
+
+def step(schedule: Any, chunks: list[Any], items: list[Any]) -> tuple[float, torch.Tensor]:
+    """The most bytes that autograd and the sidecar hold in a step, and its gradients."""
+    count = SavedBytes(
+        addresses(*(t for c in chunks for t in (*unwrap(c).parameters(), *unwrap(c).buffers())))
+    )
+    for chunk in chunks:
+        steps.zero_gradients(chunk)
+    with count.counting():
+        schedule(
+            forward_step_func=Contract().step, num_microbatches=len(items), forward_only=False,
+            data_iterator=[iter(items) for _ in chunks] if len(chunks) > 1 else iter(items),
+            model=chunks if len(chunks) > 1 else chunks[0],
+            seq_length=items[0]["tokens"].shape[1], micro_batch_size=2,
+        )  # fmt: skip
+    cache = schedule.report.cache_bytes if isinstance(schedule, PrefixSchedule) else 0
+    gradients = [p.main_grad.flatten() for chunk in chunks for p in chunk.parameters()]
+    return count.peak + cache, torch.cat(gradients)
+
+
+def counted(
+    layout: Layout, order: str, configs: list[PrefixConfig]
+) -> tuple[float, float, list[Counted]]:
+    """A rank's part: what the stock schedule's step saves, bytes of weights and gradients, and
+    steps by some configurations."""
+    runtime.initialize(layout)
+    stock_plan.LEAST_OVER = 0.0  # no bytes are too few to count
+    name = "tiny-moe" if layout.ep > 1 else "tiny-llama"
+    spec = resolve(name, num_layers=4).with_vocab(128)
+    overrides = GLOBAL if order == "in turn" else {}
+    chunks = build_model(spec, layout=layout, dtype="float64", config_overrides=overrides)
+    items = batches(dist.get_rank() % layout.dp, order)  # data-parallel ranks are neighbours
+    stock, wanted = step(get_forward_backward_func(), chunks, items)
+    allowed = tolerance(torch.float64, sum(i["tokens"].numel() for i in items), 256, 4)
+    found = []
+    for config in configs:
+        schedule = PrefixSchedule(config)
+        saved, gradients = step(schedule, chunks, items)
+        report: Any = schedule.report
+        error = float((gradients - wanted).abs().max() / wanted.abs().max()) / allowed
+        plan = f"{report.plan.programs} {report.plan.policies}"
+        reason = "" if report.decision.share else report.decision.reason
+        found.append(Counted(saved, schedule.memory.limit, plan, reason, error))
+    static = sum(2 * p.numel() * p.element_size() for chunk in chunks for p in chunk.parameters())
+    runtime.shutdown()
+    return stock, static, found
+
+
+@pytest.mark.parametrize(
+    ("layout", "order"),
+    [*itertools.product(LAYOUTS, ["in groups", "shuffled"]), ("ep2", "in turn")],
+)
+def test_counted_bytes_keep_the_limit(layout: str, order: str) -> None:
+    """Of the rank with most, whatever forwards are required; without room the step is stock's."""
+    of = LAYOUTS[layout]
+    options: dict[str, Any] = dict(mode="auto", kernel="math", min_speedup=0.01, min_gain=0)
+    options["across_ranks"] = "off"
+    configs = [PrefixConfig(segment_tokens=tokens, **options) for tokens in (512, 96)]
+    configs += [
+        PrefixConfig(segment_tokens=96, memory=memory, memory_budget_gb=mib / 1024, **options)
+        for memory, mib in itertools.product(("auto", "retain"), (12, 5))
+    ]
+    ranks = run_ranks(of.world_size, counted, of, order, configs)
+    stock, static = (max(rank[number] for rank in ranks) for number in (0, 1))
+    shared = 0
+    for number, config in enumerate(configs):
+        mine = [rank[2][number] for rank in ranks]
+        saved, (limit,) = max(one.saved for one in mine), {one.limit for one in mine}
+        assert len({(one.plan, bool(one.reason)) for one in mine}) == 1  # ranks decide alike
+        assert max(one.error for one in mine) <= 1
+        if config.memory_budget is None:
+            # Attention on the CPU saves its scores as well in the stock schedule.
+            assert limit <= 1.05 * stock + 0.05 * static
+        if mine[0].reason:
+            assert "sharing would take" in mine[0].reason
+            continue
+        assert saved <= 1.1 * limit, f"{config}"  # as exact as the model of memory is
+        shared += 1
+    assert 2 <= shared < len(configs)
+
+
+def one_fails() -> str:
+    """A rank's part of a step in which the last rank cannot make its segments: what it raises."""
+    runtime.initialize(Layout(dp=2, ep=2))
+    chunks = build_model(
+        resolve("tiny-moe", num_layers=2).with_vocab(128), layout=Layout(dp=2, ep=2),
+        dtype="float64", config_overrides=GLOBAL,
+    )  # fmt: skip
+
+    def spoiled(*_: Any, **__: Any) -> None:
+        raise KeyError("spoiled")
+
+    if dist.get_rank():
+        StepPlanner.build = spoiled  # type: ignore[method-assign]  # the rank's own process
+    try:
+        step(PrefixSchedule(PrefixConfig(kernel="math")), chunks, batches(0, "in groups"))
+    except (KeyError, StepFailed) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_that_cannot_cut_ends_the_step_of_all() -> None:
+    other, failed = run_ranks(2, one_fails, timeout_s=60.0)
+    assert failed == "KeyError: 'spoiled'"
+    assert other == "StepFailed: the step ends on all ranks: rank 1: KeyError: 'spoiled'"
