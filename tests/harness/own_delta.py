@@ -77,9 +77,8 @@ class OwnNet(nn.Module):
         keys, values = self.num_k_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
         self.parts = [keys, keys, values]
         self.conv1d = ShortConvolution(sum(self.parts), config.linear_conv_kernel_dim)
-        for name, width in (
-            ("qkv", sum(self.parts)), ("z", values), ("b", self.num_v_heads), ("a", self.num_v_heads),
-        ):  # fmt: skip
+        heads, whole = self.num_v_heads, sum(self.parts)
+        for name, width in (("qkv", whole), ("z", values), ("b", heads), ("a", heads)):
             setattr(self, f"in_proj_{name}", nn.Linear(config.hidden_size, width, bias=False))
         self.dt_bias = nn.Parameter(torch.ones(self.num_v_heads))
         self.A_log = nn.Parameter(torch.zeros(self.num_v_heads))
