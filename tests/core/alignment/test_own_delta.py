@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.rl import packing
+from megatron_prefix.layers import own_gdn
+from megatron_prefix.layers.recurrent import own_delta as hooks
+from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule
+from megatron_prefix.megatron.install import install, installed
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.harness import hybrid, steps
+from tests.core.alignment.test_hybrid import (
+    _another_parent,
+    _edges_not_computed_again,
+    _gradient_of_one,
+    _no_state,
+    _no_tail,
+    _short_tail_not_moved,
+)
+from tests.harness import hybrid, own_delta, steps
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
-from tests.harness.own_delta import LINEAR, NETS, Packed, own_model
+from tests.harness.own_delta import FULL, LINEAR, NETS, Packed, own_model
 
 EXACT = 1e-9
 """Found are 1e-14 and less."""
@@ -116,3 +129,199 @@ def test_outside_of_segments_nothing_changes(cases: dict[str, Case]) -> None:
     assert list(unwrap(model).state_dict()) == list(twin.state_dict())
     found, wanted = (Packed().step(iter(packs()[:1]), chunk)[0] for chunk in (model, twin))
     assert torch.equal(found, wanted)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def _inside(model: Any) -> Any:
+    return model.decoder.layers[0].self_attention.linear_attn
+
+
+def _context_parallel(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(model.config, "context_parallel_size", 2)
+
+
+def _another_class(model: Any, patch: pytest.MonkeyPatch) -> None:
+    forward = own_delta.HuggingfaceAttention.forward
+    patch.setattr(own_delta.Attention, "forward", lambda *args, **more: forward(*args, **more))
+
+
+def _another_around(model: Any, patch: pytest.MonkeyPatch) -> None:
+    stock = own_delta.Attention.hf_forward
+    patch.setattr(own_delta.Attention, "hf_forward", lambda *given: stock(*given).roll(1))
+
+
+def _another_convolution(model: Any, patch: pytest.MonkeyPatch) -> None:
+    _inside(model).conv1d.__class__ = type("Conv1d", (own_delta.ShortConvolution,), {})
+
+
+def _own_forward(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_inside(model), "forward", _inside(model).forward)
+
+
+def _own_convolution(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_inside(model).conv1d, "forward", _inside(model).conv1d.forward)
+
+
+def _no_rule(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(own_delta.OwnNet, "forward", lambda self, hidden_states, **_: hidden_states)
+
+
+def _wrong_rule(model: Any, patch: pytest.MonkeyPatch) -> None:
+    def rule(*given: Any, **more: Any) -> Any:
+        return chunk_gated_delta_rule(*given, **{**more, "initial_state": None})
+
+    patch.setattr(_inside(model), "chunk_gated_delta_rule", rule)
+
+
+def _mixes(model: Any, patch: pytest.MonkeyPatch) -> None:
+    stock = own_delta.OwnNet.close
+    patch.setattr(own_delta.OwnNet, "close", lambda self, out, x: stock(self, out, x.roll(1, 1)))
+
+
+def _other_layers(model: Any, patch: pytest.MonkeyPatch) -> None:
+    config = model.decoder.layers[0].self_attention.hf_config
+    patch.setattr(config, "layer_types", [FULL, LINEAR])
+
+
+def _stage_without(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(model.config, "pipeline_model_parallel_size", 2)
+
+
+REFUSED: dict[Callable[[Any, pytest.MonkeyPatch], None], str] = {
+    _context_parallel: "a trainer's own GatedDeltaNet with context parallelism: use tensor",
+    _another_class: "layer 0's mixer Attention: use Megatron's own",
+    _another_around: "layer 0's mixer Attention: use Megatron's own",
+    _another_convolution: "layer 0's mixer Attention: use Megatron's own",
+    _own_forward: "layer 0's mixer Attention: use Megatron's own",
+    _own_convolution: "layer 0's mixer Attention: use Megatron's own",
+    _no_rule: "layer 0's mixer Attention: use Megatron's own",
+    _wrong_rule: r"GatedDeltaNet's kernel does not work here \(RuntimeError",
+    _mixes: "layer 0's OwnNet, whose positions see one another outside",
+    _other_layers: "layer 0's mixer OwnNet: use Megatron's own",
+    _stage_without: "GatedDeltaNet, and a pipeline stage without any: use fewer stages",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__.strip("_"))
+def test_refused_by_name(
+    cases: dict[str, Case],
+    change: Callable[[Any, pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = unwrap(own_model(wrap_ddp=False))
+    change(model, monkeypatch)
+    with pytest.raises(UserError, match=REFUSED[change]) as caught:
+        install(model)
+    assert "\n" not in str(caught.value) and installed(model) is None
+
+
+def test_what_is_refused_runs_with_the_stock_schedule(
+    cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ours = own_model(), schedule_with(mode="auto")
+    _own_convolution(unwrap(model), monkeypatch)
+    assert worst(model, cases["attribute"].expected, ours) <= EXACT
+    assert ours.report is not None and ours.report.decision.fallback
+
+
+# --- mistakes that must show ----------------------------------------------------------------------
+
+
+def _of_hooks(name: str, change: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """One of the layer's methods, changed: called with the stock one, then with its arguments."""
+
+    def breaking(patch: pytest.MonkeyPatch) -> None:
+        stock = getattr(hooks.OwnDeltaLayer, name)
+        patch.setattr(
+            hooks.OwnDeltaLayer,
+            name,
+            lambda self, *given, **more: change(stock, self, *given, **more),
+        )
+
+    return breaking
+
+
+def _whole_row(stock: Any, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """The convolution looks from one span into the next, and keeps what children need."""
+    if self._running.current is None:
+        return stock(self, x, *args, **kwargs)
+    stock(self, x, *args, **kwargs)
+    return self._stock_convolution(x)
+
+
+def _one_span(stock: Any, self: Any, *given: Any, **more: Any) -> Any:
+    """The state of the first one runs on through all."""
+    states = self._states
+    if states is None:
+        return stock(self, *given, **more)
+    kept = self._stock_rule
+    try:
+        whole = {"cu_seqlens": None, "cu_seqlens_cpu": None, "initial_state": None}
+        self._stock_rule = lambda *given, **more: (
+            kept(*given, **{**more, **whole})[0],
+            kept(*given, **more)[1],
+        )
+        return stock(self, *given, **more)
+    finally:
+        self._stock_rule = kept
+
+
+def _shorter(stock: Any, self: Any, x: Any, before: int, run: Any) -> Any:
+    return stock(self, x, before - 1, run)
+
+
+BREAKS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any]]] = {
+    "children begin without a state": (_no_state, {}),
+    "children begin without a tail": (_no_tail, {}),
+    "no gradients of states": (_gradient_of_one(1), {}),
+    "no gradients of tails": (_gradient_of_one(0), {}),
+    "the convolution looks into other spans": (_of_hooks("_convolved", _whole_row), {}),
+    "one span for all": (_of_hooks("_rule", _one_span), {}),
+    "the tail is one position short": (_of_hooks("_convolve", _shorter), {}),
+    "edges are not computed again": (_edges_not_computed_again, {}),
+    "a short chunk leaves its own inputs only": (_short_tail_not_moved, {"chunk_tokens": 2}),
+    "the neighbour's parent": (_another_parent, {}),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+@pytest.mark.parametrize("net", NETS)
+def test_a_mistake_shows(cases: dict[str, Case], net: str, what: str) -> None:
+    """The comparison of `test_exact` notices it, by far, or the step fails."""
+    breaking, options = BREAKS[what]
+    with pytest.MonkeyPatch.context() as patch:
+        breaking(patch)
+        assert not worst(own_model(net=net), cases[net].expected, schedule_with(**options)) <= 1e-5
+
+
+def _half_the_heads(patch: pytest.MonkeyPatch) -> None:
+    stock = own_gdn.OwnGatedDeltaNet.told
+
+    def told(self: Any, layer: Any) -> dict[str, Any]:
+        found = stock(self, layer)
+        return {**found, "linear_num_value_heads": 2} if found else found
+
+    patch.setattr(own_gdn.OwnGatedDeltaNet, "told", told)
+
+
+def _every_layer(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(own_gdn.OwnGatedDeltaNet, "fills", lambda *_: True)
+
+
+def _nothing_told(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(own_gdn.OwnGatedDeltaNet, "told", lambda *_: {})
+
+
+@pytest.mark.parametrize("breaking", [_half_the_heads, _every_layer, _nothing_told])
+def test_wrong_numbers_show(
+    cases: dict[str, Case], breaking: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        breaking(patch)
+        ours = schedule_with()
+        assert worst(own_model(), cases["attribute"].expected, ours) <= EXACT
+    report = ours.report
+    assert report is not None and report.memory is not None
+    assert report.memory.cache_peak != pytest.approx(report.cache_bytes, rel=0.01)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 
 from megatron_prefix.config import PrefixConfig
@@ -13,6 +16,7 @@ from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.lab.verify.matrix import SHAPES
+from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import own_delta
 from tests.harness.own_delta import FULL, LINEAR
 from tests.harness.ranks import run_ranks
@@ -27,16 +31,27 @@ def _aligned(layout: Layout, recompute: str, types: tuple[str, ...], net: str) -
     spec = resolve("tiny-llama", num_layers=len(types)).with_vocab(vocab)
     with own_delta.own_layers(types, net, layout.sequence_parallel):
         chunks = build_model(spec, layout=layout, dtype="float64", recompute=recompute)
-    found = []
+    found: list[str] = []
+    made: list[PrefixSchedule] = []
+
+    def remembered(*given: Any) -> PrefixSchedule:
+        made.append(PrefixSchedule(*given))
+        return made[-1]
+
     for fields in ({}, {"memory": "recompute", "chunk_tokens": 8}):
         config = PrefixConfig(segment_tokens=64, min_gain=0, kernel="math", **fields)  # type: ignore[arg-type]
         packed = Baseline("packed", pack_tokens=150)
-        mine = align.align(chunks, groups, config, multiple=layout.alignment, baseline=packed)
+        with mock.patch.object(align, "PrefixSchedule", remembered):
+            mine = align.align(chunks, groups, config, multiple=layout.alignment, baseline=packed)
         everyone = align.over_ranks(mine)
         assert 1 < mine.microbatches < sum(len(group.rollouts) for group in groups)
         assert everyone.executed_tokens < everyone.raw_tokens
         assert everyone.grad_max_rel_diff <= everyone.tolerance < 1e-12
         found += everyone.failures
+        report = made[-1].report
+        assert report is not None and report.memory is not None
+        if layout.pp == 1:  # else of the stage that takes most
+            assert report.memory.cache_peak == pytest.approx(report.cache_bytes, rel=1e-6)
     runtime.shutdown()
     return found
 
