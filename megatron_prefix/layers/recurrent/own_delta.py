@@ -75,8 +75,8 @@ def rule_of(inside: Any) -> Callable[..., Any]:
 
 @torch.no_grad()
 def mixes_elsewhere(inside: Any) -> bool:
-    """Whether positions see one another outside of the convolution and the rule: with others in
-    their place that keep positions apart, pieces must give what the whole gives."""
+    """Whether positions see one another outside of the convolution and the rule, or that cannot be
+    told: with others in their place that keep positions apart, pieces give what the whole gives."""
     convolution = inside.conv1d
     inputs = next(one for one in inside.children() if isinstance(one, torch.nn.Linear))
     draw = torch.Generator().manual_seed(7)
@@ -98,9 +98,11 @@ def mixes_elsewhere(inside: Any) -> bool:
         vars(inside)[_RULE] = apart
     try:
         whole, pieces = run(x), torch.cat([run(part) for part in x.split((5, 7), 1)], 1)
+        error = tolerance.relative_error(pieces, whole)
+    except Exception:  # noqa: BLE001  # it is called otherwise, or returns something else
+        return True
     finally:
         del convolution.forward
         if own is not None:
             vars(inside)[_RULE] = own
-    limit = tolerance.tolerance(x.dtype, 12, inputs.in_features, 1)
-    return not tolerance.relative_error(pieces, whole.double()) <= limit
+    return not error <= tolerance.tolerance(x.dtype, 12, inputs.in_features, 1)
