@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.models.gpt import gpt_model
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -26,7 +27,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
-from megatron_prefix.lab.models import build
+from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.platforms.linear_kernels import causal_conv1d
 from megatron_prefix.lab.rl import packing
@@ -189,14 +190,13 @@ def own_layers(
     attention: type = Attention, **given: Any,
 ) -> Iterator[None]:  # fmt: skip
     """GPTModels that are built meanwhile have such layers, without a norm in front of them."""
-    stock = build._block_spec
+    stock = gpt_model.GPTModel
 
-    def with_own(config: Any, engine: bool, vp_stage: int | None) -> Any:
+    def with_own(config: Any, block: Any, vp_stage: int | None = None, **options: Any) -> Any:
         hf_config = Namespace(hidden_size=config.hidden_size, layer_types=[*types], **SIZES)
         args = Namespace(
             sequence_parallel=sequence_parallel, hf_config=hf_config, net=NETS[net], **given
         )
-        block = stock(config, engine, vp_stage)
         block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]
         start = get_transformer_layer_offset(config, vp_stage=vp_stage)
         for kind, layer in zip(types[start:], block.layer_specs, strict=False):
@@ -204,9 +204,9 @@ def own_layers(
                 own = ModuleSpec(module=attention, params={"args": args})
                 layer.submodules.self_attention = own
                 layer.submodules.input_layernorm = IdentityOp
-        return block
+        return stock(config, block, vp_stage=vp_stage, **options)
 
-    with mock.patch.object(build, "_block_spec", with_own):
+    with mock.patch.object(gpt_model, "GPTModel", with_own):
         yield
 
 
@@ -214,7 +214,7 @@ def own_model(types: Sequence[str] = (LINEAR, FULL), net: str = "attribute", **o
     """The one chunk of a small model with such layers, in fp64; equal arguments, equal weights."""
     spec = resolve("tiny-llama", num_layers=len(types)).with_vocab(64)
     with own_layers(types, net):
-        return build.build_model(spec, **{"dtype": torch.float64, **options})[0]
+        return build_model(spec, **{"dtype": torch.float64, **options})[0]
 
 
 class Packed(Contract):

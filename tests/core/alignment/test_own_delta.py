@@ -12,19 +12,11 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.rl import packing
 from megatron_prefix.layers import own_gdn
-from megatron_prefix.layers.recurrent import own_delta as hooks
 from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule
+from megatron_prefix.layers.recurrent.spans import Spans
 from megatron_prefix.megatron.install import install, installed
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.core.alignment.test_hybrid import (
-    _another_parent,
-    _edges_not_computed_again,
-    _gradient_of_one,
-    _no_state,
-    _no_tail,
-    _short_tail_not_moved,
-)
-from tests.harness import hybrid, own_delta, steps
+from tests.harness import hybrid, mistakes, own_delta, steps
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
 from tests.harness.own_delta import FULL, LINEAR, NETS, Packed, own_model
@@ -229,60 +221,34 @@ def test_what_is_refused_runs_with_the_stock_schedule(
 # --- mistakes that must show ----------------------------------------------------------------------
 
 
-def _of_hooks(name: str, change: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
-    """One of the layer's methods, changed: called with the stock one, then with its arguments."""
-
-    def breaking(patch: pytest.MonkeyPatch) -> None:
-        stock = getattr(hooks.OwnDeltaLayer, name)
-        patch.setattr(
-            hooks.OwnDeltaLayer,
-            name,
-            lambda self, *given, **more: change(stock, self, *given, **more),
-        )
-
-    return breaking
+def _reversed_tail(patch: pytest.MonkeyPatch) -> None:
+    mistakes.of_states(patch, "read", lambda payload: (payload[0], payload[1].flip(1)))
 
 
-def _whole_row(stock: Any, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """The convolution looks from one span into the next, and keeps what children need."""
-    if self._running.current is None:
-        return stock(self, x, *args, **kwargs)
-    stock(self, x, *args, **kwargs)
-    return self._stock_convolution(x)
+def _early_ends(patch: pytest.MonkeyPatch) -> None:
+    """Of all spans but the last the rule leaves a position to the next one."""
+    stock = Spans.cu_seqlens
 
+    def ends(self: Spans) -> torch.Tensor:
+        found = stock.func(self).clone()
+        if self.lengths[0] > 1:
+            found[1:-1] -= 1
+        return found
 
-def _one_span(stock: Any, self: Any, *given: Any, **more: Any) -> Any:
-    """The state of the first one runs on through all."""
-    states = self._states
-    if states is None:
-        return stock(self, *given, **more)
-    kept = self._stock_rule
-    try:
-        whole = {"cu_seqlens": None, "cu_seqlens_cpu": None, "initial_state": None}
-        self._stock_rule = lambda *given, **more: (
-            kept(*given, **{**more, **whole})[0],
-            kept(*given, **more)[1],
-        )
-        return stock(self, *given, **more)
-    finally:
-        self._stock_rule = kept
-
-
-def _shorter(stock: Any, self: Any, x: Any, before: int, run: Any) -> Any:
-    return stock(self, x, before - 1, run)
+    patch.setattr(Spans, "cu_seqlens_cpu", property(ends))
 
 
 BREAKS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any]]] = {
-    "children begin without a state": (_no_state, {}),
-    "children begin without a tail": (_no_tail, {}),
-    "no gradients of states": (_gradient_of_one(1), {}),
-    "no gradients of tails": (_gradient_of_one(0), {}),
-    "the convolution looks into other spans": (_of_hooks("_convolved", _whole_row), {}),
-    "one span for all": (_of_hooks("_rule", _one_span), {}),
-    "the tail is one position short": (_of_hooks("_convolve", _shorter), {}),
-    "edges are not computed again": (_edges_not_computed_again, {}),
-    "a short chunk leaves its own inputs only": (_short_tail_not_moved, {"chunk_tokens": 2}),
-    "the neighbour's parent": (_another_parent, {}),
+    "children begin without a state": (mistakes.no_state, {}),
+    "children begin without a tail": (mistakes.no_tail, {}),
+    "the tail is in reverse order": (_reversed_tail, {}),
+    "no gradients of states": (mistakes.gradient_of_one(1), {}),
+    "no gradients of tails": (mistakes.gradient_of_one(0), {}),
+    "the rule's spans end early": (_early_ends, {}),
+    "the convolution looks into other spans": (mistakes.edges_not_computed_again, {}),
+    "its gradients go into other spans": (mistakes.gradients_of_what_is_overwritten, {}),
+    "a short chunk leaves its own inputs": (mistakes.short_tail_not_moved, {"chunk_tokens": 2}),
+    "the neighbour's parent": (mistakes.another_parent, {}),
 }
 
 
