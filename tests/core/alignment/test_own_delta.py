@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.platforms.linear_kernels import causal_conv1d
 from megatron_prefix.lab.rl import packing
 from megatron_prefix.layers import own_gdn
 from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule
@@ -216,6 +218,36 @@ def test_what_is_refused_runs_with_the_stock_schedule(
     _own_convolution(unwrap(model), monkeypatch)
     assert worst(model, cases["attribute"].expected, ours) <= EXACT
     assert ours.report is not None and ours.report.decision.fallback
+
+
+def _subclass(module: Any, where: str, **kernels: Any) -> Any:
+    """A module of Megatron's that becomes one of a subclass, whose forward is in another file."""
+
+    def calls(self: Any, hidden_states: Any, *_: Any, **__: Any) -> Any:
+        return chunk_gated_delta_rule(causal_conv1d(hidden_states))
+
+    forward = types.FunctionType(calls.__code__, kernels, "forward")
+    forward.__module__ = where
+    module.__class__ = type("GatedDeltaNet", (type(module),), {"forward": forward})
+    return module
+
+
+def test_subclasses_of_megatrons(cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    """mcore-bridge's is taken where it has its kernels, and without context parallelism."""
+    kernels = {"causal_conv1d": causal_conv1d, "chunk_gated_delta_rule": chunk_gated_delta_rule}
+    without = {**kernels, "causal_conv1d": None}
+    for where, found in (("mcore_bridge.model", without), ("other.model", kernels)):
+        model = hybrid.model_of(hybrid.GDN, wrap_ddp=False)
+        _subclass(model.decoder.layers[0].self_attention, where, **found)
+        with pytest.raises(UserError, match="layer 0's mixer GatedDeltaNet: use"):
+            install(model)
+    model = hybrid.model_of(hybrid.GDN, wrap_ddp=False)
+    _subclass(model.decoder.layers[0].self_attention, "mcore_bridge.model", **kernels)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.config, "context_parallel_size", 2)
+        with pytest.raises(UserError, match="a trainer's own GatedDeltaNet with context"):
+            install(model)
+    install(model)
 
 
 # --- mistakes that must show ----------------------------------------------------------------------
