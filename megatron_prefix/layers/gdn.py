@@ -12,7 +12,7 @@ from megatron_prefix.errors import Reason
 from megatron_prefix.layers.kind import Override, Running
 from megatron_prefix.layers.recurrent.kind import CHUNK, Recurrent, Saved, Shape
 from megatron_prefix.plan.footprint import Execution
-from megatron_prefix.refusals.table import DELTA_CP, DELTA_KERNEL
+from megatron_prefix.refusals.table import DELTA_CP, DELTA_KERNEL, OWN_DELTA_CP
 
 
 class GatedDeltaNet(Recurrent):
@@ -21,6 +21,10 @@ class GatedDeltaNet(Recurrent):
     name, symbol, module, method = "GatedDeltaNet", "G", "GatedDeltaNet", "forward"
     divides, cut = ("linear_num_key_heads", "linear_num_value_heads"), CHUNK
     hybrid_since, cp_since = "0.17", "0.18"
+
+    def knows(self, own: type, base: type) -> bool:
+        """See Recurrent: also mcore-bridge's (ms-swift), which calls the same kernels."""
+        return super().knows(own, base) or _is_bridges(own)
 
     def fills(self, config: Any, layer: int) -> bool:
         """See Kind."""
@@ -71,7 +75,9 @@ class GatedDeltaNet(Recurrent):
 
         config = model.config
         release = Version(Version(megatron.core.__version__).base_version)
-        if config.context_parallel_size > 1 and release < Version(self.cp_since):
+        if config.context_parallel_size > 1 and _is_bridges(type(module)):
+            yield OWN_DELTA_CP.given()
+        elif config.context_parallel_size > 1 and release < Version(self.cp_since):
             yield DELTA_CP.given()
         if next(model.parameters()).device.type != "cuda":
             return
@@ -88,3 +94,13 @@ class GatedDeltaNet(Recurrent):
         from megatron_prefix.layers.recurrent.delta import GatedDeltaLayer
 
         return GatedDeltaLayer(module, number, running).overrides()
+
+
+def _is_bridges(own: type) -> bool:
+    """Whether a class runs mcore-bridge's forward, which finds both kernels by global names."""
+    forward: Any = getattr(own, "forward", None)
+    if not getattr(forward, "__module__", "").startswith("mcore_bridge."):
+        return False
+    kernels = {"causal_conv1d", "chunk_gated_delta_rule"}
+    called = kernels <= {*forward.__code__.co_names}
+    return called and all(forward.__globals__.get(one) is not None for one in kernels)

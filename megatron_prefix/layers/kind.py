@@ -135,6 +135,11 @@ class Kind:
         """
         raise NotImplementedError
 
+    def told(self, layer: Any) -> dict[str, Any]:
+        """Fields of a config that a module of this kind in one of Megatron's layers tells, where
+        Megatron's config does not have them; the same on every stage."""
+        return {}
+
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """What is refused of a module, for good; looked at before the first step.
 

@@ -13,6 +13,7 @@ from megatron_prefix.layers.kind import Heads, Kind, Part, Slot
 from megatron_prefix.layers.mamba import Mamba2
 from megatron_prefix.layers.mla import MLA
 from megatron_prefix.layers.mlp import MLP
+from megatron_prefix.layers.own_gdn import OwnGatedDeltaNet
 from megatron_prefix.layers.window import Window
 from megatron_prefix.refusals.table import OTHER_MIXER
 from megatron_prefix.tree.payload_map import Form
@@ -20,6 +21,7 @@ from megatron_prefix.tree.payload_map import Form
 KINDS: tuple[Kind, ...] = (
     Mamba2(),
     GatedDeltaNet(),
+    OwnGatedDeltaNet(),
     MLA(),
     Window(),
     Attention(),
@@ -64,6 +66,25 @@ def forms(parts: Iterable[Part]) -> list[Form]:
     """Of the payloads of some parts of a model."""
     found = (part.kind.form_in(part.module) for part in parts if part.kind)
     return [form for form in found if form]
+
+
+def told(config: Any, models: Iterable[Any]) -> Any:
+    """A model's config with what its modules tell beside it, as the numbers of kinds want it."""
+    found: dict[str, Any] = {}
+    for layer in (one for model in models for one in _layers(model)):
+        for kind in KINDS:
+            found |= kind.told(layer)
+    return _Told(config, found) if found else config
+
+
+class _Told:
+    """A config with more fields."""
+
+    def __init__(self, config: Any, fields: dict[str, Any]) -> None:
+        vars(self).update(fields, _config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_config"], name)
 
 
 def refusals(model: Any) -> Iterator[Reason]:

@@ -125,6 +125,9 @@ OTHER_AHEAD = Refusal("multi-token prediction by …", "module", NOT_YET, "use M
 DETERMINISTIC = Refusal("deterministic_mode with recurrent layers", "module", NOT_YET, "turn it off: its recurrences take no states")
 MAMBA_PATH = Refusal("use_mamba_mem_eff_path off", "module", NOT_YET, "turn it on: the other path takes no initial states")
 DELTA_CP = Refusal("GatedDeltaNet with context parallelism", "module", NOT_YET, "install megatron-core 0.18 or newer")
+OWN_DELTA_CP = Refusal("a trainer's own GatedDeltaNet with context parallelism", "module", NOT_YET, "use tensor parallelism instead, or the stock schedule")
+OWN_DELTA_STAGES = Refusal("a trainer's own GatedDeltaNet, and a pipeline stage without any", "module", NOT_YET, "use fewer stages, or the stock schedule: only a stage that has one knows its sizes")
+OWN_DELTA_MIXES = Refusal("layer …'s …, whose positions are not apart outside of its convolution and its rule", "module", NOT_YET, "use the stock schedule")
 DELTA_KERNEL = Refusal("GatedDeltaNet's kernel does not work here (…)", "module", NOT_YET, "see `megatron-prefix doctor`, or use the stock schedule")
 
 # --- wrappers -------------------------------------------------------------------------------------

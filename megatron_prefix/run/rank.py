@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from megatron_prefix.layers import mtp
+from megatron_prefix.layers import mtp, table
 from megatron_prefix.layers.model import cost_of, footprint_of
 from megatron_prefix.megatron.features import pattern_of, recomputes
 from megatron_prefix.megatron.install import language_model
@@ -105,7 +105,8 @@ class Rank:
         self.waiting = self.same_schedule + data
         self.vocab_size: int = getattr(self.language_models[0], "vocab_size", 0)
         self.pattern = pattern_of(self.language_models[0])
-        self.cost = cost_of(config, self.vocab_size, self.pattern)
+        self._told = table.told(config, self.language_models)
+        self.cost = cost_of(self._told, self.vocab_size, self.pattern)
         self.parts = groups.tp.size() * groups.cp.size()
 
     def cross(self) -> None:
@@ -132,7 +133,7 @@ class Rank:
             host_layers: see `PrefixConfig.cache_host_layers`.
         """
         form = Execution.of_config(self.config, recomputes(self.language_models[0]))
-        return footprint_of(self.config, form, self.vocab_size, self.pattern, gathers, host_layers)
+        return footprint_of(self._told, form, self.vocab_size, self.pattern, gathers, host_layers)
 
     @property
     def static_bytes(self) -> float:

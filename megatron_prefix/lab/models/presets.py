@@ -347,7 +347,8 @@ class ModelSpec:
 
     def _check_pattern(self, pattern: str) -> None:
         wrong = sorted(set(pattern) - {kind.symbol for kind in KINDS})
-        names = {kind.symbol: kind.name for kind in KINDS}  # the last of a symbol is the plain one
+        # The last of a symbol is the plain one.
+        names = {kind.symbol: kind.name for kind in KINDS if kind.symbol}
         known = ", ".join(f"{symbol} {name}" for symbol, name in names.items())
         self._require(not wrong, f"hybrid_override_pattern {shown(pattern)} has"
                       f" {', '.join(wrong)}: use {known}")  # fmt: skip

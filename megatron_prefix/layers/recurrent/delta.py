@@ -1,4 +1,4 @@
-"""Megatron's GatedDeltaNet in a segment: its convolution and its rule, span by span.
+"""GatedDeltaNet in a segment, Megatron's and trainers' own: convolution and rule, span by span.
 
 The rule takes where sequences begin and end, and a state for each. The convolution runs over the
 whole row, which is wrong for the first positions of every span: these are computed again behind
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -21,86 +21,34 @@ from megatron_prefix.layers.recurrent.moves import overwritten
 from megatron_prefix.layers.recurrent.rebound import rebound
 from megatron_prefix.layers.recurrent.states import LayerStates
 
+if TYPE_CHECKING:
+    from megatron_prefix.layers.blocks.core import SegmentContext
 
-class GatedDeltaLayer:
-    """One GatedDeltaNet.
+
+class DeltaSpans:
+    """The convolution and the rule of one layer while a segment runs.
 
     Args:
-        module: Megatron's.
         layer: its number in the sidecar.
         running: says which segment runs.
+        rule: the layer's, with the signature of flash-linear-attention's.
     """
 
-    def __init__(self, module: Any, layer: int, running: Running) -> None:
-        self._module, self._layer, self._running = module, layer, running
-        self._stock = module.forward
-        kernels = module.forward.__func__.__globals__
-        rule = kernels.get("chunk_gated_delta_rule")
-        self._stock_rule = getattr(module, "gated_delta_rule", rule)  # since 0.18
+    def __init__(self, layer: int, running: Running, rule: Callable[..., Any]) -> None:
+        self._layer, self._running, self._stock_rule = layer, running, rule
         # Else flash-linear-attention reads the lengths back from the device, and the host waits.
-        self._takes_lengths = "cu_seqlens_cpu" in inspect.signature(self._stock_rule).parameters
-        self._by_channels = kernels.get("causal_conv1d_fn")
-        self._by_positions = kernels.get("causal_conv1d")
+        self._takes_lengths = "cu_seqlens_cpu" in inspect.signature(rule).parameters
         self._states: LayerStates | None = None
-        self._within = rebound(
-            module.forward,
-            causal_conv1d_fn=self._convolve_channels,
-            causal_conv1d=self._convolve_positions,
-            chunk_gated_delta_rule=self._rule,
-        )
 
-    def overrides(self) -> list[Override]:
-        """Methods of the instance, and what takes their place."""
-        found: list[Override] = [(self._module, "forward", self._forward)]
-        if hasattr(self._module, "gated_delta_rule"):
-            found.append((self._module, "gated_delta_rule", self._rule))
-        return found
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        context = self._running.current
-        if context is None:
-            return self._stock(*args, **kwargs)
-        if getattr(self._module, "cp_size", 1) > 1:
-            # Each span is dealt to ranks by itself: so are Megatron's packed sequences.
-            ends = context.spans.cu_seqlens.int()
-            packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
-            kwargs = {**kwargs, "packed_seq_params": packing}
+    def _run(self, within: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A method of the layer whose kernels are replaced, in a segment."""
         try:
-            found = self._within(*args, **kwargs)
+            found = within(*args, **kwargs)
             if self._states is None:
                 raise RuntimeError("GatedDeltaNet has run a segment without the replaced kernels")
             return found
         finally:
             self._states = None
-
-    def _convolve_channels(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **_: Any
-    ) -> Tensor:
-        """In the place of causal-conv1d's `causal_conv1d_fn`, x [1, channels, positions]."""
-        before = weight.shape[1] - 1
-
-        def stock(part: Tensor) -> Tensor:
-            part = part.mT.contiguous()
-            if self._by_channels is None:  # as Megatron does then
-                longer = F.conv1d(part, weight[:, None], bias, padding=before, groups=len(weight))
-                return F.silu(longer[..., : part.shape[2]]).mT
-            y: Tensor = self._by_channels(x=part, weight=weight, bias=bias, activation=activation)
-            return y.mT
-
-        return self._convolve(x.mT, before, stock).mT
-
-    def _convolve_positions(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **_: Any
-    ) -> tuple[Tensor, None]:
-        """In the place of flash-linear-attention's `causal_conv1d`, x [1, positions, channels]."""
-
-        def stock(part: Tensor) -> Tensor:
-            y: Tensor = self._by_positions(x=part, weight=weight, bias=bias, activation=activation)[
-                0
-            ]
-            return y
-
-        return self._convolve(x, weight.shape[1] - 1, stock), None
 
     def _convolve(self, x: Tensor, before: int, stock: Callable[[Tensor], Tensor]) -> Tensor:
         """A row's convolution, span by span.
@@ -139,3 +87,77 @@ class GatedDeltaLayer:
             given["cu_seqlens_cpu"] = states.spans.cu_seqlens_cpu
         out, final = self._stock_rule(query, key, value, **given)
         return states.leave(out, final), None
+
+    @staticmethod
+    def _packing(context: SegmentContext) -> PackedSeqParams:
+        """A segment's spans as Megatron's packed sequences: context parallelism deals each to ranks
+        by itself."""
+        ends = context.spans.cu_seqlens.int()
+        return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+
+
+class GatedDeltaLayer(DeltaSpans):
+    """One GatedDeltaNet of Megatron's.
+
+    Args:
+        module: Megatron's.
+        layer, running: see DeltaSpans.
+    """
+
+    def __init__(self, module: Any, layer: int, running: Running) -> None:
+        kernels = module.forward.__func__.__globals__
+        rule = kernels.get("chunk_gated_delta_rule")
+        super().__init__(layer, running, getattr(module, "gated_delta_rule", rule))  # since 0.18
+        self._module, self._stock = module, module.forward
+        self._by_channels = kernels.get("causal_conv1d_fn")
+        self._by_positions = kernels.get("causal_conv1d")
+        self._within = rebound(
+            module.forward,
+            causal_conv1d_fn=self._convolve_channels,
+            causal_conv1d=self._convolve_positions,
+            chunk_gated_delta_rule=self._rule,
+        )
+
+    def overrides(self) -> list[Override]:
+        """Methods of the instance, and what takes their place."""
+        found: list[Override] = [(self._module, "forward", self._forward)]
+        if hasattr(self._module, "gated_delta_rule"):
+            found.append((self._module, "gated_delta_rule", self._rule))
+        return found
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        context = self._running.current
+        if context is None:
+            return self._stock(*args, **kwargs)
+        if getattr(self._module, "cp_size", 1) > 1:
+            kwargs = {**kwargs, "packed_seq_params": self._packing(context)}
+        return self._run(self._within, *args, **kwargs)
+
+    def _convolve_channels(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **_: Any
+    ) -> Tensor:
+        """In the place of causal-conv1d's `causal_conv1d_fn`, x [1, channels, positions]."""
+        before = weight.shape[1] - 1
+
+        def stock(part: Tensor) -> Tensor:
+            part = part.mT.contiguous()
+            if self._by_channels is None:  # as Megatron does then
+                longer = F.conv1d(part, weight[:, None], bias, padding=before, groups=len(weight))
+                return F.silu(longer[..., : part.shape[2]]).mT
+            y: Tensor = self._by_channels(x=part, weight=weight, bias=bias, activation=activation)
+            return y.mT
+
+        return self._convolve(x.mT, before, stock).mT
+
+    def _convolve_positions(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **_: Any
+    ) -> tuple[Tensor, None]:
+        """In the place of flash-linear-attention's `causal_conv1d`, x [1, positions, channels]."""
+
+        def stock(part: Tensor) -> Tensor:
+            y: Tensor = self._by_positions(x=part, weight=weight, bias=bias, activation=activation)[
+                0
+            ]
+            return y
+
+        return self._convolve(x, weight.shape[1] - 1, stock), None

@@ -111,9 +111,18 @@ class Recurrent(Kind):
         module = getattr(layer, "mixer", None) or getattr(layer, "self_attention", None)
         for base in type(module).__mro__:
             if base.__name__ == self.module and base.__module__.startswith("megatron.core.ssm."):
-                own = getattr(type(module), self.method) is vars(base)[self.method]
-                return module if own and self.method not in vars(module) else None
+                known = self.knows(type(module), base) and self.method not in vars(module)
+                return module if known else None
         return None
+
+    def knows(self, own: type, base: type) -> bool:
+        """Whether the method of a module's class is known.
+
+        Args:
+            own: the class.
+            base: Megatron's, which it is or comes from.
+        """
+        return getattr(own, self.method) is vars(base)[self.method]
 
     def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
         """See Kind."""

@@ -61,6 +61,23 @@ def rule_refusal(
 
 
 @functools.cache
+def tried(
+    rule: Callable[..., Any], device: str, key_dim: int, value_dim: int, heads: int
+) -> str | None:
+    """What `rule_refusal` says, in 16 bit on a GPU; once a process."""
+    if device == "cpu":
+        return rule_refusal(rule, device, torch.float64, key_dim, value_dim, heads)
+    logger.warning(
+        "GatedDeltaNet's kernels are tried for %d heads of widths %d and %d: Triton takes some"
+        " minutes to compile and tune them where TRITON_CACHE_DIR does not have them",
+        heads,
+        key_dim,
+        value_dim,
+    )
+    return rule_refusal(rule, device, torch.bfloat16, key_dim, value_dim, heads)
+
+
+@functools.cache
 def refusals(
     device: str, key_dim: int = 128, value_dim: int = 128, heads: int = 32, compiles: bool = True
 ) -> dict[str, str | None]:
@@ -76,16 +93,7 @@ def refusals(
     found = {"GatedDeltaNet": _missing("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")}
     if found["GatedDeltaNet"] is None and compiles:
         rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-        logger.warning(
-            "GatedDeltaNet's kernels are tried for %d heads of widths %d and %d: Triton takes some"
-            " minutes to compile and tune them where TRITON_CACHE_DIR does not have them",
-            heads,
-            key_dim,
-            value_dim,
-        )
-        found["GatedDeltaNet"] = rule_refusal(
-            rule, device, torch.bfloat16, key_dim, value_dim, heads
-        )
+        found["GatedDeltaNet"] = tried(rule, device, key_dim, value_dim, heads)
     scan = "mamba_ssm.ops.triton.ssd_combined", "mamba_split_conv1d_scan_combined"
     found["MambaMixer"] = _missing(*scan) or _missing("causal_conv1d", "causal_conv1d_fn")
     return found

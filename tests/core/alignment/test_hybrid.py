@@ -20,15 +20,14 @@ from megatron_prefix.lab.rl import job, packing
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.layers import table
-from megatron_prefix.layers.recurrent import delta, states
+from megatron_prefix.layers.recurrent import states
 from megatron_prefix.layers.recurrent.spans import Spans
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import install, installed, language_model
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.sidecar.arena import Arena
-from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.tree import Pairs, TreeOptions, payload_map
-from tests.harness import hybrid, steps
+from megatron_prefix.tree import Pairs, TreeOptions
+from tests.harness import hybrid, mistakes, steps
 from tests.harness.arenas import offloaders
 from tests.harness.hybrid import GDN, MAMBA
 from tests.harness.one_group import schedule_with
@@ -182,7 +181,7 @@ def test_a_step_without_memory_is_made_again(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
         return sent
 
-    of_states(monkeypatch, "take", once)
+    mistakes.of_states(monkeypatch, "take", once)
     offloading = offloaders(monkeypatch)
     ours = schedule_with(chunk_tokens=16, memory="offload", cache_host_layers=9)
     assert max(hybrid.errors(model, expected, ours).values()) <= EXACT
@@ -324,35 +323,6 @@ def test_the_stock_model_runs_packs_of_gated_delta_net(families: dict[str, Famil
 # --- mistakes that must show ---------------------------------------------------------------------
 
 
-def of_states(patch: pytest.MonkeyPatch, verb: str, change: Callable[[Any], Any]) -> None:
-    """Changes what the sidecar answers to recurrent layers."""
-    stock = getattr(SidecarCache, verb)
-
-    def changed(self: SidecarCache, layer: int, *args: Any) -> Any:
-        answer = stock(self, layer, *args)
-        return change(answer) if self.forms[layer] is payload_map.Form.SPANS else answer
-
-    patch.setattr(SidecarCache, verb, changed)
-
-
-def _no_state(patch: pytest.MonkeyPatch) -> None:
-    of_states(patch, "read", lambda payload: (torch.zeros_like(payload[0]), payload[1]))
-
-
-def _no_tail(patch: pytest.MonkeyPatch) -> None:
-    of_states(patch, "read", lambda payload: (payload[0], torch.zeros_like(payload[1])))
-
-
-def _gradient_of_one(kept: int) -> Callable[[pytest.MonkeyPatch], None]:
-    def one(sent: Any) -> Any:
-        zeros = None if sent is None else [torch.zeros_like(part) for part in sent]
-        if zeros is not None:
-            zeros[kept] = sent[kept]
-        return zeros
-
-    return lambda patch: of_states(patch, "take", one)
-
-
 def _last_child_only(patch: pytest.MonkeyPatch) -> None:
     stock = Arena.add
 
@@ -375,20 +345,6 @@ def _one_of_many_spans(patch: pytest.MonkeyPatch) -> None:
         return gradient[numbers.cumsum(0) - 1]
 
     patch.setattr(states, "summed", last)
-
-
-def _another_parent(patch: pytest.MonkeyPatch) -> None:
-    made = Spans.__init__
-
-    def wrong(self: Spans, lengths: Any, parents: Any, device: Any) -> None:
-        made(self, lengths, [max(1, row - 1) if row else 0 for row in parents], device)
-
-    patch.setattr(Spans, "__init__", wrong)
-
-
-def _short_tail_not_moved(patch: pytest.MonkeyPatch) -> None:
-    edges = Spans.edges
-    patch.setattr(Spans, "edges", lambda self, before: edges(self, before)._replace(tail=None))
 
 
 def _sums_of_rows_before(patch: pytest.MonkeyPatch) -> None:
@@ -415,34 +371,21 @@ def _padding_makes_steps(patch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
 
 
-def _edges_not_computed_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(delta, "overwritten", lambda y, *_: y)
-
-
-def _gradients_of_what_is_overwritten(patch: pytest.MonkeyPatch) -> None:
-    def wrong(y: torch.Tensor, places: torch.Tensor, again: torch.Tensor) -> torch.Tensor:
-        change = torch.zeros_like(y)
-        change[0] = change[0].index_copy(0, places, again - y[0, places].detach())
-        return y + change
-
-    patch.setattr(delta, "overwritten", wrong)
-
-
 BREAKS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...], dict[str, Any]]] = {
-    "children begin without a state": (_no_state, (GDN, MAMBA), {}),
-    "children begin without a tail": (_no_tail, (GDN, MAMBA), {}),
-    "no gradient of the state": (_gradient_of_one(1), (GDN, MAMBA), {}),
-    "no gradient of the tail": (_gradient_of_one(0), (GDN, MAMBA), {}),
+    "children begin without a state": (mistakes.no_state, (GDN, MAMBA), {}),
+    "children begin without a tail": (mistakes.no_tail, (GDN, MAMBA), {}),
+    "no gradient of the state": (mistakes.gradient_of_one(1), (GDN, MAMBA), {}),
+    "no gradient of the tail": (mistakes.gradient_of_one(0), (GDN, MAMBA), {}),
     "the last segment's gradient only": (_last_child_only, (GDN, MAMBA), {"segment_tokens": 30}),
     "one child's gradient of a segment": (_one_of_many_spans, (GDN, MAMBA), {}),
-    "the neighbour's parent": (_another_parent, (GDN, MAMBA), {}),
+    "the neighbour's parent": (mistakes.another_parent, (GDN, MAMBA), {}),
     "a short chunk leaves its own inputs only": (
-        _short_tail_not_moved, (GDN, MAMBA), {"chunk_tokens": 2},
+        mistakes.short_tail_not_moved, (GDN, MAMBA), {"chunk_tokens": 2},
     ),
     "sums of rows that are used again": (_sums_of_rows_before, (GDN, MAMBA), {"segment_tokens": 4}),
     "padding behind a span makes steps": (_padding_makes_steps, (MAMBA,), {}),
-    "the convolution looks into other spans": (_edges_not_computed_again, (GDN,), {}),
-    "its gradients go into other spans": (_gradients_of_what_is_overwritten, (GDN,), {}),
+    "the convolution looks into other spans": (mistakes.edges_not_computed_again, (GDN,), {}),
+    "its gradients go into other spans": (mistakes.gradients_of_what_is_overwritten, (GDN,), {}),
 }  # fmt: skip
 
 

@@ -1,0 +1,108 @@
+"""A trainer's own GatedDeltaNet in a segment (layers/own_gdn.py): three methods of instances.
+
+The outer module is given the segment's spans as a pack. Inside, the convolution is a module, and
+the rule a global name or an attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_prefix.device import tolerance
+from megatron_prefix.layers.kind import Override, Running
+from megatron_prefix.layers.recurrent.delta import DeltaSpans
+from megatron_prefix.layers.recurrent.rebound import rebound
+
+_RULE = "chunk_gated_delta_rule"
+
+
+class OwnDeltaLayer(DeltaSpans):
+    """One of them.
+
+    Args:
+        module: the self-attention of a layer, with a `linear_attn`.
+        layer, running: see DeltaSpans.
+    """
+
+    def __init__(self, module: Any, layer: int, running: Running) -> None:
+        inside = module.linear_attn
+        super().__init__(layer, running, rule_of(inside))
+        self._module, self._inside = module, inside
+        self._stock, self._stock_inside = module.forward, inside.forward
+        self._stock_convolution = inside.conv1d.forward
+        self._within = rebound(inside.forward, **{_RULE: self._rule})
+
+    def overrides(self) -> list[Override]:
+        """Methods of instances, and what takes their place."""
+        found: list[Override] = [
+            (self._module, "forward", self._forward),
+            (self._inside, "forward", self._forward_inside),
+            (self._inside.conv1d, "forward", self._convolved),
+        ]
+        if hasattr(self._inside, _RULE):
+            found.append((self._inside, _RULE, self._rule))
+        return found
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        context = self._running.current
+        if context is not None:
+            kwargs = {**kwargs, "packed_seq_params": self._packing(context)}
+        return self._stock(*args, **kwargs)
+
+    def _forward_inside(self, *args: Any, **kwargs: Any) -> Any:
+        if self._running.current is None:
+            return self._stock_inside(*args, **kwargs)
+        return self._run(self._within, *args, **kwargs)
+
+    def _convolved(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """In the place of ShortConvolution's forward, x [1, positions, channels]."""
+        if self._running.current is None:
+            return self._stock_convolution(x, *args, **kwargs)
+        before = self._inside.conv1d.weight.shape[-1] - 1
+        return self._convolve(x, before, lambda part: self._stock_convolution(part)[0]), None
+
+
+def rule_of(inside: Any) -> Callable[..., Any]:
+    """The gated delta rule that a `linear_attn` calls: of its own, or of its file."""
+    own = getattr(inside, _RULE, None)
+    found: Callable[..., Any] = own or inside.forward.__func__.__globals__[_RULE]
+    return found
+
+
+@torch.no_grad()
+def mixes_elsewhere(inside: Any) -> bool:
+    """Whether positions see one another outside of the convolution and the rule, or that cannot be
+    told: with others in their place that keep positions apart, pieces give what the whole gives."""
+    convolution = inside.conv1d
+    inputs = next(one for one in inside.children() if isinstance(one, torch.nn.Linear))
+    draw = torch.Generator().manual_seed(7)
+    x = torch.randn(1, 12, inputs.in_features, generator=draw).to(inputs.weight)
+
+    def apart(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Any:
+        return value + query.sum(-1, keepdim=True) * key.mean(-1, keepdim=True), None
+
+    def run(part: Tensor) -> Tensor:
+        found: Tensor = forward(
+            hidden_states=part, cu_seqlens=torch.tensor([0, part.shape[1]], device=x.device)
+        )
+        return found
+
+    forward = rebound(inside.forward, **{_RULE: apart})
+    own = vars(inside).get(_RULE)
+    convolution.forward = lambda x, **_: (x, None)
+    if own is not None:
+        vars(inside)[_RULE] = apart
+    try:
+        whole, pieces = run(x), torch.cat([run(part) for part in x.split((5, 7), 1)], 1)
+        error = tolerance.relative_error(pieces, whole)
+    except Exception:  # noqa: BLE001  # it is called otherwise, or returns something else
+        return True
+    finally:
+        del convolution.forward
+        if own is not None:
+            vars(inside)[_RULE] = own
+    return not error <= tolerance.tolerance(x.dtype, 12, inputs.in_features, 1)

@@ -1,0 +1,325 @@
+"""slime's and miles' own GatedDeltaNet under the prefix schedule in fp64, by stand-ins."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.platforms.linear_kernels import causal_conv1d
+from megatron_prefix.lab.rl import packing
+from megatron_prefix.layers import own_gdn
+from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule
+from megatron_prefix.layers.recurrent.spans import Spans
+from megatron_prefix.megatron.install import install, installed
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.harness import hybrid, mistakes, own_delta, steps
+from tests.harness.one_group import schedule_with
+from tests.harness.one_rank import one_rank
+from tests.harness.own_delta import FULL, LINEAR, NETS, Packed, own_model
+
+EXACT = 1e-9
+"""Found are 1e-14 and less."""
+
+
+class Case(NamedTuple):
+    """A model, what it is compared with, and the packs of both."""
+
+    model: Any
+    twin: Any
+    expected: steps.Reference
+
+
+def packs() -> list[dict[str, Any]]:
+    """All rollouts of `hybrid.items`, in packs that cut through groups."""
+    items = hybrid.items()
+    return [packing.pack(items[at : at + 4]) for at in range(0, len(items), 4)]
+
+
+@pytest.fixture(scope="module")
+def cases() -> Iterator[dict[str, Case]]:
+    with one_rank():
+        made = {}
+        for net in NETS:
+            twin = own_model(net=net, wrap_ddp=False)
+            made[net] = Case(own_model(net=net), twin, steps.plain(twin, Packed(), packs()))
+        yield made
+        made.clear()
+
+
+def worst(model: Any, expected: steps.Reference, ours: PrefixSchedule) -> float:
+    """The largest difference of a loss or a gradient to plain autograd; NaN wins."""
+    steps.zero_gradients(model)
+    logs = steps.call(ours, Packed().step, model, packs())
+    found = steps.gradients(model)
+    errors = [float(abs(a["loss"] - b["loss"])) for a, b in zip(logs, expected.logs, strict=True)]
+    errors += [
+        float((found[name] - wanted).abs().max()) / expected.terms[name]
+        for name, wanted in expected.gradients.items()
+    ]
+    return torch.tensor(errors, dtype=torch.float64).max().item()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "trees packed": {},
+    "chunks of 7": {"chunk_tokens": 7},
+    "chunks of 2, shorter than the convolution": {"chunk_tokens": 2},
+    "small packs": {"segment_tokens": 30},
+    "depth first": {"segment_tokens": 8},
+    "recompute": {"memory": "recompute", "chunk_tokens": 16},
+    "offload": {"memory": "offload", "chunk_tokens": 16},
+    "all layers on the host": {"cache_host_layers": 9, "memory": "recompute", "chunk_tokens": 7},
+    "no parent": {"min_gain": 10**6},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("net", NETS)
+def test_exact(cases: dict[str, Case], net: str, options: str) -> None:
+    """And the sidecar takes what was predicted from what the modules tell."""
+    ours = schedule_with(**OPTIONS[options])
+    assert worst(cases[net].model, cases[net].expected, ours) <= EXACT
+    report = ours.report
+    assert report is not None and report.memory is not None and not report.decision.fallback
+    staged = report.memory.cache_staged if "cache_host_layers" in OPTIONS[options] else 0.0
+    if not staged:
+        assert report.memory.cache_peak == pytest.approx(report.cache_bytes, rel=1e-6)
+    executed, raw = report.forest.executed_tokens, report.forest.raw_tokens
+    assert (executed < raw) == ("min_gain" not in OPTIONS[options])
+
+
+def test_the_cases_have_what_their_names_say(cases: dict[str, Case]) -> None:
+    ours = schedule_with()
+    worst(cases["global"].model, cases["global"].expected, ours)
+    forest = ours.report.forest  # type: ignore[union-attr]
+    inner = [segment for segment in forest.segments if segment.inner]
+    assert {1, 2, 3} <= {span.length for one in forest.segments for span in one.spans}
+    assert forest.max_depth == 3 and any(segment.scored for segment in inner)
+    assert len(packs()) < len(hybrid.items())
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("net", NETS)
+def test_megatrons_own_recomputation(cases: dict[str, Case], net: str, recompute: str) -> None:
+    model = own_model(net=net, recompute=recompute)
+    for options in ({"chunk_tokens": 7, "cache_host_layers": 9}, {"memory": "recompute"}):
+        assert worst(model, cases[net].expected, schedule_with(**options)) <= EXACT
+
+
+def test_a_model_of_such_layers_alone(cases: dict[str, Case]) -> None:
+    types = (LINEAR, LINEAR)
+    expected = steps.plain(own_model(types, wrap_ddp=False), Packed(), packs())
+    assert worst(own_model(types), expected, schedule_with(chunk_tokens=7)) <= EXACT
+
+
+def test_outside_of_segments_nothing_changes(cases: dict[str, Case]) -> None:
+    model, twin, expected = cases["attribute"]
+    worst(model, expected, schedule_with())
+    assert list(unwrap(model).state_dict()) == list(twin.state_dict())
+    found, wanted = (Packed().step(iter(packs()[:1]), chunk)[0] for chunk in (model, twin))
+    assert torch.equal(found, wanted)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def _inside(model: Any) -> Any:
+    return model.decoder.layers[0].self_attention.linear_attn
+
+
+def _context_parallel(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(model.config, "context_parallel_size", 2)
+
+
+def _another_class(model: Any, patch: pytest.MonkeyPatch) -> None:
+    forward = own_delta.HuggingfaceAttention.forward
+    patch.setattr(own_delta.Attention, "forward", lambda *args, **more: forward(*args, **more))
+
+
+def _another_around(model: Any, patch: pytest.MonkeyPatch) -> None:
+    stock = own_delta.Attention.hf_forward
+    patch.setattr(own_delta.Attention, "hf_forward", lambda *given: stock(*given).roll(1))
+
+
+def _another_convolution(model: Any, patch: pytest.MonkeyPatch) -> None:
+    _inside(model).conv1d.__class__ = type("Conv1d", (own_delta.ShortConvolution,), {})
+
+
+def _own_forward(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_inside(model), "forward", _inside(model).forward)
+
+
+def _own_convolution(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_inside(model).conv1d, "forward", _inside(model).conv1d.forward)
+
+
+def _no_rule(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(own_delta.OwnNet, "forward", lambda self, hidden_states, **_: hidden_states)
+
+
+def _wrong_rule(model: Any, patch: pytest.MonkeyPatch) -> None:
+    def rule(*given: Any, **more: Any) -> Any:
+        return chunk_gated_delta_rule(*given, **{**more, "initial_state": None})
+
+    patch.setattr(_inside(model), "chunk_gated_delta_rule", rule)
+
+
+def _mixes(model: Any, patch: pytest.MonkeyPatch) -> None:
+    stock = own_delta.OwnNet.close
+    patch.setattr(own_delta.OwnNet, "close", lambda self, out, x: stock(self, out, x.roll(1, 1)))
+
+
+def _other_layers(model: Any, patch: pytest.MonkeyPatch) -> None:
+    config = model.decoder.layers[0].self_attention.hf_config
+    patch.setattr(config, "layer_types", [FULL, LINEAR])
+
+
+def _stage_without(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(model.config, "pipeline_model_parallel_size", 2)
+
+
+REFUSED: dict[Callable[[Any, pytest.MonkeyPatch], None], str] = {
+    _context_parallel: "a trainer's own GatedDeltaNet with context parallelism: use tensor",
+    _another_class: "layer 0's mixer Attention: use Megatron's own",
+    _another_around: "layer 0's mixer Attention: use Megatron's own",
+    _another_convolution: "layer 0's mixer Attention: use Megatron's own",
+    _own_forward: "layer 0's mixer Attention: use Megatron's own",
+    _own_convolution: "layer 0's mixer Attention: use Megatron's own",
+    _no_rule: "layer 0's mixer Attention: use Megatron's own",
+    _wrong_rule: r"GatedDeltaNet's kernel does not work here \(RuntimeError",
+    _mixes: "layer 0's OwnNet, whose positions are not apart outside",
+    _other_layers: "layer 0's mixer OwnNet: use Megatron's own",
+    _stage_without: "GatedDeltaNet, and a pipeline stage without any: use fewer stages",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__.strip("_"))
+def test_refused_by_name(
+    cases: dict[str, Case],
+    change: Callable[[Any, pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = unwrap(own_model(wrap_ddp=False))
+    change(model, monkeypatch)
+    with pytest.raises(UserError, match=REFUSED[change]) as caught:
+        install(model)
+    assert "\n" not in str(caught.value) and installed(model) is None
+
+
+def test_what_is_refused_runs_with_the_stock_schedule(
+    cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ours = own_model(), schedule_with(mode="auto")
+    _own_convolution(unwrap(model), monkeypatch)
+    assert worst(model, cases["attribute"].expected, ours) <= EXACT
+    assert ours.report is not None and ours.report.decision.fallback
+
+
+def _subclass(module: Any, where: str, **kernels: Any) -> Any:
+    """A module of Megatron's that becomes one of a subclass, whose forward is in another file."""
+
+    def calls(self: Any, hidden_states: Any, *_: Any, **__: Any) -> Any:
+        return chunk_gated_delta_rule(causal_conv1d(hidden_states))
+
+    forward = types.FunctionType(calls.__code__, kernels, "forward")
+    forward.__module__ = where
+    module.__class__ = type("GatedDeltaNet", (type(module),), {"forward": forward})
+    return module
+
+
+def test_subclasses_of_megatrons(cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    """mcore-bridge's is taken where it has its kernels, and without context parallelism."""
+    kernels = {"causal_conv1d": causal_conv1d, "chunk_gated_delta_rule": chunk_gated_delta_rule}
+    without = {**kernels, "causal_conv1d": None}
+    for where, found in (("mcore_bridge.model", without), ("other.model", kernels)):
+        model = hybrid.model_of(hybrid.GDN, wrap_ddp=False)
+        _subclass(model.decoder.layers[0].self_attention, where, **found)
+        with pytest.raises(UserError, match="layer 0's mixer GatedDeltaNet: use"):
+            install(model)
+    model = hybrid.model_of(hybrid.GDN, wrap_ddp=False)
+    _subclass(model.decoder.layers[0].self_attention, "mcore_bridge.model", **kernels)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.config, "context_parallel_size", 2)
+        with pytest.raises(UserError, match="a trainer's own GatedDeltaNet with context"):
+            install(model)
+    install(model)
+
+
+# --- mistakes that must show ----------------------------------------------------------------------
+
+
+def _reversed_tail(patch: pytest.MonkeyPatch) -> None:
+    mistakes.of_states(patch, "read", lambda payload: (payload[0], payload[1].flip(1)))
+
+
+def _early_ends(patch: pytest.MonkeyPatch) -> None:
+    """Of all spans but the last the rule leaves a position to the next one."""
+    stock = Spans.cu_seqlens
+
+    def ends(self: Spans) -> torch.Tensor:
+        found = stock.func(self).clone()
+        if self.lengths[0] > 1:
+            found[1:-1] -= 1
+        return found
+
+    patch.setattr(Spans, "cu_seqlens_cpu", property(ends))
+
+
+BREAKS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any]]] = {
+    "children begin without a state": (mistakes.no_state, {}),
+    "children begin without a tail": (mistakes.no_tail, {}),
+    "the tail is in reverse order": (_reversed_tail, {}),
+    "no gradients of states": (mistakes.gradient_of_one(1), {}),
+    "no gradients of tails": (mistakes.gradient_of_one(0), {}),
+    "the rule's spans end early": (_early_ends, {}),
+    "the convolution looks into other spans": (mistakes.edges_not_computed_again, {}),
+    "its gradients go into other spans": (mistakes.gradients_of_what_is_overwritten, {}),
+    "a short chunk leaves its own inputs": (mistakes.short_tail_not_moved, {"chunk_tokens": 2}),
+    "the neighbour's parent": (mistakes.another_parent, {}),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+@pytest.mark.parametrize("net", NETS)
+def test_a_mistake_shows(cases: dict[str, Case], net: str, what: str) -> None:
+    """The comparison of `test_exact` notices it, by far, or the step fails."""
+    breaking, options = BREAKS[what]
+    with pytest.MonkeyPatch.context() as patch:
+        breaking(patch)
+        assert not worst(own_model(net=net), cases[net].expected, schedule_with(**options)) <= 1e-5
+
+
+def _half_the_heads(patch: pytest.MonkeyPatch) -> None:
+    stock = own_gdn.OwnGatedDeltaNet.told
+
+    def told(self: Any, layer: Any) -> dict[str, Any]:
+        found = stock(self, layer)
+        return {**found, "linear_num_value_heads": 2} if found else found
+
+    patch.setattr(own_gdn.OwnGatedDeltaNet, "told", told)
+
+
+def _every_layer(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(own_gdn.OwnGatedDeltaNet, "fills", lambda *_: True)
+
+
+def _nothing_told(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(own_gdn.OwnGatedDeltaNet, "told", lambda *_: {})
+
+
+@pytest.mark.parametrize("breaking", [_half_the_heads, _every_layer, _nothing_told])
+def test_wrong_numbers_show(
+    cases: dict[str, Case], breaking: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        breaking(patch)
+        ours = schedule_with()
+        assert worst(own_model(), cases["attribute"].expected, ours) <= EXACT
+    report = ours.report
+    assert report is not None and report.memory is not None
+    assert report.memory.cache_peak != pytest.approx(report.cache_bytes, rel=0.01)

@@ -1,0 +1,168 @@
+"""The real GatedDeltaNet of slime, miles and ms-swift, from sources that are there already.
+
+The variable TRAINER_SOURCES names a folder with checkouts `slime`, `miles` and `mcore-bridge`, as
+run_sources.py takes it; without it the tests are skipped. flash-linear-attention has stand-ins, and
+what of the modules computes in fp32 does so in fp64.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.data.rollouts import dense_vocabulary
+from megatron_prefix.lab.models.build import build_model, unwrap
+from megatron_prefix.lab.models.local import keep_float64
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.platforms import cpu
+from megatron_prefix.lab.platforms.linear_kernels import causal_conv1d
+from megatron_prefix.lab.rl.baseline import Baseline
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.lab.verify import align
+from megatron_prefix.lab.verify.matrix import SHAPES
+from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule, l2norm
+from tests.core.trainers.stand_ins import where_missing
+from tests.harness import own_delta
+from tests.harness.own_delta import FULL, LINEAR, SIZES
+from tests.harness.ranks import run_ranks
+
+TYPES = (LINEAR, LINEAR, LINEAR, FULL)
+MODULES = {
+    f"{trainer}, {model}": (trainer, f"{trainer}_plugins.models.{model}", kind)
+    for trainer in ("slime", "miles")
+    for model, kind in (("qwen3_next", "qwen3_next"), ("qwen3_5", "qwen3_5_text"))
+}
+LAYOUTS = {"1": Layout(), "TP2+SP": Layout(tp=2, sequence_parallel=True), "PP2": Layout(pp=2)}
+
+
+def _kernels() -> None:
+    """Stand-ins for flash-linear-attention; the rank is a process of its own."""
+    kernels = types.ModuleType("fla.ops.gated_delta_rule")
+    kernels.chunk_gated_delta_rule = chunk_gated_delta_rule  # type: ignore[attr-defined]
+    modules = types.ModuleType("fla.modules")
+    vars(modules).update(
+        ShortConvolution=own_delta.ShortConvolution,
+        FusedRMSNormGated=own_delta.FusedRMSNormGated,
+    )
+    convolution, norm = map(types.ModuleType, ("fla.modules.convolution", "fla.modules.l2norm"))
+    vars(convolution).update(causal_conv1d=causal_conv1d)
+    vars(norm).update(l2norm=l2norm)
+    packages = types.ModuleType("fla"), types.ModuleType("fla.ops")
+    for one in (*packages, modules, kernels, convolution, norm):
+        sys.modules[one.__name__] = one
+
+
+def _import(folder: str, trainer: str, module: str) -> Any:
+    """A trainer's module."""
+    _kernels()
+    sys.path.insert(0, str(Path(folder) / trainer))
+    where_missing("ray", "sglang", "wandb", "omegaconf", "httpx")
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    found = importlib.import_module(module)
+    if hasattr(found, "accelerator"):
+        found.accelerator = types.SimpleNamespace(current_device=torch.cuda.current_device)
+    return found
+
+
+def _aligned(folder: str, name: str, layout: Layout, checkpoint: str) -> tuple[str, list[str]]:
+    """A rank's part: the class that ran, and what differs from the stock schedule on packs."""
+    runtime.initialize(layout)
+    attention = _import(folder, *MODULES[name][:2]).Attention
+    groups, vocab, _ = dense_vocabulary(SHAPES["tree"].groups(2, "float64"))
+    spec = resolve("tiny-llama", num_layers=len(TYPES)).with_vocab(vocab)
+    given = {"hf_checkpoint": checkpoint, "allgather_cp": False, "linear_attention_backend": "fla"}
+    parallel = layout.sequence_parallel
+    with own_delta.own_layers(TYPES, "global", parallel, attention, **given):
+        chunks = build_model(spec, layout=layout, dtype="float64")
+    layers = unwrap(chunks[0]).decoder.layers
+    for layer in layers:
+        keep_float64(layer)
+    config = PrefixConfig(segment_tokens=64, min_gain=0, kernel="math", chunk_tokens=8)
+    packs = Baseline("packed", pack_tokens=150)
+    mine = align.align(chunks, groups, config, multiple=layout.alignment, baseline=packs)
+    everyone = align.over_ranks(mine)
+    runtime.shutdown()
+    assert everyone.executed_tokens < everyone.raw_tokens
+    assert everyone.grad_max_rel_diff <= everyone.tolerance < 1e-12
+    return type(layers[0].self_attention.linear_attn).__name__, list(everyone.failures)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODULES)
+def test_real_modules(name: str, layout: str, tmp_path: Path) -> None:
+    folder = os.environ.get("TRAINER_SOURCES", "")
+    trainer, _, kind = MODULES[name]
+    if not folder:
+        pytest.skip("TRAINER_SOURCES names no folder with checkouts of slime and miles")
+    if not (Path(folder) / trainer).is_dir():
+        pytest.skip(f"no checkout of {trainer} in the folder that TRAINER_SOURCES names")
+    spec = resolve("tiny-llama")
+    config = {
+        **SIZES, "model_type": kind, "hidden_size": spec.hidden_size, "layer_types": [*TYPES],
+        "num_hidden_layers": len(TYPES), "hidden_act": "silu", "dtype": "float32",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    size = LAYOUTS[layout].world_size
+    for ran, failures in run_ranks(size, _aligned, folder, name, LAYOUTS[layout], str(tmp_path)):
+        assert "GatedDeltaNet" in ran and failures == []
+
+
+def _bridges(folder: str) -> Any:
+    """mcore-bridge's class, from its file alone."""
+    _kernels()
+    for name in ("transformer_engine", "mcore_bridge", "mcore_bridge.config"):
+        sys.modules[name] = types.ModuleType(name)
+    vars(sys.modules["mcore_bridge.config"])["ModelConfig"] = object
+    name = "mcore_bridge.model.modules.gated_delta_net"
+    path = Path(folder) / "mcore-bridge" / "src" / f"{name.replace('.', '/')}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    del sys.modules["transformer_engine"]
+    return module.GatedDeltaNet
+
+
+def _aligned_bridge(folder: str, layout: Layout) -> list[str]:
+    """A rank's part: what differs from the stock schedule, one rollout a microbatch."""
+    runtime.initialize(layout)
+    cpu.load_recurrent_layers()
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_prefix.lab.models import hybrid
+
+    own = _bridges(folder)
+    TransformerConfig.linear_decoupled_in_proj = False  # type: ignore[attr-defined]
+    groups, vocab, _ = dense_vocabulary(SHAPES["tree"].groups(2, "float64"))
+    with mock.patch.object(hybrid, "GatedDeltaNet", own):
+        spec = resolve("tiny-qwen3-next").with_vocab(vocab)
+        chunks = build_model(spec, layout=layout, dtype="float64")
+    assert any(type(module) is own for module in unwrap(chunks[0]).modules())
+    config = PrefixConfig(segment_tokens=64, min_gain=0, kernel="math", chunk_tokens=8)
+    mine = align.align(chunks, groups, config, multiple=layout.alignment)
+    everyone = align.over_ranks(mine)
+    runtime.shutdown()
+    assert everyone.executed_tokens < everyone.raw_tokens
+    assert everyone.grad_max_rel_diff <= everyone.tolerance < 1e-12
+    return list(everyone.failures)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_subclass_of_mcore_bridge(layout: str) -> None:
+    folder = os.environ.get("TRAINER_SOURCES", "")
+    if not folder or not (Path(folder) / "mcore-bridge").is_dir():
+        pytest.skip("no checkout of mcore-bridge in a folder that TRAINER_SOURCES names")
+    for failures in run_ranks(LAYOUTS[layout].world_size, _aligned_bridge, folder, LAYOUTS[layout]):
+        assert failures == []
