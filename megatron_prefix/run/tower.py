@@ -57,7 +57,10 @@ class Image:
         """Adds what one copy's rows have got."""
         for place, one in enumerate(gradients):
             before = self.sums[place]
-            self.sums[place] = one.to(wider(one.dtype)) if before is None else before.add_(one)
+            if before is None:  # a copy: autograd may have given several outputs one tensor
+                self.sums[place] = one.to(wider(one.dtype), copy=True)
+            else:
+                before.add_(one)
 
 
 class TowerOnce:

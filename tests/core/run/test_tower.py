@@ -193,3 +193,32 @@ def test_outside_of_a_step_it_is_the_tower_itself() -> None:
     with TowerOnce(tower, lambda: -1).running(), frames(tower):
         found = tower(torch.randn(24, 1536).double(), grid_thw=grid)
     assert found.pooler_output.grad_fn is not None
+
+
+class Twice(torch.nn.Module):
+    """A tower with two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Linear(2, 2).double() for _ in range(2))
+
+    def forward(self, patches: Tensor, grid_thw: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(patches), self.second(patches)
+
+
+def test_outputs_that_get_one_gradient() -> None:
+    """Autograd hands the gradient of a sum to both of its terms, as one tensor."""
+    tower, gradients = Twice(), []
+    patches, grid = torch.randn(2, 2).double(), torch.tensor([[1, 1, 2]])
+    for around in (contextlib.nullcontext, once_around(tower)):
+        tower.zero_grad()
+        with around() as once:
+            if once is not None:
+                once.begin()
+            for factor in (1, 2, 3):
+                one, other = tower(patches, grid_thw=grid)
+                (factor * (one + other)).sum().backward()
+            if once is not None:
+                once.backward()
+        gradients.append([one.grad.clone() for one in tower.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0])
