@@ -66,6 +66,7 @@ class Given:
         self._sequence_ranks = rank.sequence_ranks
         self._positions_first = families.positions_first(model)
         self._in_block = any(DEEPSTACK in (call[BLOCK] or {}) for call in calls)
+        self._block = dict(calls[0].others.get(BLOCK, {})) if calls else {}
         self._stacked = any(isinstance(call.given(DEEPSTACK), Tensor) for call in calls)
         multimodal = families.is_multimodal(model)
         self._ids = [call["position_ids"] for call in calls] if multimodal else []
@@ -193,7 +194,7 @@ class Given:
             mask = seen[:, None] if self._positions_first else seen[None]
             deep = torch.stack(tensors[1:]) if self._stacked else tensors[1:]
             more = {MASK: mask, DEEPSTACK: deep}
-            found |= {BLOCK: more} if self._in_block else more
+            found |= {BLOCK: self._block | more} if self._in_block else more
         return found
 
     def _own_positions(self, rows: Numbers) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.run.call_rows import CallRows
-from megatron_prefix.run.calls import DEEPSTACK, EMBEDDINGS, MASK, ModelCall
+from megatron_prefix.run.calls import BLOCK, DEEPSTACK, EMBEDDINGS, MASK, ModelCall
 from megatron_prefix.run.given import Given, given
 
 ONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
@@ -77,6 +77,19 @@ def test_what_tells_rows_apart(what: str) -> None:
     assert different == {"none": [], "mask": [3, 4]}.get(what, [2])
 
 
+def test_text_is_the_same_beside_images_and_without_any() -> None:
+    text = call(1, **{MASK: None, DEEPSTACK: None})
+    one, other = codes(call(0), text)
+    assert [a == b for a, b in zip(one, other, strict=True)] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
 def test_codes_do_not_depend_on_what_else_is_there() -> None:
     assert codes(call(0))[0] == codes(call(0, seed=3), call(1))[1]
 
@@ -137,6 +150,14 @@ def test_a_segment_has_rows_of_its_spans() -> None:
     assert found[MASK].tolist() == [[False, True, True, True, False, False, True, False, False]]
     one, other = (one[DEEPSTACK][1] for one in calls)
     assert torch.equal(found[DEEPSTACK][1], torch.stack([one[0], one[1], one[1], other[0]]))
+
+
+def test_other_keywords_of_the_decoder_stay() -> None:
+    plain = call(0)
+    more = {name: plain.arguments[name] for name in (MASK, DEEPSTACK)}
+    calls = [call(0, **{MASK: None, DEEPSTACK: None, BLOCK: more | {"other": 7}})]
+    _, found = segment_of(calls, [(0, 0, 6, 6)])
+    assert found[BLOCK].keys() == {MASK, DEEPSTACK, "other"} and found[BLOCK]["other"] == 7
 
 
 def test_gradients_go_to_the_copies_that_rows_were_taken_from() -> None:
