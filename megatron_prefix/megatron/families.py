@@ -105,7 +105,7 @@ def around(model: Any, inner: Any) -> Iterator[Any]:
 def drops(tower: Any) -> bool:
     """Whether a vision tower drops anything at random, so that its next forward may be another."""
     for module in (one for one in tower.modules() if one.training):
-        if "Dropout" in type(module).__name__ and getattr(module, "p", 0):
+        if "Dropout" in type(module).__name__ and getattr(module, "p", None):
             return True
         own = vars(module) | getattr(module.__dict__.get("config"), "__dict__", {})
         if any("drop" in name and isinstance(p, float) and p > 0 for name, p in own.items()):
