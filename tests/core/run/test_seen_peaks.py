@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ import torch.distributed as dist
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.plan.cost_fit import Evidence
 from megatron_prefix.plan.seen_peaks import Peaks, Seen, factors
 from megatron_prefix.plan.stock_plan import limit_of
 from megatron_prefix.run import cost_meter
+from megatron_prefix.run.cost_meter import CostMeter
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.one_rank import small_model
@@ -96,3 +100,37 @@ def test_all_ranks_correct_by_the_one_that_has_most(
     assert {share for share, *_ in one[1:5]} == {False, True}, "auto times both schedules"
     assert one[0][2:] == (1.0, 1.0)
     assert one[-1][2:] == pytest.approx(wanted)
+
+
+def test_ranks_of_different_schedules_know_the_peaks_of_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Data-parallel ranks without shared experts need not decide alike."""
+    told: list[Any] = []
+
+    def learn(share: bool, seen: Seen) -> CostMeter:
+        meter = CostMeter.__new__(CostMeter)
+        meter._config, meter._prior = PrefixConfig(mode="auto"), CostModel.of_flops(1.0, 1.0, 0.0)
+        meter._measured, meter._num_steps, meter._ran = Evidence(), 2, set()
+        meter.times, meter._groups = meter._prior, [SimpleNamespace(size=lambda: 2)]
+        meter._seen = {one: Seen() for one in (False, True)}
+        decision = SimpleNamespace(share=share)
+        report: Any = SimpleNamespace(
+            decision=decision, stopwatch=None, prediction=None, retried=False
+        )
+        meter._learn(report, 0, 1.0, seen)
+        return meter
+
+    def gathered(heard: list[Any], mine: Any, group: Any) -> None:
+        told.append(mine)
+        heard[:] = [mine, others[len(told) - 1]]
+
+    monkeypatch.setattr(dist, "all_gather_object", gathered)
+    nothing = Evidence()
+    stock, ours = Seen(0.9, 1.0), Seen(1.2, 1.3)
+    others = [(nothing, [stock, Seen()]), None]
+    one = learn(True, ours)
+    told.clear()
+    others = [(nothing, [Seen(), ours]), None]
+    other = learn(False, stock)
+    assert one.memory_factors == other.memory_factors == factors(stock, ours)
