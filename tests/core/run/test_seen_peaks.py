@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +11,9 @@ import torch.distributed as dist
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.plan.cost import CostModel
-from megatron_prefix.plan.cost_fit import Evidence
 from megatron_prefix.plan.seen_peaks import Peaks, Seen, factors
 from megatron_prefix.plan.stock_plan import limit_of
 from megatron_prefix.run import cost_meter
-from megatron_prefix.run.cost_meter import CostMeter
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.one_rank import small_model
@@ -102,35 +98,36 @@ def test_all_ranks_correct_by_the_one_that_has_most(
     assert one[-1][2:] == pytest.approx(wanted)
 
 
-def test_ranks_of_different_schedules_know_the_peaks_of_both(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Data-parallel ranks without shared experts need not decide alike."""
-    told: list[Any] = []
+def apart(seen: dict[bool, float]) -> tuple[bool, tuple[float, float]]:
+    """A rank's part of steps that the first rank shares and the second does not: whether it shared,
+    and its factors."""
+    runtime.initialize(Layout(dp=2))
+    model = small_model(dtype=torch.float64, layout=Layout(dp=2))
+    least = 100.0 if dist.get_rank() else 0.01
+    config = PrefixConfig(mode="auto", min_gain=0, kernel="math", min_speedup=least)
+    schedule = PrefixSchedule(config)
+    reads = [0]
 
-    def learn(share: bool, seen: Seen) -> CostMeter:
-        meter = CostMeter.__new__(CostMeter)
-        meter._config, meter._prior = PrefixConfig(mode="auto"), CostModel.of_flops(1.0, 1.0, 0.0)
-        meter._measured, meter._num_steps, meter._ran = Evidence(), 2, set()
-        meter.times, meter._groups = meter._prior, [SimpleNamespace(size=lambda: 2)]
-        meter._seen = {one: Seen() for one in (False, True)}
-        decision = SimpleNamespace(share=share)
-        report: Any = SimpleNamespace(
-            decision=decision, stopwatch=None, prediction=None, retried=False
-        )
-        meter._learn(report, 0, 1.0, seen)
-        return meter
+    def peaks(_: Any) -> Peaks:
+        reads[0] += 1
+        if reads[0] % 2:
+            return Peaks(0.0, 0.0, 0.0)
+        report: Any = schedule.report
+        predicted = report.memory.peak if report.decision.share else report.stock_bytes
+        return Peaks(0.0, seen[report.decision.share] * predicted, 0.0)
 
-    def gathered(heard: list[Any], mine: Any, group: Any) -> None:
-        told.append(mine)
-        heard[:] = [mine, others[len(told) - 1]]
+    cost_meter.peaks = peaks  # the rank's own process
+    for _ in range(3):
+        steps.zero_gradients(model)
+        steps.call(schedule, Contract().step, model, steps.group(0, 4))
+    (meter,) = schedule.planning.meters.values()
+    found: Any = schedule.report
+    runtime.shutdown()
+    return found.decision.share, meter.memory_factors
 
-    monkeypatch.setattr(dist, "all_gather_object", gathered)
-    nothing = Evidence()
-    stock, ours = Seen(0.9, 1.0), Seen(1.2, 1.3)
-    others = [(nothing, [stock, Seen()]), None]
-    one = learn(True, ours)
-    told.clear()
-    others = [(nothing, [Seen(), ours]), None]
-    other = learn(False, stock)
-    assert one.memory_factors == other.memory_factors == factors(stock, ours)
+
+def test_ranks_of_different_schedules_know_the_peaks_of_both() -> None:
+    """Data-parallel ranks need not decide alike where they do not meet in a step."""
+    one, other = run_ranks(2, apart, {False: 0.9, True: 1.2})
+    assert (one[0], other[0]) == (True, False)
+    assert one[1] == other[1] == pytest.approx((0.9, 1.2))
