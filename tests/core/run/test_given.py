@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.run.call_rows import CallRows
@@ -216,3 +218,28 @@ def test_a_call_keeps_the_rows_that_segments_read() -> None:
     given.collect(0)
     given.backward()
     assert weight.grad is not None and weight.grad[:, 0, 0].tolist() == [0, 2, 4, 6, 0, 0]
+
+
+class Waits(TorchDispatchMode):
+    """Counts what would make the host wait for a device: its numbers, and indices by flags."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = pytree.tree_leaves((args[1:], kwargs or {}))
+        flags = any(isinstance(one, Tensor) and one.dtype == torch.bool for one in leaves)
+        name = func.overloadpacket.__name__
+        self.count += name in ("nonzero", "_local_scalar_dense", "masked_select")
+        self.count += name in ("index", "index_put", "index_put_") and flags
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_segment_makes_the_host_wait() -> None:
+    calls, spans = [call(0), call(1, seed=1)], [(0, 1, 3, 4), (1, 0, 3, 3)]
+    made, _ = segment_of(calls, spans)
+    with Waits() as waits:
+        found = made.arguments(0)
+    sum(one.sum() for one in [found[EMBEDDINGS], *found[DEEPSTACK]]).backward()
+    with waits:
+        made.collect(0)
+    assert found[DEEPSTACK][0].grad is not None and waits.count == 0
