@@ -8,6 +8,7 @@ Rotary tables are made by the model from the positions that it is called with, s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megatron_prefix.layers.kind import owner
@@ -59,7 +60,8 @@ TOWERS = {
     "mbridge.models.qwen3_vl.vision_model.Qwen3VLVisionModel",
 }
 """Classes of vision towers that are called with patches and grids of images, and in which an image
-sees itself alone; they run once an image (run/tower.py), others once a call."""
+sees itself alone; they run once an image (run/tower.py) unless they drop anything at random, others
+once a call."""
 SPLIT_IMAGES = {
     "mbridge.models.qwen3_vl.model.Qwen3VLModel",
     "mbridge.models.qwen3_5.model.Qwen3_5VLModel",
@@ -88,6 +90,27 @@ def positions_first(model: Any) -> bool:
     """See `Family`."""
     found = family(model)
     return found is not None and found.positions_first
+
+
+def around(model: Any, inner: Any) -> Iterator[Any]:
+    """Modules of a model chunk that are not inside its language model, `inner`."""
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not inner:
+            yield module
+            waiting += reversed([*module.children()])
+
+
+def drops(tower: Any) -> bool:
+    """Whether a vision tower drops anything at random, so that its next forward may be another."""
+    for module in (one for one in tower.modules() if one.training):
+        if "Dropout" in type(module).__name__ and getattr(module, "p", None):
+            return True
+        own = vars(module) | getattr(module.__dict__.get("config"), "__dict__", {})
+        if any("drop" in name and isinstance(p, float) and p > 0 for name, p in own.items()):
+            return True
+    return False
 
 
 def is_multimodal(model: Any) -> bool:

@@ -97,7 +97,6 @@ def _module_refusals(model: Any) -> Iterator[Reason]:
     own = families.owner_of_class(model).startswith(("megatron.core.", "megatron_prefix."))
     if not own and families.family(model) is None:
         yield OTHER_FORWARD.given(type(model).__name__)
-    yield from gradient_hooks(model)
     yield from rotary_refusals(model)
     yield from layer_refusals(model)
     for name, module in model.named_modules():
@@ -105,9 +104,10 @@ def _module_refusals(model: Any) -> Iterator[Reason]:
             yield DROPOUT.given(module.p, name)
 
 
-def image_refusals(model: Any) -> Iterator[Reason]:
-    """What is refused of a vision-language model, wrapped or not, around its language model."""
-    for module in model.modules() if model is not None else ():
+def image_refusals(model: Any, inner: Any) -> Iterator[Reason]:
+    """What is refused of a vision-language model, wrapped or not, around its language model, in
+    every step: towers are frozen and thawed."""
+    for module in families.around(model, inner):
         if families.owner_of_class(module) not in families.SPLIT_IMAGES:
             continue
         tower = [*module.vision_model.parameters()] if module.vision_model is not None else []
@@ -173,24 +173,27 @@ def check(model: Any, wrapped: Any = None) -> None:
     check_version()
     reasons = [reason for config in _configs(model) for reason in refusals(config)]
     reasons += _wrapper_refusals(wrapped)
-    reasons += image_refusals(wrapped)
+    whole = model if wrapped is None else wrapped
+    reasons += [*image_refusals(whole, model), *gradient_hooks(whole)]
     reasons += _module_refusals(model)
     if reasons:
         raise reasons[0].error(CANNOT_RUN)
 
 
-def check_again(model: Any, known: Iterable[Part]) -> None:
-    """Refuses what may have changed since `check`: options, and hooks on gradients.
+def check_again(model: Any, wrapped: Any, known: Iterable[Part]) -> None:
+    """Refuses what may have changed since `check`: options, hooks on gradients, and what is frozen.
 
     Args:
         model: the language model.
+        wrapped: the same in its wrappers, if it has any.
         known: what leaves a payload in its layers.
 
     Raises:
         CannotShare: as of `check`.
     """
     config = model.config
-    reasons = [*refusals(config), *option_refusals(known, config), *gradient_hooks(model)]
+    reasons = [*refusals(config), *option_refusals(known, config), *gradient_hooks(wrapped)]
+    reasons += image_refusals(wrapped, model)
     reasons += mtp.refusals(model)
     if reasons:
         raise reasons[0].error(CANNOT_RUN)

@@ -59,10 +59,11 @@ class CallRows:
     def words(self) -> Tensor:
         """What tells two rows apart, int64 [positions, samples]: the bits of all of their parts."""
         found = fingerprints(self.hidden.detach())
-        for layer in self.deep:
+        seen = self.numbers >= 0
+        for layer in self.deep:  # text has none, be there images in its call or not
             rows = torch.cat([fingerprints(layer.detach()), found.new_zeros(1)])
-            found = combined(found, rows[self.numbers])  # -1: the zero
-        return combined(found, (self.numbers >= 0).long())
+            found = torch.where(seen, combined(found, rows[self.numbers]), found)
+        return combined(found, seen.long())
 
     def keep(self, places: Places) -> None:
         """Keeps the rows that segments are computed from, and no others; once."""
@@ -73,19 +74,20 @@ class CallRows:
         if not self.hidden.is_leaf:  # a leaf's gradient has its shape
             self.hidden.data = self.hidden.new_empty(1)
 
-    def read(self, places: Places, into: Tensor, at: Tensor) -> None:
-        """Puts rows into some places of [1 + deepstack layers, positions, hidden_size]."""
+    def read(self, into: Tensor, places: Places, at: Tensor, images: Tensor) -> None:
+        """Puts rows into some places of [1 + deepstack layers, positions, hidden_size]; `images`
+        says which of `places` have deepstack rows, so that the host need not ask the device."""
         into[0, at] = self.kept[self._slots[places]]  # type: ignore[index]
-        numbers = self.numbers[places]
+        numbers, at = self.numbers[places][images], at[images]
         for layer, deep in enumerate(self.deep[: len(into) - 1], 1):
-            into[layer, at[numbers >= 0]] = deep.detach()[numbers[numbers >= 0]].to(into.dtype)
+            into[layer, at] = deep.detach()[numbers].to(into.dtype)
 
-    def write(self, places: Places, sent: Tensor, at: Tensor) -> None:
+    def write(self, sent: Tensor, places: Places, at: Tensor, images: Tensor) -> None:
         """Takes gradients of rows, of some places of `sent`: see `read`."""
         self.gradients[0][self._slots[places]] = sent[0, at]
-        numbers = self.numbers[places]
+        numbers, at = self.numbers[places][images], at[images]
         for layer, gradient in enumerate(self.gradients[1 : len(sent)], 1):
-            gradient[numbers[numbers >= 0]] = sent[layer, at[numbers >= 0]].to(gradient.dtype)
+            gradient[numbers] = sent[layer, at].to(gradient.dtype)
 
     def begin_gradients(self) -> None:
         """Makes room for them, once."""

@@ -160,12 +160,16 @@ class CostMeter:
             if whole.any():
                 step = StepTime(share, tuple(whole.tolist()), seconds)
                 mine = mine.and_also(Evidence(steps=(step,)))
+        # By schedule: where nothing crosses them, data-parallel ranks may run different ones.
+        by_schedule = [seen if share is one else Seen() for one in self._seen]
         for group in self._groups:
             heard: list[Any] = [None] * group.size()
-            dist.all_gather_object(heard, (mine, seen), group=group)
+            dist.all_gather_object(heard, (mine, by_schedule), group=group)
             measured, peaks_seen = zip(*heard, strict=True)
-            mine, seen = together(measured, self.times), Seen.most(peaks_seen)
-        self._seen[share] = self._seen[share].then(seen)
+            mine = together(measured, self.times)
+            by_schedule = [*map(Seen.most, zip(*peaks_seen, strict=True))]
+        for one, most in zip(self._seen, by_schedule, strict=True):
+            self._seen[one] = self._seen[one].then(most)
         self._measured = self._measured.and_also(mine, KEPT)
         self.times = first_says(self._measured.times(self._prior), self._groups)
         logger.info("measured step %d: %s", self._num_steps, self.times)

@@ -66,6 +66,7 @@ class Given:
         self._sequence_ranks = rank.sequence_ranks
         self._positions_first = families.positions_first(model)
         self._in_block = any(DEEPSTACK in (call[BLOCK] or {}) for call in calls)
+        self._block = dict(calls[0].others.get(BLOCK, {})) if calls else {}
         self._stacked = any(isinstance(call.given(DEEPSTACK), Tensor) for call in calls)
         multimodal = families.is_multimodal(model)
         self._ids = [call["position_ids"] for call in calls] if multimodal else []
@@ -183,8 +184,8 @@ class Given:
         images = self._images[rows]
         here = on(self._device, mine)
         parts = [part.index_select(0, here) for part in self._gathered(rows, images)]
-        seen = on(self._device, images[mine])
-        tensors = [parts[0].unsqueeze(1), *(part[seen] for part in parts[1:])]
+        seen, some = on(self._device, images[mine]), on(self._device, np.flatnonzero(images[mine]))
+        tensors = [parts[0].unsqueeze(1), *(part.index_select(0, some) for part in parts[1:])]
         if torch.is_grad_enabled() and self.trains:
             tensors = [tensor.requires_grad_() for tensor in tensors]
             self._leaves[index] = Leaf(np.where(own, rows, -1), mine, tensors)
@@ -193,7 +194,7 @@ class Given:
             mask = seen[:, None] if self._positions_first else seen[None]
             deep = torch.stack(tensors[1:]) if self._stacked else tensors[1:]
             more = {MASK: mask, DEEPSTACK: deep}
-            found |= {BLOCK: more} if self._in_block else more
+            found |= {BLOCK: self._block | more} if self._in_block else more
         return found
 
     def _own_positions(self, rows: Numbers) -> Tensor:
@@ -211,8 +212,8 @@ class Given:
         like, depth = self._calls[0], self._depth if images.any() else 0
         shape = 1 + depth, len(rows), like.shape[-1]
         found = torch.zeros(shape, dtype=like.hidden.dtype, device=self._device)
-        for one, at, places in self._found(rows):
-            one.read(places, found, at)
+        for one, places, at, seen in self._found(rows):
+            one.read(found, places, at, seen)
         return [*self._exchanged(found)]
 
     def collect(self, index: int) -> None:
@@ -229,21 +230,22 @@ class Given:
         sent = self._exchanged(sent)
         for number in self._all_calls(leaf.rows):
             self._calls[number].begin_gradients()
-        for one, at, places in self._found(leaf.rows):
-            one.write(places, sent, at)
+        for one, places, at, seen in self._found(leaf.rows):
+            one.write(sent, places, at, seen)
 
     def backward(self) -> None:
         """Goes on with the backward of every call, behind the language model, once."""
         for one in self._calls:
             one.backward()
 
-    def _found(self, rows: Numbers) -> Iterator[tuple[CallRows, Tensor, Places]]:
-        """Which of some rows each call has on this rank, and where."""
+    def _found(self, rows: Numbers) -> Iterator[tuple[CallRows, Places, Tensor, Tensor]]:
+        """Which of some rows each call has on this rank, where, and which of these are images'."""
         calls, at, samples = np.where(rows < 0, -1, self._places[:, rows])
         for number in np.unique(calls[calls >= 0]):
             (here,) = np.nonzero(calls == number)
             places = on(self._device, at[here]), on(self._device, samples[here])
-            yield self._calls[number], on(self._device, here), places
+            images = np.flatnonzero(self._images[rows[here]])
+            yield self._calls[number], places, on(self._device, here), on(self._device, images)
 
     def _all_calls(self, rows: Numbers) -> Numbers:
         """Calls that have some of the rows on any rank."""

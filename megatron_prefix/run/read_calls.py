@@ -168,7 +168,7 @@ def _check_features(inner: Any, model: Any) -> MaskUse:
     """
     hooks = installed(model)
     if hooks is not None:
-        features.check_again(inner, hooks.parts)
+        features.check_again(inner, model, hooks.parts)
         return hooks.mask_use
     features.check(inner, model)
     return features.mask_use(payload_parts(inner))

@@ -27,7 +27,9 @@ from torch.utils import (
 )
 
 from megatron_prefix.device.transfer import to_host
+from megatron_prefix.errors import refused
 from megatron_prefix.megatron.install import replaced
+from megatron_prefix.refusals.table import OVERWRITTEN
 from megatron_prefix.run.fingerprints import fingerprints
 from megatron_prefix.run.forward_step_state import Settings
 from megatron_prefix.sidecar.arena import wider
@@ -44,12 +46,16 @@ class Image:
     Attributes:
         patches: of it.
         grid: int64 [3]: 1, height, width.
+        microbatch: the first one that has it.
+        version: of the patches, as torch counts writes to them.
         rows: of every tensor that the tower returns.
         sums: of the gradients of these; None before the first.
     """
 
     patches: Tensor
     grid: Tensor
+    microbatch: int
+    version: int
     rows: list[Tensor] = field(default_factory=list)
     sums: list[Tensor | None] = field(default_factory=list)
 
@@ -57,7 +63,10 @@ class Image:
         """Adds what one copy's rows have got."""
         for place, one in enumerate(gradients):
             before = self.sums[place]
-            self.sums[place] = one.to(wider(one.dtype)) if before is None else before.add_(one)
+            if before is None:  # a copy: autograd may have given several outputs one tensor
+                self.sums[place] = one.to(wider(one.dtype), copy=True)
+            else:
+                before.add_(one)
 
 
 class TowerOnce:
@@ -77,7 +86,7 @@ class TowerOnce:
         self._signature = inspect.signature(self._stock)
         self._images: dict[Key, Image] = {}
         self._structure: Any = None
-        self._plain: list[Any] = []  # what a call returns; None for a tensor
+        self._plain: list[Any] = []  # what a call returns; `Tensor` for each tensor
         self._settings = Settings.now()
         self._calls: Counter[int] = Counter()
         self._waiting: dict[int, list[tuple[list[Key], list[list[Tensor]]]]] = defaultdict(list)
@@ -107,7 +116,7 @@ class TowerOnce:
         grids = given.pop("grid_thw", None)
         patches = [value for value in given.values() if value is not None]
         known = grids is not None and len(patches) == 1 and isinstance(patches[0], Tensor)
-        if not known or self._step() < 0:
+        if not known or not len(grids) or self._step() < 0:
             return self._stock(*args, **kwargs)
         keys = self._seen(patches[0].detach(), grids)
         copies = [self._images[key].rows for key in keys]
@@ -118,7 +127,7 @@ class TowerOnce:
             anchor = torch.zeros((), requires_grad=True)
             rows = [*_Rows.apply(self, number, keys, anchor, *rows)]
         left = iter(rows)
-        leaves = [next(left) if leaf is None else leaf for leaf in self._plain]
+        leaves = [next(left) if leaf is Tensor else leaf for leaf in self._plain]
         return pytree.tree_unflatten(leaves, self._structure)
 
     def _seen(self, patches: Tensor, grids: Tensor) -> list[Key]:
@@ -133,12 +142,12 @@ class TowerOnce:
             keys.append((tuple(grid.tolist()), numbers[:count].tobytes()))
             numbers = numbers[count:]
             if keys[-1] not in self._images:
-                new.setdefault(keys[-1], Image(part, grid))
+                new.setdefault(keys[-1], Image(part, grid, self._step(), _version(part)))
         if new:
             with torch.no_grad():
                 found = self._run([*new.values()])
             leaves, self._structure = pytree.tree_flatten(found)
-            self._plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            self._plain = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             self._settings = Settings.now()
             for leaf in (leaf for leaf in leaves if isinstance(leaf, Tensor)):
                 for image, rows in zip(new.values(), _split(leaf, [*new.values()]), strict=True):
@@ -181,6 +190,10 @@ class TowerOnce:
             self._go_on(waiting[start : start + IMAGES])
 
     def _go_on(self, images: Sequence[Image]) -> None:
+        """Raises UserError where the trainer has written other patches into an image's."""
+        for image in images:
+            if image.version != _version(image.patches):
+                raise refused(OVERWRITTEN, "an argument of the vision tower", image.microbatch)
         with torch.enable_grad(), self._settings.autocasting():
             found = pytree.tree_leaves(self._run(images))
         tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
@@ -204,6 +217,10 @@ class _Rows(torch.autograd.Function):
         tower, number, keys = ctx.call
         tower.receive(number, keys, [*gradients])
         return (None,) * (4 + len(gradients))
+
+
+def _version(patches: Tensor) -> int:
+    return 0 if patches.is_inference() else patches._version
 
 
 def _split(rows: Tensor, images: Sequence[Image]) -> list[Tensor]:

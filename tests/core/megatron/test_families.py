@@ -132,12 +132,45 @@ def test_towers_are_found_by_their_class() -> None:
     assert vision_tower(model) is None
 
 
+@pytest.mark.parametrize("where", ["module", "number", "config", "nowhere", "not in training"])
+def test_towers_that_drop_at_random_are_not_run_twice(where: str) -> None:
+    full = "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel"
+    tower = named(full, nn.Sequential)(nn.Linear(2, 2), nn.Dropout(0.1 * (where == "module")))
+    tower[0].attention_dropout = 0.1 if where in ("number", "not in training") else 0.0
+    tower.config = types.SimpleNamespace(hidden_dropout=0.1 if where == "config" else 0.0)
+    tower.train(where != "not in training")
+    found = vision_tower(Wrapper(tower))
+    assert found is (tower if where in ("nowhere", "not in training") else None)
+
+
+def test_nothing_is_looked_for_inside_the_language_model() -> None:
+    """A model of thousands of modules is not walked through in every step."""
+    model = Wrapper(nn.Linear(2, 2))
+    found = [*families.around(model, model.language_model)]
+    assert found == [model, model.vision_model]
+
+
+def test_what_changes_around_the_language_model_is_seen_in_every_step() -> None:
+    model = Wrapper(nn.Linear(2, 2).requires_grad_(False))
+    model.__class__ = named(sorted(families.SPLIT_IMAGES)[0], Wrapper)
+    inner = model.language_model
+    features.check_again(inner, model, ())
+    handle = model.vision_model.requires_grad_().weight.register_hook(lambda one: one.clamp(-1, 1))
+    with pytest.raises(CannotShare, match=r"hooks on the gradient of vision_model\.weight"):
+        features.check_again(inner, model, ())
+    handle.remove()
+    features.check_again(inner, model, ())
+    model.config.context_parallel_size = 2
+    with pytest.raises(CannotShare, match="share the images of a call"):
+        features.check_again(inner, model, ())
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
 def test_images_that_ranks_share_without_adding_up(frozen: bool, size: int) -> None:
     model = Wrapper(nn.Linear(2, 2).requires_grad_(not frozen))
     model.__class__ = named(sorted(families.SPLIT_IMAGES)[0], Wrapper)
     model.config.context_parallel_size = size
-    refused = [reason.text for reason in features.image_refusals(model)]
+    refused = [reason.text for reason in features.image_refusals(model, model.language_model)]
     assert bool(refused) == (size > 1 and not frozen)
     assert all("context-parallel ranks share the images of a call" in one for one in refused)

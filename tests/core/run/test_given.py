@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.run.call_rows import CallRows
-from megatron_prefix.run.calls import DEEPSTACK, EMBEDDINGS, MASK, ModelCall
+from megatron_prefix.run.calls import BLOCK, DEEPSTACK, EMBEDDINGS, MASK, ModelCall
 from megatron_prefix.run.given import Given, given
 
 ONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
@@ -75,6 +77,19 @@ def test_what_tells_rows_apart(what: str) -> None:
     one, other = codes(call(0), changed)
     different = [place for place in range(6) if one[place] != other[place]]
     assert different == {"none": [], "mask": [3, 4]}.get(what, [2])
+
+
+def test_text_is_the_same_beside_images_and_without_any() -> None:
+    text = call(1, **{MASK: None, DEEPSTACK: None})
+    one, other = codes(call(0), text)
+    assert [a == b for a, b in zip(one, other, strict=True)] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_codes_do_not_depend_on_what_else_is_there() -> None:
@@ -139,6 +154,14 @@ def test_a_segment_has_rows_of_its_spans() -> None:
     assert torch.equal(found[DEEPSTACK][1], torch.stack([one[0], one[1], one[1], other[0]]))
 
 
+def test_other_keywords_of_the_decoder_stay() -> None:
+    plain = call(0)
+    more = {name: plain.arguments[name] for name in (MASK, DEEPSTACK)}
+    calls = [call(0, **{MASK: None, DEEPSTACK: None, BLOCK: more | {"other": 7}})]
+    _, found = segment_of(calls, [(0, 0, 6, 6)])
+    assert found[BLOCK].keys() == {MASK, DEEPSTACK, "other"} and found[BLOCK]["other"] == 7
+
+
 def test_gradients_go_to_the_copies_that_rows_were_taken_from() -> None:
     calls = [call(0), call(1, seed=1), call(2)]
     made, found = segment_of(calls, [(0, 1, 3, 4), (1, 0, 3, 3), (-1, 0, 0, 2)])
@@ -195,3 +218,28 @@ def test_a_call_keeps_the_rows_that_segments_read() -> None:
     given.collect(0)
     given.backward()
     assert weight.grad is not None and weight.grad[:, 0, 0].tolist() == [0, 2, 4, 6, 0, 0]
+
+
+class Waits(TorchDispatchMode):
+    """Counts what would make the host wait for a device: its numbers, and indices by flags."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = pytree.tree_leaves((args[1:], kwargs or {}))
+        flags = any(isinstance(one, Tensor) and one.dtype == torch.bool for one in leaves)
+        name = func.overloadpacket.__name__
+        self.count += name in ("nonzero", "_local_scalar_dense", "masked_select")
+        self.count += name in ("index", "index_put", "index_put_") and flags
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_segment_makes_the_host_wait() -> None:
+    calls, spans = [call(0), call(1, seed=1)], [(0, 1, 3, 4), (1, 0, 3, 3)]
+    made, _ = segment_of(calls, spans)
+    with Waits() as waits:
+        found = made.arguments(0)
+    sum(one.sum() for one in [found[EMBEDDINGS], *found[DEEPSTACK]]).backward()
+    with waits:
+        made.collect(0)
+    assert found[DEEPSTACK][0].grad is not None and waits.count == 0

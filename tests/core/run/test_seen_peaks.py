@@ -96,3 +96,38 @@ def test_all_ranks_correct_by_the_one_that_has_most(
     assert {share for share, *_ in one[1:5]} == {False, True}, "auto times both schedules"
     assert one[0][2:] == (1.0, 1.0)
     assert one[-1][2:] == pytest.approx(wanted)
+
+
+def apart(seen: dict[bool, float]) -> tuple[bool, tuple[float, float]]:
+    """A rank's part of steps that the first rank shares and the second does not: whether it shared,
+    and its factors."""
+    runtime.initialize(Layout(dp=2))
+    model = small_model(dtype=torch.float64, layout=Layout(dp=2))
+    least = 100.0 if dist.get_rank() else 0.01
+    config = PrefixConfig(mode="auto", min_gain=0, kernel="math", min_speedup=least)
+    schedule = PrefixSchedule(config)
+    reads = [0]
+
+    def peaks(_: Any) -> Peaks:
+        reads[0] += 1
+        if reads[0] % 2:
+            return Peaks(0.0, 0.0, 0.0)
+        report: Any = schedule.report
+        predicted = report.memory.peak if report.decision.share else report.stock_bytes
+        return Peaks(0.0, seen[report.decision.share] * predicted, 0.0)
+
+    cost_meter.peaks = peaks  # the rank's own process
+    for _ in range(3):
+        steps.zero_gradients(model)
+        steps.call(schedule, Contract().step, model, steps.group(0, 4))
+    (meter,) = schedule.planning.meters.values()
+    found: Any = schedule.report
+    runtime.shutdown()
+    return found.decision.share, meter.memory_factors
+
+
+def test_ranks_of_different_schedules_know_the_peaks_of_both() -> None:
+    """Data-parallel ranks need not decide alike where they do not meet in a step."""
+    one, other = run_ranks(2, apart, {False: 0.9, True: 1.2})
+    assert (one[0], other[0]) == (True, False)
+    assert one[1] == other[1] == pytest.approx((0.9, 1.2))

@@ -16,6 +16,7 @@ from transformers.models.qwen2_vl import configuration_qwen2_vl, modeling_qwen2_
 from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
 from transformers.models.qwen3_vl import configuration_qwen3_vl, modeling_qwen3_vl
 
+from megatron_prefix.errors import UserError
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.megatron import families
 from megatron_prefix.run.tower import TowerOnce
@@ -193,3 +194,53 @@ def test_outside_of_a_step_it_is_the_tower_itself() -> None:
     with TowerOnce(tower, lambda: -1).running(), frames(tower):
         found = tower(torch.randn(24, 1536).double(), grid_thw=grid)
     assert found.pooler_output.grad_fn is not None
+
+
+class Twice(torch.nn.Module):
+    """A tower with two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Linear(2, 2).double() for _ in range(2))
+
+    def forward(self, patches: Tensor, grid_thw: Tensor) -> tuple[Tensor, None, Tensor]:
+        return self.first(patches), None, self.second(patches)
+
+
+def test_outputs_that_get_one_gradient() -> None:
+    """Autograd hands the gradient of a sum to both of its terms, as one tensor."""
+    tower, gradients = Twice(), []
+    patches, grid = torch.randn(2, 2).double(), torch.tensor([[1, 1, 2]])
+    for around in (contextlib.nullcontext, once_around(tower)):
+        tower.zero_grad()
+        with around() as once:
+            if once is not None:
+                once.begin()
+            for factor in (1, 2, 3):
+                one, none, other = tower(patches, grid_thw=grid)
+                assert none is None
+                (factor * (one + other)).sum().backward()
+            if once is not None:
+                once.backward()
+        gradients.append([one.grad.clone() for one in tower.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_calls_without_images_are_the_towers_own() -> None:
+    tower, none = Twice(), torch.zeros(0, 2).double()
+    with once_around(tower)():
+        found = tower(none, grid_thw=torch.zeros(0, 3, dtype=torch.int64))
+    assert found[0].shape == (0, 2) and found[0].grad_fn is not None
+
+
+def test_patches_that_are_overwritten_are_an_error() -> None:
+    """All forward steps run before the tower goes on: a buffer for all of them has the last's."""
+    tower, grid = Twice(), torch.tensor([[1, 1, 2]])
+    buffer, losses = torch.randn(2, 2).double(), []
+    with once_around(tower)() as once:
+        once.begin()
+        for factor in (1, 2):
+            losses.append(tower(buffer.mul_(factor), grid_thw=grid)[0].sum())
+        sum(losses).backward()
+        with pytest.raises(UserError, match="an argument of the vision tower of microbatch"):
+            once.backward()
