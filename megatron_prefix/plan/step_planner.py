@@ -121,18 +121,23 @@ class StepPlanner:
         if judge is None or len(self._lengths) == 1:
             length = self._options.segment_tokens
             return length, built(length)
-        tried: list[tuple[Verdict, int, Forest]] = []
+        tried: list[tuple[Verdict, int, JointForest]] = []
         for length in self._lengths:
             length = max(length, self._options.multiple)
-            forest = built(length)
-            plans = self.plans(JointForest.alone(forest, microbatch_of))
-            judged = (judge(forest, microbatch_of, plan) for plan in plans)
-            number, verdict = fitting(judged, lambda verdict: verdict)
-            tried.append((verdict, length, forest))
-            # Shorter segments may wait less than stages that run less ahead.
-            if verdict.settles and not number and len(tried) >= self._least:
+            joint = JointForest.alone(built(length), microbatch_of)
+            tried.append((judge(joint.forest, microbatch_of, self.plan(joint)), length, joint))
+            if tried[-1][0].settles and len(tried) >= self._least:
                 break
-        return min(tried, key=lambda entry: entry[0][:2])[1:]
+        if all(verdict.over for verdict, *_ in tried):
+            # Shorter segments may wait less than stages that run less ahead.
+            tried = [(self._leaner(joint, judge), length, joint) for _, length, joint in tried]
+        _, length, joint = min(tried, key=lambda entry: entry[0][:2])
+        return length, joint.forest
+
+    def _leaner(self, joint: JointForest, judge: Judge) -> Verdict:
+        """On the best of a pipeline's plans, those that hold less among them."""
+        judged = (judge(joint.forest, joint.microbatch_of, plan) for plan in self.plans(joint))
+        return fitting(judged, lambda verdict: verdict)
 
     def build_at(
         self,
@@ -183,15 +188,15 @@ class StepPlanner:
             yield replace(plan, policies=kept, **mine)
 
 
-def fitting(tried: Iterable[T], verdict: Callable[[T], Verdict]) -> tuple[int, T]:
+def fitting(tried: Iterable[T], verdict: Callable[[T], Verdict]) -> T:
     """The first of some plans, and no other is made, if it settles it; else the quickest that
-    keeps the limit; else the one that is least over it. With its number."""
+    keeps the limit; else the one that is least over it."""
     seen: list[T] = []
     for one in tried:
         seen.append(one)
         if verdict(seen[0]).settles:
             break
-    return min(enumerate(seen), key=lambda entry: verdict(entry[1])[:2])
+    return min(seen, key=lambda one: verdict(one)[:2])
 
 
 def _lengths(config: PrefixConfig) -> tuple[int, ...]:

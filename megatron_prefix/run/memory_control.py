@@ -57,6 +57,7 @@ class MemoryControl:
         self._static, self._rates = 0.0, Rates(1.0, 1.0)
         self.limit, self.stock_bytes = math.inf, 0.0
         self._before: Rewind | None = None
+        self._resting = 0
 
     def begin(self, rank: Rank, forward_only: bool) -> None:
         """Notes how a step begins, if it could run again; before the host plans, so that the device
@@ -175,7 +176,8 @@ class MemoryControl:
         """In mode "auto" returns to the device the blocks that torch's allocator has cached in a
         step with gradients, where they are more than the stock schedule would have left: what other
         phases run besides this process's allocator (an inference engine) finds the same room. Where
-        the trainer had reserved as much before, nothing is returned, as that takes time.
+        the trainer had reserved as much before, nothing is returned, as that takes time, nor within
+        `STEPS_BETWEEN` steps: what a step needs again it would have to ask the device for.
 
         Args:
             used, reserved: bytes of the allocator when the step began.
@@ -183,9 +185,13 @@ class MemoryControl:
         """
         if self._config.mode != "auto":
             return
+        self._resting -= 1
+        if self._resting > 0:
+            return
         if torch.cuda.memory_reserved(device) > max(reserved, used + self.limit):
             logger.info("the step's cached blocks are more than its limit: they are given back")
             torch.cuda.empty_cache()
+            self._resting = STEPS_BETWEEN
 
     def offloader(self, plan: Plan, rank: Rank, forward_only: bool) -> Offloader | None:
         """What takes tensors to the host in a step that begins; None if all stay. The first step

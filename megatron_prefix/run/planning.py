@@ -179,7 +179,7 @@ class Planning:
         """Of the plan that keeps the limit of memory, if one does."""
         plans = self.planner(rank).plans(joint)
         tried = (self._forecast(plan, joint, rank, forward_only=forward_only) for plan in plans)
-        return fitting(tried, lambda one: one.verdict)[1]
+        return fitting(tried, lambda one: one.verdict)
 
     def _forecast(
         self, plan: Plan, joint: JointForest, rank: Rank, *, forward_only: bool

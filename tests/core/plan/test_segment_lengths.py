@@ -75,9 +75,8 @@ def test_stages_run_less_ahead_where_that_alone_keeps_the_limit() -> None:
             Verdict(max(0.0, t.peak_live_positions - room), t.makespan, retains=True)
             for t in timelines
         ]
-        number, verdict = fitting(iter(judged), lambda one: one)
-        assert verdict == judged[number]
-        return timelines[number].peak_live_positions, verdict.seconds
+        timeline, verdict = fitting(zip(timelines, judged, strict=True), lambda one: one[1])
+        return timeline.peak_live_positions, verdict.seconds
 
     (most, soonest), (least, latest) = chosen(1e9), chosen(0.0)
     assert least < 0.7 * most and soonest < latest

@@ -102,5 +102,6 @@ def test_cached_blocks_beyond_the_limit_are_returned(
     for mode, wanted in (("on", False), ("auto", returns)):
         control = MemoryControl(PrefixConfig(mode=mode))
         control.limit = 120.0
-        control.give_back(60, reserved, torch.device("cuda", 0))
-        assert bool(calls) == wanted
+        for _ in range(50):
+            control.give_back(60, reserved, torch.device("cuda", 0))
+        assert len(calls) == wanted  # once in so many steps

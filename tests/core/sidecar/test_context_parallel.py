@@ -225,7 +225,7 @@ def test_every_rank_keeps_all_if_the_least_room_allows_it(
         memory_control, "predict", lambda plan, kept: [SimpleNamespace(peak=peaks[kept])]
     )
     forest_of_one = forest()
-    joint: Any = SimpleNamespace(lengths=[(1,)], forest=forest_of_one)
+    joint: Any = SimpleNamespace(lengths=[(1,)], forest=forest_of_one, num_pipelines=1)
     plan = make_plan(forest_of_one)
     rank: Any = SimpleNamespace(groups=SimpleNamespace(cp=Alone(2)), same_schedule=[])
     found = ""
