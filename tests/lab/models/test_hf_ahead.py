@@ -109,6 +109,7 @@ def on_rank(folder: Path, layout: Layout) -> float:
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     runtime.initialize(layout)
+    MTPLossLoggingHelper.tracker.clear()  # a rank begins with what this process has logged
     spec = resolve(str(folder), mtp_num_layers=1)
     [model] = build_model(spec, layout=layout, load_hf=str(folder), wrap_ddp=False)
     inputs, labels = sample()
