@@ -83,15 +83,12 @@ class ReadCalls(NamedTuple):
         last: of the last stage's calls, on that stage, where they are not the first's.
         routes: of the first stage's calls where routers follow them, [positions, layers, topk].
         given: what the first stage's calls give in the place of tokens; None: nothing.
-        up_to_loss: whether what is behind a sample's last loss has no effect, if calls have labels:
-            some routers count all tokens, and multi-token prediction has losses of its own.
     """
 
     first: CallTokens | None
     last: CallTokens | None
     routes: Sequence[Tensor | None] = ()
     given: Given | None = None
-    up_to_loss: bool = False
 
 
 def read_calls(
@@ -134,8 +131,7 @@ def read_calls(
         last = read(calls) if rank.looks_ahead or _tell_loss(calls, callbacks) else None
     if rank.looks_ahead and rank.is_last:
         check_ahead(first if last is None else last, rank, forward_only=forward_only)
-    up_to_loss = not (forward_only or rank.counts_tokens or rank.looks_ahead)
-    return ReadCalls(first, last, routes, given, up_to_loss)
+    return ReadCalls(first, last, routes, given)
 
 
 def check_ahead(known: CallTokens | None, rank: Rank, *, forward_only: bool) -> None:

@@ -150,9 +150,9 @@ def beginnings_of(
     number_of, own = [], 0
     for rollout, microbatch in zip(rollouts, microbatch_of, strict=True):
         trained = rollout.first_trained
-        end = options.rounded(trained if options.loss_in_leaves else rollout.num_needed - 1)
+        end = options.rounded(trained if options.loss_in_leaves else len(rollout) - 1)
         codes = rollout.codes(0, end)
-        own += rollout.num_needed - end
+        own += len(rollout) - end
         number = known.setdefault(codes.tobytes(), len(ends))
         if number == len(ends):
             ends.append(end)

@@ -41,8 +41,6 @@ class Pairs:
             elsewhere.
         following: the input after each position, where labels do not tell it; positions with
             different ones are not shared. None: they do, or it is not read.
-        needed: the first positions, at least one, of which anything is needed: what is behind them
-            is not computed. None: all.
     """
 
     inputs: np.ndarray
@@ -51,27 +49,15 @@ class Pairs:
     routes: np.ndarray | None = None
     weights: np.ndarray | None = None
     following: np.ndarray | None = None
-    needed: int | None = None
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     @property
-    def num_needed(self) -> int:
-        """Positions that are computed."""
-        return len(self) if self.needed is None else self.needed
-
-    @property
     def first_trained(self) -> int:
-        """First position with loss; the last one that is computed if there is none."""
+        """First position with loss; the last position if there is none."""
         hits = np.flatnonzero(self.trained)
-        return int(hits[0]) if len(hits) else self.num_needed - 1
-
-    def up_to_loss(self) -> Pairs:
-        """Without what is behind the last position that carries loss; a rollout without any keeps
-        its first position."""
-        hits = np.flatnonzero(self.trained)
-        return replace(self, needed=int(hits[-1]) + 1 if len(hits) else 1)
+        return int(hits[0]) if len(hits) else len(self) - 1
 
     def codes(self, start: int = 0, end: int | None = None) -> np.ndarray:
         """A code per position [start, end), equal if input, label and routes are, and where it is
@@ -359,7 +345,7 @@ class Forest:
 
     @cached_property
     def paths(self) -> tuple[tuple[Place, ...], ...]:
-        """Per rollout the places of its spans, root first; what is not computed has none."""
+        """Per rollout the places of its spans, root first."""
         paths: list[list[Place]] = [[] for _ in self.num_positions]
         for index, segment in enumerate(self.segments):
             for number, span in enumerate(segment.spans):
