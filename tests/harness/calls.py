@@ -17,6 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
+from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.tree import cp_layout
 from tests.harness import steps
 
@@ -242,3 +243,15 @@ def run_step(
         for name, gradient in steps.gradients(chunk).items()
     }
     return logs, named
+
+
+def assert_gradients(own: dict[str, Tensor], expected: dict[str, Tensor], num: int) -> None:
+    """Gradients of a step in fp64 over `num` positions: each within the policy of its largest
+    element, or of a hundredth of the largest of all."""
+    assert own.keys() == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        assert own[name].isfinite().all(), name
+        error = float((own[name] - gradient).abs().max())
+        limit = tolerance(torch.float64, num) * max(float(gradient.abs().max()), 0.01 * largest)
+        assert error <= limit, f"{name}: {error:.2e} exceeds {limit:.2e}"

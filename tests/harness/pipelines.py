@@ -6,7 +6,6 @@ are those of the catalogue (schedules/), so its plans can be run too.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,6 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group, dense_vocabulary
 from megatron_prefix.lab.models.build import build_model, unwrap
@@ -27,6 +25,7 @@ from megatron_prefix.lab.rl import snapshot
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.run.schedule import PrefixSchedule
+from tests.harness import cases as cases_of_a_job
 from tests.harness import steps
 from tests.harness.data import REPOSITORY
 from tests.harness.steps import Contract, Microbatch
@@ -81,19 +80,11 @@ def rollouts_of(shape: str) -> tuple[list[Group], int]:
 
 
 def run_cases(layout: Layout, cases: dict[str, Case]) -> dict[str, str]:
-    """A rank's part of a job: what went wrong in each case, "" for nothing."""
-    runtime.initialize(layout)
-    found = {}
-    for name, case in cases.items():
-        try:
-            found[name] = _run(layout, case)
-        except Exception:  # noqa: BLE001  # the case fails, and the next one tells its own story
-            found[name] = traceback.format_exc()
-    runtime.shutdown()
-    return found
+    """A rank's part of a job; see `cases.run_cases`."""
+    return cases_of_a_job.run_cases(layout, cases, _run)
 
 
-def _run(layout: Layout, case: Case) -> str:
+def _run(case: Case, layout: Layout) -> str:
     groups, vocab = rollouts_of(case.shape)
     chunks = build_chunks(case, layout, vocab)
     if case.contract is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -20,7 +19,8 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan import step_planner
 from megatron_prefix.run import memory_control
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.harness.calls import ROWS, VOCAB, Form, Trainer, run_step
+from tests.harness.calls import ROWS, VOCAB, Form, Trainer, assert_gradients, run_step
+from tests.harness.cases import check_cases
 from tests.harness.ranks import run_ranks
 
 CONFIG = PrefixConfig(min_gain=0, segment_tokens=24, chunk_tokens=8, kernel="math")
@@ -145,42 +145,13 @@ def compare(case: Case, layout: Layout) -> None:
     num = sum(batch["tokens"].numel() for batch in ours.batches) * layout.cp
     for mine, theirs in zip(found, expected, strict=True):
         assert_close(mine["nll"], theirs["nll"], num)
-    assert own.keys() == gradients.keys()
-    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
-    assert largest > 0 or case.forward_only
-    for name, gradient in gradients.items():
-        assert own[name].isfinite().all(), name
-        error = float((own[name] - gradient).abs().max())
-        scale = max(float(gradient.abs().max()), 0.01 * largest)
-        limit = tolerance(torch.float64, num) * scale
-        assert error <= limit, f"{name}: {error:.2e} exceeds {limit:.2e}"
-
-
-def run_cases(layout: Layout, cases: dict[str, Case]) -> dict[str, str]:
-    """A rank's part of a job: what went wrong in each case, "" for nothing."""
-    runtime.initialize(layout)
-    found = {}
-    for name, case in cases.items():
-        try:
-            compare(case, layout)
-            found[name] = ""
-        except Exception:  # noqa: BLE001  # the case fails, and the next one tells its own story
-            found[name] = traceback.format_exc()
-    runtime.shutdown()
-    return found
+    assert_gradients(own, gradients, num)
+    assert case.forward_only or any(gradient.any() for gradient in gradients.values())
 
 
 @pytest.mark.parametrize("job", list(JOBS))
 def test_calls_are_answered_as_by_the_stock_schedule(job: str) -> None:
-    layout, cases = JOBS[job]
-    size = layout.tp * layout.pp * layout.cp * layout.dp
-    failures = {
-        f"{name}, rank {rank}": text
-        for rank, found in enumerate(run_ranks(size, run_cases, layout, cases))
-        for name, text in found.items()
-        if text
-    }
-    assert not failures, "\n".join(f"{name}:\n{text}" for name, text in failures.items())
+    check_cases(*JOBS[job], compare)
 
 
 # What falls back, fails or is refused -------------------------------------------------------------

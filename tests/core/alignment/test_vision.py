@@ -18,7 +18,8 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import hybrid, vision
-from tests.harness.calls import Form, run_step
+from tests.harness.calls import Form, assert_gradients, run_step
+from tests.harness.cases import check_cases
 from tests.harness.ranks import run_ranks
 
 CONFIG = {"min_gain": 0, "segment_tokens": 24, "chunk_tokens": 8, "kernel": "math"}
@@ -151,41 +152,15 @@ def compare(case: Case, layout: Layout) -> None:
     num = sum(batch["tokens"].numel() for batch in ours.batches) * layout.cp
     for mine, theirs in zip(found, expected, strict=True):
         assert_close(mine["nll"], theirs["nll"], num)
-    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    assert_gradients(own, gradients, num)
     for name, gradient in gradients.items():
-        error = float((own[name] - gradient).abs().max())
-        scale = max(float(gradient.abs().max()), 0.01 * largest)
-        limit = tolerance(torch.float64, num) * scale
-        assert error <= limit, f"{name}: {error:.2e} exceeds {limit:.2e}"
         trained = not (case.build.get("freeze") or case.forward_only or not case.images)
         assert float(gradient.abs().max()) > 0 or not trained or "vision" not in name, name
 
 
-def run_cases(layout: Layout, cases: dict[str, Case]) -> dict[str, str]:
-    """A rank's part of a job: what went wrong in each case, "" for nothing."""
-    runtime.initialize(layout)
-    found = {}
-    for name, case in cases.items():
-        try:
-            compare(case, layout)
-            found[name] = ""
-        except Exception:  # noqa: BLE001  # the case fails, and the next one tells its own story
-            found[name] = traceback.format_exc()
-    runtime.shutdown()
-    return found
-
-
 @pytest.mark.parametrize("job", list(JOBS))
 def test_steps_are_the_stock_schedules(job: str) -> None:
-    layout, cases = JOBS[job]
-    size = layout.tp * layout.pp * layout.cp * layout.dp
-    failures = {
-        f"{name}, rank {rank}": text
-        for rank, found in enumerate(run_ranks(size, run_cases, layout, cases))
-        for name, text in found.items()
-        if text
-    }
-    assert not failures, "\n".join(f"{name}:\n{text}" for name, text in failures.items())
+    check_cases(*JOBS[job], compare)
 
 
 def fall_back(layout: Layout) -> str:

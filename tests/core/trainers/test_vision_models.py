@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import traceback
-
 import pytest
 
-from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from tests.core.alignment.test_vision import PADDED, ROWS, Case, compare
 from tests.core.trainers import vision_models
-from tests.harness.ranks import run_ranks
+from tests.harness.cases import check_cases
 from tests.harness.vision import Kept
 
 WHY = vision_models.missing()
@@ -26,24 +23,14 @@ WITHOUT_CP = {"mbridge, GLM-4V"}
 """Models that refuse context parallelism themselves."""
 
 
-def run_models(layout: Layout, names: list[str]) -> dict[str, str]:
-    """What went wrong with each model; "" for nothing."""
-    runtime.initialize(layout)
-    found = {}
-    for name in names:
-        kind, make = vision_models.MODELS[name]
-        try:
-            form = ROWS if layout.cp > 1 else PADDED
-            with Kept():
-                build = {"make": make, "num_layers": 3 * layout.pp}  # more than deepstack has
-                splits = name in SPLITS
-                build["freeze"] = splits and layout.cp > 1  # else it is refused
-                compare(Case(form, kind, build, splits=splits), layout)
-            found[name] = ""
-        except Exception:  # noqa: BLE001  # the next one tells its own story
-            found[name] = traceback.format_exc()
-    runtime.shutdown()
-    return found
+def compare_model(name: str, layout: Layout) -> None:
+    """A model under both schedules."""
+    kind, make = vision_models.MODELS[name]
+    form, splits = ROWS if layout.cp > 1 else PADDED, name in SPLITS
+    with Kept():
+        build = {"make": make, "num_layers": 3 * layout.pp}  # more than deepstack has
+        build["freeze"] = splits and layout.cp > 1  # else it is refused
+        compare(Case(form, kind, build, splits=splits), layout)
 
 
 @pytest.mark.skipif(bool(WHY), reason=WHY)
@@ -51,11 +38,4 @@ def run_models(layout: Layout, names: list[str]) -> dict[str, str]:
 def test_models_of_trainers(job: str) -> None:
     layout = LAYOUTS[job]
     names = [one for one in vision_models.MODELS if layout.cp == 1 or one not in WITHOUT_CP]
-    size = layout.tp * layout.pp * layout.cp
-    failures = [
-        f"{name}, rank {rank}:\n{text}"
-        for rank, found in enumerate(run_ranks(size, run_models, layout, names))
-        for name, text in found.items()
-        if text
-    ]
-    assert not failures, "\n".join(failures)
+    check_cases(layout, dict(zip(names, names, strict=True)), compare_model)

@@ -1,6 +1,6 @@
 """Vision-language models of trainers, built small on the CPU from their own sources.
 
-The folder `MEGATRON_PREFIX_SOURCES` has exports of Megatron-Bridge and mbridge, each in a folder
+The folder `TRAINER_SOURCES` has exports of Megatron-Bridge and mbridge, each in a folder
 of that name.  Only the files of a model are imported, not what their packages import.
 Where a whole model needs a GPU, its language model stands in the harness's model, which calls it as
 the real one does.
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SOURCES = Path(os.environ.get("MEGATRON_PREFIX_SOURCES", "../sources"))
+SOURCES = Path(os.environ.get("TRAINER_SOURCES", ""))
 PACKAGES = {
     "megatron.bridge": "Megatron-Bridge/src/megatron/bridge",
     "mbridge": "mbridge/mbridge",
@@ -31,6 +31,8 @@ _INSIDE = (
 
 def missing() -> str:
     """Why none of them can be built; "" if they can."""
+    if "TRAINER_SOURCES" not in os.environ:
+        return "TRAINER_SOURCES names no folder with Megatron-Bridge and mbridge"
     for folder in PACKAGES.values():
         if not (SOURCES / folder).is_dir():
             return f"no folder {SOURCES / folder}"
