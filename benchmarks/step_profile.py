@@ -5,8 +5,9 @@
         --set vocab_size=32768
 
 Both schedules make some steps, and torch's profiler watches the last. An idle gap belongs to
-the action (A, B or C of a segment) in which the host launched what ended it. On the CPU, with
-`--device cpu`, only the host's time is there.
+the action (A, B or C of a segment) in which the host launched what ended it. In a layout of several
+ranks, e.g. with --cp 2, the first is watched. On the CPU, with `--device cpu`, only the host's time
+is there.
 """
 
 from __future__ import annotations
@@ -28,9 +29,8 @@ from megatron_prefix.lab.cli import arguments
 from megatron_prefix.lab.cli.modelling import add_model, model_options
 from megatron_prefix.lab.models import presets
 from megatron_prefix.lab.rl import loss, passes
-from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.lab.verify.align import made, stock_schedule
+from megatron_prefix.lab.verify.align import made, of_this_rank, stock_schedule
 from megatron_prefix.run import executor
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -129,16 +129,17 @@ def idle_gaps(events: Any) -> Iterator[tuple[int, float, str]]:
         last = max(last, end)
 
 
-def prepared(given: argparse.Namespace) -> dict[str, Callable[[], None]]:
+def prepared(given: argparse.Namespace, layout: Layout) -> dict[str, Callable[[], None]]:
     """One step of each schedule, both with one model and the same microbatches."""
     options = model_options(given)
-    runtime.initialize(Layout(), options.device, options.seed)
     spec = presets.resolve(options.model, **dict(options.overrides))
     spec = spec if spec.vocab_size else spec.with_vocab(64)
-    chunks = options.build(spec, Layout())
-    groups = given.shape.groups(1, spec.vocab_size, options.seed)
-    items = made(groups, Baseline("rollout"), 1, 1, options.seed)
-    prefix = PrefixSchedule(arguments.config_of(given, mode="on"), Callbacks(loss.trained))
+    chunks = options.build(spec, layout)
+    groups = given.shape.groups(layout.dp * layout.pp, spec.vocab_size, options.seed)
+    baseline, config = arguments.baseline_of(given), arguments.config_of(given, mode="on")
+    mine, least = of_this_rank(spec, layout, groups, config, baseline, options.seed)
+    items = made(mine, baseline, layout.alignment, least, options.seed)
+    prefix = PrefixSchedule(config, Callbacks(loss.trained))
     wait = torch.cuda.synchronize if options.device == "cuda" else lambda: None
 
     def step(schedule: Any) -> None:
@@ -158,7 +159,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("shape", type=GroupShape.parse, help="P:R:n")
     parser.add_argument("--steps", type=int, default=4, help="before the one that is watched")
     parser.add_argument("--trace", help="write the prefix schedule's step for chrome://tracing")
+    arguments.add_baseline(parser)
     add_model(parser, model="tiny-llama", dtype="bfloat16")
+    arguments.add_layout(parser)
     arguments.add_lengths(parser)
     return parser
 
@@ -166,15 +169,23 @@ def options() -> argparse.ArgumentParser:
 def main() -> None:
     """Profiles one step of both schedules."""
     given = options().parse_args()
+    layout = arguments.layout_of(given, runtime.env_world_size())
+    runtime.launch(profile_rank, layout.world_size, given, layout, device=given.device)
+
+
+def profile_rank(given: argparse.Namespace, layout: Layout) -> None:
+    """One rank's part; the first prints."""
     # The profiler does not show the executor's NVTX ranges.
     executor._annotated = lambda action: record_function(f"{ACTION}{action}")
-    for name, step in prepared(given).items():
-        before = [timed(step) for _ in range(given.steps)]
-        spent, found = watched(step, given.device == "cuda")
-        show(name, before, spent, found)
-        if given.trace and name == "prefix":
-            found.export_chrome_trace(given.trace)
-    runtime.shutdown()
+    with model_options(given).joined(layout):
+        for name, step in prepared(given, layout).items():
+            before = [timed(step) for _ in range(given.steps)]
+            spent, found = watched(step, given.device == "cuda")
+            if not runtime.first_rank():
+                continue
+            show(name, before, spent, found)
+            if given.trace and name == "prefix":
+                found.export_chrome_trace(given.trace)
 
 
 if __name__ == "__main__":
