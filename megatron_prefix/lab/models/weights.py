@@ -121,7 +121,11 @@ def tensor_split(model: Any, whole: str, parameter: torch.Tensor) -> tuple[int, 
     group = model.pg_collection.expt_tp if ".experts." in whole else model.pg_collection.tp
     if whole.endswith("softmax_offset"):  # a number a head, which does not say so
         return 0, group.rank(), group.size()
-    if not getattr(parameter, "tensor_model_parallel", False) or group.size() == 1:
+    # Megatron marks transformer-engine's duplicated weights as cut, too (MLA's projections down);
+    # but only a weight that every rank has whole sums its gradient over sequence-parallel ranks.
+    duplicated = getattr(parameter, "sequence_parallel", False)
+    cut = getattr(parameter, "tensor_model_parallel", False) and not duplicated
+    if not cut or group.size() == 1:
         return 0, 0, 1
     # Recurrent layers do not say which: it is the first.
     return max(0, parameter.partition_dim), group.rank(), group.size()  # type: ignore[attr-defined]

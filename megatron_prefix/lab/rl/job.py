@@ -67,8 +67,10 @@ class ModelOptions:
         """Around a rank's part of a job: joins it (see `runtime.initialize`), and leaves it."""
         try:
             yield initialize(layout, self.device, self.seed, self.message_timeout_minutes)
-        finally:
-            shutdown()
+        except BaseException:
+            shutdown(failed=True)
+            raise
+        shutdown()
 
     def build(self, spec: ModelSpec, layout: Layout, dtype: str | None = None) -> list[Any]:
         """The rank's model chunks, wrapped in DDP."""

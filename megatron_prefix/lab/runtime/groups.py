@@ -167,14 +167,21 @@ def _join(backend: str, rank: int, world_size: int, timeout: timedelta) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def shutdown() -> None:
+def shutdown(failed: bool = False) -> None:
     """Leave the job: destroy Megatron's groups and the default one, if there are any.
 
     Ranks do not wait for one another, so a rank may leave after a failure.
+
+    Args:
+        failed: an exception ends this rank. NCCL's groups then stay until the process ends: their
+            last message may be one that no other rank will ever answer, and destroying them waits
+            for it.
     """
     import torch
 
     if not torch.distributed.is_initialized():
+        return
+    if failed and torch.distributed.get_backend() == "nccl":
         return
     from megatron.core import parallel_state
 
