@@ -41,6 +41,9 @@ GIVEN = (EMBEDDINGS, MASK, DEEPSTACK)
 BLOCK = "extra_block_kwargs"
 """Keywords for the decoder, which may hold some of them."""
 
+FILLED_BY_MODEL = "output_processor_context"
+"""Keyword for a dict that the model's head may fill: see heads.py."""
+
 REFUSED = {
     "inference_context": INFERENCE_CONTEXT,
     "inference_params": INFERENCE_PARAMS,
@@ -187,7 +190,7 @@ def check(calls: Sequence[ModelCall]) -> None:
         for name, value in call.others.items():
             if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
                 raise refused(OTHER_TENSORS, name)
-            if isinstance(value, dict | list | set) and not value:
+            if isinstance(value, dict | list | set) and not value and name != FILLED_BY_MODEL:
                 raise refused(EMPTY_ARGUMENT, name)
     for name in ("labels", "loss_mask", EMBEDDINGS):
         if len({call[name] is None for call in calls}) > 1:

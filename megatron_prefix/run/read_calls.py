@@ -37,7 +37,7 @@ from megatron_prefix.refusals.table import (
     OTHER_POSITIONS,
 )
 from megatron_prefix.run import calls as model_calls
-from megatron_prefix.run import masks
+from megatron_prefix.run import heads, masks
 from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall, layouts
 from megatron_prefix.run.given import Given
 from megatron_prefix.run.given import given as given_by
@@ -102,6 +102,7 @@ def read_calls(
     for chunk, model in enumerate(rank.models):
         use, calls = _check_features(rank.language_models[chunk], model), capture.calls(chunk)
         model_calls.check(calls)
+        heads.check(calls, looks_ahead=rank.looks_ahead)
         masks.check(
             calls, use, counts_tokens=rank.counts_tokens, sequence_ranks=rank.sequence_ranks
         )
@@ -206,7 +207,10 @@ def read_tokens(
     elif callbacks.samples is not None and not forward_only and all(one is None for one in trained):
         trained = trained_positions(calls, where, callbacks.samples, cp_rank, cp_size)
     embedded = [call[model_calls.EMBEDDINGS] is not None for call in calls]
-    columns = {name: [call[name] for call in calls] for name in ("input_ids", "labels")}
+    columns = {
+        "input_ids": [call["input_ids"] for call in calls],
+        "labels": [heads.labels_of(call) for call in calls],
+    }
     if any(embedded):  # tokens may be there, in another layout
         columns["input_ids"] = [None] * len(calls)
     columns["trained positions"] = [None if one is None else one != 0 for one in trained]
