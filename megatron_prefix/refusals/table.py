@@ -224,7 +224,6 @@ DISTILLATION = Refusal("--export-kd-teacher-load", "Megatron-LM", NOT_YET, "leav
 LEGACY_MODELS = Refusal("--use-legacy-models", "Megatron-LM", NOT_YET, "leave it out: only Megatron-Core's models run in segments")
 OWN_CP_LOOP = Refusal("--hybrid-context-parallel", "Megatron-LM", NOT_YET, "it brings its own loop")
 PACKED_BINS_CP = Refusal("--context-parallel-size with packed bins", "Megatron-RL", NOT_YET, "train_rl.py has none itself")
-FUSED_SP = Refusal("use_fused_kernels with sequence parallelism", "verl", NOT_YET, "it returns a part of the hidden states: turn one of them off")
 DYNAMIC_CP = Refusal("dynamic_context_parallel", "verl", NOT_YET, "it passes a padding_mask")
 ALLGATHER_CP = Refusal("--allgather-cp", "slime", NOT_YET, "each rank holds one contiguous part of a sample: leave it out")
 MULTIMODAL = Refusal("multimodal data", "NeMo-RL", NOT_YET, "batches with images were not tried in it")

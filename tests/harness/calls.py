@@ -168,11 +168,16 @@ class Trainer:
             given["loss_mask"] = batch["loss_mask"]
         if self.form.packed:
             given["packed_seq_params"] = self._packing(batch)
+        given |= self.arguments(batch, given)
         try:
             output = model(**given)
             return output, self.loss_of(batch)
         finally:
             self.ended.append(batch["number"])
+
+    def arguments(self, batch: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """What else the model is called with."""
+        return {}
 
     def _packing(self, batch: dict[str, Any]) -> PackedSeqParams:
         padded, true = (
@@ -191,7 +196,7 @@ class Trainer:
             nll = output
             if self.form.logits:
                 output.div_(0.7)  # as trainers apply a temperature
-                nll = _nll(output, batch["labels"])
+                nll = nll_of(output, batch["labels"])
             mask = batch["loss_mask"].to(nll.dtype)
             loss = (nll * mask * batch["weight"].to(nll.dtype)).sum()
             count = mask.sum().to(torch.int32)
@@ -213,7 +218,8 @@ class _Indices:
         return self._next
 
 
-def _nll(logits: Tensor, labels: Tensor) -> Tensor:
+def nll_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """What labels cost, [samples, positions], from this rank's part of the vocabulary."""
     whole = logits
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         whole = gather_from_tensor_model_parallel_region(logits)

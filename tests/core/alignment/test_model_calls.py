@@ -125,11 +125,15 @@ def built(case: Case, layout: Layout) -> list[Any]:
 
 def compare(case: Case, layout: Layout) -> None:
     """Ours against the stock schedule on the same calls."""
+    compare_with(case, layout, built(case, layout), Trainer)
+
+
+def compare_with(case: Case, layout: Layout, chunks: list[Any], trainer: type[Trainer]) -> None:
+    """The same, of a model and a kind of trainer that are given."""
     from megatron.core import parallel_state
 
-    chunks = built(case, layout)
     seed = parallel_state.get_data_parallel_rank()
-    stock, ours = (Trainer(case.form, seed, layout) for _ in range(2))
+    stock, ours = (trainer(case.form, seed, layout) for _ in range(2))
     options = {"forward_only": case.forward_only}
     schedule = PrefixSchedule(PrefixConfig(**{**vars(CONFIG), **case.prefix}))
     with torch.no_grad() if case.forward_only else torch.enable_grad():
