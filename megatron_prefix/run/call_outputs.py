@@ -5,7 +5,8 @@ are put together in the layout of its model call; positions that carry no loss a
 send to a leaf is the gradient with which the segment's backward starts.
 
 With context parallelism the ranks share the rows of every segment, and every microbatch, but not
-along the same lines: a segment is cut zig-zag by itself, a microbatch as a whole.  So leaves are
+along the same lines: a segment is cut zig-zag by itself, a microbatch as a whole, as the trainer
+cuts it.  So leaves are
 whole outputs, gathered when a segment has run, and a microbatch takes its rank's positions of the
 joined outputs; what reaches a leaf on any rank is added up before the segment's backward.  Ranks of
 sequence parallelism share the rows of some tensors in the same way, one rank's behind another's.
@@ -119,14 +120,14 @@ class CallOutputs:
     """
 
     def __init__(self, step: Step, form: AnswerForm = AnswerForm()) -> None:  # noqa: B008  # a tuple
-        self._forest, self._packed = step.forest, step.packed
+        self._forest, self._packed, self._slices = step.forest, step.packed, step.slices
         self._form, self._exchange = form, form.exchange
         self.kept: dict[int, SegmentOutput] = {}
         self._strays: list[Tensor] = []
         self._structure: Any = None
         self._axes: list[Axis | None] = []
         self._plain: list[Any] = []
-        self._index: dict[tuple[int, ...], Tensor] = {}
+        self._index: dict[tuple[bool, tuple[int, ...]], Tensor] = {}
         self._bounds: dict[int, list[int]] = {}
         self.guards: list[Tensor] = []
 
@@ -222,7 +223,7 @@ class CallOutputs:
             if axis is None:
                 outputs.append(next(plain))
                 continue
-            whole = self._on_this_rank(self._joined(rollouts, number), lengths)
+            whole = self._on_this_rank(self._joined(rollouts, number), lengths, packed)
             if axis.dim == FLAT and not packed and len(rollouts) > 1:
                 raise refused(FLAT_ROWS, len(rollouts))
             outputs.append(self._laid_out(whole, axis, 1 if packed else len(rollouts)))
@@ -253,15 +254,18 @@ class CallOutputs:
         elif num > 1:  # of one position either dimension could be the one
             self._axes = axes
 
-    def _on_this_rank(self, whole: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    def _on_this_rank(self, whole: Tensor, lengths: tuple[int, ...], packed: bool) -> Tensor:
         """This context-parallel rank's positions of samples that lie one behind the other."""
         exchange = self._exchange
         if exchange is None:
             return whole
-        if lengths not in self._index:
-            mine = cp_layout.held_positions(lengths, exchange.rank, exchange.size)
-            self._index[lengths] = on(whole.device, mine)
-        return whole.index_select(0, self._index[lengths])
+        key = packed, lengths
+        if key not in self._index:
+            mine = cp_layout.call_positions(
+                lengths, packed, self._slices, exchange.rank, exchange.size
+            )
+            self._index[key] = on(whole.device, mine)
+        return whole.index_select(0, self._index[key])
 
     def _joined(self, rollouts: Sequence[int], number: int) -> Tensor:
         """One tensor's positions along the paths of rollouts, [positions, ...]."""

@@ -113,19 +113,20 @@ class Trainer:
             columns["loss_mask"].append(np.pad(trained[1:], (0, pad)).astype(np.float64))
             lengths.append(length)
             true.append(len(tokens) - 1)
-        held = [
-            cp_layout.positions(n, parallel_state.get_context_parallel_rank(), self.layout.cp)
-            for n in lengths
-        ]
         batch: dict[str, Any] = {"number": number, "lengths": lengths, "true": true}
         for name, rows in columns.items():
-            mine = [row[one] for row, one in zip(rows, held, strict=True)]
+            mine = self.cut(rows)
             whole = np.concatenate(mine)[None] if form.packed else np.stack(mine)
             batch[name] = torch.from_numpy(whole).to(self.device)
         draw = torch.Generator().manual_seed(number)
         weight = torch.randn(batch["tokens"].shape, generator=draw, dtype=torch.float64)
         batch["weight"] = weight.to(self.device)
         return batch
+
+    def cut(self, rows: list[np.ndarray]) -> list[np.ndarray]:
+        """This context-parallel rank's parts of samples."""
+        rank, size = parallel_state.get_context_parallel_rank(), self.layout.cp
+        return [row[cp_layout.positions(len(row), rank, size)] for row in rows]
 
     def iterator(self) -> Any:
         """What is passed as `data_iterator` for one model chunk."""

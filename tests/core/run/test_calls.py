@@ -51,7 +51,7 @@ def test_arguments_are_found_by_name_wherever_they_stand() -> None:
         (dict(tokens=(1, 9), ends=(0, 4, 9)), 1, CallLayout((4, 5), True)),
         (dict(tokens=(1, 12), ends=(0, 3, 7), padded=(0, 4, 12)), 1, CallLayout((4, 8), True)),
         (dict(tokens=(1, 12), ends=(0, 4, 9)), 1, CallLayout((4, 5, 3), True, 3)),
-        (dict(tokens=(1, 6), ends=(0, 4, 12)), 2, CallLayout((2, 4), True)),
+        (dict(tokens=(1, 6), ends=(0, 4, 12)), 2, CallLayout((4, 8), True)),
         (dict(tokens=(1, 4), ends=(0, 4, 4, 4)), 1, CallLayout((4,), True)),
         (dict(ends=(0, 4, 9)), 1, CallLayout((4, 5), True)),
         (dict(tokens=(2, 4), ends=(0, 4, 8)), 1, CallLayout((4, 4), False)),
@@ -178,10 +178,10 @@ def known(positions: list[int], *lengths: int) -> CallTokens:
 
 
 def test_contiguous_slices_of_context_parallelism_are_refused() -> None:
-    check_positions(known([0, 1, 6, 7], 4), 0, 2, used=False)
+    check_positions(known([0, 1, 6, 7], 8), 0, 2, used=False)
     for rank, positions in ((0, [0, 1, 2, 3]), (1, [4, 5, 6, 7])):
         with pytest.raises(CannotShare, match="contiguous parts"):
-            check_positions(known(positions, 4), rank, 2, used=False)
+            check_positions(known(positions, 8), rank, 2, used=False)
 
 
 def test_learned_embeddings_need_positions_that_start_at_zero() -> None:
