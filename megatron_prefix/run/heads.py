@@ -4,7 +4,7 @@ Some trainers give the last stage a head that never makes logits.  Segments run 
 positions of their own; what is told apart here is how its labels and its output lie.
 
 1. It moves labels by one itself and returns nothing for the last position of a row: NeMo-RL's fused
-   linear log-probs (`_gpt_forward_with_linear_ce_fusion` of nemo_rl/distributed/model_utils.py).
+   linear log-probs (`_gpt_forward_with_linear_ce_fusion` of nemo_rl.distributed.model_utils).
    Behind a span other labels follow than in a row, so segments give it labels that come out right
    once they are moved, and rows more, of which the last is left out.
 2. It fills a dict that the call has brought, and the loss goes on from there: SkyRL's fused head

@@ -106,11 +106,9 @@ def read_calls(
         masks.check(
             calls, use, counts_tokens=rank.counts_tokens, sequence_ranks=rank.sequence_ranks
         )
-        gives = capture.given[chunk] = given_by(calls, rank, chunk)
+        capture.given[chunk] = given_by(calls, rank, chunk)
         if rank.groups.cp.size() > 1 and slices_of(calls, callbacks.slices) is Slices.CONTIGUOUS:
-            taken = features.takes_contiguous(payload_parts(rank.language_models[chunk]))
-            if not taken or gives is not None or rank.looks_ahead:
-                raise refused(CONTIGUOUS)
+            _check_contiguous(capture.given[chunk], rank, chunk)
     capture.check_settings()
     first = last = given = None
     routes: list[Tensor | None] = []
@@ -137,6 +135,13 @@ def read_calls(
     if rank.looks_ahead and rank.is_last:
         check_ahead(first if last is None else last, rank, forward_only=forward_only)
     return ReadCalls(first, last, routes, given)
+
+
+def _check_contiguous(given: Given | None, rank: Rank, chunk: int) -> None:
+    """Refuses contiguous parts of calls where anything in a model chunk is for the zig-zag."""
+    taken = features.takes_contiguous(payload_parts(rank.language_models[chunk]))
+    if not taken or given is not None or rank.looks_ahead:
+        raise refused(CONTIGUOUS)
 
 
 def check_ahead(known: CallTokens | None, rank: Rank, *, forward_only: bool) -> None:
@@ -212,13 +217,10 @@ def read_tokens(
         trained = [callbacks.trained(call) for call in calls]
     elif callbacks.samples is not None and not forward_only and all(one is None for one in trained):
         trained = trained_positions(calls, where, callbacks.samples, cp_rank, cp_size)
-    embedded = [call[model_calls.EMBEDDINGS] is not None for call in calls]
-    columns = {
-        "input_ids": [call["input_ids"] for call in calls],
-        "labels": [heads.labels_of(call) for call in calls],
-    }
-    if any(embedded):  # tokens may be there, in another layout
-        columns["input_ids"] = [None] * len(calls)
+    embedded = any(call[model_calls.EMBEDDINGS] is not None for call in calls)
+    # With embeddings tokens may be there, in another layout.
+    columns = {"input_ids": [None if embedded else call["input_ids"] for call in calls]}
+    columns["labels"] = [heads.labels_of(call) for call in calls]
     columns["trained positions"] = [None if one is None else one != 0 for one in trained]
     lengths = [sum(layout.lengths) // cp_size for layout in where]
     weights = [_weights(call) for call in calls] if ahead else []
