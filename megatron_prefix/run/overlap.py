@@ -34,13 +34,12 @@ class Reductions:
     Args:
         rank: whose gradients they are.
         force_all_reduce: see Megatron's schedules.
-        early: whether gradients come in backwards only, so that these tell what is complete.
 
     Raises:
         RuntimeError: reductions of another step are under way.
     """
 
-    def __init__(self, rank: Rank, force_all_reduce: bool | None, *, early: bool = True) -> None:
+    def __init__(self, rank: Rank, force_all_reduce: bool | None) -> None:
         self._models, self._force_all_reduce = rank.models, force_all_reduce
         self._queue, config = _in_order(rank.models), rank.config
         if any(group.grad_reduce_handle is not None for group in self._queue):
@@ -50,8 +49,7 @@ class Reductions:
             )
         self._finalizes = config.finalize_model_grads_func is not None
         self._early = (
-            early
-            and self._finalizes
+            self._finalizes
             and any(map(_travels, self._queue))
             and not any(map(_starts_twice, self._queue))
             # The output layer's gradient is computed after the last backward.

@@ -192,9 +192,7 @@ class StepRun:
             message_shape(config, plan), message_dtype(config), rank.device, not forward_only,
         )  # fmt: skip
         if rank.overlaps and not forward_only:
-            # A head in the losses gives its weights gradients whenever one of these runs.
-            early = all(stage.filled is None for stage in stages)
-            self._reductions = Reductions(rank, self._force_all_reduce, early=early)
+            self._reductions = Reductions(rank, self._force_all_reduce)
         exchanges = self._exchanges(stages)
         behind = [] if forward_only else self._capture.behind()
         executor = Executor(
